@@ -1,0 +1,75 @@
+# Commands of the repository; `make` alone lists them. Everything is installed into $(VENV).
+
+VENV ?= .venv
+# The newest of these that is there and is at least 3.11; `make PYTHON=/path/to/python` chooses.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
+# The default wheel of torch for Linux brings several GB of CUDA; this one does not. A machine with
+# GPUs: `make TORCH=torch==$(TORCH_VERSION) ...`. Without an index: put the wheel into wheelhouse/.
+ifeq ($(shell uname -s),Linux)
+TORCH ?= torch==$(TORCH_VERSION)+cpu
+else
+TORCH ?= torch==$(TORCH_VERSION)
+endif
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+.PHONY: help quickstart test lint format protos bench-quickstart clean
+.DEFAULT_GOAL := help
+
+help:  ## List the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+quickstart: $(VENV)/.installed-train  ## Train a tiny model on this machine's CPU, from nothing, in minutes
+	@$(VENV)/bin/sluice quickstart $(ARGS)
+
+test: $(VENV)/.installed-dev  ## Run every check and every test
+	@$(PY) tools/run_checks.py
+
+lint: $(VENV)/.installed-dev  ## Run the checks that read only: style, types, imports, protos, spelling
+	@$(PY) tools/run_checks.py --static
+
+format: $(VENV)/.installed-dev  ## Format the code and fix what ruff can fix
+	@$(VENV)/bin/ruff format
+	@$(VENV)/bin/ruff check --fix
+
+protos: $(VENV)/.installed-dev  ## Generate sluice/api from proto/
+	@$(PY) tools/generate_protos.py
+
+bench-quickstart: $(VENV)/.installed-dev  ## Measure the quickstart over three seeds and against TRL
+	@$(PY) benchmarks/bench_quickstart.py $(ARGS)
+
+clean:  ## Remove the environment and caches; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+		.import_linter_cache
+
+# --- installation: each step leaves a stamp, so that it is done again only when its inputs change
+
+$(VENV)/.created:
+	@test -n "$(PYTHON)" || { echo "sluice needs Python 3.11 or newer and found none." \
+		"On Debian 12: apt-get install python3.11 python3.11-venv;" \
+		"elsewhere: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) has no venv module." \
+		"On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@test -x $(PY) || { echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@touch $@
+
+# First, and by itself, so that no later step can pull in the default build.
+$(VENV)/.installed-torch: $(VENV)/.created constraints.txt
+	@echo "installing $(TORCH)"
+	@mkdir -p wheelhouse
+	@$(PIP) --find-links wheelhouse "$(TORCH)" 2>$(VENV)/torch.log \
+		|| $(PIP) --extra-index-url $(TORCH_CPU_INDEX) "$(TORCH)" 2>>$(VENV)/torch.log \
+		|| { cat $(VENV)/torch.log >&2; echo "$(TORCH) could not be installed. Put its wheel for" \
+		"this machine into wheelhouse/ and repeat, or, to take another build:" \
+		"make TORCH=torch==$(TORCH_VERSION)" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml constraints.txt
+	@echo "installing sluice with its extra '$*'"
+	@$(PIP) setuptools
+	@$(PIP) --no-build-isolation --editable '.[$*]' || { echo "installation failed: pip needs its" \
+		"package index (or PIP_FIND_LINKS with the wheels of constraints.txt)" >&2; exit 1; }
+	@touch $@

@@ -1,0 +1,130 @@
+"""Baseline of `make bench-quickstart`: the quickstart job under TRL's GRPOTrainer.
+
+Run by the environment that `trl_environment.py` makes::
+
+    VENV/bin/python benchmarks/trl_dapo.py --assets DIR --seed 0 --target 0.85 --output result.json
+
+The clock covers `Trainer.train` without the evaluations; loading and the first evaluation come
+before it. The last line printed is the result as one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.training_record import Bounds
+from benchmarks.trl_settings import DapoJob, TrlTuning
+
+if TYPE_CHECKING:
+    from benchmarks.trl_run import TrlOutcome
+
+REQUIRED_ASSETS = ("model/config.json", "data/train.parquet", "data/test.parquet")
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; exits with the usage on a wrong one."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--assets", type=Path, required=True, help="directory `prepare` made")
+    parser.add_argument("--output", type=Path, help="file for the result (JSON)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--target", type=float, default=0.85, help="accuracy that ends the run")
+    parser.add_argument("--max-seconds", type=float, default=900.0, help="of training")
+    parser.add_argument("--max-batches", type=int, default=60)
+    parser.add_argument("--evaluate-every", type=int, default=5, help="in batches")
+    tuning = parser.add_argument_group("tuning", "defaults are the fastest measured on two cores")
+    for field in fields(TrlTuning):
+        flag = f"--{field.name.replace('_', '-')}"
+        default = field.default
+        if isinstance(default, bool):
+            tuning.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
+        else:
+            tuning.add_argument(flag, type=type(default), default=default)
+    parsed = parser.parse_args(arguments)
+    _check(parser, parsed)
+    return parsed
+
+
+def _check(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    for name in REQUIRED_ASSETS:
+        if not (parsed.assets / name).is_file():
+            parser.error(f"--assets {parsed.assets}: {name} is missing; run `make quickstart` once")
+    for name in ("max_batches", "evaluate_every", "threads", "micro_batch"):
+        if getattr(parsed, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    step = DapoJob().step_completions
+    if step % parsed.micro_batch:
+        parser.error(f"--micro-batch {parsed.micro_batch} does not divide {step}, a step's size")
+
+
+def tuning_of(parsed: argparse.Namespace) -> TrlTuning:
+    """The tuning flags as settings."""
+    return TrlTuning(**{field.name: getattr(parsed, field.name) for field in fields(TrlTuning)})
+
+
+def make_result(
+    outcome: TrlOutcome, *, seed: int, bounds: Bounds, settings: dict[str, object]
+) -> dict[str, object]:
+    """The JSON object of a run; times in seconds."""
+    reached = outcome.curve.first_at(bounds.target)
+    return {
+        "framework": "trl",
+        "seed": seed,
+        "target": bounds.target,
+        "seconds_to_target": reached.train_seconds if reached else None,
+        "batches_to_target": reached.batch if reached else None,
+        "accuracy_before": outcome.curve.points[0].accuracy,
+        "accuracy_after": outcome.curve.points[-1].accuracy,
+        "curve": outcome.curve.points,
+        "stopped_by": outcome.stopped_by,
+        "batches": outcome.batches,
+        "generated_tokens": outcome.generated_tokens,
+        "trained_tokens": outcome.generated_tokens,
+        "seconds_training": round(outcome.training_seconds, 3),
+        "seconds_evaluation": round(outcome.evaluation_seconds, 3),
+        "seconds_setup": round(outcome.setup_seconds, 3),
+        "seconds_per_batch": round(outcome.training_seconds / max(1, outcome.batches), 4),
+        "tokens_per_second": round(outcome.generated_tokens / outcome.training_seconds),
+        "settings": settings,
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark; returns the exit status."""
+    parsed = parse_arguments(arguments)
+    from benchmarks.trl_run import train, versions
+
+    job, tuning = DapoJob(), tuning_of(parsed)
+    bounds = Bounds(parsed.target, parsed.max_batches, parsed.max_seconds)
+    outcome = train(
+        assets=parsed.assets,
+        job=job,
+        tuning=tuning,
+        bounds=bounds,
+        evaluate_every=parsed.evaluate_every,
+        seed=parsed.seed,
+        report=_print_line,
+    )
+    settings: dict[str, object] = {"job": asdict(job), "tuning": asdict(tuning)}
+    result = make_result(outcome, seed=parsed.seed, bounds=bounds, settings=settings)
+    line = json.dumps(result | {"versions": versions()})
+    if parsed.output:
+        parsed.output.write_text(line + "\n")
+    _print_line(line)
+    return 0
+
+
+def _print_line(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""Makes the virtual environment of the TRL baseline, apart from the project's own.
+
+    python benchmarks/trl_environment.py DIR
+
+Installs `trl_requirements.txt`. A directory that already holds exactly these is left as it is.
+torch comes from pip's configured sources; where none has the CPU build, from PyTorch's CPU index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).with_name("trl_requirements.txt")
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+STAMP = "requirements.sha256"
+
+
+class EnvironmentFailedError(Exception):
+    """The environment could not be made. Names the step and the remedy."""
+
+
+def interpreter_of(directory: Path) -> Path:
+    """The Python of the environment in `directory`."""
+    return directory / "bin" / "python"
+
+
+def is_complete(directory: Path, requirements: Path = REQUIREMENTS) -> bool:
+    """Whether `directory` holds an environment with exactly these requirements."""
+    stamp = directory / STAMP
+    return (
+        interpreter_of(directory).exists()
+        and stamp.is_file()
+        and stamp.read_text() == _digest(requirements)
+    )
+
+
+def make_environment(directory: Path, requirements: Path = REQUIREMENTS) -> Path:
+    """Create or renew the environment and return its Python.
+
+    Raises:
+        EnvironmentFailedError: Python has no venv module, or a package cannot be installed.
+    """
+    python = interpreter_of(directory)
+    if is_complete(directory, requirements):
+        _say(f"{directory}: complete, nothing to do")
+        return python
+    if not python.exists():
+        _say(f"{directory}: creating a virtual environment")
+        if _run([sys.executable, "-m", "venv", str(directory)]) != 0:
+            raise EnvironmentFailedError(
+                f"python -m venv {directory} failed; on Debian: apt-get install python3-venv"
+            )
+    _install(python, requirements)
+    (directory / STAMP).write_text(_digest(requirements))
+    _say(f"{directory}: complete")
+    return python
+
+
+def _install(python: Path, requirements: Path) -> None:
+    command = [str(python), "-m", "pip", "install", "--quiet", "--requirement", str(requirements)]
+    _say(f"installing {requirements.name} from pip's configured sources (about 1.5 GB on disk)")
+    if _run(command) == 0:
+        return
+    _say(f"not all found there; once more with {TORCH_CPU_INDEX}")
+    if _run([*command, "--extra-index-url", TORCH_CPU_INDEX]) != 0:
+        raise EnvironmentFailedError(
+            f"{requirements}: pip could not install it (its output is above); the packages need "
+            f"PyPI and {TORCH_CPU_INDEX}, or a directory of wheels named in PIP_FIND_LINKS"
+        )
+
+
+def _run(command: Sequence[str]) -> int:
+    return subprocess.run(command, check=False).returncode
+
+
+def _digest(requirements: Path) -> str:
+    return hashlib.sha256(requirements.read_bytes()).hexdigest()
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("directory", type=Path)
+    try:
+        make_environment(parser.parse_args(arguments).directory)
+    except EnvironmentFailedError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

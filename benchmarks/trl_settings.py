@@ -1,0 +1,53 @@
+"""What the TRL baseline runs: the quickstart's DAPO job, and how TRL is set up for speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DapoJob:
+    """The job both systems train; sizes in groups, completions or tokens."""
+
+    group_size: int = 8
+    batch_groups: int = 64
+    steps_per_batch: int = 2
+    max_response_tokens: int = 56
+    overlong_buffer_tokens: int = 8
+    overlong_penalty_factor: float = 1.0
+    learning_rate: float = 1e-3
+    warmup_steps: int = 5
+    schedule_batches: int = 60
+    min_lr_ratio: float = 0.05
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    temperature: float = 1.0
+    samples_per_held_out: int = 2
+
+    @property
+    def batch_completions(self) -> int:
+        """Completions one generation makes."""
+        return self.batch_groups * self.group_size
+
+    @property
+    def step_completions(self) -> int:
+        """Completions one optimizer step uses."""
+        return self.batch_completions // self.steps_per_batch
+
+
+@dataclass(frozen=True, slots=True)
+class TrlTuning:
+    """Settings that change TRL's speed and not what it computes; defaults measured fastest.
+
+    `micro_batch` is in completions, `cache` is a transformers cache implementation ("" is theirs).
+    """
+
+    threads: int = 2
+    micro_batch: int = 256
+    attention: str = "sdpa"
+    bf16: bool = False
+    cache: str = ""
+    continuous_batching: bool = False

@@ -1,0 +1,118 @@
+"""The reward service: `python -m services.reward --config FILE [key=value ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+
+from services.reward.assembly import RewardLoop, assemble, open_prompt_sets
+from services.reward.rollout_client import RolloutClient
+from services.reward.scorer_pool import running_scorer_pool
+from services.reward.servicer import RewardServicer
+from sluice.api.reward.v1 import reward_pb2_grpc
+from sluice.concurrency.parent_death import end_with_supervisor
+from sluice.concurrency.shutdown import stop_on_signals
+from sluice.config.loader import load_config
+from sluice.config.run import RunConfig
+from sluice.errors import SluiceError
+from sluice.rpc.server import RpcServer
+from sluice.telemetry.logs import configure_logging
+
+logger = logging.getLogger(__name__)
+
+NAME = "reward"
+SERVICE = "sluice.api.reward.v1.RewardService"
+LAST_ANSWERS_S = 2.0
+
+
+def _parse(argv: list[str]) -> tuple[Path, tuple[str, ...]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.reward",
+        description="Serves prompts, grading and train batches.",
+        epilog="example: python -m services.reward --config run.yaml sluice.log_level=DEBUG",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="run configuration (YAML)")
+    parser.add_argument("overrides", nargs="*", help="key=value, as in verl")
+    given = parser.parse_args(argv)
+    return given.config, tuple(given.overrides)
+
+
+async def _serve(config: RunConfig) -> None:
+    limit = config.sluice.max_message_mb << 20
+    sets = open_prompt_sets(config)
+    client = RolloutClient(
+        linger_ms=config.sluice.reward.linger_ms,
+        timeout_s=config.sluice.reward.generate_timeout_s,
+        max_message_bytes=limit,
+    )
+    stop = asyncio.Event()
+    pool = running_scorer_pool(config.reward.scorer_pool, config.reward.custom_reward_function)
+    with stop_on_signals(stop):
+        async with client, pool as scorers:
+            loop = assemble(config, sets, scorers, client)
+            server = _server(config, loop, limit)
+            await server.start()
+            try:
+                await _until_stopped(loop, stop)
+            finally:
+                await server.stop(min(LAST_ANSWERS_S, config.sluice.shutdown_grace_s / 2))
+    logger.info("ended")
+
+
+def _server(config: RunConfig, loop: RewardLoop, limit: int) -> RpcServer:
+    endpoint = config.sluice.reward.endpoint
+    servicer = RewardServicer(
+        loop, config.actor_rollout_ref.rollout, config.data.max_response_length
+    )
+    return RpcServer(
+        [lambda server: reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server)],
+        [SERVICE],
+        host=endpoint.host,
+        port=endpoint.port,
+        max_message_bytes=limit,
+    )
+
+
+async def _until_stopped(loop: RewardLoop, stop: asyncio.Event) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(loop.pipeline.run(), name="pipeline")
+        await stop.wait()
+        logger.info("stopping")
+        loop.end()
+        running.cancel()
+
+
+def _report(error: BaseException) -> None:
+    """One line for each error of ours; a traceback for a defect."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            _report(inner)
+    elif isinstance(error, SluiceError):
+        sys.stderr.write(f"{NAME}: {error}\n")
+    else:
+        logger.error("unexpected %s", type(error).__name__, exc_info=error)
+
+
+def main() -> int:
+    """Run until SIGTERM or SIGINT; exit code 0 when everything ended in order."""
+    end_with_supervisor()
+    path, overrides = _parse(sys.argv[1:])
+    # The default allocator keeps what a large row group took; the system's gives it back.
+    pa.set_memory_pool(pa.system_memory_pool())
+    try:
+        config = load_config(path, overrides)
+        configure_logging(NAME, config.sluice.log_level)
+        asyncio.run(_serve(config))
+    except Exception as error:  # noqa: BLE001  the outermost boundary: report, exit code
+        _report(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""The parts of the reward service, put together from the run configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from services.reward.batcher import Batcher, BatchRules
+from services.reward.change_signal import ChangeSignal
+from services.reward.dispatcher import GenerationClient, GroupDispatcher
+from services.reward.evaluation import Evaluation
+from services.reward.grading import Grader, overlong_shaping
+from services.reward.ledger import MemoryLedger, PromptLedger
+from services.reward.outcomes import OutcomeRecorder, PromptOutcome
+from services.reward.pipeline import Pipeline, PipelineParts, PipelineSettings
+from services.reward.prompt_files import PromptFiles
+from services.reward.prompt_source import PromptSource
+from services.reward.prompts import (
+    PromptStream,
+    training_files,
+    training_stream,
+    validation_files,
+    validation_stream,
+)
+from services.reward.replica_queue import ReplicaQueue
+from services.reward.sampling import training_sampling
+from services.reward.scorer_pool import ScorerPool
+from services.reward.scorers.registry import scorer_for
+from services.reward.submissions import Submissions
+from services.reward.yield_guard import YieldGuard
+from sluice.config.run import RunConfig
+from sluice.errors import NotReadyError
+from sluice.types import DataProgress
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSets:
+    """Checked data sets; ``None``: not configured."""
+
+    training: PromptFiles | None
+    validation: PromptFiles | None
+
+
+@dataclass(frozen=True, slots=True)
+class RewardLoop:
+    """What the servicer calls."""
+
+    pipeline: Pipeline
+    evaluation: Evaluation
+    submissions: Submissions
+    scorers: ScorerPool
+    ledger: PromptLedger
+    batcher: Batcher
+    queue: ReplicaQueue
+    recorder: OutcomeRecorder
+    dataset_rows: int
+
+    def end(self) -> None:
+        """Stop admitting; whoever waits is told."""
+        self.pipeline.batches.close(NotReadyError("the reward service is shutting down"))
+        self.submissions.end()
+
+
+def open_prompt_sets(config: RunConfig) -> PromptSets:
+    """Check the data sets' columns; `DataError` names file, column and remedy."""
+    return PromptSets(training_files(config.data), validation_files(config.data))
+
+
+def assemble(
+    config: RunConfig, sets: PromptSets, scorers: ScorerPool, client: GenerationClient
+) -> RewardLoop:
+    """Connect everything.
+
+    Args:
+        config: the run's configuration.
+        sets: its data sets.
+        scorers: the running pool.
+        client: how replicas are called.
+
+    Raises:
+        ConfigError: settings that cannot work together.
+    """
+    open_stream = _training_opener(config, sets.training)
+    check_data_source = _data_source_check(config)
+    rules = BatchRules(
+        config.data.train_batch_size,
+        config.sluice.asynchrony.max_staleness,
+        config.sluice.asynchrony.on_stale,
+    )
+    capacity = ChangeSignal()
+    changes = ChangeSignal(then=capacity)
+    ledger, batcher = MemoryLedger(), Batcher(rules)
+    queue = ReplicaQueue(config.sluice.reward.inflight_slack, capacity.notify)
+    dispatcher = GroupDispatcher(client, queue, max_attempts=config.sluice.reward.max_attempts)
+    guard = YieldGuard(
+        config.algorithm.filter_groups.min_yield, config.algorithm.filter_groups.min_yield_groups
+    )
+    endings = _Endings()
+    recorder = OutcomeRecorder(
+        ledger,
+        batcher,
+        guard,
+        scorer_seconds=lambda: scorers.busy_seconds,
+        on_end=endings.ended,
+    )
+    grader = Grader(scorers, overlong_shaping(config.reward, config.data.max_response_length))
+    source = PromptSource(ledger, open_stream, check_data_source)
+    parts = PipelineParts(
+        ledger, source, queue, dispatcher, grader, batcher, guard, recorder, changes, capacity
+    )
+    pipeline = Pipeline(_settings(config, rules), parts)
+    submissions = Submissions(
+        ledger, pipeline.submit, check_data_source, config.sluice.reward.max_client_pending
+    )
+    endings.listener = submissions.ended
+    evaluation = Evaluation(
+        _validation_opener(config, sets.validation),
+        dispatcher,
+        grader,
+        lambda: pipeline.policy_version,
+    )
+    return RewardLoop(
+        pipeline,
+        evaluation,
+        submissions,
+        scorers,
+        ledger,
+        batcher,
+        queue,
+        recorder,
+        open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0,
+    )
+
+
+class _Endings:
+    """Passes outcomes on; breaks the circle between those who end prompts and who submits them."""
+
+    def __init__(self) -> None:
+        self.listener: Callable[[PromptOutcome], None] | None = None
+
+    def ended(self, outcome: PromptOutcome) -> None:
+        if self.listener is not None:
+            self.listener(outcome)
+
+
+def _settings(config: RunConfig, rules: BatchRules) -> PipelineSettings:
+    rollout, group_filter = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
+    return PipelineSettings(
+        rules,
+        rollout.n,
+        training_sampling(rollout, config.data.max_response_length),
+        group_filter.metric if group_filter.enable else None,
+    )
+
+
+def _training_opener(
+    config: RunConfig, files: PromptFiles | None
+) -> Callable[[DataProgress], PromptStream] | None:
+    if files is None:
+        return None
+    total_epochs = config.trainer.total_epochs
+
+    def open_stream(progress: DataProgress) -> PromptStream:
+        return training_stream(files, config.data, total_epochs=total_epochs, progress=progress)
+
+    return open_stream
+
+
+def _validation_opener(
+    config: RunConfig, files: PromptFiles | None
+) -> Callable[[], PromptStream] | None:
+    return None if files is None else partial(validation_stream, files, config.data)
+
+
+def _data_source_check(config: RunConfig) -> Callable[[str], None]:
+    def check(data_source: str) -> None:
+        if config.reward.custom_reward_function.path is None:
+            scorer_for(data_source)
+
+    return check

@@ -1,0 +1,185 @@
+"""Kept groups on their way into train batches: carried over, chosen, leased, acknowledged.
+
+State without a clock or I/O; `pipeline` drives it. A kept group leaves in one of two ways: in an
+acknowledged batch, or because it grew too stale. Being surplus is no reason to leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from uuid import uuid4
+
+from sluice.algorithm.staleness import (
+    BatchDecision,
+    InFlightGroup,
+    KeptGroup,
+    OnStale,
+    may_form_batch,
+)
+from sluice.errors import NotFoundError
+from sluice.types import (
+    DataProgress,
+    GradedGroup,
+    Prompt,
+    Scored,
+    TrainBatch,
+    TrainGroup,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRules:
+    """B, S, and what happens to groups that would grow stale."""
+
+    batch_size: int
+    max_staleness: int
+    on_stale: OnStale
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A batch at the trainer."""
+
+    step: int
+    batch: TrainBatch
+    groups: tuple[GradedGroup, ...]
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """The batch's prompts, oldest first."""
+        return tuple(graded.group.prompt for graded in self.groups)
+
+
+class Batcher:
+    """Kept groups and the one lease.
+
+    Args:
+        rules: batch size and staleness.
+    """
+
+    def __init__(self, rules: BatchRules) -> None:
+        self._rules = rules
+        self._kept: dict[str, GradedGroup] = {}
+        self._ages: dict[str, KeptGroup] = {}
+        self._acknowledged: set[str] = set()
+        self._unpublished_version: int | None = None
+        self.lease: Lease | None = None
+
+    @property
+    def num_kept(self) -> int:
+        """Kept groups that wait for a batch."""
+        return len(self._kept)
+
+    @property
+    def num_in_training(self) -> int:
+        """Groups leased under a version whose successor is not announced yet."""
+        return 0 if self._unpublished_version is None else self._rules.batch_size
+
+    def keep(self, graded: GradedGroup) -> None:
+        """Take on a kept group."""
+        prompt = graded.group.prompt
+        self._kept[prompt.prompt_id] = graded
+        self._ages[prompt.prompt_id] = KeptGroup(graded.group.oldest_version, prompt.sequence)
+
+    def decide(self, version: int, in_flight: Sequence[InFlightGroup]) -> BatchDecision:
+        """What to do now towards the batch for `version`; indices as in `kept_groups`."""
+        return may_form_batch(
+            tuple(self._ages.values()),
+            in_flight,
+            version=version,
+            max_staleness=self._rules.max_staleness,
+            batch_size=self._rules.batch_size,
+            on_stale=self._rules.on_stale,
+        )
+
+    def kept_groups(self, indices: Sequence[int]) -> tuple[GradedGroup, ...]:
+        """Kept groups by the indices of a decision made since the last change."""
+        kept = tuple(self._kept.values())
+        return tuple(kept[i] for i in indices)
+
+    def remove(self, prompt_id: str) -> GradedGroup:
+        """Give up a kept group (grown stale)."""
+        del self._ages[prompt_id]
+        return self._kept.pop(prompt_id)
+
+    def form(
+        self,
+        chosen: Sequence[GradedGroup],
+        *,
+        step: int,
+        version: int,
+        progress: DataProgress,
+        statistics: Callable[[Sequence[TrainGroup]], Mapping[str, float]],
+    ) -> TrainBatch:
+        """Lease the chosen groups to the trainer.
+
+        Args:
+            chosen: groups of a decision.
+            step: the step the batch is for.
+            version: the version the batch will update.
+            progress: the data set once the batch is trained.
+            statistics: metrics of the batch.
+        """
+        for graded in chosen:
+            self.remove(graded.group.prompt.prompt_id)
+        groups = tuple(train_group(graded) for graded in chosen)
+        batch = TrainBatch(uuid4().hex, version, groups, progress, statistics(groups))
+        self.lease = Lease(step, batch, tuple(chosen))
+        self._unpublished_version = version
+        return batch
+
+    def acknowledge(self, batch_id: str) -> Lease | None:
+        """Close the lease; ``None`` if it was closed before.
+
+        Raises:
+            NotFoundError: no such lease.
+        """
+        if batch_id in self._acknowledged:
+            return None
+        if self.lease is None or self.lease.batch.batch_id != batch_id:
+            raise NotFoundError(
+                f"batch '{batch_id}' is not leased (it was taken back, or never existed); "
+                "take the next batch"
+            )
+        lease, self.lease = self.lease, None
+        self._acknowledged.add(batch_id)
+        return lease
+
+    def published(self, version: int) -> None:
+        """A version was announced: groups leased under older ones no longer count."""
+        if self._unpublished_version is not None and version > self._unpublished_version:
+            self._unpublished_version = None
+
+    def take_back_lease(self) -> tuple[GradedGroup, ...]:
+        """Return the leased groups to the kept ones: the trainer asks anew."""
+        if self.lease is None:
+            return ()
+        groups, self.lease = self.lease.groups, None
+        self._unpublished_version = None
+        for graded in groups:
+            self.keep(graded)
+        return groups
+
+    def clear(self) -> None:
+        """Forget every group and the lease: another trainer begins."""
+        self._kept.clear()
+        self._ages.clear()
+        self.lease = None
+        self._unpublished_version = None
+
+
+def train_group(graded: GradedGroup) -> TrainGroup:
+    """The scored samples of a graded group, as the optimizer sees them."""
+    pairs = [
+        (rollout, outcome)
+        for rollout, outcome in zip(graded.group.rollouts, graded.outcomes, strict=True)
+        if isinstance(outcome, Scored)
+    ]
+    return TrainGroup(
+        prompt_id=graded.group.prompt.prompt_id,
+        prompt_token_ids=graded.group.prompt_token_ids,
+        rollouts=tuple(rollout for rollout, _ in pairs),
+        scores=tuple(scored for _, scored in pairs),
+        data_source=graded.group.prompt.data_source,
+    )

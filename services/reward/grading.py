@@ -1,0 +1,102 @@
+"""From responses to outcomes: the scorer's number, then shaping (verl's reward managers)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from services.reward.scorer_messages import ScoreItem
+from sluice.algorithm.overlong import overlong_penalty
+from sluice.config.reward import RewardConfig
+from sluice.types import (
+    Failed,
+    FailureKind,
+    FinishReason,
+    GradedGroup,
+    Outcome,
+    Rollout,
+    RolloutGroup,
+    Scored,
+)
+
+
+class SampleScorer(Protocol):
+    """Grades response texts; `ScorerPool` does."""
+
+    async def score(self, items: Sequence[ScoreItem]) -> tuple[Scored | Failed, ...]:
+        """One outcome per item."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OverlongShaping:
+    """Settings of the overlong penalty (`sluice.algorithm.overlong`), in tokens."""
+
+    max_response_tokens: int
+    buffer_tokens: int
+    penalty_factor: float
+    log: bool
+
+    def penalty(self, num_response_tokens: int) -> float:
+        """What is added to the score, <= 0."""
+        return overlong_penalty(
+            num_response_tokens,
+            max_response_tokens=self.max_response_tokens,
+            buffer_tokens=self.buffer_tokens,
+            penalty_factor=self.penalty_factor,
+        )
+
+
+def overlong_shaping(reward: RewardConfig, max_response_length: int) -> OverlongShaping | None:
+    """The configured shaping; ``None`` for the naive manager or when it is off.
+
+    Raises:
+        ConfigError: the buffer does not fit into the response length.
+    """
+    buffer = reward.reward_kwargs.overlong_buffer_cfg
+    if reward.reward_manager.name != "dapo" or not buffer.enable:
+        return None
+    limit = reward.reward_kwargs.max_resp_len or max_response_length
+    shaping = OverlongShaping(limit, buffer.len, buffer.penalty_factor, buffer.log)
+    shaping.penalty(0)  # reports impossible settings at the start of the service
+    return shaping
+
+
+class Grader:
+    """Grades whole groups.
+
+    Args:
+        scorer: the pool.
+        shaping: overlong penalty, if any.
+    """
+
+    def __init__(self, scorer: SampleScorer, shaping: OverlongShaping | None) -> None:
+        self._scorer, self._shaping = scorer, shaping
+
+    async def grade(self, group: RolloutGroup) -> GradedGroup:
+        """One outcome per sample. Aborted samples are never graded."""
+        complete = [r for r in group.rollouts if r.finish_reason is not FinishReason.ABORTED]
+        outcomes = await self._scorer.score([_item(group, rollout) for rollout in complete])
+        by_index = {
+            rollout.sample_index: self._shaped(outcome, rollout)
+            for rollout, outcome in zip(complete, outcomes, strict=True)
+        }
+        aborted = Failed(FailureKind.ABORTED, "generation was ended from outside")
+        return GradedGroup(
+            group, tuple(by_index.get(rollout.sample_index, aborted) for rollout in group.rollouts)
+        )
+
+    def _shaped(self, outcome: Outcome, rollout: Rollout) -> Outcome:
+        if self._shaping is None or isinstance(outcome, Failed):
+            return outcome
+        penalty = self._shaping.penalty(rollout.num_tokens)
+        metrics = dict(outcome.metrics)
+        if self._shaping.log:
+            metrics |= {"overlong_reward": penalty, "overlong": float(penalty < 0)}
+        return replace(outcome, reward=outcome.score + penalty, metrics=metrics)
+
+
+def _item(group: RolloutGroup, rollout: Rollout) -> ScoreItem:
+    prompt = group.prompt
+    return ScoreItem(prompt.data_source, rollout.text, prompt.ground_truth, prompt.extra_info)

@@ -1,0 +1,79 @@
+"""The groups being generated or graded, each with the task that does it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sluice.algorithm.staleness import InFlightGroup
+from sluice.types import Prompt
+
+
+class Fate(StrEnum):
+    """What becomes of a prompt whose task is cancelled."""
+
+    REQUEUED = "requeued"
+    STALE = "stale"
+
+
+@dataclass(slots=True, eq=False)
+class InFlightItem:
+    """One group under way. `start_version` is ``None`` until a replica starts it."""
+
+    prompt: Prompt
+    task: asyncio.Task[None] | None = None
+    start_version: int | None = None
+    is_grading: bool = False
+    fate: Fate = Fate.REQUEUED
+    is_cancelled: bool = False
+
+    def cancel(self, fate: Fate) -> None:
+        """End the task, once; the prompt meets `fate`."""
+        if not self.is_cancelled and self.task is not None:
+            self.fate, self.is_cancelled = fate, True
+            self.task.cancel()
+
+
+class InFlightTable:
+    """All groups under way by prompt id."""
+
+    def __init__(self) -> None:
+        self._items: dict[str, InFlightItem] = {}
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def num_grading(self) -> int:
+        """Groups whose samples are all there."""
+        return sum(item.is_grading for item in self._items.values())
+
+    def add(self, prompt: Prompt) -> InFlightItem:
+        """Take on a group."""
+        item = InFlightItem(prompt)
+        self._items[prompt.prompt_id] = item
+        return item
+
+    def remove(self, item: InFlightItem) -> None:
+        """Its task ends."""
+        del self._items[item.prompt.prompt_id]
+
+    def started(self) -> tuple[InFlightGroup, ...]:
+        """The groups that hold tokens or are about to, with their oldest version."""
+        return tuple(
+            InFlightGroup(prompt_id, item.start_version)
+            for prompt_id, item in self._items.items()
+            if item.start_version is not None
+        )
+
+    def cancel(self, prompt_ids: tuple[str, ...], fate: Fate) -> None:
+        """End some groups' tasks."""
+        for prompt_id in prompt_ids:
+            self._items[prompt_id].cancel(fate)
+
+    def cancel_all(self, fate: Fate) -> list[asyncio.Task[None]]:
+        """End all tasks; returns them to be waited for."""
+        for item in self._items.values():
+            item.cancel(fate)
+        return [item.task for item in self._items.values() if item.task is not None]

@@ -1,0 +1,307 @@
+"""The coordinator: prompts in, kept groups out.
+
+Consumes: prompts (clients' first come first served, then the data set) and the trainer's
+announcements. One task admits; each admitted prompt has a task of its own that generates, grades
+and judges its group.
+
+Waits for                      unblocked by
+  the first announcement         `announce`
+  room for another group         a group or sequence that ended, an announcement, a batch leased
+  a replica, samples             `dispatcher`, within the prompt's own task
+  grades                         `scorer_pool`, within the prompt's own task
+  a full batch                   `train_batches`, in the trainer's call: a kept group, its deadline
+
+Produces: kept groups for `train_batches`; one end for every prompt.
+
+On failure: what one group meets (replica gone, scorer killed, prompt refused) ends that prompt, in
+its own task, and frees its place. What all groups would meet (unreadable data, a metric that the
+scorer does not return) stops admission and is raised to whoever takes a batch. Anything else is a
+defect and ends the service.
+
+On shutdown: `run` is cancelled; its tasks cancel their streams, which frees the replicas' slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from services.reward.awaited import Awaited, AwaitedClock, LoopFacts, awaited_now
+from services.reward.batcher import Batcher, BatchRules
+from services.reward.change_signal import ChangeSignal
+from services.reward.dispatcher import GroupDispatcher, GroupFailedError, GroupRequest
+from services.reward.fleet import AnnouncedReplica
+from services.reward.grading import Grader
+from services.reward.in_flight import Fate, InFlightItem, InFlightTable
+from services.reward.judgement import judge
+from services.reward.ledger import PromptLedger, PromptState
+from services.reward.outcomes import OutcomeRecorder
+from services.reward.prompt_source import PromptSource
+from services.reward.replica_queue import Priority, ReplicaQueue
+from services.reward.sampling import for_prompt
+from services.reward.train_batches import BatchParts, TrainBatches
+from services.reward.yield_guard import YieldGuard
+from sluice.algorithm.admission import groups_to_admit
+from sluice.concurrency.deadline import deadline
+from sluice.errors import SluiceError
+from sluice.types import DataProgress, GradedGroup, Prompt, PromptEnd, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+TAKE_OVER_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSettings:
+    """What the loop needs of the configuration."""
+
+    rules: BatchRules
+    samples_per_group: int
+    sampling: SamplingParams
+    filter_metric: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineParts:
+    """The stages the coordinator connects.
+
+    `changes` is notified when a group moved on, `capacity` when there may be room for another
+    (which every change of a group may give too).
+    """
+
+    ledger: PromptLedger
+    source: PromptSource
+    queue: ReplicaQueue
+    dispatcher: GroupDispatcher
+    grader: Grader
+    batcher: Batcher
+    guard: YieldGuard
+    recorder: OutcomeRecorder
+    changes: ChangeSignal
+    capacity: ChangeSignal
+
+
+class Pipeline:
+    """Admission and the way of each group; all methods run in one event loop."""
+
+    def __init__(self, settings: PipelineSettings, parts: PipelineParts) -> None:
+        self._settings, self._parts = settings, parts
+        self._in_flight = InFlightTable()
+        self._awaited_clock = AwaitedClock()
+        self._announce_lock = asyncio.Lock()
+        self._trainer: str | None = None
+        self._was_exhausted = False
+        self.policy_version: int | None = None
+        self.batches = TrainBatches(
+            BatchParts(
+                parts.batcher,
+                parts.recorder,
+                parts.ledger,
+                self._in_flight,
+                parts.source,
+                parts.guard,
+                parts.changes,
+                self._reason,
+            ),
+            settings.rules.batch_size,
+        )
+
+    @property
+    def num_generating(self) -> int:
+        """Groups being generated, those that wait for a replica included."""
+        return len(self._in_flight) - self._in_flight.num_grading
+
+    @property
+    def num_grading(self) -> int:
+        """Groups being graded."""
+        return self._in_flight.num_grading
+
+    async def run(self) -> None:
+        """Admit prompts until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                change = self._parts.capacity.next_change()
+                try:
+                    await self._admit(tasks)
+                except SluiceError as error:
+                    self.batches.fail(error)
+                self.awaited()
+                await change.wait()
+
+    def submit(self, prompt: Prompt) -> None:
+        """Accept a client's prompt; `InvalidRequestError` if its id was used before."""
+        self._parts.ledger.accept(prompt)
+        self._parts.source.put(prompt)
+        self._parts.changes.notify()
+
+    async def announce(
+        self,
+        trainer: str,
+        version: int,
+        replicas: Sequence[AnnouncedReplica],
+        resume_from: DataProgress | None,
+    ) -> None:
+        """Take on a version and its fleet; another trainer takes over all that is pending."""
+        async with self._announce_lock:
+            if trainer != self._trainer:
+                self.policy_version = None  # nothing is admitted meanwhile
+                await self._take_over(trainer, resume_from)
+            self.policy_version = version
+        await self._parts.dispatcher.announce(replicas)
+        self._parts.batcher.published(version)
+        logger.info("version %d on %d replicas", version, len(replicas))
+        self._parts.changes.notify()
+
+    def awaited(self) -> list[tuple[Awaited, float]]:
+        """What is waited for, and for how many seconds."""
+        now = time.monotonic()
+        found = awaited_now(self._facts())
+        self._awaited_clock.update(found, now)
+        return [(wait, self._awaited_clock.seconds(wait, now)) for wait in found]
+
+    async def _admit(self, tasks: asyncio.TaskGroup) -> None:
+        """Start as many groups as there is room for."""
+        while self._num_to_admit() > 0:
+            prompt = await self._parts.source.next_prompt()
+            if prompt is None:
+                self._note_exhaustion()
+                return
+            if not self._num_to_admit():  # things changed while the data set was read
+                self._parts.source.put(prompt)
+                return
+            self._start(tasks, prompt)
+
+    def _note_exhaustion(self) -> None:
+        """Whoever takes a batch learns, once, that the data set has ended."""
+        if self._parts.source.is_exhausted and not self._was_exhausted:
+            self._parts.changes.notify()
+        self._was_exhausted = self._parts.source.is_exhausted
+
+    def _num_to_admit(self) -> int:
+        if self.policy_version is None or self.batches.error is not None:
+            return 0
+        rules, num_in_flight = self._settings.rules, len(self._in_flight)
+        free = self._parts.queue.num_free_sequences(self.policy_version - rules.max_staleness)
+        more = max(0, free // self._settings.samples_per_group)
+        if free > 0 and num_in_flight == 0:
+            more = max(1, more)  # a group larger than a replica must run as well
+        return groups_to_admit(
+            train_batch_size=rules.batch_size,
+            max_staleness=rules.max_staleness,
+            num_in_flight=num_in_flight,
+            num_kept=self._parts.batcher.num_kept,
+            num_in_training=self._parts.batcher.num_in_training,
+            estimate=self._parts.recorder.estimate,
+            max_in_flight=num_in_flight + more,
+        )
+
+    def _start(self, tasks: asyncio.TaskGroup, prompt: Prompt) -> None:
+        item = self._in_flight.add(prompt)
+        self._parts.ledger.move(prompt.prompt_id, PromptState.GENERATING)
+        item.task = tasks.create_task(self._process(item), name=f"prompt {prompt.prompt_id}")
+        item.task.add_done_callback(partial(self._left, item))
+
+    async def _process(self, item: InFlightItem) -> None:
+        """One prompt, from generation to its judgement."""
+        recorder = self._parts.recorder
+        try:
+            graded = await self._generate_and_grade(item)
+            verdict = judge(graded, metric=self._settings.filter_metric)
+        except SluiceError as error:
+            recorder.ended(item.prompt, PromptEnd.DROPPED_FAILED, detail=str(error))
+            if not isinstance(error, GroupFailedError):
+                self.batches.fail(error)
+            return
+        if verdict.end is None:
+            recorder.kept(graded)
+        else:
+            recorder.ended(item.prompt, verdict.end, graded=graded, detail=verdict.detail)
+
+    async def _generate_and_grade(self, item: InFlightItem) -> GradedGroup:
+        def note_start(version: int | None) -> None:
+            item.start_version = version
+
+        group = await self._parts.dispatcher.generate(self._request(item.prompt), note_start)
+        self._parts.recorder.generated(group)
+        item.is_grading = True
+        graded = await self._parts.grader.grade(group)
+        self._parts.recorder.graded(graded)
+        return graded
+
+    def _request(self, prompt: Prompt) -> GroupRequest:
+        version = self.policy_version or 0
+        return GroupRequest(
+            prompt,
+            self._settings.samples_per_group,
+            for_prompt(self._settings.sampling, prompt, stage="train"),
+            Priority.TRAINING,
+            lowest_version=version - self._settings.rules.max_staleness,
+        )
+
+    def _left(self, item: InFlightItem, task: asyncio.Task[None]) -> None:
+        """A group's task ended: free its place; if it was cancelled, its prompt meets its fate."""
+        self._in_flight.remove(item)
+        if task.cancelled() and item.fate is Fate.STALE:
+            detail = f"started under version {item.start_version}, too old to be trained"
+            self._parts.recorder.ended(item.prompt, PromptEnd.DROPPED_STALE, detail=detail)
+        elif task.cancelled():
+            self._requeue(item.prompt)
+        self._parts.changes.notify()
+
+    async def _take_over(self, trainer: str, resume_from: DataProgress | None) -> None:
+        """A trainer begins, perhaps from an older policy: what is pending is generated anew."""
+        if self._trainer is not None:
+            logger.warning("another trainer announces itself; pending groups start again")
+            running = self._in_flight.cancel_all(Fate.REQUEUED)
+            async with deadline(TAKE_OVER_TIMEOUT_S, peer="rollout fleet", phase="cancelling"):
+                if running:
+                    await asyncio.wait(running)
+            self._give_back_kept(resume_from)
+        if self._trainer is None or resume_from is not None:
+            progress = self._parts.ledger.restart_data(resume_from or DataProgress(0))
+            self._parts.source.start_data(progress)
+        self._trainer = trainer
+
+    def _give_back_kept(self, resume_from: DataProgress | None) -> None:
+        """Kept and leased prompts wait again, but for those the resumed policy was trained on."""
+        self._parts.batcher.clear()
+        for prompt in self._parts.ledger.pending():
+            state = self._parts.ledger.state(prompt.prompt_id)
+            if resume_from is not None and _covers(resume_from, prompt.position):
+                if state is not PromptState.WAITING:
+                    self._parts.recorder.ended(prompt, PromptEnd.TRAINED)
+            elif state in (PromptState.KEPT, PromptState.LEASED):
+                self._requeue(prompt)
+
+    def _requeue(self, prompt: Prompt) -> None:
+        self._parts.ledger.move(prompt.prompt_id, PromptState.WAITING)
+        self._parts.source.put(prompt)
+
+    def _reason(self) -> str:
+        waits = [f"{w.peer}: {w.phase} (for {seconds:.1f} s)" for w, seconds in self.awaited()]
+        return "; ".join(waits) or "nothing"
+
+    def _facts(self) -> LoopFacts:
+        lease, source = self._parts.batcher.lease, self._parts.source
+        return LoopFacts(
+            is_announced=self.policy_version is not None,
+            num_replicas=len(self._parts.queue.replicas),
+            leased_batch=lease.batch.batch_id if lease else None,
+            batch_asked=self.batches.is_asked,
+            num_generating=self.num_generating,
+            num_grading=self.num_grading,
+            num_kept=self._parts.batcher.num_kept,
+            batch_size=self._settings.rules.batch_size,
+            num_in_training=self._parts.batcher.num_in_training,
+            has_dataset=source.has_dataset,
+            is_exhausted=source.is_exhausted,
+        )
+
+
+def _covers(progress: DataProgress, position: int | None) -> bool:
+    ended_above = progress.ended_above
+    return position is not None and (position < progress.low_water or position in ended_above)

@@ -1,0 +1,115 @@
+"""Which prompt comes next: those that wait, in the order of issue, then the data set."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Protocol
+
+from services.reward.ledger import PromptLedger
+from services.reward.prompts import Draw
+from sluice.errors import DataError
+from sluice.types import DataProgress, Prompt, PromptOrigin
+
+DRAWS_PER_READ = 64
+DATASET_ID_PREFIX = "data-"
+
+
+class DrawStream(Protocol):
+    """Draws in order; `PromptStream` is one."""
+
+    def take(self, count: int) -> list[Draw]:
+        """The next draws; fewer only at the end."""
+        ...
+
+
+class PromptSource:
+    """Prompts to issue.
+
+    Args:
+        ledger: takes on what is drawn from the data set.
+        open_stream: opens the data set at a progress; ``None``: clients only.
+        check_data_source: raises `DataError` where no scorer knows a row's data source.
+    """
+
+    def __init__(
+        self,
+        ledger: PromptLedger,
+        open_stream: Callable[[DataProgress], DrawStream] | None,
+        check_data_source: Callable[[str], None],
+    ) -> None:
+        self._ledger, self._open_stream = ledger, open_stream
+        self._check_data_source = check_data_source
+        self._waiting: list[tuple[int, Prompt]] = []
+        self._stream: DrawStream | None = None
+        self._drawn: deque[Draw] = deque()
+        self._at_end = False
+
+    @property
+    def has_dataset(self) -> bool:
+        """Whether there is a data set at all."""
+        return self._open_stream is not None
+
+    @property
+    def num_waiting(self) -> int:
+        """Accepted prompts that wait to be issued."""
+        return len(self._waiting)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the data set was read to its end and nothing waits."""
+        return self._at_end and not self._drawn and not self._waiting
+
+    def start_data(self, progress: DataProgress) -> None:
+        """Draw from `progress` on; what was read ahead is forgotten."""
+        self._drawn.clear()
+        self._at_end = False
+        self._stream = self._open_stream(progress) if self._open_stream else None
+
+    def put(self, prompt: Prompt) -> None:
+        """Issue an accepted prompt before any later one and before the data set."""
+        heappush(self._waiting, (prompt.sequence, prompt))
+
+    async def next_prompt(self) -> Prompt | None:
+        """The next prompt, accepted by the ledger; ``None`` if there is none now.
+
+        Raises:
+            DataError: the data set holds a row that cannot be used.
+        """
+        if self._waiting:
+            return heappop(self._waiting)[1]
+        if not self._drawn and not self._at_end:
+            await self._read_ahead()
+            if self._waiting:
+                return heappop(self._waiting)[1]
+        return self._accept(self._drawn.popleft()) if self._drawn else None
+
+    async def _read_ahead(self) -> None:
+        stream = self._stream
+        if stream is None:
+            return
+        draws = await asyncio.to_thread(stream.take, DRAWS_PER_READ)
+        if stream is self._stream:  # it is another after a restart meanwhile
+            self._drawn.extend(draws)
+            self._at_end = len(draws) < DRAWS_PER_READ
+
+    def _accept(self, draw: Draw) -> Prompt:
+        row = draw.row
+        try:
+            self._check_data_source(row.data_source)
+        except DataError as error:
+            raise DataError(f"training row drawn at position {draw.position}: {error}") from error
+        prompt = Prompt(
+            prompt_id=f"{DATASET_ID_PREFIX}{draw.position}",
+            sequence=self._ledger.next_sequence(),
+            messages=row.messages,
+            data_source=row.data_source,
+            ground_truth=row.ground_truth,
+            origin=PromptOrigin.DATASET,
+            position=draw.position,
+            extra_info=row.extra_info,
+        )
+        self._ledger.accept(prompt)
+        return prompt

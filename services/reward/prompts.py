@@ -1,0 +1,206 @@
+"""The endless stream of data-set draws: streamed, shuffled, resumable to the row.
+
+A *position* counts draws, epoch after epoch: position p is row ``p % N`` of epoch ``p // N`` in
+that epoch's order. The order is a function of (seed, epoch) alone: row groups are visited in random
+order, cut into windows of `shuffle_buffer_rows` rows, and each window is permuted. Memory holds one
+window; a stream can start at any position without drawing those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from services.reward.prompt_files import (
+    PromptFiles,
+    RowGroup,
+    RowIndexes,
+    Slab,
+    SlabReader,
+    open_prompt_files,
+)
+from services.reward.prompt_rows import PromptColumns, PromptRow
+from sluice.config.data import DataConfig, FileList
+from sluice.types import DataProgress
+
+UNSHUFFLED_WINDOW_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One row drawn at a position of the stream."""
+
+    position: int
+    row: PromptRow
+
+
+@dataclass(frozen=True, slots=True)
+class DrawOrder:
+    """What decides which row is drawn at a position.
+
+    `max_samples` rows are used of each epoch (a random choice if shuffled, else the first);
+    ``None``: all.
+    """
+
+    shuffle: bool
+    seed: int
+    window_rows: int
+    max_samples: int | None
+
+
+class PromptStream:
+    """Draws from `progress` on, up to the end of the last epoch. Blocking reads; not thread-safe.
+
+    Args:
+        files: checked files.
+        order: shuffling.
+        total_epochs: epochs to draw.
+        progress: positions that ended before; they are not drawn again.
+    """
+
+    def __init__(
+        self, files: PromptFiles, order: DrawOrder, *, total_epochs: int, progress: DataProgress
+    ) -> None:
+        self._files, self._order, self._total_epochs = files, order, total_epochs
+        self._reader = SlabReader()
+        self._selected = _selection(files.num_rows, order)
+        self.rows_per_epoch = files.num_rows if self._selected is None else self._selected.size
+        self._skipped = frozenset(progress.ended_above)
+        self._draws = self._draw_from(progress.low_water)
+
+    def take(self, count: int) -> list[Draw]:
+        """The next `count` draws; fewer only at the end of the stream.
+
+        Raises:
+            DataError: a row is malformed or a file damaged.
+        """
+        return list(islice(self._draws, count))
+
+    def _draw_from(self, position: int) -> Iterator[Draw]:
+        first_epoch, offset = divmod(position, self.rows_per_epoch)
+        for epoch in range(first_epoch, self._total_epochs):
+            yield from self._draw_epoch(epoch, offset if epoch == first_epoch else 0)
+
+    def _draw_epoch(self, epoch: int, offset: int) -> Iterator[Draw]:
+        window_rows = self._order.window_rows
+        window = offset // window_rows
+        slabs = _Cutter(self._slabs(epoch, skip_rows=window * window_rows))
+        position = epoch * self.rows_per_epoch + window * window_rows
+        first = epoch * self.rows_per_epoch + offset
+        while rows := slabs.cut(window_rows):
+            for slab, index in self._permuted(rows, epoch, window):
+                if position >= first and position not in self._skipped:
+                    yield Draw(position, slab.decode(index, self._files.columns))
+                position += 1
+            window += 1
+
+    def _permuted(self, slabs: list[Slab], epoch: int, window: int) -> Iterator[tuple[Slab, int]]:
+        places = [(slab, index) for slab in slabs for index in range(len(slab))]
+        if not self._order.shuffle:
+            return iter(places)
+        generator = np.random.default_rng([self._order.seed, epoch, window + 1])
+        return (places[i] for i in generator.permutation(len(places)))
+
+    def _slabs(self, epoch: int, skip_rows: int) -> Iterator[Slab]:
+        """Slabs of the epoch's row groups in visiting order, without the first `skip_rows` rows."""
+        for group in self._visiting_order(epoch):
+            num_rows = self._num_selected(group)
+            if num_rows <= skip_rows:
+                skip_rows -= num_rows
+                continue
+            for slab in self._reader.read(group, self._selected):
+                if len(slab) > skip_rows:
+                    yield slab.slice(skip_rows, len(slab))
+                skip_rows = max(0, skip_rows - len(slab))
+
+    def _visiting_order(self, epoch: int) -> Iterator[RowGroup]:
+        groups = self._files.row_groups
+        if not self._order.shuffle:
+            return iter(groups)
+        generator = np.random.default_rng([self._order.seed, epoch, 0])
+        return (groups[i] for i in generator.permutation(len(groups)))
+
+    def _num_selected(self, group: RowGroup) -> int:
+        if self._selected is None:
+            return group.num_rows
+        low, high = np.searchsorted(self._selected, (group.start, group.start + group.num_rows))
+        return int(high - low)
+
+
+class _Cutter:
+    """Cuts a run of slabs into pieces of a given number of rows."""
+
+    def __init__(self, slabs: Iterator[Slab]) -> None:
+        self._slabs = slabs
+        self._rest: Slab | None = None
+
+    def cut(self, num_rows: int) -> list[Slab]:
+        """The next `num_rows` rows; fewer at the end, none after it."""
+        pieces: list[Slab] = []
+        while num_rows:
+            slab = self._rest if self._rest is not None else next(self._slabs, None)
+            if slab is None:
+                break
+            piece = slab.slice(0, min(num_rows, len(slab)))
+            self._rest = slab.slice(len(piece), len(slab)) if len(piece) < len(slab) else None
+            pieces.append(piece)
+            num_rows -= len(piece)
+        return pieces
+
+
+def training_files(data: DataConfig) -> PromptFiles | None:
+    """The checked training files; ``None`` if only clients give prompts."""
+    return _files(data, data.train_files, "data.train_files")
+
+
+def validation_files(data: DataConfig) -> PromptFiles | None:
+    """The checked validation files; ``None`` without validation."""
+    return _files(data, data.val_files, "data.val_files")
+
+
+def training_stream(
+    files: PromptFiles, data: DataConfig, *, total_epochs: int, progress: DataProgress
+) -> PromptStream:
+    """Training draws as configured."""
+    order = DrawOrder(
+        shuffle=data.shuffle,
+        seed=abs(data.seed or 0),
+        window_rows=max(data.shuffle_buffer_rows, 1) if data.shuffle else UNSHUFFLED_WINDOW_ROWS,
+        max_samples=_limit(data.train_max_samples),
+    )
+    return PromptStream(files, order, total_epochs=total_epochs, progress=progress)
+
+
+def validation_stream(files: PromptFiles, data: DataConfig) -> PromptStream:
+    """The validation set once, in file order."""
+    order = DrawOrder(
+        shuffle=False,
+        seed=0,
+        window_rows=UNSHUFFLED_WINDOW_ROWS,
+        max_samples=_limit(data.val_max_samples),
+    )
+    return PromptStream(files, order, total_epochs=1, progress=DataProgress(0))
+
+
+def _files(data: DataConfig, paths: FileList | None, key: str) -> PromptFiles | None:
+    if not paths:
+        return None
+    columns = PromptColumns(data.prompt_key, data.reward_fn_key)
+    return open_prompt_files([paths] if isinstance(paths, str) else paths, columns, config_key=key)
+
+
+def _limit(max_samples: int) -> int | None:
+    return max_samples if max_samples > 0 else None
+
+
+def _selection(num_rows: int, order: DrawOrder) -> RowIndexes | None:
+    if order.max_samples is None or order.max_samples >= num_rows:
+        return None
+    if not order.shuffle:
+        return np.arange(order.max_samples, dtype=np.int64)
+    generator = np.random.default_rng(order.seed)
+    chosen = generator.choice(num_rows, order.max_samples, replace=False)
+    return np.sort(chosen).astype(np.int64)

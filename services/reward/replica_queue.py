@@ -1,0 +1,126 @@
+"""Groups that wait for room on a replica, served in order of priority and issue."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+
+from services.reward.fleet import AnnouncedReplica, Fleet, Grant, Member, Wanted
+
+_TIMER_SLACK_S = 0.001
+
+
+class Priority(IntEnum):
+    """Who is served first when replicas are full."""
+
+    EVALUATION = 0
+    TRAINING = 1
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    rank: tuple[int, int]
+    wanted: Wanted
+    granted: asyncio.Future[Grant]
+
+
+class ReplicaQueue:
+    """The fleet and those who wait for it.
+
+    Args:
+        slack: sequences in flight per slot, at most.
+        on_capacity: called when there may be room for more.
+    """
+
+    def __init__(self, slack: float, on_capacity: Callable[[], None]) -> None:
+        self._fleet = Fleet(slack)
+        self._on_capacity = on_capacity
+        self._waiters: list[_Waiter] = []
+
+    @property
+    def replicas(self) -> tuple[AnnouncedReplica, ...]:
+        """The announced replicas."""
+        return self._fleet.announced
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups without a replica."""
+        return len(self._waiters)
+
+    def num_free_sequences(self, lowest_version: int) -> int:
+        """Sequences that could start now, less those that wait for a replica already."""
+        waiting = sum(waiter.wanted.num_sequences for waiter in self._waiters)
+        return self._fleet.num_free(lowest_version, time.monotonic()) - waiting
+
+    def announce(self, replicas: Sequence[AnnouncedReplica]) -> tuple[Member, ...]:
+        """Take on a new fleet; returns the members that are gone."""
+        gone = self._fleet.announce(replicas)
+        self._capacity_changed()
+        return gone
+
+    @asynccontextmanager
+    async def room(self, wanted: Wanted, rank: tuple[int, int]) -> AsyncIterator[Grant]:
+        """Room on a replica; waits for it, lowest `rank` (priority, order of issue) first."""
+        grant = await self._granted(wanted, rank)
+        try:
+            yield grant
+        finally:
+            self._fleet.give_back(grant)
+            self._capacity_changed()
+
+    def answered(self, member: Member) -> None:
+        """The replica works."""
+        if member.on_probation:
+            self._fleet.answered(member)
+            self._capacity_changed()
+
+    def sequences_ended(self, grant: Grant, count: int) -> None:
+        """Give back the room of finished sequences."""
+        for _ in range(count):
+            self._fleet.sequence_ended(grant)
+        self._capacity_changed()
+
+    def pause(self, member: Member) -> None:
+        """Avoid a replica that failed, until the next announcement or the end of a pause."""
+        now = time.monotonic()
+        until = self._fleet.failed(member, now)
+        asyncio.get_running_loop().call_later(until - now + _TIMER_SLACK_S, self._capacity_changed)
+
+    async def _granted(self, wanted: Wanted, rank: tuple[int, int]) -> Grant:
+        granted: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(rank, wanted, granted)
+        self._waiters.append(waiter)
+        self._waiters.sort(key=lambda other: other.rank)
+        self._serve()
+        try:
+            return await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled():
+                self._fleet.give_back(granted.result())
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            self._capacity_changed()
+            raise
+
+    def _capacity_changed(self) -> None:
+        self._serve()
+        self._on_capacity()
+
+    def _serve(self) -> None:
+        """Grant room in order. Nobody overtakes one who waits for room, only one who waits for a
+        version that no replica serves."""
+        now = time.monotonic()
+        still_waiting: list[_Waiter] = []
+        blocked = False
+        for waiter in self._waiters:
+            member = None if blocked else self._fleet.choose(waiter.wanted, now)
+            if member is not None and not waiter.granted.done():
+                waiter.granted.set_result(self._fleet.grant(member, waiter.wanted.num_sequences))
+                continue
+            blocked = blocked or self._fleet.serves(waiter.wanted)
+            still_waiting.append(waiter)
+        self._waiters = still_waiting

@@ -1,0 +1,130 @@
+"""Calls `RolloutService.Generate` on the announced replicas."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self, cast
+
+from services.reward.dispatcher import PHASE, GenerateEvent, GroupRequest
+from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from sluice.codec.arrays import token_ids_from_bytes
+from sluice.codec.rollout import chat_prompt_to_proto, rollout_from_proto, sampling_to_proto
+from sluice.errors import InvalidRequestError, PeerError
+from sluice.rpc.call import stream_call
+from sluice.rpc.channel import open_channel
+from sluice.types import ReplicaInfo
+
+if TYPE_CHECKING:
+    import grpc
+
+MAX_REQUEST_ID_CHARACTERS = 32
+
+
+@dataclass(slots=True)
+class _Channel:
+    channel: grpc.aio.Channel
+    num_streams: int = 0
+
+
+class RolloutClient:
+    """One channel per replica address.
+
+    Args:
+        linger_ms: finished samples may wait this long to travel together.
+        timeout_s: seconds one stream may take.
+        max_message_bytes: largest message.
+    """
+
+    def __init__(self, *, linger_ms: int, timeout_s: float, max_message_bytes: int) -> None:
+        self._linger_ms, self._timeout_s = linger_ms, timeout_s
+        self._max_message_bytes = max_message_bytes
+        self._channels: dict[str, _Channel] = {}
+        self._wanted: frozenset[str] = frozenset()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for held in self._channels.values():
+            await held.channel.close()
+        self._channels.clear()
+
+    async def retain(self, addresses: Collection[str]) -> None:
+        """Close the channels to all other addresses, each when its last stream has ended."""
+        self._wanted = frozenset(addresses)
+        for address in list(self._channels):
+            await self._close_unwanted(address)
+
+    async def generate(
+        self, replica: ReplicaInfo, request: GroupRequest, sample_indexes: Sequence[int]
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """Stream the samples of one group as they finish; leaving early cancels the call."""
+        held = self._held(replica.address)
+        held.num_streams += 1
+        messages = self._stream(held.channel, replica, self._message(request, sample_indexes))
+        try:
+            async with aclosing(messages):
+                async for message in messages:
+                    yield _decode(message, replica.name)
+        finally:
+            held.num_streams -= 1
+            await self._close_unwanted(replica.address)
+
+    def _stream(
+        self,
+        channel: grpc.aio.Channel,
+        replica: ReplicaInfo,
+        message: rollout_pb2.GenerateRequest,
+    ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
+        stub = cast(
+            "rollout_pb2_grpc.RolloutServiceAsyncStub", rollout_pb2_grpc.RolloutServiceStub(channel)
+        )
+        messages = stream_call(
+            stub.Generate,
+            message,
+            name="RolloutService/Generate",
+            peer=replica.name,
+            phase=PHASE,
+            deadline_s=self._timeout_s,
+        )
+        return cast("AsyncGenerator[rollout_pb2.GenerateResponse, None]", messages)
+
+    def _held(self, address: str) -> _Channel:
+        if address not in self._channels:
+            channel = open_channel(address, max_message_bytes=self._max_message_bytes)
+            self._channels[address] = _Channel(channel)
+        return self._channels[address]
+
+    async def _close_unwanted(self, address: str) -> None:
+        # Closing a channel in use would cancel its streams, which reads like our own cancellation.
+        held = self._channels.get(address)
+        if held is not None and held.num_streams == 0 and address not in self._wanted:
+            del self._channels[address]
+            await held.channel.close()
+
+    def _message(
+        self, request: GroupRequest, sample_indexes: Sequence[int]
+    ) -> rollout_pb2.GenerateRequest:
+        return rollout_pb2.GenerateRequest(
+            request_id=request.prompt.prompt_id[:MAX_REQUEST_ID_CHARACTERS],
+            prompt=chat_prompt_to_proto(request.prompt.messages),
+            sample_indexes=sample_indexes,
+            sampling=sampling_to_proto(request.sampling),
+            stream_mode=rollout_pb2.STREAM_MODE_SAMPLES,
+            linger_ms=self._linger_ms,
+        )
+
+
+def _decode(message: rollout_pb2.GenerateResponse, peer: str) -> GenerateEvent:
+    try:
+        started = None
+        if message.HasField("accepted"):
+            accepted = message.accepted
+            tokens = token_ids_from_bytes(accepted.prompt_token_ids_u32, "prompt_token_ids_u32")
+            started = (tokens, accepted.policy_version)
+        return GenerateEvent(started, tuple(map(rollout_from_proto, message.rollouts)))
+    except InvalidRequestError as error:
+        # Ours to report as the replica's fault: the request was not what is invalid.
+        raise PeerError(peer, PHASE, f"it sent what cannot be decoded: {error}") from error

@@ -1,0 +1,106 @@
+"""What the reward service and its scorer processes say to each other.
+
+Frames are a 4-byte little-endian length and a msgpack body. The service sends one `ScorerSetup`,
+then `ScoreRequest`s; the process answers `SetupReply`, then one `ScoreReply` per request.
+
+Beside the pipes both map one small page, in which the process notes which item of the request it
+works on and since when: after a hang or a crash the service knows whose fault it was.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from mmap import mmap
+from typing import NamedTuple
+
+import msgspec
+
+FRAME_HEADER = struct.Struct("<I")
+MAX_FRAME_BYTES = 256 * 2**20
+PROGRESS_BYTES = 4096
+_PROGRESS = struct.Struct("<qd")
+_IDLE = -1
+
+
+class ScorerSetup(msgspec.Struct, frozen=True, array_like=True):
+    """First message to a process. `custom_path` ``None``: built-in scorers by data source."""
+
+    custom_path: str | None
+    custom_name: str
+    custom_kwargs: Mapping[str, object]
+    timeout_s: float
+    memory_bytes: int
+
+
+class SetupReply(msgspec.Struct, frozen=True, array_like=True):
+    """`error` is why the process cannot score; ``None``: it is ready."""
+
+    error: str | None
+
+
+class ScoreItem(msgspec.Struct, frozen=True, array_like=True):
+    """One response to grade."""
+
+    data_source: str
+    response: str
+    ground_truth: str
+    extra_info: Mapping[str, object] = {}
+
+
+class ScoreRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Responses to grade in order."""
+
+    items: tuple[ScoreItem, ...]
+
+
+class ScorerNumber(msgspec.Struct, frozen=True, tag="number"):
+    """The scorer's finite number and its further finite numbers."""
+
+    score: float
+    metrics: dict[str, float]
+    prediction: str | None = None
+
+
+class ScorerRefusal(msgspec.Struct, frozen=True, tag="refusal"):
+    """Why the scorer gave no number."""
+
+    detail: str
+
+
+ScorerAnswer = ScorerNumber | ScorerRefusal
+
+
+class ScoreReply(msgspec.Struct, frozen=True, array_like=True):
+    """One answer per item, in order."""
+
+    answers: tuple[ScorerAnswer, ...]
+
+
+class Progress(NamedTuple):
+    """`item` is being scored since `started_at` (``time.monotonic``); -1: none."""
+
+    item: int
+    started_at: float
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """A message as it goes through the pipe."""
+    body = msgspec.msgpack.encode(message)
+    return FRAME_HEADER.pack(len(body)) + body
+
+
+def note_progress(page: mmap, item: int, started_at: float) -> None:
+    """Write who is being scored."""
+    _PROGRESS.pack_into(page, 0, item, started_at)
+
+
+def note_idle(page: mmap) -> None:
+    """Write that nothing is being scored."""
+    _PROGRESS.pack_into(page, 0, _IDLE, 0.0)
+
+
+def read_progress(page: mmap) -> Progress | None:
+    """Who is being scored; ``None`` between requests."""
+    progress = Progress(*_PROGRESS.unpack_from(page, 0))
+    return None if progress.item == _IDLE else progress

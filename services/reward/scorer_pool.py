@@ -1,0 +1,165 @@
+"""Scorer processes at work: requests in, one outcome per sample out, whatever the scorers do.
+
+Consumes: lists of responses. Waits for: an idle process. Unblocked by: a process that answers, is
+killed for taking too long, or dies. Produces: one outcome per response, a number or a typed
+failure. On failure of a process: the item it worked on is failed, it is replaced, and the other
+items are scored again. On shutdown: all processes are killed and reaped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from services.reward.scorer_messages import ScoreItem, ScorerAnswer, ScorerRefusal, ScorerSetup
+from services.reward.scorer_worker import ScorerFault, ScorerWorker, start_worker
+from sluice.config.reward import CustomRewardFunctionConfig, ScorerPoolConfig
+from sluice.errors import ExhaustedError
+from sluice.types import Failed, FailureKind, Scored
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING_REQUESTS = 4096
+MAX_UNEXPLAINED_FAULTS = 3
+
+
+@dataclass(slots=True)
+class _Seat:
+    """A place for one process; empty before the first use and after a fault."""
+
+    worker: ScorerWorker | None = None
+
+
+class ScorerPool:
+    """`num_workers` scorer processes. Made by `running_scorer_pool`.
+
+    Args:
+        pool: limits.
+        custom: the user's function, if any.
+    """
+
+    def __init__(self, pool: ScorerPoolConfig, custom: CustomRewardFunctionConfig) -> None:
+        self._max_chars = pool.max_response_chars
+        self._setup = ScorerSetup(
+            custom.path,
+            custom.name,
+            custom.reward_kwargs,
+            pool.timeout_s,
+            pool.memory_mb * 2**20,
+        )
+        self._seats = [_Seat() for _ in range(pool.num_workers)]
+        self._idle: asyncio.LifoQueue[_Seat] = asyncio.LifoQueue()
+        self._num_waiting = 0
+        self.busy_seconds = 0.0
+        self.num_replaced = 0
+
+    async def start(self) -> None:
+        """Start every process, so that a scorer that cannot be loaded is known at once.
+
+        Raises:
+            ConfigError: the custom function cannot be loaded; `DeadlineError`: nor in time.
+        """
+        for seat in self._seats:
+            seat.worker = await start_worker(self._setup)
+            self._idle.put_nowait(seat)
+
+    async def stop(self) -> None:
+        """Kill and reap every process."""
+        workers = [seat.worker for seat in self._seats if seat.worker is not None]
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            await worker.wait_ended()
+
+    async def score(self, items: Sequence[ScoreItem]) -> tuple[Scored | Failed, ...]:
+        """Grade responses; the reward of a scored one is its score.
+
+        Raises:
+            ExhaustedError: too many requests wait already.
+        """
+        outcomes: dict[int, Scored | Failed] = {}
+        remaining = list(range(len(items)))
+        num_unexplained = 0
+        while remaining:
+            try:
+                answers = await self._ask([self._shortened(items[i]) for i in remaining])
+            except ScorerFault as fault:
+                logger.warning("scorer replaced (item %s): %s", fault.item, fault.detail)
+                failure = Failed(fault.kind, fault.detail)
+                num_unexplained += fault.item is None
+                if fault.item is not None:
+                    outcomes[remaining.pop(fault.item)] = failure
+                elif num_unexplained >= MAX_UNEXPLAINED_FAULTS:
+                    outcomes.update(dict.fromkeys(remaining, failure))
+                    break
+            else:
+                outcomes.update(zip(remaining, map(_outcome, answers), strict=True))
+                break
+        return tuple(outcomes[i] for i in range(len(items)))
+
+    async def _ask(self, items: Sequence[ScoreItem]) -> tuple[ScorerAnswer, ...]:
+        async with self._worker() as worker:
+            started_at = time.monotonic()
+            try:
+                return await worker.score(items)
+            finally:
+                self.busy_seconds += time.monotonic() - started_at
+
+    @asynccontextmanager
+    async def _worker(self) -> AsyncIterator[ScorerWorker]:
+        if self._num_waiting >= MAX_WAITING_REQUESTS:
+            raise ExhaustedError(
+                f"scorer pool: {self._num_waiting} requests wait already; "
+                "send fewer at once or raise reward.scorer_pool.num_workers"
+            )
+        self._num_waiting += 1
+        try:
+            seat = await self._idle.get()
+        finally:
+            self._num_waiting -= 1
+        try:
+            if seat.worker is None:
+                seat.worker = await start_worker(self._setup)
+            yield seat.worker
+        except BaseException:
+            # Fault or cancellation: the process may be in the middle of an item.
+            await self._discard(seat)
+            raise
+        finally:
+            self._idle.put_nowait(seat)
+
+    async def _discard(self, seat: _Seat) -> None:
+        worker, seat.worker = seat.worker, None
+        if worker is not None:
+            self.num_replaced += 1
+            worker.kill()
+            await worker.wait_ended()
+
+    def _shortened(self, item: ScoreItem) -> ScoreItem:
+        if len(item.response) <= self._max_chars:
+            return item
+        tail = item.response[-self._max_chars :]
+        return ScoreItem(item.data_source, tail, item.ground_truth, item.extra_info)
+
+
+@asynccontextmanager
+async def running_scorer_pool(
+    pool: ScorerPoolConfig, custom: CustomRewardFunctionConfig
+) -> AsyncIterator[ScorerPool]:
+    """A started pool; no process outlives the block."""
+    scorers = ScorerPool(pool, custom)
+    try:
+        await scorers.start()
+        yield scorers
+    finally:
+        await scorers.stop()
+
+
+def _outcome(answer: ScorerAnswer) -> Scored | Failed:
+    if isinstance(answer, ScorerRefusal):
+        return Failed(FailureKind.UNSCORABLE, answer.detail)
+    return Scored(answer.score, answer.score, answer.metrics, answer.prediction)

@@ -1,0 +1,188 @@
+"""One scorer process, seen from the reward service: start, ask, kill."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from mmap import mmap
+from pathlib import Path
+
+import msgspec
+
+from services.reward.scorer_messages import (
+    FRAME_HEADER,
+    PROGRESS_BYTES,
+    ScoreItem,
+    ScorerAnswer,
+    ScoreReply,
+    ScoreRequest,
+    ScorerSetup,
+    SetupReply,
+    frame,
+    note_idle,
+    read_progress,
+)
+from sluice.concurrency.deadline import deadline
+from sluice.errors import ConfigError
+from sluice.types import FailureKind
+
+PEER = "scorer process"
+START_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 5.0
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+
+
+class ScorerFault(Exception):
+    """The process hung or died and has been killed.
+
+    Args:
+        kind: ``SCORER_TIMEOUT`` or ``SCORER_CRASH``.
+        item: index of the item it worked on; ``None`` if it worked on none.
+        detail: words for the log.
+    """
+
+    def __init__(self, kind: FailureKind, item: int | None, detail: str) -> None:
+        self.kind, self.item, self.detail = kind, item, detail
+        super().__init__(detail)
+
+
+class ScorerWorker:
+    """A running scorer process. One request at a time. Made by `start_worker`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, page: mmap, timeout_s: float) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._page, self._timeout_s = process, page, timeout_s
+        self._stdin, self._stdout = process.stdin, process.stdout
+        self._reply_decoder = msgspec.msgpack.Decoder(ScoreReply)
+        self._header: bytes | None = None
+
+    async def set_up(self, setup: ScorerSetup) -> None:
+        """Load the scorer.
+
+        Raises:
+            ConfigError: the custom function cannot be loaded.
+            DeadlineError: loading it takes too long.
+        """
+        self._stdin.write(frame(setup))
+        loading = setup.custom_path or "the built-in scorers"
+        try:
+            async with deadline(START_TIMEOUT_S, peer=PEER, phase=f"loading {loading}"):
+                reply = msgspec.msgpack.decode(await self._read_body(), type=SetupReply)
+        except asyncio.IncompleteReadError as error:
+            code = await self._process.wait()
+            raise ConfigError(
+                f"reward.custom_reward_function.path: the process that loads {loading} ended with "
+                f"{_ending(code)}; see its output above"
+            ) from error
+        if reply.error is not None:
+            raise ConfigError(reply.error)
+
+    async def score(self, items: Sequence[ScoreItem]) -> tuple[ScorerAnswer, ...]:
+        """Grade `items` in order.
+
+        Raises:
+            ScorerFault: one item ran over its time, or the process ended.
+        """
+        note_idle(self._page)
+        sent_at = time.monotonic()
+        try:
+            self._stdin.write(frame(ScoreRequest(tuple(items))))
+            body = await self._reply_before_timeout(sent_at)
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise await self._crash() from error
+        return self._reply_decoder.decode(body).answers
+
+    def kill(self) -> None:
+        """End the process and all it started, at once."""
+        if self._process.returncode is None:
+            try:
+                # It leads its own session, so this reaches whatever the scorer started as well.
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+
+    async def wait_ended(self) -> None:
+        """Wait until a killed process is gone.
+
+        Raises:
+            DeadlineError: it is not (it hangs in the kernel).
+        """
+        async with deadline(END_TIMEOUT_S, peer=PEER, phase="ending after SIGKILL"):
+            await self._process.wait()
+
+    async def _reply_before_timeout(self, sent_at: float) -> bytes:
+        """Wait as long as the item in work has time left, item after item."""
+        while True:
+            try:
+                async with asyncio.timeout(self._time_left(sent_at)):
+                    return await self._read_body()
+            except TimeoutError:
+                if self._time_left(sent_at) > 0:
+                    continue
+                progress = read_progress(self._page)
+                detail = f"no answer within reward.scorer_pool.timeout_s = {self._timeout_s:g} s"
+                raise ScorerFault(
+                    FailureKind.SCORER_TIMEOUT, progress.item if progress else None, detail
+                ) from None
+
+    def _time_left(self, sent_at: float) -> float:
+        progress = read_progress(self._page)
+        started_at = progress.started_at if progress else sent_at
+        return started_at + self._timeout_s - time.monotonic()
+
+    async def _read_body(self) -> bytes:
+        # The header is kept: a wait that is cut short must not lose it.
+        if self._header is None:
+            self._header = await self._stdout.readexactly(FRAME_HEADER.size)
+        (size,) = FRAME_HEADER.unpack(self._header)
+        body = await self._stdout.readexactly(size)
+        self._header = None
+        return body
+
+    async def _crash(self) -> ScorerFault:
+        self.kill()
+        code = await self._process.wait()
+        progress = read_progress(self._page)
+        item = progress.item if progress else None
+        return ScorerFault(FailureKind.SCORER_CRASH, item, f"the scorer ended with {_ending(code)}")
+
+
+async def start_worker(setup: ScorerSetup) -> ScorerWorker:
+    """Start a process and load its scorer; errors as in `ScorerWorker.set_up`."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(PROGRESS_BYTES)
+        page = mmap(file.fileno(), PROGRESS_BYTES)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.reward.scorer_process"),
+            *(str(os.getpid()), str(file.fileno())),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=(file.fileno(),),
+            start_new_session=True,
+            env=_environment(),
+            limit=2**20,
+        )
+    worker = ScorerWorker(process, page, setup.timeout_s)
+    try:
+        await worker.set_up(setup)
+    except BaseException:
+        worker.kill()
+        raise
+    return worker
+
+
+def _environment() -> dict[str, str]:
+    inherited = os.environ.get("PYTHONPATH")
+    path = [str(_PACKAGE_ROOT), *([inherited] if inherited else [])]
+    # One thread each: there are as many processes as the configuration asks for.
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+
+
+def _ending(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

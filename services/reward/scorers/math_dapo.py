@@ -1,0 +1,115 @@
+r"""The DAPO mathematics scorer: is the last ``Answer:`` line the reference answer?
+
+Behaves as verl's ``math_dapo`` (verl-semantics §3.5), quirks included, so that rewards of a run
+compare with theirs: units and some words are deleted even where they belong to the answer, a
+trailing full stop is wrong, and only the end of a response counts.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TypedDict
+
+SCORED_CHARACTERS = 300
+BOXED_CHARACTERS = 100
+NO_ANSWER = "[INVALID]"
+
+_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+
+_SUBSTITUTIONS = (
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    (r"\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (r",\text{and}", ","),
+    (r"\text{and}", ","),
+    (r"\text{m}", r"\text{}"),
+)
+_DELETED = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units"),
+    *(r"\ldots", "sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm"),
+    *("pounds", "meters", "meals", "edges", "students", "childrentickets", "multiples"),
+    *(r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}"),
+    *(r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
+)
+_REWRITES = (
+    (re.compile(r"(.*?)(\$)(.*?)(\$)(.*)"), r"$\3$"),  # what stands between the first two $
+    (re.compile(r"\\text\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\textbf\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\overline\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
+    (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
+    (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
+)
+
+
+class MathScore(TypedDict):
+    """+1 or -1, whether it is right, and the extracted answer."""
+
+    score: float
+    acc: bool
+    pred: str
+
+
+def compute_score(
+    solution: str, ground_truth: str, *, strict_box_verify: bool = False
+) -> MathScore:
+    r"""Grade one response.
+
+    Args:
+        solution: the response's text.
+        ground_truth: the reference answer.
+        strict_box_verify: accept the last ``\boxed{}`` only, without normalisation.
+    """
+    tail = solution[-SCORED_CHARACTERS:]
+    if strict_box_verify:
+        prediction, right = _boxed_verdict(tail, ground_truth)
+    else:
+        prediction = normalize_answer(_last_answer_line(tail))
+        right = prediction == normalize_answer(ground_truth)
+        if prediction == NO_ANSWER:
+            prediction, right = _boxed_verdict(tail, ground_truth)
+    return {"score": 1.0 if right else -1.0, "acc": right, "pred": prediction}
+
+
+def normalize_answer(answer: str) -> str:
+    """Strip units, spacing and LaTeX dress, in verl's order."""
+    answer = answer.split("=")[-1]
+    for old, new in _SUBSTITUTIONS:
+        answer = answer.replace(old, new)
+    for word in _DELETED:
+        answer = answer.replace(word, "")
+    for pattern, replacement in _REWRITES:
+        answer = pattern.sub(replacement, answer)
+    answer = answer.replace("$", "")
+    without_commas = answer.replace(",", "")
+    if without_commas.isdigit():
+        answer = without_commas
+    return answer.strip()
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last ``\boxed{...}`` with balanced braces; ``None`` if there is none."""
+    opening = "\\boxed{"
+    start = text.rfind(opening)
+    if start < 0:
+        return None
+    depth = 0
+    for end in range(start + len(opening) - 1, len(text)):
+        depth += (text[end] == "{") - (text[end] == "}")
+        if depth == 0:
+            return text[start + len(opening) : end]
+    return None
+
+
+def _last_answer_line(text: str) -> str:
+    matches = _ANSWER_LINE.findall(text)
+    return str(matches[-1]) if matches else NO_ANSWER
+
+
+def _boxed_verdict(text: str, ground_truth: str) -> tuple[str, bool]:
+    boxed = last_boxed(text[-BOXED_CHARACTERS:])
+    return (NO_ANSWER, False) if boxed is None else (boxed, boxed == ground_truth)

@@ -1,0 +1,226 @@
+"""RewardService: decode, call, encode, return."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+
+from services.reward.assembly import RewardLoop
+from services.reward.evaluation import EvaluationOrder, EvaluationResult
+from services.reward.fleet import AnnouncedReplica
+from services.reward.outcomes import PromptOutcome
+from services.reward.sampling import validation_sampling
+from services.reward.scorer_messages import ScoreItem
+from services.reward.submissions import Receipt, Submission, SubmissionSession
+from sluice.api.common.v1 import common_pb2 as common
+from sluice.api.reward.v1 import reward_pb2 as reward
+from sluice.api.reward.v1 import reward_pb2_grpc
+from sluice.codec.batch import (
+    PROMPT_END_TO_PROTO,
+    progress_from_proto,
+    score_to_proto,
+    train_batch_to_proto,
+)
+from sluice.codec.fleet import replica_from_proto, replica_to_proto
+from sluice.config.actor_rollout_ref import RolloutConfig
+from sluice.errors import InvalidRequestError
+from sluice.rpc.call_policy import CALL_POLICIES
+from sluice.types import ChatMessage, Failed, Scored
+
+MAX_SCORE_ITEMS = 4096
+MAX_TEMPERATURE = 100.0
+MAX_SAMPLES = 1024
+ANSWER_MARGIN_S = 0.5
+"""An answer that says what was waited for has to leave before the caller's deadline."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class _HasDeadline(Protocol):
+    def time_remaining(self) -> float | None: ...
+
+
+class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
+    """The service over the wire.
+
+    Args:
+        loop: what does the work.
+        rollout: defaults of validation sampling.
+        max_response_length: longest response, tokens.
+    """
+
+    def __init__(self, loop: RewardLoop, rollout: RolloutConfig, max_response_length: int) -> None:
+        self._loop, self._rollout = loop, rollout
+        self._max_response_length = max_response_length
+
+    async def SubmitPrompts(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[reward.SubmitPromptsRequest], context: Context
+    ) -> None:
+        """Receipts at once, outcomes as prompts end."""
+        with self._loop.submissions.session() as session:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(_write_events(session, context), name="submission events")
+                async for request in request_iterator:
+                    self._loop.submissions.submit(_submission_from_proto(request), session)
+                session.close_input()
+
+    async def TakeBatch(
+        self, request: reward.TakeBatchRequest, context: Context
+    ) -> reward.TakeBatchResponse:
+        """Leases the next train batch."""
+        batch = await self._loop.pipeline.batches.take(
+            request.step, request.policy_version, _seconds(context, "TakeBatch")
+        )
+        return reward.TakeBatchResponse(batch=train_batch_to_proto(batch))
+
+    async def AcknowledgeBatch(
+        self, request: reward.AcknowledgeBatchRequest, context: Context
+    ) -> reward.AcknowledgeBatchResponse:
+        """Closes a lease."""
+        self._loop.pipeline.batches.acknowledge(request.batch_id, request.step)
+        return reward.AcknowledgeBatchResponse()
+
+    async def AnnouncePolicy(
+        self, request: reward.AnnouncePolicyRequest, context: Context
+    ) -> reward.AnnouncePolicyResponse:
+        """Takes on a version and its fleet."""
+        await self._loop.pipeline.announce(
+            request.trainer_incarnation,
+            request.policy_version,
+            [AnnouncedReplica(replica_from_proto(r), r.policy_version) for r in request.replicas],
+            progress_from_proto(request.resume_from) if request.HasField("resume_from") else None,
+        )
+        return reward.AnnouncePolicyResponse()
+
+    async def Score(self, request: reward.ScoreRequest, context: Context) -> reward.ScoreResponse:
+        """Grades responses."""
+        if len(request.items) > MAX_SCORE_ITEMS:
+            raise InvalidRequestError(
+                f"items: {len(request.items)} sent; send at most {MAX_SCORE_ITEMS} in one call"
+            )
+        outcomes = await self._loop.scorers.score([_item_from_proto(i) for i in request.items])
+        return reward.ScoreResponse(results=[_result_to_proto(outcome) for outcome in outcomes])
+
+    async def Evaluate(
+        self, request: reward.EvaluateRequest, context: Context
+    ) -> reward.EvaluateResponse:
+        """Validates the announced policy."""
+        result = await self._loop.evaluation.run(
+            self._order_from_proto(request), _seconds(context, "Evaluate")
+        )
+        return _evaluation_to_proto(result)
+
+    async def GetStatus(
+        self, request: reward.GetStatusRequest, context: Context
+    ) -> reward.GetStatusResponse:
+        """Counters and waits."""
+        return _status_to_proto(self._loop)
+
+    def _order_from_proto(self, request: reward.EvaluateRequest) -> EvaluationOrder:
+        temperature = request.temperature if request.HasField("temperature") else None
+        if temperature is not None and not 0 <= temperature <= MAX_TEMPERATURE:
+            raise InvalidRequestError(f"temperature: {temperature} is not in [0, 100]")
+        num_samples = request.n if request.HasField("n") else self._rollout.val_kwargs.n
+        if not 1 <= num_samples <= MAX_SAMPLES:
+            raise InvalidRequestError(f"n: {num_samples} is not in 1..{MAX_SAMPLES}")
+        return EvaluationOrder(
+            request.policy_version,
+            num_samples,
+            validation_sampling(self._rollout, self._max_response_length, temperature),
+            request.examples,
+        )
+
+
+async def _write_events(session: SubmissionSession, context: Context) -> None:
+    while (event := await session.next_event()) is not None:
+        await context.write(_event_to_proto(event))
+
+
+def _seconds(context: _HasDeadline, method: str) -> float:
+    """Seconds we may take, so that our own error arrives before the caller gives up."""
+    remaining = context.time_remaining()
+    if remaining is None:
+        return CALL_POLICIES[f"RewardService/{method}"].deadline_s
+    return max(remaining - min(ANSWER_MARGIN_S, 0.1 * remaining), 0.0)
+
+
+def _submission_from_proto(request: reward.SubmitPromptsRequest) -> Submission:
+    return Submission(
+        request.prompt_id,
+        tuple(ChatMessage(turn.role, turn.content) for turn in request.messages),
+        request.data_source,
+        request.ground_truth,
+        MessageToDict(request.extra_info),
+    )
+
+
+def _event_to_proto(event: Receipt | PromptOutcome) -> reward.SubmitPromptsResponse:
+    if isinstance(event, Receipt):
+        receipt = reward.PromptReceipt(
+            prompt_id=event.prompt_id,
+            sequence=event.sequence,
+            refused_because=event.refused_because,
+        )
+        return reward.SubmitPromptsResponse(receipt=receipt)
+    outcome = reward.PromptOutcome(
+        prompt_id=event.prompt.prompt_id,
+        end=PROMPT_END_TO_PROTO[event.end],
+        step=event.step,
+        rewards=event.rewards,
+        detail=event.detail,
+    )
+    return reward.SubmitPromptsResponse(outcome=outcome)
+
+
+def _item_from_proto(item: reward.ScoreItem) -> ScoreItem:
+    extra_info = MessageToDict(item.extra_info)
+    return ScoreItem(item.data_source, item.response, item.ground_truth, extra_info)
+
+
+def _result_to_proto(outcome: Scored | Failed) -> reward.ScoreResult:
+    if isinstance(outcome, Failed):
+        return reward.ScoreResult(failure=f"{outcome.kind}: {outcome.detail}")
+    return reward.ScoreResult(score=score_to_proto(outcome))
+
+
+def _evaluation_to_proto(result: EvaluationResult) -> reward.EvaluateResponse:
+    return reward.EvaluateResponse(
+        metrics=result.metrics,
+        examples=[
+            reward.EvaluationExample(
+                prompt=example.prompt,
+                response=example.response,
+                ground_truth=example.ground_truth,
+                score=example.score,
+            )
+            for example in result.examples
+        ],
+        generated_tokens=result.num_generated_tokens,
+    )
+
+
+def _status_to_proto(loop: RewardLoop) -> reward.GetStatusResponse:
+    pipeline, accounts = loop.pipeline, loop.ledger.accounts()
+    replicas: list[common.Replica] = [
+        replica_to_proto(replica.info, replica.policy_version) for replica in loop.queue.replicas
+    ]
+    return reward.GetStatusResponse(
+        prompts_submitted=accounts.num_submitted,
+        prompts_by_end={end.value: count for end, count in accounts.by_end.items()},
+        prompts_pending=accounts.num_pending,
+        groups_generating=pipeline.num_generating,
+        groups_grading=pipeline.num_grading,
+        groups_kept=loop.batcher.num_kept,
+        dataset_rows=loop.dataset_rows,
+        policy_version=pipeline.policy_version,
+        replicas=replicas,
+        awaited=[
+            reward.Awaited(peer=wait.peer, phase=wait.phase, seconds=seconds)
+            for wait, seconds in pipeline.awaited()
+        ],
+        statistics=loop.recorder.totals(),
+    )

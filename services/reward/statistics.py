@@ -1,0 +1,81 @@
+"""Counts between one train batch and the next, under metric names (verl's where they exist)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sluice.types import PromptEnd, TrainGroup
+
+_NAME_BY_END = {
+    PromptEnd.FILTERED_ALL_RIGHT: "train/groups_all_right",
+    PromptEnd.FILTERED_ALL_WRONG: "train/groups_all_wrong",
+    PromptEnd.FILTERED_UNIFORM: "train/groups_uniform",
+    PromptEnd.DROPPED_STALE: "train/groups_stale",
+    PromptEnd.DROPPED_FAILED: "train/groups_failed",
+}
+_FILTERED = (
+    PromptEnd.FILTERED_ALL_RIGHT,
+    PromptEnd.FILTERED_ALL_WRONG,
+    PromptEnd.FILTERED_UNIFORM,
+)
+
+
+@dataclass(slots=True)
+class IntervalStatistics:
+    """Counters since `started_at` (seconds of a monotonic clock)."""
+
+    started_at: float
+    scorer_seconds_before: float = 0.0
+    num_kept: int = 0
+    num_graded_samples: int = 0
+    num_failed_samples: int = 0
+    num_surplus_discarded: int = 0
+    num_generated_tokens: int = 0
+    ends: Counter[PromptEnd] = field(default_factory=Counter)
+
+    def metrics(self, now: float, *, batch_size: int, scorer_seconds: float) -> dict[str, float]:
+        """The interval as metrics.
+
+        ``train/num_gen_batches`` is how many train batches' worth of groups were sampled.
+        """
+        num_filtered = sum(self.ends[end] for end in _FILTERED)
+        num_ended = self.num_kept + num_filtered + self.ends[PromptEnd.DROPPED_FAILED]
+        return {
+            "train/groups_kept": float(self.num_kept),
+            **{name: float(self.ends[end]) for end, name in _NAME_BY_END.items()},
+            "train/num_gen_batches": num_ended / batch_size,
+            "train/generated_tokens": float(self.num_generated_tokens),
+            "train/surplus_discarded": float(self.num_surplus_discarded),
+            "train/samples_graded": float(self.num_graded_samples),
+            "train/samples_failed": float(self.num_failed_samples),
+            "timing_s/batch_fill": now - self.started_at,
+            "timing_s/reward": scorer_seconds - self.scorer_seconds_before,
+        }
+
+
+def batch_content_metrics(
+    groups: Sequence[TrainGroup], version: int, *, num_generated_tokens: int
+) -> dict[str, float]:
+    """Tokens and staleness of a batch for `version`; staleness is per response, in versions.
+
+    Args:
+        groups: the batch.
+        version: the version the batch will update.
+        num_generated_tokens: tokens generated in the interval, trained on or not.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    oldest = [rollout.oldest_version for rollout in rollouts]
+    staleness = [version - drawn_by for drawn_by in oldest if drawn_by is not None]
+    num_trained_tokens = sum(rollout.num_tokens for rollout in rollouts)
+    mean, largest = sum(staleness) / max(len(staleness), 1), float(max(staleness, default=0))
+    return {
+        "train/trained_tokens": float(num_trained_tokens),
+        "train/generated_per_trained_tokens": num_generated_tokens / max(num_trained_tokens, 1),
+        "train/staleness_mean": mean,
+        "train/staleness_max": largest,
+        "training/off_policy/trajectory_staleness/mean": mean,
+        "training/off_policy/trajectory_staleness/max": largest,
+        "training/off_policy/trajectory_staleness/min": float(min(staleness, default=0)),
+    }

@@ -1,0 +1,159 @@
+"""Train batches for the trainer: formed when the staleness rules allow, leased, acknowledged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.reward.batcher import Batcher
+from services.reward.change_signal import ChangeSignal
+from services.reward.in_flight import Fate, InFlightTable
+from services.reward.ledger import PromptLedger, PromptState
+from services.reward.outcomes import OutcomeRecorder
+from services.reward.prompt_source import PromptSource
+from services.reward.yield_guard import YieldGuard
+from sluice.algorithm.staleness import BatchDecision
+from sluice.concurrency.deadline import deadline
+from sluice.errors import DeadlineError, SluiceError
+from sluice.types import GradedGroup, PromptEnd, TrainBatch
+
+logger = logging.getLogger(__name__)
+
+PEER = "reward service"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchParts:
+    """What decides about a batch.
+
+    `source` tells whether more prompts can come, `guard` whether the yield is hopeless, `reason`
+    what is waited for; `changes` is notified at every change that may complete a batch.
+    """
+
+    batcher: Batcher
+    recorder: OutcomeRecorder
+    ledger: PromptLedger
+    in_flight: InFlightTable
+    source: PromptSource
+    guard: YieldGuard
+    changes: ChangeSignal
+    reason: Callable[[], str]
+
+
+class TrainBatches:
+    """The trainer's side of the loop."""
+
+    def __init__(self, parts: BatchParts, batch_size: int) -> None:
+        self._batcher, self._recorder, self._ledger = parts.batcher, parts.recorder, parts.ledger
+        self._in_flight, self._source, self._guard = parts.in_flight, parts.source, parts.guard
+        self._changes, self._reason = parts.changes, parts.reason
+        self._batch_size = batch_size
+        self._num_asking = 0
+        self.error: SluiceError | None = None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the trainer waits for a batch now."""
+        return self._num_asking > 0
+
+    async def take(self, step: int, version: int, seconds: float) -> TrainBatch:
+        """Lease the batch for `version`; the same again until it is acknowledged.
+
+        Raises:
+            BatchUnfillableError: none can be formed any more.
+            DeadlineError: not within `seconds`; names what is waited for.
+            SluiceError: what stopped the loop.
+        """
+        self._num_asking += 1
+        try:
+            async with deadline(seconds, peer=PEER, phase="filling a batch"):
+                return await self._next(step, version)
+        except DeadlineError as error:
+            phase = f"filling the batch of step {step}, waiting for {self._reason()}"
+            raise DeadlineError(PEER, phase, seconds) from error
+        finally:
+            self._num_asking -= 1
+
+    def acknowledge(self, batch_id: str, step: int) -> None:
+        """Close a lease: its prompts are trained. Repeating it is harmless.
+
+        Raises:
+            NotFoundError: no such lease.
+        """
+        lease = self._batcher.acknowledge(batch_id)
+        for graded in lease.groups if lease else ():
+            self._recorder.ended(graded.group.prompt, PromptEnd.TRAINED, graded=graded, step=step)
+        self._changes.notify()
+
+    def fail(self, error: SluiceError) -> None:
+        """Nothing can be trained any more; whoever takes a batch is told why."""
+        logger.error("no more batches: %s", error)
+        self.close(error)
+
+    def close(self, reason: SluiceError) -> None:
+        """No more batches; who takes one is told the (first) reason."""
+        self.error = self.error or reason
+        self._changes.notify()
+
+    async def _next(self, step: int, version: int) -> TrainBatch:
+        while True:
+            change = self._changes.next_change()
+            if self.error is not None:
+                raise self.error
+            batch = self._leased(version) or self._formed(step, version)
+            if batch is not None:
+                return batch
+            await change.wait()
+
+    def _leased(self, version: int) -> TrainBatch | None:
+        """The lease, unless the trainer has gone on to a version the batch was not checked for."""
+        lease = self._batcher.lease
+        if lease is None:
+            return None
+        if lease.batch.policy_version == version:
+            return lease.batch
+        logger.warning("batch %s taken back: version %d asks", lease.batch.batch_id, version)
+        for graded in self._batcher.take_back_lease():
+            self._ledger.move(graded.group.prompt.prompt_id, PromptState.KEPT)
+        return None
+
+    def _formed(self, step: int, version: int) -> TrainBatch | None:
+        decision = self._batcher.decide(version, self._in_flight.started())
+        chosen = self._batcher.kept_groups(decision.chosen)
+        self._drop_stale(decision, version)
+        if chosen:
+            return self._form(chosen, step, version)
+        self._check_fillable(decision)
+        return None
+
+    def _drop_stale(self, decision: BatchDecision, version: int) -> None:
+        for graded in self._batcher.kept_groups(decision.dropped):
+            self._batcher.remove(graded.group.prompt.prompt_id)
+            self._recorder.surplus_discarded()
+            detail = f"oldest token of version {graded.group.oldest_version}, batch of {version}"
+            self._recorder.ended(
+                graded.group.prompt, PromptEnd.DROPPED_STALE, graded=graded, detail=detail
+            )
+        self._in_flight.cancel(decision.doomed, Fate.STALE)
+
+    def _form(self, chosen: tuple[GradedGroup, ...], step: int, version: int) -> TrainBatch:
+        prompts = [graded.group.prompt for graded in chosen]
+        for prompt in prompts:
+            self._ledger.move(prompt.prompt_id, PromptState.LEASED)
+        batch = self._batcher.form(
+            chosen,
+            step=step,
+            version=version,
+            progress=self._ledger.progress(p.position for p in prompts if p.position is not None),
+            statistics=lambda groups: self._recorder.close_interval(groups, version),
+        )
+        self._changes.notify()
+        return batch
+
+    def _check_fillable(self, decision: BatchDecision) -> None:
+        if not decision.num_missing:
+            return
+        self._guard.check_yield()
+        if self._source.is_exhausted and not len(self._in_flight):
+            raise self._guard.exhausted(self._batcher.num_kept, self._batch_size)

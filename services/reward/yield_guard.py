@@ -1,0 +1,61 @@
+"""When to give up: a batch that cannot be filled, told with its numbers and remedies."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from sluice.errors import BatchUnfillableError
+from sluice.types import PromptEnd
+
+KEPT = "kept"
+
+
+class YieldGuard:
+    """How the last groups ended.
+
+    Args:
+        min_yield: least share of kept groups; 0: no bound.
+        num_groups: how many of the last groups the share is taken over.
+    """
+
+    def __init__(self, min_yield: float, num_groups: int) -> None:
+        self._min_yield, self._num_groups = min_yield, num_groups
+        self._window: deque[str] = deque()
+        self._counts: Counter[str] = Counter()
+        self._last_failure = ""
+
+    def ended(self, end: PromptEnd | None, detail: str) -> None:
+        """Note how a group ended; ``None``: it was kept."""
+        outcome = KEPT if end is None else end.value
+        self._window.append(outcome)
+        self._counts[outcome] += 1
+        if len(self._window) > self._num_groups:
+            self._counts[self._window.popleft()] -= 1
+        if end is PromptEnd.DROPPED_FAILED:
+            self._last_failure = detail
+
+    def check_yield(self) -> None:
+        """Raises `BatchUnfillableError` if too few of the last groups were kept."""
+        if len(self._window) < self._num_groups or not self._min_yield:
+            return
+        share = self._counts[KEPT] / self._num_groups
+        if share < self._min_yield:
+            raise BatchUnfillableError(
+                f"only {share:.2%} of the last {self._num_groups} groups were kept, below "
+                f"algorithm.filter_groups.min_yield = {self._min_yield:g}{self._story()}; choose "
+                "prompts the policy solves sometimes, draw more samples "
+                "(actor_rollout_ref.rollout.n), or lower min_yield"
+            )
+
+    def exhausted(self, num_kept: int, batch_size: int) -> BatchUnfillableError:
+        """The error for a data set that ended before the batch was full."""
+        return BatchUnfillableError(
+            f"the data set is exhausted with {num_kept} of {batch_size} groups for the next batch"
+            f"{self._story()}; raise trainer.total_epochs, give more rows in data.train_files, or "
+            "lower data.train_batch_size"
+        )
+
+    def _story(self) -> str:
+        counts = ", ".join(f"{n} {name}" for name, n in sorted(self._counts.items()) if n)
+        failure = f"; last failure: {self._last_failure}" if self._last_failure else ""
+        return f" (last {len(self._window)} groups: {counts or 'none'}{failure})"

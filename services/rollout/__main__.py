@@ -1,0 +1,137 @@
+"""One rollout replica: `python -m services.rollout --config FILE --name NAME [key=value ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.rollout.engines.registry import create_engine
+from services.rollout.generation import Generation
+from services.rollout.prompt_encoder import PromptEncoder
+from services.rollout.registration import Registration
+from services.rollout.servicer import RolloutServicer, WeightSyncServicer
+from sluice.api.rollout.v1 import rollout_pb2_grpc
+from sluice.api.weights.v1 import weights_pb2_grpc
+from sluice.concurrency.exit_status import exit_status
+from sluice.concurrency.parent_death import end_with_supervisor
+from sluice.concurrency.shutdown import stop_on_signals
+from sluice.config.endpoints import advertised_address, peer_address
+from sluice.config.loader import load_config
+from sluice.rpc.channel import open_channel
+from sluice.rpc.server import RpcServer
+from sluice.rpc.stubs import trainer_stub
+from sluice.telemetry.logs import configure_logging
+from sluice.types import ReplicaInfo
+from sluice.weights.layout import layout_digest
+
+logger = logging.getLogger(__name__)
+_SERVICES = (
+    "sluice.api.rollout.v1.RolloutService",
+    "sluice.api.weights.v1.WeightSyncService",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    config: Path
+    name: str
+    overrides: tuple[str, ...]
+
+
+def _parse(argv: list[str]) -> _Arguments:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.rollout",
+        description="Serves one rollout replica.",
+        epilog="example: python -m services.rollout --config run.yaml --name rollout-0",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="run configuration (YAML)")
+    parser.add_argument("--name", required=True, help="stable name, unique in the fleet")
+    parser.add_argument("overrides", nargs="*", help="key=value, as in verl")
+    given = parser.parse_args(argv)
+    return _Arguments(given.config, given.name, tuple(given.overrides))
+
+
+async def _serve(arguments: _Arguments) -> None:
+    config = load_config(arguments.config, arguments.overrides)
+    configure_logging(arguments.name, config.sluice.log_level)
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    encoder = PromptEncoder(
+        Path(model.path),
+        max_prompt_length=config.data.max_prompt_length,
+        truncation=config.data.truncation,
+        trust_remote_code=model.trust_remote_code,
+    )
+    engine = create_engine(config)
+    endpoint = config.sluice.rollout.endpoint
+    generation = Generation(engine, encoder)
+    identity_name, incarnation = arguments.name, str(uuid.uuid4())
+    limit = config.sluice.max_message_mb << 20
+    stop = asyncio.Event()
+    with stop_on_signals(stop):
+        await engine.start()
+        try:
+            # The port is known only after binding, and the servicer needs the identity before.
+            identity = ReplicaInfo(identity_name, incarnation, "unbound", rollout.max_num_seqs)
+            servicer = RolloutServicer(
+                identity,
+                engine,
+                encoder,
+                generation,
+                engine_name=rollout.name,
+                max_n=config.sluice.rollout.max_n,
+            )
+            server = RpcServer(
+                [
+                    lambda s: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, s),
+                    lambda s: weights_pb2_grpc.add_WeightSyncServiceServicer_to_server(
+                        WeightSyncServicer(engine), s
+                    ),
+                ],
+                _SERVICES,
+                host=endpoint.host,
+                port=endpoint.port,
+                max_message_bytes=limit,
+            )
+            await server.start()
+            identity = ReplicaInfo(
+                identity_name,
+                incarnation,
+                advertised_address(endpoint, server.port),
+                rollout.max_num_seqs,
+            )
+            trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
+            async with open_channel(trainer, max_message_bytes=limit) as channel:
+                registration = Registration(
+                    trainer_stub(channel),
+                    identity,
+                    layout_digest(engine.weight_layout),
+                    engine.load,
+                )
+                await _until_stopped(registration, stop)
+                await registration.announce_drain()
+                await server.stop(config.sluice.rollout.drain_timeout_s)
+        finally:
+            await engine.stop()
+
+
+async def _until_stopped(registration: Registration, stop: asyncio.Event) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(registration.run(), name="registration")
+        await stop.wait()
+        running.cancel()
+
+
+def main() -> int:
+    """Runs until SIGTERM or SIGINT; exit code 0 when everything ended in order."""
+    end_with_supervisor()
+    arguments = _parse(sys.argv[1:])
+    return exit_status(arguments.name, lambda: asyncio.run(_serve(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

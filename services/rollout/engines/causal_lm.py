@@ -1,0 +1,136 @@
+"""A Hugging Face causal language model, built from its configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from services.rollout.engines.torch_settings import TorchEngineSettings
+from sluice.errors import ConfigError, WeightSyncError
+from sluice.types import TensorSpec
+from sluice.weights.dtypes import dtype_name
+
+__all__ = ["CausalLM", "build_causal_lm"]
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CausalLM:
+    """A model in inference mode, with what the engine must know of it.
+
+    Attributes:
+        vocab_size: width of the logits.
+        eos_token_ids: tokens that end a response.
+        layout: the checkpoint's tensors in the model's order; of tied ones only the first.
+    """
+
+    model: PreTrainedModel
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    layout: tuple[TensorSpec, ...]
+
+    def copy_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copies all of `layout` into the model; a tied tensor's other name may come along.
+
+        Raises:
+            WeightSyncError: a tensor is missing, unknown or of another shape; nothing was copied.
+        """
+        state = self.model.state_dict()
+        for spec in self.layout:
+            if spec.name not in tensors:
+                raise _mismatch(spec.name, "is missing")
+            shape = tuple(tensors[spec.name].shape)
+            if shape != spec.shape:
+                raise _mismatch(spec.name, f"has shape {shape}, the model's is {spec.shape}")
+        for name in tensors:
+            if name not in state:
+                raise _mismatch(name, "is unknown to the model")
+        with torch.inference_mode():
+            for spec in self.layout:
+                state[spec.name].copy_(tensors[spec.name])
+
+    def refuse_row_dependence(self) -> None:
+        """Raises ConfigError for a mixture of experts.
+
+        How many tokens each expert gets, and so the shapes of its products, depends on what the
+        other rows hold; no choice of batch shapes makes that invariant.
+        """
+        config = self.model.config.get_text_config(decoder=True).to_dict()
+        if any((config.get(key) or 0) > 1 for key in _EXPERT_COUNTS):
+            raise ConfigError(
+                f"sluice.rollout.batch_invariant is on, but {self.model.config.model_type} is a "
+                "mixture of experts, whose results depend on the rest of the batch; set "
+                "sluice.rollout.batch_invariant=false"
+            )
+
+
+def _mismatch(name: str, detail: str) -> WeightSyncError:
+    return WeightSyncError(
+        "trainer", "loading weights", f"tensor {name} {detail}; give both ends the same model"
+    )
+
+
+def build_causal_lm(settings: TorchEngineSettings, device: torch.device) -> CausalLM:
+    """Builds the model with arbitrary weights.
+
+    Raises:
+        ConfigError: `model_path` holds no causal language model that transformers knows.
+    """
+    path = settings.model_path
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(
+            f"actor_rollout_ref.model.path is {path!r}, which holds no config.json; give the "
+            "directory of a Hugging Face model"
+        )
+    try:
+        config = AutoConfig.from_pretrained(
+            path, trust_remote_code=settings.trust_remote_code, local_files_only=True
+        )
+        with device:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config,
+                dtype=getattr(torch, settings.dtype),
+                trust_remote_code=settings.trust_remote_code,
+            )
+    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"actor_rollout_ref.model.path is {path!r}, whose config.json makes no causal language "
+            f"model ({error}); give another model"
+        ) from error
+    model.eval().requires_grad_(False)
+    text_config = config.get_text_config(decoder=True)
+    return CausalLM(
+        model, text_config.vocab_size, _eos_token_ids(path, text_config), _layout(model)
+    )
+
+
+def _eos_token_ids(path: str, config: object) -> tuple[int, ...]:
+    """generation_config.json decides where there is one, as in transformers' own generation."""
+    eos = None
+    if (Path(path) / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+    if eos is None:
+        eos = getattr(config, "eos_token_id", None)
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _layout(model: PreTrainedModel) -> tuple[TensorSpec, ...]:
+    tied = model.all_tied_weights_keys
+    state = model.state_dict()
+    seen: set[tuple[int, int]] = set()
+    specs = []
+    # Sources of ties come first, so that it is the target's name that is left out.
+    for name in sorted(state, key=lambda name: name in tied):
+        identity = (state[name].data_ptr(), state[name].numel())
+        if identity not in seen or state[name].numel() == 0:
+            specs.append(TensorSpec(name, dtype_name(state[name].dtype), tuple(state[name].shape)))
+        seen.add(identity)
+    order = {name: index for index, name in enumerate(state)}
+    return tuple(sorted(specs, key=lambda spec: order[spec.name]))

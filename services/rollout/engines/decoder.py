@@ -1,0 +1,78 @@
+"""What turns tokens into logits for the generation loop.
+
+A decoder owns the state of a fixed number of rows (slots). The rows in use are always the first
+ones. A row's state covers the tokens before its newest token; the newest one is fed by `decode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DecodeBatch", "Decoder", "PrefilledPrompts", "TokenRow"]
+
+TokenRow = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefilledPrompts:
+    """Keys and values of some prompts, computed together and padded on the right.
+
+    Attributes:
+        lengths: tokens of each prompt.
+        layers: per layer keys and values, each [prompts, kv heads, padded length, head dim]; empty
+            for a decoder without a cache.
+    """
+
+    lengths: tuple[int, ...]
+    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeBatch:
+    """One decode step of rows ``0 .. rows - 1``.
+
+    Attributes:
+        token_ids: [rows] int64, each row's newest token.
+        positions: [rows] int64, where that token stands (0-based).
+        length: how far attention looks; above every position.
+        history: [rows, >= length] int64, all tokens of each row up to its position.
+    """
+
+    token_ids: TokenRow
+    positions: npt.NDArray[np.int64]
+    length: int
+    history: npt.NDArray[np.int64]
+
+
+class Decoder(Protocol):
+    """Prefill and decode over slots."""
+
+    def prefill(self, prompts: Sequence[TokenRow]) -> PrefilledPrompts:
+        """Computes the state of non-empty prompts, without touching any row."""
+        ...
+
+    def insert(self, prefilled: PrefilledPrompts, index: int, rows: npt.NDArray[np.int64]) -> None:
+        """Gives each of `rows` the state of prompt `index`."""
+        ...
+
+    def move(
+        self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], length: int
+    ) -> None:
+        """Copies the first `length` positions of rows `sources` over rows `targets`."""
+        ...
+
+    def decode(self, batch: DecodeBatch) -> torch.Tensor:
+        """Adds each row's newest token to its state; logits of what follows, [rows, vocab]."""
+        ...
+
+    def refresh(self) -> None:
+        """Takes over changed model weights. The rows' state stays as it is."""
+        ...

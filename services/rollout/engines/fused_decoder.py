@@ -1,0 +1,214 @@
+"""A hand-written forward of the Llama family (Llama, Mistral, Qwen2, Qwen3) for small overhead.
+
+Query, key and value projections are one matrix, and so are gate and up; the model's own parameters
+become views of them, so new weights copied into the model are in place here as well. Rotary tables
+are computed once. Prefill stops at the last layer's keys and values, since no logits are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from services.rollout.engines.decoder import DecodeBatch, PrefilledPrompts, TokenRow
+from services.rollout.engines.prompt_padding import pad_right
+from services.rollout.engines.slot_attention import CausalBias, decode_attention, prefill_attention
+from services.rollout.engines.slots import SlotCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["FusedDecoder"]
+
+_FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    input_norm: torch.Tensor  # [hidden]
+    qkv: torch.Tensor  # [(heads + 2 kv heads) * head dim, hidden]
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None  # [heads + kv heads, head dim], a copy: see refresh
+    output: torch.Tensor  # [heads * head dim, hidden], transposed view
+    output_bias: torch.Tensor | None
+    post_norm: torch.Tensor  # [hidden]
+    gate_up: torch.Tensor  # [2 * intermediate, hidden]
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor  # [intermediate, hidden], transposed view
+    down_bias: torch.Tensor | None
+
+
+def _fuse(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One weight and bias for `linears`, whose own parameters become views of them."""
+
+    def join(name: str) -> torch.Tensor:
+        parts: list[torch.Tensor] = [getattr(linear, name) for linear in linears]
+        whole = torch.cat([part.detach() for part in parts])
+        views = whole.split([part.shape[0] for part in parts])
+        for linear, view in zip(linears, views, strict=True):
+            setattr(linear, name, nn.Parameter(view, requires_grad=False))
+        return whole
+
+    return join("weight"), join("bias") if _has_bias(linears[0]) else None
+
+
+def _has_bias(linear: nn.Linear) -> bool:
+    bias: torch.Tensor | None = linear.bias
+    return bias is not None
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise NotImplementedError(what)
+
+
+class FusedDecoder:
+    """See the module's docstring.
+
+    Raises:
+        NotImplementedError: the model is not of the family, or uses an option not covered.
+    """
+
+    def __init__(self, model: PreTrainedModel, slots: int, max_model_len: int) -> None:
+        config = model.config
+        _require(config.model_type in _FAMILY, f"model type {config.model_type!r}")
+        _require(config.hidden_act == "silu", f"activation {config.hidden_act!r}")
+        rope = (config.rope_parameters or {}).get("rope_type", "default")
+        _require(rope not in _LENGTH_DEPENDENT_ROPE, f"rope type {rope!r}")
+        window = config.sliding_window if hasattr(config, "sliding_window") else None
+        _require(window is None or window >= max_model_len, f"sliding window {window}")
+        self._model, self._device = model, model.device
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._eps: float = config.rms_norm_eps
+        attention = model.model.layers[0].self_attn
+        self._head_dim: int = attention.head_dim
+        self._scale: float = attention.scaling
+        self._layers = [self._layer(module) for module in model.model.layers]
+        self._rotary_tables(max_model_len)
+        shapes = [(self._kv_heads, self._head_dim, self._head_dim)] * len(self._layers)
+        self._cache = SlotCache(shapes, slots, max_model_len, model.dtype, self._device)
+        self._bias = CausalBias(max_model_len, self._device)
+        self.refresh()
+
+    def _layer(self, module: nn.Module) -> _Layer:
+        norms: tuple[Any, Any] = module.input_layernorm, module.post_attention_layernorm
+        attention: Any = module.self_attn
+        mlp: Any = module.mlp
+        qkv, qkv_bias = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
+        gate_up, gate_up_bias = _fuse([mlp.gate_proj, mlp.up_proj])
+        normed = hasattr(attention, "q_norm")
+        shape = (self._heads + self._kv_heads, self._head_dim)
+        return _Layer(
+            input_norm=norms[0].weight,
+            qkv=qkv,
+            qkv_bias=qkv_bias,
+            qk_norm=torch.empty(shape, dtype=qkv.dtype, device=qkv.device) if normed else None,
+            output=attention.o_proj.weight.t(),
+            output_bias=attention.o_proj.bias,
+            post_norm=norms[1].weight,
+            gate_up=gate_up,
+            gate_up_bias=gate_up_bias,
+            down=mlp.down_proj.weight.t(),
+            down_bias=mlp.down_proj.bias,
+        )
+
+    def _rotary_tables(self, max_model_len: int) -> None:
+        """cos and signed sin, [positions, 1, head dim].
+
+        Transformers rotates by ``x cos + rotate_half(x) sin``; `rotate_half` is a roll by half the
+        head whose first half is negated, and the sign is moved into the table.
+        """
+        positions = torch.arange(max_model_len, device=self._device)[None]
+        like = torch.empty(0, dtype=self._layers[0].qkv.dtype, device=self._device)
+        cos, sin = self._model.model.rotary_emb(like, positions)
+        _require(cos.shape[-1] == self._head_dim, "partial rotary embedding")
+        sign = torch.ones_like(sin)
+        sign[..., : self._head_dim // 2] = -1
+        self._cos, self._sin = cos[0, :, None].clone(), (sin * sign)[0, :, None].clone()
+
+    def refresh(self) -> None:
+        """See `Decoder.refresh`: only the joined query and key norms are copies."""
+        for layer, module in zip(self._layers, self._model.model.layers, strict=True):
+            if layer.qk_norm is not None:
+                layer.qk_norm[: self._heads] = module.self_attn.q_norm.weight
+                layer.qk_norm[self._heads :] = module.self_attn.k_norm.weight
+
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(hidden, weight.shape, weight, self._eps)
+
+    def _project(
+        self, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotated queries (unscaled) and keys, and values, each [tokens, heads, head dim]."""
+        normed = self._norm(hidden, layer.input_norm)
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(hidden), -1, self._head_dim)
+        rotated = self._heads + self._kv_heads
+        qk = qkv[:, :rotated]
+        if layer.qk_norm is not None:
+            qk = F.rms_norm(qk, (self._head_dim,), None, self._eps) * layer.qk_norm
+        turned = torch.roll(qk, self._head_dim // 2, -1)
+        qk = torch.addcmul(qk * cos, turned, sin)
+        return qk[:, : self._heads], qk[:, self._heads :], qkv[:, rotated:]
+
+    def _finish(self, layer: _Layer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Output projection, residuals and the feed-forward part; [tokens, hidden]."""
+        hidden = torch.addmm(hidden, attended.reshape(len(hidden), -1), layer.output)
+        if layer.output_bias is not None:
+            hidden = hidden + layer.output_bias
+        normed = self._norm(hidden, layer.post_norm)
+        gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+        hidden = torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
+        return hidden if layer.down_bias is None else hidden + layer.down_bias
+
+    def prefill(self, prompts: Sequence[TokenRow]) -> PrefilledPrompts:
+        """See `Decoder.prefill`."""
+        token_ids, positions = pad_right(prompts, self._device)
+        batch, longest = token_ids.shape
+        flat = positions.reshape(-1)
+        cos, sin = self._cos[flat], self._sin[flat]
+        hidden = F.embedding(token_ids.view(-1), self._model.model.embed_tokens.weight)
+        layers = []
+        for number, layer in enumerate(self._layers, start=1):
+            queries, keys, values = (
+                part.unflatten(0, (batch, longest)).transpose(1, 2)
+                for part in self._project(layer, hidden, cos, sin)
+            )
+            layers.append((keys, values))
+            if number < len(self._layers):
+                attended = prefill_attention(queries, keys, values, scaling=self._scale)
+                hidden = self._finish(layer, hidden, attended.transpose(1, 2))
+        return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(layers))
+
+    def insert(self, prefilled: PrefilledPrompts, index: int, rows: npt.NDArray[np.int64]) -> None:
+        """See `Decoder.insert`."""
+        self._cache.insert(prefilled, index, rows)
+
+    def move(
+        self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], length: int
+    ) -> None:
+        """See `Decoder.move`."""
+        self._cache.move(sources, targets, length)
+
+    def decode(self, batch: DecodeBatch) -> torch.Tensor:
+        """See `Decoder.decode`."""
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        token_ids = torch.from_numpy(batch.token_ids).to(self._device)
+        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        bias = self._bias.rows(positions, batch.length)
+        index = self._cache.token_index(self._kv_heads, positions)
+        hidden = F.embedding(token_ids, self._model.model.embed_tokens.weight)
+        for number, layer in enumerate(self._layers):
+            queries, keys, values = self._project(layer, hidden, cos, sin)
+            self._cache.append(number, index, keys, values)
+            attended = decode_attention(queries * self._scale, self._cache, number, bias)
+            hidden = self._finish(layer, hidden, attended)
+        hidden = self._norm(hidden, self._model.model.norm.weight)
+        return F.linear(hidden, self._model.lm_head.weight, self._model.lm_head.bias)

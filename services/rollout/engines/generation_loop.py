@@ -1,0 +1,289 @@
+"""The engine's core: groups in, one decode step at a time, chunks of tokens out.
+
+Synchronous and without threads. A sample enters with the state of all its tokens but the last,
+which the next decode step feeds; so each of its tokens, the first included, comes from a decode
+step, and is drawn by the weights that serve at that moment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from services.rollout.engines.batch_invariance import DecodeShapes
+from services.rollout.engines.causal_lm import CausalLM
+from services.rollout.engines.counter_random import sample_keys
+from services.rollout.engines.decoder import Decoder, PrefilledPrompts, TokenRow
+from services.rollout.engines.protocol import GenerationRequest, SampleChunk
+from services.rollout.engines.row_table import RowTable, RunningSample
+from services.rollout.engines.sampling import SamplingPlan, draw, plan_sampling
+from services.rollout.engines.scheduler import GroupQueue, WaitingGroup, prefill_batches
+from sluice.types import FinishReason
+
+__all__ = ["Delivery", "GenerationLoop", "Ticket"]
+
+_PREFILL_TOKENS = 8192
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request in the engine; `remaining` samples have not ended."""
+
+    request: GenerationRequest
+    every_token: bool
+    remaining: int
+
+
+@dataclass(slots=True, eq=False)
+class Delivery:
+    """What one ticket gets after a step."""
+
+    ticket: Ticket
+    chunks: list[SampleChunk] = field(default_factory=list)
+
+
+class GenerationLoop:
+    """Generates with one model.
+
+    Attributes:
+        version: the policy version that serves; ``None`` before the first weights.
+        digest: of its weights.
+        generated_tokens: drawn since the start.
+        busy_seconds: spent in steps since the start.
+
+    Args:
+        invariant_shapes: decode only in these shapes, and prefill each prompt alone.
+        recompute_kv: after a swap compute the state of running samples with the new weights.
+    """
+
+    def __init__(
+        self,
+        language_model: CausalLM,
+        decoder: Decoder,
+        *,
+        slots: int,
+        max_model_len: int,
+        invariant_shapes: DecodeShapes | None,
+        recompute_kv: bool,
+    ) -> None:
+        self._language_model = language_model
+        self._decoder = decoder
+        self._device = language_model.model.device
+        self._max_model_len = max_model_len
+        self._shapes = invariant_shapes
+        self._prefill_tokens = _PREFILL_TOKENS if invariant_shapes is None else 0
+        self._recompute_kv = recompute_kv
+        self._table = RowTable(slots, max_model_len)
+        self._queue = GroupQueue(slots)
+        self._plan = SamplingPlan()
+        self._deliveries: dict[Ticket, Delivery] = {}
+        self.version: int | None = None
+        self.digest = ""
+        self.generated_tokens = 0
+        self.busy_seconds = 0.0
+
+    @property
+    def slots_busy(self) -> int:
+        """Samples that are being generated."""
+        return self._table.busy
+
+    @property
+    def queued(self) -> int:
+        """Samples that wait for a slot."""
+        return self._queue.waiting
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self._table.busy > 0 or self._queue.waiting > 0
+
+    def submit(self, ticket: Ticket) -> None:
+        """Queues a request's samples; one that is complete already ends at once."""
+        request = ticket.request
+        prompt = request.prompt_token_ids.astype(np.int64)
+        partials = {partial.sample_index: partial for partial in request.partials}
+        fresh = deque[RunningSample]()
+        keys = sample_keys(request.sampling.seed, request.sample_indexes)
+        for index, key in zip(request.sample_indexes, keys, strict=True):
+            partial = partials.get(index)
+            drawn = prompt[:0] if partial is None else partial.token_ids.astype(np.int64)
+            sample = self._sample(ticket, index, key, np.concatenate((prompt, drawn)))
+            if not drawn.size:
+                fresh.append(sample)
+            elif (reason := _end_of(sample)) is not None:
+                self._deliver(sample, reason)
+            else:
+                self._queue.append(WaitingGroup(sample.tokens, deque((sample,))))
+        if fresh:
+            self._queue.append(WaitingGroup(prompt, fresh))
+
+    def _sample(
+        self, ticket: Ticket, index: int, key: np.uint64, tokens: TokenRow
+    ) -> RunningSample:
+        sampling, prompt = ticket.request.sampling, ticket.request.prompt_token_ids
+        eos = () if sampling.ignore_eos else self._language_model.eos_token_ids
+        return RunningSample(
+            owner=ticket,
+            sample_index=index,
+            tokens=tokens,
+            prompt_length=len(prompt),
+            length_limit=min(len(prompt) + sampling.max_tokens, self._max_model_len),
+            stop_ids=tuple({*eos, *sampling.stop_token_ids}),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            key=key,
+            streaming=ticket.every_token,
+        )
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Drops a request's samples and frees their rows; nothing more is delivered to it."""
+        self._queue.remove(lambda sample: sample.owner is ticket)
+        for row in self._table.occupied():
+            sample = self._table.samples[row]
+            if sample is not None and sample.owner is ticket:
+                self._table.leave(row)
+        self._deliveries.pop(ticket, None)
+
+    def abort_all(self) -> None:
+        """Ends every sample with what it has."""
+        for sample in self._queue.remove(lambda _: True):
+            self._deliver(sample, FinishReason.ABORTED)
+        for row in self._table.occupied():
+            self._finish(row, FinishReason.ABORTED)
+
+    def swap(self, tensors: Mapping[str, torch.Tensor], version: int, digest: str) -> None:
+        """Takes new weights between two steps.
+
+        Tokens not handed out yet are, under the version that drew them.
+
+        Raises:
+            WeightSyncError: the tensors do not fit the model; the old weights go on serving.
+        """
+        self._language_model.copy_weights(tensors)
+        with torch.inference_mode():
+            for row in self._table.occupied():
+                self._hand_out(row)
+            self._decoder.refresh()
+            self._queue.forget_prefilled()
+            self.version, self.digest = version, digest
+            if self._recompute_kv:
+                self._recompute()
+
+    def _recompute(self) -> None:
+        rows = self._table.occupied()
+        prefixes = [self._table.history[row, : self._table.position[row]] for row in rows]
+        known = [index for index, prefix in enumerate(prefixes) if prefix.size]
+        for batch in self._prefill([prefixes[index] for index in known]):
+            prefilled, members = batch
+            for place, member in enumerate(members):
+                row = rows[known[member]]
+                self._decoder.insert(prefilled, place, np.array([row], dtype=np.int64))
+
+    def _prefill(self, prompts: Sequence[TokenRow]) -> list[tuple[PrefilledPrompts, list[int]]]:
+        """Prefilled batches, each with the indexes of its prompts."""
+        lengths = [len(prompt) for prompt in prompts]
+        return [
+            (self._decoder.prefill([prompts[index] for index in members]), members)
+            for members in prefill_batches(lengths, self._prefill_tokens)
+        ]
+
+    def step(self) -> None:
+        """Fills free slots and draws one token for every running sample."""
+        started = time.perf_counter()
+        with torch.inference_mode():
+            self._admit()
+            sources, targets = self._table.close_holes()
+            if sources.size:
+                length = int(self._table.position[targets].max()) + 1
+                self._decoder.move(sources, targets, length)
+            if self._table.rows:
+                self._draw_tokens()
+        self.busy_seconds += time.perf_counter() - started
+
+    def _admit(self) -> None:
+        admissions = self._queue.admit(self._table.free) if self._queue.waiting else []
+        # A prompt of one token has no state before it.
+        new = [a.group for a in admissions if a.group.prefilled is None and len(a.group.tokens) > 1]
+        for prefilled, members in self._prefill([group.tokens[:-1] for group in new]):
+            for place, member in enumerate(members):
+                new[member].prefilled = (prefilled, place)
+        for admission in admissions:
+            rows = self._table.enter(admission.samples)
+            if admission.group.prefilled is not None:
+                self._decoder.insert(*admission.group.prefilled, rows)
+
+    def _draw_tokens(self) -> None:
+        table = self._table
+        if table.changed:
+            rows = table.rows
+            self._plan = plan_sampling(
+                table.temperature[:rows],
+                table.top_p[:rows],
+                table.top_k[:rows],
+                self._language_model.vocab_size,
+                self._device,
+            )
+            table.changed = False
+        logits = self._decoder.decode(table.batch(self._shapes))[: table.rows]
+        uniform = torch.from_numpy(table.uniforms()).to(self._device)
+        tokens, logprobs = draw(logits, self._plan, uniform)
+        stopped, full = table.record(tokens.cpu().numpy(), logprobs.cpu().numpy())
+        self.generated_tokens += table.rows
+        for row in np.flatnonzero(stopped | full).tolist():
+            self._finish(row, FinishReason.STOP if stopped[row] else FinishReason.LENGTH)
+        for row in table.streaming_rows():
+            self._hand_out(row)
+
+    def _finish(self, row: int, reason: FinishReason) -> None:
+        sample = self._table.samples[row]
+        assert sample is not None
+        tokens, logprobs = self._table.take(row)
+        self._table.leave(row)
+        self._deliver(sample, reason, tokens, logprobs)
+
+    def _hand_out(self, row: int) -> None:
+        sample = self._table.samples[row]
+        assert sample is not None
+        tokens, logprobs = self._table.take(row)
+        if tokens.size:
+            self._deliver(sample, None, tokens, logprobs)
+
+    def _deliver(
+        self,
+        sample: RunningSample,
+        reason: FinishReason | None,
+        tokens: np.ndarray | None = None,
+        logprobs: np.ndarray | None = None,
+    ) -> None:
+        ticket = sample.owner
+        assert isinstance(ticket, Ticket)
+        assert self.version is not None
+        chunk = SampleChunk(
+            sample.sample_index,
+            np.empty(0, np.uint32) if tokens is None else tokens,
+            np.empty(0, np.float32) if logprobs is None else logprobs,
+            self.version,
+            reason,
+        )
+        if reason is not None:
+            ticket.remaining -= 1
+        self._deliveries.setdefault(ticket, Delivery(ticket)).chunks.append(chunk)
+
+    def take_deliveries(self) -> list[Delivery]:
+        """What has come since the last call."""
+        deliveries = list(self._deliveries.values())
+        self._deliveries.clear()
+        return deliveries
+
+
+def _end_of(sample: RunningSample) -> FinishReason | None:
+    """Why a continued sample has nothing left to draw, if so."""
+    if int(sample.tokens[-1]) in sample.stop_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(sample.tokens) >= sample.length_limit else None

@@ -1,0 +1,89 @@
+"""The decoder for transformers models whose attention can be replaced: most of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.rollout.engines import slot_attention
+from services.rollout.engines.decoder import DecodeBatch, PrefilledPrompts, TokenRow
+from services.rollout.engines.prompt_padding import pad_right
+from services.rollout.engines.slot_attention import CausalBias, DecodeForward, PrefillForward
+from services.rollout.engines.slots import SlotCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["GenericDecoder"]
+
+
+class GenericDecoder:
+    """Runs the model's own forward with our attention in place of its own.
+
+    Raises:
+        NotImplementedError: the model does not call the attention interface, or uses layers whose
+            state a key/value cache does not hold.
+    """
+
+    def __init__(self, model: PreTrainedModel, slots: int, max_model_len: int) -> None:
+        slot_attention.register()
+        self._model = model
+        self._device = model.device
+        config = model.config.get_text_config(decoder=True)
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if kinds - {"full_attention", "sliding_attention"}:
+            raise NotImplementedError(f"layer types {sorted(kinds)}")
+        model.set_attn_implementation(slot_attention.NAME)
+        forward = self._forward_prompts([np.zeros(2, dtype=np.int64)])
+        window = getattr(config, "sliding_window", None)
+        slides = "sliding_attention" in kinds or (not kinds and window is not None)
+        if slides and not forward.windowed and (window or 0) < max_model_len:
+            raise NotImplementedError("a sliding window that is not told to the attention function")
+        if len(forward.layers) != config.num_hidden_layers:
+            raise NotImplementedError(
+                f"{len(forward.layers)} attention calls in {config.num_hidden_layers} layers"
+            )
+        shapes = [(k.shape[1], k.shape[3], v.shape[3]) for k, v in forward.layers]
+        self._cache = SlotCache(shapes, slots, max_model_len, model.dtype, self._device)
+        self._bias = CausalBias(max_model_len, self._device)
+
+    def _forward_prompts(self, prompts: Sequence[TokenRow]) -> PrefillForward:
+        token_ids, positions = pad_right(prompts, self._device)
+        forward = PrefillForward()
+        with slot_attention.slot_forward(forward):
+            self._model.base_model(input_ids=token_ids, position_ids=positions, use_cache=False)
+        return forward
+
+    def prefill(self, prompts: Sequence[TokenRow]) -> PrefilledPrompts:
+        """See `Decoder.prefill`."""
+        forward = self._forward_prompts(prompts)
+        return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(forward.layers))
+
+    def insert(self, prefilled: PrefilledPrompts, index: int, rows: npt.NDArray[np.int64]) -> None:
+        """See `Decoder.insert`."""
+        self._cache.insert(prefilled, index, rows)
+
+    def move(
+        self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], length: int
+    ) -> None:
+        """See `Decoder.move`."""
+        self._cache.move(sources, targets, length)
+
+    def decode(self, batch: DecodeBatch) -> torch.Tensor:
+        """See `Decoder.decode`."""
+        token_ids = torch.from_numpy(batch.token_ids).to(self._device)
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        bias = self._bias.rows(positions, batch.length)
+        with slot_attention.slot_forward(DecodeForward(self._cache, positions, bias)):
+            output = self._model(
+                input_ids=token_ids[:, None], position_ids=positions[:, None], use_cache=False
+            )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def refresh(self) -> None:
+        """See `Decoder.refresh`: the model's own weights are used, nothing is derived."""

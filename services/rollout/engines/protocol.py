@@ -1,0 +1,173 @@
+"""What every inference engine offers its rollout service.
+
+Tokens in, tokens out. An engine generates groups (all requested samples of one prompt share the
+prompt's prefill), tells for each token the logprob of the distribution it was drawn from and the
+policy version that drew it, and takes new weights while it generates. All methods are called from
+one event loop; none may block it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from sluice.types import (
+    FinishReason,
+    Logprobs,
+    SamplingParams,
+    TensorSpec,
+    TokenIds,
+    TransferGroupSpec,
+)
+
+__all__ = [
+    "CommitResult",
+    "Engine",
+    "EngineLoad",
+    "GenerationRequest",
+    "PartialSample",
+    "SampleChunk",
+    "StagedVersion",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialSample:
+    """Tokens of a sample that were drawn before, to be continued."""
+
+    sample_index: int
+    token_ids: TokenIds  # [tokens]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """Samples to draw for one prompt.
+
+    Randomness of sample *i*, token *t* depends on (`sampling.seed`, i, t) only.
+    `sampling.max_tokens` counts a partial's tokens too.
+    """
+
+    request_id: str
+    prompt_token_ids: TokenIds  # [prompt tokens]
+    sample_indexes: tuple[int, ...]
+    sampling: SamplingParams
+    partials: tuple[PartialSample, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleChunk:
+    """New tokens of one sample, all drawn by one version.
+
+    `finish_reason` is set on a sample's last chunk (which may hold no tokens).
+    """
+
+    sample_index: int
+    token_ids: TokenIds  # [new tokens]
+    behavior_logprobs: Logprobs  # [new tokens]
+    version: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A snapshot of the engine's counters."""
+
+    slots: int
+    slots_busy: int
+    queued: int
+    generated_tokens: int
+    busy_seconds: float
+    version: int | None
+    weight_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class StagedVersion:
+    """A version that is complete in staging memory."""
+
+    version: int
+    digest: str
+    received_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    """A version that serves now; `stall_s` is how long no token was drawn."""
+
+    version: int
+    digest: str
+    stall_s: float
+
+
+class Engine(Protocol):
+    """One replica's engine."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt plus response tokens a sample may have."""
+        ...
+
+    @property
+    def weight_layout(self) -> Sequence[TensorSpec]:
+        """The weights the engine expects, in the order of the wire."""
+        ...
+
+    async def start(self) -> None:
+        """Builds the model without weights. Raises ConfigError for a path that holds no model."""
+        ...
+
+    async def stop(self) -> None:
+        """Aborts what runs and frees everything. Repeating it is harmless."""
+        ...
+
+    async def probe(self) -> EngineLoad:
+        """Answers from inside the engine's loop, so that a hung engine does not answer."""
+        ...
+
+    def load(self) -> EngineLoad:
+        """The latest snapshot, without waiting."""
+        ...
+
+    def generate(
+        self, request: GenerationRequest, *, every_token: bool
+    ) -> AsyncIterator[tuple[SampleChunk, ...]]:
+        """Draws the samples; yields what has come since the last yield.
+
+        With `every_token` false a sample's tokens come in few chunks, at the latest when it
+        finishes. Closing the iterator, or cancelling its consumer, aborts the samples and frees
+        their slots before the next decode step.
+
+        Raises:
+            InvalidRequestError: prompt and response do not fit `max_model_len`.
+            NotReadyError: no weights yet.
+            ExhaustedError: too many samples are waiting.
+            EngineError: the engine broke.
+        """
+        ...
+
+    async def join_group(self, spec: TransferGroupSpec) -> str:
+        """Joins one epoch's transfer group, leaving any earlier one; returns the plan's digest."""
+        ...
+
+    async def stage(self, epoch: int, version: int) -> StagedVersion:
+        """Receives one version into staging memory while generation goes on."""
+        ...
+
+    async def commit(self, epoch: int, version: int, digest: str) -> CommitResult:
+        """Swaps the staged version in between two decode steps. Idempotent.
+
+        Raises:
+            WeightSyncError: nothing staged under that version, or another digest.
+        """
+        ...
+
+    async def abort_update(self, epoch: int, reason: str) -> None:
+        """Throws away what is staged and leaves the group. Idempotent."""
+        ...

@@ -1,0 +1,54 @@
+"""Finds an engine by the name the run configuration gives it.
+
+Engines are imported on demand, so that a replica needs only its own engine's packages.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from services.rollout.engines.protocol import Engine
+from sluice.config.run import RunConfig
+from sluice.errors import ConfigError
+
+__all__ = ["ENGINES", "create_engine", "find_engine"]
+
+ENGINES: Mapping[str, str] = {
+    "torch": "services.rollout.engines.torch_engine:create",
+}
+"""Engine name to the ``module:function`` that makes one for a run configuration."""
+
+
+def create_engine(config: RunConfig, engines: Mapping[str, str] = ENGINES) -> Engine:
+    """Makes the engine that the configuration names.
+
+    Raises:
+        ConfigError: no engine has that name, or a package it needs is not installed.
+    """
+    return find_engine(config.actor_rollout_ref.rollout.name, engines)(config)
+
+
+def find_engine(name: str, engines: Mapping[str, str] = ENGINES) -> Callable[[RunConfig], Engine]:
+    """Imports the function that makes the engine called `name`.
+
+    Raises:
+        ConfigError: no engine has that name, or a package it needs is not installed.
+    """
+    target = engines.get(name)
+    if target is None:
+        known = ", ".join(sorted(engines))
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name is {name!r}, but no engine has that name; "
+            f"choose one of: {known}"
+        )
+    module_name, _, attribute = target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name is {name!r}, but the engine cannot be imported "
+            f"({error}); install the missing package or choose another engine"
+        ) from error
+    return cast("Callable[[RunConfig], Engine]", getattr(module, attribute))

@@ -1,0 +1,60 @@
+"""What a generation request must fulfil before it enters an engine."""
+
+from __future__ import annotations
+
+from services.rollout.engines.protocol import GenerationRequest
+from sluice.errors import InvalidRequestError
+from sluice.types import SamplingParams
+
+__all__ = ["check_request"]
+
+
+def check_request(request: GenerationRequest, vocab_size: int, max_model_len: int) -> None:
+    """Raises InvalidRequestError for a request that cannot be generated, naming the field."""
+    _check_sampling(request.sampling)
+    _check_samples(request)
+    prompt = request.prompt_token_ids
+    if not 1 <= prompt.size < max_model_len:
+        raise InvalidRequestError(
+            f"request {request.request_id}: the prompt has {prompt.size} tokens; give 1 to "
+            f"{max_model_len - 1}, so that a response token fits max_model_len {max_model_len}"
+        )
+    for partial in request.partials:
+        if prompt.size + partial.token_ids.size > max_model_len:
+            raise InvalidRequestError(
+                f"request {request.request_id}: prompt and partial sample {partial.sample_index} "
+                f"have {prompt.size + partial.token_ids.size} tokens; max_model_len is "
+                f"{max_model_len}"
+            )
+    for tokens in (prompt, *(partial.token_ids for partial in request.partials)):
+        if tokens.size and int(tokens.max()) >= vocab_size:
+            raise InvalidRequestError(
+                f"request {request.request_id}: token id {int(tokens.max())}; the vocabulary has "
+                f"{vocab_size}"
+            )
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    rules = (
+        ("temperature", sampling.temperature, 0 <= sampling.temperature < float("inf"), ">= 0"),
+        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "in (0, 1]"),
+        ("top_k", sampling.top_k, sampling.top_k == -1 or sampling.top_k >= 1, "-1 or >= 1"),
+        ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 1, ">= 1"),
+    )
+    for name, value, holds, allowed in rules:
+        if not holds:
+            raise InvalidRequestError(f"sampling.{name} is {value}; it must be {allowed}")
+
+
+def _check_samples(request: GenerationRequest) -> None:
+    indexes = request.sample_indexes
+    if not indexes or len(set(indexes)) != len(indexes):
+        raise InvalidRequestError(
+            f"request {request.request_id}: sample_indexes {indexes}; give each wanted index once"
+        )
+    continued = [partial.sample_index for partial in request.partials]
+    if len(set(continued)) != len(continued) or not set(continued) <= set(indexes):
+        raise InvalidRequestError(
+            f"request {request.request_id}: partials of samples {continued}; give at most one for "
+            f"each of the requested {indexes}"
+        )

@@ -1,0 +1,261 @@
+"""The embedded engine: any Hugging Face causal language model, in this process, on torch alone.
+
+A thread of its own runs the step loop (`engine_thread`, `generation_loop`); this file is what the
+event loop sees of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import torch
+
+from services.rollout.engines.batch_invariance import prove_shapes
+from services.rollout.engines.causal_lm import CausalLM, build_causal_lm
+from services.rollout.engines.decoder_choice import choose_decoder
+from services.rollout.engines.engine_thread import EngineThread
+from services.rollout.engines.generation_loop import Delivery, GenerationLoop, Ticket
+from services.rollout.engines.protocol import (
+    CommitResult,
+    EngineLoad,
+    GenerationRequest,
+    SampleChunk,
+    StagedVersion,
+)
+from services.rollout.engines.request_rules import check_request
+from services.rollout.engines.torch_settings import TorchEngineSettings, torch_settings
+from services.rollout.engines.weight_inbox import WeightInbox
+from sluice.config.run import RunConfig
+from sluice.device.select import select_device
+from sluice.errors import EngineError, ExhaustedError, NotReadyError
+from sluice.types import TensorSpec, TransferGroupSpec
+
+__all__ = ["TorchEngine", "create"]
+
+
+def create(config: RunConfig) -> TorchEngine:
+    """The engine for a run configuration."""
+    return TorchEngine(torch_settings(config))
+
+
+class _Stream:
+    """Chunks of one request on their way to its consumer."""
+
+    def __init__(self, samples: int) -> None:
+        self.open_samples = samples
+        self._chunks: list[SampleChunk] = []
+        self._error: EngineError | None = None
+        self._news = asyncio.Event()
+
+    def push(self, chunks: list[SampleChunk]) -> None:
+        self._chunks.extend(chunks)
+        self.open_samples -= sum(chunk.finish_reason is not None for chunk in chunks)
+        self._news.set()
+
+    def fail(self, error: EngineError) -> None:
+        self._error = error
+        self._news.set()
+
+    async def next(self) -> tuple[SampleChunk, ...]:
+        """What has come since the last call; waits for something to come."""
+        await self._news.wait()
+        self._news.clear()
+        chunks, self._chunks = tuple(self._chunks), []
+        if self._error is not None and self.open_samples:
+            raise self._error
+        return chunks
+
+
+class TorchEngine:
+    """See `services.rollout.engines.protocol.Engine`."""
+
+    def __init__(self, settings: TorchEngineSettings) -> None:
+        self._settings = settings
+        self._language_model: CausalLM | None = None
+        self._thread: EngineThread | None = None
+        self._loop: GenerationLoop | None = None
+        self._inbox: WeightInbox | None = None
+        self._streams: dict[Ticket, _Stream] = {}
+        self._open_samples = 0
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._model().vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt plus response tokens a sample may have."""
+        return self._settings.max_model_len
+
+    @property
+    def weight_layout(self) -> Sequence[TensorSpec]:
+        """The weights the engine expects, in the order of the wire."""
+        return self._model().layout
+
+    def _model(self) -> CausalLM:
+        if self._language_model is None:
+            raise NotReadyError("the torch engine was not started")
+        return self._language_model
+
+    async def start(self) -> None:
+        """Builds the model without weights. Raises ConfigError for a path that holds no model."""
+        device = select_device(self._settings.device)
+        thread = EngineThread(
+            lambda: self._build(device.torch_device), self._receive, self._fail_streams
+        )
+        self._loop = await thread.start()
+        self._thread = thread
+        self._inbox = WeightInbox(device, self._model().layout)
+
+    def _build(self, device: torch.device) -> GenerationLoop:
+        """Runs in the engine's thread, where the number of torch threads has to be set."""
+        settings = self._settings
+        torch.set_num_threads(settings.torch_threads)
+        language_model = build_causal_lm(settings, device)
+        decoder = choose_decoder(language_model.model, settings.slots, settings.max_model_len)
+        shapes = None
+        if settings.batch_invariant:
+            language_model.refuse_row_dependence()
+            shapes = prove_shapes(
+                decoder, settings.slots, settings.max_model_len, language_model.vocab_size
+            )
+        self._language_model = language_model
+        return GenerationLoop(
+            language_model,
+            decoder,
+            slots=settings.slots,
+            max_model_len=settings.max_model_len,
+            invariant_shapes=shapes,
+            recompute_kv=settings.recompute_kv,
+        )
+
+    async def stop(self) -> None:
+        """Aborts what runs and frees everything. Repeating it is harmless."""
+        thread, inbox = self._thread, self._inbox
+        self._thread = self._inbox = self._loop = None
+        if inbox is not None:
+            inbox.close()
+        if thread is not None:
+            await thread.stop()
+
+    def _running(self) -> EngineThread:
+        if self._thread is None:
+            raise NotReadyError("the torch engine is not running")
+        return self._thread
+
+    async def probe(self) -> EngineLoad:
+        """Answers from inside the engine's loop, so that a hung engine does not answer."""
+        return await self._running().call(self._snapshot)
+
+    def load(self) -> EngineLoad:
+        """The latest snapshot, without waiting."""
+        if self._loop is None:
+            raise NotReadyError("the torch engine is not running")
+        return self._snapshot(self._loop)
+
+    def _snapshot(self, loop: GenerationLoop) -> EngineLoad:
+        return EngineLoad(
+            slots=self._settings.slots,
+            slots_busy=loop.slots_busy,
+            queued=loop.queued,
+            generated_tokens=loop.generated_tokens,
+            busy_seconds=loop.busy_seconds,
+            version=loop.version,
+            weight_digest=loop.digest,
+        )
+
+    async def generate(
+        self, request: GenerationRequest, *, every_token: bool
+    ) -> AsyncIterator[tuple[SampleChunk, ...]]:
+        """Draws the samples; see the protocol."""
+        thread = self._admit(request)
+        samples = len(request.sample_indexes)
+        ticket, stream = Ticket(request, every_token, samples), _Stream(samples)
+        thread.post(lambda loop: loop.submit(ticket))
+        self._streams[ticket] = stream
+        self._open_samples += samples
+        try:
+            while stream.open_samples:
+                yield await stream.next()
+        finally:
+            self._forget(ticket)
+
+    def _admit(self, request: GenerationRequest) -> EngineThread:
+        thread, settings = self._running(), self._settings
+        if self._loop is None or self._loop.version is None:
+            raise NotReadyError("the torch engine has no weights yet")
+        check_request(request, self.vocab_size, settings.max_model_len)
+        wanted = self._open_samples + len(request.sample_indexes)
+        if wanted > settings.slots + settings.max_queued:
+            raise ExhaustedError(
+                f"request {request.request_id}: {wanted} samples would be under way; the engine "
+                f"takes {settings.slots} in slots and {settings.max_queued} waiting: try later"
+            )
+        return thread
+
+    def _forget(self, ticket: Ticket) -> None:
+        stream = self._streams.pop(ticket, None)
+        if stream is None or not stream.open_samples:
+            return
+        self._open_samples -= stream.open_samples
+        if self._thread is not None and self._thread.is_alive:
+            self._thread.post(lambda loop: loop.cancel(ticket))
+
+    def _receive(self, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
+            stream = self._streams.get(delivery.ticket)
+            if stream is not None:
+                before = stream.open_samples
+                stream.push(delivery.chunks)
+                self._open_samples -= before - stream.open_samples
+
+    def _fail_streams(self, error: EngineError) -> None:
+        for stream in self._streams.values():
+            stream.fail(error)
+
+    def _weights(self) -> WeightInbox:
+        if self._inbox is None:
+            raise NotReadyError("the torch engine is not running")
+        return self._inbox
+
+    async def join_group(self, spec: TransferGroupSpec) -> str:
+        """Joins one epoch's transfer group, leaving any earlier one; returns the plan's digest."""
+        return await self._weights().join(spec)
+
+    async def stage(self, epoch: int, version: int) -> StagedVersion:
+        """Receives one version into staging memory while generation goes on."""
+        return await self._weights().stage(epoch, version)
+
+    async def commit(self, epoch: int, version: int, digest: str) -> CommitResult:
+        """Swaps the staged version in between two decode steps. Idempotent."""
+        thread, inbox = self._running(), self._weights()
+        serving = await thread.call(lambda loop: (loop.version, loop.digest))
+        if serving == (version, digest):
+            return CommitResult(version, digest, 0.0)
+        staged = inbox.staged(epoch, version, digest)
+        result = await self.load_weights(staged.tensors, version, digest)
+        inbox.release(staged)
+        return result
+
+    async def load_weights(
+        self, tensors: Mapping[str, torch.Tensor], version: int, digest: str
+    ) -> CommitResult:
+        """Swaps given weights in between two decode steps, as `commit` does with staged ones.
+
+        Raises:
+            WeightSyncError: they do not fit the model; the old weights go on serving.
+        """
+
+        def swap(loop: GenerationLoop) -> CommitResult:
+            started = time.perf_counter()
+            loop.swap(tensors, version, digest)
+            return CommitResult(version, digest, time.perf_counter() - started)
+
+        return await self._running().call(swap)
+
+    async def abort_update(self, epoch: int, reason: str) -> None:
+        """Throws away what is staged and leaves the group. Idempotent."""
+        self._weights().abort(epoch, reason)

@@ -1,0 +1,107 @@
+"""Keeps one replica registered with the trainer.
+
+Consumes the engine's load; waits for the trainer; unblocked by its answers or their deadlines;
+produces a registration and a heartbeat an interval; a lost trainer is tried again for ever (it
+may restart), a trainer that does not know the replica is registered with anew; on shutdown one
+last heartbeat says that the replica is draining.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from services.rollout.engines.protocol import EngineLoad
+from sluice.api.trainer.v1 import trainer_pb2 as trainer
+from sluice.api.trainer.v1 import trainer_pb2_grpc
+from sluice.codec.fleet import replica_to_proto
+from sluice.errors import DeadlineError, NotFoundError, PeerError
+from sluice.rpc.call import unary_call
+from sluice.types import ReplicaInfo
+
+logger = logging.getLogger(__name__)
+
+_RETRY_INTERVAL_S = 0.5
+
+
+class Registration:
+    """Registers and sends heartbeats until cancelled.
+
+    Args:
+        stub: the trainer.
+        replica: who we are.
+        layout_digest: digest of the names, dtypes and shapes of our weights.
+        load: the engine's latest counters.
+    """
+
+    def __init__(
+        self,
+        stub: trainer_pb2_grpc.TrainerServiceAsyncStub,
+        replica: ReplicaInfo,
+        layout_digest: str,
+        load: Callable[[], EngineLoad],
+    ) -> None:
+        self._stub, self._replica, self._layout_digest = stub, replica, layout_digest
+        self._load = load
+
+    async def run(self) -> None:
+        """Never returns; raises InvalidRequestError when the trainer refuses the replica."""
+        reached = True
+        while True:
+            try:
+                interval_s = await self._register()
+                reached = True
+                await self._beat(interval_s)
+            except NotFoundError:
+                logger.info("the trainer does not know this replica; registering again")
+            except (PeerError, DeadlineError) as error:
+                if reached:  # once for each absence
+                    logger.info("trainer not reached, trying on: %s", error)
+                reached = False
+                await asyncio.sleep(_RETRY_INTERVAL_S)
+
+    async def announce_drain(self) -> None:
+        """Tells the trainer that this replica is going away; a lost trainer need not know."""
+        try:
+            await self._send_heartbeat(draining=True)
+        except (NotFoundError, PeerError, DeadlineError) as error:
+            logger.info("the trainer was not told of the drain: %s", error)
+
+    async def _register(self) -> float:
+        answer = await unary_call(
+            self._stub.RegisterReplica,
+            trainer.RegisterReplicaRequest(
+                replica=replica_to_proto(self._replica, 0),
+                weights_layout_digest=self._layout_digest,
+            ),
+            name="TrainerService/RegisterReplica",
+            peer="trainer",
+            phase="registering a replica",
+        )
+        logger.info("registered as %s", self._replica.name)
+        return answer.heartbeat_interval_seconds
+
+    async def _beat(self, interval_s: float) -> None:
+        while True:
+            await self._send_heartbeat(draining=False)
+            await asyncio.sleep(interval_s)
+
+    async def _send_heartbeat(self, *, draining: bool) -> None:
+        load = self._load()
+        await unary_call(
+            self._stub.Heartbeat,
+            trainer.HeartbeatRequest(
+                name=self._replica.name,
+                incarnation=self._replica.incarnation,
+                policy_version=load.version,
+                slots_busy=load.slots_busy,
+                queued=load.queued,
+                generated_tokens=load.generated_tokens,
+                busy_seconds=load.busy_seconds,
+                draining=draining,
+            ),
+            name="TrainerService/Heartbeat",
+            peer="trainer",
+            phase="sending a heartbeat",
+        )

@@ -1,0 +1,220 @@
+"""RolloutService and WeightSyncService on one engine: decode, call, encode, return."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import grpc
+
+from services.rollout.engines.protocol import Engine, GenerationRequest, PartialSample
+from services.rollout.generation import Generation, GenerationEvent
+from sluice.api.common.v1 import common_pb2 as common
+from sluice.api.rollout.v1 import rollout_pb2 as rollout
+from sluice.api.rollout.v1 import rollout_pb2_grpc
+from sluice.api.weights.v1 import weights_pb2 as weights
+from sluice.api.weights.v1 import weights_pb2_grpc
+from sluice.codec.arrays import logprobs_to_bytes, token_ids_from_bytes, token_ids_to_bytes
+from sluice.codec.fleet import group_spec_from_proto
+from sluice.codec.rollout import (
+    chat_messages_from_proto,
+    rollout_from_proto,
+    rollout_to_proto,
+    sampling_from_proto,
+)
+from sluice.errors import InvalidRequestError, NotReadyError
+from sluice.types import ChatMessage, ReplicaInfo, TokenIds
+
+_SEED_BITS = 63
+
+
+class Encoder(Protocol):
+    """Turns prompts into token ids."""
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> TokenIds:
+        """Tokens of a conversation."""
+        ...
+
+    def encode_text(self, text: str) -> TokenIds:
+        """Tokens of plain text."""
+        ...
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """Sampling.
+
+    Args:
+        identity: this replica.
+        engine: the engine.
+        encoder: the tokenizer.
+        generation: runs requests.
+        engine_name: for status.
+        max_n: most samples in one call.
+    """
+
+    def __init__(
+        self,
+        identity: ReplicaInfo,
+        engine: Engine,
+        encoder: Encoder,
+        generation: Generation,
+        *,
+        engine_name: str,
+        max_n: int,
+    ) -> None:
+        self._identity, self._engine, self._encoder = identity, engine, encoder
+        self._generation, self._engine_name, self._max_n = generation, engine_name, max_n
+
+    async def Generate(  # type: ignore[override]
+        self, request: rollout.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Streams samples of one prompt."""
+        decoded = self._decode(request)
+        partials = [rollout_from_proto(partial) for partial in request.partials]
+        await context.write(self._accepted(decoded))
+
+        async def send(event: GenerationEvent) -> None:
+            await context.write(_event_to_proto(event))
+
+        await self._generation.run(
+            decoded,
+            partials,
+            every_token=request.stream_mode == rollout.STREAM_MODE_TOKENS,
+            linger_s=request.linger_ms / 1000,
+            send=send,
+        )
+
+    async def GetStatus(
+        self, request: rollout.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> rollout.GetStatusResponse:
+        """Load, capacity and version, asked from inside the engine's loop."""
+        load = await self._engine.probe()
+        return rollout.GetStatusResponse(
+            name=self._identity.name,
+            incarnation=self._identity.incarnation,
+            policy_version=load.version,
+            weight_digest=load.weight_digest,
+            slots=load.slots,
+            slots_busy=load.slots_busy,
+            queued=load.queued,
+            generated_tokens=load.generated_tokens,
+            busy_seconds=load.busy_seconds,
+            engine=self._engine_name,
+        )
+
+    def _accepted(self, request: GenerationRequest) -> rollout.GenerateResponse:
+        version = self._engine.load().version
+        if version is None:
+            raise NotReadyError(f"{self._identity.name}: no weights yet; try another replica")
+        return rollout.GenerateResponse(
+            accepted=rollout.PromptAccepted(
+                prompt_token_ids_u32=token_ids_to_bytes(request.prompt_token_ids),
+                policy_version=version,
+            )
+        )
+
+    def _decode(self, request: rollout.GenerateRequest) -> GenerationRequest:
+        indexes = tuple(request.sample_indexes)
+        if not 1 <= len(indexes) <= self._max_n or len(set(indexes)) != len(indexes):
+            raise InvalidRequestError(
+                f"sample_indexes: {len(indexes)} given; send 1 to {self._max_n} different indexes"
+            )
+        unasked = {partial.sample_index for partial in request.partials} - set(indexes)
+        if unasked:
+            raise InvalidRequestError(f"partials: sample {min(unasked)} is not in sample_indexes")
+        return GenerationRequest(
+            request_id=request.request_id,
+            prompt_token_ids=self._prompt_tokens(request.prompt),
+            sample_indexes=indexes,
+            sampling=sampling_from_proto(
+                request.sampling,
+                default_seed=secrets.randbits(_SEED_BITS),
+                longest=self._engine.max_model_len,
+            ),
+            partials=tuple(
+                PartialSample(
+                    partial.sample_index,
+                    token_ids_from_bytes(partial.token_ids_u32, "partials.token_ids_u32"),
+                )
+                for partial in request.partials
+            ),
+        )
+
+    def _prompt_tokens(self, prompt: common.PromptInput) -> TokenIds:
+        match prompt.WhichOneof("input"):
+            case "chat":
+                return self._encoder.encode_chat(chat_messages_from_proto(prompt.chat.messages))
+            case "text":
+                return self._encoder.encode_text(prompt.text)
+            case "tokens":
+                return self._known_tokens(
+                    token_ids_from_bytes(prompt.tokens.token_ids_u32, "prompt.token_ids_u32")
+                )
+            case _:
+                raise InvalidRequestError("prompt: not set; send chat, text or tokens")
+
+    def _known_tokens(self, ids: TokenIds) -> TokenIds:
+        if ids.size == 0 or int(ids.max()) >= self._engine.vocab_size:
+            raise InvalidRequestError(
+                f"prompt.token_ids_u32: send 1 or more ids below {self._engine.vocab_size}"
+            )
+        return ids
+
+
+def _event_to_proto(event: GenerationEvent) -> rollout.GenerateResponse:
+    return rollout.GenerateResponse(
+        deltas=[
+            rollout.TokenDelta(
+                sample_index=delta.chunk.sample_index,
+                token_ids_u32=token_ids_to_bytes(delta.chunk.token_ids),
+                behavior_logprobs_f32=logprobs_to_bytes(delta.chunk.behavior_logprobs),
+                policy_version=delta.chunk.version,
+                text=delta.text,
+            )
+            for delta in event.deltas
+        ],
+        rollouts=[rollout_to_proto(sample) for sample in event.rollouts],
+    )
+
+
+class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
+    """Weight updates of one engine; the engine holds all state."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def JoinGroup(
+        self, request: weights.JoinGroupRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> weights.JoinGroupResponse:
+        """Joins an epoch's transfer group."""
+        digest = await self._engine.join_group(group_spec_from_proto(request))
+        return weights.JoinGroupResponse(epoch=request.epoch, plan_digest=digest)
+
+    async def StageUpdate(
+        self, request: weights.StageUpdateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> weights.StageUpdateResponse:
+        """Receives a version while generation goes on."""
+        staged = await self._engine.stage(request.epoch, request.policy_version)
+        return weights.StageUpdateResponse(
+            policy_version=staged.version,
+            digest=staged.digest,
+            received_bytes=staged.received_bytes,
+            seconds=staged.seconds,
+        )
+
+    async def CommitUpdate(
+        self, request: weights.CommitUpdateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> weights.CommitUpdateResponse:
+        """Swaps the staged version in."""
+        done = await self._engine.commit(request.epoch, request.policy_version, request.digest)
+        return weights.CommitUpdateResponse(
+            policy_version=done.version, digest=done.digest, stall_seconds=done.stall_s
+        )
+
+    async def AbortUpdate(
+        self, request: weights.AbortUpdateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> weights.AbortUpdateResponse:
+        """Throws away what is staged."""
+        await self._engine.abort_update(request.epoch, request.reason)
+        return weights.AbortUpdateResponse(policy_version=self._engine.load().version)

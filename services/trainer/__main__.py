@@ -1,0 +1,53 @@
+"""One trainer rank: `python -m services.trainer --config FILE [key=value ...]`.
+
+Rank 0 serves gRPC and runs the loop; the others follow its commands. Several ranks are started by
+`sluice up` or torchrun, which say who is who in RANK and WORLD_SIZE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from services.trainer.follower import run_follower
+from services.trainer.leader import run_leader
+from sluice.concurrency.exit_status import exit_status
+from sluice.concurrency.parent_death import end_with_supervisor
+from sluice.config.loader import load_config
+from sluice.telemetry.logs import configure_logging
+
+
+def _parse(argv: list[str]) -> tuple[Path, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.trainer",
+        description="Runs one rank of the trainer.",
+        epilog="example: python -m services.trainer --config run.yaml trainer.save_freq=10",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="run configuration (YAML)")
+    parser.add_argument("overrides", nargs="*", help="key=value, as in verl")
+    given = parser.parse_args(argv)
+    return given.config, given.overrides
+
+
+def main() -> int:
+    """Runs until the last step, SIGTERM or SIGINT; exit code 0 when all ended in order."""
+    end_with_supervisor()
+    file, overrides = _parse(sys.argv[1:])
+    rank = int(os.environ.get("RANK", "0"))
+    return exit_status("trainer", lambda: _run(file, overrides, rank))
+
+
+def _run(file: Path, overrides: list[str], rank: int) -> None:
+    config = load_config(file, overrides)
+    configure_logging("trainer" if rank == 0 else f"trainer-{rank}", config.sluice.log_level)
+    if rank == 0:
+        asyncio.run(run_leader(config))
+    else:
+        run_follower(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

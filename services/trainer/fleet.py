@@ -1,0 +1,163 @@
+"""Who serves: replicas by name and incarnation, alive as long as their heartbeats come.
+
+Pure state with the time passed in; the shell calls it from one event loop. `changed` is set at
+every change of membership or state and cleared by whoever acts on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from sluice.errors import InvalidRequestError, NotFoundError
+from sluice.types import ReplicaInfo
+
+logger = logging.getLogger(__name__)
+
+
+class MemberState(StrEnum):
+    """What a replica may be used for."""
+
+    PENDING = "pending"  # known, without the current weights
+    SERVING = "serving"
+    DRAINING = "draining"  # finishes what it has, takes nothing new
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Counters of one heartbeat."""
+
+    slots_busy: int
+    queued: int
+    generated_tokens: int
+    busy_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One replica as last heard of."""
+
+    info: ReplicaInfo
+    state: MemberState
+    version: int
+    last_seen_s: float
+    load: Load
+    tokens_per_second: float
+    idle_share: float
+
+
+class Fleet:
+    """All known replicas.
+
+    Args:
+        layout_digest: replicas whose weights have other names, dtypes or shapes are refused.
+        ttl_s: seconds without a heartbeat after which a replica is dropped.
+    """
+
+    def __init__(self, layout_digest: str, ttl_s: float) -> None:
+        self._layout_digest, self._ttl_s = layout_digest, ttl_s
+        self._members: dict[str, Member] = {}
+        self._finished_tokens = 0
+        self._finished_busy_s = 0.0
+        self.changed = asyncio.Event()
+
+    def register(self, info: ReplicaInfo, layout_digest: str, now_s: float) -> None:
+        """Adds a replica as pending; a new incarnation replaces the old one.
+
+        Raises:
+            InvalidRequestError: its weights do not fit the trainer's model.
+        """
+        if layout_digest != self._layout_digest:
+            raise InvalidRequestError(
+                f"replica {info.name}: its weights have other names, dtypes or shapes than the "
+                "trainer's; use the same model path and rollout.dtype for both"
+            )
+        known = self._members.get(info.name)
+        if known is not None and known.info.incarnation == info.incarnation:
+            self._members[info.name] = replace(known, info=info, last_seen_s=now_s)
+            return
+        if known is not None:
+            self._retire(known)
+        nothing = Load(0, 0, 0, 0.0)
+        self._members[info.name] = Member(info, MemberState.PENDING, -1, now_s, nothing, 0.0, 0.0)
+        logger.info("replica %s registered at %s", info.name, info.address)
+        self.changed.set()
+
+    def heartbeat(
+        self, name: str, incarnation: str, load: Load, *, draining: bool, now_s: float
+    ) -> None:
+        """Notes that a replica lives.
+
+        Raises:
+            NotFoundError: this incarnation is unknown; it registers again.
+        """
+        member = self._find(name, incarnation)
+        elapsed_s = max(now_s - member.last_seen_s, 1e-6)
+        tokens = load.generated_tokens - member.load.generated_tokens
+        busy_s = load.busy_seconds - member.load.busy_seconds
+        state = MemberState.DRAINING if draining else member.state
+        self._members[name] = replace(
+            member,
+            state=state,
+            last_seen_s=now_s,
+            load=load,
+            tokens_per_second=tokens / elapsed_s,
+            idle_share=min(1.0, max(0.0, 1.0 - busy_s / elapsed_s)),
+        )
+        if state is not member.state:
+            logger.info("replica %s drains", name)
+            self.changed.set()
+
+    def expire(self, now_s: float) -> tuple[ReplicaInfo, ...]:
+        """Drops and returns the replicas that were silent for longer than the time to live."""
+        silent = [m for m in self._members.values() if now_s - m.last_seen_s > self._ttl_s]
+        for member in silent:
+            self.expel(member.info, f"no heartbeat for {now_s - member.last_seen_s:.1f} s")
+        return tuple(member.info for member in silent)
+
+    def expel(self, info: ReplicaInfo, reason: str) -> None:
+        """Drops one incarnation; a later heartbeat of it is answered with NOT_FOUND."""
+        member = self._members.get(info.name)
+        if member is None or member.info.incarnation != info.incarnation:
+            return
+        logger.warning("replica %s dropped: %s", info.name, reason)
+        self._retire(member)
+        del self._members[info.name]
+        self.changed.set()
+
+    def mark_serving(self, info: ReplicaInfo, version: int) -> None:
+        """The replica proved that it holds `version`."""
+        member = self._members.get(info.name)
+        if member is None or member.info.incarnation != info.incarnation:
+            return
+        state = MemberState.SERVING if member.state is MemberState.PENDING else member.state
+        self._members[info.name] = replace(member, state=state, version=version)
+        self.changed.set()
+
+    def members(self) -> tuple[Member, ...]:
+        """Everyone, in order of name."""
+        return tuple(self._members[name] for name in sorted(self._members))
+
+    def in_state(self, *states: MemberState) -> tuple[ReplicaInfo, ...]:
+        """Who is in one of `states`, in order of name."""
+        return tuple(member.info for member in self.members() if member.state in states)
+
+    def totals(self) -> tuple[int, float]:
+        """Tokens generated and seconds busy, over all replicas that ever registered."""
+        members = self._members.values()
+        return (
+            self._finished_tokens + sum(m.load.generated_tokens for m in members),
+            self._finished_busy_s + sum(m.load.busy_seconds for m in members),
+        )
+
+    def _find(self, name: str, incarnation: str) -> Member:
+        member = self._members.get(name)
+        if member is None or member.info.incarnation != incarnation:
+            raise NotFoundError(f"replica {name} ({incarnation}) is unknown; register again")
+        return member
+
+    def _retire(self, member: Member) -> None:
+        self._finished_tokens += member.load.generated_tokens
+        self._finished_busy_s += member.load.busy_seconds

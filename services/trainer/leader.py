@@ -1,0 +1,208 @@
+"""Rank 0 of the trainer: puts the parts together, serves, runs the loop, shuts down in order.
+
+Shutdown: the loop ends (or is cancelled), the transfer groups are left, the other ranks are let
+go, the server stops, the metric sinks are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from services.trainer.fleet import Fleet
+from services.trainer.follower import join_ranks, share_total_steps
+from services.trainer.learner.checkpoint import Checkpoint, CheckpointStore, resume_point
+from services.trainer.learner.parallel import DataParallel
+from services.trainer.learner.rank_command import RankLeader
+from services.trainer.learner.worker import Learner
+from services.trainer.learner_thread import LearnerThread
+from services.trainer.loop import LoopSettings, TrainLoop
+from services.trainer.metrics.reporter import Reporter
+from services.trainer.metrics.sinks import open_sinks
+from services.trainer.replica_client import ReplicaClient
+from services.trainer.reward_client import RewardClient
+from services.trainer.run_state import RunState
+from services.trainer.servicer import TrainerServicer
+from services.trainer.weight_publisher import WeightPublisher
+from sluice.api.trainer.v1 import trainer_pb2_grpc
+from sluice.concurrency.shutdown import stop_on_signals
+from sluice.config.derived import checkpoint_folder, total_training_steps, world_size
+from sluice.config.endpoints import peer_address
+from sluice.config.run import RunConfig
+from sluice.device.select import transfer_device
+from sluice.rpc.channel import open_channel
+from sluice.rpc.server import RpcServer
+from sluice.rpc.stubs import reward_stub
+from sluice.types import ReplicaInfo, TensorSpec
+from sluice.weights.layout import layout_digest
+from sluice.weights.plan import tensor_specs
+from sluice.weights.sender import WeightSender
+from sluice.weights.snapshot import SnapshotBuffers
+
+logger = logging.getLogger(__name__)
+
+_WATCH_INTERVAL_S = 0.5
+_REWARD_START_TIMEOUT_S = 120.0
+_NUM_EXAMPLES = 16
+_SERVICE = "sluice.api.trainer.v1.TrainerService"
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """The loaded learner with what depends on its weights."""
+
+    policy: LearnerThread
+    snapshots: SnapshotBuffers
+    tensors: tuple[TensorSpec, ...]
+    total_steps: int
+    resumed: Checkpoint | None
+
+
+async def run_leader(config: RunConfig) -> None:
+    """Runs to the last step, or until SIGTERM or SIGINT."""
+    incarnation = str(uuid.uuid4())
+    stop = asyncio.Event()
+    async with AsyncExitStack() as stack:
+        stack.enter_context(stop_on_signals(stop))
+        reward = await _connect_reward(config, incarnation, stack)
+        dataset_rows = await reward.wait_until_up(_REWARD_START_TIMEOUT_S)
+        # Forming the ranks and loading block; nothing else needs the loop yet.
+        parallel = join_ranks(config)
+        stack.callback(parallel.close)
+        trained = _load(config, parallel, total_training_steps(config, dataset_rows))
+        stack.push_async_callback(trained.policy.close)
+        step = trained.resumed.step if trained.resumed else 0
+        state = RunState(incarnation, trained.total_steps, step)
+        fleet = Fleet(layout_digest(trained.tensors), config.sluice.trainer.replica_ttl_s)
+        reporter = Reporter(
+            open_sinks(config.trainer.logger, Path(config.sluice.run_dir)),
+            Path(config.sluice.run_dir),
+        )
+        stack.callback(reporter.close)
+        publisher = _publisher(config, fleet, trained)
+        stack.push_async_callback(publisher.close)
+        await _serve(config, fleet, state, stack)
+        loop = TrainLoop(
+            _loop_settings(config),
+            trained.policy,
+            reward,
+            publisher,
+            fleet,
+            state,
+            reporter,
+            trained.resumed.progress if trained.resumed else None,
+        )
+        await _run_until(stop, loop, fleet)
+
+
+async def _run_until(stop: asyncio.Event, loop: TrainLoop, fleet: Fleet) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        expiry = tasks.create_task(_expire_silent(fleet), name="heartbeats")
+        running = tasks.create_task(loop.run(), name="loop")
+        signals = tasks.create_task(_cancel_on(stop, running), name="signals")
+        running.add_done_callback(lambda _: (expiry.cancel(), signals.cancel()))
+
+
+async def _cancel_on(stop: asyncio.Event, running: asyncio.Task[None]) -> None:
+    await stop.wait()
+    logger.info("asked to end; leaving the run after %s", running.get_name())
+    running.cancel()
+
+
+async def _expire_silent(fleet: Fleet) -> None:
+    while True:
+        await asyncio.sleep(_WATCH_INTERVAL_S)
+        fleet.expire(time.monotonic())
+
+
+async def _connect_reward(
+    config: RunConfig, incarnation: str, stack: AsyncExitStack
+) -> RewardClient:
+    address = peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint")
+    limit = config.sluice.max_message_mb << 20
+    channel = await stack.enter_async_context(open_channel(address, max_message_bytes=limit))
+    return RewardClient(reward_stub(channel), incarnation, config.sluice.trainer.batch_timeout_s)
+
+
+async def _serve(config: RunConfig, fleet: Fleet, state: RunState, stack: AsyncExitStack) -> None:
+    service = config.sluice.trainer
+    servicer = TrainerServicer(
+        fleet, state, heartbeat_interval_s=service.heartbeat_interval_s, ttl_s=service.replica_ttl_s
+    )
+    server = RpcServer(
+        [lambda server: trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)],
+        (_SERVICE,),
+        host=service.endpoint.host,
+        port=service.endpoint.port,
+        max_message_bytes=config.sluice.max_message_mb << 20,
+    )
+    await server.start()
+    stack.push_async_callback(server.stop, 1.0)
+
+
+def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Trained:
+    share_total_steps(parallel, total_steps)
+    learner = Learner(config, parallel, total_steps)
+    leader = RankLeader(learner, parallel, config.sluice.trainer.command_timeout_s)
+    store = CheckpointStore(Path(checkpoint_folder(config)), config.trainer.max_actor_ckpt_to_keep)
+    resumed = resume_point(config.trainer, store)
+    if resumed is not None:
+        leader.load(resumed.actor)
+        logger.info("resumed from step %d", resumed.step)
+    wire_dtype = getattr(torch, config.actor_rollout_ref.rollout.dtype)
+    tensors = tensor_specs(learner.named_weights(), wire_dtype)
+    snapshots = SnapshotBuffers(tensors)
+    policy = LearnerThread(learner, leader, snapshots, store, config.sluice.weights.timeout_s)
+    return _Trained(policy, snapshots, tensors, total_steps, resumed)
+
+
+def _publisher(config: RunConfig, fleet: Fleet, trained: _Trained) -> WeightPublisher:
+    weights, endpoint = config.sluice.weights, config.sluice.trainer.endpoint
+    device = transfer_device(config.trainer.device, weights.backend)
+    reachable_at = (endpoint.advertise or endpoint.host).rsplit(":", 1)[0]
+
+    def make_sender() -> WeightSender:
+        return WeightSender(
+            device=device,
+            bucket_bytes=weights.bucket_mb << 20,
+            timeout_s=weights.timeout_s,
+            host=reachable_at,
+            bind_host=endpoint.host,
+        )
+
+    def connect(replica: ReplicaInfo) -> ReplicaClient:
+        return ReplicaClient(
+            replica,
+            max_message_bytes=config.sluice.max_message_mb << 20,
+            timeout_s=weights.timeout_s,
+        )
+
+    return WeightPublisher(
+        fleet,
+        trained.snapshots,
+        trained.tensors,
+        make_sender=make_sender,
+        connect=connect,
+        probe_timeout_s=weights.probe_timeout_s,
+    )
+
+
+def _loop_settings(config: RunConfig) -> LoopSettings:
+    trainer, service = config.trainer, config.sluice.trainer
+    return LoopSettings(
+        test_freq=trainer.test_freq,
+        save_freq=trainer.save_freq,
+        val_before_train=trainer.val_before_train,
+        validates=config.data.val_files is not None and trainer.test_freq > 0,
+        min_replicas=service.min_replicas,
+        replica_wait_timeout_s=service.replica_wait_timeout_s,
+        examples=_NUM_EXAMPLES,
+        ranks=world_size(config),
+    )

@@ -1,0 +1,157 @@
+"""The tensors of one forward and backward pass, packed without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.trainer.learner.packed_layout import (
+    PackedLayout,
+    PackedPiece,
+    PackedRow,
+    build_layout,
+)
+from sluice.algorithm.packing import GroupPiece, MicroBatchPlan, RowSize
+from sluice.types import Logprobs, TokenIds, TrainGroup
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingRow:
+    """One response to train on. `group` numbers the prompt within the mini-batch."""
+
+    group: int
+    prompt_token_ids: TokenIds  # [prompt tokens]
+    token_ids: TokenIds  # [tokens]
+    behavior_logprobs: Logprobs  # [tokens]
+    advantage: float
+
+    @property
+    def size(self) -> RowSize:
+        """What packing needs to know."""
+        return RowSize(self.group, int(self.prompt_token_ids.size), int(self.token_ids.size))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """T input tokens and N response tokens (labels), rows in the order of `row_indices`.
+
+    The last token of a row is only a label: nothing is predicted after it, so it is no input.
+    Logits are needed at `predecessors`: for a row's first token the prompt's last position.
+    """
+
+    row_indices: tuple[int, ...]  # into the mini-batch's rows, without empty responses
+    row_lengths: tuple[int, ...]  # response tokens of each
+    layout: PackedLayout
+    input_ids: torch.Tensor  # int64 [1, T]
+    position_ids: torch.Tensor  # int64 [1, T]
+    predecessors: torch.Tensor  # int64 [N], packed positions
+    labels: torch.Tensor  # int64 [N]
+    rows: torch.Tensor  # int64 [N], index into row_indices
+    behavior_logprobs: torch.Tensor  # float32 [N]
+    advantages: torch.Tensor  # float32 [N]
+
+    @property
+    def num_response_tokens(self) -> int:
+        """N."""
+        return sum(self.row_lengths)
+
+
+def training_rows(
+    groups: Sequence[TrainGroup], advantages: Sequence[npt.NDArray[np.float64]]
+) -> list[TrainingRow]:
+    """Lay groups out by rows, in order; `advantages` holds one array [samples] per group."""
+    return [
+        TrainingRow(
+            number,
+            group.prompt_token_ids,
+            rollout.token_ids,
+            rollout.behavior_logprobs,
+            float(advantage),
+        )
+        for number, (group, values) in enumerate(zip(groups, advantages, strict=True))
+        for rollout, advantage in zip(group.rollouts, values, strict=True)
+    ]
+
+
+def build_micro_batch(
+    rows: Sequence[TrainingRow], plan: MicroBatchPlan, device: torch.device
+) -> MicroBatch | None:
+    """Pack the plan's rows; ``None`` if none of them holds a token."""
+    pieces = [piece for piece in map(_without_empty(rows), plan.pieces) if piece.row_indices]
+    if not pieces:
+        return None
+    packed = list(_place(rows, pieces))
+    indices = tuple(index for piece in pieces for index in piece.row_indices)
+    lengths = [rows[index].token_ids.size for index in indices]
+    advantages = np.array([rows[index].advantage for index in indices], dtype=np.float32)
+    input_ids, position_ids = _inputs(rows, pieces)
+    return MicroBatch(
+        row_indices=indices,
+        row_lengths=tuple(lengths),
+        layout=build_layout(packed, input_ids.size, device),
+        input_ids=_tensor(input_ids[None], device),
+        position_ids=_tensor(position_ids[None], device),
+        predecessors=_tensor(_predecessors(packed), device),
+        labels=_tensor(np.concatenate([rows[i].token_ids for i in indices]), device),
+        rows=_tensor(np.repeat(np.arange(len(indices)), lengths), device),
+        behavior_logprobs=torch.from_numpy(
+            np.concatenate([rows[i].behavior_logprobs for i in indices])
+        ).to(device),
+        advantages=torch.from_numpy(np.repeat(advantages, lengths)).to(device),
+    )
+
+
+def _without_empty(rows: Sequence[TrainingRow]) -> Callable[[GroupPiece], GroupPiece]:
+    def strip(piece: GroupPiece) -> GroupPiece:
+        filled = tuple(index for index in piece.row_indices if rows[index].token_ids.size)
+        return GroupPiece(piece.group, filled)
+
+    return strip
+
+
+def _place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> Iterator[PackedPiece]:
+    cursor = 0
+    for piece in pieces:
+        start, prompt_length = cursor, int(rows[piece.row_indices[0]].prompt_token_ids.size)
+        cursor += prompt_length
+        packed_rows = []
+        for index in piece.row_indices:
+            length = int(rows[index].token_ids.size) - 1
+            packed_rows.append(PackedRow(cursor, length))
+            cursor += length
+        yield PackedPiece(start, prompt_length, tuple(packed_rows))
+
+
+def _inputs(
+    rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Token ids and positions in packed order, int64 [T] each."""
+    tokens: list[TokenIds] = []
+    positions: list[npt.NDArray[np.int64]] = []
+    for piece in pieces:
+        prompt = rows[piece.row_indices[0]].prompt_token_ids
+        tokens.append(prompt)
+        positions.append(np.arange(prompt.size))
+        for index in piece.row_indices:
+            response = rows[index].token_ids[:-1]
+            tokens.append(response)
+            positions.append(np.arange(prompt.size, prompt.size + response.size))
+    return np.concatenate(tokens).astype(np.int64), np.concatenate(positions)
+
+
+def _predecessors(packed: Sequence[PackedPiece]) -> npt.NDArray[np.int64]:
+    """Packed positions whose logits predict the response tokens, int64 [N]."""
+    parts: list[npt.NDArray[np.int64]] = []
+    for piece in packed:
+        last_of_prompt = np.array([piece.start + piece.length - 1])
+        for row in piece.rows:
+            parts += [last_of_prompt, np.arange(row.start, row.start + row.length)]
+    return np.concatenate(parts)
+
+
+def _tensor(values: npt.NDArray[np.integer], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int64)).to(device)

@@ -1,0 +1,172 @@
+"""Where each sequence of a packed micro-batch lies, and the blocks attention is computed in.
+
+A micro-batch is one line of tokens without padding: each piece's prompt once, then its rows. Only
+attention needs to know which tokens belong together. For it, tokens are gathered into a few padded
+blocks: prompts attend to themselves, rows attend to their prompt and to themselves. Blocks hold
+sequences of similar length, so that little of them is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Positions = npt.NDArray[np.int64]
+
+LENGTH_RATIO = 0.7
+"""A block's shortest sequence is at least this share of its longest."""
+
+MIN_BLOCK_TOKENS = 2048
+"""Up to so many padded tokens a block may mix any lengths: small blocks cost more in calls."""
+
+MAX_MASK_ELEMENTS = 1 << 24
+"""Above this size a row block repeats its prompts' queries, which makes it plainly causal."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """Packed positions ``[start, start + length)`` of a row's tokens after the prompt."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPiece:
+    """A prompt at packed positions ``[start, start + length)`` and the rows that share it."""
+
+    start: int
+    length: int
+    rows: tuple[PackedRow, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionBlock:
+    """Sequences attended together; padding repeats packed position 0 and is never read back.
+
+    `mask` is True where a query may look, bool [1 or B, 1, queries, keys]; ``None`` means causal,
+    with keys and queries at the same positions.
+    """
+
+    query_index: torch.Tensor  # int64 [B, queries], packed positions
+    key_index: torch.Tensor  # int64 [B, keys], packed positions
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLayout:
+    """All blocks, and for each packed token its place in their outputs, one after the other."""
+
+    blocks: tuple[AttentionBlock, ...]
+    output_index: torch.Tensor  # int64 [T]
+    longest: int  # tokens of the longest sequence, prompt and row
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    prompt_start: int
+    prompt_length: int
+    start: int
+    length: int
+
+
+def build_layout(
+    pieces: Sequence[PackedPiece], num_tokens: int, device: torch.device
+) -> PackedLayout:
+    """Lay out attention for `num_tokens` packed tokens; every one is in a prompt or a row."""
+    output = np.zeros(num_tokens, dtype=np.int64)
+    blocks: list[AttentionBlock] = []
+    offset = 0
+    prompts = [_Sequence(piece.start, 0, piece.start, piece.length) for piece in pieces]
+    rows = [
+        _Sequence(piece.start, piece.length, row.start, row.length)
+        for piece in pieces
+        for row in piece.rows
+        if row.length
+    ]
+    for members in (*_similar_lengths(prompts), *_similar_lengths(rows)):
+        block, places = _block(members, device)
+        for sequence, place in zip(members, places, strict=True):
+            stop = sequence.start + sequence.length
+            output[sequence.start : stop] = offset + place + np.arange(sequence.length)
+        blocks.append(block)
+        offset += block.query_index.numel()
+    longest = max(member.prompt_length + member.length for member in (*prompts, *rows))
+    return PackedLayout(tuple(blocks), torch.from_numpy(output).to(device), longest)
+
+
+def _similar_lengths(sequences: Sequence[_Sequence]) -> Iterator[list[_Sequence]]:
+    """Cut into blocks, longest first."""
+    block: list[_Sequence] = []
+    for sequence in sorted(sequences, key=lambda s: (-s.length, s.start)):
+        longest = block[0].length if block else 0
+        mixed = sequence.length < LENGTH_RATIO * longest
+        if mixed and longest * len(block) >= MIN_BLOCK_TOKENS:
+            yield block
+            block = []
+        block.append(sequence)
+    if block:
+        yield block
+
+
+def _block(
+    members: Sequence[_Sequence], device: torch.device
+) -> tuple[AttentionBlock, Sequence[int]]:
+    """The block, and where each member's first token lies in its flattened output."""
+    longest = members[0].length
+    prompt_longest = max(member.prompt_length for member in members)
+    own = _right_padded([member.start for member in members], [m.length for m in members], longest)
+    if prompt_longest == 0:
+        index = torch.from_numpy(own).to(device)
+        return AttentionBlock(index, index, None), range(0, own.size, longest)
+    if len(members) * longest * (prompt_longest + longest) > MAX_MASK_ELEMENTS:
+        return _causal_block(members, device)
+    pads = prompt_longest - np.array([member.prompt_length for member in members])
+    starts = np.array([member.prompt_start for member in members])
+    columns = np.arange(prompt_longest)
+    visible = columns >= pads[:, None]
+    prompts = np.where(visible, starts[:, None] + columns - pads[:, None], 0)
+    block = AttentionBlock(
+        torch.from_numpy(own).to(device),
+        torch.from_numpy(np.concatenate([prompts, own], axis=1)).to(device),
+        _row_mask(torch.from_numpy(visible).to(device), longest),
+    )
+    return block, range(0, own.size, longest)
+
+
+def _causal_block(
+    members: Sequence[_Sequence], device: torch.device
+) -> tuple[AttentionBlock, Sequence[int]]:
+    """Prompt and row in one sequence: no mask in memory, the prompts' queries run once a row."""
+    width = max(member.prompt_length + member.length for member in members)
+    index = np.zeros((len(members), width), dtype=np.int64)
+    for line, member in zip(index, members, strict=True):
+        prompt = member.prompt_length
+        line[:prompt] = member.prompt_start + np.arange(prompt)
+        line[prompt : prompt + member.length] = member.start + np.arange(member.length)
+    positions = torch.from_numpy(index).to(device)
+    places = [number * width + member.prompt_length for number, member in enumerate(members)]
+    return AttentionBlock(positions, positions, None), places
+
+
+def _right_padded(starts: Sequence[int], lengths: Sequence[int], width: int) -> Positions:
+    columns = np.arange(width)
+    valid = columns < np.array(lengths)[:, None]
+    return np.where(valid, np.array(starts)[:, None] + columns, 0)
+
+
+def _row_mask(prompt_visible: torch.Tensor, longest: int) -> torch.Tensor:
+    """Own tokens causally, prompt tokens but for padding; bool [B, 1, L, P + L]."""
+    num_rows, prompt_longest = prompt_visible.shape
+    causal = torch.ones(longest, longest, dtype=torch.bool, device=prompt_visible.device).tril()
+    return torch.cat(
+        [
+            prompt_visible[:, None, None, :].expand(num_rows, 1, longest, prompt_longest),
+            causal.expand(num_rows, 1, longest, longest),
+        ],
+        dim=-1,
+    )

@@ -1,0 +1,161 @@
+"""What the trainer's ranks say to each other: a few collectives, each with a deadline.
+
+Gradients are summed on the device they live on. Commands and metrics always travel between CPUs
+over Gloo, so that they never queue behind kernels. A collective that fails is never repeated: the
+group is broken, and the rank that notices ends the run with an error naming itself and the phase.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sluice.device.protocol import Device
+from sluice.errors import ConfigError, DeadlineError, PeerError
+
+
+class DataParallel(Protocol):
+    """Ranks that hold the same weights and train different rows.
+
+    Every method is collective: all ranks call it in the same order. `phase` names the moment in
+    errors.
+
+    Raises (all methods):
+        DeadlineError: a rank did not arrive in time.
+        PeerError: a rank failed or vanished.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process, 0-based."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def all_reduce_sum(self, tensors: Sequence[Tensor], phase: str) -> None:
+        """Replace each tensor by its sum over ranks, in place; the same bits on every rank."""
+        ...
+
+    def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
+        """The numbers of every rank (as float64), in order of rank; equally many on each."""
+        ...
+
+    def broadcast_bytes(self, payload: bytes | None, phase: str) -> bytes:
+        """Rank 0's bytes on every rank; the others pass ``None``."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group."""
+        ...
+
+
+class SingleProcess:
+    """The only rank: nothing to exchange."""
+
+    rank = 0
+    world_size = 1
+
+    def all_reduce_sum(self, tensors: Sequence[Tensor], phase: str) -> None:
+        """The sum over one rank is what is there."""
+
+    def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
+        """One rank's numbers."""
+        return [list(values)]
+
+    def broadcast_bytes(self, payload: bytes | None, phase: str) -> bytes:
+        """The payload itself."""
+        assert payload is not None
+        return payload
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class TorchDistributed:
+    """Ranks started by torchrun, which gives RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    Args:
+        device: where gradients live; decides the backend.
+        timeout_s: deadline of forming the group and of every collective.
+
+    Raises:
+        ConfigError: torchrun's environment variables are not there.
+        PeerError: the group did not form.
+    """
+
+    def __init__(self, device: Device, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        backend = device.collective_backend
+        if backend != "gloo":
+            backend = f"cpu:gloo,{device.torch_device.type}:{backend}"
+        device.set_device()
+        try:
+            dist.init_process_group(
+                backend, init_method="env://", timeout=timedelta(seconds=timeout_s)
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"several trainer ranks need torchrun's environment ({error}); start them with "
+                "torchrun or sluice up"
+            ) from error
+        except RuntimeError as error:
+            raise PeerError("trainer ranks", "forming their process group", str(error)) from error
+        self.rank: int = dist.get_rank()
+        self.world_size: int = dist.get_world_size()
+
+    def all_reduce_sum(self, tensors: Sequence[Tensor], phase: str) -> None:
+        """Sums on the tensors' device, one collective a tensor."""
+        for tensor in tensors:
+            self._run(partial(dist.all_reduce, tensor, async_op=True), phase)
+
+    def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
+        """Over Gloo as float64."""
+        own = torch.tensor(values, dtype=torch.float64)
+        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
+        self._run(partial(dist.all_gather, gathered, own, async_op=True), phase)
+        return [part.tolist() for part in gathered]
+
+    def broadcast_bytes(self, payload: bytes | None, phase: str) -> bytes:
+        """Length, then content, over Gloo."""
+        length = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64)
+        self._run(partial(dist.broadcast, length, src=0, async_op=True), phase)
+        content = torch.empty(int(length), dtype=torch.uint8)
+        if payload is not None:
+            content.numpy()[:] = np.frombuffer(payload, dtype=np.uint8)
+        if content.numel():
+            self._run(partial(dist.broadcast, content, src=0, async_op=True), phase)
+        return content.numpy().tobytes()
+
+    def close(self) -> None:
+        """Destroy the process group."""
+        dist.destroy_process_group()
+
+    def _run(self, start: Callable[[], dist.Work | None], phase: str) -> None:
+        began_s = time.monotonic()
+        try:
+            work = start()
+            assert work is not None
+            work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            peer = f"a trainer rank, seen from rank {self.rank} of {self.world_size}"
+            # Gloo tells a deadline from a lost connection by its text alone, the clock for sure.
+            if time.monotonic() - began_s >= 0.9 * self._timeout_s:
+                raise DeadlineError(
+                    peer,
+                    phase,
+                    self._timeout_s,
+                    "see the other ranks' logs; raise sluice.trainer.command_timeout_s if one of "
+                    "them was only slow",
+                ) from error
+            raise PeerError(peer, phase, str(error)) from error

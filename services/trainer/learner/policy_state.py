@@ -1,0 +1,140 @@
+"""What is in a checkpoint's ``actor`` folder: the model, the optimizer, the random state.
+
+huggingface/            config, weights and tokenizer; any Hugging Face tool loads it
+optimizer.safetensors   AdamW's moments and counts by parameter name
+extra_state.json        random generators, count of skipped optimizer steps
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from services.trainer.learner.optimizer import PolicyOptimizer
+from sluice.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+HUGGINGFACE_FOLDER = "huggingface"
+OPTIMIZER_FILE = "optimizer.safetensors"
+EXTRA_STATE_FILE = "extra_state.json"
+_READABLE = 0o644
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template*",
+    "*processor_config.json",
+    "*.model",
+    "*.tiktoken",
+)
+
+
+def save_policy_state(
+    directory: Path, model: PreTrainedModel, optimizer: PolicyOptimizer, model_path: str
+) -> None:
+    """Write all three into `directory`, which is made.
+
+    Args:
+        directory: new or empty.
+        model: weights are written in their dtype.
+        optimizer: of that model.
+        model_path: where the model was first read from; the tokenizer's files are copied.
+    """
+    huggingface = directory / HUGGINGFACE_FOLDER
+    model.save_pretrained(huggingface)
+    for pattern in TOKENIZER_FILES:
+        for file in Path(model_path).glob(pattern):
+            shutil.copyfile(file, huggingface / file.name)
+    tensors = {name: t.detach().cpu().contiguous() for name, t in optimizer.state_tensors().items()}
+    save_file(tensors, directory / OPTIMIZER_FILE)
+    for file in directory.rglob("*.safetensors"):
+        file.chmod(_READABLE)  # safetensors lets only the owner read them
+    extra = {"random_state": _random_state(), "skipped_updates": optimizer.skipped_updates}
+    (directory / EXTRA_STATE_FILE).write_text(json.dumps(extra), encoding="utf-8")
+
+
+def load_policy_state(directory: Path, model: PreTrainedModel, optimizer: PolicyOptimizer) -> None:
+    """Replace weights, optimizer state and random state in place.
+
+    Raises:
+        CheckpointError: a file is missing or unreadable, or belongs to another model.
+    """
+    _load_weights(directory / HUGGINGFACE_FOLDER, model)
+    optimizer.load_state_tensors(_read_tensors(directory / OPTIMIZER_FILE))
+    try:
+        extra = json.loads((directory / EXTRA_STATE_FILE).read_text(encoding="utf-8"))
+        optimizer.skipped_updates = int(extra["skipped_updates"])
+        _restore_random_state(extra["random_state"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{directory / EXTRA_STATE_FILE} cannot be read ({error}); choose another checkpoint"
+        ) from error
+
+
+def _load_weights(folder: Path, model: PreTrainedModel) -> None:
+    """Reload through transformers, which knows about shards and renamed or fused weights."""
+    try:
+        loading: object = type(model).from_pretrained(
+            folder,
+            dtype=model.dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder} cannot be loaded ({error}); choose another checkpoint"
+        ) from error
+    saved, report = cast("tuple[PreTrainedModel, Mapping[str, Collection[str]]]", loading)
+    trained, loaded = dict(model.named_parameters()), dict(saved.named_parameters())
+    differing = sorted(set(trained).symmetric_difference(loaded) | set(report["missing_keys"]))
+    differing += [n for n in trained if n in loaded and trained[n].shape != loaded[n].shape]
+    if differing:
+        raise CheckpointError(
+            f"{folder}: {len(differing)} weights do not fit the model at "
+            f"actor_rollout_ref.model.path, first {differing[0]}; resume with the model that was "
+            "trained"
+        )
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(loaded[name])
+
+
+def _read_tensors(file: Path) -> Mapping[str, Tensor]:
+    try:
+        tensors: Mapping[str, Tensor] = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read ({error}); choose another checkpoint"
+        ) from error
+    return tensors
+
+
+def _random_state() -> dict[str, str]:
+    """States of torch's generators as hex, by device type."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {kind: state.numpy().tobytes().hex() for kind, state in states.items()}
+
+
+def _restore_random_state(states: Mapping[str, str]) -> None:
+    for kind, state in states.items():
+        values = torch.from_numpy(np.frombuffer(bytes.fromhex(state), dtype=np.uint8).copy())
+        if kind == "cpu":
+            torch.set_rng_state(values)
+        elif torch.cuda.is_available():
+            torch.cuda.set_rng_state(values)

@@ -1,0 +1,126 @@
+"""How rank 0 drives the other trainer ranks: commands broadcast over the ranks' own group.
+
+A command is a JSON header and a body: four bytes with the header's length (little-endian), the
+header, the body. Ranks above 0 wait for the next one in `follow`. As every wait has a deadline, a
+thread of rank 0 sends a sign of life while no command is under way, for as long as that takes:
+while it waits for a batch, publishes weights or writes a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from enum import StrEnum
+from pathlib import Path
+
+from services.trainer.learner.parallel import DataParallel
+from services.trainer.learner.worker import Learner
+from sluice.codec.batch import train_batch_from_bytes, train_batch_to_bytes
+from sluice.errors import PeerError, SluiceError
+from sluice.types import TrainBatch
+
+logger = logging.getLogger(__name__)
+
+_LENGTH_BYTES = 4
+_SIGNS_PER_DEADLINE = 4
+
+
+class CommandKind(StrEnum):
+    """What the ranks do next."""
+
+    TRAIN = "train"
+    LOAD = "load"
+    KEEP_ALIVE = "keep_alive"
+    STOP = "stop"
+
+
+class RankLeader:
+    """Rank 0's learner together with all others. Blocking; call from one thread at a time.
+
+    Args:
+        learner: rank 0's.
+        parallel: the group that `follow` listens on.
+        command_timeout_s: how long the others wait for a command.
+    """
+
+    def __init__(self, learner: Learner, parallel: DataParallel, command_timeout_s: float) -> None:
+        self._learner, self._parallel = learner, parallel
+        self._commanding = threading.Lock()
+        self._stopped = threading.Event()
+        self._failure: SluiceError | None = None
+        self._interval_s = command_timeout_s / _SIGNS_PER_DEADLINE
+        self._signs = threading.Thread(target=self._keep_alive, name="rank-signs", daemon=True)
+        if parallel.world_size > 1:
+            self._signs.start()
+
+    def train_step(self, batch: TrainBatch, step: int) -> dict[str, float]:
+        """`Learner.train_step` on all ranks.
+
+        Raises:
+            DeadlineError, PeerError: a rank failed, now or since the last call.
+        """
+        with self._commanding:
+            body = train_batch_to_bytes(batch) if self._parallel.world_size > 1 else b""
+            self._send(CommandKind.TRAIN, {"step": step}, body)
+            return self._learner.train_step(batch, step)
+
+    def load(self, directory: Path) -> None:
+        """`Learner.load` on all ranks; every rank reads `directory`."""
+        with self._commanding:
+            self._send(CommandKind.LOAD, {"directory": str(directory)}, b"")
+            self._learner.load(directory)
+
+    def stop(self) -> None:
+        """End the other ranks' `follow`. Further calls do nothing."""
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        with self._commanding:
+            self._send(CommandKind.STOP, {}, b"")
+        if self._signs.is_alive():
+            self._signs.join()
+
+    def _send(self, kind: CommandKind, arguments: dict[str, object], body: bytes) -> None:
+        if self._failure is not None:
+            raise PeerError("trainer ranks", f"sending {kind}", str(self._failure))
+        if self._parallel.world_size == 1:
+            return
+        header = json.dumps({"kind": kind, **arguments}).encode()
+        message = len(header).to_bytes(_LENGTH_BYTES, "little") + header + body
+        self._parallel.broadcast_bytes(message, f"sending the command {kind}")
+
+    def _keep_alive(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            # A command under way is itself a sign of life.
+            if not self._commanding.acquire(blocking=False):
+                continue
+            try:
+                if not self._stopped.is_set():
+                    self._send(CommandKind.KEEP_ALIVE, {}, b"")
+            except SluiceError as error:
+                logger.error("trainer ranks do not answer: %s", error)  # noqa: TRY400 - no bug here
+                self._failure = error
+                return
+            finally:
+                self._commanding.release()
+
+
+def follow(learner: Learner, parallel: DataParallel) -> None:
+    """Do what rank 0 says until it says stop. Blocking; for ranks above 0.
+
+    Raises:
+        DeadlineError: no command came in time.
+        PeerError: rank 0 failed or vanished.
+    """
+    while True:
+        message = parallel.broadcast_bytes(None, "waiting for rank 0's next command")
+        split = _LENGTH_BYTES + int.from_bytes(message[:_LENGTH_BYTES], "little")
+        header = json.loads(message[_LENGTH_BYTES:split])
+        kind = CommandKind(header["kind"])
+        if kind is CommandKind.STOP:
+            return
+        if kind is CommandKind.TRAIN:
+            learner.train_step(train_batch_from_bytes(message[split:]), int(header["step"]))
+        elif kind is CommandKind.LOAD:
+            learner.load(Path(header["directory"]))

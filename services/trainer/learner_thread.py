@@ -1,0 +1,74 @@
+"""The learner behind a thread of its own, so that the event loop stays free.
+
+All torch work of rank 0 happens in that thread, in order: updates, copies of the weights,
+checkpoints. A cancelled wait does not stop the work under way; `close` waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from sluice.weights.snapshot import SnapshotBuffers
+
+if TYPE_CHECKING:
+    from services.trainer.learner.checkpoint import CheckpointStore
+    from services.trainer.learner.rank_command import RankLeader
+    from services.trainer.learner.worker import Learner
+    from sluice.types import DataProgress, TrainBatch
+
+ResultT = TypeVar("ResultT")
+
+
+class LearnerThread:
+    """What the train loop calls.
+
+    Args:
+        learner: rank 0's, for weights and checkpoints.
+        leader: all ranks together.
+        snapshots: where frozen versions go.
+        store: where checkpoints go.
+        freeze_timeout_s: how long a freeze waits for a broadcast of the version before the last.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        leader: RankLeader,
+        snapshots: SnapshotBuffers,
+        store: CheckpointStore,
+        freeze_timeout_s: float,
+    ) -> None:
+        self._learner, self._leader = learner, leader
+        self._snapshots, self._store = snapshots, store
+        self._freeze_timeout_s = freeze_timeout_s
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
+
+    async def train(self, batch: TrainBatch, step: int) -> Mapping[str, float]:
+        """Updates the policy on all ranks; metrics by verl's names."""
+        return await self._run(lambda: self._leader.train_step(batch, step))
+
+    async def freeze(self, version: int) -> None:
+        """Copies the present weights as `version`."""
+        await self._run(
+            lambda: self._snapshots.write(
+                self._learner.named_weights(), version, self._freeze_timeout_s
+            )
+        )
+
+    async def save(self, step: int, progress: DataProgress) -> str:
+        """Writes a checkpoint; its folder."""
+        folder = await self._run(
+            lambda: self._store.save(step, self._learner.save, progress, {"policy_version": step})
+        )
+        return str(folder)
+
+    async def close(self) -> None:
+        """Tells the other ranks to stop, after what is under way."""
+        await self._run(self._leader.stop)
+        self._thread.shutdown(wait=False)
+
+    async def _run(self, work: Callable[[], ResultT]) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -1,0 +1,242 @@
+"""The run: batches in, weights out.
+
+                 .------------------------- announce(v) --------------------------.
+                 v                                                                |
+    reward: fill batch --take_batch--> train (learner thread) --snapshot--> publish(v+1)
+                 ^                                                                |
+                 '---- rollout replicas <---- stage, commit (weight transfer) ----'
+
+Consumes: train batches from the reward service, one at a time.
+Waits for: replicas (before the first step), a batch, the learner, the weight transfer, and a
+    validation that must see one version only (it runs while the next batch trains, and is awaited
+    before the next version is published).
+Unblocked by: a registration; the reward service's answer or its deadline; the learner's thread;
+    the transfer's deadlines.
+Produces: one policy version per step (version = finished steps), metrics, checkpoints.
+On failure: the error ends the run with exit code 1; the last checkpoint stands.
+On shutdown: the step under way is finished, unless the grace period runs out before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.trainer.fleet import Fleet, MemberState
+from services.trainer.metrics.reporter import Reporter
+from services.trainer.metrics.step_metrics import FleetInterval, StepTimes, step_metrics
+from services.trainer.reward_client import Evaluation, RewardClient
+from services.trainer.run_state import RunPhase, RunState, StepRecord
+from services.trainer.weight_publisher import PublishReport, WeightPublisher
+from sluice.concurrency.deadline import deadline
+from sluice.types import DataProgress, TrainBatch
+
+logger = logging.getLogger(__name__)
+
+
+class Policy(Protocol):
+    """The trained model, behind a thread of its own."""
+
+    async def train(self, batch: TrainBatch, step: int) -> Mapping[str, float]:
+        """Updates the policy with one batch; metrics by verl's names."""
+        ...
+
+    async def freeze(self, version: int) -> None:
+        """Copies the present weights so that `version` can be published while training goes on."""
+        ...
+
+    async def save(self, step: int, progress: DataProgress) -> str:
+        """Writes a checkpoint; its folder."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    """What the loop does when. Frequencies are in steps; 0 or less is never."""
+
+    test_freq: int
+    save_freq: int
+    val_before_train: bool
+    validates: bool
+    min_replicas: int
+    replica_wait_timeout_s: float
+    examples: int
+    ranks: int
+
+
+class TrainLoop:
+    """Runs all steps of one run."""
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        policy: Policy,
+        reward: RewardClient,
+        publisher: WeightPublisher,
+        fleet: Fleet,
+        state: RunState,
+        reporter: Reporter,
+        resume_from: DataProgress | None,
+    ) -> None:
+        self._settings, self._policy, self._reward = settings, policy, reward
+        self._publisher, self._fleet, self._state = publisher, fleet, state
+        self._reporter = reporter
+        self._progress = resume_from or DataProgress(0)
+        self._resume_from = resume_from
+        self._evaluation: asyncio.Task[None] | None = None
+        self._saved_step = state.step
+
+    async def run(self) -> None:
+        """From the first announcement to the last checkpoint."""
+        async with asyncio.TaskGroup() as tasks:
+            await self._wait_for_replicas()
+            await self._publish(self._state.step)
+            await self._announce()
+            watcher = tasks.create_task(self._watch_fleet(), name="fleet")
+            if self._settings.validates and self._settings.val_before_train:
+                self._start_evaluation(tasks, self._state.step)
+            while not self._is_over():
+                await self._step(tasks, self._state.step + 1)
+            await self._finish()
+            watcher.cancel()
+
+    def _is_over(self) -> bool:
+        return self._state.step >= self._state.total_steps or self._state.stop_reason is not None
+
+    async def _step(self, tasks: asyncio.TaskGroup, step: int) -> None:
+        await self._hold_while_paused()
+        began_s, fleet_began = time.monotonic(), self._fleet.totals()
+        self._state.enter(RunPhase.WAITING_FOR_BATCH)
+        batch = await self._reward.take_batch(step, step - 1)
+        taken_s = time.monotonic()
+        self._state.enter(RunPhase.TRAINING)
+        learner = await self._policy.train(batch, step)
+        trained_s = time.monotonic()
+        await self._await_evaluation()
+        published_from_s = time.monotonic()
+        report = await self._publish(step)
+        await self._reward.acknowledge(batch.batch_id, step)
+        self._progress = batch.progress
+        await self._announce()
+        published_s = time.monotonic()
+        await self._save_if_due(step)
+        ended_s = time.monotonic()
+        times = StepTimes(
+            taken_s - began_s,
+            trained_s - taken_s,
+            published_s - published_from_s,
+            ended_s - published_s,
+            ended_s - began_s,
+        )
+        metrics = step_metrics(
+            step,
+            batch,
+            learner,
+            times,
+            self._fleet_interval(fleet_began),
+            ranks=self._settings.ranks,
+            stall_s=report.stall_s,
+        )
+        self._reporter.step(step, metrics)
+        await self._state.record(StepRecord(step, metrics))
+        if self._settings.validates and _is_due(step, self._settings.test_freq, self._is_over()):
+            self._start_evaluation(tasks, step)
+
+    async def _wait_for_replicas(self) -> None:
+        self._state.enter(RunPhase.WAITING_FOR_REPLICAS)
+        wanted = self._settings.min_replicas
+        async with deadline(
+            self._settings.replica_wait_timeout_s,
+            peer="rollout fleet",
+            phase=f"waiting for {wanted} replicas to register",
+            remedy="start rollout replicas, or raise sluice.trainer.replica_wait_timeout_s",
+        ):
+            while len(self._fleet.in_state(MemberState.PENDING, MemberState.SERVING)) < wanted:
+                self._fleet.changed.clear()
+                await self._fleet.changed.wait()
+
+    async def _publish(self, version: int) -> PublishReport:
+        self._state.enter(RunPhase.PUBLISHING)
+        await self._policy.freeze(version)
+        report = await self._publisher.publish(version)
+        self._state.version = version
+        return report
+
+    async def _announce(self) -> None:
+        version = self._state.version
+        if version is None:
+            return
+        serving = self._fleet.in_state(MemberState.SERVING)
+        await self._reward.announce(version, serving, self._resume_from)
+        self._resume_from = None
+
+    async def _watch_fleet(self) -> None:
+        """Seeds newcomers and tells the reward service whenever the fleet has changed."""
+        while True:
+            await self._fleet.changed.wait()
+            self._fleet.changed.clear()
+            await self._publisher.seed_newcomers()
+            await self._announce()
+
+    async def _hold_while_paused(self) -> None:
+        if not self._state.running.is_set():
+            self._state.enter(RunPhase.PAUSED)
+            await self._state.running.wait()
+
+    def _start_evaluation(self, tasks: asyncio.TaskGroup, step: int) -> None:
+        self._evaluation = tasks.create_task(self._evaluate(step), name=f"evaluation-{step}")
+
+    async def _evaluate(self, step: int) -> None:
+        began_s = time.monotonic()
+        evaluation: Evaluation = await self._reward.evaluate(step, self._settings.examples)
+        self._reporter.evaluation(step, evaluation, time.monotonic() - began_s)
+
+    async def _await_evaluation(self) -> None:
+        if self._evaluation is not None:
+            self._state.enter(RunPhase.EVALUATING)
+            await self._evaluation
+            self._evaluation = None
+
+    async def _save_if_due(self, step: int) -> None:
+        last = step >= self._state.total_steps or self._state.stop_reason is not None
+        if self._state.save_requests or _is_due(step, self._settings.save_freq, last):
+            await self._save(step)
+
+    async def _save(self, step: int) -> None:
+        self._state.enter(RunPhase.SAVING)
+        path = await self._policy.save(step, self._progress)
+        self._saved_step = step
+        logger.info("checkpoint of step %d saved", step)
+        while self._state.save_requests:
+            request = self._state.save_requests.pop()
+            if not request.done():
+                request.set_result((step, path))
+
+    async def _finish(self) -> None:
+        await self._await_evaluation()
+        step = self._state.step
+        if self._state.save_requests or (self._settings.save_freq > 0 and step > self._saved_step):
+            await self._save(step)
+        tokens, busy_s = self._fleet.totals()
+        phases = {
+            f"trainer_s/{phase}": spent for phase, spent in self._state.seconds_by_phase().items()
+        }
+        accounts = await self._reward.accounts()
+        self._reporter.accounts(
+            {**accounts, "generated_tokens": tokens, "rollout_busy_s": busy_s, **phases}
+        )
+        await self._state.finish()
+
+    def _fleet_interval(self, began: tuple[int, float]) -> FleetInterval:
+        tokens, busy_s = self._fleet.totals()
+        replicas = len(self._fleet.in_state(MemberState.SERVING))
+        return FleetInterval(tokens - began[0], busy_s - began[1], replicas)
+
+
+def _is_due(step: int, every: int, last: bool) -> bool:
+    """Every `every` steps and at the last one; `every` <= 0 is never, even then (verl §12.8)."""
+    return every > 0 and (last or step % every == 0)

@@ -1,0 +1,177 @@
+"""The trainer's calls to the reward service."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sluice.api.reward.v1 import reward_pb2 as reward
+from sluice.api.reward.v1 import reward_pb2_grpc
+from sluice.codec.batch import progress_to_proto, train_batch_from_proto
+from sluice.codec.fleet import replica_to_proto
+from sluice.errors import DeadlineError, NotFoundError, PeerError
+from sluice.rpc.call import unary_call
+from sluice.types import DataProgress, ReplicaInfo, TrainBatch
+
+logger = logging.getLogger(__name__)
+
+_PEER = "reward service"
+_POLL_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One validation response to look at."""
+
+    prompt: str
+    response: str
+    ground_truth: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Validation numbers of one version."""
+
+    metrics: Mapping[str, float]
+    examples: tuple[Example, ...]
+    generated_tokens: int
+
+
+class RewardClient:
+    """Typed calls with deadlines.
+
+    Args:
+        stub: the reward service.
+        incarnation: of this trainer process; a new one resets leases.
+        batch_timeout_s: seconds without any progress after which waiting for a batch fails.
+    """
+
+    def __init__(
+        self,
+        stub: reward_pb2_grpc.RewardServiceAsyncStub,
+        incarnation: str,
+        batch_timeout_s: float,
+    ) -> None:
+        self._stub, self._incarnation, self._batch_timeout_s = stub, incarnation, batch_timeout_s
+
+    async def wait_until_up(self, timeout_s: float) -> int:
+        """Rows of the training data set, as soon as the service answers.
+
+        Raises:
+            DeadlineError: it does not answer in time.
+        """
+        ends_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                return (await self._status()).dataset_rows
+            except (PeerError, DeadlineError) as error:
+                if time.monotonic() > ends_s:
+                    raise DeadlineError(_PEER, "starting", timeout_s, str(error)) from error
+
+    async def announce(
+        self,
+        version: int,
+        replicas: Sequence[ReplicaInfo],
+        resume_from: DataProgress | None = None,
+    ) -> None:
+        """Tells the current version and who serves it."""
+        await unary_call(
+            self._stub.AnnouncePolicy,
+            reward.AnnouncePolicyRequest(
+                trainer_incarnation=self._incarnation,
+                policy_version=version,
+                replicas=[replica_to_proto(replica, version) for replica in replicas],
+                resume_from=progress_to_proto(resume_from) if resume_from else None,
+            ),
+            name="RewardService/AnnouncePolicy",
+            peer=_PEER,
+            phase="announcing a policy",
+        )
+
+    async def take_batch(self, step: int, version: int) -> TrainBatch:
+        """The next batch. Waits as long as the service makes progress.
+
+        Raises:
+            BatchUnfillableError: it says that no batch can be filled any more.
+            DeadlineError: nothing moved for `batch_timeout_s`; says what the service waits for.
+        """
+        request = reward.TakeBatchRequest(step=step, policy_version=version)
+        seen, seen_s, why = "", time.monotonic(), ""
+        while True:
+            try:
+                answer = await unary_call(
+                    self._stub.TakeBatch,
+                    request,
+                    name="RewardService/TakeBatch",
+                    peer=_PEER,
+                    phase=f"taking the batch of step {step}",
+                    deadline_s=_POLL_S,
+                )
+                return train_batch_from_proto(answer.batch)
+            except (DeadlineError, PeerError) as error:
+                why = str(error)
+            now_s = time.monotonic()
+            progress = await self._progress()
+            if progress and progress != seen:
+                seen, seen_s = progress, now_s
+            if now_s - seen_s > self._batch_timeout_s:
+                raise DeadlineError(_PEER, f"filling the batch of step {step}", now_s - seen_s, why)
+
+    async def acknowledge(self, batch_id: str, step: int) -> None:
+        """Reports a batch as trained; a service that lost the lease has restarted since."""
+        try:
+            await unary_call(
+                self._stub.AcknowledgeBatch,
+                reward.AcknowledgeBatchRequest(batch_id=batch_id, step=step),
+                name="RewardService/AcknowledgeBatch",
+                peer=_PEER,
+                phase="acknowledging a batch",
+            )
+        except NotFoundError as error:
+            logger.warning("batch %s was trained but its lease is gone: %s", batch_id, error)
+
+    async def evaluate(self, version: int, examples: int) -> Evaluation:
+        """Validates the announced policy."""
+        answer = await unary_call(
+            self._stub.Evaluate,
+            reward.EvaluateRequest(policy_version=version, examples=examples),
+            name="RewardService/Evaluate",
+            peer=_PEER,
+            phase=f"evaluating version {version}",
+        )
+        return Evaluation(
+            dict(answer.metrics),
+            tuple(Example(e.prompt, e.response, e.ground_truth, e.score) for e in answer.examples),
+            answer.generated_tokens,
+        )
+
+    async def accounts(self) -> Mapping[str, float]:
+        """Prompt counts: submitted, pending, and one entry for each end."""
+        status = await self._status()
+        ends = {name: float(count) for name, count in status.prompts_by_end.items()}
+        return {
+            "submitted": float(status.prompts_submitted),
+            "pending": float(status.prompts_pending),
+            **ends,
+        }
+
+    async def _status(self) -> reward.GetStatusResponse:
+        return await unary_call(
+            self._stub.GetStatus,
+            reward.GetStatusRequest(),
+            name="RewardService/GetStatus",
+            peer=_PEER,
+            phase="asking for its status",
+        )
+
+    async def _progress(self) -> str:
+        """Something that differs whenever the service got on; empty when it cannot be asked."""
+        try:
+            status = await self._status()
+        except (DeadlineError, PeerError):
+            return ""
+        ended = sorted(status.prompts_by_end.items())
+        return f"{status.prompts_submitted} {ended} {status.groups_kept} {dict(status.statistics)}"

@@ -1,0 +1,137 @@
+"""TrainerService: decode, call, encode, return."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from services.trainer.fleet import Fleet, Load, Member
+from services.trainer.run_state import RunPhase, RunState
+from sluice.api.trainer.v1 import trainer_pb2 as trainer
+from sluice.api.trainer.v1 import trainer_pb2_grpc
+from sluice.codec.fleet import replica_from_proto, replica_to_proto
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_PHASE_TO_PROTO = {
+    RunPhase.STARTING: trainer.RUN_PHASE_STARTING,
+    RunPhase.WAITING_FOR_REPLICAS: trainer.RUN_PHASE_WAITING_FOR_REPLICAS,
+    RunPhase.WAITING_FOR_BATCH: trainer.RUN_PHASE_WAITING_FOR_BATCH,
+    RunPhase.TRAINING: trainer.RUN_PHASE_TRAINING,
+    RunPhase.PUBLISHING: trainer.RUN_PHASE_PUBLISHING,
+    RunPhase.EVALUATING: trainer.RUN_PHASE_EVALUATING,
+    RunPhase.SAVING: trainer.RUN_PHASE_SAVING,
+    RunPhase.PAUSED: trainer.RUN_PHASE_PAUSED,
+    RunPhase.FINISHED: trainer.RUN_PHASE_FINISHED,
+}
+
+
+class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
+    """Membership, progress and control.
+
+    Args:
+        fleet: who serves.
+        state: what the run does.
+        heartbeat_interval_s: what replicas are asked for.
+        ttl_s: how long a silent replica is kept.
+    """
+
+    def __init__(
+        self, fleet: Fleet, state: RunState, *, heartbeat_interval_s: float, ttl_s: float
+    ) -> None:
+        self._fleet, self._state = fleet, state
+        self._interval_s, self._ttl_s = heartbeat_interval_s, ttl_s
+
+    async def RegisterReplica(
+        self, request: trainer.RegisterReplicaRequest, context: Context
+    ) -> trainer.RegisterReplicaResponse:
+        """Takes a replica into the fleet as pending."""
+        replica = replica_from_proto(request.replica)
+        self._fleet.register(replica, request.weights_layout_digest, time.monotonic())
+        return trainer.RegisterReplicaResponse(
+            heartbeat_interval_seconds=self._interval_s, time_to_live_seconds=self._ttl_s
+        )
+
+    async def Heartbeat(
+        self, request: trainer.HeartbeatRequest, context: Context
+    ) -> trainer.HeartbeatResponse:
+        """Notes that a replica lives."""
+        load = Load(
+            request.slots_busy, request.queued, request.generated_tokens, request.busy_seconds
+        )
+        self._fleet.heartbeat(
+            request.name,
+            request.incarnation,
+            load,
+            draining=request.draining,
+            now_s=time.monotonic(),
+        )
+        return trainer.HeartbeatResponse()
+
+    async def GetStatus(
+        self, request: trainer.GetStatusRequest, context: Context
+    ) -> trainer.GetStatusResponse:
+        """State of the run."""
+        state, now_s = self._state, time.monotonic()
+        return trainer.GetStatusResponse(
+            incarnation=state.incarnation,
+            phase=_PHASE_TO_PROTO[state.phase],
+            phase_seconds=state.phase_seconds,
+            step=state.step,
+            total_steps=state.total_steps,
+            policy_version=state.version,
+            replicas=[_member_to_proto(member, now_s) for member in self._fleet.members()],
+            metrics=dict(state.last_metrics),
+        )
+
+    async def WatchSteps(
+        self, request: trainer.WatchStepsRequest, context: Context
+    ) -> AsyncIterator[trainer.WatchStepsResponse]:
+        """Streams finished steps until the run ends."""
+        following = request.from_step or self._state.step + 1
+        while records := await self._state.records_from(following):
+            for record in records:
+                yield trainer.WatchStepsResponse(step=record.step, metrics=dict(record.metrics))
+            following = records[-1].step + 1
+
+    async def SaveCheckpoint(
+        self, request: trainer.SaveCheckpointRequest, context: Context
+    ) -> trainer.SaveCheckpointResponse:
+        """Saves after the current step."""
+        saved: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
+        self._state.save_requests.append(saved)
+        step, path = await saved
+        return trainer.SaveCheckpointResponse(step=step, path=path)
+
+    async def Pause(self, request: trainer.PauseRequest, context: Context) -> trainer.PauseResponse:
+        """Holds training after the current step."""
+        self._state.running.clear()
+        return trainer.PauseResponse(step=self._state.step)
+
+    async def Resume(
+        self, request: trainer.ResumeRequest, context: Context
+    ) -> trainer.ResumeResponse:
+        """Goes on."""
+        self._state.running.set()
+        return trainer.ResumeResponse(step=self._state.step)
+
+    async def Stop(self, request: trainer.StopRequest, context: Context) -> trainer.StopResponse:
+        """Ends the run after the current step."""
+        self._state.stop_reason = request.reason or "asked to stop"
+        self._state.running.set()
+        return trainer.StopResponse(step=self._state.step)
+
+
+def _member_to_proto(member: Member, now_s: float) -> trainer.ReplicaStatus:
+    return trainer.ReplicaStatus(
+        replica=replica_to_proto(member.info, member.version),
+        state=member.state.value,
+        heartbeat_age_seconds=now_s - member.last_seen_s,
+        slots_busy=member.load.slots_busy,
+        tokens_per_second=member.tokens_per_second,
+        idle_share=member.idle_share,
+    )

@@ -1,0 +1,134 @@
+"""How many new groups to start now (over-generation by continuous refill).
+
+Every kept group must find a place in a train batch before it is too stale. A group started under
+version v may be trained in the batches of v, ..., v + S: room for ``(S + 1) * B`` kept groups,
+less those leased to the trainer already. Groups start while
+
+    kept + upper bound on how many of those in flight will be kept <= (S + 1) * B - in training
+
+*Never waste.* With the trivial bound (everything in flight is kept) no kept group can ever be left
+over: batches take the oldest groups first, so every group counted above has a place in time. That
+bound is used at S = 0, where it means at most ``B - kept - in flight`` new groups. A prompt then
+starts only if all before it, were they all kept, would leave a batch unfilled; hence the prompts
+issued for a batch are the shortest run of the stream that yields B kept groups, whatever the
+timing, and none is left over.
+
+At S >= 1 the trivial bound would idle a fleet whose groups are mostly filtered. The bound is then
+``mean + z * sd`` of a binomial whose rate is itself an upper confidence limit. Groups that end
+early are not typical of those still running (short answers are more often all right), which is
+why the rate errs upwards twice. What exceeds the bound by bad luck still waits for later batches;
+if even those are full, `staleness.doomed_groups` names the groups to cancel while they run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from sluice.errors import ConfigError
+
+DEFAULT_Z = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class YieldEstimate:
+    """Share of ended groups that were kept, recent ones weighing more.
+
+    Starts at the prior (a yield of 1 worth eight observations): the first admissions of a run are
+    as careful as at S = 0 and open up as filtered groups are seen.
+
+    Args:
+        decay: weight of the past at each observation; 0.98 remembers about 50 groups.
+        prior_yield: yield assumed before anything is seen, above 0 and at most 1.
+        prior_weight: how many observations the prior is worth; it never decays, so the estimate
+            never reaches 0 and admission never grows without bound.
+    """
+
+    decay: float = 0.98
+    prior_yield: float = 1.0
+    prior_weight: float = 8.0
+    kept_weight: float = 0.0
+    observed_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        rates_are_valid = 0.0 < self.decay <= 1.0 and 0.0 < self.prior_yield <= 1.0
+        if not rates_are_valid or self.prior_weight <= 0.0:
+            raise ConfigError(
+                f"yield estimate: decay {self.decay} and prior yield {self.prior_yield} must lie "
+                f"in (0, 1] and prior weight {self.prior_weight} above 0"
+            )
+
+    def observe(self, kept: bool) -> YieldEstimate:
+        """The estimate after one more group ended, kept or filtered."""
+        return replace(
+            self,
+            kept_weight=self.decay * self.kept_weight + float(kept),
+            observed_weight=self.decay * self.observed_weight + 1.0,
+        )
+
+    @property
+    def mean(self) -> float:
+        """Expected yield, in (0, 1]."""
+        kept = self.kept_weight + self.prior_yield * self.prior_weight
+        return kept / (self.observed_weight + self.prior_weight)
+
+    def upper(self, z: float = DEFAULT_Z) -> float:
+        """Upper confidence limit of the yield, `z` standard errors above the mean."""
+        mean = self.mean
+        # The sum of decaying weights is about half their effective number: errs upwards.
+        variance = max(mean * (1.0 - mean), 0.0) / (self.observed_weight + self.prior_weight)
+        return min(1.0, mean + z * math.sqrt(variance))
+
+
+def kept_upper_bound(num_groups: int, estimate: YieldEstimate, z: float = DEFAULT_Z) -> float:
+    """How many of `num_groups` running groups may be kept: mean and `z` sd, at most all."""
+    rate = estimate.upper(z)
+    spread = math.sqrt(num_groups * rate * (1.0 - rate))
+    return min(float(num_groups), num_groups * rate + z * spread)
+
+
+def in_flight_limit(fleet_slots: int, samples_per_group: int, *, headroom: float = 0.5) -> int:
+    """Most groups worth having in flight on a fleet: what fills its slots and some to spare.
+
+    The spare groups (`headroom`, as a share) are at hand when a slot frees, so that no slot waits
+    for a round trip. More would only age in a queue.
+    """
+    return math.ceil(fleet_slots / samples_per_group * (1.0 + headroom))
+
+
+def groups_to_admit(
+    *,
+    train_batch_size: int,
+    max_staleness: int,
+    num_in_flight: int,
+    num_kept: int,
+    num_in_training: int,
+    estimate: YieldEstimate,
+    max_in_flight: int,
+    z: float = DEFAULT_Z,
+) -> int:
+    """Number of groups to start now, >= 0.
+
+    Args:
+        train_batch_size: B, groups in a train batch.
+        max_staleness: S, versions a group may be behind when it is trained.
+        num_in_flight: groups started and not yet ended.
+        num_kept: kept groups waiting for a batch.
+        num_in_training: groups leased to the trainer whose new policy is not yet announced.
+        estimate: the yield seen so far; ignored at S = 0.
+        max_in_flight: absolute bound from the fleet's slots (`in_flight_limit`).
+        z: width of the bound in standard deviations.
+    """
+    room = (max_staleness + 1) * train_batch_size - num_in_training - num_kept
+    by_fleet = max_in_flight - num_in_flight
+    if max_staleness == 0:
+        return max(0, min(room - num_in_flight, by_fleet))
+    admitted = 0
+    step = 1 << max(by_fleet, 0).bit_length()
+    while step:
+        # Greedy over binary digits: the bound grows with the number of groups.
+        total = num_in_flight + admitted + step
+        if admitted + step <= by_fleet and kept_upper_bound(total, estimate, z) <= room:
+            admitted += step
+        step >>= 1
+    return admitted

@@ -1,0 +1,1 @@
+"""Advantage estimators, one a file; `registry` names them. NumPy only."""

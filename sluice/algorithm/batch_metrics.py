@@ -1,0 +1,119 @@
+"""Metrics of one train batch by verl's names: rewards, advantages, lengths, balance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sluice.types import TrainBatch
+
+FloatRows = npt.NDArray[np.float64]
+IntRows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchRows:
+    """One entry per response, groups one after the other; all arrays are [rows].
+
+    `advantages` is the value that every token of the row carries.
+    """
+
+    rewards: FloatRows
+    advantages: FloatRows
+    prompt_lengths: IntRows
+    response_lengths: IntRows
+
+
+def batch_rows(batch: TrainBatch, advantages: FloatRows) -> BatchRows:
+    """Lay a batch out by rows, in the order of its groups and their rollouts.
+
+    Args:
+        batch: the leased batch.
+        advantages: float64 [rows], in the same order.
+
+    Raises:
+        ValueError: the number of advantages differs from the number of rows.
+    """
+    rows = [(group, i) for group in batch.groups for i in range(len(group.rollouts))]
+    if len(rows) != advantages.size:
+        raise ValueError(
+            f"batch {batch.batch_id} has {len(rows)} rows, but {advantages.size} advantages"
+        )
+    return BatchRows(
+        rewards=np.array([group.scores[i].reward for group, i in rows], dtype=np.float64),
+        advantages=advantages,
+        prompt_lengths=np.array([g.prompt_token_ids.size for g, _ in rows], dtype=np.int64),
+        response_lengths=np.array([g.rollouts[i].num_tokens for g, i in rows], dtype=np.int64),
+    )
+
+
+def batch_metrics(
+    rows: BatchRows, *, max_prompt_tokens: int, max_response_tokens: int
+) -> dict[str, float]:
+    """Metrics that depend on the batch alone.
+
+    ``critic/score`` and ``critic/rewards`` both contain the overlong penalty (they differ by a KL
+    term in the reward, which is not used here) and, like ``response_length_non_aborted``, count
+    rows with tokens only. ``critic/advantages`` and ``critic/returns`` are over tokens, so a long
+    row weighs more. ``clip_ratio`` is the share of rows at the limit. A metric over no rows is
+    left out.
+    """
+    with_tokens = rows.response_lengths > 0
+    rewards = rows.rewards[with_tokens]
+    lengths = rows.response_lengths[with_tokens]
+    advantages = np.repeat(rows.advantages[with_tokens], lengths)
+    return {
+        **_spread("critic/score", rewards),
+        **_spread("critic/rewards", rewards),
+        **_spread("critic/advantages", advantages),
+        **_spread("critic/returns", advantages),
+        **_lengths("response_length", rows.response_lengths, max_response_tokens),
+        **_lengths("response_length_non_aborted", lengths, max_response_tokens),
+        **_lengths("prompt_length", rows.prompt_lengths, max_prompt_tokens),
+        "response/aborted_ratio": 1.0 - float(with_tokens.mean()) if with_tokens.size else 0.0,
+        "perf/total_num_tokens": float(rows.prompt_lengths.sum() + rows.response_lengths.sum()),
+    }
+
+
+def sequence_balance_metrics(
+    row_tokens: IntRows, rank_rows: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    """``global_seqlen/*``: how evenly tokens fall on ranks, before and after balancing.
+
+    ``min``, ``max`` and ``minmax_diff`` describe cutting the batch into consecutive chunks of
+    rows; ``balanced_min`` and ``balanced_max`` the assignment really used.
+
+    Args:
+        row_tokens: prompt and response tokens of each row, int64 [rows].
+        rank_rows: rows of each rank (`packing.assign_rows_to_ranks`).
+    """
+    num_ranks = len(rank_rows)
+    chunks = [int(chunk.sum()) for chunk in np.array_split(row_tokens, num_ranks)]
+    balanced = [int(row_tokens[list(rows)].sum()) for rows in rank_rows]
+    return {
+        "global_seqlen/min": float(min(chunks)),
+        "global_seqlen/max": float(max(chunks)),
+        "global_seqlen/minmax_diff": float(max(chunks) - min(chunks)),
+        "global_seqlen/balanced_min": float(min(balanced)),
+        "global_seqlen/balanced_max": float(max(balanced)),
+        "global_seqlen/mean": float(row_tokens.sum()) / num_ranks,
+    }
+
+
+def _spread(name: str, values: npt.NDArray[np.number]) -> dict[str, float]:
+    if values.size == 0:
+        return {}
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
+
+
+def _lengths(name: str, lengths: IntRows, limit: int) -> dict[str, float]:
+    if lengths.size == 0:
+        return {}
+    return {**_spread(name, lengths), f"{name}/clip_ratio": float((lengths >= limit).mean())}

@@ -1,0 +1,86 @@
+"""Dynamic sampling: which groups carry a gradient (DAPO §3.2; verl's filter_groups).
+
+A group whose samples all got the same metric has advantage zero and is washed out. Kept is a group
+whose metric differs within it, or that has one sample only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from sluice.errors import ConfigError, DataError
+from sluice.types import GradedGroup, PromptEnd, Scored
+
+SHAPED_REWARD_METRICS = ("seq_reward", "seq_final_reward")
+"""verl's sums of token-level scores and rewards: both hold the overlong penalty, as does
+`Scored.reward`. They differ only by a KL term in the reward, which no stage here adds."""
+
+SCORE_METRIC = "score"
+ACCURACY_METRIC = "acc"
+
+
+def filter_group(graded: GradedGroup, *, metric: str | None) -> PromptEnd | None:
+    """Judge the scored samples of a graded group; see `filter_scores`."""
+    return filter_scores(graded.scored, metric=metric)
+
+
+def filter_scores(scores: Sequence[Scored], *, metric: str | None) -> PromptEnd | None:
+    """Say how a group ends if it is filtered, or ``None`` if it is kept.
+
+    Args:
+        scores: the scored samples of one group, at least one.
+        metric: ``score`` (the scorer's number), ``seq_reward`` or ``seq_final_reward`` (with
+            overlong shaping), or the name of any of the scorer's metrics such as ``acc``.
+            ``None``: the filter is off and every group is kept.
+
+    Raises:
+        ConfigError: a sample does not have `metric`.
+        DataError: a metric is not finite.
+        ValueError: `scores` is empty.
+    """
+    if not scores:
+        raise ValueError("a group without a scored sample can be neither kept nor filtered")
+    if metric is None:
+        return None
+    values = [metric_value(scored, metric) for scored in scores]
+    # Equality, not std > 0: the rounded std of three times 0.1 is not zero.
+    if len(values) == 1 or min(values) != max(values):
+        return None
+    return _uniform_end(scores)
+
+
+def metric_value(scored: Scored, metric: str) -> float:
+    """The number that `metric` names on one sample; errors as in `filter_scores`."""
+    if metric in SHAPED_REWARD_METRICS:
+        value = scored.reward
+    elif metric == SCORE_METRIC:
+        value = scored.score
+    elif metric in scored.metrics:
+        value = float(scored.metrics[metric])
+    else:
+        available = ", ".join(sorted({SCORE_METRIC, *SHAPED_REWARD_METRICS, *scored.metrics}))
+        raise ConfigError(
+            f"algorithm.filter_groups.metric: the scorer returned no '{metric}'; available: "
+            f"{available}; choose one of them or let the scorer return '{metric}'"
+        )
+    if not math.isfinite(value):
+        raise DataError(f"metric '{metric}' of a sample is {value}; scorers must return numbers")
+    return value
+
+
+def _uniform_end(scores: Sequence[Scored]) -> PromptEnd:
+    grades = {_is_right(scored) for scored in scores}
+    if grades == {True}:
+        return PromptEnd.FILTERED_ALL_RIGHT
+    if grades == {False}:
+        return PromptEnd.FILTERED_ALL_WRONG
+    return PromptEnd.FILTERED_UNIFORM
+
+
+def _is_right(scored: Scored) -> bool | None:
+    """Right, wrong, or neither (partial credit). Scores come as 0 / 1 or as -1 / +1."""
+    grade = float(scored.metrics.get(ACCURACY_METRIC, scored.score))
+    if grade >= 1.0:
+        return True
+    return False if grade <= 0.0 else None

@@ -1,0 +1,51 @@
+"""Learning-rate multiplier by train batch: linear warm-up, then constant, cosine or linear."""
+
+from __future__ import annotations
+
+import math
+
+from sluice.errors import ConfigError
+
+SCHEDULES = ("constant", "cosine", "linear")
+
+
+def resolve_warmup_steps(warmup_steps: int, warmup_ratio: float, total_steps: int) -> int:
+    """`warmup_steps` if positive, else the share `warmup_ratio` of the run (verl's rule)."""
+    return warmup_steps if warmup_steps > 0 else int(warmup_ratio * total_steps)
+
+
+def learning_rate_multiplier(
+    step: int,
+    *,
+    schedule: str,
+    warmup_steps: int,
+    total_steps: int,
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+) -> float:
+    """Factor on the peak learning rate for train batch `step` (0-based).
+
+    All optimizer steps of one train batch share the factor. Warm-up is ``step / warmup_steps``, so
+    the first batch of a run with warm-up has factor 0, as in verl. After it, with
+    ``p = (step - warmup_steps) / (total_steps - warmup_steps)``, not beyond 1:
+    ``constant`` 1; ``cosine`` between 1 and `min_lr_ratio` over `num_cycles` waves (one half is a
+    single descent); ``linear`` from 1 to `min_lr_ratio` (not in verl).
+
+    Raises:
+        ConfigError: the schedule is unknown or `min_lr_ratio` is outside 0..1.
+    """
+    if schedule not in SCHEDULES:
+        raise ConfigError(
+            f"optim.lr_scheduler_type: unknown value '{schedule}'; known: {', '.join(SCHEDULES)}"
+        )
+    if not 0.0 <= min_lr_ratio <= 1.0:
+        raise ConfigError(f"optim.min_lr_ratio must lie in 0..1, got {min_lr_ratio}")
+    if step < warmup_steps:
+        return step / warmup_steps
+    if schedule == "constant":
+        return 1.0
+    progress = min((step - warmup_steps) / max(1, total_steps - warmup_steps), 1.0)
+    if schedule == "linear":
+        return 1.0 - (1.0 - min_lr_ratio) * progress
+    wave = math.cos(2.0 * math.pi * num_cycles * progress)
+    return max(min_lr_ratio, wave * (1.0 - min_lr_ratio) / 2.0 + (1.0 + min_lr_ratio) / 2.0)

@@ -1,0 +1,1 @@
+"""Policy losses, one a file, and their aggregation; `registry` names them. On torch."""

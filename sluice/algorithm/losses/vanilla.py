@@ -1,0 +1,63 @@
+"""The clipped PPO loss with DAPO's decoupled bounds and the dual clip (loss_mode ``vanilla``)."""
+
+from __future__ import annotations
+
+import torch
+
+from sluice.algorithm.losses.policy_loss import PolicyLoss
+from sluice.errors import ConfigError
+
+MAX_LOG_RATIO = 20.0
+
+
+def vanilla_policy_loss(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_c: float,
+) -> PolicyLoss:
+    """``max(-A r, -A clip(r, 1 - low, 1 + high))``, for A < 0 not above ``-A c``.
+
+    r is the ratio ``exp(logprobs - old_logprobs)``, its exponent kept within +-20 so that float32
+    stays finite. PPO (Schulman et al. 2017, equation 7), clip-higher (DAPO §3.1), dual clip (Ye et
+    al. 2020, equation 5). Importance weights, if any, multiply the returned loss.
+
+    Args:
+        logprobs: float [tokens], of the policy being updated; carries the gradient.
+        old_logprobs: float [tokens], of the policy before the train batch.
+        advantages: float [tokens].
+        clip_low: the ratio counts down to ``1 - clip_low``.
+        clip_high: the ratio counts up to ``1 + clip_high``.
+        clip_c: dual-clip constant, > 1.
+
+    Returns:
+        loss [tokens] and sums of ``actor/pg_clipfrac`` (tokens whose clipped term exceeds the
+        other), ``actor/pg_clipfrac_lower`` (tokens held by the dual clip) and ``actor/ppo_kl``
+        (``old - new`` within +-20).
+
+    Raises:
+        ConfigError: ``clip_c <= 1`` or a negative clip bound.
+    """
+    if clip_c <= 1.0 or clip_low < 0.0 or clip_high < 0.0:
+        raise ConfigError(
+            f"actor.clip_ratio_c must be > 1 and clip_ratio_low, clip_ratio_high >= 0; got "
+            f"{clip_c}, {clip_low}, {clip_high}"
+        )
+    log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    pessimistic = torch.maximum(unclipped, clipped)
+    ceiling = -advantages * clip_c
+    negative = advantages < 0
+    loss = torch.where(negative, torch.minimum(pessimistic, ceiling), pessimistic)
+    with torch.no_grad():
+        metric_sums = {
+            "actor/pg_clipfrac": (clipped > unclipped).sum().float(),
+            "actor/pg_clipfrac_lower": (negative & (pessimistic > ceiling)).sum().float(),
+            "actor/ppo_kl": -log_ratio.detach().float().sum(),
+        }
+    return PolicyLoss(loss=loss, metric_sums=metric_sums, num_tokens=logprobs.numel())

@@ -1,0 +1,230 @@
+"""Which rows each rank trains, and in which micro-batches.
+
+The trainer runs a prompt once for all its rows in the same micro-batch, so the unit packed is a
+*piece*: some or all rows of one group. It costs its prompt once plus its responses. Every function
+here is deterministic: all ranks call it with the same values and get the same plan.
+
+Ranks may get different numbers of micro-batches, and one may get none. They stay in step all the
+same, because gradients are summed over ranks once, after the last micro-batch of a mini-batch, and
+each micro-batch's loss is divided by the mini-batch's global counts. A backend that communicates
+inside a micro-batch (sharded parameters) must add empty ones up to the largest number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sluice.algorithm.karmarkar_karp import LINEAR_WORKLOAD, balanced_partition
+from sluice.errors import ConfigError
+
+IMBALANCE_TOLERANCE = 1.1
+"""Groups are split between ranks only while the heaviest rank exceeds this times the mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSize:
+    """Lengths of one training row. Rows of equal `group` have the same prompt."""
+
+    group: int
+    prompt_tokens: int
+    response_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPiece:
+    """Rows of one group that are computed together, ascending."""
+
+    group: int
+    row_indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchPlan:
+    """One forward and backward pass. `num_tokens` counts each piece's prompt once."""
+
+    pieces: tuple[GroupPiece, ...]
+    num_tokens: int
+
+    @property
+    def row_indices(self) -> tuple[int, ...]:
+        """All rows, piece by piece."""
+        return tuple(index for piece in self.pieces for index in piece.row_indices)
+
+
+def plan_minibatches(num_groups: int, mini_batch_groups: int) -> tuple[range, ...]:
+    """Consecutive ranges of groups, one per optimizer step.
+
+    Raises:
+        ConfigError: the groups do not divide evenly into mini-batches.
+    """
+    if mini_batch_groups < 1 or num_groups % mini_batch_groups:
+        raise ConfigError(
+            f"actor.ppo_mini_batch_size={mini_batch_groups} must divide the {num_groups} groups "
+            "of a train batch (data.train_batch_size); change one of them"
+        )
+    starts = range(0, num_groups, mini_batch_groups)
+    return tuple(range(start, start + mini_batch_groups) for start in starts)
+
+
+def assign_rows_to_ranks(rows: Sequence[RowSize], num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Give each rank rows of nearly equal cost, whole groups where that stays in balance.
+
+    While the heaviest rank exceeds `IMBALANCE_TOLERANCE` times the mean or a rank has nothing, the
+    costliest piece of several rows (in the first case of the heaviest rank) is halved and all
+    pieces are placed anew: 0.2 s at most measured, for 64 groups of 16 rows on 64 ranks.
+
+    Args:
+        rows: all rows of a mini-batch.
+        num_ranks: data-parallel size, >= 1.
+
+    Returns:
+        per rank the ascending row indices, the costliest rank first; a rank has none only if there
+        are fewer rows than ranks.
+
+    Raises:
+        ConfigError: `num_ranks` < 1.
+    """
+    if num_ranks < 1:
+        raise ConfigError(f"rows cannot be spread over {num_ranks} ranks; need at least one")
+    pieces = whole_groups(rows, range(len(rows)))
+    while True:
+        costs = [piece_workload(rows, piece) for piece in pieces]
+        ranks = balanced_partition(costs, num_ranks, equal_size=False)
+        divisible = {i for i, piece in enumerate(pieces) if len(piece.row_indices) > 1}
+        # The heaviest rank comes first, and empty ranks last.
+        is_balanced = (
+            sum(costs[i] for i in ranks[0]) <= IMBALANCE_TOLERANCE * sum(costs) / num_ranks
+        )
+        candidates = set() if is_balanced else divisible.intersection(ranks[0])
+        if not ranks[-1]:
+            candidates = candidates or divisible
+        if not candidates:
+            return tuple(_rows_of(pieces, rank) for rank in ranks)
+        costliest = max(candidates, key=lambda i: (costs[i], -i))
+        pieces[costliest : costliest + 1] = _halves(rows, pieces[costliest])
+
+
+def plan_micro_batches(
+    rows: Sequence[RowSize],
+    row_indices: Sequence[int],
+    *,
+    token_budget: int | None = None,
+    rows_per_micro: int | None = None,
+) -> tuple[MicroBatchPlan, ...]:
+    """Pack one rank's rows of a mini-batch into micro-batches; every row is in exactly one.
+
+    By budget, pieces go costliest first into the fullest micro-batch that still has room, and
+    micro-batches come largest first, so that memory peaks (and runs out) at the first. A row longer
+    than the budget gets a micro-batch of its own: it is never dropped. verl balances micro-batches
+    by workload and may exceed the budget; here it is a bound on memory and kept.
+
+    Args:
+        rows: all rows of the mini-batch.
+        row_indices: this rank's share, from `assign_rows_to_ranks`.
+        token_budget: most tokens of a micro-batch, each piece's prompt counted once.
+        rows_per_micro: rows of a micro-batch instead, the last may have fewer.
+
+    Raises:
+        ConfigError: not exactly one of the two limits is given, or it is < 1.
+    """
+    limit = token_budget if rows_per_micro is None else rows_per_micro
+    if (token_budget is None) == (rows_per_micro is None) or limit is None or limit < 1:
+        raise ConfigError(
+            "micro-batches need either a token budget >= 1 (use_dynamic_bsz, "
+            f"ppo_max_token_len_per_gpu, got {token_budget}) or a number of rows >= 1 "
+            f"(ppo_micro_batch_size_per_gpu, got {rows_per_micro}), not both"
+        )
+    groups = whole_groups(rows, row_indices)
+    if token_budget is None:
+        return _by_rows(rows, groups, limit)
+    pieces = [part for piece in groups for part in _split_to_budget(rows, piece, limit)]
+    return _best_fit(rows, pieces, limit)
+
+
+def whole_groups(rows: Sequence[RowSize], row_indices: Iterable[int]) -> list[GroupPiece]:
+    """One piece per group present among `row_indices`, groups in order of their first row."""
+    members: dict[int, list[int]] = {}
+    for index in sorted(row_indices):
+        members.setdefault(rows[index].group, []).append(index)
+    return [GroupPiece(group, tuple(indices)) for group, indices in members.items()]
+
+
+def piece_tokens(rows: Sequence[RowSize], piece: GroupPiece) -> int:
+    """Tokens computed for a piece: its prompt once and every response."""
+    prompt_tokens = rows[piece.row_indices[0]].prompt_tokens
+    return prompt_tokens + sum(rows[index].response_tokens for index in piece.row_indices)
+
+
+def piece_workload(rows: Sequence[RowSize], piece: GroupPiece) -> int:
+    """Cost of a piece; for a single row `karmarkar_karp.workload` of its length.
+
+    A response token attends to prompt and response, hence ``(P + R)**2 - P**2`` a row on top of
+    the prompt's own ``P**2``.
+    """
+    prompt_tokens = rows[piece.row_indices[0]].prompt_tokens
+    responses = [rows[index].response_tokens for index in piece.row_indices]
+    attention = prompt_tokens**2 + sum(r * (r + 2 * prompt_tokens) for r in responses)
+    return LINEAR_WORKLOAD * (prompt_tokens + sum(responses)) + attention
+
+
+def _rows_of(pieces: Sequence[GroupPiece], chosen: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(row for i in chosen for row in pieces[i].row_indices))
+
+
+def _halves(rows: Sequence[RowSize], piece: GroupPiece) -> list[GroupPiece]:
+    lengths = [rows[index].response_tokens for index in piece.row_indices]
+    # Even an empty response is one row to place, so that neither half is ever empty.
+    halves = balanced_partition([length + 1 for length in lengths], 2, equal_size=False)
+    return [GroupPiece(piece.group, tuple(piece.row_indices[i] for i in half)) for half in halves]
+
+
+def _by_rows(
+    rows: Sequence[RowSize], groups: Sequence[GroupPiece], rows_per_micro: int
+) -> tuple[MicroBatchPlan, ...]:
+    ordered = [index for piece in groups for index in piece.row_indices]
+    starts = range(0, len(ordered), rows_per_micro)
+    chunks = [ordered[start : start + rows_per_micro] for start in starts]
+    return tuple(_plan(rows, whole_groups(rows, chunk)) for chunk in chunks)
+
+
+def _split_to_budget(rows: Sequence[RowSize], piece: GroupPiece, budget: int) -> list[GroupPiece]:
+    """Cut a piece into as few pieces within the budget as its rows, taken in order, allow."""
+    parts: list[list[int]] = []
+    used = 0
+    for index in piece.row_indices:
+        row = rows[index]
+        if not parts or used + row.response_tokens > budget:
+            parts.append([])
+            used = row.prompt_tokens
+        parts[-1].append(index)
+        used += row.response_tokens
+    return [GroupPiece(piece.group, tuple(part)) for part in parts]
+
+
+def _best_fit(
+    rows: Sequence[RowSize], pieces: Sequence[GroupPiece], budget: int
+) -> tuple[MicroBatchPlan, ...]:
+    """Best-fit decreasing: at most 11/9 of the fewest possible micro-batches, plus one."""
+    sized = sorted(((piece_tokens(rows, piece), piece) for piece in pieces), key=_largest_first)
+    micro_batches: list[list[GroupPiece]] = []
+    used: list[int] = []
+    for size, piece in sized:
+        fitting = [i for i, tokens in enumerate(used) if tokens + size <= budget]
+        if fitting:
+            fullest = max(fitting, key=lambda i: (used[i], -i))
+            micro_batches[fullest].append(piece)
+            used[fullest] += size
+        else:
+            micro_batches.append([piece])
+            used.append(size)
+    plans = [_plan(rows, batch) for batch in micro_batches]
+    return tuple(sorted(plans, key=lambda plan: (-plan.num_tokens, plan.row_indices)))
+
+
+def _largest_first(sized: tuple[int, GroupPiece]) -> tuple[int, tuple[int, ...]]:
+    return -sized[0], sized[1].row_indices
+
+
+def _plan(rows: Sequence[RowSize], pieces: Sequence[GroupPiece]) -> MicroBatchPlan:
+    return MicroBatchPlan(tuple(pieces), sum(piece_tokens(rows, piece) for piece in pieces))

@@ -1,0 +1,140 @@
+"""Held-out metrics by verl's names: mean@N, std@N, best@k, worst@k, maj@k per data source.
+
+best@k, worst@k and maj@k are bootstrap estimates: 1000 draws of k responses with replacement from
+the N of a prompt, always from the same random state, so that equal responses give equal numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from sluice.types import Scored
+
+NUM_DRAWS = 1000
+BOOTSTRAP_SEED = 42
+CORE_PREFIXES = ("mean", "maj", "best")
+
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationPrompt:
+    """All graded responses to one held-out prompt, at least one."""
+
+    data_source: str
+    scores: tuple[Scored, ...]
+
+
+def validation_metrics(prompts: Sequence[ValidationPrompt]) -> dict[str, float]:
+    """Average every metric over the prompts of its data source.
+
+    Variables are ``reward`` (with shaping), ``score`` and each of the scorer's metrics that all
+    responses to a prompt have. Names are ``val-core/{source}/{variable}/{metric}`` for the mean,
+    best and maj at the largest N of ``acc`` (of ``reward`` where there is no ``acc``), and
+    ``val-aux/...`` for all others.
+    """
+    by_source: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for prompt in prompts:
+        variables = by_source.setdefault(prompt.data_source, {})
+        predictions = _predictions(prompt.scores)
+        for variable, values in _variables(prompt.scores).items():
+            found = variables.setdefault(variable, {})
+            for name, value in prompt_metrics(values, predictions).items():
+                found.setdefault(name, []).append(value)
+    return {
+        f"{_section(variable, name, variables)}/{source}/{variable}/{name}": float(np.mean(values))
+        for source, variables in by_source.items()
+        for variable, metrics in variables.items()
+        for name, values in metrics.items()
+    }
+
+
+def prompt_metrics(values: Values, predictions: Sequence[str] | None) -> dict[str, float]:
+    """All metrics of one variable over the responses to one prompt.
+
+    Args:
+        values: float64 [N].
+        predictions: the N extracted answers to vote with, or ``None`` for no maj@k.
+
+    Returns:
+        ``mean@N`` and for N > 1 ``std@N`` (population) and, for k = 2, 4, 8, ... below N and for
+        k = N, mean and std over the draws: ``best@k/mean``, ``worst@k/std``, ``maj@k/mean``, ...
+    """
+    num = values.size
+    metrics = {f"mean@{num}": float(values.mean())}
+    if num == 1:
+        return metrics
+    metrics[f"std@{num}"] = float(values.std())
+    for size in bootstrap_sizes(num):
+        draws = bootstrap_draws(num, size)
+        drawn = values[draws]
+        estimates = {"best": drawn.max(axis=1), "worst": drawn.min(axis=1)}
+        if predictions is not None:
+            estimates["maj"] = majority_values(values, predictions, draws)
+        for name, estimate in estimates.items():
+            metrics[f"{name}@{size}/mean"] = float(estimate.mean())
+            metrics[f"{name}@{size}/std"] = float(estimate.std())
+    return metrics
+
+
+def bootstrap_sizes(num_responses: int) -> tuple[int, ...]:
+    """Powers of two from 2 below `num_responses`, and `num_responses` itself."""
+    powers = (1 << exponent for exponent in range(1, num_responses.bit_length()))
+    return (*(power for power in powers if power < num_responses), num_responses)
+
+
+@lru_cache(maxsize=64)
+def bootstrap_draws(num_responses: int, size: int) -> npt.NDArray[np.int64]:
+    """Response indices drawn with replacement, int64 [1000, size], read-only."""
+    state = np.random.RandomState(BOOTSTRAP_SEED)
+    draws: npt.NDArray[np.int64] = state.randint(
+        0, num_responses, size=(NUM_DRAWS, size), dtype=np.int64
+    )
+    draws.setflags(write=False)
+    return draws
+
+
+def majority_values(
+    values: Values, predictions: Sequence[str], draws: npt.NDArray[np.int64]
+) -> Values:
+    """Value of the most frequent prediction of each draw, float64 [draws].
+
+    Among equally frequent predictions the one drawn first wins. Its value is that of its first
+    member drawn (members of one prediction may differ in reward through their length).
+    """
+    codes = np.unique(np.asarray(predictions), return_inverse=True)[1][draws]
+    votes = (codes[:, :, None] == codes[:, None, :]).sum(axis=2)
+    # argmax returns the first maximum: first member of the first-drawn winner.
+    winners = votes.argmax(axis=1)
+    picked: Values = values[draws[np.arange(draws.shape[0]), winners]]
+    return picked
+
+
+def _variables(scores: Sequence[Scored]) -> dict[str, Values]:
+    shared = [name for name in scores[0].metrics if all(name in s.metrics for s in scores)]
+    columns = {name: [float(s.metrics[name]) for s in scores] for name in shared}
+    columns["reward"] = [s.reward for s in scores]
+    columns["score"] = [s.score for s in scores]
+    return {name: np.asarray(column, dtype=np.float64) for name, column in columns.items()}
+
+
+def _predictions(scores: Sequence[Scored]) -> list[str] | None:
+    predictions = [s.prediction for s in scores if s.prediction is not None]
+    return predictions if len(predictions) == len(scores) else None
+
+
+def _section(variable: str, name: str, variables: Mapping[str, Mapping[str, object]]) -> str:
+    core_variable = "acc" if "acc" in variables else "reward"
+    largest = max(_responses(other) for other in variables[variable])
+    is_core = variable == core_variable and _responses(name) == largest
+    return "val-core" if is_core and name.startswith(CORE_PREFIXES) else "val-aux"
+
+
+def _responses(name: str) -> int:
+    """The N or k in a metric's name, such as ``best@4/mean``."""
+    return int(name.split("@")[1].split("/")[0])

@@ -1,0 +1,90 @@
+"""One run as a table: where it is, how it learns, where tokens and time go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from sluice.client.run_monitor import ReplicaSnapshot, RunSnapshot
+
+
+def run_table(snapshot: RunSnapshot, accuracy: float | None) -> RenderableType:
+    """Renders a snapshot; `accuracy` is the last validation's."""
+    parts: list[RenderableType] = [_head(snapshot), _numbers(snapshot, accuracy)]
+    if snapshot.replicas:
+        parts.append(_fleet(snapshot.replicas))
+    parts += [
+        Text(f"waiting for {a.peer}: {a.phase} ({a.seconds:.0f} s)", style="yellow")
+        for a in snapshot.awaited
+        if a.seconds > 5
+    ]
+    return Group(*parts)
+
+
+def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
+    """One finished step as a plain line."""
+    cells = (f"{name} {value}" for name, value in _cells(metrics, None))
+    return f"step {step}/{total}  " + "  ".join(cells)
+
+
+def _head(snapshot: RunSnapshot) -> RenderableType:
+    line = Table.grid(padding=(0, 2))
+    version = "none" if snapshot.version is None else str(snapshot.version)
+    line.add_row(
+        Text(f"step {snapshot.step}/{snapshot.total_steps}", style="bold"),
+        ProgressBar(total=max(snapshot.total_steps, 1), completed=snapshot.step, width=30),
+        f"{snapshot.phase} ({snapshot.phase_seconds:.0f} s)",
+        f"policy version {version}",
+    )
+    return line
+
+
+def _numbers(snapshot: RunSnapshot, accuracy: float | None) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    cells = _cells(snapshot.metrics, accuracy)
+    for name, _ in cells:
+        table.add_column(name, justify="right")
+    table.add_row(*(value for _, value in cells))
+    return table
+
+
+def _cells(metrics: Mapping[str, float], accuracy: float | None) -> list[tuple[str, str]]:
+    def number(name: str, form: str = ".2f") -> str:
+        value = metrics.get(name)
+        return "-" if value is None else format(value, form)
+
+    groups = "/".join(
+        number(f"train/groups_{kind}", ".0f") for kind in ("kept", "all_right", "all_wrong")
+    )
+    held_out = "-" if accuracy is None else f"{accuracy:.3f}"
+    return [
+        ("reward", number("critic/rewards/mean")),
+        ("held-out acc", held_out),
+        ("kept/right/wrong", groups),
+        ("gen÷trained", number("train/generated_per_trained_tokens")),
+        ("staleness", number("train/staleness_max", ".0f")),
+        ("tokens/s", number("rollout/tokens_per_s", ",.0f")),
+        ("trainer idle", number("trainer/idle_share", ".0%")),
+        ("rollout idle", number("rollout/idle_share", ".0%")),
+        ("s/step", number("timing_s/step")),
+    ]
+
+
+def _fleet(replicas: tuple[ReplicaSnapshot, ...]) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for name in ("replica", "state", "version", "busy", "tokens/s", "idle"):
+        table.add_column(name, justify="left" if name in {"replica", "state"} else "right")
+    for replica in replicas:
+        table.add_row(
+            replica.name,
+            replica.state,
+            str(replica.version),
+            f"{replica.slots_busy}/{replica.slots}",
+            f"{replica.tokens_per_second:,.0f}",
+            f"{replica.idle_share:.0%}",
+        )
+    return table

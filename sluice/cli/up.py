@@ -1,0 +1,103 @@
+"""`sluice up`: a whole run on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from sluice.cli.live_view import LiveView
+from sluice.cli.run_location import CONFIG_NAME
+from sluice.client.run_monitor import RunMonitor
+from sluice.config.checks import check_config
+from sluice.config.dump import write_config
+from sluice.config.loader import load_config
+from sluice.config.run import RunConfig
+from sluice.launch.service_spec import address_of, local_services, with_ports
+from sluice.launch.supervisor import EXIT_INTERRUPTED, RunEnd, Supervisor
+
+
+def up(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG] [KEY=VALUE]...",
+            help="A YAML file, and keys to override in verl's spelling.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    logs: Annotated[bool, typer.Option(help="Show all log lines of the services.")] = False,
+) -> None:
+    """Start all services of a run as local processes, and follow it to its end.
+
+    Examples:
+
+      sluice up run.yaml
+
+      sluice up run.yaml data.train_batch_size=32 sluice.rollout.replicas=2 --logs
+
+    Ctrl-C once ends everything in order. Exit codes: 0 the run reached its end, 1 something
+    failed, 130 interrupted.
+    """
+    file, overrides = split_arguments(arguments or [])
+    config = load_config(file, overrides)
+    end = start_run(config, Console(), logs=logs)
+    raise typer.Exit(end.exit_code)
+
+
+def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """The configuration file, if the first argument is one, and the overrides."""
+    if arguments and "=" not in arguments[0] and not arguments[0].startswith(("+", "~")):
+        return Path(arguments[0]), arguments[1:]
+    return None, arguments
+
+
+def start_run(config: RunConfig, console: Console, *, logs: bool) -> RunEnd:
+    """Checks, starts and follows a run; every process has ended when this returns.
+
+    Raises:
+        ConfigError: the configuration does not hold together; nothing was started.
+    """
+    check_config(config)
+    config = with_ports(_with_absolute_paths(config))
+    run_dir = Path(config.sluice.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    config_file = run_dir / CONFIG_NAME
+    write_config(config, config_file)
+    end = asyncio.run(_supervise(config, config_file, console, logs=logs))
+    for failure in end.failures:
+        console.print(f"[red]failed:[/red] {failure}", markup=True, highlight=False)
+    if end.exit_code == EXIT_INTERRUPTED:
+        console.print("interrupted; everything has ended")
+    return end
+
+
+async def _supervise(
+    config: RunConfig, config_file: Path, console: Console, *, logs: bool
+) -> RunEnd:
+    specs = local_services(config, config_file)
+    run_dir = config_file.parent
+    view = LiveView(console, run_dir, tuple(spec.name for spec in specs), show_logs=logs)
+    supervisor = Supervisor(
+        specs, run_dir / "logs", view.log_line, config.sluice.shutdown_grace_s + 5
+    )
+    trainer = address_of(config.sluice.trainer.endpoint)
+    reward = address_of(config.sluice.reward.endpoint)
+    async with RunMonitor(trainer, reward) as monitor, asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(view.follow(monitor), name="live-view")
+        end = await supervisor.run()
+        following.cancel()
+    return end
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The run folder, absolute, since services may run in another directory."""
+    run_dir = str(Path(config.sluice.run_dir).absolute())
+    return msgspec.structs.replace(
+        config, sluice=msgspec.structs.replace(config.sluice, run_dir=run_dir)
+    )

@@ -1,0 +1,141 @@
+"""Generate with the policy in training, submit prompts to train on, ask for a validation."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from sluice.api.reward.v1 import reward_pb2
+from sluice.api.rollout.v1 import rollout_pb2
+from sluice.codec.rollout import chat_prompt_to_proto, rollout_from_proto, sampling_to_proto
+from sluice.rpc.call import stream_call, unary_call
+from sluice.rpc.channel import open_channel
+from sluice.rpc.stubs import reward_stub, rollout_stub
+from sluice.types import ChatMessage, Rollout, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewPrompt:
+    """A prompt to be trained on; `prompt_id` is unique in the run."""
+
+    prompt_id: str
+    messages: tuple[ChatMessage, ...]
+    data_source: str
+    ground_truth: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEvent:
+    """A receipt (``accepted``, ``refused``) or an outcome (``trained``, ``filtered_...``, ...)."""
+
+    prompt_id: str
+    event: str
+    step: int | None
+    rewards: tuple[float, ...]
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationResult:
+    """Metrics by verl's names."""
+
+    metrics: Mapping[str, float]
+
+
+class PolicyClient:
+    """Calls one service of a run. Close it, or use it as a context manager.
+
+    Args:
+        address: host:port of a rollout replica (generate) or of the reward service (the rest).
+        max_message_bytes: largest message either way.
+    """
+
+    def __init__(self, address: str, *, max_message_bytes: int = 64 << 20) -> None:
+        self._address = address
+        self._channel = open_channel(address, max_message_bytes=max_message_bytes)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._channel.close()
+
+    async def generate(
+        self, messages: Sequence[ChatMessage], sampling: SamplingParams, n: int
+    ) -> AsyncIterator[Rollout]:
+        """Samples `n` responses; each comes when it has finished."""
+        stub = rollout_stub(self._channel)
+        stream = stream_call(
+            stub.Generate,
+            rollout_pb2.GenerateRequest(
+                prompt=chat_prompt_to_proto(messages),
+                sample_indexes=range(n),
+                sampling=sampling_to_proto(sampling),
+            ),
+            name="RolloutService/Generate",
+            peer=self._address,
+            phase="generating",
+        )
+        async with aclosing(stream) as answers:
+            async for answer in answers:
+                for rollout in answer.rollouts:
+                    yield rollout_from_proto(rollout)
+
+    async def submit(self, prompts: Sequence[NewPrompt]) -> AsyncIterator[PromptEvent]:
+        """Submits prompts; yields a receipt for each, then an outcome for each accepted one."""
+        stub = reward_stub(self._channel)
+        stream = stream_call(
+            stub.SubmitPrompts,
+            _requests(prompts),
+            name="RewardService/SubmitPrompts",
+            peer=self._address,
+            phase="submitting prompts",
+        )
+        async with aclosing(stream) as answers:
+            async for answer in answers:
+                yield _event(answer)
+
+    async def evaluate(
+        self, policy_version: int, *, n: int | None, temperature: float | None
+    ) -> ValidationResult:
+        """Validates the announced policy, which must be `policy_version`."""
+        stub = reward_stub(self._channel)
+        answer = await unary_call(
+            stub.Evaluate,
+            reward_pb2.EvaluateRequest(policy_version=policy_version, n=n, temperature=temperature),
+            name="RewardService/Evaluate",
+            peer=self._address,
+            phase="evaluating",
+        )
+        return ValidationResult(dict(answer.metrics))
+
+
+async def _requests(
+    prompts: Sequence[NewPrompt],
+) -> AsyncIterator[reward_pb2.SubmitPromptsRequest]:
+    for prompt in prompts:
+        yield reward_pb2.SubmitPromptsRequest(
+            prompt_id=prompt.prompt_id,
+            messages=chat_prompt_to_proto(prompt.messages).chat.messages,
+            data_source=prompt.data_source,
+            ground_truth=prompt.ground_truth,
+        )
+
+
+def _event(answer: reward_pb2.SubmitPromptsResponse) -> PromptEvent:
+    if answer.WhichOneof("event") == "receipt":
+        receipt = answer.receipt
+        event = "refused" if receipt.refused_because else "accepted"
+        return PromptEvent(receipt.prompt_id, event, None, (), receipt.refused_because)
+    outcome = answer.outcome
+    name = reward_pb2.PromptEnd.Name(outcome.end).removeprefix("PROMPT_END_").lower()
+    step = outcome.step if outcome.HasField("step") else None
+    return PromptEvent(outcome.prompt_id, name, step, tuple(outcome.rewards), outcome.detail)

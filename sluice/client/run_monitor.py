@@ -1,0 +1,154 @@
+"""What a run is doing, asked from its trainer and its reward service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from sluice.api.reward.v1 import reward_pb2
+from sluice.api.trainer.v1 import trainer_pb2
+from sluice.errors import DeadlineError, PeerError
+from sluice.rpc.call import stream_call, unary_call
+from sluice.rpc.channel import open_channel
+from sluice.rpc.stubs import reward_stub, trainer_stub
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSnapshot:
+    """One replica as the trainer sees it."""
+
+    name: str
+    address: str
+    state: str
+    version: int
+    slots: int
+    slots_busy: int
+    tokens_per_second: float
+    idle_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """Something the reward service waits for."""
+
+    peer: str
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunSnapshot:
+    """State of a run at one moment. `metrics` are those of the last finished step."""
+
+    phase: str
+    phase_seconds: float
+    step: int
+    total_steps: int
+    version: int | None
+    replicas: tuple[ReplicaSnapshot, ...]
+    metrics: Mapping[str, float]
+    prompts: Mapping[str, int]
+    awaited: tuple[Awaited, ...]
+
+
+class RunMonitor:
+    """Asks for the state of a run. Close it, or use it as a context manager.
+
+    Args:
+        trainer: host:port of the trainer.
+        reward: host:port of the reward service.
+        max_message_bytes: largest message either way.
+    """
+
+    def __init__(self, trainer: str, reward: str, *, max_message_bytes: int = 64 << 20) -> None:
+        self._channels = [
+            open_channel(address, max_message_bytes=max_message_bytes)
+            for address in (trainer, reward)
+        ]
+        self._trainer = trainer_stub(self._channels[0])
+        self._reward = reward_stub(self._channels[1])
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+    async def snapshot(self) -> RunSnapshot:
+        """The present state.
+
+        Raises:
+            PeerError, DeadlineError: the trainer does not answer. A reward service that does not
+                answer is left out.
+        """
+        run = await unary_call(
+            self._trainer.GetStatus,
+            trainer_pb2.GetStatusRequest(),
+            name="TrainerService/GetStatus",
+            peer="trainer",
+            phase="asking for its status",
+        )
+        prompts, awaited = await self._prompts()
+        name = trainer_pb2.RunPhase.Name(run.phase)
+        return RunSnapshot(
+            phase=name.removeprefix("RUN_PHASE_").lower().replace("_", " "),
+            phase_seconds=run.phase_seconds,
+            step=run.step,
+            total_steps=run.total_steps,
+            version=run.policy_version if run.HasField("policy_version") else None,
+            replicas=tuple(_replica(status) for status in run.replicas),
+            metrics=dict(run.metrics),
+            prompts=prompts,
+            awaited=awaited,
+        )
+
+    async def steps(self, from_step: int = 0) -> AsyncIterator[tuple[int, Mapping[str, float]]]:
+        """Finished steps with their metrics until the run ends (0: from now on)."""
+        stream = stream_call(
+            self._trainer.WatchSteps,
+            trainer_pb2.WatchStepsRequest(from_step=from_step),
+            name="TrainerService/WatchSteps",
+            peer="trainer",
+            phase="watching steps",
+        )
+        async for message in stream:
+            yield message.step, dict(message.metrics)
+
+    async def _prompts(self) -> tuple[Mapping[str, int], tuple[Awaited, ...]]:
+        try:
+            status = await unary_call(
+                self._reward.GetStatus,
+                reward_pb2.GetStatusRequest(),
+                name="RewardService/GetStatus",
+                peer="reward service",
+                phase="asking for its status",
+            )
+        except (PeerError, DeadlineError):
+            return {}, ()
+        prompts = {
+            "submitted": status.prompts_submitted,
+            "pending": status.prompts_pending,
+            **status.prompts_by_end,
+        }
+        return prompts, tuple(Awaited(a.peer, a.phase, a.seconds) for a in status.awaited)
+
+
+def _replica(status: trainer_pb2.ReplicaStatus) -> ReplicaSnapshot:
+    return ReplicaSnapshot(
+        name=status.replica.name,
+        address=status.replica.address,
+        state=status.state,
+        version=status.replica.policy_version,
+        slots=status.replica.slots,
+        slots_busy=status.slots_busy,
+        tokens_per_second=status.tokens_per_second,
+        idle_share=status.idle_share,
+    )

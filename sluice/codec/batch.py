@@ -1,0 +1,124 @@
+"""Train batches, scores and data progress <-> protobuf."""
+
+from __future__ import annotations
+
+from google.protobuf.message import DecodeError
+
+from sluice.api.common.v1 import common_pb2 as common
+from sluice.api.reward.v1 import reward_pb2 as reward
+from sluice.codec.arrays import token_ids_from_bytes, token_ids_to_bytes
+from sluice.codec.rollout import rollout_from_proto, rollout_to_proto
+from sluice.errors import InvalidRequestError
+from sluice.types import DataProgress, PromptEnd, Scored, TrainBatch, TrainGroup
+
+PROMPT_END_TO_PROTO = {
+    PromptEnd.TRAINED: reward.PROMPT_END_TRAINED,
+    PromptEnd.FILTERED_ALL_RIGHT: reward.PROMPT_END_FILTERED_ALL_RIGHT,
+    PromptEnd.FILTERED_ALL_WRONG: reward.PROMPT_END_FILTERED_ALL_WRONG,
+    PromptEnd.FILTERED_UNIFORM: reward.PROMPT_END_FILTERED_UNIFORM,
+    PromptEnd.DROPPED_STALE: reward.PROMPT_END_DROPPED_STALE,
+    PromptEnd.DROPPED_FAILED: reward.PROMPT_END_DROPPED_FAILED,
+}
+PROMPT_END_FROM_PROTO = {value: key for key, value in PROMPT_END_TO_PROTO.items()}
+
+
+def score_to_proto(scored: Scored) -> common.Score:
+    """Encodes a grade."""
+    return common.Score(
+        score=scored.score,
+        reward=scored.reward,
+        metrics=dict(scored.metrics),
+        prediction=scored.prediction,
+    )
+
+
+def score_from_proto(message: common.Score) -> Scored:
+    """Decodes a grade."""
+    return Scored(
+        score=message.score,
+        reward=message.reward,
+        metrics=dict(message.metrics),
+        prediction=message.prediction if message.HasField("prediction") else None,
+    )
+
+
+def progress_to_proto(progress: DataProgress) -> common.DataProgress:
+    """Encodes data progress."""
+    return common.DataProgress(low_water=progress.low_water, ended_above=progress.ended_above)
+
+
+def progress_from_proto(message: common.DataProgress) -> DataProgress:
+    """Decodes data progress."""
+    return DataProgress(message.low_water, tuple(message.ended_above))
+
+
+def train_group_to_proto(group: TrainGroup) -> reward.TrainGroup:
+    """Encodes one kept group."""
+    return reward.TrainGroup(
+        prompt_id=group.prompt_id,
+        prompt_token_ids_u32=token_ids_to_bytes(group.prompt_token_ids),
+        rollouts=[rollout_to_proto(rollout) for rollout in group.rollouts],
+        scores=[score_to_proto(scored) for scored in group.scores],
+        data_source=group.data_source,
+    )
+
+
+def train_group_from_proto(message: reward.TrainGroup) -> TrainGroup:
+    """Decodes one kept group.
+
+    Raises:
+        InvalidRequestError: as many scores as rollouts are needed.
+    """
+    if len(message.rollouts) != len(message.scores):
+        raise InvalidRequestError(
+            f"group {message.prompt_id}: {len(message.scores)} scores for "
+            f"{len(message.rollouts)} rollouts; send one each"
+        )
+    return TrainGroup(
+        prompt_id=message.prompt_id,
+        prompt_token_ids=token_ids_from_bytes(
+            message.prompt_token_ids_u32, "group.prompt_token_ids_u32"
+        ),
+        rollouts=tuple(rollout_from_proto(rollout) for rollout in message.rollouts),
+        scores=tuple(score_from_proto(score) for score in message.scores),
+        data_source=message.data_source,
+    )
+
+
+def train_batch_to_proto(batch: TrainBatch) -> reward.TrainBatch:
+    """Encodes a batch."""
+    return reward.TrainBatch(
+        batch_id=batch.batch_id,
+        policy_version=batch.policy_version,
+        groups=[train_group_to_proto(group) for group in batch.groups],
+        progress=progress_to_proto(batch.progress),
+        statistics=dict(batch.statistics),
+    )
+
+
+def train_batch_from_proto(message: reward.TrainBatch) -> TrainBatch:
+    """Decodes a batch."""
+    return TrainBatch(
+        batch_id=message.batch_id,
+        policy_version=message.policy_version,
+        groups=tuple(train_group_from_proto(group) for group in message.groups),
+        progress=progress_from_proto(message.progress),
+        statistics=dict(message.statistics),
+    )
+
+
+def train_batch_to_bytes(batch: TrainBatch) -> bytes:
+    """A batch as bytes, for the trainer's ranks."""
+    return train_batch_to_proto(batch).SerializeToString()
+
+
+def train_batch_from_bytes(data: bytes) -> TrainBatch:
+    """Inverse of `train_batch_to_bytes`.
+
+    Raises:
+        InvalidRequestError: the bytes hold no batch.
+    """
+    try:
+        return train_batch_from_proto(reward.TrainBatch.FromString(data))
+    except DecodeError as error:
+        raise InvalidRequestError(f"train batch: {len(data)} bytes cannot be parsed") from error

@@ -1,0 +1,1 @@
+"""Structured concurrency: shutdown signals and waits with deadlines."""

@@ -1,0 +1,1 @@
+"""The run configuration: schema, loader, checks. Importing it loads no torch."""

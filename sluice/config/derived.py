@@ -1,0 +1,109 @@
+"""Numbers that follow from the configuration, each with its formula, each in one place."""
+
+from __future__ import annotations
+
+import math
+
+from sluice.config.actor_rollout_ref import ActorConfig, OptimConfig
+from sluice.config.data import DataConfig
+from sluice.config.run import RunConfig
+
+
+def world_size(config: RunConfig) -> int:
+    """Trainer ranks: machines times ranks per machine."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def rows_per_batch(config: RunConfig) -> int:
+    """Samples in one train batch: prompts times responses per prompt."""
+    return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+
+
+def mini_batches_per_batch(data: DataConfig, actor: ActorConfig) -> int:
+    """Mini-batches in one pass over a train batch; `checks` makes sure that they divide it."""
+    return data.train_batch_size // actor.ppo_mini_batch_size
+
+
+def optimizer_steps_per_batch(data: DataConfig, actor: ActorConfig) -> int:
+    """Optimizer steps from one train batch: mini-batches times passes."""
+    return mini_batches_per_batch(data, actor) * actor.ppo_epochs
+
+
+def max_row_tokens(data: DataConfig) -> int:
+    """Longest sample, tokens: prompt plus response limit."""
+    return data.max_prompt_length + data.max_response_length
+
+
+def max_model_len(config: RunConfig) -> int:
+    """Context length of the engines, tokens; by default what the longest sample needs."""
+    return config.actor_rollout_ref.rollout.max_model_len or max_row_tokens(config.data)
+
+
+def max_resp_len(config: RunConfig) -> int:
+    """Length limit in the overlong formula, tokens; by default the response limit."""
+    return config.reward.reward_kwargs.max_resp_len or config.data.max_response_length
+
+
+def loss_scale_factor(config: RunConfig) -> int:
+    """Divisor of ``seq-mean-token-sum-norm``; by default the response limit (verl)."""
+    return config.actor_rollout_ref.actor.loss_scale_factor or config.data.max_response_length
+
+
+def is_synchronous(config: RunConfig) -> bool:
+    """Whether every trained token was drawn by the version it updates."""
+    return config.sluice.asynchrony.max_staleness == 0
+
+
+def batch_invariant(config: RunConfig) -> bool:
+    """Whether a sample's tokens must not depend on what else runs.
+
+    By default in synchronous mode only, where a run repeats bit for bit.
+    """
+    chosen = config.sluice.rollout.batch_invariant
+    return is_synchronous(config) if chosen is None else chosen
+
+
+def is_corrected(config: RunConfig) -> bool:
+    """Whether the loss accounts for the difference between behaviour and trained policy.
+
+    Either the ratio's denominator is the behaviour policy itself, or truncated importance weights
+    are applied.
+    """
+    correction = config.algorithm.rollout_correction.rollout_is
+    return config.actor_rollout_ref.actor.use_rollout_log_probs or correction is not None
+
+
+def max_groups_in_flight(config: RunConfig) -> int:
+    """Groups between issue and published weights, at most: (max staleness + 1) train batches."""
+    return (config.sluice.asynchrony.max_staleness + 1) * config.data.train_batch_size
+
+
+def total_training_steps(config: RunConfig, dataset_rows: int) -> int:
+    """Train batches of the run: as configured, or full batches in the rows of all epochs."""
+    configured = config.trainer.total_training_steps
+    if configured is not None:
+        return configured
+    return dataset_rows * config.trainer.total_epochs // config.data.train_batch_size
+
+
+def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
+    """Train batches of linear warm-up: as configured, or the ratio's share of the total."""
+    if optim.lr_warmup_steps > 0:
+        return optim.lr_warmup_steps
+    return int(optim.lr_warmup_steps_ratio * total_steps)
+
+
+def checkpoint_folder(config: RunConfig) -> str:
+    """Folder that holds ``global_step_N``."""
+    return config.trainer.default_local_dir or f"{config.sluice.run_dir}/checkpoints"
+
+
+def largest_batch_mb(config: RunConfig) -> int:
+    """Size of a train batch message in MiB if every response were as long as allowed.
+
+    Per response token 4 bytes of id, 4 of logprob and about 4 of text; per prompt token 4.
+    """
+    data = config.data
+    per_group = 4 * data.max_prompt_length
+    per_group += 12 * data.max_response_length * config.actor_rollout_ref.rollout.n
+    return math.ceil(per_group * data.train_batch_size / (1 << 20))

@@ -1,0 +1,24 @@
+"""The root of the run configuration: verl's tree of keys plus the `sluice` section."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sluice.config.actor_rollout_ref import ActorRolloutRefConfig
+from sluice.config.algorithm import AlgorithmConfig
+from sluice.config.data import DataConfig
+from sluice.config.reward import RewardConfig
+from sluice.config.section import Section
+from sluice.config.service import ServiceConfig
+from sluice.config.trainer import TrainerConfig
+
+
+class RunConfig(Section, frozen=True):
+    """Everything a run needs; all services read the same file."""
+
+    data: DataConfig = msgspec.field(default_factory=DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = msgspec.field(default_factory=ActorRolloutRefConfig)
+    algorithm: AlgorithmConfig = msgspec.field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = msgspec.field(default_factory=RewardConfig)
+    trainer: TrainerConfig = msgspec.field(default_factory=TrainerConfig)
+    sluice: ServiceConfig = msgspec.field(default_factory=ServiceConfig)

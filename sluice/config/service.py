@@ -1,0 +1,180 @@
+"""`sluice.*`: what verl has no key for: services, asynchrony, weight sync, fleet."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from sluice.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
+
+class AsynchronyConfig(Section, frozen=True):
+    """How far generation may run ahead of training."""
+
+    max_staleness: Annotated[
+        NonNegativeInt,
+        Meta(
+            description=(
+                "Versions the oldest token of a trained sample may lag behind; 0: "
+                "synchronous, on-policy."
+            )
+        ),
+    ] = 1
+    on_stale: Annotated[
+        Literal["wait", "drop"],
+        Meta(
+            description=(
+                "wait: a batch waits for groups that would grow stale; drop: they are dropped "
+                "and counted."
+            )
+        ),
+    ] = "wait"
+
+
+class EndpointConfig(Section, frozen=True):
+    """Where a service listens and is found."""
+
+    host: Annotated[str, Meta(description="Interface to listen on.")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="Port to listen on; 0: chosen by the launcher.")] = 0
+    advertise: Annotated[
+        str | None, Meta(description="host:port that peers use; none: host and port above.")
+    ] = None
+
+
+class RolloutServiceConfig(Section, frozen=True):
+    """One replica's own settings."""
+
+    endpoint: EndpointConfig = msgspec.field(default_factory=EndpointConfig)
+    replicas: Annotated[
+        NonNegativeInt, Meta(description="Replicas that the local launcher starts.")
+    ] = 1
+    torch_threads: Annotated[
+        PositiveInt,
+        Meta(description="Threads of the torch engine; more than 1 is slower for tiny models."),
+    ] = 1
+    batch_invariant: Annotated[
+        bool | None,
+        Meta(
+            description=(
+                "Same tokens whatever else runs (fixed shapes, slower); none: on when "
+                "max_staleness is 0."
+            )
+        ),
+    ] = None
+    max_queued: Annotated[
+        PositiveInt, Meta(description="Samples that may wait for a slot before calls are refused.")
+    ] = 4096
+    max_n: Annotated[PositiveInt, Meta(le=1024, description="Most samples in one call.")] = 256
+    device: Annotated[str | None, Meta(description="cpu, cuda or npu; none: what is there.")] = None
+    drain_timeout_s: Annotated[
+        PositiveFloat, Meta(description="Seconds given to running samples at shutdown.")
+    ] = 10.0
+
+
+class RewardServiceConfig(Section, frozen=True):
+    """The reward service's own settings."""
+
+    endpoint: EndpointConfig = msgspec.field(default_factory=EndpointConfig)
+    generate_timeout_s: Annotated[
+        PositiveFloat,
+        Meta(description="Seconds one group may take to generate before it is issued elsewhere."),
+    ] = 600.0
+    max_attempts: Annotated[
+        PositiveInt,
+        Meta(
+            description=(
+                "Times a group's missing samples are generated before it is dropped as failed."
+            )
+        ),
+    ] = 5
+    linger_ms: Annotated[
+        NonNegativeInt, Meta(description="Finished samples wait this long to travel together.")
+    ] = 20
+    inflight_slack: Annotated[
+        PositiveFloat,
+        Meta(
+            description=(
+                "Sequences in flight per slot of the fleet, at most; above 1 keeps slots busy "
+                "between calls."
+            )
+        ),
+    ] = 1.5
+    max_client_pending: Annotated[
+        PositiveInt, Meta(description="Unfinished prompts that clients may have submitted at once.")
+    ] = 65536
+
+
+class TrainerServiceConfig(Section, frozen=True):
+    """The trainer's own settings as a service."""
+
+    endpoint: EndpointConfig = msgspec.field(default_factory=EndpointConfig)
+    torch_threads: Annotated[
+        PositiveInt, Meta(description="Torch threads of each trainer rank on CPU.")
+    ] = 1
+    min_replicas: Annotated[
+        PositiveInt, Meta(description="Replicas that must serve before the first step.")
+    ] = 1
+    replica_wait_timeout_s: Annotated[
+        PositiveFloat, Meta(description="Seconds to wait for min_replicas.")
+    ] = 120.0
+    batch_timeout_s: Annotated[
+        PositiveFloat, Meta(description="Seconds to wait for a train batch without any progress.")
+    ] = 600.0
+    heartbeat_interval_s: Annotated[
+        PositiveFloat, Meta(description="Seconds between a replica's heartbeats.")
+    ] = 1.0
+    replica_ttl_s: Annotated[
+        PositiveFloat,
+        Meta(description="Seconds without a heartbeat after which a replica is dropped."),
+    ] = 6.0
+    command_timeout_s: Annotated[
+        PositiveFloat, Meta(description="Seconds a trainer rank waits for rank 0's next command.")
+    ] = 120.0
+
+
+class WeightsConfig(Section, frozen=True):
+    """Weight transfer."""
+
+    bucket_mb: Annotated[PositiveInt, Meta(description="Largest collective, MiB.")] = 64
+    timeout_s: Annotated[
+        PositiveFloat, Meta(description="Seconds for forming a group, and for each collective.")
+    ] = 30.0
+    probe_timeout_s: Annotated[
+        PositiveFloat, Meta(description="Seconds a replica has to answer after a failed update.")
+    ] = 3.0
+    backend: Annotated[
+        Literal["gloo", "nccl", "hccl"] | None, Meta(description="Collectives; none: by device.")
+    ] = None
+    recompute_kv: Annotated[
+        bool,
+        Meta(
+            description=(
+                "After a swap recompute the cache of running samples with the new weights; "
+                "False keeps the old cache."
+            )
+        ),
+    ] = False
+
+
+class ServiceConfig(Section, frozen=True):
+    """sluice's own keys."""
+
+    run_dir: Annotated[str, Meta(description="Folder for logs, metrics, checkpoints, reports.")] = (
+        "runs/default"
+    )
+    asynchrony: AsynchronyConfig = msgspec.field(default_factory=AsynchronyConfig)
+    rollout: RolloutServiceConfig = msgspec.field(default_factory=RolloutServiceConfig)
+    reward: RewardServiceConfig = msgspec.field(default_factory=RewardServiceConfig)
+    trainer: TrainerServiceConfig = msgspec.field(default_factory=TrainerServiceConfig)
+    weights: WeightsConfig = msgspec.field(default_factory=WeightsConfig)
+    max_message_mb: Annotated[PositiveInt, Meta(description="Largest gRPC message, MiB.")] = 64
+    shutdown_grace_s: Annotated[
+        PositiveFloat, Meta(description="Seconds a service may take to end in order.")
+    ] = 15.0
+    log_level: Annotated[
+        Literal["DEBUG", "INFO", "WARNING", "ERROR"], Meta(description="Least severe log line.")
+    ] = "INFO"

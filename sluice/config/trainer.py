@@ -1,0 +1,55 @@
+"""`trainer.*`: length of the run, checkpoints, validation, loggers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from sluice.config.section import PositiveInt, Section
+
+LoggerName = Literal["console", "jsonl", "tensorboard"]
+
+
+class TrainerConfig(Section, frozen=True):
+    """The run."""
+
+    total_epochs: Annotated[
+        PositiveInt, Meta(description="Passes over the training set, counted in issued prompts.")
+    ] = 30
+    total_training_steps: Annotated[
+        PositiveInt | None,
+        Meta(description="Train batches; none: rows / train_batch_size * total_epochs."),
+    ] = None
+    project_name: Annotated[str, Meta(description="Name for trackers and folders.")] = "sluice"
+    experiment_name: Annotated[str, Meta(description="Name for trackers and folders.")] = "default"
+    logger: Annotated[list[LoggerName], Meta(description="Where metrics go.")] = msgspec.field(
+        default_factory=lambda: ["console", "jsonl"]
+    )
+    default_local_dir: Annotated[
+        str | None, Meta(description="Folder of the checkpoints; none: <run dir>/checkpoints.")
+    ] = None
+    save_freq: Annotated[
+        int, Meta(description="Save every k steps and at the last; <= 0: never.")
+    ] = -1
+    test_freq: Annotated[
+        int, Meta(description="Validate every k steps and at the last; <= 0: never.")
+    ] = -1
+    val_before_train: Annotated[bool, Meta(description="Validate the first weights.")] = True
+    resume_mode: Annotated[
+        Literal["auto", "disable", "resume_path"],
+        Meta(description="Whether to go on from a checkpoint."),
+    ] = "auto"
+    resume_from_path: Annotated[
+        str | None, Meta(description="Folder global_step_N for resume_path.")
+    ] = None
+    max_actor_ckpt_to_keep: Annotated[
+        PositiveInt | None, Meta(description="Older checkpoints are deleted; none: keep all.")
+    ] = None
+    nnodes: Annotated[PositiveInt, Meta(description="Machines of the trainer.")] = 1
+    n_gpus_per_node: Annotated[
+        PositiveInt, Meta(description="Trainer ranks per machine (processes on CPU).")
+    ] = 1
+    device: Annotated[str | None, Meta(description="cpu, cuda or npu; none: what is there.")] = None
+    seed: Annotated[int, Meta(description="Seed of everything random in the trainer.")] = 0

@@ -1,0 +1,107 @@
+"""Reads YAML as version 1.2 does, so that `1e-6` is a number and `12:30` or `on` are strings.
+
+PyYAML follows YAML 1.1, where `1e-6` is a string, `010` is eight, `12:30` is 750, `2026-01-02` is a
+date and `on` is true. Each of these has spoilt runs; only the core schema of YAML 1.2 is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+
+import yaml
+
+from sluice.errors import ConfigError
+
+_NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
+_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_INT = re.compile(r"^(?:[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+)$")
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+# In order: an integer matches the pattern of floats too.
+SCALAR_PATTERNS = (
+    ("tag:yaml.org,2002:null", _NULL),
+    ("tag:yaml.org,2002:bool", _BOOL),
+    ("tag:yaml.org,2002:int", _INT),
+    ("tag:yaml.org,2002:float", _FLOAT),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the scalars of YAML 1.2 and without silent duplicates of keys."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 PyYAML's own form
+
+
+def _construct_scalar(loader: _Loader, node: yaml.ScalarNode) -> object:
+    return parse_scalar(loader.construct_scalar(node))
+
+
+def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Hashable, object]:
+    loader.flatten_mapping(node)
+    mapping: dict[Hashable, object] = {}
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, Hashable):
+            raise yaml.constructor.ConstructorError(
+                None, None, "a key must be a plain word", key_node.start_mark
+            )
+        if key in mapping:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"key {key!r} appears twice in one mapping", key_node.start_mark
+            )
+        mapping[key] = loader.construct_object(value_node, deep=True)
+    return mapping
+
+
+for _tag, _pattern in SCALAR_PATTERNS:
+    _Loader.add_implicit_resolver(_tag, _pattern, None)
+    _Loader.add_constructor(_tag, _construct_scalar)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["<"])
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+
+
+def parse_scalar(text: str) -> object:
+    """The value of a plain word: null, boolean, number or, failing these, the word itself."""
+    if _NULL.match(text):
+        return None
+    if _BOOL.match(text):
+        return text.lower() == "true"
+    if _INT.match(text):
+        digits = text.replace("_", "")
+        return int(digits, 0) if digits[:2] in ("0x", "0o") else int(digits)
+    if _FLOAT.match(text):
+        return float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
+    return text
+
+
+def parse_document(text: str, source: str) -> object:
+    """Parses one YAML document. `source` names it in errors.
+
+    Raises:
+        ConfigError: no YAML, or a key twice in one mapping; names line and column.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(f"{source} is not valid YAML: {where}{error.problem}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not valid YAML: {error}") from error
+
+
+def parse_override_value(text: str, source: str) -> object:
+    """The value on the right of an override.
+
+    Lists, mappings and quoted strings (those that start with a bracket or a quote) are YAML flow
+    values; anything else is one word, taken as it stands, so that `#` and `: ` have no meaning.
+    Nothing at all is the empty string.
+    """
+    if text == "":
+        return ""
+    if text[0] in "[{\"'":
+        return parse_document(text, source)
+    return parse_scalar(text)

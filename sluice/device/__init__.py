@@ -1,0 +1,1 @@
+"""CPU, CUDA and Ascend NPU behind one small protocol."""

@@ -1,0 +1,47 @@
+"""The host processor as a device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from sluice.device.protocol import MemoryInfo
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+class CpuDevice:
+    """The host's memory and cores; collectives over Gloo."""
+
+    name = "cpu"
+    collective_backend = "gloo"
+    visible_devices_variable: str | None = None
+
+    @property
+    def torch_device(self) -> torch.device:
+        """``torch.device("cpu")``."""
+        return torch.device("cpu")
+
+    def set_device(self) -> None:
+        """There is one CPU device; every thread is on it."""
+
+    def synchronize(self) -> None:
+        """CPU kernels are finished when they return."""
+
+    def memory_info(self) -> MemoryInfo:
+        """The host's memory; limits of a container are not taken into account."""
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return MemoryInfo(free_bytes=_available_bytes(default=total), total_bytes=total)
+
+
+def _available_bytes(default: int) -> int:
+    """Linux's estimate of what can be allocated without swapping; elsewhere `default`."""
+    if not _MEMINFO.exists():
+        return default
+    for line in _MEMINFO.read_text(encoding="ascii").splitlines():
+        key, _, value = line.partition(":")
+        if key == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return default

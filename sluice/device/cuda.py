@@ -1,0 +1,56 @@
+"""An NVIDIA GPU (or an AMD one under ROCm, which torch also calls ``cuda``)."""
+
+from __future__ import annotations
+
+import torch
+
+from sluice.device.protocol import MemoryInfo
+from sluice.errors import ConfigError
+
+
+class CudaDevice:
+    """The GPU of the given index among the visible ones; collectives over NCCL.
+
+    Raises:
+        ConfigError: torch finds no GPU, or none of this index.
+    """
+
+    collective_backend = "nccl"
+    visible_devices_variable: str | None = "CUDA_VISIBLE_DEVICES"
+
+    def __init__(self, index: int = 0) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f'device "cuda:{index}": torch {torch.__version__} finds no GPU; install a CUDA '
+                'build of torch and a driver it supports, or set the device to "cpu"'
+            )
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise ConfigError(
+                f'device "cuda:{index}": {count} GPU(s) visible, so the highest is '
+                f'"cuda:{count - 1}"; correct the index or {self.visible_devices_variable}'
+            )
+        self._index = index
+
+    @property
+    def name(self) -> str:
+        """``cuda:N``."""
+        return f"cuda:{self._index}"
+
+    @property
+    def torch_device(self) -> torch.device:
+        """``torch.device("cuda", N)``."""
+        return torch.device("cuda", self._index)
+
+    def set_device(self) -> None:
+        """Make it the calling thread's current device."""
+        torch.cuda.set_device(self._index)
+
+    def synchronize(self) -> None:
+        """Wait for all streams of the GPU."""
+        torch.cuda.synchronize(self._index)
+
+    def memory_info(self) -> MemoryInfo:
+        """As the driver reports it: other processes' memory counts as used."""
+        free, total = torch.cuda.mem_get_info(self._index)
+        return MemoryInfo(free_bytes=free, total_bytes=total)

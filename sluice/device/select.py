@@ -1,0 +1,74 @@
+"""Choosing a device by name, or the best one there is."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import torch
+
+from sluice.device.cpu import CpuDevice
+from sluice.device.cuda import CudaDevice
+from sluice.device.npu import NpuDevice, is_installed
+from sluice.device.protocol import Device
+from sluice.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+_NAME = re.compile(r"(?P<kind>cpu|cuda|npu)(?::(?P<index>\d+))?")
+
+
+def select_device(name: str | None = None) -> Device:
+    """The device called `name`; for ``None`` or ``auto`` the first NPU, else GPU, else the CPU.
+
+    Args:
+        name: ``auto``, ``cpu``, ``cuda``, ``cuda:N``, ``npu`` or ``npu:N``; N counts the visible
+            devices from 0.
+
+    Raises:
+        ConfigError: the name is unknown, or the device cannot be used here.
+    """
+    if name is None or name == "auto":
+        return _detect()
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ConfigError(
+            f'device "{name}": unknown; use "auto", "cpu", "cuda", "cuda:N", "npu" or "npu:N"'
+        )
+    index = int(match["index"] or 0)
+    if match["kind"] == "cuda":
+        return CudaDevice(index)
+    if match["kind"] == "npu":
+        return NpuDevice(index)
+    return CpuDevice()
+
+
+def _detect() -> Device:
+    if is_installed():
+        try:
+            return NpuDevice()
+        except ConfigError as error:
+            _log.warning("torch_npu is installed but not used: %s", error)
+    if torch.cuda.is_available():
+        return CudaDevice()
+    return CpuDevice()
+
+
+def transfer_device(name: str | None, backend: str | None) -> Device:
+    """The device that weights travel from: the trainer's own, or the CPU for ``gloo``.
+
+    Args:
+        name: as for `select_device`.
+        backend: ``sluice.weights.backend``; ``None`` is the device's own.
+
+    Raises:
+        ConfigError: the device has no such backend.
+    """
+    if backend == "gloo":
+        return CpuDevice()
+    device = select_device(name)
+    if backend is not None and backend != device.collective_backend:
+        raise ConfigError(
+            f"sluice.weights.backend={backend}: {device.name} speaks {device.collective_backend}; "
+            "use that, gloo, or leave it out"
+        )
+    return device

@@ -1,0 +1,78 @@
+"""The one exception tree. Domain code raises these; `sluice.rpc.status_codes` maps them to gRPC.
+
+Every message names the thing, its value and the remedy; `DeadlineError` and `PeerError` name the
+peer and the phase.
+"""
+
+from __future__ import annotations
+
+
+class SluiceError(Exception):
+    """Base of all errors sluice raises on purpose."""
+
+
+class ConfigError(SluiceError):
+    """The run configuration is wrong. Names the key path, the value and the remedy."""
+
+
+class DataError(SluiceError):
+    """A data file or row is wrong. Names the file, the row or column, and the remedy."""
+
+
+class InvalidRequestError(SluiceError):
+    """A request breaks the contract of the call; repeating it cannot succeed."""
+
+
+class NotFoundError(SluiceError):
+    """The named batch, replica or prompt is unknown to this process."""
+
+
+class NotReadyError(SluiceError):
+    """The service exists but cannot serve this call in its present state."""
+
+
+class ExhaustedError(SluiceError):
+    """A bound on memory, queue length or outstanding requests was reached."""
+
+
+class BatchUnfillableError(SluiceError):
+    """No train batch can be formed any more (data exhausted, or almost no group is mixed)."""
+
+
+class DeadlineError(SluiceError):
+    """A wait ran out.
+
+    Args:
+        peer: who was waited for.
+        phase: what was waited for.
+        seconds: how long.
+    """
+
+    def __init__(self, peer: str, phase: str, seconds: float, remedy: str = "") -> None:
+        self.peer, self.phase, self.seconds = peer, phase, seconds
+        tail = f"; {remedy}" if remedy else ""
+        super().__init__(f"{peer}: no answer within {seconds:g} s while {phase}{tail}")
+
+
+class PeerError(SluiceError):
+    """Another process failed or vanished during a call."""
+
+    def __init__(self, peer: str, phase: str, detail: str) -> None:
+        self.peer, self.phase, self.detail = peer, phase, detail
+        super().__init__(f"{peer}: failed while {phase}: {detail}")
+
+
+class WeightSyncError(SluiceError):
+    """A weight update could not be proven complete on a peer. Names peer, phase and item."""
+
+    def __init__(self, peer: str, phase: str, detail: str) -> None:
+        self.peer, self.phase, self.detail = peer, phase, detail
+        super().__init__(f"weight sync with {peer} failed in phase {phase}: {detail}")
+
+
+class EngineError(SluiceError):
+    """The inference engine failed while generating."""
+
+
+class CheckpointError(SluiceError):
+    """A checkpoint is missing, incomplete or of another model."""

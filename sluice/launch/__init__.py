@@ -1,0 +1,1 @@
+"""Starting the services as processes. No logic of the loop lives here."""

@@ -1,0 +1,191 @@
+"""Makes everything the quickstart job trains on, once: tokenizer, data, warm-started model.
+
+Consumes nothing but settings and needs no network. A directory that holds a complete set of the
+same settings is used as it is, without importing torch; anything else is made anew in place.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from sluice.quickstart.dataset import write_dataset
+from sluice.quickstart.problems import (
+    ProblemSplit,
+    Task,
+    deal_problems,
+    split_problems,
+    task_named,
+)
+from sluice.quickstart.settings import PrepareSettings, WarmStartSettings
+from sluice.quickstart.stamp import read_facts, remove_stamp, write_stamp
+from sluice.quickstart.tokenizer import encode_dialogue, save_tokenizer, train_tokenizer
+from sluice.quickstart.worked_answers import Dialogue, make_dialogues
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Raise when the same settings come to make other files, so that kept directories are renewed.
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareProgress:
+    """How far the making is; `loss` is the warm start's, in nats a token.
+
+    ``reused`` comes once and alone; otherwise ``data`` once, then ``warm-start`` step by step.
+    """
+
+    stage: Literal["reused", "data", "warm-start"]
+    done: int
+    total: int
+    loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QuickstartFacts:
+    """Numbers found while making the files. Token counts are of the task's own tokenizer.
+
+    `warm_start_loss` is the mean over the last tenth of the steps, in nats a token.
+    """
+
+    num_parameters: int
+    vocabulary_size: int
+    num_train: int
+    num_held_out: int
+    longest_prompt_tokens: int
+    longest_answer_tokens: int
+    warm_start_loss: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class QuickstartAssets:
+    """Where the files are. `model_dir` holds model and tokenizer."""
+
+    task: Task
+    model_dir: Path
+    train_file: Path
+    val_file: Path
+    facts: QuickstartFacts
+    reused: bool
+
+
+def prepare(
+    directory: Path,
+    *,
+    task: str,
+    seed: int,
+    progress: Callable[[PrepareProgress], None],
+    settings: PrepareSettings | None = None,
+) -> QuickstartAssets:
+    """Make `directory`'s model and data set, or find them made.
+
+    Raises:
+        ConfigError: no such task, or sizes that do not fit its problem space.
+    """
+    chosen = task_named(task)
+    sizes = settings or PrepareSettings()
+    stamped = {"format": FORMAT_VERSION, "task": asdict(chosen), "seed": seed, **asdict(sizes)}
+    found = read_facts(directory, stamped)
+    if found is not None:
+        progress(PrepareProgress("reused", 1, 1))
+        return _assets(directory, chosen, QuickstartFacts(**found), reused=True)
+    remove_stamp(directory)
+    facts = _make(directory, chosen, seed, sizes, progress)
+    assets = _assets(directory, chosen, facts, reused=False)
+    files = sorted(path for path in assets.model_dir.iterdir() if path.is_file())
+    write_stamp(directory, stamped, [*files, assets.train_file, assets.val_file], asdict(facts))
+    logger.info("made quickstart files in %s in %.1f s", directory, facts.seconds)
+    return assets
+
+
+def _assets(
+    directory: Path, task: Task, facts: QuickstartFacts, *, reused: bool
+) -> QuickstartAssets:
+    return QuickstartAssets(
+        task=task,
+        model_dir=directory / "model",
+        train_file=directory / "data" / "train.parquet",
+        val_file=directory / "data" / "test.parquet",
+        facts=facts,
+        reused=reused,
+    )
+
+
+def _make(
+    directory: Path,
+    task: Task,
+    seed: int,
+    sizes: PrepareSettings,
+    progress: Callable[[PrepareProgress], None],
+) -> QuickstartFacts:
+    started = time.monotonic()
+    split = split_problems(task, seed, sizes.num_train, sizes.num_held_out)
+    write_dataset(directory / "data" / "train.parquet", split.train, "train")
+    write_dataset(directory / "data" / "test.parquet", split.held_out, "test")
+    wrong_step_rate = sizes.warm_start.wrong_step_rate
+    tokenizer = train_tokenizer(
+        _make_dialogues(
+            task, split, f"{seed}/tokenizer", sizes.num_tokenizer_dialogues, wrong_step_rate
+        )
+    )
+    dialogues = _make_dialogues(
+        task, split, f"{seed}/warm-start", sizes.warm_start.num_dialogues, wrong_step_rate
+    )
+    progress(PrepareProgress("data", 1, 1))
+    num_parameters, loss = _make_model(
+        directory / "model", tokenizer, dialogues, sizes.warm_start, seed, progress
+    )
+    encoded = [encode_dialogue(tokenizer, dialogue) for dialogue in dialogues]
+    return QuickstartFacts(
+        num_parameters=num_parameters,
+        vocabulary_size=tokenizer.get_vocab_size(),
+        num_train=len(split.train),
+        num_held_out=len(split.held_out),
+        longest_prompt_tokens=max(len(prompt) for prompt, _ in encoded),
+        longest_answer_tokens=max(len(answer) for _, answer in encoded),
+        warm_start_loss=loss,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _make_dialogues(
+    task: Task, split: ProblemSplit, stream: str, count: int, wrong_step_rate: float
+) -> tuple[Dialogue, ...]:
+    """Dialogues from a random stream of their own, never with held-out numbers."""
+    held_out_numbers = {problem.numbers for problem in split.held_out}
+    problems = deal_problems(random.Random(stream), task, count, held_out_numbers)
+    return make_dialogues(problems, random.Random(f"{stream}/slips"), wrong_step_rate)
+
+
+def _make_model(
+    directory: Path,
+    tokenizer: Tokenizer,
+    dialogues: tuple[Dialogue, ...],
+    settings: WarmStartSettings,
+    seed: int,
+    progress: Callable[[PrepareProgress], None],
+) -> tuple[int, float]:
+    """Write the warm-started model with its tokenizer; its parameter count and last loss."""
+    # Only here, so that finding everything made costs no import of torch.
+    from sluice.quickstart.model import MAX_POSITIONS, make_model, save_model
+    from sluice.quickstart.warm_start import warm_start
+
+    def report(step: int, total: int, loss: float) -> None:
+        progress(PrepareProgress("warm-start", step, total, loss))
+
+    model = make_model(tokenizer, seed)
+    loss = warm_start(model, tokenizer, dialogues, settings, seed, report)
+    shutil.rmtree(directory, ignore_errors=True)
+    save_model(model, directory)
+    save_tokenizer(tokenizer, directory, MAX_POSITIONS)
+    return model.num_parameters(), loss

@@ -1,0 +1,86 @@
+"""The quickstart tokenizer: byte-level BPE over generated dialogues, each digit its own token.
+
+Saved as a Hugging Face tokenizer directory without importing transformers, so that making text
+data stays light; `AutoTokenizer.from_pretrained` loads it offline.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from sluice.quickstart.worked_answers import Dialogue
+
+PAD_TOKEN = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+
+# The dialogues hold few different words, so training runs out of pairs far below this bound.
+MAX_VOCABULARY = 512
+
+
+def render_prompt(question: str) -> str:
+    """What the chat template makes of one user message with the generation prompt."""
+    return f"{TURN_START}user\n{question}{TURN_END}\n{TURN_START}assistant\n"
+
+
+def train_tokenizer(dialogues: Iterable[Dialogue]) -> Tokenizer:
+    """A byte-level BPE: any text round-trips, and ``17`` is always the tokens ``1`` and ``7``."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=MAX_VOCABULARY,
+        min_frequency=2,
+        special_tokens=[PAD_TOKEN, TURN_START, TURN_END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    texts = (render_prompt(d.problem.question) + d.answer.text for d in dialogues)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_tokens: int) -> None:
+    """Write `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`.
+
+    Args:
+        max_tokens: the model's context length, told to users of the directory.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_tokens,
+        "eos_token": TURN_END,
+        "pad_token": PAD_TOKEN,
+        "clean_up_tokenization_spaces": False,
+    }
+    config_text = json.dumps(config, indent=2) + "\n"
+    (directory / "tokenizer_config.json").write_text(config_text, encoding="utf-8")
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+
+
+def encode_dialogue(tokenizer: Tokenizer, dialogue: Dialogue) -> tuple[list[int], list[int]]:
+    """Token ids of the rendered prompt and of the answer with its end token.
+
+    Encoded apart, as in reinforcement, where the answer is generated behind a fixed prompt.
+    """
+    prompt = tokenizer.encode(render_prompt(dialogue.problem.question)).ids
+    answer = tokenizer.encode(dialogue.answer.text + TURN_END).ids
+    return prompt, answer

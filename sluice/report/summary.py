@@ -1,0 +1,104 @@
+"""The numbers of a finished run, for machines (`summary.json`) and for people."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sluice.errors import DataError
+from sluice.report.run_record import read_run
+
+_FILTERED = ("filtered_all_right", "filtered_all_wrong", "filtered_uniform")
+_DROPPED = ("dropped_stale", "dropped_failed")
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """Tokens are response tokens; `prompts_lost` is what the accounts cannot explain.
+
+    `seconds_total` is the whole command, `seconds_services` from the start of the services to
+    their end, `seconds_dapo` the training steps with all their waits.
+    """
+
+    accuracy_before: float
+    accuracy_after: float
+    seconds_total: float
+    seconds_services: float
+    seconds_dapo: float
+    steps: int
+    generated_tokens: int
+    trained_tokens: int
+    groups_kept: int
+    groups_all_right: int
+    groups_all_wrong: int
+    surplus_discarded: int
+    prompts_submitted: int
+    prompts_trained: int
+    prompts_filtered: int
+    prompts_dropped: int
+    prompts_pending: int
+    prompts_lost: int
+    max_staleness_seen: int
+
+    def as_text(self) -> str:
+        """A few lines for the console."""
+        ratio = self.generated_tokens / max(self.trained_tokens, 1)
+        return (
+            f"held-out accuracy {self.accuracy_before:.3f} -> {self.accuracy_after:.3f} in "
+            f"{self.steps} steps ({self.seconds_dapo:.0f} s of DAPO, "
+            f"{self.seconds_total:.0f} s in all)\n"
+            f"tokens: {self.generated_tokens:,} generated, {self.trained_tokens:,} trained "
+            f"({ratio:.2f} per trained token)\n"
+            f"groups: {self.groups_kept} kept, {self.groups_all_right} all right, "
+            f"{self.groups_all_wrong} all wrong, {self.surplus_discarded} surplus discarded\n"
+            f"prompts: {self.prompts_submitted} submitted = {self.prompts_trained} trained + "
+            f"{self.prompts_filtered} filtered + {self.prompts_dropped} dropped + "
+            f"{self.prompts_pending} pending; {self.prompts_lost} lost\n"
+            f"largest staleness: {self.max_staleness_seen}"
+        )
+
+
+def summarize(run_dir: Path, *, seconds_total: float, seconds_services: float) -> RunSummary:
+    """Adds up a run's record.
+
+    Raises:
+        DataError: the run did not reach its end, or was never validated.
+    """
+    record = read_run(run_dir)
+    accuracies = record.accuracies()
+    if not accuracies:
+        raise DataError(f"{run_dir}/metrics.jsonl: holds no validation; set data.val_files")
+    accounts = record.accounts
+
+    def prompts(*ends: str) -> int:
+        return int(sum(accounts.get(end, 0.0) for end in ends))
+
+    submitted, pending = prompts("submitted"), prompts("pending")
+    trained, filtered, dropped = prompts("trained"), prompts(*_FILTERED), prompts(*_DROPPED)
+    return RunSummary(
+        accuracy_before=accuracies[0].accuracy,
+        accuracy_after=accuracies[-1].accuracy,
+        seconds_total=round(seconds_total, 2),
+        seconds_services=round(seconds_services, 2),
+        seconds_dapo=round(record.total("timing_s/step"), 2),
+        steps=len(record.steps),
+        generated_tokens=int(record.total("train/generated_tokens")),
+        trained_tokens=int(record.total("train/trained_tokens")),
+        groups_kept=int(record.total("train/groups_kept")),
+        groups_all_right=int(record.total("train/groups_all_right")),
+        groups_all_wrong=int(record.total("train/groups_all_wrong")),
+        surplus_discarded=int(record.total("train/surplus_discarded")),
+        prompts_submitted=submitted,
+        prompts_trained=trained,
+        prompts_filtered=filtered,
+        prompts_dropped=dropped,
+        prompts_pending=pending,
+        prompts_lost=submitted - trained - filtered - dropped - pending,
+        max_staleness_seen=int(record.largest("train/staleness_max")),
+    )
+
+
+def write_summary(summary: RunSummary, file: Path) -> None:
+    """Writes one JSON object."""
+    file.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")

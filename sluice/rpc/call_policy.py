@@ -1,0 +1,52 @@
+"""Deadlines and retries of every method, in one table.
+
+Only idempotent methods are retried, and only when the peer was unavailable. A method that enters
+a collective is never retried. Deadlines are set per call; a service-config timeout misbehaves in
+grpcio (upstream issues 34547, 40633).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CallPolicy:
+    """How one method is called.
+
+    Args:
+        deadline_s: seconds for one attempt unless the caller gives its own.
+        attempts: tries in total; above 1 only for idempotent methods.
+        backoff_s: seconds before the second try, doubled before each further one.
+    """
+
+    deadline_s: float
+    attempts: int = 1
+    backoff_s: float = 0.2
+
+
+_QUICK = CallPolicy(deadline_s=5.0, attempts=3)
+
+CALL_POLICIES: dict[str, CallPolicy] = {
+    "RolloutService/Generate": CallPolicy(deadline_s=600.0),
+    "RolloutService/GetStatus": CallPolicy(deadline_s=3.0),
+    "WeightSyncService/JoinGroup": CallPolicy(deadline_s=30.0),
+    "WeightSyncService/StageUpdate": CallPolicy(deadline_s=300.0),
+    "WeightSyncService/CommitUpdate": CallPolicy(deadline_s=60.0, attempts=2),
+    "WeightSyncService/AbortUpdate": CallPolicy(deadline_s=5.0),
+    "RewardService/SubmitPrompts": CallPolicy(deadline_s=86_400.0),
+    "RewardService/TakeBatch": CallPolicy(deadline_s=600.0, attempts=3),
+    "RewardService/AcknowledgeBatch": _QUICK,
+    "RewardService/AnnouncePolicy": _QUICK,
+    "RewardService/Score": CallPolicy(deadline_s=120.0, attempts=2),
+    "RewardService/Evaluate": CallPolicy(deadline_s=1800.0),
+    "RewardService/GetStatus": _QUICK,
+    "TrainerService/RegisterReplica": _QUICK,
+    "TrainerService/Heartbeat": CallPolicy(deadline_s=3.0),
+    "TrainerService/GetStatus": _QUICK,
+    "TrainerService/WatchSteps": CallPolicy(deadline_s=86_400.0),
+    "TrainerService/SaveCheckpoint": CallPolicy(deadline_s=1800.0),
+    "TrainerService/Pause": _QUICK,
+    "TrainerService/Resume": _QUICK,
+    "TrainerService/Stop": _QUICK,
+}

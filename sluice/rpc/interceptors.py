@@ -1,0 +1,102 @@
+"""The server interceptor that turns exceptions into status codes."""
+
+# ruff: noqa: ANN401
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from sluice.errors import SluiceError
+from sluice.rpc.status_codes import code_of
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[..., Any]
+
+
+def _domain_error(error: Exception) -> SluiceError | None:
+    """The error itself, or the first of ours inside a task group's exception group."""
+    if isinstance(error, SluiceError):
+        return error
+    if isinstance(error, ExceptionGroup):
+        found = (_domain_error(inner) for inner in error.exceptions)
+        return next((inner for inner in found if inner is not None), None)
+    return None
+
+
+async def _abort(context: Any, method: str, error: Exception) -> None:
+    known = _domain_error(error)
+    if known is not None:
+        await context.abort(code_of(known), str(known))
+    logger.error("%s: unexpected %s", method, type(error).__name__, exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, f"internal error in {method}; see its log")
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Maps domain errors through the table; anything else becomes an opaque INTERNAL."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wraps the handler of one call."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        return _wrapped(handler, handler_call_details.method)
+
+
+def _wrapped(handler: Any, method: str) -> Any:
+    if handler.response_streaming:
+        inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
+        build = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.request_streaming
+            else grpc.unary_stream_rpc_method_handler
+        )
+        guard = _guard_stream if inspect.isasyncgenfunction(inner) else _guard_unary
+        behaviour: Handler = guard(inner, method)
+    else:
+        inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
+        build = (
+            grpc.stream_unary_rpc_method_handler
+            if handler.request_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
+        behaviour = _guard_unary(inner, method)
+    return build(
+        behaviour,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+def _guard_unary(inner: Handler, method: str) -> Handler:
+    async def guarded(request: Any, context: Any) -> Any:
+        try:
+            return await inner(request, context)
+        except (grpc.aio.AbortError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # noqa: BLE001  the boundary where errors become statuses
+            return await _abort(context, method, error)
+
+    return guarded
+
+
+def _guard_stream(inner: Handler, method: str) -> Handler:
+    async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async for message in inner(request, context):
+                yield message
+        except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):
+            raise
+        except Exception as error:  # noqa: BLE001  the boundary where errors become statuses
+            await _abort(context, method, error)
+
+    return guarded

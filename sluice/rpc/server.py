@@ -1,0 +1,119 @@
+"""A gRPC server with health, reflection, limits and a clear answer to a port in use."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+from collections.abc import Callable, Sequence
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from sluice.errors import ConfigError
+from sluice.rpc.channel import message_limits
+from sluice.rpc.interceptors import ErrorInterceptor
+
+logger = logging.getLogger(__name__)
+
+Registration = Callable[[grpc.aio.Server], None]
+
+
+class RpcServer:
+    """One listening server.
+
+    Args:
+        registrations: functions that add the service's servicers to the server.
+        service_names: full names for health and reflection.
+        host: interface to listen on.
+        port: 0 lets the system choose.
+        max_message_bytes: largest message either way.
+    """
+
+    def __init__(
+        self,
+        registrations: Sequence[Registration],
+        service_names: Sequence[str],
+        *,
+        host: str,
+        port: int,
+        max_message_bytes: int,
+    ) -> None:
+        self._host, self._wanted_port = host, port
+        self._service_names = tuple(service_names)
+        self._server = grpc.aio.server(
+            interceptors=(ErrorInterceptor(),),
+            options=[
+                *message_limits(max_message_bytes),
+                ("grpc.so_reuseport", 0),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+            ],
+        )
+        for register in registrations:
+            register(self._server)
+        self._health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            (*self._service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME), self._server
+        )
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        """host:port of the bound socket."""
+        return f"{self._host}:{self.port}"
+
+    async def start(self, *, serving: bool = True) -> None:
+        """Binds and serves.
+
+        Raises:
+            ConfigError: the port is taken or the interface does not exist.
+        """
+        _check_bindable(self._host, self._wanted_port)
+        try:
+            self.port = self._server.add_insecure_port(f"{self._host}:{self._wanted_port}")
+        except RuntimeError as error:
+            raise _in_use(self._host, self._wanted_port) from error
+        if self.port == 0:
+            raise _in_use(self._host, self._wanted_port)
+        await self._server.start()
+        await self.set_serving(serving=serving)
+        logger.info("listening on %s", self.address)
+
+    async def set_serving(self, *, serving: bool) -> None:
+        """What health checks answer, for the whole server and each of its services."""
+        states = health_pb2.HealthCheckResponse
+        status = states.SERVING if serving else states.NOT_SERVING
+        for name in ("", *self._service_names):
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, lets running ones end for `grace_s` seconds, then cancels them."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+def _check_bindable(host: str, port: int) -> None:
+    """Binding says why it fails; grpc's own message does not."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise _in_use(host, port) from error
+            raise ConfigError(
+                f"host {host}, port {port}: cannot listen there ({error.strerror}); "
+                "use an address of this machine"
+            ) from error
+
+
+def _in_use(host: str, port: int) -> ConfigError:
+    return ConfigError(
+        f"port {port} on {host} is in use; end the process that holds it, or set another port "
+        "(0 lets the system choose)"
+    )

@@ -1,0 +1,295 @@
+"""The values that flow through the loop, one frozen type per stage.
+
+``Prompt -> Rollout / RolloutGroup -> GradedGroup -> TrainBatch``: a value exists only when all of
+its fields exist. Arrays are NumPy, one-dimensional, and are never written to after construction.
+
+Shapes: ``[tokens]`` counts response tokens unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.uint32]
+Logprobs = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a chat prompt; `role` is ``system``, ``user`` or ``assistant``."""
+
+    role: str
+    content: str
+
+
+class PromptOrigin(StrEnum):
+    """Who put a prompt into the loop."""
+
+    DATASET = "dataset"
+    CLIENT = "client"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A task to sample responses for, as read from a data set or submitted by a client.
+
+    `sequence` numbers prompts in the order of issue (0-based, unique in one run of the reward
+    service): batches are assembled oldest first by it, and sampling seeds are derived from it.
+    `position` is the 0-based position in the stream of data-set draws (epoch after epoch), or
+    ``None`` for a client's prompt.
+    """
+
+    prompt_id: str
+    sequence: int
+    messages: tuple[ChatMessage, ...]
+    data_source: str
+    ground_truth: str
+    origin: PromptOrigin
+    position: int | None
+    extra_info: Mapping[str, object] = field(default_factory=dict)
+
+
+class FinishReason(StrEnum):
+    """Why a sample ended. ``ABORTED`` samples are partial and never graded."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Response tokens ``[start, end)`` were drawn by policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingParams:
+    """How to draw tokens. The behaviour logprob is taken of the distribution these define.
+
+    `top_p` = 1 and `top_k` = -1 mean off; `temperature` = 0 is greedy (logprobs are then those of
+    temperature 1). `seed` fixes sample *i*'s randomness independently of batching.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    seed: int
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """One sampled response.
+
+    Raises:
+        ValueError: lengths differ, or the version spans do not tile ``[0, tokens)`` in order.
+    """
+
+    sample_index: int
+    token_ids: TokenIds  # [tokens]
+    behavior_logprobs: Logprobs  # [tokens], natural log
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.token_ids.shape != self.behavior_logprobs.shape or self.token_ids.ndim != 1:
+            raise ValueError(
+                f"rollout {self.sample_index}: {self.token_ids.shape} token ids against "
+                f"{self.behavior_logprobs.shape} behavior logprobs"
+            )
+        cursor = 0
+        for span in self.version_spans:
+            if span.start != cursor or span.end <= span.start:
+                raise ValueError(f"rollout {self.sample_index}: version spans leave gaps: {span}")
+            cursor = span.end
+        if cursor != self.token_ids.size:
+            raise ValueError(
+                f"rollout {self.sample_index}: version spans cover {cursor} of "
+                f"{self.token_ids.size} tokens"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Response length in tokens, the stop token included."""
+        return int(self.token_ids.size)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The version that drew the oldest token; ``None`` for an empty response."""
+        return min((span.version for span in self.version_spans), default=None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutGroup:
+    """All n samples of one prompt, in order of `sample_index`."""
+
+    prompt: Prompt
+    prompt_token_ids: TokenIds  # [prompt tokens]
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Sum of response lengths."""
+        return sum(rollout.num_tokens for rollout in self.rollouts)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version that drew any token of the group.
+
+        Raises:
+            ValueError: no rollout holds a token.
+        """
+        versions = [v for v in (r.oldest_version for r in self.rollouts) if v is not None]
+        if not versions:
+            raise ValueError(f"group {self.prompt.prompt_id} holds no tokens")
+        return min(versions)
+
+
+class FailureKind(StrEnum):
+    """Why a sample has no score. None of these ever becomes a number."""
+
+    UNSCORABLE = "unscorable"
+    SCORER_TIMEOUT = "scorer_timeout"
+    SCORER_CRASH = "scorer_crash"
+    ENGINE_ERROR = "engine_error"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A sample's grade.
+
+    `score` is the scorer's number; `reward` adds shaping (overlong penalty) and is what
+    advantages are computed from; `metrics` are the scorer's further numbers (`acc`, ...).
+    """
+
+    score: float
+    reward: float
+    metrics: Mapping[str, float]
+    prediction: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A sample that could not be graded, with the reason."""
+
+    kind: FailureKind
+    detail: str
+
+
+Outcome = Scored | Failed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradedGroup:
+    """A group with exactly one outcome per rollout."""
+
+    group: RolloutGroup
+    outcomes: tuple[Outcome, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.outcomes) != len(self.group.rollouts):
+            raise ValueError(
+                f"group {self.group.prompt.prompt_id}: {len(self.outcomes)} outcomes for "
+                f"{len(self.group.rollouts)} rollouts"
+            )
+
+    @property
+    def scored(self) -> tuple[Scored, ...]:
+        """The outcomes that carry a number."""
+        return tuple(o for o in self.outcomes if isinstance(o, Scored))
+
+
+class PromptEnd(StrEnum):
+    """How an accepted prompt ended (invariant 1): exactly one of these, or it is pending."""
+
+    TRAINED = "trained"
+    FILTERED_ALL_RIGHT = "filtered_all_right"
+    FILTERED_ALL_WRONG = "filtered_all_wrong"
+    FILTERED_UNIFORM = "filtered_uniform"
+    DROPPED_STALE = "dropped_stale"
+    DROPPED_FAILED = "dropped_failed"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainGroup:
+    """One prompt's samples as the optimizer sees them: every sample is scored."""
+
+    prompt_id: str
+    prompt_token_ids: TokenIds  # [prompt tokens]
+    rollouts: tuple[Rollout, ...]
+    scores: tuple[Scored, ...]
+    data_source: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataProgress:
+    """Where the data-set stream stands: every draw below `low_water` ended, and those listed.
+
+    `ended_above` are positions >= `low_water` that ended too. Resuming issues all others.
+    """
+
+    low_water: int
+    ended_above: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainBatch:
+    """`train_batch_size` kept groups, leased to the trainer under `batch_id`."""
+
+    batch_id: str
+    policy_version: int
+    groups: tuple[TrainGroup, ...]
+    progress: DataProgress
+    statistics: Mapping[str, float]  # counters and gauges of the interval since the last batch
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype (torch name without ``torch.``) and shape of one weight on the wire."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferGroupSpec:
+    """One epoch of a weight-transfer group: everything a member needs to join it.
+
+    `rank` 0 is the trainer (sender). `bucket_bytes` bounds one collective; `timeout_s` bounds the
+    formation and each collective.
+    """
+
+    epoch: int
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    backend: str
+    bucket_bytes: int
+    timeout_s: float
+    tensors: tuple[TensorSpec, ...]
+    plan_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaInfo:
+    """A rollout replica as the trainer knows it. `incarnation` is new at each process start."""
+
+    name: str
+    incarnation: str
+    address: str
+    slots: int

@@ -1,0 +1,131 @@
+"""Process groups that stand alone: not torch's default group, not registered anywhere.
+
+A process can hold any number of them, drop one and build the next; `init_process_group` allows
+neither. Groups of Gloo, NCCL and HCCL are made here and used the same way everywhere else.
+
+By torch's default a timeout of NCCL ends the process. Launchers set
+``TORCH_NCCL_ASYNC_ERROR_HANDLING=2`` (HCCL: ``HCCL_ASYNC_ERROR_HANDLING``) for processes that
+must outlive their transfer groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, _DistributedBackendOptions
+
+from sluice.errors import ConfigError
+
+
+class Work(Protocol):
+    """A collective that was started."""
+
+    def is_completed(self) -> bool:
+        """Whether it ended, well or not."""
+        ...
+
+    def wait(self) -> bool:
+        """Raise ``RuntimeError`` if it failed; returns at once when it is completed."""
+        ...
+
+
+class ProcessGroup(Protocol):
+    """The part of torch's backends that a transfer needs."""
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: dist.BroadcastOptions) -> Work:
+        """Start a broadcast of one tensor on the group's device."""
+        ...
+
+    def abort(self) -> None:
+        """Free a communicator that hangs (NCCL, HCCL); Gloo ignores it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """One process's place in a group.
+
+    `local_address` is the address of this host that the other members can reach. `timeout_s`
+    bounds the formation and is the group's default for operations.
+    """
+
+    store: Store
+    rank: int
+    world_size: int
+    timeout_s: float
+    local_address: str
+    device: torch.device
+
+    @property
+    def timeout(self) -> timedelta:
+        """`timeout_s` as torch wants it."""
+        return timedelta(seconds=self.timeout_s)
+
+
+def create_process_group(backend: str, membership: Membership) -> ProcessGroup:
+    """Construct a group; blocks until all members do the same or the timeout passes.
+
+    Raises:
+        ConfigError: the backend is unknown or not in this build of torch.
+        RuntimeError: torch's, when a member is missing or a connection fails.
+    """
+    if backend not in _FACTORIES:
+        raise ConfigError(
+            f'collective backend "{backend}": unknown; use one of {", ".join(sorted(_FACTORIES))}'
+        )
+    return _FACTORIES[backend](membership)
+
+
+def _gloo(membership: Membership) -> ProcessGroup:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
+    # Bound to the address that reaches the rendezvous: Gloo's own choice is what the host's name
+    # resolves to, which on many machines and containers is not reachable or not loopback.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=membership.local_address)]
+    options._timeout = membership.timeout
+    options._threads = 2
+    group = dist.ProcessGroupGloo(membership.store, membership.rank, membership.world_size, options)
+    return cast("ProcessGroup", group)
+
+
+def _nccl(membership: Membership) -> ProcessGroup:
+    if not dist.is_nccl_available():
+        raise ConfigError(
+            f'collective backend "nccl": torch {torch.__version__} is built without NCCL; install '
+            'a CUDA build, or use the device "cpu" with "gloo"'
+        )
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = membership.timeout
+    group = dist.ProcessGroupNCCL(membership.store, membership.rank, membership.world_size, options)
+    # Otherwise the communicator is only created by the first collective, and a missing member
+    # would show there instead of in the formation.
+    group.eager_connect_single_device(membership.device)
+    return cast("ProcessGroup", group)
+
+
+def _hccl(membership: Membership) -> ProcessGroup:
+    plugin = dist.Backend._plugins.get("HCCL")
+    if plugin is None:
+        raise ConfigError(
+            'collective backend "hccl": not registered with torch; load torch_npu (device "npu") '
+            "before forming the group"
+        )
+    options = _DistributedBackendOptions()
+    options.store = membership.store
+    options.group_rank = membership.rank
+    options.group_size = membership.world_size
+    options.timeout = membership.timeout
+    options.group_id = "sluice-weights"
+    options.global_ranks_in_group = list(range(membership.world_size))
+    return cast("ProcessGroup", plugin.creator_fn(options, None))
+
+
+_FACTORIES: dict[str, Callable[[Membership], ProcessGroup]] = {
+    "gloo": _gloo,
+    "nccl": _nccl,
+    "hccl": _hccl,
+}

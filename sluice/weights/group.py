@@ -1,0 +1,204 @@
+"""The transfer group of one epoch: formed once, used until its first failure, never repaired.
+
+Consumes: a `TransferGroupSpec`; then buckets, in the order of the plan, the same on all ranks.
+Waits for: all members (formation), then each collective; every wait is polled.
+Unblocked by: completion, the spec's timeout, the caller's stop event, `abandon`.
+On failure: the group is abandoned. Its owner thread destroys it, which may take as long as the
+    pending operation's timeout; meanwhile that operation may still read and write its buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from sluice.device.protocol import Device
+from sluice.errors import DeadlineError, NotReadyError, WeightSyncError
+from sluice.types import TransferGroupSpec
+from sluice.weights import rendezvous
+from sluice.weights.backend import Membership, ProcessGroup, Work, create_process_group
+from sluice.weights.owner_thread import OwnerThread, StopReason
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+SENDER_NAME = "trainer"
+"""Rank 0 in errors."""
+
+_GRACE_S = 1.0
+_POLL_MIN_S = 0.0001
+_POLL_MAX_S = 0.001
+
+
+class TransferGroup:
+    """One epoch's process group, in which rank 0 sends.
+
+    `form`, `run` and `abandon` may be called from any thread; `post` and `settle` only inside a
+    call that `run` executes, that is in the group's owner thread.
+
+    Args:
+        names: who each rank is, for errors.
+    """
+
+    def __init__(self, spec: TransferGroupSpec, names: Mapping[int, str], device: Device) -> None:
+        self.spec = spec
+        self.device = device
+        self._names = names
+        self._owner = OwnerThread(f"weights-epoch-{spec.epoch}")
+        self._lock = threading.Lock()
+        self._process_group: ProcessGroup | None = None
+        self._abandoned: str | None = None
+
+    @property
+    def peers(self) -> str:
+        """The other members, for errors: a failed collective does not tell which one failed."""
+        others = [name for rank, name in sorted(self._names.items()) if rank != self.spec.rank]
+        return ", ".join(others)
+
+    @property
+    def is_usable(self) -> bool:
+        """Formed, and not abandoned."""
+        return self._process_group is not None and self._abandoned is None
+
+    def form(self, should_stop: threading.Event) -> None:
+        """Join the other members. Blocks up to the spec's timeout.
+
+        Raises:
+            DeadlineError: members did not come; names them.
+            WeightSyncError: the formation failed or was stopped.
+        """
+        phase = f"forming the transfer group of epoch {self.spec.epoch}"
+        self.run(
+            lambda: self._construct(phase, self._stop_reason(should_stop)),
+            phase,
+            self.spec.timeout_s,
+            should_stop,
+        )
+
+    def run(
+        self,
+        call: Callable[[], _T],
+        phase: str,
+        timeout_s: float,
+        should_stop: threading.Event,
+    ) -> _T:
+        """Run `call` in the owner thread; if it fails in any way, abandon the group.
+
+        Raises:
+            NotReadyError: the group was abandoned before.
+            DeadlineError: `call` did not end within `timeout_s` (and a grace of a second).
+            WeightSyncError: see `settle`; also when `should_stop` is set.
+        """
+        if self._abandoned is not None:
+            raise NotReadyError(
+                f"the transfer group of epoch {self.spec.epoch} was abandoned "
+                f"({self._abandoned}); form a new epoch"
+            )
+        try:
+            return self._owner.run(
+                call,
+                timeout_s=timeout_s + _GRACE_S,
+                stop_reason=self._stop_reason(should_stop),
+                peer=self.peers,
+                phase=phase,
+            )
+        except BaseException as error:
+            self.abandon(f"{type(error).__name__} while {phase}")
+            raise
+
+    def post(self, wire: torch.Tensor) -> Work:
+        """Start the broadcast of one bucket: uint8 on the group's device. Does not block."""
+        if self._process_group is None:
+            raise NotReadyError(f"the transfer group of epoch {self.spec.epoch} is not formed")
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = timedelta(seconds=self.spec.timeout_s)
+        try:
+            return self._process_group.broadcast([wire], options)
+        except RuntimeError as error:
+            raise WeightSyncError(self.peers, "starting a collective", _summary(error)) from error
+
+    def settle(self, work: Work, phase: str, item: str, should_stop: threading.Event) -> None:
+        """Wait until a started broadcast ended.
+
+        Raises:
+            WeightSyncError: it failed, made no progress within the timeout, or was stopped.
+                Names the peers, any of which may be the cause, and the bucket.
+        """
+        deadline = time.monotonic() + self.spec.timeout_s + _GRACE_S / 2
+        stop_reason = self._stop_reason(should_stop)
+        pause = _POLL_MIN_S
+        while not work.is_completed():
+            if reason := stop_reason():
+                raise WeightSyncError(self.peers, phase, f"{reason}, at {item}")
+            if time.monotonic() > deadline:
+                detail = f"{item} did not end within {self.spec.timeout_s:g} s"
+                raise WeightSyncError(self.peers, phase, detail)
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_MAX_S)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise WeightSyncError(self.peers, phase, f"{item}: {_summary(error)}") from error
+
+    def abandon(self, reason: str) -> None:
+        """Give the group up. Returns at once; repeating it is harmless.
+
+        A call in progress fails soon after. The group is destroyed in its owner thread.
+        """
+        with self._lock:
+            if self._abandoned is not None:
+                return
+            self._abandoned = reason
+        _log.info("weights: leaving epoch %d: %s", self.spec.epoch, reason)
+        self._owner.retire(self._dispose, within_s=2 * self.spec.timeout_s + _GRACE_S)
+
+    def _stop_reason(self, should_stop: threading.Event) -> StopReason:
+        return lambda: (
+            self._abandoned or ("stopped by the caller" if should_stop.is_set() else None)
+        )
+
+    def _construct(self, phase: str, stop_reason: StopReason) -> None:
+        spec = self.spec
+        deadline = time.monotonic() + spec.timeout_s
+        self.device.set_device()
+        try:
+            address = rendezvous.reach(spec.host, spec.port, phase, spec.timeout_s)
+            store = rendezvous.connect(spec.host, spec.port, spec.epoch, spec.timeout_s)
+            rendezvous.gather(store, spec, self._names, deadline, stop_reason)
+            self._process_group = create_process_group(
+                spec.backend,
+                Membership(
+                    store=store,
+                    rank=spec.rank,
+                    world_size=spec.world_size,
+                    timeout_s=spec.timeout_s,
+                    local_address=address,
+                    device=self.device.torch_device,
+                ),
+            )
+        except dist.DistStoreError as error:
+            raise DeadlineError(self.peers, phase, spec.timeout_s, _summary(error)) from error
+        except RuntimeError as error:
+            raise WeightSyncError(self.peers, phase, _summary(error)) from error
+
+    def _dispose(self) -> None:
+        group, self._process_group = self._process_group, None
+        if group is not None and self.spec.backend != "gloo":
+            # A device kernel that waits for a lost peer spins for ever unless it is aborted.
+            group.abort()
+
+
+def _summary(error: RuntimeError) -> str:
+    """The first line of torch's message, without the source location it begins with."""
+    line = str(error).strip().partition("\n")[0]
+    location, bracket, text = line.partition("] ")
+    return text if bracket and location.startswith("[/") else line

@@ -1,0 +1,184 @@
+"""How weights lie on the wire: one stream of bytes, cut into buckets, the same on both ends.
+
+The stream holds the tensors in their given order, each starting at a multiple of 16 bytes, with
+zeros between them. A bucket is one collective: a slice of the stream. Buckets end at the border
+of a tensor where they can; only a tensor larger than a bucket is split. Memory laid out like the
+stream (`sluice.weights.buffer`) is therefore sent and received without any copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from sluice.errors import InvalidRequestError
+from sluice.types import TensorSpec
+from sluice.weights.dtypes import dtype_name, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGNMENT_BYTES = 16
+MIN_BUCKET_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes ``[tensor_start, tensor_start + num_bytes)`` of one tensor inside one bucket.
+
+    `tensor` indexes the plan's tensors; `bucket_start` is the offset in the bucket.
+    """
+
+    tensor: int
+    tensor_start: int
+    bucket_start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Bytes ``[start, stop)`` of the stream, moved by one collective."""
+
+    index: int
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the collective in bytes."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """The layout both ends agree on. Depends on nothing but its arguments.
+
+    `offsets` and `sizes` are in bytes of the stream, one per tensor; `total_bytes` is the
+    stream's length, padding included.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    bucket_bytes: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    total_bytes: int
+    buckets: tuple[Bucket, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex blake2b-128 over names, dtypes, shapes and the cuts between buckets."""
+        layout = {
+            "tensors": [[spec.name, spec.dtype, list(spec.shape)] for spec in self.tensors],
+            "buckets": [[bucket.start, bucket.stop] for bucket in self.buckets],
+        }
+        encoded = json.dumps(layout, separators=(",", ":")).encode()
+        return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+
+
+def tensor_specs(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], wire_dtype: torch.dtype | None = None
+) -> tuple[TensorSpec, ...]:
+    """Describe tensors as they will travel, in the given order.
+
+    Args:
+        named_tensors: without tied duplicates.
+        wire_dtype: what floating-point tensors are converted to; ``None`` keeps each dtype.
+            Other tensors always keep theirs.
+    """
+    return tuple(
+        TensorSpec(
+            name=name,
+            dtype=dtype_name(
+                wire_dtype
+                if wire_dtype is not None and tensor.is_floating_point()
+                else tensor.dtype
+            ),
+            shape=tuple(tensor.shape),
+        )
+        for name, tensor in named_tensors
+    )
+
+
+def plan_transfer(tensors: Sequence[TensorSpec], bucket_bytes: int) -> TransferPlan:
+    """Lay tensors out on the wire.
+
+    Args:
+        tensors: in the order of the wire; names are unique (tied weights are listed once).
+        bucket_bytes: largest collective, a multiple of 16 and at least 4096.
+
+    Raises:
+        InvalidRequestError: no tensors, a repeated name, an unknown dtype, a negative dimension
+            or a bucket size that is not allowed.
+    """
+    _check(tensors, bucket_bytes)
+    sizes = tuple(_num_bytes(spec) for spec in tensors)
+    offsets: list[int] = []
+    cursor = 0
+    for size in sizes:
+        offsets.append(_align(cursor))
+        cursor = offsets[-1] + size
+    return TransferPlan(
+        tensors=tuple(tensors),
+        bucket_bytes=bucket_bytes,
+        offsets=tuple(offsets),
+        sizes=sizes,
+        total_bytes=cursor,
+        buckets=tuple(_buckets(offsets, sizes, bucket_bytes)),
+    )
+
+
+def _check(tensors: Sequence[TensorSpec], bucket_bytes: int) -> None:
+    if bucket_bytes < MIN_BUCKET_BYTES or bucket_bytes % ALIGNMENT_BYTES:
+        raise InvalidRequestError(
+            f"bucket_bytes = {bucket_bytes}: must be a multiple of {ALIGNMENT_BYTES} and at least "
+            f"{MIN_BUCKET_BYTES}"
+        )
+    if not tensors:
+        raise InvalidRequestError("tensors: empty; a transfer needs at least one weight")
+    seen: set[str] = set()
+    for spec in tensors:
+        if spec.name in seen:
+            raise InvalidRequestError(
+                f"tensors: {spec.name} is listed twice; send tied weights once"
+            )
+        seen.add(spec.name)
+        if any(size < 0 for size in spec.shape):
+            raise InvalidRequestError(f"tensors: {spec.name} has shape {spec.shape}")
+
+
+def _num_bytes(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * torch_dtype(spec.dtype).itemsize
+
+
+def _align(offset: int) -> int:
+    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _buckets(offsets: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> Iterator[Bucket]:
+    """Cut the stream. The cut before a tensor that no longer fits keeps that tensor whole."""
+    index, start = 0, 0
+    pieces: list[Piece] = []
+    stop = 0
+    for tensor, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if size == 0:
+            continue
+        done = 0
+        if pieces and offset + size - start > bucket_bytes:
+            yield Bucket(index, start, offset, tuple(pieces))
+            index, start, pieces = index + 1, offset, []
+        while done < size:
+            length = min(size - done, start + bucket_bytes - offset - done)
+            pieces.append(Piece(tensor, done, offset + done - start, length))
+            done += length
+            stop = offset + done
+            if done < size:
+                yield Bucket(index, start, stop, tuple(pieces))
+                index, start, pieces = index + 1, stop, []
+    if pieces:
+        yield Bucket(index, start, stop, tuple(pieces))

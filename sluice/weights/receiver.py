@@ -1,0 +1,217 @@
+"""A replica's end of the weight wire.
+
+Consumes: the spec of an epoch, then versions. Produces: each version complete in staging memory,
+proven by the sender's digest; live weights are never touched here.
+Waits for: the other members at `join`, each collective at `stage`.
+Unblocked by: completion, the epoch's timeout, `abort`, a new `join`.
+On failure: the epoch is over and what was staged is thrown away; the replica goes on serving.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sluice.device.protocol import Device
+from sluice.errors import InvalidRequestError, NotReadyError, WeightSyncError
+from sluice.types import TransferGroupSpec
+from sluice.weights.buffer import WeightBuffer
+from sluice.weights.group import SENDER_NAME, TransferGroup
+from sluice.weights.plan import TransferPlan, plan_transfer
+from sluice.weights.trailer import Trailer
+from sluice.weights.transfer import (
+    DirectLane,
+    Lane,
+    UnpackingLane,
+    broadcast_buckets,
+    receive_trailer,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedWeights:
+    """One version, complete and proven.
+
+    `digest` was computed from `buffer` and equals the sender's. `received_bytes` counts padding;
+    `seconds` run from the request to the last byte. The memory belongs to the caller until it is
+    given back by `WeightReceiver.recycle`.
+    """
+
+    version: int
+    digest: str
+    buffer: WeightBuffer
+    received_bytes: int
+    seconds: float
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The weights on the CPU, by checkpoint name: views of the staging memory."""
+        return self.buffer.tensors
+
+
+class WeightReceiver:
+    """Rank 1 or higher in each epoch's group.
+
+    `join` and `stage` block; call them from one thread at a time. `abort` works from any thread.
+
+    Args:
+        device: where collectives run; its backend must be the spec's.
+        expected_shapes: shapes of the weights the engine has, by checkpoint name; a spec with
+            others is refused. ``None`` accepts any.
+    """
+
+    def __init__(
+        self, device: Device, expected_shapes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
+        self._device = device
+        self._expected_shapes = expected_shapes
+        self._group: TransferGroup | None = None
+        self._plan: TransferPlan | None = None
+        self._spare: WeightBuffer | None = None
+        self._staging = threading.Lock()
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that can be received from; ``None`` if there is none."""
+        group = self._group
+        return group.spec.epoch if group is not None and group.is_usable else None
+
+    def join(self, spec: TransferGroupSpec) -> str:
+        """Leave any earlier epoch and enter this one; blocks until every member did.
+
+        Returns:
+            The plan's digest, as computed here.
+
+        Raises:
+            InvalidRequestError: a spec that contradicts itself or this replica's device or model.
+            WeightSyncError: the plan's digest differs (nothing was joined, no byte moved), or the
+                formation failed.
+            DeadlineError: members did not come in time; names their ranks.
+        """
+        plan = self._accept(spec)
+        self.abort(f"epoch {spec.epoch} begins")
+        ranks = {rank: f"rank {rank}" for rank in range(1, spec.world_size)}
+        group = TransferGroup(spec, {0: SENDER_NAME, **ranks}, self._device)
+        self._group, self._plan = group, plan
+        group.form(threading.Event())
+        return plan.digest
+
+    def stage(self, version: int) -> StagedWeights:
+        """Receive one version. Repeatable in one epoch.
+
+        Raises:
+            NotReadyError: there is no formed group, or another version is being staged.
+            WeightSyncError: a collective failed or was aborted, or the trailer does not fit what
+                was asked for and received. The epoch is then over.
+            DeadlineError: the whole took longer than all its collectives may together.
+        """
+        if not self._staging.acquire(blocking=False):
+            raise NotReadyError(f"version {version}: another version is being staged; abort it")
+        try:
+            return self._stage(version)
+        finally:
+            self._staging.release()
+
+    def recycle(self, staged: StagedWeights) -> None:
+        """Give staging memory back for a later version; its tensors must not be used again."""
+        self._spare = staged.buffer
+
+    def abort(self, reason: str) -> None:
+        """Leave the epoch, if any. Returns at once; a call in progress fails soon."""
+        if self._group is not None:
+            self._group.abandon(reason)
+
+    def close(self) -> None:
+        """Leave the epoch and drop spare memory."""
+        self.abort("the receiver is closed")
+        self._spare = None
+
+    def _accept(self, spec: TransferGroupSpec) -> TransferPlan:
+        if not 1 <= spec.rank < spec.world_size:
+            raise InvalidRequestError(
+                f"rank {spec.rank} of {spec.world_size}: a receiver's rank is 1 to world_size - 1"
+            )
+        if spec.backend != self._device.collective_backend:
+            raise InvalidRequestError(
+                f'backend "{spec.backend}": this replica receives on {self._device.name} over '
+                f'"{self._device.collective_backend}"; configure both ends for the same backend'
+            )
+        plan = plan_transfer(spec.tensors, spec.bucket_bytes)
+        if plan.digest != spec.plan_digest:
+            raise WeightSyncError(
+                SENDER_NAME,
+                f"joining epoch {spec.epoch}",
+                f"its plan digest is {spec.plan_digest}, computed here {plan.digest}; run the "
+                "same version of sluice on both ends",
+            )
+        self._check_shapes(plan)
+        return plan
+
+    def _check_shapes(self, plan: TransferPlan) -> None:
+        if self._expected_shapes is None:
+            return
+        offered = {spec.name: spec.shape for spec in plan.tensors}
+        different = sorted(
+            name
+            for name in offered.keys() | self._expected_shapes.keys()
+            if offered.get(name) != self._expected_shapes.get(name)
+        )
+        if different:
+            first = different[0]
+            raise InvalidRequestError(
+                f"{len(different)} weights differ from this replica's model, the first is {first}: "
+                f"offered {offered.get(first)}, expected {self._expected_shapes.get(first)}; give "
+                "trainer and replicas the same model"
+            )
+
+    def _stage(self, version: int) -> StagedWeights:
+        group, plan = self._group, self._plan
+        if group is None or plan is None:
+            raise NotReadyError(f"version {version}: no epoch was joined")
+        phase = f"receiving version {version} in epoch {group.spec.epoch}"
+        started = time.monotonic()
+        # Local until it is complete: after a failure the abandoned operation may go on writing
+        # into this memory, so it is never seen again.
+        buffer = self._take_memory(plan)
+        stop = threading.Event()
+
+        def receive() -> str:
+            digest = broadcast_buckets(group, plan, self._lane(buffer), phase, stop)
+            _check_trailer(receive_trailer(group, phase, stop), version, plan, digest, phase)
+            return digest
+
+        timeout_s = (len(plan.buckets) + 1) * group.spec.timeout_s
+        digest = group.run(receive, phase, timeout_s, stop)
+        return StagedWeights(version, digest, buffer, plan.total_bytes, time.monotonic() - started)
+
+    def _take_memory(self, plan: TransferPlan) -> WeightBuffer:
+        spare, self._spare = self._spare, None
+        return spare if spare is not None and spare.plan == plan else WeightBuffer(plan)
+
+    def _lane(self, buffer: WeightBuffer) -> Lane:
+        device = self._device.torch_device
+        return DirectLane(buffer) if device.type == "cpu" else UnpackingLane(buffer, device)
+
+
+def _check_trailer(
+    content: torch.Tensor, version: int, plan: TransferPlan, digest: str, phase: str
+) -> None:
+    try:
+        trailer = Trailer.decode(content)
+    except ValueError as error:
+        raise WeightSyncError(SENDER_NAME, phase, str(error)) from error
+    if trailer.version != version:
+        detail = f"it sent version {trailer.version}"
+    elif trailer.total_bytes != plan.total_bytes:
+        detail = f"it sent {trailer.total_bytes} bytes, {plan.total_bytes} were received"
+    elif trailer.digest != digest:
+        detail = f"its digest is {trailer.digest}, of the received bytes {digest}"
+    else:
+        return
+    raise WeightSyncError(SENDER_NAME, phase, detail)

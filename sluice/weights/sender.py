@@ -1,0 +1,219 @@
+"""The trainer's end of the weight wire.
+
+Consumes: weights and their version. Produces: one broadcast per version to all members of the
+current epoch, closed by a trailer with version and digest.
+Waits for: members at `join`, each collective at `broadcast`; both end by the timeout or the stop
+event. That every byte was *sent* proves nothing about a receiver (sockets buffer megabytes): only
+its answer with the same digest does.
+On failure: the epoch is over; `form_group` starts the next one, and everything is sent again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from sluice.device.protocol import Device
+from sluice.errors import InvalidRequestError, NotReadyError
+from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.weights.buffer import WeightBuffer
+from sluice.weights.dtypes import dtype_name
+from sluice.weights.group import SENDER_NAME, TransferGroup
+from sluice.weights.plan import TransferPlan, plan_transfer
+from sluice.weights.rendezvous import RendezvousStore
+from sluice.weights.trailer import Trailer
+from sluice.weights.transfer import DirectLane, Lane, PackingLane, broadcast_buckets, send_trailer
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastReport:
+    """One version went out. `digest` is what every receiver must report; bytes count padding."""
+
+    version: int
+    digest: str
+    sent_bytes: int
+    seconds: float
+
+
+class WeightSender:
+    """Hosts the rendezvous store and is rank 0 of every epoch's group.
+
+    Methods block and are called from one thread at a time; `abandon` and `close` from any.
+
+    Args:
+        device: where collectives run; decides the backend.
+        bucket_bytes: largest collective, a multiple of 16.
+        timeout_s: for each formation and each collective.
+        host: the address members connect to; port 0 lets the operating system choose.
+        bind_host: the address to listen on, by default `host`.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        bucket_bytes: int,
+        timeout_s: float,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        bind_host: str | None = None,
+    ) -> None:
+        self._device = device
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = timeout_s
+        self._store = RendezvousStore(host, port, bind_host)
+        self._group: TransferGroup | None = None
+        self._plan: TransferPlan | None = None
+        self._last_epoch: int | None = None
+
+    @property
+    def port(self) -> int:
+        """Where the rendezvous store listens."""
+        return self._store.port
+
+    def form_group(
+        self, epoch: int, members: Sequence[str], tensors: Sequence[TensorSpec]
+    ) -> dict[str, TransferGroupSpec]:
+        """Begin an epoch, leaving any earlier one. Returns at once.
+
+        Deliver each spec to its member and call `join` at the same time: all must join for the
+        group to form.
+
+        Args:
+            epoch: larger than every epoch before.
+            members: names of the receivers, unique; they get ranks 1, 2, ... in this order.
+            tensors: what will be sent, tied weights once.
+
+        Returns:
+            The spec for each member, by name.
+
+        Raises:
+            InvalidRequestError: an epoch that does not rise, no or repeated members, or tensors
+                that cannot be planned.
+        """
+        self._check_epoch(epoch, members)
+        plan = plan_transfer(tensors, self._bucket_bytes)
+        self.abandon(f"epoch {epoch} begins")
+        self._last_epoch, self._plan = epoch, plan
+        spec = TransferGroupSpec(
+            epoch=epoch,
+            host=self._store.host,
+            port=self._store.port,
+            rank=0,
+            world_size=len(members) + 1,
+            backend=self._device.collective_backend,
+            bucket_bytes=self._bucket_bytes,
+            timeout_s=self._timeout_s,
+            tensors=plan.tensors,
+            plan_digest=plan.digest,
+        )
+        names = {0: SENDER_NAME, **dict(enumerate(members, start=1))}
+        self._group = TransferGroup(spec, names, self._device)
+        return {name: replace(spec, rank=rank) for rank, name in enumerate(members, start=1)}
+
+    def join(self, should_stop: threading.Event) -> None:
+        """Enter the group that `form_group` began; blocks until every member did.
+
+        Args:
+            should_stop: set it when a member's control channel fails; the epoch is then over.
+
+        Raises:
+            DeadlineError: members did not come in time; names them.
+            WeightSyncError: the formation failed or was stopped.
+        """
+        self._current()[0].form(should_stop)
+
+    def broadcast(
+        self,
+        weights: WeightBuffer | Mapping[str, torch.Tensor],
+        version: int,
+        should_stop: threading.Event,
+    ) -> BroadcastReport:
+        """Send one version to all members. Repeatable in one epoch.
+
+        Args:
+            weights: exactly the tensors of the epoch. A buffer (a snapshot) is sent without a
+                copy if the wire is on the CPU. Must not change until this returns.
+            version: told to the receivers in the trailer.
+            should_stop: set it when a member's control channel fails; the epoch is then over.
+
+        Raises:
+            InvalidRequestError: the weights are not those of the epoch; nothing was sent.
+            NotReadyError: there is no formed group.
+            WeightSyncError: a collective failed, stalled or was stopped. Names the members (any
+                of them may be the cause: probe them) and the bucket.
+            DeadlineError: the whole took longer than all its collectives may together.
+        """
+        group, plan = self._current()
+        lane = self._lane(plan, weights)
+        phase = f"broadcasting version {version} in epoch {group.spec.epoch}"
+
+        def send() -> str:
+            digest = broadcast_buckets(group, plan, lane, phase, should_stop)
+            send_trailer(group, Trailer(version, plan.total_bytes, digest), phase, should_stop)
+            return digest
+
+        started = time.monotonic()
+        timeout_s = (len(plan.buckets) + 1) * self._timeout_s
+        digest = group.run(send, phase, timeout_s, should_stop)
+        return BroadcastReport(version, digest, plan.total_bytes, time.monotonic() - started)
+
+    def abandon(self, reason: str) -> None:
+        """Leave the current epoch, if any. Returns at once; a call in progress fails soon."""
+        if self._group is not None:
+            self._group.abandon(reason)
+
+    def close(self) -> None:
+        """Leave the epoch and stop listening."""
+        self.abandon("the sender is closed")
+        self._store.close()
+
+    def _check_epoch(self, epoch: int, members: Sequence[str]) -> None:
+        if self._last_epoch is not None and epoch <= self._last_epoch:
+            raise InvalidRequestError(
+                f"epoch {epoch}: must be larger than {self._last_epoch}, the last one"
+            )
+        if not members or len(set(members)) != len(members):
+            raise InvalidRequestError(
+                f"members {list(members)}: a group needs at least one receiver, each name once"
+            )
+
+    def _current(self) -> tuple[TransferGroup, TransferPlan]:
+        if self._group is None or self._plan is None:
+            raise NotReadyError("no transfer group: call form_group first")
+        return self._group, self._plan
+
+    def _lane(self, plan: TransferPlan, weights: WeightBuffer | Mapping[str, torch.Tensor]) -> Lane:
+        wire_device = self._device.torch_device
+        tensors = weights.tensors if isinstance(weights, WeightBuffer) else weights
+        _check_weights(plan, tensors)
+        if not isinstance(weights, WeightBuffer) or wire_device.type != "cpu":
+            return PackingLane(plan, tensors, wire_device)
+        # The same tensors in another order lie differently.
+        same_layout = weights.plan.tensors == plan.tensors
+        return DirectLane(weights) if same_layout else PackingLane(plan, tensors, wire_device)
+
+
+def _check_weights(plan: TransferPlan, weights: Mapping[str, torch.Tensor]) -> None:
+    planned = {spec.name: spec for spec in plan.tensors}
+    if difference := planned.keys() ^ weights.keys():
+        raise InvalidRequestError(
+            f"weights: {sorted(difference)[:5]} are in only one of the epoch's {len(planned)} "
+            f"tensors and the {len(weights)} given; form a new epoch for another set"
+        )
+    for name, tensor in weights.items():
+        given = TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+        if given != planned[name]:
+            raise InvalidRequestError(
+                f"weights: {name} is {given.dtype} {given.shape}, but the epoch was formed for "
+                f"{planned[name].dtype} {planned[name].shape}"
+            )

@@ -1,0 +1,145 @@
+"""Snapshots of a model's weights: what is broadcast while the next update is computed.
+
+Two buffers take turns. The newest complete version can be read (by a broadcast, again by one for
+a newcomer) while the next version is written into the other one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from sluice.errors import DeadlineError, InvalidRequestError, NotReadyError
+from sluice.types import TensorSpec
+from sluice.weights.buffer import WeightBuffer
+from sluice.weights.plan import MIN_BUCKET_BYTES, plan_transfer
+
+
+def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers as a checkpoint names them; tied weights once.
+
+    Of tied weights the first name in the order of the state dict is kept.
+    """
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """All weights of one version in one piece of CPU memory; not to be written to."""
+
+    version: int
+    weights: WeightBuffer
+
+
+class SnapshotBuffers:
+    """Two sets of weights in CPU memory, reused version after version.
+
+    Memory: twice the weights in their wire dtype. One writer, any number of readers, any threads.
+
+    Args:
+        tensors: the weights as they travel; see `sluice.weights.plan.tensor_specs`.
+    """
+
+    def __init__(self, tensors: Iterable[TensorSpec]) -> None:
+        # The layout in memory is that of the wire whatever the size of the buckets.
+        plan = plan_transfer(tuple(tensors), MIN_BUCKET_BYTES)
+        self._slots = (_Slot(WeightBuffer(plan)), _Slot(WeightBuffer(plan)))
+        self._newest: _Slot | None = None
+        self._released = threading.Condition()
+
+    @property
+    def version(self) -> int | None:
+        """The newest complete version; ``None`` before the first."""
+        newest = self._newest
+        return None if newest is None else newest.version
+
+    def write(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, timeout_s: float
+    ) -> Snapshot:
+        """Copy weights, converting to the wire dtypes, and make them the newest version.
+
+        Args:
+            named_tensors: exactly those planned, on any device, in any order.
+            version: what they are.
+            timeout_s: how long to wait for readers of the version before the newest one.
+
+        Raises:
+            DeadlineError: that version is still being read.
+            InvalidRequestError: other names or shapes than planned; the newest version stays.
+        """
+        slot = self._back_slot(timeout_s)
+        _copy(named_tensors, slot.weights)
+        with self._released:
+            slot.version = version
+            self._newest = slot
+        return Snapshot(version, slot.weights)
+
+    @contextmanager
+    def read(self) -> Iterator[Snapshot]:
+        """The newest version; its memory is not written to inside the block.
+
+        Raises:
+            NotReadyError: nothing was written yet.
+        """
+        with self._released:
+            slot = self._newest
+            if slot is None or slot.version is None:
+                raise NotReadyError("no snapshot of the weights was written yet")
+            slot.readers += 1
+            snapshot = Snapshot(slot.version, slot.weights)
+        try:
+            yield snapshot
+        finally:
+            with self._released:
+                slot.readers -= 1
+                self._released.notify_all()
+
+    def _back_slot(self, timeout_s: float) -> _Slot:
+        """The slot that is not the newest, once nobody reads it."""
+        deadline = time.monotonic() + timeout_s
+        with self._released:
+            slot = self._slots[1] if self._newest is self._slots[0] else self._slots[0]
+            while slot.readers:
+                if not self._released.wait(max(0.0, deadline - time.monotonic())):
+                    raise DeadlineError(
+                        f"{slot.readers} reader(s) of version {slot.version}",
+                        "waiting to overwrite its snapshot",
+                        timeout_s,
+                        "end or abandon that broadcast first",
+                    )
+            return slot
+
+
+class _Slot:
+    """One buffer, what it holds, and how many read it."""
+
+    def __init__(self, weights: WeightBuffer) -> None:
+        self.weights = weights
+        self.version: int | None = None
+        self.readers = 0
+
+
+@torch.no_grad()
+def _copy(named_tensors: Iterable[tuple[str, torch.Tensor]], target: WeightBuffer) -> None:
+    missing = set(target.tensors)
+    for name, tensor in named_tensors:
+        if name not in missing:
+            raise InvalidRequestError(f"weights: {name} is not planned, or was given twice")
+        if tensor.shape != target.tensors[name].shape:
+            raise InvalidRequestError(
+                f"weights: {name} has shape {tuple(tensor.shape)}, planned was "
+                f"{tuple(target.tensors[name].shape)}"
+            )
+        target.tensors[name].copy_(tensor)
+        missing.discard(name)
+    if missing:
+        raise InvalidRequestError(f"weights: {sorted(missing)[:5]} are planned but were not given")

@@ -1,0 +1,141 @@
+"""The loop both ends run: the same collectives in the same order, two of them in flight.
+
+While one bucket is on the wire, the one before it is hashed (and on a device copied), so that
+digests cost little time of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from sluice.weights.backend import Work
+from sluice.weights.buffer import WeightBuffer
+from sluice.weights.digest import StreamDigest
+from sluice.weights.group import TransferGroup
+from sluice.weights.plan import Bucket, TransferPlan
+from sluice.weights.trailer import TRAILER_BYTES, Trailer
+
+_IN_FLIGHT = 2
+
+
+class Lane(Protocol):
+    """Where the bytes of a bucket come from or go to."""
+
+    def load(self, bucket: Bucket) -> torch.Tensor:
+        """What the collective gets: uint8 ``[bucket.num_bytes]`` on the group's device."""
+        ...
+
+    def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
+        """Called when the collective ended; returns the bucket's bytes on the CPU."""
+        ...
+
+
+class DirectLane:
+    """A buffer that lies like the wire, on the device of the wire: nothing is copied."""
+
+    def __init__(self, buffer: WeightBuffer) -> None:
+        self._buffer = buffer
+
+    def load(self, bucket: Bucket) -> torch.Tensor:
+        """A view."""
+        return self._buffer.bucket(bucket)
+
+    def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
+        """The same view."""
+        return wire
+
+
+class PackingLane:
+    """Sends tensors that lie anywhere: each bucket is packed on the device of the wire."""
+
+    def __init__(
+        self, plan: TransferPlan, weights: Mapping[str, torch.Tensor], device: torch.device
+    ) -> None:
+        self._ring = _ring(plan, device)
+        self._flat = [
+            weights[spec.name].detach().contiguous().view(-1).view(torch.uint8)
+            for spec in plan.tensors
+        ]
+
+    def load(self, bucket: Bucket) -> torch.Tensor:
+        """The bucket's pieces, with zeros between them."""
+        wire = self._ring[bucket.index % _IN_FLIGHT][: bucket.num_bytes]
+        wire.zero_()
+        for piece in bucket.pieces:
+            source = self._flat[piece.tensor]
+            wire[piece.bucket_start : piece.bucket_start + piece.num_bytes].copy_(
+                source[piece.tensor_start : piece.tensor_start + piece.num_bytes]
+            )
+        return wire
+
+    def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
+        """What was sent, for the digest."""
+        return wire.cpu()
+
+
+class UnpackingLane:
+    """Receives on a device and copies each bucket down into a buffer on the CPU."""
+
+    def __init__(self, buffer: WeightBuffer, device: torch.device) -> None:
+        self._buffer = buffer
+        self._ring = _ring(buffer.plan, device)
+
+    def load(self, bucket: Bucket) -> torch.Tensor:
+        """Device memory to receive into."""
+        return self._ring[bucket.index % _IN_FLIGHT][: bucket.num_bytes]
+
+    def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
+        """Copy it down."""
+        return self._buffer.bucket(bucket).copy_(wire)
+
+
+def broadcast_buckets(
+    group: TransferGroup, plan: TransferPlan, lane: Lane, phase: str, should_stop: threading.Event
+) -> str:
+    """Move every bucket; returns the hex digest of what passed. Runs in the owner thread.
+
+    Raises:
+        WeightSyncError: see `TransferGroup.settle`.
+    """
+    digest = StreamDigest(plan)
+    in_flight: deque[tuple[Bucket, torch.Tensor, Work]] = deque()
+
+    def settle_oldest() -> None:
+        bucket, wire, work = in_flight.popleft()
+        item = f"bucket {bucket.index + 1} of {len(plan.buckets)}"
+        group.settle(work, phase, item, should_stop)
+        digest.absorb(bucket, lane.unload(bucket, wire))
+
+    for bucket in plan.buckets:
+        wire = lane.load(bucket)
+        in_flight.append((bucket, wire, group.post(wire)))
+        if len(in_flight) == _IN_FLIGHT:
+            settle_oldest()
+    while in_flight:
+        settle_oldest()
+    return digest.hexdigest()
+
+
+def send_trailer(
+    group: TransferGroup, trailer: Trailer, phase: str, should_stop: threading.Event
+) -> None:
+    """Rank 0's last collective of a version. Runs in the owner thread."""
+    wire = trailer.encode().to(group.device.torch_device)
+    group.settle(group.post(wire), phase, "the trailer", should_stop)
+
+
+def receive_trailer(group: TransferGroup, phase: str, should_stop: threading.Event) -> torch.Tensor:
+    """The other ranks' counterpart: uint8 ``[TRAILER_BYTES]`` on the CPU."""
+    wire = torch.zeros(TRAILER_BYTES, dtype=torch.uint8, device=group.device.torch_device)
+    group.settle(group.post(wire), phase, "the trailer", should_stop)
+    return wire.cpu()
+
+
+def _ring(plan: TransferPlan, device: torch.device) -> list[torch.Tensor]:
+    longest = max((bucket.num_bytes for bucket in plan.buckets), default=0)
+    return [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(_IN_FLIGHT)]

@@ -1,0 +1,86 @@
+"""Contracts cover the whole tree, every call is served, and the CI script only calls make."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import tomllib
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.source_tree import ROOT, dotted, python_files, syntax_tree
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
+
+PACKAGES = sorted(
+    path.parent.name
+    for path in (ROOT / "sluice").glob("*/__init__.py")
+    if path.parent.name != "api"
+)
+
+
+def layers() -> set[str]:
+    tables = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = tables["tool"]["importlinter"]["contracts"]
+    lines = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
+    return set(re.findall(r"sluice\.(\w+)", " ".join(lines)))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_shared_package_has_its_layer(package: str) -> None:
+    assert package in layers(), f"give sluice.{package} a place in pyproject's layers contract"
+
+
+def proto_services() -> list[ServiceDescriptor]:
+    found: list[ServiceDescriptor] = []
+    for path in sorted((ROOT / "proto").rglob("*.proto")):
+        name = ".".join(path.relative_to(ROOT / "proto").with_suffix("").parts)
+        descriptor: FileDescriptor = importlib.import_module(f"{name}_pb2").DESCRIPTOR
+        found.extend(descriptor.services_by_name.values())
+    return found
+
+
+def served_methods(servicer: str) -> set[str]:
+    """Methods that the services' classes derived from `servicer` define."""
+    return {
+        member.name
+        for path in python_files("services")
+        for node in ast.walk(syntax_tree(path))
+        if isinstance(node, ast.ClassDef)
+        and any(dotted(base).rpartition(".")[2] == servicer for base in node.bases)
+        for member in node.body
+        if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
+@pytest.mark.parametrize("service", proto_services(), ids=lambda service: service.full_name)
+def test_every_call_in_the_protos_is_served(service: ServiceDescriptor) -> None:
+    missing = {method.name for method in service.methods} - served_methods(
+        f"{service.name}Servicer"
+    )
+    assert not missing, f"{service.full_name}: no servicer defines {sorted(missing)}"
+
+
+@pytest.mark.parametrize("service", proto_services(), ids=lambda service: service.full_name)
+def test_every_service_reports_health_and_reflection_under_its_name(
+    service: ServiceDescriptor,
+) -> None:
+    texts = [path.read_text(encoding="utf-8") for path in python_files("services", "sluice")]
+    assert any(
+        service.full_name in text or f'{service.name}"].full_name' in text for text in texts
+    ), f"no server is given the name {service.full_name}"
+
+
+def test_the_ci_script_runs_make_test_and_nothing_else() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    commands = [
+        line
+        for line in script.read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith(("#", "set ", "cd "))
+    ]
+    assert commands == ["exec make test"]

@@ -1,0 +1,25 @@
+"""What every test runs under: no network, one thread, a time limit by tier."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before anything imports torch or transformers.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+TESTS = Path(__file__).parent
+# Seconds; a mark on the test itself wins. They end what hangs and say nothing about speed.
+TIME_LIMIT_S = {"multiprocess": 300, "architecture": 180}
+DEFAULT_TIME_LIMIT_S = 60
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            tier = item.path.relative_to(TESTS).parts[0]
+            item.add_marker(pytest.mark.timeout(TIME_LIMIT_S.get(tier, DEFAULT_TIME_LIMIT_S)))

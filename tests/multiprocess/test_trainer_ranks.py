@@ -1,0 +1,194 @@
+"""Trainer ranks in processes of their own, over Gloo: two train like one, and none waits forever."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.tiny_policy import save_model
+
+ROOT = Path(__file__).parents[2]
+ANSWER_S = 90.0
+LONG_S = 60.0
+SHORT_S = 4.0
+
+
+class Rank:
+    """One process of `tests.support.rank_peer`."""
+
+    def __init__(self, rank: int, world_size: int, port: int, arguments: dict[str, Any]) -> None:
+        self.name = f"rank {rank}"
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.rank_peer", json.dumps(arguments)],
+            cwd=ROOT,
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+            | {name: str(value) for name, value in place.items()},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def command(self, line: str) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> Any:
+        try:
+            return self._answers.get(timeout=ANSWER_S)
+        except queue.Empty:
+            raise AssertionError(f"{self.name} did not answer within {ANSWER_S} s") from None
+
+    def finish(self) -> int:
+        """No more commands; the exit code."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(ANSWER_S)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(ANSWER_S)
+        self._reader.join(ANSWER_S)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._answers.put(json.loads(line))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@contextmanager
+def trainer(
+    model: Path, world_size: int, timeout_s: float = LONG_S, **actor: object
+) -> Iterator[list[Rank]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = {"model": str(model), "timeout_s": timeout_s, "actor": actor}
+    with ExitStack() as stack:
+        ranks = [Rank(rank, world_size, port, arguments) for rank in range(world_size)]
+        for rank in ranks:
+            stack.callback(rank.end)
+        assert [rank.answer() for rank in ranks] == ["ready"] * world_size
+        yield ranks
+
+
+def train(
+    model: Path, world_size: int, steps: int, weights: Path, **actor: object
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    with trainer(model, world_size, **actor) as ranks:
+        metrics = [ranks[0].command(f"train {step}") for step in range(1, steps + 1)]
+        ranks[0].command(f"weights {weights}")
+        assert [rank.finish() for rank in ranks] == [0] * world_size
+    return metrics, load_file(weights)
+
+
+@pytest.mark.parametrize(
+    "actor",
+    [
+        {"ppo_micro_batch_size_per_gpu": 3},
+        {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 70, "entropy_coeff": 0.01},
+        # One group a mini-batch: its rows are split between the ranks.
+        {"ppo_mini_batch_size": 1, "loss_agg_mode": "seq-mean-token-mean"},
+    ],
+    ids=["by rows", "by tokens", "a group split"],
+)
+def test_two_ranks_train_like_one(model: Path, tmp_path: Path, actor: dict[str, Any]) -> None:
+    one, expected = train(model, 1, 3, tmp_path / "one", **actor)
+    two, found = train(model, 2, 3, tmp_path / "two", **actor)
+    for ours, theirs in zip(two, one, strict=True):
+        for name in theirs.keys() - {
+            name for name in theirs if name.startswith(("timing", "perf"))
+        }:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_two_ranks_resume_what_they_saved(model: Path, tmp_path: Path) -> None:
+    with trainer(model, 2) as ranks:
+        ranks[0].command("train 1")
+        ranks[0].command(f"save {tmp_path / 'actor'}")
+        expected = ranks[0].command("train 2")
+    with trainer(model, 2) as ranks:
+        ranks[0].command(f"load {tmp_path / 'actor'}")
+        found = ranks[0].command("train 2")
+        assert [rank.finish() for rank in ranks] == [0, 0]
+    assert found["actor/pg_loss"] == expected["actor/pg_loss"]
+    assert found["actor/grad_norm"] == expected["actor/grad_norm"]
+
+
+def test_ranks_stay_while_rank_0_has_no_command_for_longer_than_the_deadline(model: Path) -> None:
+    with trainer(model, 2, timeout_s=SHORT_S) as ranks:
+        ranks[0].command("train 1")
+        with pytest.raises(subprocess.TimeoutExpired):
+            ranks[1].process.wait(2.5 * SHORT_S)
+        assert "actor/pg_loss" in ranks[0].command("train 2")
+        assert [rank.finish() for rank in ranks] == [0, 0]
+
+
+def test_a_killed_rank_ends_the_next_step_with_an_error(model: Path) -> None:
+    with trainer(model, 2) as ranks:
+        ranks[0].command("train 1")
+        ranks[1].process.kill()
+        ranks[1].process.wait(ANSWER_S)
+        error = ranks[0].command("train 2")
+        assert error.startswith("PeerError: ")
+        assert "rank 0 of 2" in error or "trainer ranks" in error
+        assert ranks[0].process.wait(ANSWER_S) == 3
+
+
+def test_a_killed_rank_0_ends_the_others(model: Path) -> None:
+    with trainer(model, 2) as ranks:
+        ranks[0].process.kill()
+        error = ranks[1].answer()
+        assert error.startswith("PeerError: a trainer rank, seen from rank 1 of 2: failed while")
+        assert "waiting for rank 0's next command" in error
+        assert ranks[1].process.wait(ANSWER_S) == 3
+
+
+def test_a_stalled_rank_runs_into_the_deadline_of_the_phase(model: Path) -> None:
+    with trainer(model, 2, timeout_s=SHORT_S) as ranks:
+        ranks[0].command("train 1")
+        ranks[1].process.send_signal(signal.SIGSTOP)
+        error = ranks[0].command("train 2")
+        assert error.startswith(("DeadlineError: ", "PeerError: "))
+        assert "no answer within 4 s while" in error
+        assert ranks[0].process.wait(ANSWER_S) == 3
+
+
+def test_a_silent_rank_0_runs_into_the_others_deadline(model: Path) -> None:
+    with trainer(model, 2, timeout_s=SHORT_S) as ranks:
+        ranks[0].process.send_signal(signal.SIGSTOP)
+        error = ranks[1].answer()
+        assert error.startswith("DeadlineError: a trainer rank, seen from rank 1 of 2: no answer")
+        assert "waiting for rank 0's next command" in error
+        assert ranks[1].process.wait(ANSWER_S) == 3

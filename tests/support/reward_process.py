@@ -1,0 +1,171 @@
+"""The real reward service in a process of its own, and a trainer that speaks to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+
+from sluice.api.common.v1 import common_pb2
+from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
+from sluice.codec.batch import progress_to_proto, train_batch_from_proto
+from sluice.codec.fleet import replica_to_proto
+from sluice.types import DataProgress, TrainBatch
+from tests.support.scripted_rollout import ScriptedReplica
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 60.0
+LISTENING = re.compile(r"listening on (\S+)")
+
+
+def write_config(path: Path, tree: dict[str, Any]) -> Path:
+    """A run configuration; YAML is a superset of JSON."""
+    path.write_bytes(msgspec.json.encode(tree))
+    return path
+
+
+@dataclass
+class RewardProcess:
+    """A running service."""
+
+    process: asyncio.subprocess.Process
+    stub: Any
+    log: list[str] = field(default_factory=list)
+
+    async def stop(self, timeout_s: float = 20.0) -> int:
+        """SIGTERM; returns the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return await self.wait(timeout_s)
+
+    async def wait(self, timeout_s: float = 20.0) -> int:
+        """The exit code."""
+        async with asyncio.timeout(timeout_s):
+            return await self.process.wait()
+
+    def children(self) -> list[int]:
+        """Pids of its scorer processes."""
+        return children_of(self.process.pid)
+
+    def rss_mb(self) -> float:
+        """Resident memory now, MB."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    # -- a trainer's calls --------------------------------------------------------------------
+
+    async def announce(
+        self,
+        version: int,
+        replicas: Sequence[ScriptedReplica],
+        *,
+        incarnation: str = "trainer-1",
+        resume_from: DataProgress | None = None,
+    ) -> None:
+        """Publish `version` to the replicas and announce it."""
+        for replica in replicas:
+            replica.version = version
+        await self.stub.AnnouncePolicy(
+            reward_pb2.AnnouncePolicyRequest(
+                trainer_incarnation=incarnation,
+                policy_version=version,
+                replicas=[replica_to_proto(r.info, version) for r in replicas],
+                resume_from=progress_to_proto(resume_from) if resume_from else None,
+            ),
+            timeout=10,
+        )
+
+    async def take(self, step: int, version: int, timeout_s: float = 30.0) -> TrainBatch:
+        """Take a batch."""
+        request = reward_pb2.TakeBatchRequest(step=step, policy_version=version)
+        return train_batch_from_proto((await self.stub.TakeBatch(request, timeout=timeout_s)).batch)
+
+    async def acknowledge(self, batch: TrainBatch, step: int) -> None:
+        """Report a batch as trained."""
+        request = reward_pb2.AcknowledgeBatchRequest(batch_id=batch.batch_id, step=step)
+        await self.stub.AcknowledgeBatch(request, timeout=10)
+
+    async def status(self) -> Any:
+        """Its status; fails unless the accounts add up."""
+        status = await self.stub.GetStatus(reward_pb2.GetStatusRequest(), timeout=10)
+        ended = sum(status.prompts_by_end.values())
+        assert status.prompts_submitted == ended + status.prompts_pending
+        return status
+
+
+def children_of(pid: int) -> list[int]:
+    """Pids of a process's children."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue
+        if parent == pid:
+            found.append(int(entry.name))
+    return found
+
+
+@asynccontextmanager
+async def reward_process(config: Path, *overrides: str) -> AsyncIterator[RewardProcess]:
+    """Start the service, wait until it listens, end it at the end of the block."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.reward", "--config", str(config), *overrides),
+        cwd=REPOSITORY,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    log: list[str] = []
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            reader = tasks.create_task(_read_log(process, log, address))
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await asyncio.wait([address, reader], return_when=asyncio.FIRST_COMPLETED)
+            assert address.done(), "".join(log)
+            async with grpc.aio.insecure_channel(address.result()) as channel:
+                stub = reward_pb2_grpc.RewardServiceStub(channel)
+                yield RewardProcess(process, stub, log)
+            if process.returncode is None:
+                process.kill()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _read_log(
+    process: asyncio.subprocess.Process, log: list[str], address: asyncio.Future[str]
+) -> None:
+    assert process.stderr is not None
+    while line := (await process.stderr.readline()).decode():
+        log.append(line)
+        if not address.done() and (found := LISTENING.search(line)):
+            address.set_result(found.group(1))
+
+
+async def failed_start(config: Path, *overrides: str) -> tuple[int, str]:
+    """Start a service that is meant to refuse; returns exit code and standard error."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.reward", "--config", str(config), *overrides),
+        cwd=REPOSITORY,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(START_TIMEOUT_S):
+        _, error = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, error.decode()
+
+
+def turn(content: str) -> common_pb2.ChatMessage:
+    """A user turn."""
+    return common_pb2.ChatMessage(role="user", content=content)

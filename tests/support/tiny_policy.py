@@ -1,0 +1,128 @@
+"""Tiny policies on disk, run configurations for them, and train batches of made-up samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from sluice.config.run import RunConfig
+from sluice.types import (
+    DataProgress,
+    FinishReason,
+    Rollout,
+    Scored,
+    TrainBatch,
+    TrainGroup,
+    VersionSpan,
+)
+
+VOCABULARY = 61
+NUM_SAMPLES = 4
+MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 12, 16
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_GROUPED: dict[str, Any] = {**_COMMON, "num_key_value_heads": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {**_GROUPED, "head_dim": 16, "tie_word_embeddings": True},
+    "llama": _GROUPED,
+    "mistral": {**_GROUPED, "sliding_window": MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS},
+    "granite": {**_GROUPED, "logits_scaling": 3.0, "attention_multiplier": 0.3},
+    "gpt_neox": _COMMON,
+    "bloom": {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "initializer_range": 0.2,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    },
+}
+
+
+def make_model(family: str = "qwen3", **changes: object) -> PreTrainedModel:
+    """A model with random weights, always the same ones, in evaluation mode."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**FAMILIES[family], **changes})
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def save_model(folder: Path, family: str = "qwen3", **changes: object) -> Path:
+    """Write such a model, and something that passes for its tokenizer, into `folder`."""
+    transformers_logging.disable_progress_bar()
+    make_model(family, **changes).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    return folder
+
+
+def make_config(model: Path, num_groups: int = 6, **actor: object) -> RunConfig:
+    """Two optimizer steps a batch, micro-batches of 5 rows, float32; `actor` changes that."""
+    settings: dict[str, object] = {
+        "ppo_mini_batch_size": num_groups // 2,
+        "ppo_micro_batch_size_per_gpu": 5,
+        "clip_ratio_high": 0.28,
+        # A large epsilon, or rounding of gradients near 0 would become visible in the weights.
+        "optim": {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-2},
+        "fsdp_config": {"dtype": "float32"},
+    }
+    tree = {
+        "data": {
+            "train_batch_size": num_groups,
+            "max_prompt_length": MAX_PROMPT_TOKENS,
+            "max_response_length": MAX_RESPONSE_TOKENS,
+        },
+        "actor_rollout_ref": {"model": {"path": str(model)}, "actor": settings | actor},
+        "trainer": {"device": "cpu"},
+    }
+    return msgspec.convert(tree, RunConfig)
+
+
+def make_group(seed: int, lengths: tuple[int, ...] | None = None) -> TrainGroup:
+    """One prompt with samples of mixed rewards; response lengths as given, or drawn."""
+    random = np.random.default_rng(seed)
+    drawn = random.integers(1, MAX_RESPONSE_TOKENS + 1, NUM_SAMPLES).tolist()
+    chosen = drawn if lengths is None else list(lengths)
+    prompt = random.integers(VOCABULARY, size=random.integers(2, MAX_PROMPT_TOKENS + 1))
+    rewards = [1.0, *random.choice([-1.0, 1.0], len(chosen) - 2), -1.0]
+    return TrainGroup(
+        prompt_id=f"prompt-{seed}",
+        prompt_token_ids=prompt.astype(np.uint32),
+        rollouts=tuple(_rollout(random, i, length) for i, length in enumerate(chosen)),
+        scores=tuple(Scored(float(r), float(r), {"acc": (r + 1) / 2}) for r in rewards),
+        data_source="made up",
+    )
+
+
+def make_batch(num_groups: int = 6, seed: int = 0) -> TrainBatch:
+    """A batch of `make_group`s; equal seeds give equal batches."""
+    groups = tuple(make_group(1000 * seed + number) for number in range(num_groups))
+    return TrainBatch(f"batch-{seed}", seed, groups, DataProgress(num_groups), {})
+
+
+def _rollout(random: np.random.Generator, index: int, length: int) -> Rollout:
+    return Rollout(
+        sample_index=index,
+        token_ids=random.integers(VOCABULARY, size=length).astype(np.uint32),
+        behavior_logprobs=-4.0 - random.random(length).astype(np.float32),
+        version_spans=(VersionSpan(0, 0, length),) if length else (),
+        finish_reason=FinishReason.STOP,
+        text="",
+    )

@@ -1,0 +1,109 @@
+"""Starts, steers and always ends the processes of `tests.support.weight_peer`."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sluice.types import TransferGroupSpec
+
+_ROOT = Path(__file__).parents[2]
+_ANSWER_S = 30.0
+
+
+class PeerProcess:
+    """One receiver in a process of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.weight_peer"],
+            cwd=_ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._errors: list[str] = []
+        self._error_reader = threading.Thread(target=self._read_errors, daemon=True)
+        self._error_reader.start()
+
+    def join(self, spec: TransferGroupSpec) -> None:
+        """Begin to join; the answer comes when the group is formed."""
+        self._send({"op": "join", "spec": msgspec.to_builtins(spec)})
+
+    def stage(self, version: int, **fault: int) -> None:
+        """Begin to receive; `fault` is ``signal`` and ``bucket``."""
+        self._send({"op": "stage", "version": version, **fault})
+
+    def abort(self, reason: str) -> None:
+        """Leave the epoch."""
+        self._send({"op": "abort", "reason": reason})
+
+    def answer(self) -> dict[str, Any]:
+        """The next answer, whatever it answers."""
+        try:
+            return self._answers.get(timeout=_ANSWER_S)
+        except queue.Empty:
+            raise AssertionError(f"{self.name} did not answer within {_ANSWER_S} s") from None
+
+    def leave(self) -> tuple[int, str]:
+        """End it in the ordinary way; returns exit code and stderr."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        code = self._process.wait(_ANSWER_S)
+        self._error_reader.join(_ANSWER_S)
+        return code, "".join(self._errors)
+
+    def end(self) -> None:
+        """Kill it (a stopped process too) and close its pipes."""
+        self._process.kill()
+        self._process.wait(_ANSWER_S)
+        self._reader.join(_ANSWER_S)
+        self._error_reader.join(_ANSWER_S)
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+    def _send(self, command: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(json.loads(line))
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        self._errors.extend(self._process.stderr)
+
+
+@contextmanager
+def peer_processes(names: Sequence[str]) -> Iterator[list[PeerProcess]]:
+    """Start a process for each name, wait until they listen; all are gone when the block ends."""
+    peers: list[PeerProcess] = []
+    try:
+        peers.extend(PeerProcess(name) for name in names)
+        for peer in peers:
+            # Importing torch takes seconds, which no deadline of a group is meant to cover.
+            assert peer.answer() == {"op": "ready"}
+        yield peers
+    finally:
+        for peer in peers:
+            peer.end()

@@ -1,0 +1,168 @@
+"""How many groups to start."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sluice.algorithm.admission import (
+    YieldEstimate,
+    groups_to_admit,
+    in_flight_limit,
+    kept_upper_bound,
+)
+from sluice.errors import ConfigError
+
+counts = st.integers(0, 300)
+
+
+def estimate_after(kept: int, filtered: int) -> YieldEstimate:
+    """Kept and filtered groups spread evenly."""
+    estimate = YieldEstimate()
+    total = kept + filtered
+    for index in range(total):
+        kept_now = (index + 1) * kept // total - index * kept // total
+        estimate = estimate.observe(kept_now == 1)
+    return estimate
+
+
+def admit(**changes: int | YieldEstimate) -> int:
+    arguments: dict[str, object] = {
+        "train_batch_size": 64,
+        "max_staleness": 0,
+        "num_in_flight": 0,
+        "num_kept": 0,
+        "num_in_training": 0,
+        "estimate": YieldEstimate(),
+        "max_in_flight": 10_000,
+    }
+    return groups_to_admit(**{**arguments, **changes})  # type: ignore[arg-type]
+
+
+def test_on_policy_admission_fills_the_batch_and_no_more() -> None:
+    assert admit() == 64
+    assert admit(num_in_flight=10, num_kept=20) == 34
+    assert admit(num_in_flight=44, num_kept=20) == 0
+
+
+def test_on_policy_admission_stops_while_the_trainer_holds_a_batch() -> None:
+    assert admit(num_in_training=64) == 0
+
+
+def test_on_policy_admission_ignores_the_yield() -> None:
+    assert admit(estimate=estimate_after(10, 190)) == 64
+
+
+def test_an_unseen_yield_is_taken_as_one() -> None:
+    assert admit(max_staleness=1) == 128
+    assert admit(max_staleness=1, num_in_training=64) == 64
+
+
+def test_a_low_yield_admits_more_when_staleness_is_allowed() -> None:
+    low, half = estimate_after(40, 160), estimate_after(100, 100)
+    assert admit(max_staleness=1, estimate=low) > admit(max_staleness=1, estimate=half) > 128
+
+
+def test_the_fleet_bounds_admission() -> None:
+    assert admit(max_in_flight=24) == 24
+    assert admit(max_staleness=3, max_in_flight=24, num_in_flight=20) == 4
+    assert admit(max_in_flight=0) == 0
+
+
+def test_a_fleet_of_no_slots_bounds_groups_at_none() -> None:
+    assert in_flight_limit(0, 8) == 0
+    assert in_flight_limit(64, 8) == 12
+    assert in_flight_limit(3, 8) == 1
+
+
+def test_estimates_are_values() -> None:
+    before = YieldEstimate()
+    after = before.observe(False)
+    assert before.mean == 1.0
+    assert after.mean == pytest.approx(8 / 9)
+
+
+def test_the_estimate_follows_a_yield_that_falls() -> None:
+    estimate = estimate_after(200, 0)
+    for index in range(200):
+        estimate = estimate.observe(index % 4 == 0)
+    assert 0.2 < estimate.mean < 0.4
+    assert estimate.mean < estimate.upper() < 1.0
+
+
+def test_wrong_estimate_parameters_are_refused() -> None:
+    with pytest.raises(ConfigError, match="prior weight 0"):
+        YieldEstimate(prior_weight=0.0)
+
+
+@given(
+    st.integers(1, 64), st.integers(0, 4), counts, counts, counts, counts, st.lists(st.booleans())
+)
+def test_admission_is_the_largest_number_within_both_bounds(
+    batch: int,
+    max_staleness: int,
+    in_flight: int,
+    kept: int,
+    in_training: int,
+    limit: int,
+    seen: list[bool],
+) -> None:
+    estimate = YieldEstimate()
+    for was_kept in seen:
+        estimate = estimate.observe(was_kept)
+    admitted = admit(
+        train_batch_size=batch,
+        max_staleness=max_staleness,
+        num_in_flight=in_flight,
+        num_kept=kept,
+        num_in_training=in_training,
+        estimate=estimate,
+        max_in_flight=limit,
+    )
+    room = (max_staleness + 1) * batch - in_training - kept
+
+    def fits(number: int) -> bool:
+        total = in_flight + number
+        bound = float(total) if max_staleness == 0 else kept_upper_bound(total, estimate)
+        return bound <= room and total <= limit
+
+    assert admitted >= 0
+    assert admitted == 0 or fits(admitted)
+    assert not fits(admitted + 1)
+
+
+@given(st.lists(st.booleans(), min_size=1), st.integers(1, 500))
+def test_the_bound_grows_with_groups_and_never_exceeds_them(seen: list[bool], num: int) -> None:
+    estimate = YieldEstimate()
+    for was_kept in seen:
+        estimate = estimate.observe(was_kept)
+    assert 0.0 < kept_upper_bound(num, estimate) <= num
+    assert kept_upper_bound(num, estimate) <= kept_upper_bound(num + 1, estimate)
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 8), st.integers(0, 2**32), st.integers(1, 30))
+def test_on_policy_issues_the_same_prompts_whatever_the_timing(
+    batch: int, seed: int, slots: int
+) -> None:
+    rng = random.Random(seed)
+    is_kept = [rng.random() < 0.4 for _ in range(5000)]
+    shortest = next(n for n in range(5000) if sum(is_kept[:n]) == batch)
+    in_flight: list[int] = []
+    issued = kept = 0
+    while kept < batch:
+        for _ in range(
+            admit(
+                train_batch_size=batch,
+                num_in_flight=len(in_flight),
+                num_kept=kept,
+                max_in_flight=slots,
+            )
+        ):
+            in_flight.append(issued)
+            issued += 1
+        kept += is_kept[in_flight.pop(rng.randrange(len(in_flight)))]
+    assert (issued, in_flight) == (shortest, [])

@@ -1,0 +1,35 @@
+"""The reward service and the simulator use the algorithms without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ALGORITHM = Path(__file__).resolve().parents[3] / "sluice" / "algorithm"
+ON_TORCH = {
+    "entropy",
+    "importance",
+    "probs_diff",
+    "losses.aggregate",
+    "losses.vanilla",
+}
+
+
+def test_numpy_files_never_import_torch() -> None:
+    paths = [path.relative_to(ALGORITHM).with_suffix("") for path in ALGORITHM.rglob("*.py")]
+    names = {
+        ".".join(path.parts).removesuffix(".__init__").removesuffix("__init__") for path in paths
+    }
+    assert names >= ON_TORCH
+    lines = [f"import sluice.algorithm.{name}".rstrip(".") for name in sorted(names - ON_TORCH)]
+    lines += ["import sys", "assert 'torch' not in sys.modules"]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        cwd=ALGORITHM.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

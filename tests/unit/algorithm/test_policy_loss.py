@@ -1,0 +1,176 @@
+"""Properties of the clipped loss, its aggregation and the loss registry."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sluice.algorithm.losses.aggregate import LossAggregation, aggregate
+from sluice.algorithm.losses.policy_loss import PolicyLoss
+from sluice.algorithm.losses.registry import policy_loss
+from sluice.algorithm.losses.vanilla import vanilla_policy_loss
+from sluice.errors import ConfigError
+
+MODES = [str(mode) for mode in LossAggregation]
+
+
+def loss_of(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> PolicyLoss:
+    return vanilla_policy_loss(logprobs, old, advantages, clip_low=0.2, clip_high=0.28, clip_c=10.0)
+
+
+def tokens(seed: int, number: int) -> torch.Tensor:
+    return torch.randn(number, generator=torch.Generator().manual_seed(seed))
+
+
+def test_on_policy_the_gradient_is_minus_the_advantage() -> None:
+    old = -tokens(0, 8).abs()
+    advantages = tokens(1, 8)
+    logprobs = old.clone().requires_grad_()
+    found = loss_of(logprobs, old, advantages)
+    found.loss.sum().backward()
+    torch.testing.assert_close(logprobs.grad, -advantages)
+    assert all(value.item() == 0.0 for value in found.metric_sums.values())
+
+
+@pytest.mark.parametrize(
+    ("advantage", "log_ratio", "flows"),
+    [
+        (1.0, 0.3, False),
+        (1.0, 0.2, True),
+        (1.0, -3.0, True),
+        (-1.0, -0.3, False),
+        (-1.0, 3.0, False),
+    ],
+)
+def test_no_gradient_flows_where_a_bound_holds(
+    advantage: float, log_ratio: float, flows: bool
+) -> None:
+    logprobs = torch.tensor([log_ratio], requires_grad=True)
+    loss_of(logprobs, torch.zeros(1), torch.tensor([advantage])).loss.sum().backward()
+    assert logprobs.grad is not None
+    assert bool(logprobs.grad.item()) == flows
+
+
+def test_an_extreme_ratio_stays_finite() -> None:
+    found = loss_of(torch.tensor([-1.0, -500.0]), torch.tensor([-500.0, -1.0]), torch.ones(2))
+    assert torch.isfinite(found.loss).all()
+    assert found.metric_sums["actor/ppo_kl"].item() == 0.0
+
+
+def test_metrics_carry_no_gradient() -> None:
+    found = loss_of(tokens(0, 4).requires_grad_(), tokens(1, 4), tokens(2, 4))
+    assert not any(value.requires_grad for value in found.metric_sums.values())
+
+
+def test_metric_sums_of_parts_add_up_to_those_of_the_whole() -> None:
+    inputs = [tokens(seed, 40) for seed in range(3)]
+    whole = loss_of(*inputs)
+    parts = [loss_of(*(tensor[cut] for tensor in inputs)) for cut in (slice(7), slice(7, None))]
+    assert sum(part.num_tokens for part in parts) == whole.num_tokens
+    for name, value in whole.metric_sums.items():
+        total = sum(part.metric_sums[name].item() for part in parts)
+        assert total == pytest.approx(value.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("bounds", [(0.2, 0.28, 1.0), (-0.1, 0.28, 3.0), (0.2, -1.0, 3.0)])
+def test_impossible_bounds_are_refused(bounds: tuple[float, float, float]) -> None:
+    low, high, dual = bounds
+    with pytest.raises(ConfigError, match="clip_ratio_c must be > 1"):
+        vanilla_policy_loss(
+            torch.zeros(1),
+            torch.zeros(1),
+            torch.zeros(1),
+            clip_low=low,
+            clip_high=high,
+            clip_c=dual,
+        )
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from(MODES),
+    st.lists(st.integers(0, 9), min_size=1, max_size=8),
+    st.integers(0, 2**31),
+    st.integers(1, 4),
+)
+def test_the_loss_does_not_depend_on_how_rows_are_cut(
+    mode: str, lengths: list[int], seed: int, rows_per_micro: int
+) -> None:
+    index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    loss = tokens(seed, len(index))
+
+    def share(rows: list[int]) -> float:
+        mine = torch.isin(index, torch.tensor(rows))
+        return aggregate(
+            loss[mine],
+            index[mine] - rows[0],
+            mode=mode,
+            global_tokens=max(sum(lengths), 1),
+            global_rows=len(lengths),
+            loss_scale_factor=9,
+        ).item()
+
+    rows = list(range(len(lengths)))
+    cuts = [rows[at : at + rows_per_micro] for at in rows[::rows_per_micro]]
+    assert sum(share(cut) for cut in cuts) == pytest.approx(share(rows), rel=1e-4, abs=1e-5)
+
+
+def test_an_empty_row_counts_among_rows_but_adds_nothing() -> None:
+    found = aggregate(
+        torch.tensor([4.0, 2.0]),
+        torch.tensor([0, 0]),
+        mode="seq-mean-token-mean",
+        global_tokens=2,
+        global_rows=2,
+    )
+    assert found.item() == 1.5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_tokens_give_a_loss_of_zero_that_still_has_a_gradient(mode: str) -> None:
+    empty = torch.zeros(0, requires_grad=True)
+    found = aggregate(
+        empty * 1.0,
+        torch.zeros(0, dtype=torch.int64),
+        mode=mode,
+        global_tokens=3,
+        global_rows=1,
+        loss_scale_factor=3,
+    )
+    found.backward()
+    assert found.item() == 0.0
+
+
+def test_low_precision_losses_are_summed_in_float32() -> None:
+    loss = torch.full((1000,), 1.01, dtype=torch.bfloat16)
+    found = aggregate(
+        loss, torch.zeros(1000, dtype=torch.int64), mode="token-sum", global_tokens=1, global_rows=1
+    )
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(1000 * loss[0].item(), rel=1e-6)
+
+
+def test_an_unknown_mode_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="loss_agg_mode: unknown value 'mean'; known: token-mean"):
+        aggregate(
+            torch.zeros(1), torch.zeros(1).long(), mode="mean", global_tokens=1, global_rows=1
+        )
+
+
+def test_the_norm_mode_needs_its_divisor() -> None:
+    with pytest.raises(ConfigError, match="loss_scale_factor must be positive"):
+        aggregate(
+            torch.zeros(1),
+            torch.zeros(1).long(),
+            mode="seq-mean-token-sum-norm",
+            global_tokens=1,
+            global_rows=1,
+        )
+
+
+def test_losses_are_found_by_verls_name() -> None:
+    assert policy_loss("vanilla") is vanilla_policy_loss
+    with pytest.raises(ConfigError, match="loss_mode: unknown value 'ppo'; known: vanilla"):
+        policy_loss("ppo")

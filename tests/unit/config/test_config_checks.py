@@ -1,0 +1,171 @@
+"""Relations between fields, and files that must exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sluice.config.checks import check_config, relation_problems
+from sluice.config.loader import load_config
+from sluice.errors import ConfigError
+
+SOUND = (
+    "data.train_files=train.parquet",
+    "data.train_batch_size=64",
+    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+    "algorithm.rollout_correction.rollout_is=token",
+)
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+SHAPING = "reward.reward_kwargs.overlong_buffer_cfg"
+
+
+def problems(*overrides: str) -> list[str]:
+    return relation_problems(load_config(None, [*SOUND, *overrides]))
+
+
+def test_a_sound_configuration_has_no_problem() -> None:
+    assert problems() == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ([f"{ACTOR}.ppo_mini_batch_size=128"], "is more than data.train_batch_size = 64"),
+        ([f"{ACTOR}.ppo_mini_batch_size=24"], "is no multiple of"),
+        (["trainer.n_gpus_per_node=512"], "leaves some of 512 trainer ranks without work"),
+        ([f"~{ACTOR}.ppo_micro_batch_size_per_gpu"], "use_dynamic_bsz is false"),
+        (
+            [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=1023"],
+            "cannot hold the longest row of 1024 tokens",
+        ),
+        ([f"{ROLLOUT}.n=1"], "a group of one has no advantage"),
+        (
+            [f"{ROLLOUT}.n=300", "sluice.max_message_mb=128"],
+            "is more than sluice.rollout.max_n = 256",
+        ),
+        ([f"{ROLLOUT}.val_kwargs.n=300"], "val_kwargs.n = 300 is more than"),
+        (["algorithm.adv_estimator=gae2"], "algorithm.adv_estimator = 'gae2' is unknown"),
+        ([f"{ACTOR}.policy_loss.loss_mode=best"], "loss_mode = 'best' is unknown"),
+        (["trainer.device=tpu"], "trainer.device = 'tpu' is unknown; known: cpu, cuda, npu"),
+        (["actor_rollout_ref.model.use_remove_padding=false"], "use_remove_padding = false"),
+        ([f"{ROLLOUT}.calculate_log_probs=false"], "calculate_log_probs = false"),
+        ([f"{ROLLOUT}.max_model_len=1000"], "set it to at least 1024, or to null"),
+        ([f"{ROLLOUT}.top_k=0"], "top_k = 0: expected -1 (off) or at least 1"),
+        ([f"{ROLLOUT}.val_kwargs.top_k=-2"], "val_kwargs.top_k = -2"),
+        ([f"{ACTOR}.optim.betas=[0.9,1.0]"], "expected two numbers in [0, 1)"),
+        ([f"{ACTOR}.clip_ratio_low=1.0"], "must be positive"),
+        ([f"{ACTOR}.loss_scale_factor=0"], "loss_scale_factor = 0"),
+        ([f"{SHAPING}.enable=true", f"{SHAPING}.penalty_factor=1"], "len = 0: expected 1 to"),
+        ([f"{SHAPING}.enable=true", f"{SHAPING}.len=8"], "penalty_factor = 0 would have no effect"),
+        (
+            [
+                f"{SHAPING}.enable=true",
+                f"{SHAPING}.len=8",
+                f"{SHAPING}.penalty_factor=1",
+                "reward.reward_manager.name=naive",
+            ],
+            "use the manager dapo",
+        ),
+        (["algorithm.rollout_correction.rollout_is=null"], "nothing corrects for samples"),
+        (["data.train_files=null"], "so the run has no length"),
+        (["trainer.test_freq=5"], "there is nothing to validate on"),
+        (["trainer.resume_mode=resume_path"], "needs trainer.resume_from_path"),
+        (["trainer.resume_from_path=x"], "has no effect with trainer.resume_mode = auto"),
+        (
+            ["sluice.reward.endpoint.port=7000", "sluice.trainer.endpoint.port=7000"],
+            "taken by sluice.reward.endpoint",
+        ),
+        (
+            ["sluice.rollout.endpoint.port=7000", "sluice.rollout.replicas=2"],
+            "all replicas would take one port",
+        ),
+        (["sluice.trainer.replica_ttl_s=1.5"], "is less than two heartbeats"),
+        (["data.max_response_length=20480"], "raise it to 121"),
+    ],
+)
+def test_a_contradiction_is_named_with_its_remedy(overrides: list[str], named: str) -> None:
+    found = problems(*overrides)
+    assert len(found) == 1
+    assert named in found[0]
+
+
+def test_the_filter_needs_groups_of_two_with_any_estimator() -> None:
+    config = load_config(None, [*SOUND, f"{ROLLOUT}.n=1", "algorithm.filter_groups.enable=true"])
+    assert any("set n to 2 or more" in problem for problem in relation_problems(config))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["sluice.asynchrony.max_staleness=0", "algorithm.rollout_correction.rollout_is=null"],
+        [
+            f"{ACTOR}.use_rollout_log_probs=true",
+            "algorithm.rollout_correction.rollout_is=null",
+        ],
+    ],
+)
+def test_staleness_needs_no_weights_where_nothing_is_stale_or_the_ratio_corrects(
+    overrides: list[str],
+) -> None:
+    assert problems(*overrides) == []
+
+
+def make_model(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_files_that_exist_pass(tmp_path: Path) -> None:
+    train = tmp_path / "train.parquet"
+    train.touch()
+    config = load_config(
+        None,
+        [
+            *SOUND,
+            f"actor_rollout_ref.model.path={make_model(tmp_path / 'model')}",
+            f"data.train_files={train}",
+            f"sluice.run_dir={tmp_path / 'run'}",
+        ],
+    )
+    check_config(config)
+
+
+def test_every_missing_file_is_named_together_with_the_contradictions(tmp_path: Path) -> None:
+    config = load_config(
+        None,
+        [
+            *SOUND,
+            f"{ROLLOUT}.n=1",
+            f"actor_rollout_ref.model.path={tmp_path / 'model'}",
+            f"data.train_files={tmp_path / 'train.parquet'}",
+            f"data.val_files=[{tmp_path / 'a.parquet'}, {tmp_path / 'b.parquet'}]",
+            f"reward.custom_reward_function.path={tmp_path / 'score.py'}",
+            "trainer.resume_mode=resume_path",
+            f"trainer.resume_from_path={tmp_path / 'global_step_3'}",
+        ],
+    )
+    with pytest.raises(ConfigError) as raised:
+        check_config(config)
+    for name in ("model", "train.parquet", "a.parquet", "b.parquet", "score.py", "global_step_3"):
+        assert str(tmp_path / name) in str(raised.value)
+    assert "7 problems" in str(raised.value)
+    assert "a group of one has no advantage" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [("config.json", "it is no Hugging Face model"), ("tokenizer.json", "holds no tokenizer")],
+)
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, missing: str, named: str) -> None:
+    model = make_model(tmp_path / "model")
+    (model / missing).unlink()
+    overrides = [*SOUND, "data.train_files=null", "trainer.total_training_steps=1"]
+    config = load_config(None, [*overrides, f"actor_rollout_ref.model.path={model}"])
+    with pytest.raises(ConfigError, match=named):
+        check_config(config)
+    check_config(config, files=False)

@@ -1,0 +1,76 @@
+"""Numbers that follow from the configuration."""
+
+from __future__ import annotations
+
+import pytest
+
+from sluice.config import derived
+from sluice.config.loader import load_config
+from sluice.config.run import RunConfig
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def config_with(*overrides: str) -> RunConfig:
+    return load_config(
+        None,
+        [
+            "data.train_batch_size=64",
+            f"{ROLLOUT}.n=8",
+            f"{ACTOR}.ppo_mini_batch_size=32",
+            "data.max_prompt_length=40",
+            "data.max_response_length=56",
+            *overrides,
+        ],
+    )
+
+
+def test_rows_and_optimizer_steps_follow_from_prompts() -> None:
+    config = config_with(f"{ACTOR}.ppo_epochs=3")
+    assert derived.rows_per_batch(config) == 512
+    assert derived.mini_batches_per_batch(config.data, config.actor_rollout_ref.actor) == 2
+    assert derived.optimizer_steps_per_batch(config.data, config.actor_rollout_ref.actor) == 6
+
+
+def test_lengths_default_to_the_data_limits_and_yield_to_their_own_keys() -> None:
+    config = config_with()
+    assert (derived.max_model_len(config), derived.max_resp_len(config)) == (96, 56)
+    chosen = config_with(f"{ROLLOUT}.max_model_len=128", "reward.reward_kwargs.max_resp_len=50")
+    assert (derived.max_model_len(chosen), derived.max_resp_len(chosen)) == (128, 50)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "chosen", "expected"),
+    [(0, "null", True), (1, "null", False), (0, "false", False), (2, "true", True)],
+)
+def test_batch_invariance_defaults_to_the_synchronous_mode(
+    staleness: int, chosen: str, expected: bool
+) -> None:
+    config = config_with(
+        f"sluice.asynchrony.max_staleness={staleness}", f"sluice.rollout.batch_invariant={chosen}"
+    )
+    assert derived.batch_invariant(config) is expected
+
+
+def test_groups_in_flight_are_bounded_by_staleness() -> None:
+    assert derived.max_groups_in_flight(config_with("sluice.asynchrony.max_staleness=0")) == 64
+    assert derived.max_groups_in_flight(config_with("sluice.asynchrony.max_staleness=2")) == 192
+
+
+def test_the_length_of_the_run_counts_full_batches_over_all_epochs() -> None:
+    config = config_with("trainer.total_epochs=3")
+    assert derived.total_training_steps(config, dataset_rows=100) == 4
+    assert derived.total_training_steps(config_with("trainer.total_training_steps=7"), 100) == 7
+
+
+def test_warm_up_is_given_in_steps_or_as_a_share() -> None:
+    optim = f"{ACTOR}.optim"
+    by_steps = config_with(f"{optim}.lr_warmup_steps=5", f"{optim}.lr_warmup_steps_ratio=0.5")
+    by_share = config_with(f"{optim}.lr_warmup_steps_ratio=0.1")
+    assert derived.warmup_steps(by_steps.actor_rollout_ref.actor.optim, 60) == 5
+    assert derived.warmup_steps(by_share.actor_rollout_ref.actor.optim, 60) == 6
+
+
+def test_the_checkpoint_folder_lies_in_the_run_folder_unless_named() -> None:
+    assert derived.checkpoint_folder(config_with("sluice.run_dir=r")) == "r/checkpoints"
+    assert derived.checkpoint_folder(config_with("trainer.default_local_dir=c")) == "c"

@@ -1,0 +1,215 @@
+"""The loader: file, overrides, references, names and types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sluice.config.loader import load_config
+from sluice.config.run import RunConfig
+from sluice.errors import ConfigError
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_without_file_and_overrides_the_defaults_stand() -> None:
+    assert load_config(None, []) == RunConfig()
+
+
+def test_a_file_sets_keys_and_leaves_the_others_at_their_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, "data:\n  train_batch_size: 64\nalgorithm:\n")
+    config = load_config(path, [])
+    assert config.data.train_batch_size == 64
+    assert config.algorithm == RunConfig().algorithm
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "# nothing\n"), []) == RunConfig()
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path) -> None:
+    path = write(tmp_path, "data: {train_batch_size: 64}\n")
+    config = load_config(path, ["data.train_batch_size=8", "data.train_batch_size=16"])
+    assert config.data.train_batch_size == 16
+
+
+@pytest.mark.parametrize("written", ["1e-6", "1E-6", "1.0e-06", "0.000001", ".000001"])
+def test_a_learning_rate_is_a_number_however_it_is_written(tmp_path: Path, written: str) -> None:
+    path = write(tmp_path, f"actor_rollout_ref: {{actor: {{optim: {{lr: {written}}}}}}}\n")
+    assert load_config(path, []).actor_rollout_ref.actor.optim.lr == 1e-6
+    override = f"actor_rollout_ref.actor.optim.lr={written}"
+    assert load_config(None, [override]).actor_rollout_ref.actor.optim.lr == 1e-6
+
+
+@pytest.mark.parametrize(
+    "name", ["12:30", "2026-01-02", "on", "no", "a: b", "v1 # two", "%x", "a=b"]
+)
+def test_words_that_yaml_1_1_would_bend_stay_strings_in_overrides(name: str) -> None:
+    config = load_config(None, [f"trainer.experiment_name={name}"])
+    assert config.trainer.experiment_name == name
+
+
+@pytest.mark.parametrize("name", ["12:30", "2026-01-02", "on", "no"])
+def test_words_that_yaml_1_1_would_bend_stay_strings_in_files(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, f"trainer:\n  experiment_name: {name}\n")
+    assert load_config(path, []).trainer.experiment_name == name
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("trainer.logger=['console','tensorboard']", ["console", "tensorboard"]),
+        ('trainer.logger=["jsonl"]', ["jsonl"]),
+        ("trainer.logger=[]", []),
+    ],
+)
+def test_lists_are_read_in_either_kind_of_quotes(override: str, expected: list[str]) -> None:
+    assert load_config(None, [override]).trainer.logger == expected
+
+
+def test_null_true_and_false_are_literals() -> None:
+    config = load_config(None, ["data.seed=null", "data.shuffle=False", "trainer.device=null"])
+    assert (config.data.seed, config.data.shuffle, config.trainer.device) == (None, False, None)
+
+
+def test_quotes_keep_a_word_a_string_and_nothing_is_the_empty_string() -> None:
+    config = load_config(None, ["trainer.experiment_name='1e-6'", "trainer.project_name="])
+    assert (config.trainer.experiment_name, config.trainer.project_name) == ("1e-6", "")
+
+
+def test_plus_adds_where_nothing_is_and_refuses_where_a_value_stands() -> None:
+    assert load_config(None, ["+data.seed=3"]).data.seed == 3
+    free = "reward.custom_reward_function.reward_kwargs"
+    config = load_config(None, [f"+{free}.strict=true", f"{free}.depth=2"])
+    kwargs = config.reward.custom_reward_function.reward_kwargs
+    assert kwargs == {"strict": True, "depth": 2}
+    with pytest.raises(ConfigError, match=r"data.train_batch_size has the value 1024 already"):
+        load_config(None, ["+data.train_batch_size=3"])
+
+
+def test_plus_replaces_a_value_by_a_list_and_two_plus_replace_anything() -> None:
+    config = load_config(None, ["+trainer.logger=[jsonl]", "++data.train_batch_size=3"])
+    assert (config.trainer.logger, config.data.train_batch_size) == (["jsonl"], 3)
+
+
+def test_tilde_takes_a_value_back_to_its_default(tmp_path: Path) -> None:
+    path = write(tmp_path, "data: {train_batch_size: 64, seed: 5}\n")
+    config = load_config(path, ["~data.train_batch_size", "~data.seed=5"])
+    assert (config.data.train_batch_size, config.data.seed) == (1024, None)
+    with pytest.raises(ConfigError, match="the value is 64, so nothing was removed"):
+        load_config(path, ["~data.train_batch_size=65"])
+
+
+def test_a_reference_takes_the_type_of_what_it_names() -> None:
+    config = load_config(
+        None,
+        [
+            "data.train_batch_size=48",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}",
+            "trainer.experiment_name=b${data.train_batch_size}-r${data.max_response_length}",
+        ],
+    )
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 48
+    assert config.trainer.experiment_name == "b48-r512"
+
+
+def test_references_follow_references_and_refuse_circles() -> None:
+    config = load_config(
+        None, ["data.seed=${trainer.seed}", "trainer.seed=${actor_rollout_ref.rollout.seed}"]
+    )
+    assert config.data.seed == 0
+    with pytest.raises(ConfigError, match=r"circle: data.seed -> trainer.seed -> data.seed"):
+        load_config(None, ["data.seed=${trainer.seed}", "trainer.seed=${data.seed}"])
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("${data.promt_key}", r"reference \$\{data.promt_key\}.*did you mean data.prompt_key\?"),
+        ("${oc.env:HOME}", "calls a resolver"),
+    ],
+)
+def test_a_reference_to_nothing_is_refused(reference: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [f"trainer.project_name={reference}"])
+
+
+@pytest.mark.parametrize(
+    ("override", "suggestion"),
+    [
+        ("data.train_batch_szie=8", r"did you mean data.train_batch_size\?"),
+        ("rollout.n=8", r"did you mean actor_rollout_ref.rollout.n\?"),
+        ("actor_rollout_ref.actor.lr=1", r"did you mean actor_rollout_ref.actor.optim.lr\?"),
+        ("nothing.at.all=1", "nothing: unknown key; the root knows data, actor_rollout_ref"),
+        ("data.seed.rows=1", "data.seed is a value and has no keys below it"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_what_was_probably_meant(
+    override: str, suggestion: str
+) -> None:
+    with pytest.raises(ConfigError, match=suggestion):
+        load_config(None, [override])
+
+
+def test_everything_wrong_in_a_file_is_named_at_once(tmp_path: Path) -> None:
+    text = "data: {train_batch_size: many, shuffle: yes, sed: 1}\ntrainer: {logger: [wandb]}\n"
+    with pytest.raises(ConfigError) as raised:
+        load_config(write(tmp_path, text), [])
+    message = str(raised.value)
+    assert "run.yaml" in message
+    assert "4 problems" in message
+    assert "data.train_batch_size = 'many': expected an integer >= 1" in message
+    assert "data.shuffle = 'yes': expected true or false" in message
+    assert "data.sed: unknown key; did you mean data.seed?" in message
+    assert "one of console, jsonl, tensorboard" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.train_batch_size=0", "expected an integer >= 1"),
+        ("data.seed='5'", "expected an integer or null; write it without quotes"),
+        ("trainer.experiment_name=3", "expected a string; put the value in quotes"),
+        ("actor_rollout_ref.rollout.top_p=1.5", "expected a number > 0 and <= 1"),
+        ("actor_rollout_ref.actor.optim.betas=[0.9]", "expected a list of 2: a number, a number"),
+        ("data.train_files={a: 1}", "expected a string or a list with each element a string"),
+        ("data=3", "data = 3: expected keys below it"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_was_expected(override: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, [override])
+    assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data: [", "run.yaml is not valid YAML: line "),
+        ("data: {seed: 1, seed: 2}", "key 'seed' appears twice"),
+        ("- a\n- b\n", "expected sections such as data"),
+    ],
+)
+def test_a_file_that_holds_no_configuration_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, text), [])
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere.yaml does not exist"):
+        load_config(tmp_path / "nowhere.yaml", [])
+
+
+@pytest.mark.parametrize(
+    "text", ["data", "=3", "a b=1", "data.seed", "+++data.seed=1", "data..x=1"]
+)
+def test_an_override_of_no_known_form_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="override"):
+        load_config(None, [text])

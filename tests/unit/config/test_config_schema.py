@@ -1,0 +1,42 @@
+"""The schema itself: every field is documented, every section has a default."""
+
+from __future__ import annotations
+
+from typing import Annotated, get_args, get_origin
+
+import msgspec
+import pytest
+
+from sluice.config.expectation import expectation
+from sluice.config.run import RunConfig
+from sluice.config.schema import annotation_at, known_keys, nearest_keys, section_type
+
+LEAVES = [key for key in known_keys() if section_type(annotation_at(key.split("."))) is None]
+
+
+def descriptions(annotation: object) -> list[str]:
+    if get_origin(annotation) is not Annotated:
+        return []
+    metas = [part for part in get_args(annotation)[1:] if isinstance(part, msgspec.Meta)]
+    return [meta.description for meta in metas if meta.description]
+
+
+@pytest.mark.parametrize("key", LEAVES)
+def test_every_key_says_what_it_does_and_what_it_takes(key: str) -> None:
+    annotation = annotation_at(key.split("."))
+    assert descriptions(annotation), f"{key} has no description"
+    assert "typing." not in expectation(annotation)
+    assert "<class" not in expectation(annotation)
+
+
+def test_the_configuration_is_frozen() -> None:
+    config = RunConfig()
+    with pytest.raises(AttributeError):
+        config.data.train_batch_size = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("key", LEAVES)
+def test_a_key_without_its_first_part_is_recognised(key: str) -> None:
+    path = key.split(".")
+    if len(path) > 2:
+        assert key in nearest_keys(path[1:])

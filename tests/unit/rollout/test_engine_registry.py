@@ -1,0 +1,44 @@
+"""Finding engines by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.rollout.engines.registry import ENGINES, create_engine, find_engine
+from services.rollout.engines.torch_engine import TorchEngine
+from services.rollout.engines.torch_settings import TorchEngineSettings, torch_settings
+from sluice.config.run import RunConfig
+from sluice.errors import ConfigError
+
+
+def test_the_configured_engine_is_made() -> None:
+    assert isinstance(create_engine(RunConfig()), TorchEngine)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_registered_engine_can_be_imported(name: str) -> None:
+    assert callable(find_engine(name))
+
+
+def test_an_unknown_engine_is_named_with_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match=r"'nonsense'.*torch"):
+        find_engine("nonsense")
+
+
+def test_a_missing_package_is_one_clear_error() -> None:
+    engines = {"other": "a_package_that_is_not_installed.engine:create"}
+    with pytest.raises(ConfigError, match=r"'other'.*a_package_that_is_not_installed"):
+        find_engine("other", engines)
+
+
+def test_settings_follow_from_the_run_configuration() -> None:
+    settings = torch_settings(RunConfig())
+    data = RunConfig().data
+    assert settings.max_model_len == data.max_prompt_length + data.max_response_length
+    assert not settings.batch_invariant  # asynchronous by default
+
+
+@pytest.mark.parametrize("field", ["slots", "max_model_len", "max_queued", "torch_threads"])
+def test_settings_without_room_are_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        TorchEngineSettings(model_path="x", **{field: 0})

@@ -1,0 +1,122 @@
+"""Drawing tokens from logits."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from services.rollout.engines.sampling import SamplingPlan, draw, plan_sampling
+
+_CPU = torch.device("cpu")
+
+
+def _plan(vocab: int, *rows: tuple[float, float, int]) -> SamplingPlan:
+    temperature, top_p, top_k = (np.array(column) for column in zip(*rows, strict=True))
+    return plan_sampling(
+        temperature.astype(np.float32), top_p.astype(np.float64), top_k, vocab, _CPU
+    )
+
+
+def _sweep(
+    logits: list[float], row: tuple[float, float, int], points: int = 4000
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shares of each token over evenly spaced uniforms, and the logprobs told for them."""
+    batch = torch.tensor([logits]).expand(points, -1)
+    uniform = (torch.arange(points, dtype=torch.float64) + 0.5) / points
+    tokens, logprobs = draw(batch, _plan(len(logits), *[row] * points), uniform)
+    told = torch.full((len(logits),), -torch.inf)
+    told[tokens] = logprobs
+    return torch.bincount(tokens, minlength=len(logits)) / points, told
+
+
+_LOGITS = [0.3, 2.0, -1.0, 1.1, 0.9, -30.0]
+
+
+@pytest.mark.parametrize(
+    ("row", "kept"),
+    [
+        ((1.0, 1.0, -1), [0, 1, 2, 3, 4, 5]),
+        ((0.5, 1.0, -1), [0, 1, 2, 3, 4, 5]),
+        ((1.0, 1.0, 3), [1, 3, 4]),
+        ((1.0, 0.7, -1), [1, 3]),
+        ((0.7, 0.5, 2), [1]),
+        ((2.0, 0.9, 4), [0, 1, 3, 4]),
+        ((1.0, 1e-9, -1), [1]),
+        ((1.0, 1.0, 100), [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_shares_and_logprobs_are_those_of_the_renormalised_kept_tokens(
+    row: tuple[float, float, int], kept: list[int]
+) -> None:
+    expected = torch.full((len(_LOGITS),), -torch.inf)
+    expected[kept] = (torch.tensor(_LOGITS)[kept] / row[0]).log_softmax(-1)
+    shares, told = _sweep(_LOGITS, row)
+    assert (shares - expected.exp()).abs().max() < 5e-4
+    drawn = shares > 0
+    torch.testing.assert_close(told[drawn], expected[drawn], atol=1e-6, rtol=1e-6)
+
+
+def test_tokens_tied_with_the_last_kept_one_are_kept() -> None:
+    shares, _ = _sweep([1.0, 0.0, 0.0, -1.0], (1.0, 1.0, 2))
+    assert (shares > 0).tolist() == [True, True, True, False]
+    # The first token has 0.534: 0.6 is reached within the tie.
+    shares, _ = _sweep([1.0, 0.0, 0.0, -1.0], (1.0, 0.6, -1))
+    assert (shares > 0).tolist() == [True, True, True, False]
+
+
+def test_temperature_zero_takes_the_best_token_with_the_logprob_of_temperature_one() -> None:
+    shares, told = _sweep(_LOGITS, (0.0, 0.1, 1), points=50)
+    assert shares[1] == 1
+    assert float(told[1]) == pytest.approx(float(torch.tensor(_LOGITS).log_softmax(-1)[1]))
+
+
+def test_the_uniform_ends_stay_inside_the_kept_tokens() -> None:
+    logits = torch.tensor([[-200.0, 1.0, 0.5, -200.0]]).expand(2, -1)
+    uniform = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64)
+    for row in ((1.0, 1.0, -1), (1.0, 0.99, -1)):
+        tokens, logprobs = draw(logits, _plan(4, row, row), uniform)
+        assert tokens.tolist() == [1, 2]
+        assert torch.isfinite(logprobs).all()
+
+
+def test_a_row_gets_the_same_bits_whatever_other_rows_ask_for() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, 333, generator=generator) * 3
+    uniform = torch.rand(7, dtype=torch.float64, generator=generator)
+    rows = [
+        (1.0, 1.0, -1),
+        (0.7, 0.9, 20),
+        (0.7, 1.0, 5),
+        (1.3, 0.5, -1),
+        (0.0, 1.0, -1),
+        (0.9, 0.8, 50),
+        (1.0, 1.0, -1),
+    ]
+    tokens, logprobs = draw(logits, _plan(333, *rows), uniform)
+    for subset in ([0], [1, 2], [3], [4, 5], [6, 1, 0]):
+        some = draw(logits[subset], _plan(333, *(rows[i] for i in subset)), uniform[subset])
+        assert torch.equal(some[0], tokens[subset])
+        assert torch.equal(some[1], logprobs[subset])
+
+
+def test_the_tail_of_a_large_vocabulary_is_drawn_at_its_share() -> None:
+    vocab = 200_000
+    logits = torch.zeros(1, vocab)
+    logits[0, 0] = math.log(1e9)  # each of the others: 1e-9, below float32's step at 1
+    uniform = torch.tensor([1 - 1e-4], dtype=torch.float64)
+    tokens, logprobs = draw(logits, _plan(vocab, (1.0, 1.0, -1)), uniform)
+    assert int(tokens[0]) == pytest.approx(vocab * 0.5, rel=0.05)
+    assert float(logprobs[0]) == pytest.approx(-math.log(1e9), abs=1e-3)
+
+
+def test_bfloat16_logits_are_drawn_from_in_float32() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    uniform = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    plan = _plan(50, *[(1.0, 1.0, -1)] * 3)
+    tokens, logprobs = draw(logits, plan, uniform)
+    exact, expected = draw(logits.float(), plan, uniform)
+    assert torch.equal(tokens, exact)
+    assert torch.equal(logprobs, expected)

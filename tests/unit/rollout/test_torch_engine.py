@@ -1,0 +1,322 @@
+"""What a caller of the embedded engine can rely on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from services.rollout.engines.generation_loop import GenerationLoop
+from services.rollout.engines.protocol import Engine, GenerationRequest, PartialSample
+from services.rollout.engines.torch_engine import TorchEngine
+from sluice.errors import (
+    ConfigError,
+    EngineError,
+    ExhaustedError,
+    InvalidRequestError,
+    NotReadyError,
+)
+from sluice.types import FinishReason
+from tests.support.causal_lms import (
+    EOS,
+    VOCABULARY,
+    chunks_of,
+    engine_settings,
+    generate,
+    reference_model,
+    request,
+    running_engine,
+    samples_of,
+    save_config,
+)
+
+_ENDLESS = 20_000
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_config("qwen3", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(model_path: Path) -> PreTrainedModel:
+    return reference_model(model_path)
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.002)
+
+
+async def test_the_engine_has_the_protocols_form(model_path: Path) -> None:
+    engine: Engine = TorchEngine(engine_settings(model_path))
+    await engine.start()
+    assert (engine.vocab_size, engine.max_model_len) == (VOCABULARY, 48)
+    await engine.stop()
+
+
+async def test_a_directory_without_weights_suffices_and_tied_tensors_travel_once(
+    model_path: Path,
+) -> None:
+    assert [path.name for path in model_path.iterdir()] == ["config.json"]
+    async with running_engine(model_path) as engine:
+        names = [spec.name for spec in engine.weight_layout]
+        assert names[0] == "model.embed_tokens.weight"
+        assert "lm_head.weight" not in names
+        assert "model.layers.1.self_attn.q_proj.weight" in names
+        assert {spec.dtype for spec in engine.weight_layout} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    "content", [None, "{", "{}", '{"model_type": "nonsense"}', '{"model_type": "t5"}']
+)
+async def test_a_path_that_holds_no_causal_language_model_is_named(
+    content: str | None, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        await TorchEngine(engine_settings(tmp_path)).start()
+
+
+async def test_before_the_first_weights_nothing_is_generated(model_path: Path) -> None:
+    async with running_engine(model_path) as engine:
+        assert (engine.load().version, engine.load().weight_digest) == (None, "")
+        with pytest.raises(NotReadyError):
+            await generate(engine, request())
+
+
+async def test_a_sample_ends_at_a_stop_token_which_it_includes(
+    model_path: Path, model: PreTrainedModel
+) -> None:
+    async with running_engine(model_path, model) as engine:
+        free = await generate(engine, request(samples=8, max_tokens=30))
+        stop = free[0][0][4]
+        chunks = await chunks_of(engine, request(samples=8, max_tokens=30, stop=(stop,)))
+    for index, (tokens, logprobs) in samples_of(chunks).items():
+        whole = free[index][0]
+        end = whole.index(stop) + 1 if stop in whole else len(whole)
+        assert tokens == whole[:end]
+        assert len(logprobs) == end
+    reasons = {chunk.sample_index: chunk.finish_reason for chunk in chunks}
+    assert reasons[0] is FinishReason.STOP
+
+
+async def test_the_models_end_token_ends_a_sample_unless_it_is_ignored(
+    model_path: Path, model: PreTrainedModel
+) -> None:
+    async with running_engine(model_path, model) as engine:
+        ignored = await generate(engine, request(samples=8, max_tokens=40))
+        ended = await generate(engine, request(samples=8, max_tokens=40, ignore_eos=False))
+    assert any(EOS in tokens[:-1] for tokens, _ in ignored.values())
+    for index, (tokens, _) in ended.items():
+        whole = ignored[index][0]
+        assert tokens == (whole[: whole.index(EOS) + 1] if EOS in whole else whole)
+
+
+async def test_a_generation_config_decides_the_end_tokens(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    save_config("qwen3", tmp_path)
+    wanted = request(samples=8, max_tokens=40, ignore_eos=False)
+    async with running_engine(tmp_path, model) as engine:
+        free = await generate(engine, request(samples=8, max_tokens=40))
+    other = free[0][0][2]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [other, 99]}))
+    async with running_engine(tmp_path, model) as engine:
+        assert (await generate(engine, wanted))[0][0][-1] in {other, 99}
+
+
+async def test_samples_end_at_max_tokens_or_where_the_context_ends(
+    model_path: Path, model: PreTrainedModel
+) -> None:
+    async with running_engine(model_path, model) as engine:
+        for prompt, max_tokens, expected in ((4, 1, 1), (4, 10, 10), (40, 30, 8), (47, 5, 1)):
+            chunks = await chunks_of(engine, request([3] * prompt, max_tokens=max_tokens))
+            assert len(samples_of(chunks)[0][0]) == expected
+            assert chunks[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("wanted", "named"),
+    [
+        (request([3] * 48), "48 tokens"),
+        (request([]), "0 tokens"),
+        (request([3, VOCABULARY]), str(VOCABULARY)),
+        (request(samples=()), "sample_indexes"),
+        (request(samples=(2, 2)), "sample_indexes"),
+        (request(temperature=-0.1), "temperature"),
+        (request(temperature=float("nan")), "temperature"),
+        (request(top_p=0.0), "top_p"),
+        (request(top_k=0), "top_k"),
+        (request(max_tokens=0), "max_tokens"),
+        (request(partials=(PartialSample(5, np.array([1], np.uint32)),)), "partials"),
+    ],
+)
+async def test_a_request_that_cannot_be_generated_is_refused(
+    wanted: GenerationRequest, named: str, model_path: Path, model: PreTrainedModel
+) -> None:
+    async with running_engine(model_path, model) as engine:
+        with pytest.raises(InvalidRequestError, match=named):
+            await generate(engine, wanted)
+
+
+async def test_too_many_waiting_samples_are_refused_and_the_rest_goes_on(
+    model_path: Path, model: PreTrainedModel
+) -> None:
+    async with running_engine(model_path, model, slots=2, max_queued=3) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(generate(engine, request(samples=5, max_tokens=40)))
+            await _until(lambda: engine.load().slots_busy > 0)
+            with pytest.raises(ExhaustedError):
+                await generate(engine, request())
+        assert len(running.result()) == 5
+        assert len(await generate(engine, request(samples=5))) == 5
+
+
+async def test_every_token_comes_by_itself_when_asked_for(
+    model_path: Path, model: PreTrainedModel
+) -> None:
+    wanted = request(samples=3, max_tokens=6)
+    async with running_engine(model_path, model) as engine:
+        streamed = await chunks_of(engine, wanted, every_token=True)
+        whole = await chunks_of(engine, wanted)
+    assert [chunk.token_ids.size for chunk in whole] == [6, 6, 6]
+    assert [chunk.token_ids.size for chunk in streamed] == [1] * 18
+    assert samples_of(streamed) == samples_of(whole)
+    assert sum(chunk.finish_reason is not None for chunk in streamed) == 3
+
+
+async def test_a_continued_sample_draws_what_it_would_have_drawn(
+    model_path: Path, model: PreTrainedModel
+) -> None:
+    async with running_engine(model_path, model) as engine:
+        whole = await generate(engine, request(samples=3, max_tokens=20, temperature=0.7))
+        partial = PartialSample(1, np.array(whole[1][0][:8], np.uint32))
+        wanted = request(samples=3, max_tokens=20, temperature=0.7, partials=(partial,))
+        continued = await generate(engine, wanted)
+    assert continued[1][0] == whole[1][0][8:]
+    np.testing.assert_allclose(continued[1][1], whole[1][1][8:], atol=1e-4)
+    assert continued[0][0] == whole[0][0]
+
+
+@pytest.mark.parametrize(
+    ("partial", "reason"),
+    [([4, 5, 6], FinishReason.LENGTH), ([4, 5, 6, 8], FinishReason.LENGTH), ([4, EOS], "stop")],
+)
+async def test_a_continued_sample_that_is_complete_ends_at_once(
+    partial: list[int], reason: str, model_path: Path, model: PreTrainedModel
+) -> None:
+    partials = (PartialSample(0, np.array(partial, np.uint32)),)
+    wanted = request(max_tokens=3, ignore_eos=False, partials=partials)
+    async with running_engine(model_path, model) as engine:
+        (chunk,) = await chunks_of(engine, wanted)
+    assert (chunk.token_ids.size, chunk.finish_reason) == (0, reason)
+
+
+async def test_closing_the_iterator_frees_the_slots_before_the_next_step(
+    model_path: Path, model: PreTrainedModel
+) -> None:
+    async with running_engine(model_path, model, max_model_len=_ENDLESS) as engine:
+        async with aclosing(
+            engine.generate(request(samples=20, max_tokens=_ENDLESS), every_token=True)
+        ) as stream:
+            await anext(stream)
+            assert (engine.load().slots_busy, engine.load().queued) == (8, 12)
+        load = await engine.probe()
+        assert (load.slots_busy, load.queued) == (0, 0)
+        assert len(await generate(engine, request(samples=8))) == 8
+
+
+async def test_cancelling_the_consumer_frees_the_slots_and_others_go_on(
+    model_path: Path, model: PreTrainedModel
+) -> None:
+    other = request(samples=4, max_tokens=40, seed=8)
+    async with running_engine(model_path, model, max_model_len=4000) as engine:
+        alone = await generate(engine, other)
+        async with asyncio.TaskGroup() as tasks:
+            doomed = tasks.create_task(generate(engine, request(samples=4, max_tokens=3000)))
+            await _until(lambda: engine.load().slots_busy == 4)
+            kept = tasks.create_task(generate(engine, other))
+            await _until(lambda: engine.load().slots_busy == 8)
+            doomed.cancel()
+        assert doomed.cancelled()
+        assert {i: tokens for i, (tokens, _) in kept.result().items()} == {
+            i: tokens for i, (tokens, _) in alone.items()
+        }
+        assert (await engine.probe()).slots_busy == 0
+
+
+async def test_an_idle_engine_uses_no_processor_time(
+    model_path: Path, model: PreTrainedModel
+) -> None:
+    async with running_engine(model_path, model) as engine:
+        await generate(engine, request())
+        steps = engine.load().busy_seconds
+        used = time.process_time()
+        await asyncio.sleep(0.3)
+        assert time.process_time() - used < 0.1
+        assert (await engine.probe()).busy_seconds == steps
+
+
+def _break(loop: GenerationLoop) -> None:
+    def decode(_: object) -> torch.Tensor:
+        raise RuntimeError("boom")
+
+    loop._decoder.decode = decode
+
+
+async def test_an_error_in_the_step_loop_fails_what_runs_and_all_that_follows(
+    model_path: Path, model: PreTrainedModel
+) -> None:
+    async with running_engine(model_path, model, max_model_len=_ENDLESS) as engine:
+        assert engine._thread is not None
+        async with aclosing(
+            engine.generate(request(samples=12, max_tokens=_ENDLESS), every_token=True)
+        ) as stream:
+            await anext(stream)
+            engine._thread.post(_break)
+            with pytest.raises(EngineError, match="boom"):
+                async with asyncio.timeout(10):
+                    async for _ in stream:
+                        pass
+        for call in (engine.probe(), generate(engine, request())):
+            with pytest.raises(EngineError, match="boom"):
+                await call
+
+
+async def test_stopping_ends_running_samples_as_aborted_with_what_they_have(
+    model_path: Path, model: PreTrainedModel
+) -> None:
+    async with running_engine(model_path, model, max_model_len=_ENDLESS) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(chunks_of(engine, request(samples=9, max_tokens=_ENDLESS)))
+            await _until(lambda: engine.load().generated_tokens > 100)
+            await engine.stop()
+        chunks = running.result()
+        assert sorted(chunk.sample_index for chunk in chunks) == list(range(9))
+        assert {chunk.finish_reason for chunk in chunks} == {FinishReason.ABORTED}
+        assert sum(chunk.token_ids.size > 0 for chunk in chunks) == 8
+        await engine.stop()
+        with pytest.raises(NotReadyError):
+            await engine.probe()
+
+
+async def test_the_load_counts_slots_waiting_samples_and_tokens(
+    model_path: Path, model: PreTrainedModel
+) -> None:
+    async with running_engine(model_path, model) as engine:
+        await generate(engine, request(samples=20, max_tokens=5))
+        load = await engine.probe()
+    assert (load.slots, load.slots_busy, load.queued) == (8, 0, 0)
+    assert (load.generated_tokens, load.version, load.weight_digest) == (100, 1, "one")
+    assert load.busy_seconds > 0

@@ -1,0 +1,168 @@
+"""The engine's logprobs against a full transformers forward pass."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.rollout.engines.causal_lm import build_causal_lm
+from services.rollout.engines.decoder import DecodeBatch, Decoder
+from services.rollout.engines.decoder_choice import choose_decoder
+from services.rollout.engines.fused_decoder import FusedDecoder
+from services.rollout.engines.generic_decoder import GenericDecoder
+from services.rollout.engines.protocol import GenerationRequest
+from services.rollout.engines.recompute_decoder import RecomputeDecoder
+from sluice.types import SamplingParams
+from tests.support.causal_lms import (
+    VOCABULARY,
+    engine_settings,
+    expected_logprobs,
+    generate,
+    reference_model,
+    request,
+    running_engine,
+    save_config,
+)
+
+_DECODERS = {
+    "qwen3": FusedDecoder,
+    "llama": FusedDecoder,
+    "qwen2": FusedDecoder,
+    "llama_biased": FusedDecoder,
+    "mistral": GenericDecoder,  # its sliding window is shorter than the context
+    "gpt_neox": GenericDecoder,
+    "gemma2": GenericDecoder,
+    "gpt_oss": GenericDecoder,
+    "bloom": RecomputeDecoder,
+}
+_TOLERANCE = 1e-4
+
+
+def _error(
+    model: torch.nn.Module,
+    wanted: GenerationRequest,
+    samples: dict[int, tuple[list[int], list[float]]],
+) -> float:
+    prompt = wanted.prompt_token_ids.tolist()
+    errors = [
+        np.abs(np.array(expected_logprobs(model, prompt, tokens, wanted.sampling)) - logprobs).max()
+        for tokens, logprobs in samples.values()
+    ]
+    return float(max(errors))
+
+
+@pytest.mark.parametrize("family", _DECODERS)
+async def test_behavior_logprobs_equal_a_full_forward_of_what_was_sampled_from(
+    family: str, tmp_path: Path
+) -> None:
+    model = reference_model(save_config(family, tmp_path))
+    async with running_engine(tmp_path, model) as engine:
+        for cut in ((1.0, 1.0, -1), (0.7, 0.9, 20), (0.0, 1.0, -1)):
+            temperature, top_p, top_k = cut
+            # More samples than slots, so that rows are freed, moved and filled again.
+            wanted = request(
+                samples=11, temperature=temperature, top_p=top_p, top_k=top_k, ignore_eos=False
+            )
+            samples = await generate(engine, wanted)
+            assert len(samples) == 11
+            assert _error(model, wanted, samples) < _TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_neox"])
+async def test_prompts_of_different_lengths_and_settings_share_steps_exactly(
+    family: str, tmp_path: Path
+) -> None:
+    model = reference_model(save_config(family, tmp_path))
+    rng = np.random.default_rng(0)
+    requests = [
+        request(
+            rng.integers(0, VOCABULARY, length).tolist(),
+            samples=3,
+            temperature=temperature,
+            top_p=top_p,
+            max_tokens=max_tokens,
+            seed=length,
+        )
+        for length, temperature, top_p, max_tokens in (
+            (1, 1.0, 1.0, 20),
+            (2, 0.7, 0.9, 3),
+            (17, 0.0, 1.0, 9),
+            (30, 1.3, 0.8, 18),
+        )
+    ]
+    async with running_engine(tmp_path, model) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(generate(engine, wanted)) for wanted in requests]
+    for wanted, task in zip(requests, running, strict=True):
+        assert _error(model, wanted, task.result()) < _TOLERANCE
+
+
+@pytest.mark.parametrize("family", _DECODERS)
+def test_the_fastest_decoder_that_fits_the_model_is_chosen(family: str, tmp_path: Path) -> None:
+    settings = engine_settings(save_config(family, tmp_path))
+    model = build_causal_lm(settings, torch.device("cpu")).model
+    assert type(choose_decoder(model, 4, 48)) is _DECODERS[family]
+
+
+class _WrongRotation(FusedDecoder):
+    """Computes something else than the model does."""
+
+    def decode(self, batch: DecodeBatch) -> torch.Tensor:
+        shifted = DecodeBatch(
+            batch.token_ids, np.maximum(batch.positions - 1, 0), batch.length, batch.history
+        )
+        return super().decode(shifted)
+
+
+def test_a_decoder_that_differs_from_the_model_is_not_used(tmp_path: Path) -> None:
+    settings = engine_settings(save_config("qwen3", tmp_path))
+    model = build_causal_lm(settings, torch.device("cpu")).model
+    assert isinstance(choose_decoder(model, 4, 48, (_WrongRotation,)), RecomputeDecoder)
+
+
+def _teacher_forced(decoder: Decoder, tokens: np.ndarray, start: int) -> torch.Tensor:
+    """Logits of a batch of sequences from `start` on, [steps, rows, vocab]."""
+    rows = np.arange(len(tokens))
+    with torch.inference_mode():
+        prefilled = decoder.prefill([row[:start] for row in tokens])
+        for row in rows:
+            decoder.insert(prefilled, int(row), rows[row : row + 1])
+        logits = []
+        for position in range(start, tokens.shape[1]):
+            positions = np.full(len(rows), position)
+            batch = DecodeBatch(tokens[:, position].copy(), positions, position + 1, tokens)
+            logits.append(decoder.decode(batch).float())
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "llama_biased"])
+def test_fused_and_generic_decoders_agree(family: str, tmp_path: Path) -> None:
+    settings = engine_settings(save_config(family, tmp_path))
+    lm = build_causal_lm(settings, torch.device("cpu"))
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (3, 20))
+    logits = []
+    for make in (FusedDecoder, GenericDecoder):
+        decoder = make(lm.model, 4, 48)
+        lm.copy_weights(reference_model(tmp_path).state_dict())
+        decoder.refresh()
+        logits.append(_teacher_forced(decoder, tokens, start=6))
+    torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)
+
+
+async def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    model = reference_model(save_config("qwen3", tmp_path))
+    wanted = request(samples=8, max_tokens=20)
+    async with running_engine(tmp_path, model, dtype="bfloat16") as engine:
+        assert {spec.dtype for spec in engine.weight_layout} == {"bfloat16"}
+        samples = await generate(engine, wanted)
+    prompt = wanted.prompt_token_ids.tolist()
+    plain = SamplingParams(1.0, 1.0, -1, 20, 0)
+    differences = [
+        np.abs(np.array(expected_logprobs(model, prompt, tokens, plain)) - logprobs)
+        for tokens, logprobs in samples.values()
+    ]
+    assert np.concatenate(differences).mean() < 0.1

@@ -1,0 +1,261 @@
+"""New weights while samples run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from services.rollout.engines.protocol import SampleChunk
+from services.rollout.engines.torch_engine import TorchEngine
+from sluice.device.cpu import CpuDevice
+from sluice.errors import SluiceError, WeightSyncError
+from sluice.types import SamplingParams, TransferGroupSpec
+from sluice.weights.digest import digest_weights
+from sluice.weights.owner_thread import wait_for_retired_threads
+from sluice.weights.sender import WeightSender
+from tests.support.causal_lms import (
+    chunks_of,
+    expected_logprobs,
+    generate,
+    reference_model,
+    request,
+    running_engine,
+    samples_of,
+    save_config,
+    weights_of,
+)
+
+_PROMPT = (5, 9, 23, 54)
+_PLAIN = SamplingParams(1.0, 1.0, -1, 1, 0)
+
+
+async def _swap_during(
+    engine: TorchEngine, new: PreTrainedModel, *, every_token: bool
+) -> list[SampleChunk]:
+    """Chunks of a request during which `new` begins to serve as version 2."""
+    wanted = request(_PROMPT, samples=12, max_tokens=300)
+    chunks: list[SampleChunk] = []
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+
+        async def run() -> None:
+            async with aclosing(engine.generate(wanted, every_token=every_token)) as stream:
+                async for some in stream:
+                    chunks.extend(some)
+
+        tasks.create_task(run())
+        while engine.load().generated_tokens < 8 * 20:
+            await asyncio.sleep(0.002)
+        await engine.load_weights(weights_of(new, engine), 2, "two")
+    return chunks
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt_neox", "bloom"])
+@pytest.mark.parametrize("every_token", [False, True])
+async def test_no_chunk_mixes_versions_and_each_token_is_its_versions(
+    family: str, every_token: bool, tmp_path: Path
+) -> None:
+    if family == "bloom" and every_token:
+        pytest.skip("the slow decoder is covered once")
+    old, new = (reference_model(save_config(family, tmp_path), seed) for seed in (1, 2))
+    async with running_engine(tmp_path, old, max_model_len=400, recompute_kv=True) as engine:
+        chunks = await _swap_during(engine, new, every_token=every_token)
+        assert (engine.load().version, engine.load().weight_digest) == (2, "two")
+    whole = samples_of(chunks)
+    both = 0
+    for index in range(12):
+        parts = {1: 0, 2: 0}
+        for chunk in chunks:
+            if chunk.sample_index == index:
+                assert chunk.version == 1 or not chunk.finish_reason or chunk.version == 2
+                assert not (chunk.version == 1 and parts[2]), "version 1 after version 2"
+                parts[chunk.version] += chunk.token_ids.size
+        tokens, logprobs = whole[index]
+        assert sum(parts.values()) == len(tokens) == 300
+        # With the cache recomputed, each part has the exact logprobs of its version.
+        exact = expected_logprobs(old, _PROMPT, tokens, _PLAIN)[: parts[1]]
+        exact += expected_logprobs(new, _PROMPT, tokens, _PLAIN)[parts[1] :]
+        np.testing.assert_allclose(logprobs, exact, atol=2e-4)
+        both += parts[1] > 0 and parts[2] > 0
+    assert both == 8  # those that were running
+
+
+async def test_without_recomputation_the_old_cache_is_kept(tmp_path: Path) -> None:
+    old, new = (reference_model(save_config("qwen3", tmp_path), seed) for seed in (1, 2))
+    async with running_engine(tmp_path, old, max_model_len=400) as engine:
+        chunks = await _swap_during(engine, new, every_token=False)
+    tokens, logprobs = samples_of(chunks)[0]
+    start = sum(c.token_ids.size for c in chunks if c.sample_index == 0 and c.version == 1)
+    exact = np.array(expected_logprobs(new, _PROMPT, tokens, _PLAIN))
+    assert np.abs(exact - logprobs)[start:].max() > 1e-2
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt_neox"])
+async def test_samples_started_after_a_swap_are_the_new_models(family: str, tmp_path: Path) -> None:
+    old, new = (reference_model(save_config(family, tmp_path), seed) for seed in (1, 2))
+    async with running_engine(tmp_path, old) as engine:
+        await engine.load_weights(weights_of(new, engine), 2, "two")
+        tokens, logprobs = (await generate(engine, request(_PROMPT)))[0]
+    exact = expected_logprobs(new, _PROMPT, tokens, _PLAIN)
+    np.testing.assert_allclose(logprobs, exact, atol=1e-4)
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape"])
+async def test_weights_that_do_not_fit_change_nothing(fault: str, tmp_path: Path) -> None:
+    model = reference_model(save_config("qwen3", tmp_path))
+    async with running_engine(tmp_path, model) as engine:
+        before = await generate(engine, request())
+        weights = weights_of(reference_model(tmp_path, seed=5), engine)
+        name = "model.norm.weight"
+        if fault == "missing":
+            del weights[name]
+        elif fault == "unknown":
+            weights["model.other"] = torch.zeros(1)
+        else:
+            weights[name] = torch.zeros(3)
+        with pytest.raises(WeightSyncError, match="model.norm.weight|model.other"):
+            await engine.load_weights(weights, 2, "two")
+        assert engine.load().version == 1
+        assert await generate(engine, request()) == before
+
+
+async def test_the_other_name_of_a_tied_tensor_may_come_along(tmp_path: Path) -> None:
+    model = reference_model(save_config("qwen3", tmp_path))
+    async with running_engine(tmp_path) as engine:
+        await engine.load_weights(model.state_dict(), 1, "one")
+        tokens, logprobs = (await generate(engine, request(_PROMPT)))[0]
+    exact = expected_logprobs(model, _PROMPT, tokens, _PLAIN)
+    np.testing.assert_allclose(logprobs, exact, atol=1e-4)
+
+
+class _Trainer:
+    """The sending end, in threads of this process."""
+
+    def __init__(self, sender: WeightSender, engine: TorchEngine, model: PreTrainedModel) -> None:
+        self.sender, self.engine = sender, engine
+        self.weights = weights_of(model, engine)
+        self.digest = digest_weights(self.weights.items())
+        self._never = threading.Event()
+
+    async def form(self, epoch: int) -> TransferGroupSpec:
+        spec = self.sender.form_group(epoch, ["replica"], tuple(self.engine.weight_layout))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(asyncio.to_thread(self.sender.join, self._never))
+            joined = tasks.create_task(self.engine.join_group(spec["replica"]))
+        assert joined.result() == spec["replica"].plan_digest
+        return spec["replica"]
+
+    async def send(self, epoch: int, version: int) -> str:
+        """Broadcasts and stages; returns the digest that the replica computed."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(
+                asyncio.to_thread(self.sender.broadcast, self.weights, version, self._never)
+            )
+            staged = tasks.create_task(self.engine.stage(epoch, version))
+        assert staged.result().version == version
+        assert staged.result().received_bytes > 0
+        return staged.result().digest
+
+
+@pytest.fixture
+async def trainer(tmp_path: Path) -> AsyncIterator[_Trainer]:
+    model = reference_model(save_config("qwen3", tmp_path))
+    sender = WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=5.0)
+    async with running_engine(tmp_path) as engine:
+        yield _Trainer(sender, engine, model)
+        sender.close()
+    assert wait_for_retired_threads(10) == 0
+
+
+async def test_a_staged_version_serves_once_committed_and_committing_again_is_harmless(
+    trainer: _Trainer,
+) -> None:
+    engine = trainer.engine
+    await trainer.form(1)
+    for version in (4, 5):
+        assert await trainer.send(1, version) == trainer.digest
+        assert engine.load().version != version
+        result = await engine.commit(1, version, trainer.digest)
+        assert (result.version, result.digest) == (version, trainer.digest)
+        assert result.stall_s > 0
+        again = await engine.commit(1, version, trainer.digest)
+        assert again.stall_s == 0
+        assert (engine.load().version, engine.load().weight_digest) == (version, trainer.digest)
+    chunks = await chunks_of(engine, request())
+    assert {chunk.version for chunk in chunks} == {5}
+
+
+async def test_what_was_not_staged_so_is_not_committed(trainer: _Trainer) -> None:
+    engine = trainer.engine
+    await trainer.form(1)
+    with pytest.raises(WeightSyncError, match="nothing is staged"):
+        await engine.commit(1, 4, trainer.digest)
+    await trainer.send(1, 4)
+    for call in (
+        lambda: engine.commit(1, 3, trainer.digest),
+        lambda: engine.commit(1, 4, "another digest"),
+        lambda: engine.commit(2, 4, trainer.digest),
+        lambda: engine.stage(2, 5),
+    ):
+        with pytest.raises(WeightSyncError):
+            await call()
+    assert engine.load().version is None
+    assert (await engine.commit(1, 4, trainer.digest)).version == 4
+
+
+async def test_an_aborted_update_is_gone_and_a_new_epoch_works(trainer: _Trainer) -> None:
+    engine = trainer.engine
+    await trainer.form(1)
+    await trainer.send(1, 4)
+    for _ in range(2):
+        await engine.abort_update(1, "a test")
+    with pytest.raises(WeightSyncError):
+        await engine.commit(1, 4, trainer.digest)
+    await trainer.form(2)
+    await engine.abort_update(1, "too late to matter")
+    await trainer.send(2, 4)
+    assert (await engine.commit(2, 4, trainer.digest)).version == 4
+
+
+async def _waits_in_stage(trainer: _Trainer, release: Callable[[], None]) -> BaseException:
+    """The error of a stage that nobody sends to, once `release` was called."""
+    await trainer.form(1)
+    results: list[BaseException] = []
+    started = asyncio.Event()
+
+    async def stage() -> None:
+        started.set()
+        try:
+            await trainer.engine.stage(1, 4)
+        except (SluiceError, asyncio.CancelledError) as error:
+            results.append(error)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        tasks.create_task(stage())
+        await started.wait()
+        release()
+    return results[0]
+
+
+async def test_aborting_ends_a_stage_that_waits_for_the_sender(trainer: _Trainer) -> None:
+    loop = asyncio.get_running_loop()
+    aborts: list[asyncio.Future[None]] = []
+
+    def abort() -> None:
+        assert trainer.engine._inbox is not None
+        loop.call_later(0.1, trainer.engine._inbox.abort, 1, "a test")
+
+    error = await _waits_in_stage(trainer, abort)
+    assert isinstance(error, WeightSyncError)
+    assert not aborts
+    await trainer.form(2)
+    assert await trainer.send(2, 7) == trainer.digest

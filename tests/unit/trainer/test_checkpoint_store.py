@@ -1,0 +1,212 @@
+"""A checkpoint is there completely or not at all, and the latest complete one is found again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from services.trainer.learner import checkpoint
+from services.trainer.learner.checkpoint import Checkpoint, CheckpointStore, resume_point
+from sluice.config.trainer import TrainerConfig
+from sluice.errors import CheckpointError, ConfigError
+from sluice.types import DataProgress
+
+PROGRESS = DataProgress(7, (9, 12))
+
+
+class Crash(BaseException):
+    """The process dies here: nothing may catch it."""
+
+
+def write_actor(folder: Path) -> None:
+    (folder / "huggingface").mkdir(parents=True)
+    (folder / "huggingface" / "model.safetensors").write_bytes(b"weights")
+
+
+def save(store: CheckpointStore, step: int) -> Path:
+    return store.save(step, write_actor, PROGRESS, {"policy_version": float(step)})
+
+
+def latest(store: CheckpointStore) -> Checkpoint:
+    found = store.latest()
+    assert found is not None
+    return found
+
+
+def steps_on_disk(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if not path.is_file())
+
+
+def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    folder = save(store, 3)
+    assert latest(CheckpointStore(tmp_path / "checkpoints")) == Checkpoint(
+        3, folder / "actor", PROGRESS, {"policy_version": 3.0}
+    )
+    tracker = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
+    assert tracker.read_text(encoding="ascii") == "3"
+
+
+def test_a_crash_while_writing_leaves_the_former_checkpoint_the_latest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+
+    def crash(folder: Path) -> None:
+        write_actor(folder)
+        raise Crash
+
+    with pytest.raises(Crash):
+        store.save(2, crash, PROGRESS, {})
+    assert latest(store).step == 1
+    assert "global_step_2" not in steps_on_disk(tmp_path)
+
+
+@pytest.mark.parametrize("crash_at", ["_write_data", "_sync_tree", "_sync"])
+def test_a_crash_before_the_tracker_is_written_leaves_the_former_one(
+    tmp_path: Path, crash_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+
+    def crash(*_: object) -> None:
+        raise Crash
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, crash_at, crash)
+        with pytest.raises(Crash):
+            save(store, 2)
+    assert latest(store).step == 1
+    save(store, 2)
+    assert latest(store).step == 2
+
+
+def test_a_crash_while_replacing_a_checkpoint_of_the_same_step_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    rename = Path.rename
+
+    def crash_on_arrival(path: Path, target: Path) -> Path:
+        if target.name == "global_step_1":
+            raise Crash
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", crash_on_arrival)
+        with pytest.raises(Crash):
+            save(store, 1)
+    assert latest(store).step == 1
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    store.save(1, write_actor, DataProgress(8), {})
+    assert latest(store).progress == DataProgress(8)
+    assert steps_on_disk(tmp_path) == ["global_step_1"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "no data"])
+def test_an_incomplete_checkpoint_is_never_picked(tmp_path: Path, damage: str) -> None:
+    store = CheckpointStore(tmp_path)
+    folder = save(store, 5)
+    weights = folder / "actor" / "huggingface" / "model.safetensors"
+    if damage == "missing":
+        weights.unlink()
+    elif damage == "short":
+        weights.write_bytes(b"weigh")
+    else:
+        (folder / "data.json").unlink()
+    with pytest.raises(CheckpointError, match=r"global_step_5 is (no complete|incomplete).*resume"):
+        store.latest()
+
+
+def test_a_tracker_without_its_checkpoint_is_an_error_and_no_fresh_start(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    shutil.rmtree(save(store, 5))
+    with pytest.raises(CheckpointError, match="global_step_5"):
+        store.latest()
+
+
+def test_a_tracker_that_is_no_number_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("../other", encoding="ascii")
+    with pytest.raises(CheckpointError, match="should hold the step"):
+        CheckpointStore(tmp_path).latest()
+
+
+def test_older_checkpoints_go_even_those_of_a_former_process(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        os.utime(save(CheckpointStore(tmp_path), step) / "data.json", (step, step))
+    save(CheckpointStore(tmp_path, keep=2), 4)
+    assert steps_on_disk(tmp_path) == ["global_step_3", "global_step_4"]
+
+
+def test_the_newest_stays_although_an_abandoned_run_left_higher_steps(tmp_path: Path) -> None:
+    os.utime(save(CheckpointStore(tmp_path), 90) / "data.json", (1, 1))
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 2)
+    assert steps_on_disk(tmp_path) == ["global_step_2"]
+    assert latest(store).step == 2
+
+
+def test_auto_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
+    assert resume_point(TrainerConfig(), CheckpointStore(tmp_path / "none")) is None
+
+
+def test_auto_goes_on_from_the_latest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    save(store, 2)
+    found = resume_point(TrainerConfig(), store)
+    assert found is not None
+    assert found.step == 2
+
+
+def test_disable_ignores_what_is_there(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    assert resume_point(TrainerConfig(resume_mode="disable"), store) is None
+
+
+def test_resume_path_names_its_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    first = save(store, 1)
+    save(store, 2)
+    trainer = TrainerConfig(resume_mode="resume_path", resume_from_path=str(first))
+    found = resume_point(trainer, store)
+    assert found is not None
+    assert found.step == 1
+
+
+@pytest.mark.parametrize("path", [None, "somewhere/else"])
+def test_resume_path_must_be_a_step_folder(tmp_path: Path, path: str | None) -> None:
+    trainer = TrainerConfig(resume_mode="resume_path", resume_from_path=path)
+    with pytest.raises(ConfigError, match=r"resume_from_path='.*give a folder called global_step"):
+        resume_point(trainer, CheckpointStore(tmp_path))
+
+
+def test_resume_path_to_nothing_is_an_error(tmp_path: Path) -> None:
+    trainer = TrainerConfig(
+        resume_mode="resume_path", resume_from_path=str(tmp_path / "global_step_4")
+    )
+    with pytest.raises(CheckpointError, match="global_step_4 is no complete checkpoint"):
+        resume_point(trainer, CheckpointStore(tmp_path))
+
+
+def test_a_renamed_folder_is_not_taken_for_another_step(tmp_path: Path) -> None:
+    folder = save(CheckpointStore(tmp_path), 4)
+    renamed = folder.rename(tmp_path / "global_step_40")
+    trainer = TrainerConfig(resume_mode="resume_path", resume_from_path=str(renamed))
+    with pytest.raises(CheckpointError, match="holds step 4"):
+        resume_point(trainer, CheckpointStore(tmp_path))
+
+
+def test_progress_and_counters_are_readable_json(tmp_path: Path) -> None:
+    data = json.loads((save(CheckpointStore(tmp_path), 4) / "data.json").read_text("utf-8"))
+    assert data["progress"] == {"low_water": 7, "ended_above": [9, 12]}
+    assert data["counters"] == {"policy_version": 4.0}

@@ -1,0 +1,134 @@
+"""Packed tokens give the logprobs and gradients of the plain model, row by row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from services.trainer.learner import packed_layout
+from services.trainer.learner.forward import token_outputs
+from services.trainer.learner.micro_batch import (
+    MicroBatch,
+    TrainingRow,
+    build_micro_batch,
+    training_rows,
+)
+from services.trainer.learner.packed_attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.packing_probe import check_packing
+from sluice.algorithm.packing import plan_micro_batches
+from sluice.errors import ConfigError
+from tests.support.tiny_policy import make_group, make_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TEMPERATURE = 0.7
+LENGTHS = [(1, 16, 3, 7), (2, 2, 9, 1), (16, 15, 14, 13)]
+
+
+def rows() -> list[TrainingRow]:
+    groups = [make_group(seed, lengths) for seed, lengths in enumerate(LENGTHS)]
+    return training_rows(groups, [np.ones(4) for _ in groups])
+
+
+def pack(some: list[TrainingRow]) -> MicroBatch:
+    (plan,) = plan_micro_batches(
+        [row.size for row in some], range(len(some)), rows_per_micro=len(some)
+    )
+    micro_batch = build_micro_batch(some, plan, torch.device("cpu"))
+    assert micro_batch is not None
+    assert micro_batch.row_indices == tuple(range(len(some)))
+    return micro_batch
+
+
+def weights_of_tokens(num_tokens: int) -> torch.Tensor:
+    return torch.linspace(-1.0, 1.0, num_tokens)
+
+
+def plain_logprobs(model: PreTrainedModel, row: TrainingRow) -> torch.Tensor:
+    tokens = np.concatenate([row.prompt_token_ids, row.token_ids]).astype(np.int64)
+    logits = model(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits[0]
+    prompt = row.prompt_token_ids.size
+    logprobs = (logits[prompt - 1 : -1] / TEMPERATURE).log_softmax(-1)
+    return logprobs.gather(1, torch.from_numpy(tokens[prompt:, None]))[:, 0]
+
+
+def gradients(model: PreTrainedModel, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    (logprobs * weights_of_tokens(logprobs.numel())).sum().backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def check_against_plain(family: str) -> None:
+    model = make_model(family)
+    plain = torch.cat([plain_logprobs(model, row) for row in rows()])
+    expected = gradients(model, plain)
+    register_packed_attention()
+    model.set_attn_implementation(PACKED_ATTENTION)
+    packed = token_outputs(model, pack(rows()), temperature=TEMPERATURE).logprobs
+    found = gradients(model, packed)
+    torch.testing.assert_close(packed, plain, atol=1e-5, rtol=1e-5)
+    assert found.keys() == expected.keys()
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name] / scale, gradient / scale, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "granite", "gpt_neox"])
+def test_logprobs_and_gradients_equal_the_plain_models(family: str) -> None:
+    check_against_plain(family)
+
+
+def test_sequences_of_very_different_length_in_blocks_of_their_own_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packed_layout, "MIN_BLOCK_TOKENS", 0)
+    assert len(pack(rows()).layout.blocks) > 4
+    check_against_plain("qwen3")
+
+
+def test_blocks_too_large_for_a_mask_are_causal_and_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packed_layout, "MAX_MASK_ELEMENTS", 0)
+    assert all(block.mask is None for block in pack(rows()).layout.blocks)
+    check_against_plain("llama")
+
+
+def test_a_prompt_is_computed_once_for_all_its_rows() -> None:
+    prompts = {row.group: row.prompt_token_ids.size for row in rows()}
+    # The last token of a response is a label only.
+    inputs = sum(row.token_ids.size - 1 for row in rows())
+    assert pack(rows()).input_ids.shape == (1, sum(prompts.values()) + inputs)
+
+
+def test_an_empty_response_takes_no_part() -> None:
+    group = make_group(0, (3, 0, 2, 0))
+    some = training_rows([group], [np.arange(4.0)])
+    (plan,) = plan_micro_batches([row.size for row in some], range(4), rows_per_micro=4)
+    micro_batch = build_micro_batch(some, plan, torch.device("cpu"))
+    assert micro_batch is not None
+    assert micro_batch.row_indices == (0, 2)
+    assert micro_batch.advantages.tolist() == [0.0] * 3 + [2.0] * 2
+
+
+def test_nothing_but_empty_responses_is_no_micro_batch() -> None:
+    some = training_rows([make_group(0, (0, 0))], [np.zeros(2)])
+    (plan,) = plan_micro_batches([row.size for row in some], range(2), rows_per_micro=2)
+    assert build_micro_batch(some, plan, torch.device("cpu")) is None
+
+
+def test_a_family_that_ignores_the_packing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="BloomForCausalLM cannot be trained on packed tokens"):
+        check_packing(make_model("bloom"))
+
+
+def test_a_sliding_window_shorter_than_a_sequence_is_refused() -> None:
+    model = make_model("mistral", sliding_window=8)
+    register_packed_attention()
+    model.set_attn_implementation(PACKED_ATTENTION)
+    with pytest.raises(ConfigError, match="MistralAttention uses sliding_window"):
+        token_outputs(model, pack(rows()), temperature=1.0)

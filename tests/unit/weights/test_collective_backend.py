@@ -1,0 +1,65 @@
+"""Groups that stand alone, by the name of their backend."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from sluice.errors import ConfigError
+from sluice.weights.backend import Membership, create_process_group
+
+
+def _membership(rank: int = 0, world_size: int = 1) -> Membership:
+    return Membership(
+        store=HashStore(),
+        rank=rank,
+        world_size=world_size,
+        timeout_s=3.0,
+        local_address="127.0.0.1",
+        device=torch.device("cpu"),
+    )
+
+
+def test_forming_a_group_leaves_torchs_default_group_alone() -> None:
+    create_process_group("gloo", _membership())
+    assert not dist.is_initialized()
+
+
+def test_hccl_is_constructed_through_its_registration_with_everything_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = object()
+    made: list[tuple[object, object]] = []
+
+    def creator(options: object, device_options: object) -> object:
+        made.append((options, device_options))
+        return group
+
+    plugin = SimpleNamespace(creator_fn=creator, extended_api=True)
+    monkeypatch.setitem(dist.Backend._plugins, "HCCL", plugin)
+    assert create_process_group("hccl", _membership(rank=1, world_size=3)) is group
+    options, device_options = made[0]
+    assert device_options is None
+    assert isinstance(options, torch._C._distributed_c10d._DistributedBackendOptions)
+    assert (options.group_rank, options.group_size) == (1, 3)
+    assert options.timeout.total_seconds() == 3.0
+    assert options.global_ranks_in_group == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("backend", "remedy"),
+    [("hccl", "load torch_npu"), ("mpi", "use one of gloo, hccl, nccl")],
+)
+def test_a_backend_that_is_not_there_is_named_with_the_remedy(backend: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f'"{backend}".*{remedy}'):
+        create_process_group(backend, _membership())
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_nccl_in_a_cpu_build_is_named_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match="CUDA build"):
+        create_process_group("nccl", _membership())

@@ -1,0 +1,104 @@
+"""Snapshots: converted copies, two at a time, never overwritten under a reader."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sluice.errors import DeadlineError, InvalidRequestError, NotReadyError
+from sluice.types import TensorSpec
+from sluice.weights.plan import tensor_specs
+from sluice.weights.snapshot import SnapshotBuffers, checkpoint_tensors
+
+
+class _TiedModel(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(6, 4)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+
+def _buffers() -> SnapshotBuffers:
+    return SnapshotBuffers([TensorSpec("w", "float32", (3,))])
+
+
+def _value(value: float) -> list[tuple[str, torch.Tensor]]:
+    return [("w", torch.full((3,), value))]
+
+
+def test_tied_weights_are_listed_once_and_passing_buffers_not_at_all() -> None:
+    assert [name for name, _ in checkpoint_tensors(_TiedModel())] == ["steps", "embed.weight"]
+
+
+def test_a_snapshot_holds_the_weights_in_their_wire_dtype() -> None:
+    model = _TiedModel()
+    tensors = dict(checkpoint_tensors(model))
+    buffers = SnapshotBuffers(tensor_specs(tensors.items(), torch.bfloat16))
+    snapshot = buffers.write(tensors.items(), version=4, timeout_s=0.0)
+    with torch.no_grad():
+        expected = model.embed.weight.to(torch.bfloat16)
+        model.embed.weight.zero_()
+    assert snapshot.version == buffers.version == 4
+    assert torch.equal(snapshot.weights.tensors["embed.weight"], expected)
+    assert snapshot.weights.tensors["steps"].item() == 3
+
+
+def test_a_version_stays_readable_while_the_next_is_written() -> None:
+    buffers = _buffers()
+    buffers.write(_value(1), version=1, timeout_s=0.0)
+    with buffers.read() as first:
+        buffers.write(_value(2), version=2, timeout_s=0.0)
+        assert first.weights.tensors["w"].tolist() == [1, 1, 1]
+        with buffers.read() as second:
+            assert second.version == 2
+            assert second.weights.tensors["w"].tolist() == [2, 2, 2]
+
+
+def test_a_version_that_is_read_is_not_overwritten() -> None:
+    buffers = _buffers()
+    buffers.write(_value(1), version=1, timeout_s=0.0)
+    with buffers.read() as first:
+        buffers.write(_value(2), version=2, timeout_s=0.0)
+        with pytest.raises(DeadlineError, match="version 1"):
+            buffers.write(_value(3), version=3, timeout_s=0.01)
+        assert first.weights.tensors["w"].tolist() == [1, 1, 1]
+    buffers.write(_value(3), version=3, timeout_s=0.0)
+    assert buffers.version == 3
+
+
+def test_memory_is_reused_between_versions() -> None:
+    buffers = _buffers()
+    addresses = {
+        buffers.write(_value(v), version=v, timeout_s=0.0).weights.tensors["w"].data_ptr()
+        for v in range(6)
+    }
+    assert len(addresses) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ([], "'w'"),
+        ([("v", torch.zeros(3))], "v is not planned"),
+        ([("w", torch.zeros(4))], r"w has shape \(4,\)"),
+        (_value(1) * 2, "given twice"),
+    ],
+)
+def test_weights_that_do_not_fit_leave_the_newest_version(
+    given: list[tuple[str, torch.Tensor]], named: str
+) -> None:
+    buffers = _buffers()
+    buffers.write(_value(1), version=1, timeout_s=0.0)
+    with pytest.raises(InvalidRequestError, match=named):
+        buffers.write(given, version=2, timeout_s=0.0)
+    with buffers.read() as snapshot:
+        assert snapshot.version == 1
+        assert snapshot.weights.tensors["w"].tolist() == [1, 1, 1]
+
+
+def test_reading_before_the_first_version_is_refused() -> None:
+    with pytest.raises(NotReadyError), _buffers().read():
+        pass

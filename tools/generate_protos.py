@@ -1,0 +1,102 @@
+"""Generates `sluice/api` from `proto/` with the pinned generator.
+
+`python tools/generate_protos.py` writes into the repository; run it after every change of a proto.
+`python tools/generate_protos.py --check` writes nothing and fails if the committed code is not
+what the protos give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from grpc_tools import protoc
+
+ROOT = Path(__file__).resolve().parent.parent
+PROTOS = ROOT / "proto"
+PACKAGE = Path("sluice/api")
+GENERATORS = ("python", "mypy", "grpc_python", "mypy_grpc")
+MYPY_PLUGINS = ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
+INIT = '"""Generated from proto/ by tools/generate_protos.py; do not edit."""\n'
+
+
+def generate(output: Path) -> None:
+    """Writes the messages, their type stubs and the gRPC stubs below `output`.
+
+    Raises:
+        SystemExit: protoc found a mistake, which it has printed.
+    """
+    protos = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
+    output.mkdir(parents=True, exist_ok=True)
+    flags = ["--mypy_opt=quiet", "--mypy_grpc_opt=quiet"]
+    flags += [f"--{generator}_out={output}" for generator in GENERATORS]
+    well_known = Path(protoc.__file__).parent / "_proto"
+    plugins = [f"--plugin={beside}" for beside in map(_beside_python, MYPY_PLUGINS)]
+    status = protoc.main(["protoc", *plugins, f"-I{PROTOS}", f"-I{well_known}", *flags, *protos])
+    if status != 0:
+        raise SystemExit(f"protoc ended with status {status}")
+    for folder in {PACKAGE, *(parent for name in protos for parent in _packages(Path(name)))}:
+        (output / folder / "__init__.py").write_text(INIT, encoding="utf-8")
+
+
+def _beside_python(program: str) -> Path:
+    """The program of this environment, which need not be active."""
+    return Path(sys.executable).with_name(program)
+
+
+def _packages(proto: Path) -> Iterator[Path]:
+    """The folders of a proto below the package, which import-linter sees only with __init__.py."""
+    yield from (parent for parent in proto.parents if parent.is_relative_to(PACKAGE))
+
+
+def differences(committed: Path, fresh: Path) -> list[str]:
+    """Files of the package that are missing, left over or different, with which of the three."""
+    names = {
+        path.relative_to(base)
+        for base in (committed, fresh)
+        for pattern in ("*.py", "*.pyi")
+        for path in (base / PACKAGE).rglob(pattern)
+    }
+    return [
+        f"{name}: {why}"
+        for name in sorted(names)
+        if (why := _difference(committed / name, fresh / name))
+    ]
+
+
+def _difference(committed: Path, fresh: Path) -> str:
+    if not committed.exists():
+        return "is not committed"
+    if not fresh.exists():
+        return "comes from no proto any more"
+    return "" if filecmp.cmp(committed, fresh, shallow=False) else "differs"
+
+
+def check() -> int:
+    """Compares the committed code with a fresh generation; returns the exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        generate(Path(folder))
+        found = differences(ROOT, Path(folder))
+    for line in found:
+        sys.stderr.write(f"{line}\n")
+    if found:
+        sys.stderr.write("sluice/api is not what proto/ gives: run `make protos` and commit it\n")
+    return 1 if found else 0
+
+
+def main() -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare only")
+    if parser.parse_args().check:
+        return check()
+    generate(ROOT)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Runs every check of the repository and closes with a summary; `make test` and `make lint`.
+
+All checks run even if one fails, so that one run shows everything. The last line is one JSON
+object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+PYTHON = sys.executable
+# In falling order of duration: two run at a time.
+STATIC: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("types (mypy)", (f"{BIN}/mypy",)),
+    ("generated code (protoc)", (PYTHON, "tools/generate_protos.py", "--check")),
+    ("spelling (codespell)", (f"{BIN}/codespell",)),
+    ("import contracts (import-linter)", (f"{BIN}/lint-imports", "--no-logo")),
+    ("protos (buf lint)", (f"{BIN}/buf", "lint")),
+    ("protos (buf breaking)", (PYTHON, "tools/check_proto_breaking.py")),
+    ("lint (ruff)", (f"{BIN}/ruff", "check")),
+    ("format (ruff)", (f"{BIN}/ruff", "format", "--check")),
+)
+# Real processes have their own run, so that a leak of one tier cannot colour the other.
+SEPARATE_TIER = "multiprocess"
+NO_TESTS = ("support",)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How one check ended; a skip is a pass that says why."""
+
+    name: str
+    passed: bool
+    seconds: float
+    output: str = ""
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def _environment() -> dict[str, str]:
+    """No network, and one torch thread: two processes on two cores share them fairly."""
+    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    path = f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**os.environ, **quiet, "PATH": path}
+
+
+def run_command(name: str, command: Sequence[str]) -> Result:
+    """Runs one check and keeps what it prints."""
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError:
+        missing = f"{command[0]} is not installed; run `make test`, which installs the tools"
+        return Result(name, False, 0.0, missing)
+    return Result(name, done.returncode == 0, time.monotonic() - start, done.stdout)
+
+
+def run_static() -> Iterator[Result]:
+    """Runs the checks that only read, two at a time, and yields each as it ends."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        runs = [pool.submit(run_command, name, command) for name, command in STATIC]
+        for run in as_completed(runs):
+            yield run.result()
+
+
+def pytest_runs() -> Iterator[tuple[str, list[str]]]:
+    """Names and folders of the pytest runs."""
+    folders = sorted(path.name for path in (ROOT / "tests").iterdir() if path.is_dir())
+    tiers = [tier for tier in folders if any((ROOT / "tests" / tier).rglob("test_*.py"))]
+    fast = [tier for tier in tiers if tier not in (SEPARATE_TIER, *NO_TESTS)]
+    if fast:
+        yield f"tests ({', '.join(fast)})", [f"tests/{tier}" for tier in fast]
+    if SEPARATE_TIER in tiers:
+        yield f"tests ({SEPARATE_TIER})", [f"tests/{SEPARATE_TIER}"]
+
+
+def run_tests(name: str, folders: Sequence[str]) -> Result:
+    """Runs pytest with its output passed on as it comes."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.xml"
+        command = [PYTHON, "-m", "pytest", "-q", f"--junitxml={report}", *folders]
+        status = subprocess.run(command, cwd=ROOT, env=_environment(), check=False).returncode
+        counts = read_counts(report)
+    return Result(name, status == 0, time.monotonic() - start, counts=counts)
+
+
+def read_counts(report: Path) -> dict[str, int]:
+    """Tests by result from pytest's report; a run that left none counts as one failure."""
+    if not report.exists():
+        return {"passed": 0, "failed": 1, "skipped": 0}
+    suites = ElementTree.parse(report).getroot().iter("testsuite")  # noqa: S314 written by pytest
+    totals = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
+    for suite in suites:
+        for key in totals:
+            totals[key] += int(suite.get(key, "0"))
+    failed = totals["failures"] + totals["errors"]
+    passed = totals["tests"] - failed - totals["skipped"]
+    return {"passed": passed, "failed": failed, "skipped": totals["skipped"]}
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _show(result: Result) -> None:
+    skipped = result.passed and result.output.startswith("skipped:")
+    if result.output and (skipped or not result.passed):
+        _say(result.output.rstrip())
+    _say(f"{'ok    ' if result.passed else 'FAILED'} {result.name}  {result.seconds:.1f} s")
+
+
+def summary(results: Sequence[Result], seconds: float) -> str:
+    """Says how many tests passed, and returns the figures as a JSON object on one line."""
+    totals = {
+        key: sum(result.counts.get(key, 0) for result in results)
+        for key in ("passed", "failed", "skipped")
+    }
+    failed = [result.name for result in results if not result.passed]
+    if any(result.counts for result in results):
+        _say(f"{totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped")
+    figures = {
+        "ok": not failed,
+        "failed_checks": failed,
+        "tests": totals,
+        "check_seconds": {result.name: round(result.seconds, 1) for result in results},
+        "seconds_total": round(seconds, 1),
+    }
+    return json.dumps(figures)
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--static", action="store_true", help="leave the tests out")
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    results: list[Result] = []
+    for result in run_static():
+        _show(result)
+        results.append(result)
+    for name, folders in () if arguments.static else pytest_runs():
+        _say(f"\n{name}")
+        results.append(run_tests(name, folders))
+    _say("\nsummary")
+    for result in results:
+        _show(Result(result.name, result.passed, result.seconds))
+    _say(summary(results, time.monotonic() - start))
+    return 0 if all(result.passed for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
