@@ -7,14 +7,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
-# The default wheel of torch for Linux brings several GB of CUDA; this one does not. A machine with
-# GPUs: `make TORCH=torch==$(TORCH_VERSION) ...`. Without an index: put the wheel into wheelhouse/.
-ifeq ($(shell uname -s),Linux)
-TORCH ?= torch==$(TORCH_VERSION)+cpu
-else
+# With a CPU wheel of torch in wheelhouse/ or in pip's own find-links pip prefers it to the default
+# build, which on Linux brings several GB of CUDA and works as well.
 TORCH ?= torch==$(TORCH_VERSION)
-endif
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .PHONY: help quickstart test lint format protos bench-quickstart clean
 .DEFAULT_GOAL := help
@@ -60,11 +55,8 @@ $(VENV)/.created:
 $(VENV)/.installed-torch: $(VENV)/.created constraints.txt
 	@echo "installing $(TORCH)"
 	@mkdir -p wheelhouse
-	@$(PIP) --find-links wheelhouse "$(TORCH)" 2>$(VENV)/torch.log \
-		|| $(PIP) --extra-index-url $(TORCH_CPU_INDEX) "$(TORCH)" 2>>$(VENV)/torch.log \
-		|| { cat $(VENV)/torch.log >&2; echo "$(TORCH) could not be installed. Put its wheel for" \
-		"this machine into wheelhouse/ and repeat, or, to take another build:" \
-		"make TORCH=torch==$(TORCH_VERSION)" >&2; exit 1; }
+	@$(PIP) --find-links wheelhouse "$(TORCH)" || { echo "$(TORCH) could not be installed. Put its" \
+		"wheel for this machine into wheelhouse/ and repeat" >&2; exit 1; }
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml constraints.txt

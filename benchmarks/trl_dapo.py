@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -32,7 +34,7 @@ REQUIRED_ASSETS = ("model/config.json", "data/train.parquet", "data/test.parquet
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line; exits with the usage on a wrong one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--assets", type=Path, required=True, help="directory `prepare` made")
+    parser.add_argument("--assets", type=Path, required=True, help="the quickstart's directory")
     parser.add_argument("--output", type=Path, help="file for the result (JSON)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=0.85, help="accuracy that ends the run")
@@ -55,13 +57,16 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def _check(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
     for name in REQUIRED_ASSETS:
         if not (parsed.assets / name).is_file():
-            parser.error(f"--assets {parsed.assets}: {name} is missing; run `make quickstart` once")
-    for name in ("max_batches", "evaluate_every", "threads", "micro_batch"):
+            parser.error(f"--assets {parsed.assets}: {name} is missing; `make quickstart` makes it")
+    for name in ("max_batches", "evaluate_every", "processes", "threads", "micro_batch"):
         if getattr(parsed, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    step = DapoJob().step_completions
-    if step % parsed.micro_batch:
-        parser.error(f"--micro-batch {parsed.micro_batch} does not divide {step}, a step's size")
+    step, share = DapoJob().step_completions, parsed.micro_batch * parsed.processes
+    if step % share:
+        parser.error(
+            f"--micro-batch {parsed.micro_batch} times --processes {parsed.processes} is {share}, "
+            f"which does not divide {step}, the completions of an optimizer step"
+        )
 
 
 def tuning_of(parsed: argparse.Namespace) -> TrlTuning:
@@ -74,6 +79,7 @@ def make_result(
 ) -> dict[str, object]:
     """The JSON object of a run; times in seconds."""
     reached = outcome.curve.first_at(bounds.target)
+    batches = max(1, outcome.batches)
     return {
         "framework": "trl",
         "seed": seed,
@@ -90,7 +96,8 @@ def make_result(
         "seconds_training": round(outcome.training_seconds, 3),
         "seconds_evaluation": round(outcome.evaluation_seconds, 3),
         "seconds_setup": round(outcome.setup_seconds, 3),
-        "seconds_per_batch": round(outcome.training_seconds / max(1, outcome.batches), 4),
+        "seconds_per_batch": round(outcome.training_seconds / batches, 4),
+        "cpu_seconds_per_batch": round(outcome.cpu_seconds / batches, 4),
         "tokens_per_second": round(outcome.generated_tokens / outcome.training_seconds),
         "settings": settings,
     }
@@ -99,31 +106,41 @@ def make_result(
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; returns the exit status."""
     parsed = parse_arguments(arguments)
-    from benchmarks.trl_run import train, versions
+    tuning = tuning_of(parsed)
+    if tuning.processes > 1 and "LOCAL_RANK" not in os.environ:
+        return _run_ranks(tuning, arguments)
+    from benchmarks.trl_run import TrlRun, train, versions
 
-    job, tuning = DapoJob(), tuning_of(parsed)
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    job = DapoJob()
     bounds = Bounds(parsed.target, parsed.max_batches, parsed.max_seconds)
-    outcome = train(
-        assets=parsed.assets,
-        job=job,
-        tuning=tuning,
-        bounds=bounds,
-        evaluate_every=parsed.evaluate_every,
-        seed=parsed.seed,
-        report=_print_line,
-    )
+    run = TrlRun(parsed.assets, job, tuning, bounds, parsed.evaluate_every, parsed.seed)
+    outcome = train(run, report=_print_line if is_first else _say_nothing)
     settings: dict[str, object] = {"job": asdict(job), "tuning": asdict(tuning)}
     result = make_result(outcome, seed=parsed.seed, bounds=bounds, settings=settings)
-    line = json.dumps(result | {"versions": versions()})
-    if parsed.output:
-        parsed.output.write_text(line + "\n")
-    _print_line(line)
+    if is_first:
+        line = json.dumps(result | {"versions": versions()})
+        if parsed.output:
+            parsed.output.write_text(line + "\n")
+        _print_line(line)
     return 0
+
+
+def _run_ranks(tuning: TrlTuning, arguments: Sequence[str]) -> int:
+    """This script once more as data-parallel ranks, each told its threads."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(tuning.processes), str(Path(__file__).resolve())]
+    environment = os.environ | {"OMP_NUM_THREADS": str(tuning.threads)}
+    return subprocess.run([*command, *arguments], env=environment, check=False).returncode
 
 
 def _print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
+
+
+def _say_nothing(line: str) -> None:
+    del line
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python benchmarks/trl_environment.py DIR
 
 Installs `trl_requirements.txt`. A directory that already holds exactly these is left as it is.
-torch comes from pip's configured sources; where none has the CPU build, from PyTorch's CPU index.
+torch comes from pip's configured sources or the wheels in `wheelhouse/`; where none has the CPU
+build, from PyTorch's CPU index.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).with_name("trl_requirements.txt")
+WHEELHOUSE = Path(__file__).resolve().parent.parent / "wheelhouse"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 STAMP = "requirements.sha256"
 
@@ -63,6 +65,8 @@ def make_environment(directory: Path, requirements: Path = REQUIREMENTS) -> Path
 
 def _install(python: Path, requirements: Path) -> None:
     command = [str(python), "-m", "pip", "install", "--quiet", "--requirement", str(requirements)]
+    if WHEELHOUSE.is_dir():
+        command += ["--find-links", str(WHEELHOUSE)]
     _say(f"installing {requirements.name} from pip's configured sources (about 1.5 GB on disk)")
     if _run(command) == 0:
         return
@@ -70,7 +74,7 @@ def _install(python: Path, requirements: Path) -> None:
     if _run([*command, "--extra-index-url", TORCH_CPU_INDEX]) != 0:
         raise EnvironmentFailedError(
             f"{requirements}: pip could not install it (its output is above); the packages need "
-            f"PyPI and {TORCH_CPU_INDEX}, or a directory of wheels named in PIP_FIND_LINKS"
+            f"PyPI and {TORCH_CPU_INDEX}, or their wheels in {WHEELHOUSE}"
         )
 
 

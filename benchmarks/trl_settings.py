@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DapoJob:
-    """The job both systems train; sizes in groups, completions or tokens."""
+    """The job both systems train; sizes in groups, completions, tokens or optimizer steps."""
 
     group_size: int = 8
     batch_groups: int = 64
@@ -37,16 +37,23 @@ class DapoJob:
         """Completions one optimizer step uses."""
         return self.batch_completions // self.steps_per_batch
 
+    @property
+    def schedule_steps(self) -> int:
+        """Optimizer steps until the learning rate has decayed."""
+        return self.schedule_batches * self.steps_per_batch
+
 
 @dataclass(frozen=True, slots=True)
 class TrlTuning:
     """Settings that change TRL's speed and not what it computes; defaults measured fastest.
 
-    `micro_batch` is in completions, `cache` is a transformers cache implementation ("" is theirs).
+    `processes` are data-parallel ranks of `threads` torch threads each; `micro_batch` is in
+    completions a rank; `cache` is a transformers cache implementation ("" is theirs).
     """
 
-    threads: int = 2
-    micro_batch: int = 256
+    processes: int = 2
+    threads: int = 1
+    micro_batch: int = 128
     attention: str = "sdpa"
     bf16: bool = False
     cache: str = ""

@@ -10,7 +10,7 @@ from services.reward.batcher import Batcher, BatchRules
 from services.reward.change_signal import ChangeSignal
 from services.reward.dispatcher import GenerationClient, GroupDispatcher
 from services.reward.evaluation import Evaluation
-from services.reward.grading import Grader, overlong_shaping
+from services.reward.grading import Grader, SampleScorer, overlong_shaping
 from services.reward.ledger import MemoryLedger, PromptLedger
 from services.reward.outcomes import OutcomeRecorder, PromptOutcome
 from services.reward.pipeline import Pipeline, PipelineParts, PipelineSettings
@@ -25,7 +25,7 @@ from services.reward.prompts import (
 )
 from services.reward.replica_queue import ReplicaQueue
 from services.reward.sampling import training_sampling
-from services.reward.scorer_pool import ScorerPool
+from services.reward.score_requests import ScoreRequests
 from services.reward.scorers.registry import scorer_for
 from services.reward.submissions import Submissions
 from services.reward.yield_guard import YieldGuard
@@ -49,7 +49,7 @@ class RewardLoop:
     pipeline: Pipeline
     evaluation: Evaluation
     submissions: Submissions
-    scorers: ScorerPool
+    score_requests: ScoreRequests
     ledger: PromptLedger
     batcher: Batcher
     queue: ReplicaQueue
@@ -68,7 +68,7 @@ def open_prompt_sets(config: RunConfig) -> PromptSets:
 
 
 def assemble(
-    config: RunConfig, sets: PromptSets, scorers: ScorerPool, client: GenerationClient
+    config: RunConfig, sets: PromptSets, scorers: SampleScorer, client: GenerationClient
 ) -> RewardLoop:
     """Connect everything.
 
@@ -124,7 +124,7 @@ def assemble(
         pipeline,
         evaluation,
         submissions,
-        scorers,
+        ScoreRequests(scorers),
         ledger,
         batcher,
         queue,

@@ -21,7 +21,6 @@ from sluice.errors import NotFoundError
 from sluice.types import (
     DataProgress,
     GradedGroup,
-    Prompt,
     Scored,
     TrainBatch,
     TrainGroup,
@@ -45,11 +44,6 @@ class Lease:
     batch: TrainBatch
     groups: tuple[GradedGroup, ...]
 
-    @property
-    def prompts(self) -> tuple[Prompt, ...]:
-        """The batch's prompts, oldest first."""
-        return tuple(graded.group.prompt for graded in self.groups)
-
 
 class Batcher:
     """Kept groups and the one lease.
@@ -63,7 +57,7 @@ class Batcher:
         self._kept: dict[str, GradedGroup] = {}
         self._ages: dict[str, KeptGroup] = {}
         self._acknowledged: set[str] = set()
-        self._unpublished_version: int | None = None
+        self._unpublished: list[int] = []  # versions that leases were formed under
         self.lease: Lease | None = None
 
     @property
@@ -74,7 +68,7 @@ class Batcher:
     @property
     def num_in_training(self) -> int:
         """Groups leased under a version whose successor is not announced yet."""
-        return 0 if self._unpublished_version is None else self._rules.batch_size
+        return len(self._unpublished) * self._rules.batch_size
 
     def keep(self, graded: GradedGroup) -> None:
         """Take on a kept group."""
@@ -126,7 +120,7 @@ class Batcher:
         groups = tuple(train_group(graded) for graded in chosen)
         batch = TrainBatch(uuid4().hex, version, groups, progress, statistics(groups))
         self.lease = Lease(step, batch, tuple(chosen))
-        self._unpublished_version = version
+        self._unpublished.append(version)
         return batch
 
     def acknowledge(self, batch_id: str) -> Lease | None:
@@ -148,15 +142,16 @@ class Batcher:
 
     def published(self, version: int) -> None:
         """A version was announced: groups leased under older ones no longer count."""
-        if self._unpublished_version is not None and version > self._unpublished_version:
-            self._unpublished_version = None
+        self._unpublished = [leased for leased in self._unpublished if leased >= version]
 
     def take_back_lease(self) -> tuple[GradedGroup, ...]:
         """Return the leased groups to the kept ones: the trainer asks anew."""
         if self.lease is None:
             return ()
-        groups, self.lease = self.lease.groups, None
-        self._unpublished_version = None
+        groups, version = self.lease.groups, self.lease.batch.policy_version
+        self.lease = None
+        if version in self._unpublished:
+            self._unpublished.remove(version)
         for graded in groups:
             self.keep(graded)
         return groups
@@ -166,7 +161,7 @@ class Batcher:
         self._kept.clear()
         self._ages.clear()
         self.lease = None
-        self._unpublished_version = None
+        self._unpublished.clear()
 
 
 def train_group(graded: GradedGroup) -> TrainGroup:

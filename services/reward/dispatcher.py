@@ -109,7 +109,6 @@ class GroupDispatcher:
     def __init__(self, client: GenerationClient, queue: ReplicaQueue, *, max_attempts: int) -> None:
         self._client, self._queue, self._max_attempts = client, queue, max_attempts
         self._streams: dict[asyncio.Timeout, Member] = {}
-        self.num_failures = 0
 
     async def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
         """Take on a new fleet; streams of replicas that are gone end, their groups go elsewhere."""
@@ -165,7 +164,6 @@ class GroupDispatcher:
         except SluiceError as error:
             logger.warning("prompt %s: %s", collected.request.prompt.prompt_id, error)
             self._queue.pause(member)
-            self.num_failures += 1
             return str(error)
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ from sluice.algorithm.validation_metrics import ValidationPrompt, validation_met
 from sluice.concurrency.deadline import deadline
 from sluice.errors import InvalidRequestError, NotReadyError, PeerError
 from sluice.types import GradedGroup, Prompt, PromptOrigin, SamplingParams, Scored
+
+logger = logging.getLogger(__name__)
 
 MAX_GROUPS_AT_ONCE = 256
 DRAWS_PER_READ = 64
@@ -69,7 +72,6 @@ class Evaluation:
     ) -> None:
         self._open_stream, self._dispatcher, self._grader = open_stream, dispatcher, grader
         self._announced_version = announced_version
-        self.num_running = 0
 
     async def run(self, order: EvaluationOrder, seconds: float) -> EvaluationResult:
         """Sample and grade the whole validation set.
@@ -87,13 +89,9 @@ class Evaluation:
                 f"version {order.policy_version} is to be evaluated, but "
                 f"{'none' if announced is None else announced} is announced; announce it first"
             )
-        self.num_running += 1
-        try:
-            phase = f"evaluating version {order.policy_version}"
-            async with deadline(seconds, peer="rollout fleet", phase=phase):
-                graded = await self._grade_all(stream, order)
-        finally:
-            self.num_running -= 1
+        phase = f"evaluating version {order.policy_version}"
+        async with deadline(seconds, peer="rollout fleet", phase=phase):
+            graded = await self._grade_all(stream, order)
         return _result(graded, order.num_examples)
 
     def _opened(self) -> DrawStream:
@@ -129,8 +127,9 @@ class Evaluation:
         )
         try:
             group = await self._dispatcher.generate(request)
-        except GroupFailedError:
-            return  # logged by the dispatcher; reported as a missing prompt
+        except GroupFailedError as error:
+            logger.warning("validation prompt %d left out: %s", draw.position, error)
+            return
         versions = {span.version for r in group.rollouts for span in r.version_spans}
         if versions - {order.policy_version}:
             raise PeerError(

@@ -24,6 +24,11 @@ from sluice.types import (
 class SampleScorer(Protocol):
     """Grades response texts; `ScorerPool` does."""
 
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that scorers have worked since the start."""
+        ...
+
     async def score(self, items: Sequence[ScoreItem]) -> tuple[Scored | Failed, ...]:
         """One outcome per item."""
         ...

@@ -40,14 +40,10 @@ class InFlightTable:
 
     def __init__(self) -> None:
         self._items: dict[str, InFlightItem] = {}
+        self.num_grading = 0
 
     def __len__(self) -> int:
         return len(self._items)
-
-    @property
-    def num_grading(self) -> int:
-        """Groups whose samples are all there."""
-        return sum(item.is_grading for item in self._items.values())
 
     def add(self, prompt: Prompt) -> InFlightItem:
         """Take on a group."""
@@ -55,9 +51,15 @@ class InFlightTable:
         self._items[prompt.prompt_id] = item
         return item
 
+    def start_grading(self, item: InFlightItem) -> None:
+        """All samples of a group are there."""
+        item.is_grading = True
+        self.num_grading += 1
+
     def remove(self, item: InFlightItem) -> None:
         """Its task ends."""
         del self._items[item.prompt.prompt_id]
+        self.num_grading -= item.is_grading
 
     def started(self) -> tuple[InFlightGroup, ...]:
         """The groups that hold tokens or are about to, with their oldest version."""

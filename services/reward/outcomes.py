@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,6 +15,8 @@ from services.reward.statistics import IntervalStatistics, batch_content_metrics
 from services.reward.yield_guard import YieldGuard
 from sluice.algorithm.admission import YieldEstimate
 from sluice.types import GradedGroup, Prompt, PromptEnd, RolloutGroup, TrainGroup
+
+logger = logging.getLogger(__name__)
 
 _COUNTS_FOR_YIELD = {
     PromptEnd.FILTERED_ALL_RIGHT,
@@ -90,6 +94,8 @@ class OutcomeRecorder:
         detail: str = "",
     ) -> None:
         """A prompt ends."""
+        if end is PromptEnd.DROPPED_FAILED:
+            logger.warning("prompt %s dropped: %s", prompt.prompt_id, detail)
         self._ledger.end(prompt.prompt_id, end)
         self._interval.ends[end] += 1
         if end in _COUNTS_FOR_YIELD or end is PromptEnd.DROPPED_FAILED:
@@ -112,6 +118,7 @@ class OutcomeRecorder:
                 groups, version, num_generated_tokens=interval.num_generated_tokens
             ),
             "train/groups_carried_over": float(self._batcher.num_kept),
+            "perf/reward_rss_mb": _peak_memory_mb(),
         }
 
     def totals(self) -> dict[str, float]:
@@ -122,3 +129,8 @@ class OutcomeRecorder:
         self._guard.ended(end, detail)
         if end is not PromptEnd.DROPPED_FAILED:
             self.estimate = self.estimate.observe(end is None)
+
+
+def _peak_memory_mb() -> float:
+    """Largest resident memory of this process so far, MiB (Linux counts KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

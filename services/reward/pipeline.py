@@ -227,7 +227,7 @@ class Pipeline:
 
         group = await self._parts.dispatcher.generate(self._request(item.prompt), note_start)
         self._parts.recorder.generated(group)
-        item.is_grading = True
+        self._in_flight.start_grading(item)
         graded = await self._parts.grader.grade(group)
         self._parts.recorder.graded(graded)
         return graded

@@ -25,6 +25,7 @@ MAX_REQUEST_ID_CHARACTERS = 32
 @dataclass(slots=True)
 class _Channel:
     channel: grpc.aio.Channel
+    stub: rollout_pb2_grpc.RolloutServiceAsyncStub
     num_streams: int = 0
 
 
@@ -63,7 +64,7 @@ class RolloutClient:
         """Stream the samples of one group as they finish; leaving early cancels the call."""
         held = self._held(replica.address)
         held.num_streams += 1
-        messages = self._stream(held.channel, replica, self._message(request, sample_indexes))
+        messages = self._stream(held, replica, self._message(request, sample_indexes))
         try:
             async with aclosing(messages):
                 async for message in messages:
@@ -74,27 +75,26 @@ class RolloutClient:
 
     def _stream(
         self,
-        channel: grpc.aio.Channel,
+        held: _Channel,
         replica: ReplicaInfo,
         message: rollout_pb2.GenerateRequest,
     ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
-        stub = cast(
-            "rollout_pb2_grpc.RolloutServiceAsyncStub", rollout_pb2_grpc.RolloutServiceStub(channel)
-        )
-        messages = stream_call(
-            stub.Generate,
+        return stream_call(
+            held.stub.Generate,
             message,
             name="RolloutService/Generate",
             peer=replica.name,
             phase=PHASE,
             deadline_s=self._timeout_s,
         )
-        return cast("AsyncGenerator[rollout_pb2.GenerateResponse, None]", messages)
 
     def _held(self, address: str) -> _Channel:
         if address not in self._channels:
             channel = open_channel(address, max_message_bytes=self._max_message_bytes)
-            self._channels[address] = _Channel(channel)
+            stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+            self._channels[address] = _Channel(
+                channel, cast("rollout_pb2_grpc.RolloutServiceAsyncStub", stub)
+            )
         return self._channels[address]
 
     async def _close_unwanted(self, address: str) -> None:

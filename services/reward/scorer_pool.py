@@ -18,12 +18,10 @@ from dataclasses import dataclass
 from services.reward.scorer_messages import ScoreItem, ScorerAnswer, ScorerRefusal, ScorerSetup
 from services.reward.scorer_worker import ScorerFault, ScorerWorker, start_worker
 from sluice.config.reward import CustomRewardFunctionConfig, ScorerPoolConfig
-from sluice.errors import ExhaustedError
 from sluice.types import Failed, FailureKind, Scored
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING_REQUESTS = 4096
 MAX_UNEXPLAINED_FAULTS = 3
 
 
@@ -53,9 +51,13 @@ class ScorerPool:
         )
         self._seats = [_Seat() for _ in range(pool.num_workers)]
         self._idle: asyncio.LifoQueue[_Seat] = asyncio.LifoQueue()
-        self._num_waiting = 0
-        self.busy_seconds = 0.0
+        self._busy_seconds = 0.0
         self.num_replaced = 0
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that processes have worked since the start, in sum."""
+        return self._busy_seconds
 
     async def start(self) -> None:
         """Start every process, so that a scorer that cannot be loaded is known at once.
@@ -78,8 +80,7 @@ class ScorerPool:
     async def score(self, items: Sequence[ScoreItem]) -> tuple[Scored | Failed, ...]:
         """Grade responses; the reward of a scored one is its score.
 
-        Raises:
-            ExhaustedError: too many requests wait already.
+        Requests wait for a process in turn; those who ask bound how many do.
         """
         outcomes: dict[int, Scored | Failed] = {}
         remaining = list(range(len(items)))
@@ -107,20 +108,11 @@ class ScorerPool:
             try:
                 return await worker.score(items)
             finally:
-                self.busy_seconds += time.monotonic() - started_at
+                self._busy_seconds += time.monotonic() - started_at
 
     @asynccontextmanager
     async def _worker(self) -> AsyncIterator[ScorerWorker]:
-        if self._num_waiting >= MAX_WAITING_REQUESTS:
-            raise ExhaustedError(
-                f"scorer pool: {self._num_waiting} requests wait already; "
-                "send fewer at once or raise reward.scorer_pool.num_workers"
-            )
-        self._num_waiting += 1
-        try:
-            seat = await self._idle.get()
-        finally:
-            self._num_waiting -= 1
+        seat = await self._idle.get()
         try:
             if seat.worker is None:
                 seat.worker = await start_worker(self._setup)

@@ -31,7 +31,6 @@ from sluice.errors import InvalidRequestError
 from sluice.rpc.call_policy import CALL_POLICIES
 from sluice.types import ChatMessage, Failed, Scored
 
-MAX_SCORE_ITEMS = 4096
 MAX_TEMPERATURE = 100.0
 MAX_SAMPLES = 1024
 ANSWER_MARGIN_S = 0.5
@@ -65,6 +64,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_write_events(session, context), name="submission events")
                 async for request in request_iterator:
+                    await session.room()
                     self._loop.submissions.submit(_submission_from_proto(request), session)
                 session.close_input()
 
@@ -98,11 +98,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     async def Score(self, request: reward.ScoreRequest, context: Context) -> reward.ScoreResponse:
         """Grades responses."""
-        if len(request.items) > MAX_SCORE_ITEMS:
-            raise InvalidRequestError(
-                f"items: {len(request.items)} sent; send at most {MAX_SCORE_ITEMS} in one call"
-            )
-        outcomes = await self._loop.scorers.score([_item_from_proto(i) for i in request.items])
+        items = [_item_from_proto(item) for item in request.items]
+        outcomes = await self._loop.score_requests.score(items)
         return reward.ScoreResponse(results=[_result_to_proto(outcome) for outcome in outcomes])
 
     async def Evaluate(

@@ -17,6 +17,7 @@ from sluice.errors import DataError, InvalidRequestError
 from sluice.types import ChatMessage, Prompt, PromptOrigin
 
 MAX_ID_BYTES = 128
+MAX_UNSENT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +41,24 @@ class Receipt:
 
 
 class SubmissionSession:
-    """One client's call: receipts and outcomes on their way to it.
-
-    Holds at most two events for each of the client's unfinished prompts.
-    """
+    """One client's call: receipts and outcomes on their way to it."""
 
     def __init__(self) -> None:
         self._events: asyncio.Queue[Receipt | PromptOutcome | None] = asyncio.Queue()
         self._is_closed = False
+        self._has_room = asyncio.Event()
+        self._has_room.set()
         self.num_open = 0
 
     def put(self, event: Receipt | PromptOutcome) -> None:
         """Tell the client."""
         self._events.put_nowait(event)
+        if self._events.qsize() >= MAX_UNSENT:
+            self._has_room.clear()
+
+    async def room(self) -> None:
+        """Wait until the client has read enough of what it was told to be given more."""
+        await self._has_room.wait()
 
     def close_input(self) -> None:
         """No more prompts come: the call ends when all of them have ended."""
@@ -68,6 +74,8 @@ class SubmissionSession:
         """What to send next; ``None`` at the end."""
         while not (self._is_closed and self.num_open == 0 and self._events.empty()):
             event = await self._events.get()
+            if self._events.qsize() < MAX_UNSENT:
+                self._has_room.set()
             if event is not None:
                 return event
         return None

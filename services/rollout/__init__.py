@@ -1,1 +1,1 @@
-"""."""
+"""The rollout service: one replica samples responses and takes new weights as they come."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.rollout.engines.protocol import Engine
 from services.rollout.engines.registry import create_engine
 from services.rollout.generation import Generation
 from services.rollout.prompt_encoder import PromptEncoder
 from services.rollout.registration import Registration
-from services.rollout.servicer import RolloutServicer, WeightSyncServicer
+from services.rollout.servicer import ReplicaIdentity, RolloutServicer, WeightSyncServicer
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.api.weights.v1 import weights_pb2_grpc
 from sluice.concurrency.exit_status import exit_status
@@ -22,6 +22,7 @@ from sluice.concurrency.parent_death import end_with_supervisor
 from sluice.concurrency.shutdown import stop_on_signals
 from sluice.config.endpoints import advertised_address, peer_address
 from sluice.config.loader import load_config
+from sluice.config.run import RunConfig
 from sluice.rpc.channel import open_channel
 from sluice.rpc.server import RpcServer
 from sluice.rpc.stubs import trainer_stub
@@ -29,7 +30,6 @@ from sluice.telemetry.logs import configure_logging
 from sluice.types import ReplicaInfo
 from sluice.weights.layout import layout_digest
 
-logger = logging.getLogger(__name__)
 _SERVICES = (
     "sluice.api.rollout.v1.RolloutService",
     "sluice.api.weights.v1.WeightSyncService",
@@ -59,64 +59,79 @@ def _parse(argv: list[str]) -> _Arguments:
 async def _serve(arguments: _Arguments) -> None:
     config = load_config(arguments.config, arguments.overrides)
     configure_logging(arguments.name, config.sluice.log_level)
-    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    encoder = PromptEncoder(
+    encoder = _encoder(config)
+    engine = create_engine(config)
+    identity = ReplicaIdentity(arguments.name, str(uuid.uuid4()))
+    stop = asyncio.Event()
+    with stop_on_signals(stop):
+        await engine.start()
+        try:
+            server = _server(config, engine, encoder, identity)
+            await server.start()
+            await _take_part(config, engine, _replica(config, identity, server.port), stop)
+            await server.stop(config.sluice.rollout.drain_timeout_s)
+        finally:
+            await engine.stop()
+
+
+def _encoder(config: RunConfig) -> PromptEncoder:
+    model = config.actor_rollout_ref.model
+    return PromptEncoder(
         Path(model.path),
         max_prompt_length=config.data.max_prompt_length,
         truncation=config.data.truncation,
         trust_remote_code=model.trust_remote_code,
     )
-    engine = create_engine(config)
-    endpoint = config.sluice.rollout.endpoint
-    generation = Generation(engine, encoder)
-    identity_name, incarnation = arguments.name, str(uuid.uuid4())
+
+
+def _server(
+    config: RunConfig, engine: Engine, encoder: PromptEncoder, identity: ReplicaIdentity
+) -> RpcServer:
+    service, endpoint = config.sluice.rollout, config.sluice.rollout.endpoint
+    rollouts = RolloutServicer(
+        identity,
+        engine,
+        encoder,
+        Generation(engine, encoder),
+        engine_name=config.actor_rollout_ref.rollout.name,
+        max_n=service.max_n,
+    )
+    weights = WeightSyncServicer(engine)
+    return RpcServer(
+        [
+            lambda server: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollouts, server),
+            lambda server: weights_pb2_grpc.add_WeightSyncServiceServicer_to_server(
+                weights, server
+            ),
+        ],
+        _SERVICES,
+        host=endpoint.host,
+        port=endpoint.port,
+        max_message_bytes=config.sluice.max_message_mb << 20,
+    )
+
+
+def _replica(config: RunConfig, identity: ReplicaIdentity, port: int) -> ReplicaInfo:
+    """What the trainer is told; the port is known only after binding."""
+    return ReplicaInfo(
+        identity.name,
+        identity.incarnation,
+        advertised_address(config.sluice.rollout.endpoint, port),
+        config.actor_rollout_ref.rollout.max_num_seqs,
+    )
+
+
+async def _take_part(
+    config: RunConfig, engine: Engine, replica: ReplicaInfo, stop: asyncio.Event
+) -> None:
+    """Stays registered until `stop`, then tells the trainer that the replica drains."""
+    trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
     limit = config.sluice.max_message_mb << 20
-    stop = asyncio.Event()
-    with stop_on_signals(stop):
-        await engine.start()
-        try:
-            # The port is known only after binding, and the servicer needs the identity before.
-            identity = ReplicaInfo(identity_name, incarnation, "unbound", rollout.max_num_seqs)
-            servicer = RolloutServicer(
-                identity,
-                engine,
-                encoder,
-                generation,
-                engine_name=rollout.name,
-                max_n=config.sluice.rollout.max_n,
-            )
-            server = RpcServer(
-                [
-                    lambda s: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, s),
-                    lambda s: weights_pb2_grpc.add_WeightSyncServiceServicer_to_server(
-                        WeightSyncServicer(engine), s
-                    ),
-                ],
-                _SERVICES,
-                host=endpoint.host,
-                port=endpoint.port,
-                max_message_bytes=limit,
-            )
-            await server.start()
-            identity = ReplicaInfo(
-                identity_name,
-                incarnation,
-                advertised_address(endpoint, server.port),
-                rollout.max_num_seqs,
-            )
-            trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
-            async with open_channel(trainer, max_message_bytes=limit) as channel:
-                registration = Registration(
-                    trainer_stub(channel),
-                    identity,
-                    layout_digest(engine.weight_layout),
-                    engine.load,
-                )
-                await _until_stopped(registration, stop)
-                await registration.announce_drain()
-                await server.stop(config.sluice.rollout.drain_timeout_s)
-        finally:
-            await engine.stop()
+    async with open_channel(trainer, max_message_bytes=limit) as channel:
+        digest = layout_digest(engine.weight_layout)
+        registration = Registration(trainer_stub(channel), replica, digest, engine.load)
+        await _until_stopped(registration, stop)
+        await registration.announce_drain()
 
 
 async def _until_stopped(registration: Registration, stop: asyncio.Event) -> None:

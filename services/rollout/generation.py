@@ -11,11 +11,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
 
 from services.rollout.engines.protocol import Engine, GenerationRequest, SampleChunk
+from sluice.errors import EngineError
 from sluice.types import FinishReason, Rollout, TokenIds, VersionSpan
 
 
@@ -105,23 +107,28 @@ class Generation:
             every_token: send tokens as they come as well.
             linger_s: finished samples wait this long for others to travel with.
             send: takes each event; its pace slows the sending, never the engine.
+
+        Raises:
+            SluiceError: what the engine raised (inside an exception group).
         """
         growing = {index: _Growing() for index in request.sample_indexes}
         for partial in partials:
-            _adopt(growing[partial.sample_index], partial)
+            self._adopt(growing[partial.sample_index], partial)
         inbox: asyncio.Queue[tuple[SampleChunk, ...]] = asyncio.Queue()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._pump(request, inbox, every_token=every_token), name="engine")
             while growing:
-                chunks = list(await inbox.get())
-                ends = any(chunk.finish_reason is not None for chunk in chunks)
+                arrived = [await inbox.get()]
+                ends = any(chunk.finish_reason is not None for chunk in arrived[0])
                 if ends and linger_s > 0 and len(growing) > 1:
                     await asyncio.sleep(linger_s)
                 while not inbox.empty():
-                    chunks.extend(inbox.get_nowait())
-                event = self._event(chunks, growing, every_token=every_token)
+                    arrived.append(inbox.get_nowait())
+                event = self._event(chain(*arrived), growing, every_token=every_token)
                 if event.deltas or event.rollouts:
                     await send(event)
+                if growing and not all(arrived):
+                    raise EngineError(f"the engine ended without {len(growing)} of the samples")
 
     async def _pump(
         self,
@@ -130,46 +137,54 @@ class Generation:
         *,
         every_token: bool,
     ) -> None:
-        """The queue is bounded by the request: an engine yields at most one chunk a token."""
+        """Moves chunks into `inbox`, and nothing as a last item.
+
+        The queue is bounded by the request: an engine yields at most one chunk a token.
+        """
         async with aclosing(self._engine.generate(request, every_token=every_token)) as stream:  # type: ignore[type-var]
             async for chunks in stream:
-                inbox.put_nowait(chunks)
+                if chunks:
+                    inbox.put_nowait(chunks)
+        inbox.put_nowait(())
 
     def _event(
-        self, chunks: list[SampleChunk], growing: dict[int, _Growing], *, every_token: bool
+        self, chunks: Iterable[SampleChunk], growing: dict[int, _Growing], *, every_token: bool
     ) -> GenerationEvent:
         deltas: list[TextDelta] = []
         rollouts: list[Rollout] = []
         for chunk in chunks:
             sample = growing[chunk.sample_index]
             sample.append(chunk)
-            if every_token and chunk.token_ids.size:
-                deltas.append(
-                    TextDelta(chunk, self._new_text(sample, last=chunk.finish_reason is not None))
-                )
+            is_last = chunk.finish_reason is not None
+            if every_token:
+                text = self._new_text(sample, is_last=is_last)
+                if text or chunk.token_ids.size:
+                    deltas.append(TextDelta(chunk, text))
             if chunk.finish_reason is not None:
                 text = self._detokenizer.decode(sample.ids())
                 rollouts.append(sample.finish(chunk.sample_index, chunk.finish_reason, text))
                 del growing[chunk.sample_index]
         return GenerationEvent(tuple(deltas), tuple(rollouts))
 
-    def _new_text(self, sample: _Growing, *, last: bool) -> str:
+    def _new_text(self, sample: _Growing, *, is_last: bool) -> str:
         text = self._detokenizer.decode(sample.ids())
-        if text.endswith("\ufffd") and not last:  # in the middle of a multi-byte character
+        if text.endswith("\ufffd") and not is_last:  # in the middle of a multi-byte character
             return ""
         new = text[len(sample.sent_text) :]
         sample.sent_text = text
         return new
 
-
-def _adopt(sample: _Growing, partial: Rollout) -> None:
-    for span in partial.version_spans:
-        sample.append(
-            SampleChunk(
-                partial.sample_index,
-                partial.token_ids[span.start : span.end],
-                partial.behavior_logprobs[span.start : span.end],
-                span.version,
-                None,
+    def _adopt(self, sample: _Growing, partial: Rollout) -> None:
+        """Starts from an earlier part, whose text the caller has already."""
+        for span in partial.version_spans:
+            part = slice(span.start, span.end)
+            sample.append(
+                SampleChunk(
+                    partial.sample_index,
+                    partial.token_ids[part],
+                    partial.behavior_logprobs[part],
+                    span.version,
+                    None,
+                )
             )
-        )
+        self._new_text(sample, is_last=False)

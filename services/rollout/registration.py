@@ -4,25 +4,30 @@ Consumes the engine's load; waits for the trainer; unblocked by its answers or t
 produces a registration and a heartbeat an interval; a lost trainer is tried again for ever (it
 may restart), a trainer that does not know the replica is registered with anew; on shutdown one
 last heartbeat says that the replica is draining.
+
+A trainer that is away for a moment is no news: it starts after its replicas and, at the end of a
+run, leaves before them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from services.rollout.engines.protocol import EngineLoad
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.codec.fleet import replica_to_proto
-from sluice.errors import DeadlineError, NotFoundError, PeerError
+from sluice.errors import DeadlineError, NotFoundError, PeerError, SluiceError
 from sluice.rpc.call import unary_call
 from sluice.types import ReplicaInfo
 
 logger = logging.getLogger(__name__)
 
 _RETRY_INTERVAL_S = 0.5
+_NEWS_AFTER_S = 10.0
 
 
 class Registration:
@@ -44,21 +49,19 @@ class Registration:
     ) -> None:
         self._stub, self._replica, self._layout_digest = stub, replica, layout_digest
         self._load = load
+        self._absence = _Absence()
 
     async def run(self) -> None:
         """Never returns; raises InvalidRequestError when the trainer refuses the replica."""
-        reached = True
         while True:
             try:
                 interval_s = await self._register()
-                reached = True
+                self._absence.end()
                 await self._beat(interval_s)
             except NotFoundError:
                 logger.info("the trainer does not know this replica; registering again")
             except (PeerError, DeadlineError) as error:
-                if reached:  # once for each absence
-                    logger.info("trainer not reached, trying on: %s", error)
-                reached = False
+                self._absence.go_on(error)
                 await asyncio.sleep(_RETRY_INTERVAL_S)
 
     async def announce_drain(self) -> None:
@@ -66,7 +69,7 @@ class Registration:
         try:
             await self._send_heartbeat(draining=True)
         except (NotFoundError, PeerError, DeadlineError) as error:
-            logger.info("the trainer was not told of the drain: %s", error)
+            logger.debug("the trainer was not told of the drain: %s", error)
 
     async def _register(self) -> float:
         answer = await unary_call(
@@ -105,3 +108,23 @@ class Registration:
             peer="trainer",
             phase="sending a heartbeat",
         )
+
+
+class _Absence:
+    """How long the trainer has been out of reach; told once, when it has lasted."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        self._is_told = False
+
+    def go_on(self, error: SluiceError) -> None:
+        now_s = time.monotonic()
+        self._since_s = now_s if self._since_s is None else self._since_s
+        if now_s - self._since_s >= _NEWS_AFTER_S and not self._is_told:
+            logger.warning("trainer out of reach for %g s, trying on: %s", _NEWS_AFTER_S, error)
+            self._is_told = True
+
+    def end(self) -> None:
+        if self._is_told:
+            logger.info("the trainer is back")
+        self._since_s, self._is_told = None, False

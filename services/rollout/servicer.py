@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any, Protocol
-
-import grpc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from services.rollout.engines.protocol import Engine, GenerationRequest, PartialSample
 from services.rollout.generation import Generation, GenerationEvent
@@ -24,9 +23,20 @@ from sluice.codec.rollout import (
     sampling_from_proto,
 )
 from sluice.errors import InvalidRequestError, NotReadyError
-from sluice.types import ChatMessage, ReplicaInfo, TokenIds
+from sluice.types import ChatMessage, TokenIds
+
+if TYPE_CHECKING:
+    import grpc
 
 _SEED_BITS = 63
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaIdentity:
+    """Who answers; `incarnation` is new at each process start."""
+
+    name: str
+    incarnation: str
 
 
 class Encoder(Protocol):
@@ -55,7 +65,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     def __init__(
         self,
-        identity: ReplicaInfo,
+        identity: ReplicaIdentity,
         engine: Engine,
         encoder: Encoder,
         generation: Generation,

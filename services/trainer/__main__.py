@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -33,7 +34,12 @@ def _parse(argv: list[str]) -> tuple[Path, list[str]]:
 
 
 def main() -> int:
-    """Runs until the last step, SIGTERM or SIGINT; exit code 0 when all ended in order."""
+    """Runs until the last step, SIGTERM or SIGINT.
+
+    Exit code 0: the run reached its last step, or a `Stop` call ended it. A run that a signal
+    ended is over in order, but not complete: the process then ends by that signal (for a shell
+    128 plus its number), as programs do that clean up first.
+    """
     end_with_supervisor()
     file, overrides = _parse(sys.argv[1:])
     rank = int(os.environ.get("RANK", "0"))
@@ -43,10 +49,17 @@ def main() -> int:
 def _run(file: Path, overrides: list[str], rank: int) -> None:
     config = load_config(file, overrides)
     configure_logging("trainer" if rank == 0 else f"trainer-{rank}", config.sluice.log_level)
-    if rank == 0:
-        asyncio.run(run_leader(config))
-    else:
+    if rank > 0:
         run_follower(config)
+    elif not asyncio.run(run_leader(config)):
+        _end_by_sigterm()
+
+
+def _end_by_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+    # The first process of a container is not ended by that.
+    sys.exit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from sluice.errors import SluiceError
+from sluice.errors import PeerError, SluiceError
 
 PeerT = TypeVar("PeerT")
 AnswerT = TypeVar("AnswerT")
@@ -33,28 +33,38 @@ async def fan_out(
         peers: whom to call.
         call: one peer's call; ends by its own deadline.
         on_failure: run once, at the first failure, while other calls are still under way (to
-            make them end: a collective that lost a member does not end by itself).
+            make them end: a collective that lost a member does not end by itself). Calls that go
+            on all the same when it returns are given up and count as failed.
     """
     answers: Answers[PeerT, AnswerT] = Answers()
+    scopes: set[asyncio.Timeout] = set()
     first_failure = asyncio.Event()
 
     async def ask(peer: PeerT) -> None:
         try:
-            answers.answered[peer] = await call(peer)
+            async with asyncio.timeout(None) as scope:
+                scopes.add(scope)
+                answers.answered[peer] = await call(peer)
         except SluiceError as error:
             answers.failed[peer] = error
+        except TimeoutError:
+            answers.failed[peer] = PeerError(str(peer), "a joint call", "given up: another failed")
+        finally:
+            scopes.discard(scope)
+        if peer in answers.failed:
             first_failure.set()
 
-    async def react() -> None:
+    async def react(handler: Callable[[], Awaitable[None]]) -> None:
         await first_failure.wait()
-        if on_failure is not None:
-            await on_failure()
+        await handler()
+        for scope in scopes:
+            scope.reschedule(asyncio.get_running_loop().time())
 
     async with asyncio.TaskGroup() as outer:
-        reaction = outer.create_task(react(), name="on-failure")
+        reaction = outer.create_task(react(on_failure), name="on-failure") if on_failure else None
         async with asyncio.TaskGroup() as calls:
             for peer in peers:
                 calls.create_task(ask(peer), name=f"call-{peer}")
-        if not first_failure.is_set():
+        if reaction is not None and not first_failure.is_set():
             reaction.cancel()
     return answers

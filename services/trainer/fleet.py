@@ -59,16 +59,20 @@ class Fleet:
     def __init__(self, layout_digest: str, ttl_s: float) -> None:
         self._layout_digest, self._ttl_s = layout_digest, ttl_s
         self._members: dict[str, Member] = {}
-        self._finished_tokens = 0
-        self._finished_busy_s = 0.0
+        # By incarnation, also of those who left: their counters count on when they come back.
+        self._loads: dict[str, Load] = {}
+        self._refusals: dict[str, str] = {}
         self.changed = asyncio.Event()
 
     def register(self, info: ReplicaInfo, layout_digest: str, now_s: float) -> None:
         """Adds a replica as pending; a new incarnation replaces the old one.
 
         Raises:
-            InvalidRequestError: its weights do not fit the trainer's model.
+            InvalidRequestError: its weights do not fit the trainer's model, or it was refused.
         """
+        refusal = self._refusals.get(info.incarnation)
+        if refusal is not None:
+            raise InvalidRequestError(f"replica {info.name}: {refusal}")
         if layout_digest != self._layout_digest:
             raise InvalidRequestError(
                 f"replica {info.name}: its weights have other names, dtypes or shapes than the "
@@ -78,10 +82,8 @@ class Fleet:
         if known is not None and known.info.incarnation == info.incarnation:
             self._members[info.name] = replace(known, info=info, last_seen_s=now_s)
             return
-        if known is not None:
-            self._retire(known)
-        nothing = Load(0, 0, 0, 0.0)
-        self._members[info.name] = Member(info, MemberState.PENDING, -1, now_s, nothing, 0.0, 0.0)
+        load = self._loads.setdefault(info.incarnation, Load(0, 0, 0, 0.0))
+        self._members[info.name] = Member(info, MemberState.PENDING, -1, now_s, load, 0.0, 0.0)
         logger.info("replica %s registered at %s", info.name, info.address)
         self.changed.set()
 
@@ -98,6 +100,7 @@ class Fleet:
         tokens = load.generated_tokens - member.load.generated_tokens
         busy_s = load.busy_seconds - member.load.busy_seconds
         state = MemberState.DRAINING if draining else member.state
+        self._loads[incarnation] = load
         self._members[name] = replace(
             member,
             state=state,
@@ -123,9 +126,13 @@ class Fleet:
         if member is None or member.info.incarnation != info.incarnation:
             return
         logger.warning("replica %s dropped: %s", info.name, reason)
-        self._retire(member)
         del self._members[info.name]
         self.changed.set()
+
+    def refuse(self, info: ReplicaInfo, reason: str) -> None:
+        """Drops one incarnation for good: what is wrong with it does not pass."""
+        self._refusals[info.incarnation] = reason
+        self.expel(info, reason)
 
     def mark_serving(self, info: ReplicaInfo, version: int) -> None:
         """The replica proved that it holds `version`."""
@@ -146,10 +153,9 @@ class Fleet:
 
     def totals(self) -> tuple[int, float]:
         """Tokens generated and seconds busy, over all replicas that ever registered."""
-        members = self._members.values()
-        return (
-            self._finished_tokens + sum(m.load.generated_tokens for m in members),
-            self._finished_busy_s + sum(m.load.busy_seconds for m in members),
+        loads = self._loads.values()
+        return sum(load.generated_tokens for load in loads), sum(
+            load.busy_seconds for load in loads
         )
 
     def _find(self, name: str, incarnation: str) -> Member:
@@ -157,7 +163,3 @@ class Fleet:
         if member is None or member.info.incarnation != incarnation:
             raise NotFoundError(f"replica {name} ({incarnation}) is unknown; register again")
         return member
-
-    def _retire(self, member: Member) -> None:
-        self._finished_tokens += member.load.generated_tokens
-        self._finished_busy_s += member.load.busy_seconds

@@ -1,7 +1,8 @@
 """Rank 0 of the trainer: puts the parts together, serves, runs the loop, shuts down in order.
 
-Shutdown: the loop ends (or is cancelled), the transfer groups are left, the other ranks are let
-go, the server stops, the metric sinks are closed.
+Shutdown: the loop ends or is cancelled; watchers and waits for checkpoints are answered, the server
+stops, the transfer group is left, the metric sinks are closed, the other ranks are let go (after
+what the learner has under way), and their process group is destroyed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from services.trainer.learner.parallel import DataParallel
 from services.trainer.learner.rank_command import RankLeader
 from services.trainer.learner.worker import Learner
 from services.trainer.learner_thread import LearnerThread
-from services.trainer.loop import LoopSettings, TrainLoop
+from services.trainer.loop import LoopParts, LoopSettings, TrainLoop
 from services.trainer.metrics.reporter import Reporter
 from services.trainer.metrics.sinks import open_sinks
 from services.trainer.replica_client import ReplicaClient
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 _WATCH_INTERVAL_S = 0.5
 _REWARD_START_TIMEOUT_S = 120.0
 _NUM_EXAMPLES = 16
+_LAST_ANSWERS_S = 1.0
 _SERVICE = "sluice.api.trainer.v1.TrainerService"
 
 
@@ -65,12 +67,26 @@ class _Trained:
     resumed: Checkpoint | None
 
 
-async def run_leader(config: RunConfig) -> None:
-    """Runs to the last step, or until SIGTERM or SIGINT."""
-    incarnation = str(uuid.uuid4())
+async def run_leader(config: RunConfig) -> bool:
+    """Runs to the end; false if SIGTERM or SIGINT ended it before."""
     stop = asyncio.Event()
+    with stop_on_signals(stop):
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(_lead(config), name="run")
+            signals = tasks.create_task(_cancel_on(stop, running), name="signals")
+            running.add_done_callback(lambda _: signals.cancel())
+    return not running.cancelled()
+
+
+async def _cancel_on(stop: asyncio.Event, running: asyncio.Task[None]) -> None:
+    await stop.wait()
+    logger.info("asked to end before the last step; the last checkpoint stands")
+    running.cancel()
+
+
+async def _lead(config: RunConfig) -> None:
+    incarnation = str(uuid.uuid4())
     async with AsyncExitStack() as stack:
-        stack.enter_context(stop_on_signals(stop))
         reward = await _connect_reward(config, incarnation, stack)
         dataset_rows = await reward.wait_until_up(_REWARD_START_TIMEOUT_S)
         # Forming the ranks and loading block; nothing else needs the loop yet.
@@ -81,45 +97,34 @@ async def run_leader(config: RunConfig) -> None:
         step = trained.resumed.step if trained.resumed else 0
         state = RunState(incarnation, trained.total_steps, step)
         fleet = Fleet(layout_digest(trained.tensors), config.sluice.trainer.replica_ttl_s)
-        reporter = Reporter(
-            open_sinks(config.trainer.logger, Path(config.sluice.run_dir)),
-            Path(config.sluice.run_dir),
-        )
-        stack.callback(reporter.close)
+        record = _open_record(config)
+        stack.callback(record.close)
         publisher = _publisher(config, fleet, trained)
         stack.push_async_callback(publisher.close)
         await _serve(config, fleet, state, stack)
-        loop = TrainLoop(
-            _loop_settings(config),
-            trained.policy,
-            reward,
-            publisher,
-            fleet,
-            state,
-            reporter,
-            trained.resumed.progress if trained.resumed else None,
-        )
-        await _run_until(stop, loop, fleet)
+        # First of all at the end: whoever watches or waits for a checkpoint gets an answer.
+        stack.push_async_callback(state.finish)
+        parts = LoopParts(trained.policy, reward, publisher, record, fleet, state)
+        resume_from = trained.resumed.progress if trained.resumed else None
+        await _run_loop(TrainLoop(_loop_settings(config), parts, resume_from), fleet)
 
 
-async def _run_until(stop: asyncio.Event, loop: TrainLoop, fleet: Fleet) -> None:
+async def _run_loop(loop: TrainLoop, fleet: Fleet) -> None:
     async with asyncio.TaskGroup() as tasks:
         expiry = tasks.create_task(_expire_silent(fleet), name="heartbeats")
-        running = tasks.create_task(loop.run(), name="loop")
-        signals = tasks.create_task(_cancel_on(stop, running), name="signals")
-        running.add_done_callback(lambda _: (expiry.cancel(), signals.cancel()))
-
-
-async def _cancel_on(stop: asyncio.Event, running: asyncio.Task[None]) -> None:
-    await stop.wait()
-    logger.info("asked to end; leaving the run after %s", running.get_name())
-    running.cancel()
+        await loop.run()
+        expiry.cancel()
 
 
 async def _expire_silent(fleet: Fleet) -> None:
     while True:
         await asyncio.sleep(_WATCH_INTERVAL_S)
         fleet.expire(time.monotonic())
+
+
+def _open_record(config: RunConfig) -> Reporter:
+    run_dir = Path(config.sluice.run_dir)
+    return Reporter(open_sinks(config.trainer.logger, run_dir), run_dir)
 
 
 async def _connect_reward(
@@ -144,7 +149,7 @@ async def _serve(config: RunConfig, fleet: Fleet, state: RunState, stack: AsyncE
         max_message_bytes=config.sluice.max_message_mb << 20,
     )
     await server.start()
-    stack.push_async_callback(server.stop, 1.0)
+    stack.push_async_callback(server.stop, _LAST_ANSWERS_S)
 
 
 def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Trained:

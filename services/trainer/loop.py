@@ -14,7 +14,8 @@ Unblocked by: a registration; the reward service's answer or its deadline; the l
     the transfer's deadlines.
 Produces: one policy version per step (version = finished steps), metrics, checkpoints.
 On failure: the error ends the run with exit code 1; the last checkpoint stands.
-On shutdown: the step under way is finished, unless the grace period runs out before.
+On shutdown: a `Stop` call lets the step under way end like the last one. SIGTERM cancels: an update
+    under way still ends in the learner's thread but is not published, and nothing is saved.
 """
 
 from __future__ import annotations
@@ -22,36 +23,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from services.trainer.fleet import Fleet, MemberState
-from services.trainer.metrics.reporter import Reporter
+from services.trainer.loop_parts import Policy, Publisher, RunRecord, TrainData
 from services.trainer.metrics.step_metrics import FleetInterval, StepTimes, step_metrics
-from services.trainer.reward_client import Evaluation, RewardClient
+from services.trainer.policy_announcer import PolicyAnnouncer
 from services.trainer.run_state import RunPhase, RunState, StepRecord
-from services.trainer.weight_publisher import PublishReport, WeightPublisher
+from services.trainer.weight_publisher import PublishReport
 from sluice.concurrency.deadline import deadline
-from sluice.types import DataProgress, TrainBatch
+from sluice.types import DataProgress
 
 logger = logging.getLogger(__name__)
-
-
-class Policy(Protocol):
-    """The trained model, behind a thread of its own."""
-
-    async def train(self, batch: TrainBatch, step: int) -> Mapping[str, float]:
-        """Updates the policy with one batch; metrics by verl's names."""
-        ...
-
-    async def freeze(self, version: int) -> None:
-        """Copies the present weights so that `version` can be published while training goes on."""
-        ...
-
-    async def save(self, step: int, progress: DataProgress) -> str:
-        """Writes a checkpoint; its folder."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,50 +51,68 @@ class LoopSettings:
     ranks: int
 
 
+@dataclass(frozen=True, slots=True)
+class LoopParts:
+    """What the loop drives, and what it shares with the service's calls (`fleet`, `state`)."""
+
+    policy: Policy
+    data: TrainData
+    publisher: Publisher
+    record: RunRecord
+    fleet: Fleet
+    state: RunState
+
+
 class TrainLoop:
-    """Runs all steps of one run."""
+    """Runs all steps of one run.
+
+    Args:
+        settings: what is done when.
+        parts: what is driven.
+        resume_from: the checkpoint's data progress; ``None`` for a run from the start.
+    """
 
     def __init__(
-        self,
-        settings: LoopSettings,
-        policy: Policy,
-        reward: RewardClient,
-        publisher: WeightPublisher,
-        fleet: Fleet,
-        state: RunState,
-        reporter: Reporter,
-        resume_from: DataProgress | None,
+        self, settings: LoopSettings, parts: LoopParts, resume_from: DataProgress | None
     ) -> None:
-        self._settings, self._policy, self._reward = settings, policy, reward
-        self._publisher, self._fleet, self._state = publisher, fleet, state
-        self._reporter = reporter
+        self._settings = settings
+        self._policy, self._data, self._record = parts.policy, parts.data, parts.record
+        self._publisher, self._fleet, self._state = parts.publisher, parts.fleet, parts.state
+        self._announcer = PolicyAnnouncer(
+            parts.data.announce, parts.fleet, parts.state, resume_from
+        )
         self._progress = resume_from or DataProgress(0)
-        self._resume_from = resume_from
         self._evaluation: asyncio.Task[None] | None = None
-        self._saved_step = state.step
+        self._saved_step = parts.state.step
 
     async def run(self) -> None:
         """From the first announcement to the last checkpoint."""
         async with asyncio.TaskGroup() as tasks:
             await self._wait_for_replicas()
             await self._publish(self._state.step)
-            await self._announce()
+            await self._announcer.announce()
             watcher = tasks.create_task(self._watch_fleet(), name="fleet")
             if self._settings.validates and self._settings.val_before_train:
                 self._start_evaluation(tasks, self._state.step)
-            while not self._is_over():
+            while not await self._is_over():
                 await self._step(tasks, self._state.step + 1)
             await self._finish()
             watcher.cancel()
 
-    def _is_over(self) -> bool:
-        return self._state.step >= self._state.total_steps or self._state.stop_reason is not None
+    async def _is_over(self) -> bool:
+        """Whether no step follows; holds a paused run, which still saves when asked."""
+        while self._state.is_paused and not self._state.is_over:
+            if self._state.is_save_wanted:
+                await self._save(self._state.step)
+                continue
+            self._state.enter(RunPhase.PAUSED)
+            await self._state.control_call()
+        return self._state.is_over
 
     async def _step(self, tasks: asyncio.TaskGroup, step: int) -> None:
-        await self._hold_while_paused()
         began_s, fleet_began = time.monotonic(), self._fleet.totals()
         self._state.enter(RunPhase.WAITING_FOR_BATCH)
-        batch = await self._reward.take_batch(step, step - 1)
+        batch = await self._data.take_batch(step, step - 1)
         taken_s = time.monotonic()
         self._state.enter(RunPhase.TRAINING)
         learner = await self._policy.train(batch, step)
@@ -119,9 +120,8 @@ class TrainLoop:
         await self._await_evaluation()
         published_from_s = time.monotonic()
         report = await self._publish(step)
-        await self._reward.acknowledge(batch.batch_id, step)
+        await self._announcer.announce(after=lambda: self._data.acknowledge(batch.batch_id, step))
         self._progress = batch.progress
-        await self._announce()
         published_s = time.monotonic()
         await self._save_if_due(step)
         ended_s = time.monotonic()
@@ -141,9 +141,11 @@ class TrainLoop:
             ranks=self._settings.ranks,
             stall_s=report.stall_s,
         )
-        self._reporter.step(step, metrics)
+        self._record.step(step, metrics)
         await self._state.record(StepRecord(step, metrics))
-        if self._settings.validates and _is_due(step, self._settings.test_freq, self._is_over()):
+        if self._settings.validates and _is_due(
+            step, self._settings.test_freq, self._state.is_over
+        ):
             self._start_evaluation(tasks, step)
 
     async def _wait_for_replicas(self) -> None:
@@ -166,34 +168,23 @@ class TrainLoop:
         self._state.version = version
         return report
 
-    async def _announce(self) -> None:
-        version = self._state.version
-        if version is None:
-            return
-        serving = self._fleet.in_state(MemberState.SERVING)
-        await self._reward.announce(version, serving, self._resume_from)
-        self._resume_from = None
-
     async def _watch_fleet(self) -> None:
         """Seeds newcomers and tells the reward service whenever the fleet has changed."""
         while True:
             await self._fleet.changed.wait()
             self._fleet.changed.clear()
+            # Those who left first: a newcomer may take long.
+            await self._announcer.announce()
             await self._publisher.seed_newcomers()
-            await self._announce()
-
-    async def _hold_while_paused(self) -> None:
-        if not self._state.running.is_set():
-            self._state.enter(RunPhase.PAUSED)
-            await self._state.running.wait()
+            await self._announcer.announce()
 
     def _start_evaluation(self, tasks: asyncio.TaskGroup, step: int) -> None:
         self._evaluation = tasks.create_task(self._evaluate(step), name=f"evaluation-{step}")
 
     async def _evaluate(self, step: int) -> None:
         began_s = time.monotonic()
-        evaluation: Evaluation = await self._reward.evaluate(step, self._settings.examples)
-        self._reporter.evaluation(step, evaluation, time.monotonic() - began_s)
+        evaluation = await self._data.evaluate(step, self._settings.examples)
+        self._record.evaluation(step, evaluation, time.monotonic() - began_s)
 
     async def _await_evaluation(self) -> None:
         if self._evaluation is not None:
@@ -203,7 +194,7 @@ class TrainLoop:
 
     async def _save_if_due(self, step: int) -> None:
         last = step >= self._state.total_steps or self._state.stop_reason is not None
-        if self._state.save_requests or _is_due(step, self._settings.save_freq, last):
+        if self._state.is_save_wanted or _is_due(step, self._settings.save_freq, last):
             await self._save(step)
 
     async def _save(self, step: int) -> None:
@@ -211,24 +202,22 @@ class TrainLoop:
         path = await self._policy.save(step, self._progress)
         self._saved_step = step
         logger.info("checkpoint of step %d saved", step)
-        while self._state.save_requests:
-            request = self._state.save_requests.pop()
-            if not request.done():
-                request.set_result((step, path))
+        self._state.answer_saves(step, path)
 
     async def _finish(self) -> None:
         await self._await_evaluation()
         step = self._state.step
-        if self._state.save_requests or (self._settings.save_freq > 0 and step > self._saved_step):
+        if self._state.is_save_wanted or (self._settings.save_freq > 0 and step > self._saved_step):
             await self._save(step)
         tokens, busy_s = self._fleet.totals()
         phases = {
             f"trainer_s/{phase}": spent for phase, spent in self._state.seconds_by_phase().items()
         }
-        accounts = await self._reward.accounts()
-        self._reporter.accounts(
+        accounts = await self._data.accounts()
+        self._record.accounts(
             {**accounts, "generated_tokens": tokens, "rollout_busy_s": busy_s, **phases}
         )
+        logger.info("the run ends at step %d: %s", step, self._state.stop_reason or "the last one")
         await self._state.finish()
 
     def _fleet_interval(self, began: tuple[int, float]) -> FleetInterval:

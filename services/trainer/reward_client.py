@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sluice.api.reward.v1 import reward_pb2 as reward
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _PEER = "reward service"
 _POLL_S = 15.0
+_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class RewardClient:
         stub: the reward service.
         incarnation: of this trainer process; a new one resets leases.
         batch_timeout_s: seconds without any progress after which waiting for a batch fails.
+        absence_s: seconds the service may be out of reach when it has to be told something.
     """
 
     def __init__(
@@ -54,8 +57,10 @@ class RewardClient:
         stub: reward_pb2_grpc.RewardServiceAsyncStub,
         incarnation: str,
         batch_timeout_s: float,
+        absence_s: float = 30.0,
     ) -> None:
-        self._stub, self._incarnation, self._batch_timeout_s = stub, incarnation, batch_timeout_s
+        self._stub, self._incarnation = stub, incarnation
+        self._batch_timeout_s, self._absence_s = batch_timeout_s, absence_s
 
     async def wait_until_up(self, timeout_s: float) -> int:
         """Rows of the training data set, as soon as the service answers.
@@ -77,18 +82,25 @@ class RewardClient:
         replicas: Sequence[ReplicaInfo],
         resume_from: DataProgress | None = None,
     ) -> None:
-        """Tells the current version and who serves it."""
-        await unary_call(
-            self._stub.AnnouncePolicy,
-            reward.AnnouncePolicyRequest(
-                trainer_incarnation=self._incarnation,
-                policy_version=version,
-                replicas=[replica_to_proto(replica, version) for replica in replicas],
-                resume_from=progress_to_proto(resume_from) if resume_from else None,
-            ),
-            name="RewardService/AnnouncePolicy",
-            peer=_PEER,
-            phase="announcing a policy",
+        """Tells the current version and who serves it.
+
+        Raises:
+            DeadlineError, PeerError: the service was out of reach for `absence_s`.
+        """
+        request = reward.AnnouncePolicyRequest(
+            trainer_incarnation=self._incarnation,
+            policy_version=version,
+            replicas=[replica_to_proto(replica, version) for replica in replicas],
+            resume_from=progress_to_proto(resume_from) if resume_from else None,
+        )
+        await self._until_reached(
+            lambda: unary_call(
+                self._stub.AnnouncePolicy,
+                request,
+                name="RewardService/AnnouncePolicy",
+                peer=_PEER,
+                phase="announcing a policy",
+            )
         )
 
     async def take_batch(self, step: int, version: int) -> TrainBatch:
@@ -121,14 +133,20 @@ class RewardClient:
                 raise DeadlineError(_PEER, f"filling the batch of step {step}", now_s - seen_s, why)
 
     async def acknowledge(self, batch_id: str, step: int) -> None:
-        """Reports a batch as trained; a service that lost the lease has restarted since."""
+        """Reports a batch as trained; a service that lost the lease has restarted since.
+
+        Raises:
+            DeadlineError, PeerError: the service was out of reach for `absence_s`.
+        """
         try:
-            await unary_call(
-                self._stub.AcknowledgeBatch,
-                reward.AcknowledgeBatchRequest(batch_id=batch_id, step=step),
-                name="RewardService/AcknowledgeBatch",
-                peer=_PEER,
-                phase="acknowledging a batch",
+            await self._until_reached(
+                lambda: unary_call(
+                    self._stub.AcknowledgeBatch,
+                    reward.AcknowledgeBatchRequest(batch_id=batch_id, step=step),
+                    name="RewardService/AcknowledgeBatch",
+                    peer=_PEER,
+                    phase="acknowledging a batch",
+                )
             )
         except NotFoundError as error:
             logger.warning("batch %s was trained but its lease is gone: %s", batch_id, error)
@@ -157,6 +175,23 @@ class RewardClient:
             "pending": float(status.prompts_pending),
             **ends,
         }
+
+    async def _until_reached(self, call: Callable[[], Awaitable[object]]) -> None:
+        """Repeats an idempotent call over a short absence of the service."""
+        ends_s = time.monotonic() + self._absence_s
+        is_told = False
+        while True:
+            try:
+                await call()
+            except (PeerError, DeadlineError) as error:
+                if time.monotonic() > ends_s:
+                    raise
+                if not is_told:
+                    logger.warning("trying on for %g s: %s", self._absence_s, error)
+                is_told = True
+            else:
+                return
+            await asyncio.sleep(_PAUSE_S)
 
     async def _status(self) -> reward.GetStatusResponse:
         return await unary_call(

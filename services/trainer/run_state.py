@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from sluice.errors import NotReadyError
+
 _STEPS_KEPT = 1024
 
 
@@ -35,7 +37,7 @@ class StepRecord:
 
 
 class RunState:
-    """Progress and control flags of one run; used from one event loop.
+    """Progress and control of one run; used from one event loop.
 
     Args:
         incarnation: UUID of this start of the trainer.
@@ -47,14 +49,14 @@ class RunState:
         self.incarnation, self.total_steps, self.step = incarnation, total_steps, step
         self.version: int | None = None
         self.phase = RunPhase.STARTING
+        self.is_paused = False
+        self.stop_reason: str | None = None
         self._phase_since_s = time.monotonic()
         self._seconds_by_phase: dict[RunPhase, float] = {}
         self._records: deque[StepRecord] = deque(maxlen=_STEPS_KEPT)
         self._advanced = asyncio.Condition()
-        self.running = asyncio.Event()
-        self.running.set()
-        self.stop_reason: str | None = None
-        self.save_requests: list[asyncio.Future[tuple[int, str]]] = []
+        self._control = asyncio.Event()
+        self._save_requests: list[asyncio.Future[tuple[int, str]]] = []
 
     def enter(self, phase: RunPhase) -> None:
         """Notes a change of phase."""
@@ -75,9 +77,56 @@ class RunState:
         return totals
 
     @property
+    def is_over(self) -> bool:
+        """Whether no further step is begun."""
+        return self.step >= self.total_steps or self.stop_reason is not None
+
+    @property
     def last_metrics(self) -> Mapping[str, float]:
         """Metrics of the last finished step; empty before the first."""
         return self._records[-1].metrics if self._records else {}
+
+    def pause(self) -> None:
+        """Holds the run after the current step."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Lets a paused run go on."""
+        self.is_paused = False
+        self._control.set()
+
+    def stop(self, reason: str) -> None:
+        """Ends the run after the current step, a paused one at once."""
+        self.stop_reason = reason
+        self.resume()
+
+    async def control_call(self) -> None:
+        """Waits for the next call that a paused run has to look at."""
+        self._control.clear()
+        await self._control.wait()
+
+    async def saved(self) -> tuple[int, str]:
+        """Asks for a checkpoint and waits for it: its step and folder.
+
+        Raises:
+            NotReadyError: the run ended before.
+        """
+        if self.phase is RunPhase.FINISHED:
+            raise _ended()
+        request: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
+        self._save_requests.append(request)
+        self._control.set()
+        return await request
+
+    @property
+    def is_save_wanted(self) -> bool:
+        """Whether somebody still waits for a checkpoint."""
+        return any(not request.done() for request in self._save_requests)
+
+    def answer_saves(self, step: int, folder: str) -> None:
+        """Tells all who wait for a checkpoint where it is."""
+        for request in self._take_save_requests():
+            request.set_result((step, folder))
 
     async def record(self, record: StepRecord) -> None:
         """Adds a finished step and wakes watchers."""
@@ -87,10 +136,14 @@ class RunState:
             self._advanced.notify_all()
 
     async def finish(self) -> None:
-        """Marks the run as finished and wakes watchers, whose streams end."""
+        """Marks the run as finished: watchers' streams end, waits for a checkpoint fail."""
+        if self.phase is RunPhase.FINISHED:
+            return
         async with self._advanced:
             self.enter(RunPhase.FINISHED)
             self._advanced.notify_all()
+        for request in self._take_save_requests():
+            request.set_exception(_ended())
 
     async def records_from(self, step: int) -> tuple[StepRecord, ...]:
         """Waits for finished steps numbered `step` or above; empty once the run has finished."""
@@ -99,3 +152,11 @@ class RunState:
                 lambda: self.phase is RunPhase.FINISHED or self.step >= step
             )
             return tuple(record for record in self._records if record.step >= step)
+
+    def _take_save_requests(self) -> list[asyncio.Future[tuple[int, str]]]:
+        requests, self._save_requests = self._save_requests, []
+        return [request for request in requests if not request.done()]
+
+
+def _ended() -> NotReadyError:
+    return NotReadyError("the run has ended and saves no more; its last checkpoint stands")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -102,27 +101,24 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer.SaveCheckpointRequest, context: Context
     ) -> trainer.SaveCheckpointResponse:
         """Saves after the current step."""
-        saved: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
-        self._state.save_requests.append(saved)
-        step, path = await saved
+        step, path = await self._state.saved()
         return trainer.SaveCheckpointResponse(step=step, path=path)
 
     async def Pause(self, request: trainer.PauseRequest, context: Context) -> trainer.PauseResponse:
         """Holds training after the current step."""
-        self._state.running.clear()
+        self._state.pause()
         return trainer.PauseResponse(step=self._state.step)
 
     async def Resume(
         self, request: trainer.ResumeRequest, context: Context
     ) -> trainer.ResumeResponse:
         """Goes on."""
-        self._state.running.set()
+        self._state.resume()
         return trainer.ResumeResponse(step=self._state.step)
 
     async def Stop(self, request: trainer.StopRequest, context: Context) -> trainer.StopResponse:
         """Ends the run after the current step."""
-        self._state.stop_reason = request.reason or "asked to stop"
-        self._state.running.set()
+        self._state.stop(request.reason or "asked to stop")
         return trainer.StopResponse(step=self._state.step)
 
 

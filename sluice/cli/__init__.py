@@ -1,1 +1,1 @@
-"""."""
+"""The `sluice` command, one file for each of its commands."""

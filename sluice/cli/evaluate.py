@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sluice.cli.run_location import RunLocation, locate_run
+from sluice.cli.running_run import ask_run
 from sluice.client.policy_client import PolicyClient, ValidationResult
 from sluice.client.run_monitor import RunMonitor
 from sluice.errors import NotReadyError
@@ -19,27 +19,31 @@ def evaluate(
     *,
     n: Annotated[int | None, typer.Option("-n", min=1, help="Responses per prompt.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
+    wait: Annotated[
+        float, typer.Option(min=0.0, help="Seconds the step under way may take to end.")
+    ] = 600.0,
 ) -> None:
     """Run the validation set through the present policy of a run that is going on.
 
-    Without options the run's own validation settings hold. Pause the run for numbers of one
-    version only; otherwise the call fails when the version changes meanwhile.
+    Training is held after the step under way, and goes on afterwards: the numbers are of one
+    policy version. Without options the run's own validation settings hold.
 
+    \b
     Example:
-
       sluice eval runs/quickstart -n 4 --temperature 0.7
     """
-    result = asyncio.run(_evaluate(locate_run(run), n, temperature))
+    step, result = asyncio.run(_evaluate(run, n, temperature, wait))
+    typer.echo(f"policy after step {step}")
     for name, value in sorted(result.metrics.items()):
         typer.echo(f"{name}: {value:.4f}")
 
 
 async def _evaluate(
-    location: RunLocation, n: int | None, temperature: float | None
-) -> ValidationResult:
-    async with RunMonitor(location.trainer, location.reward) as monitor:
-        version = (await monitor.snapshot()).version
-    if version is None:
-        raise NotReadyError("no policy version was published yet; try again in a moment")
-    async with PolicyClient(location.reward) as client:
-        return await client.evaluate(version, n=n, temperature=temperature)
+    run: Path, n: int | None, temperature: float | None, wait_s: float
+) -> tuple[int, ValidationResult]:
+    location, _ = await ask_run(run)
+    monitor, client = RunMonitor(location.trainer, location.reward), PolicyClient(location.reward)
+    async with monitor, client, monitor.held(wait_s) as held:
+        if held.version is None:
+            raise NotReadyError("no policy version was published yet; try again in a moment")
+        return held.step, await client.evaluate(held.version, n=n, temperature=temperature)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sluice.cli.run_location import RunLocation, locate_run
+from sluice.cli.running_run import ask_run
 from sluice.client.policy_client import PolicyClient
-from sluice.client.run_monitor import RunMonitor
 from sluice.errors import NotReadyError
 from sluice.types import ChatMessage, Rollout, SamplingParams
 
@@ -24,12 +24,12 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Nucleus mass in (0, 1].")] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=0, help="Longest response; 0: the context.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Fixes the randomness.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Fixes the randomness.")] = None,
 ) -> None:
     """Sample responses from a replica of a run that is going on.
 
+    \b
     Example:
-
       sluice generate "What is 2 + 6 + 9? End with 'Answer: N'." -n 4
     """
     sampling = SamplingParams(
@@ -39,21 +39,19 @@ def generate(
         max_tokens=max_tokens,
         seed=secrets.randbits(63) if seed is None else seed,
     )
-    for rollout in asyncio.run(_generate(locate_run(run), prompt, sampling, n)):
+    for rollout in asyncio.run(_generate(run, prompt, sampling, n)):
         spans = ", ".join(f"{s.version}" for s in rollout.version_spans)
         typer.echo(f"[{rollout.sample_index}] version {spans} ({rollout.finish_reason})")
         typer.echo(rollout.text)
 
 
-async def _generate(
-    location: RunLocation, prompt: str, sampling: SamplingParams, n: int
-) -> list[Rollout]:
-    async with RunMonitor(location.trainer, location.reward) as monitor:
-        replicas = (await monitor.snapshot()).replicas
-    serving = [replica for replica in replicas if replica.state == "serving"]
+async def _generate(run: Path, prompt: str, sampling: SamplingParams, n: int) -> list[Rollout]:
+    _, snapshot = await ask_run(run)
+    serving = [replica for replica in snapshot.replicas if replica.state == "serving"]
     if not serving:
         raise NotReadyError("no replica serves yet; try again in a moment")
     least_busy = min(serving, key=lambda replica: replica.slots_busy / replica.slots)
     messages = [ChatMessage("user", prompt)]
-    async with PolicyClient(least_busy.address) as client:
-        return [rollout async for rollout in client.generate(messages, sampling, n)]
+    client = PolicyClient(least_busy.address)
+    async with client, aclosing(client.generate(messages, sampling, n)) as rollouts:
+        return [rollout async for rollout in rollouts]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from sluice.cli.accuracy_tail import AccuracyTail
 from sluice.cli.run_table import run_table, step_line
 from sluice.client.run_monitor import RunMonitor
 from sluice.errors import SluiceError
+from sluice.report.run_record import METRICS_NAME, AccuracyPoint
 
 _REFRESH_S = 1.0
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -32,7 +33,10 @@ class LiveView:
     def __init__(
         self, console: Console, run_dir: Path, names: tuple[str, ...], *, show_logs: bool
     ) -> None:
-        self._console, self._run_dir, self._show_logs = console, run_dir, show_logs
+        self._console, self._show_logs = console, show_logs
+        self._log_dir = run_dir / "logs"
+        self._accuracy = AccuracyTail(run_dir / METRICS_NAME)
+        self._shown_accuracy: AccuracyPoint | None = None
         self._colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
         self._width = max(map(len, names), default=0)
 
@@ -40,22 +44,27 @@ class LiveView:
         """Prints a service's line if it should be seen."""
         if self._show_logs or any(word in line for word in _LOUD):
             prefix = Text(f"{name:<{self._width}} | ", style=self._colours.get(name, "white"))
-            self._console.print(prefix + Text(line), soft_wrap=True, highlight=False)
+            self._console.print(prefix + Text(line), soft_wrap=True)
 
     async def follow(self, monitor: RunMonitor) -> None:
         """Shows the run until cancelled; a service that does not answer is waited for."""
+        self._print(f"starting {len(self._colours)} processes; logs: {self._log_dir}")
         if self._console.is_terminal:
             await self._refresh_table(monitor)
         else:
             await self._print_steps(monitor)
 
     async def _refresh_table(self, monitor: RunMonitor) -> None:
-        with Live(console=self._console, refresh_per_second=4, transient=False) as live:
+        """The last table stays: towards the end the services leave before their supervisor."""
+        waiting = Text("waiting for the services to start", style="dim")
+        with Live(waiting, console=self._console, refresh_per_second=4) as live:
             while True:
                 try:
-                    live.update(run_table(await monitor.snapshot(), self._accuracy()))
-                except SluiceError as error:
-                    live.update(Text(f"waiting for the services to start ({error})", style="dim"))
+                    snapshot = await monitor.snapshot()
+                except SluiceError:
+                    await asyncio.sleep(_REFRESH_S)
+                    continue
+                live.update(run_table(snapshot, self._accuracy.newest()))
                 await asyncio.sleep(_REFRESH_S)
 
     async def _print_steps(self, monitor: RunMonitor) -> None:
@@ -65,23 +74,19 @@ class LiveView:
                 total = (await monitor.snapshot()).total_steps
                 async for step, metrics in monitor.steps(following):
                     following = step + 1
-                    self._console.print(step_line(step, total, metrics), soft_wrap=True)
+                    self._print(step_line(step, total, metrics))
+                    self._print_new_accuracy()
             except SluiceError:
                 await asyncio.sleep(_REFRESH_S)
             else:
+                self._print_new_accuracy()
                 return  # the run has ended and so has its stream
 
-    def _accuracy(self) -> float | None:
-        return last_accuracy(self._run_dir / "metrics.jsonl")
+    def _print_new_accuracy(self) -> None:
+        point = self._accuracy.newest()
+        if point is not None and point != self._shown_accuracy:
+            self._print(f"held-out accuracy after step {point.step}: {point.accuracy:.3f}")
+        self._shown_accuracy = point
 
-
-def last_accuracy(metrics_file: Path) -> float | None:
-    """The newest validation accuracy in a metrics file: the first `val-core/.../acc/mean@N`."""
-    if not metrics_file.is_file():
-        return None
-    for line in reversed(metrics_file.read_text(encoding="utf-8").splitlines()):
-        if '"val-core/' not in line:
-            continue
-        row = json.loads(line)
-        return next((v for k, v in row.items() if "/acc/mean@" in k and v is not None), None)
-    return None
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
@@ -11,30 +13,51 @@ from sluice.cli.generate import generate
 from sluice.cli.quickstart import quickstart
 from sluice.cli.status import status
 from sluice.cli.submit import submit
-from sluice.cli.up import up
+from sluice.cli.up import train, up
 from sluice.concurrency.exit_status import exit_status
 
-_commands = typer.Typer(
-    name="sluice",
-    help="Trains language models with DAPO as three services: rollout, reward, trainer.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+commands = typer.Typer(
+    name="sluice", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
 )
-_PASS_ON = {"allow_extra_args": False, "ignore_unknown_options": False}
 
-_commands.command("quickstart", context_settings=_PASS_ON)(quickstart)
-_commands.command("up", context_settings=_PASS_ON)(up)
-_commands.command("train", context_settings=_PASS_ON, help="The same as `sluice up`.")(up)
-_commands.command("status")(status)
-_commands.command("generate")(generate)
-_commands.command("submit")(submit)
-_commands.command("eval")(evaluate)
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"sluice {version('sluice')}")
+        raise typer.Exit
+
+
+# In the docstrings of commands a backspace (\b) keeps click from re-wrapping what follows.
+
+
+@commands.callback()
+def _sluice(
+    *,
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
+    """Train language models with DAPO as three services: rollout, reward, trainer.
+
+    Example: sluice quickstart
+    """
+
+
+commands.command("quickstart")(quickstart)
+commands.command("up")(up)
+commands.command("train")(train)
+commands.command("status")(status)
+commands.command("generate")(generate)
+commands.command("submit")(submit)
+commands.command("eval")(evaluate)
 
 
 def app() -> None:
     """Runs the command; errors of ours become one message and exit code 1."""
-    sys.exit(exit_status("sluice", _commands))
+    sys.exit(exit_status("sluice", commands))
 
 
 if __name__ == "__main__":

@@ -9,13 +9,23 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sluice.cli.up import start_run
+from sluice.cli.preparation_view import PreparationView
+from sluice.cli.up import ShowLogs, start_run
 from sluice.config.loader import load_config
-from sluice.quickstart.prepare import PrepareProgress, QuickstartAssets, prepare
+from sluice.quickstart.prepare import QuickstartAssets, prepare
 from sluice.report.html_report import write_report
 from sluice.report.summary import summarize, write_summary
+
+_RESULTS = (
+    "metrics.jsonl",
+    "accounts.json",
+    "summary.json",
+    "report.html",
+    "validation/*.jsonl",
+    "tensorboard/events.out.tfevents.*",
+    "logs/*.log",
+)
 
 
 def quickstart(
@@ -33,22 +43,22 @@ def quickstart(
     run_dir: Annotated[Path, typer.Option(help="Folder of everything written.")] = Path(
         "runs/quickstart"
     ),
-    logs: Annotated[bool, typer.Option(help="Show all log lines of the services.")] = False,
+    logs: ShowLogs = False,
 ) -> None:
     """Make a tiny model and data set, train it with DAPO by three services, and report.
 
     Needs no network and no GPU. Writes metrics, checkpoints, summary.json and report.html into
-    the run's folder.
+    the run's folder, in place of an earlier quickstart's.
 
+    \b
     Examples:
-
       sluice quickstart
-
-      sluice quickstart trainer.total_training_steps=20 sluice.rollout.replicas=1 --seed 1
+      sluice quickstart trainer.total_training_steps=20 --seed 1
     """
     began_s = time.monotonic()
     console = Console()
-    assets = _prepare(console, run_dir / "assets", task, seed)
+    with PreparationView(console) as view:
+        assets = prepare(run_dir / "assets", task=task, seed=seed, progress=view.show)
     _remove_old_results(run_dir)
     with as_file(files("sluice.quickstart") / "quickstart.yaml") as base:
         config = load_config(base, [*_paths(assets, run_dir, seed), *(overrides or [])])
@@ -62,33 +72,8 @@ def quickstart(
     )
     write_summary(summary, run_dir / "summary.json")
     write_report(run_dir, summary, run_dir / "report.html")
-    console.print(summary.as_text())
-    console.print(f"report: {run_dir / 'report.html'}")
-
-
-def _prepare(console: Console, folder: Path, task: str, seed: int) -> QuickstartAssets:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as bars:
-        bar = bars.add_task("making data and tokenizer", total=1)
-
-        def show(progress: PrepareProgress) -> None:
-            if progress.stage == "reused":
-                bars.update(bar, description="model and data are there", completed=1)
-            elif progress.stage == "warm-start":
-                loss = "" if progress.loss is None else f" (loss {progress.loss:.3f})"
-                bars.update(
-                    bar,
-                    description=f"supervised warm start{loss}",
-                    total=progress.total,
-                    completed=progress.done,
-                )
-
-        return prepare(folder, task=task, seed=seed, progress=show)
+    text = f"{summary.as_text()}\nreport: {run_dir / 'report.html'}"
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 def _paths(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[str]:
@@ -105,5 +90,6 @@ def _paths(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[str]:
 
 def _remove_old_results(run_dir: Path) -> None:
     """A quickstart always starts anew; numbers of an earlier one would mix with its own."""
-    for name in ("metrics.jsonl", "accounts.json", "summary.json", "report.html"):
-        (run_dir / name).unlink(missing_ok=True)
+    for pattern in _RESULTS:
+        for file in run_dir.glob(pattern):
+            file.unlink()

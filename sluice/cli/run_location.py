@@ -15,10 +15,11 @@ CONFIG_NAME = "config.yaml"
 
 @dataclass(frozen=True, slots=True)
 class RunLocation:
-    """Addresses (host:port) and configuration of a run."""
+    """Addresses (host:port) of a run's services, its folder and its configuration."""
 
     trainer: str
     reward: str
+    run_dir: Path
     config: RunConfig
 
 
@@ -41,5 +42,6 @@ def locate_run(run: Path) -> RunLocation:
     return RunLocation(
         peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint"),
         peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint"),
+        file.parent,
         config,
     )

@@ -10,9 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from sluice.client.run_monitor import ReplicaSnapshot, RunSnapshot
+from sluice.report.run_record import AccuracyPoint
+
+_WORTH_TELLING_S = 5.0
+_PAIRS_A_ROW = 3
 
 
-def run_table(snapshot: RunSnapshot, accuracy: float | None) -> RenderableType:
+def run_table(snapshot: RunSnapshot, accuracy: AccuracyPoint | None) -> RenderableType:
     """Renders a snapshot; `accuracy` is the last validation's."""
     parts: list[RenderableType] = [_head(snapshot), _numbers(snapshot, accuracy)]
     if snapshot.replicas:
@@ -20,15 +24,15 @@ def run_table(snapshot: RunSnapshot, accuracy: float | None) -> RenderableType:
     parts += [
         Text(f"waiting for {a.peer}: {a.phase} ({a.seconds:.0f} s)", style="yellow")
         for a in snapshot.awaited
-        if a.seconds > 5
+        if a.seconds > _WORTH_TELLING_S
     ]
     return Group(*parts)
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
     """One finished step as a plain line."""
-    cells = (f"{name} {value}" for name, value in _cells(metrics, None))
-    return f"step {step}/{total}  " + "  ".join(cells)
+    cells = "  ".join(f"{name} {value}" for name, value in _cells(metrics))
+    return f"step {step}/{total}  {cells}"
 
 
 def _head(snapshot: RunSnapshot) -> RenderableType:
@@ -36,41 +40,47 @@ def _head(snapshot: RunSnapshot) -> RenderableType:
     version = "none" if snapshot.version is None else str(snapshot.version)
     line.add_row(
         Text(f"step {snapshot.step}/{snapshot.total_steps}", style="bold"),
-        ProgressBar(total=max(snapshot.total_steps, 1), completed=snapshot.step, width=30),
+        ProgressBar(total=max(snapshot.total_steps, 1), completed=snapshot.step, width=20),
         f"{snapshot.phase} ({snapshot.phase_seconds:.0f} s)",
         f"policy version {version}",
     )
     return line
 
 
-def _numbers(snapshot: RunSnapshot, accuracy: float | None) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    cells = _cells(snapshot.metrics, accuracy)
-    for name, _ in cells:
-        table.add_column(name, justify="right")
-    table.add_row(*(value for _, value in cells))
-    return table
+def _numbers(snapshot: RunSnapshot, accuracy: AccuracyPoint | None) -> Table:
+    """Names and values side by side, three pairs a row: 80 columns are enough."""
+    held_out = "-" if accuracy is None else f"{accuracy.accuracy:.3f}"
+    reward, *others = _cells(snapshot.metrics)
+    cells = [reward, ("held-out accuracy", held_out), *others]
+    grid = Table.grid(padding=(0, 2))
+    for _ in range(_PAIRS_A_ROW):
+        grid.add_column(style="dim")
+        grid.add_column(justify="right")
+    for begin in range(0, len(cells), _PAIRS_A_ROW):
+        grid.add_row(*(text for pair in cells[begin : begin + _PAIRS_A_ROW] for text in pair))
+    return grid
 
 
-def _cells(metrics: Mapping[str, float], accuracy: float | None) -> list[tuple[str, str]]:
-    def number(name: str, form: str = ".2f") -> str:
+def _cells(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Names and values of what is shown of a step; a dash for what it has not."""
+
+    def number(name: str, form: str) -> str:
         value = metrics.get(name)
         return "-" if value is None else format(value, form)
 
     groups = "/".join(
         number(f"train/groups_{kind}", ".0f") for kind in ("kept", "all_right", "all_wrong")
     )
-    held_out = "-" if accuracy is None else f"{accuracy:.3f}"
+    # Groups that are mixed (kept), all right and all wrong.
     return [
-        ("reward", number("critic/rewards/mean")),
-        ("held-out acc", held_out),
+        ("reward", number("critic/rewards/mean", ".2f")),
         ("kept/right/wrong", groups),
-        ("gen÷trained", number("train/generated_per_trained_tokens")),
+        ("generated÷trained", number("train/generated_per_trained_tokens", ".2f")),
         ("staleness", number("train/staleness_max", ".0f")),
         ("tokens/s", number("rollout/tokens_per_s", ",.0f")),
         ("trainer idle", number("trainer/idle_share", ".0%")),
         ("rollout idle", number("rollout/idle_share", ".0%")),
-        ("s/step", number("timing_s/step")),
+        ("s/step", number("timing_s/step", ".2f")),
     ]
 
 

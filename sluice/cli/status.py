@@ -1,4 +1,4 @@
-"""`sluice status`: what a run is doing now."""
+"""`sluice status`: what a run is doing now, or how it ended."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sluice.cli.live_view import last_accuracy
-from sluice.cli.run_location import RunLocation, locate_run
+from sluice.cli.accuracy_tail import AccuracyTail
+from sluice.cli.run_location import locate_run
 from sluice.cli.run_table import run_table
-from sluice.client.run_monitor import RunMonitor, RunSnapshot
-
-RunArgument = Annotated[
-    Path, typer.Argument(help="Folder of the run (its sluice.run_dir).", show_default=True)
-]
+from sluice.cli.running_run import ask_run, past_run
+from sluice.errors import NotReadyError
+from sluice.report.run_record import METRICS_NAME
 
 
 def status(
-    run: RunArgument = Path("runs/quickstart"),
+    run: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("runs/quickstart"),
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show step, accuracy, group composition, idle shares and replicas of a run.
 
-    Example:
+    Of a run that is not going on it shows how far it came.
 
+    \b
+    Example:
       sluice status runs/quickstart
     """
-    snapshot = asyncio.run(_snapshot(locate_run(run)))
+    try:
+        location, snapshot = asyncio.run(ask_run(run))
+    except NotReadyError:
+        folder = locate_run(run).run_dir
+        past = past_run(folder)
+        typer.echo(json.dumps(asdict(past), sort_keys=True) if as_json else past.as_text(folder))
+        return
     if as_json:
         typer.echo(json.dumps(asdict(snapshot), sort_keys=True))
         return
-    folder = run if run.is_dir() else run.parent
-    Console().print(run_table(snapshot, last_accuracy(folder / "metrics.jsonl")))
-
-
-async def _snapshot(location: RunLocation) -> RunSnapshot:
-    async with RunMonitor(location.trainer, location.reward) as monitor:
-        return await monitor.snapshot()
+    accuracy = AccuracyTail(location.run_dir / METRICS_NAME).newest()
+    Console().print(run_table(snapshot, accuracy))

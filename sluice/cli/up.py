@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
+from rich.logging import RichHandler
+from rich.text import Text
 
 from sluice.cli.live_view import LiveView
 from sluice.cli.run_location import CONFIG_NAME
@@ -19,41 +22,59 @@ from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.launch.service_spec import address_of, local_services, with_ports
 from sluice.launch.supervisor import EXIT_INTERRUPTED, RunEnd, Supervisor
+from sluice.report.run_record import ACCOUNTS_NAME
+
+# A service spends its own grace period draining; what it needs to leave comes on top.
+_EXIT_MARGIN_S = 5.0
+
+ConfigAndOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CONFIG] [KEY=VALUE]...",
+        help="A YAML file, and keys to override in verl's spelling.",
+        show_default=False,
+    ),
+]
+ShowLogs = Annotated[bool, typer.Option("--logs", help="Show all log lines of the services.")]
 
 
-def up(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[CONFIG] [KEY=VALUE]...",
-            help="A YAML file, and keys to override in verl's spelling.",
-            show_default=False,
-        ),
-    ] = None,
-    *,
-    logs: Annotated[bool, typer.Option(help="Show all log lines of the services.")] = False,
-) -> None:
+def up(arguments: ConfigAndOverrides = None, *, logs: ShowLogs = False) -> None:
     """Start all services of a run as local processes, and follow it to its end.
-
-    Examples:
-
-      sluice up run.yaml
-
-      sluice up run.yaml data.train_batch_size=32 sluice.rollout.replicas=2 --logs
 
     Ctrl-C once ends everything in order. Exit codes: 0 the run reached its end, 1 something
     failed, 130 interrupted.
+
+    \b
+    Examples:
+      sluice up run.yaml
+      sluice up run.yaml data.train_batch_size=32 --logs
     """
+    _run(arguments, logs=logs)
+
+
+def train(arguments: ConfigAndOverrides = None, *, logs: ShowLogs = False) -> None:
+    """Train: the same as `sluice up`, for those who look for this name.
+
+    \b
+    Example:
+      sluice train run.yaml trainer.total_training_steps=100
+    """
+    _run(arguments, logs=logs)
+
+
+def _run(arguments: list[str] | None, *, logs: bool) -> None:
     file, overrides = split_arguments(arguments or [])
-    config = load_config(file, overrides)
-    end = start_run(config, Console(), logs=logs)
+    end = start_run(load_config(file, overrides), Console(), logs=logs)
     raise typer.Exit(end.exit_code)
 
 
 def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
     """The configuration file, if the first argument is one, and the overrides."""
-    if arguments and "=" not in arguments[0] and not arguments[0].startswith(("+", "~")):
-        return Path(arguments[0]), arguments[1:]
+    if not arguments:
+        return None, []
+    first = Path(arguments[0])
+    if first.is_file() or not ("=" in arguments[0] or arguments[0].startswith(("+", "~"))):
+        return first, arguments[1:]
     return None, arguments
 
 
@@ -65,16 +86,26 @@ def start_run(config: RunConfig, console: Console, *, logs: bool) -> RunEnd:
     """
     check_config(config)
     config = with_ports(_with_absolute_paths(config))
-    run_dir = Path(config.sluice.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    config_file = run_dir / CONFIG_NAME
+    config_file = Path(config.sluice.run_dir) / CONFIG_NAME
     write_config(config, config_file)
+    # It says that the run has ended, which from now on is not so.
+    config_file.with_name(ACCOUNTS_NAME).unlink(missing_ok=True)
+    _show_launcher_messages(console)
     end = asyncio.run(_supervise(config, config_file, console, logs=logs))
     for failure in end.failures:
-        console.print(f"[red]failed:[/red] {failure}", markup=True, highlight=False)
+        console.print(Text("failed: ", style="red") + Text(failure), soft_wrap=True)
+    if end.failures:
+        console.print(f"all log lines: {config_file.parent / 'logs'}", soft_wrap=True)
     if end.exit_code == EXIT_INTERRUPTED:
         console.print("interrupted; everything has ended")
     return end
+
+
+def _show_launcher_messages(console: Console) -> None:
+    handler = RichHandler(console=console, show_time=False, show_path=False)
+    logger = logging.getLogger("sluice.launch")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
 
 
 async def _supervise(
@@ -84,7 +115,7 @@ async def _supervise(
     run_dir = config_file.parent
     view = LiveView(console, run_dir, tuple(spec.name for spec in specs), show_logs=logs)
     supervisor = Supervisor(
-        specs, run_dir / "logs", view.log_line, config.sluice.shutdown_grace_s + 5
+        specs, run_dir / "logs", view.log_line, config.sluice.shutdown_grace_s + _EXIT_MARGIN_S
     )
     trainer = address_of(config.sluice.trainer.endpoint)
     reward = address_of(config.sluice.reward.endpoint)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
@@ -70,8 +70,11 @@ class PolicyClient:
 
     async def generate(
         self, messages: Sequence[ChatMessage], sampling: SamplingParams, n: int
-    ) -> AsyncIterator[Rollout]:
-        """Samples `n` responses; each comes when it has finished."""
+    ) -> AsyncGenerator[Rollout, None]:
+        """Samples `n` responses; each comes when it has finished.
+
+        Leaving early ends the others; consume it inside `contextlib.aclosing`.
+        """
         stub = rollout_stub(self._channel)
         stream = stream_call(
             stub.Generate,
@@ -89,8 +92,11 @@ class PolicyClient:
                 for rollout in answer.rollouts:
                     yield rollout_from_proto(rollout)
 
-    async def submit(self, prompts: Sequence[NewPrompt]) -> AsyncIterator[PromptEvent]:
-        """Submits prompts; yields a receipt for each, then an outcome for each accepted one."""
+    async def submit(self, prompts: Sequence[NewPrompt]) -> AsyncGenerator[PromptEvent, None]:
+        """Submits prompts; yields a receipt for each, then an outcome for each accepted one.
+
+        Accepted prompts stay in the run when the caller leaves early.
+        """
         stub = reward_stub(self._channel)
         stream = stream_call(
             stub.SubmitPrompts,

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from sluice.api.reward.v1 import reward_pb2
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.errors import DeadlineError, PeerError
-from sluice.rpc.call import stream_call, unary_call
+from sluice.concurrency.deadline import deadline
+from sluice.errors import DeadlineError, NotReadyError, PeerError
+from sluice.rpc.call import RequestT, ResponseT, UnaryMethod, stream_call, unary_call
 from sluice.rpc.channel import open_channel
 from sluice.rpc.stubs import reward_stub, trainer_stub
+
+_HELD, _FINISHED = "paused", "finished"
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,52 @@ class RunMonitor:
             awaited=awaited,
         )
 
-    async def steps(self, from_step: int = 0) -> AsyncIterator[tuple[int, Mapping[str, float]]]:
+    @asynccontextmanager
+    async def held(self, timeout_s: float) -> AsyncIterator[RunSnapshot]:
+        """Holds training between two steps while the block runs, and gives the held state.
+
+        A run that was held before stays so afterwards.
+
+        Args:
+            timeout_s: longest wait for the step under way to end, seconds.
+
+        Raises:
+            NotReadyError: the run is ending.
+            DeadlineError: the step takes longer.
+        """
+        before = await self.snapshot()
+        if before.phase == _HELD:
+            yield before
+            return
+        await self._control(self._trainer.Pause, trainer_pb2.PauseRequest(), "Pause")
+        try:
+            yield await self._until_held(timeout_s)
+        finally:
+            await self._control(self._trainer.Resume, trainer_pb2.ResumeRequest(), "Resume")
+
+    async def _until_held(self, timeout_s: float) -> RunSnapshot:
+        phase = "waiting for the step under way to end"
+        async with deadline(timeout_s, peer="trainer", phase=phase):
+            while (snapshot := await self.snapshot()).phase != _HELD:
+                if snapshot.phase == _FINISHED or snapshot.step >= snapshot.total_steps:
+                    raise NotReadyError("the run is ending; it can be held no more")
+                await asyncio.sleep(_POLL_S)
+            return snapshot
+
+    async def _control(
+        self, method: UnaryMethod[RequestT, ResponseT], request: RequestT, name: str
+    ) -> None:
+        await unary_call(
+            method,
+            request,
+            name=f"TrainerService/{name}",
+            peer="trainer",
+            phase=f"asking it to {name.lower()}",
+        )
+
+    async def steps(
+        self, from_step: int = 0
+    ) -> AsyncGenerator[tuple[int, Mapping[str, float]], None]:
         """Finished steps with their metrics until the run ends (0: from now on)."""
         stream = stream_call(
             self._trainer.WatchSteps,
@@ -119,8 +170,9 @@ class RunMonitor:
             peer="trainer",
             phase="watching steps",
         )
-        async for message in stream:
-            yield message.step, dict(message.metrics)
+        async with aclosing(stream) as messages:
+            async for message in messages:
+                yield message.step, dict(message.metrics)
 
     async def _prompts(self) -> tuple[Mapping[str, int], tuple[Awaited, ...]]:
         try:

@@ -1,1 +1,1 @@
-"""Structured concurrency: shutdown signals and waits with deadlines."""
+"""How waits and processes end: deadlines, stop signals, supervisors, exit codes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from sluice.concurrency.exception_leaves import leaves
 from sluice.errors import SluiceError
 
 
@@ -24,14 +25,6 @@ def exit_status(name: str, run: Callable[[], object]) -> int:
             raise
         return _report(name, leaves(group))
     return 0
-
-
-def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    """The errors inside nested groups."""
-    found: list[BaseException] = []
-    for error in group.exceptions:
-        found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return found
 
 
 def _report(name: str, errors: list[BaseException] | list[SluiceError]) -> int:

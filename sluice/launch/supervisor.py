@@ -5,22 +5,23 @@ Unblocked by: exits of processes and signals. Produces: log lines, an exit code.
 On failure: a process that may restart is started again with a growing pause; any other failure
     ends the run, with that process's last lines.
 On shutdown: SIGTERM to all in reverse order of start, the grace period, SIGKILL to what is left;
-    the exit code is 0 only if the run reached its end and nothing had to be killed.
+    the exit code is 0 only if the run reached its end and nothing failed or had to be killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sluice.concurrency.parent_death import SUPERVISOR_VARIABLE
 from sluice.concurrency.shutdown import stop_on_signals
+from sluice.errors import ConfigError
+from sluice.launch.child_process import ChildProcess, start_child
 from sluice.launch.service_spec import ServiceSpec
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,9 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _LAST_LINES = 15
 _FIRST_PAUSE_S = 0.5
-_LINE_LIMIT_BYTES = 1 << 20
+# A process that lived this long was no part of a crash loop: its restarts are counted anew.
+_STABLE_S = 120.0
+_LAST_OUTPUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +50,15 @@ class _Supervised:
     """A process and its history."""
 
     spec: ServiceSpec
-    process: asyncio.subprocess.Process | None = None
+    child: ChildProcess | None = None
     restarts: int = 0
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
+
+    def diagnosis(self, code: int) -> str:
+        """How it ended, with its last lines."""
+        again = f" after {self.restarts} restarts" if self.restarts else ""
+        lines = "".join(f"\n  {line}" for line in self.last_lines)
+        return f"{self.spec.name} ended with {_meaning(code)}{again}{':' if lines else ''}{lines}"
 
 
 class Supervisor:
@@ -73,7 +82,7 @@ class Supervisor:
         self._ending = False
 
     async def run(self) -> RunEnd:
-        """Runs until the run is over; every process has ended when this returns."""
+        """Runs until the run is over; every process has ended when this returns or raises."""
         self._log_dir.mkdir(parents=True, exist_ok=True)
         with stop_on_signals(self._interrupted):
             async with asyncio.TaskGroup() as tasks:
@@ -81,15 +90,15 @@ class Supervisor:
                 for service in self._services:
                     tasks.create_task(self._keep(service), name=service.spec.name)
                 await self._over.wait()
-                killed = await self._end_all()
+                await self._end_all()
                 interruption.cancel()
-        return RunEnd(self._exit_code(killed), tuple(self._failures))
+        return RunEnd(self._exit_code(), tuple(self._failures))
 
     def pid_of(self, name: str) -> int | None:
         """The process id of a running service."""
         for service in self._services:
-            if service.spec.name == name and service.process is not None:
-                return service.process.pid
+            if service.spec.name == name and service.child is not None:
+                return service.child.pid
         return None
 
     async def _end_on_signal(self) -> None:
@@ -98,29 +107,51 @@ class Supervisor:
         self._over.set()
 
     async def _keep(self, service: _Supervised) -> None:
+        """Runs one process, again and again as far as its policy allows."""
         while True:
-            code = await self._run_once(service)
+            began_s = time.monotonic()
+            try:
+                code = await self._run_once(service)
+            except ConfigError as error:
+                self._fail(str(error))
+                return
             if self._ending:
+                self._note_last_exit(service, code)
                 return
-            if code == 0:  # ended on purpose: the run's end, or somebody scaled down
-                if service.spec.ends_run:
-                    self._over.set()
+            if code == 0:
+                self._note_end(service)
                 return
+            if time.monotonic() - began_s > _STABLE_S:
+                service.restarts = 0
             if not await self._may_restart(service, code):
                 return
+
+    def _note_end(self, service: _Supervised) -> None:
+        if service.spec.ends_run:
+            self._over.set()
+        else:  # somebody asked it to: fewer replicas are no failure
+            logger.info("%s has ended", service.spec.name)
+
+    def _note_last_exit(self, service: _Supervised, code: int) -> None:
+        """An end that we asked for; SIGTERM may come before the process can handle it."""
+        if code not in (0, -signal.SIGTERM, -signal.SIGKILL):
+            self._failures.append(service.diagnosis(code))
 
     async def _may_restart(self, service: _Supervised, code: int) -> bool:
         spec = service.spec
         if service.restarts >= spec.max_restarts:
-            lines = "\n".join(f"  {line}" for line in service.last_lines)
-            again = f" after {service.restarts} restarts" if service.restarts else ""
-            self._failures.append(f"{spec.name} ended with code {code}{again}:\n{lines}")
-            self._over.set()
+            self._fail(service.diagnosis(code))
             return False
         pause_s = _FIRST_PAUSE_S * 2**service.restarts
         service.restarts += 1
-        logger.warning("%s ended with code %d; starting it again in %g s", spec.name, code, pause_s)
+        logger.warning(
+            "%s ended with %s; starting it again in %g s", spec.name, _meaning(code), pause_s
+        )
         return not await self._is_over_within(pause_s)
+
+    def _fail(self, diagnosis: str) -> None:
+        self._failures.append(diagnosis)
+        self._over.set()
 
     async def _is_over_within(self, seconds: float) -> bool:
         try:
@@ -131,62 +162,60 @@ class Supervisor:
         return True
 
     async def _run_once(self, service: _Supervised) -> int:
-        spec = service.spec
-        environment = {**os.environ, **spec.environment, "PYTHONUNBUFFERED": "1"}
-        environment[SUPERVISOR_VARIABLE] = str(os.getpid())
-        process = await asyncio.create_subprocess_exec(
-            *spec.command,
-            env=environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches us alone, and we end them in order
-            limit=_LINE_LIMIT_BYTES,
-        )
-        service.process = process
+        child = await start_child(service.spec)
+        service.child = child
+        if self._ending:  # it was being started when the others were asked to end
+            child.kill()
         try:
-            await self._forward(service, process)
-            return await process.wait()
+            async with asyncio.TaskGroup() as tasks:
+                forwarding = tasks.create_task(self._forward(service, child), name="output")
+                code = await child.wait()
+                child.kill()  # what it started and left behind
+                await asyncio.wait([forwarding], timeout=_LAST_OUTPUT_S)
+                forwarding.cancel()
+            return code
         finally:
-            service.process = None
+            await child.end(self._grace_s)
+            service.child = None
 
-    async def _forward(self, service: _Supervised, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
+    async def _forward(self, service: _Supervised, child: ChildProcess) -> None:
         name = service.spec.name
         with (self._log_dir / f"{name}.log").open("a", encoding="utf-8") as file:
-            async for raw in process.stdout:
-                line = raw.decode(errors="replace").rstrip()
+            async for line in child.lines():
                 file.write(line + "\n")
+                file.flush()
                 service.last_lines.append(line)
                 self._on_line(name, line)
 
-    async def _end_all(self) -> bool:
-        """Ends every process in reverse order of start; whether any had to be killed."""
+    async def _end_all(self) -> None:
+        """Ends every process, asking in reverse order of start."""
         self._ending = True
-        running = [s.process for s in reversed(self._services) if s.process is not None]
-        for process in running:
-            _send(process, signal.SIGTERM)
+        running = [(s.spec.name, s.child) for s in reversed(self._services) if s.child is not None]
+        for _, child in running:
+            child.terminate()
         try:
             async with asyncio.timeout(self._grace_s):
-                for process in running:
-                    await process.wait()
+                for _, child in running:
+                    await child.wait()
         except TimeoutError:
-            left = [process for process in running if process.returncode is None]
-            logger.warning("%d processes did not end within %g s", len(left), self._grace_s)
-            for process in left:
-                _send(process, signal.SIGKILL)
-            return True
-        return False
+            for name, child in running:
+                if not child.has_ended:
+                    self._failures.append(
+                        f"{name} did not end within {self._grace_s:g} s and was killed"
+                    )
+                    child.kill()
 
-    def _exit_code(self, killed: bool) -> int:
-        if self._failures or killed:
+    def _exit_code(self) -> int:
+        if self._failures:
             return EXIT_FAILED
         return EXIT_INTERRUPTED if self._interrupted.is_set() else 0
 
 
-def _send(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    """Signals the process's whole session; one that ended already needs nothing."""
+def _meaning(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"code {code}"
     try:
-        os.killpg(process.pid, number)
-    except ProcessLookupError:
-        return
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

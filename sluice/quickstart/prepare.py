@@ -10,19 +10,14 @@ import logging
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from sluice.quickstart.dataset import write_dataset
-from sluice.quickstart.problems import (
-    ProblemSplit,
-    Task,
-    deal_problems,
-    split_problems,
-    task_named,
-)
+from sluice.quickstart.problems import Task, deal_problems, split_problems, task_named
 from sluice.quickstart.settings import PrepareSettings, WarmStartSettings
 from sluice.quickstart.stamp import read_facts, remove_stamp, write_stamp
 from sluice.quickstart.tokenizer import encode_dialogue, save_tokenizer, train_tokenizer
@@ -31,10 +26,12 @@ from sluice.quickstart.worked_answers import Dialogue, make_dialogues
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from sluice.quickstart.warm_start import WarmStartResult
+
 logger = logging.getLogger(__name__)
 
 # Raise when the same settings come to make other files, so that kept directories are renewed.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +49,11 @@ class PrepareProgress:
 
 @dataclass(frozen=True, slots=True)
 class QuickstartFacts:
-    """Numbers found while making the files. Token counts are of the task's own tokenizer.
+    """Numbers found while making the files.
 
-    `warm_start_loss` is the mean over the last tenth of the steps, in nats a token.
+    The longest prompt and worked answer are of a sample of dialogues.
+    `warm_start_excess_loss` is the mean over the last tenth of the steps, in nats a token above
+    what the teachers' slips leave unpredictable.
     """
 
     num_parameters: int
@@ -63,7 +62,8 @@ class QuickstartFacts:
     num_held_out: int
     longest_prompt_tokens: int
     longest_answer_tokens: int
-    warm_start_loss: float
+    warm_start_steps: int
+    warm_start_excess_loss: float
     seconds: float
 
 
@@ -132,20 +132,22 @@ def _make(
     split = split_problems(task, seed, sizes.num_train, sizes.num_held_out)
     write_dataset(directory / "data" / "train.parquet", split.train, "train")
     write_dataset(directory / "data" / "test.parquet", split.held_out, "test")
-    wrong_step_rate = sizes.warm_start.wrong_step_rate
-    tokenizer = train_tokenizer(
-        _make_dialogues(
-            task, split, f"{seed}/tokenizer", sizes.num_tokenizer_dialogues, wrong_step_rate
-        )
-    )
-    dialogues = _make_dialogues(
-        task, split, f"{seed}/warm-start", sizes.warm_start.num_dialogues, wrong_step_rate
-    )
+    held_out_numbers = {problem.numbers for problem in split.held_out}
+
+    def dialogues(purpose: str) -> Iterator[Dialogue]:
+        """Without end, from a random stream of their own, never with held-out numbers."""
+        stream = f"{seed}/{purpose}"
+        problems = deal_problems(random.Random(stream), task, held_out_numbers)
+        slips = random.Random(f"{stream}/slips")
+        return make_dialogues(problems, slips, sizes.warm_start.wrong_step_rate)
+
+    samples = list(islice(dialogues("tokenizer"), sizes.num_tokenizer_dialogues))
+    tokenizer = train_tokenizer(samples)
+    encoded = [encode_dialogue(tokenizer, sample) for sample in samples]
     progress(PrepareProgress("data", 1, 1))
-    num_parameters, loss = _make_model(
-        directory / "model", tokenizer, dialogues, sizes.warm_start, seed, progress
+    num_parameters, result = _make_model(
+        directory / "model", tokenizer, dialogues("warm-start"), sizes.warm_start, seed, progress
     )
-    encoded = [encode_dialogue(tokenizer, dialogue) for dialogue in dialogues]
     return QuickstartFacts(
         num_parameters=num_parameters,
         vocabulary_size=tokenizer.get_vocab_size(),
@@ -153,29 +155,21 @@ def _make(
         num_held_out=len(split.held_out),
         longest_prompt_tokens=max(len(prompt) for prompt, _ in encoded),
         longest_answer_tokens=max(len(answer) for _, answer in encoded),
-        warm_start_loss=loss,
+        warm_start_steps=result.num_steps,
+        warm_start_excess_loss=result.excess_loss,
         seconds=time.monotonic() - started,
     )
-
-
-def _make_dialogues(
-    task: Task, split: ProblemSplit, stream: str, count: int, wrong_step_rate: float
-) -> tuple[Dialogue, ...]:
-    """Dialogues from a random stream of their own, never with held-out numbers."""
-    held_out_numbers = {problem.numbers for problem in split.held_out}
-    problems = deal_problems(random.Random(stream), task, count, held_out_numbers)
-    return make_dialogues(problems, random.Random(f"{stream}/slips"), wrong_step_rate)
 
 
 def _make_model(
     directory: Path,
     tokenizer: Tokenizer,
-    dialogues: tuple[Dialogue, ...],
+    dialogues: Iterator[Dialogue],
     settings: WarmStartSettings,
     seed: int,
     progress: Callable[[PrepareProgress], None],
-) -> tuple[int, float]:
-    """Write the warm-started model with its tokenizer; its parameter count and last loss."""
+) -> tuple[int, WarmStartResult]:
+    """Write the warm-started model with its tokenizer; its parameter count, and how the start went."""
     # Only here, so that finding everything made costs no import of torch.
     from sluice.quickstart.model import MAX_POSITIONS, make_model, save_model
     from sluice.quickstart.warm_start import warm_start
@@ -184,8 +178,8 @@ def _make_model(
         progress(PrepareProgress("warm-start", step, total, loss))
 
     model = make_model(tokenizer, seed)
-    loss = warm_start(model, tokenizer, dialogues, settings, seed, report)
+    result = warm_start(model, tokenizer, dialogues, settings, report)
     shutil.rmtree(directory, ignore_errors=True)
     save_model(model, directory)
     save_tokenizer(tokenizer, directory, MAX_POSITIONS)
-    return model.num_parameters(), loss
+    return model.num_parameters(), result

@@ -174,20 +174,14 @@ def split_problems(task: Task, seed: int, num_train: int, num_held_out: int) -> 
         )
     held_out = tuple(_draw_distinct(random.Random(f"{seed}/held-out"), task, num_held_out))
     held_out_numbers = {problem.numbers for problem in held_out}
-    train = deal_problems(random.Random(f"{seed}/train"), task, num_train, held_out_numbers)
-    return ProblemSplit(train, held_out)
+    train = deal_problems(random.Random(f"{seed}/train"), task, held_out_numbers)
+    return ProblemSplit(tuple(islice(train, num_train)), held_out)
 
 
 def deal_problems(
-    rng: random.Random, task: Task, count: int, barred_numbers: Collection[tuple[int, ...]]
-) -> tuple[Problem, ...]:
-    """`count` problems, none with barred numbers, repeated only when a cell is exhausted."""
-    return tuple(islice(_deal(rng, task, barred_numbers), count))
-
-
-def _deal(
     rng: random.Random, task: Task, barred_numbers: Collection[tuple[int, ...]]
 ) -> Iterator[Problem]:
+    """Problems without end, none with barred numbers, repeated only when a cell is exhausted."""
     barred_by_length = Counter(map(len, barred_numbers))
     dealt: defaultdict[tuple[Wording, int], set[tuple[int, ...]]] = defaultdict(set)
     while True:

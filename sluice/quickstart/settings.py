@@ -7,25 +7,29 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class WarmStartSettings:
-    """The supervised warm start: AdamW, linear warm-up, plateau, linear decay to zero.
+    """The supervised warm start: AdamW, the learning rate held until enough is learned.
 
-    `decay_share` is the share of all steps over which the learning rate decays;
-    `wrong_step_rate` is the share of wrong steps in the worked answers that are imitated.
+    The rate warms up over `warmup_steps`, is held until the excess loss falls under
+    `hold_until_excess_loss` (or `max_hold_steps` have passed) and then decays linearly to zero
+    over `decay_steps`. Excess loss is in nats a token above what the teachers' slips leave
+    unpredictable. `wrong_step_rate` is the share of wrong steps in the answers imitated.
     """
 
-    num_steps: int = 400
-    batch_dialogues: int = 32
-    learning_rate: float = 4e-3
-    betas: tuple[float, float] = (0.9, 0.98)
+    batch_dialogues: int = 16
+    learning_rate: float = 5e-3
+    betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
-    warmup_steps: int = 20
-    decay_share: float = 0.7
-    wrong_step_rate: float = 0.25
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 50
+    hold_until_excess_loss: float = 0.06
+    max_hold_steps: int = 1_000
+    decay_steps: int = 250
+    wrong_step_rate: float = 0.35
 
     @property
-    def num_dialogues(self) -> int:
-        """Dialogues in all: each is seen once."""
-        return self.num_steps * self.batch_dialogues
+    def max_dialogues(self) -> int:
+        """How many dialogues are used at most: each is seen once."""
+        return (self.max_hold_steps + self.decay_steps) * self.batch_dialogues
 
 
 @dataclass(frozen=True, slots=True)

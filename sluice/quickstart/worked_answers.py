@@ -1,18 +1,25 @@
 """Worked answers, right or with slips: what the supervised warm start imitates.
 
-A slip makes one step's result wrong; later steps calculate rightly with the wrong number, so the
-final answer is consistent with the steps above it. A model trained on such teachers knows the
-format and the arithmetic and slips about as often as they do, which is what reinforcement removes.
+A slip makes one step's result ten too large; later steps calculate rightly with the wrong number,
+so the final answer is consistent with the steps above it. A model trained on such teachers knows
+the format and the arithmetic and slips about as often as they do, which is what reinforcement
+removes.
+
+Ten too large, because that is one decision at one digit, made of nothing a small model confuses by
+itself: off-by-one slips blend with its own inexact arithmetic and take several times as many
+samples to unlearn. Always upwards, because then two slips never cancel and no wrong working is
+rewarded.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from sluice.quickstart.problems import Problem
 
-SLIPS = (-10, -2, -1, 1, 2, 10)
+SLIP = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +43,7 @@ class Dialogue:
 def work_out(problem: Problem, rng: random.Random, wrong_step_rate: float) -> WorkedAnswer:
     """One step per term after the first, then a line ``Answer: N``.
 
-    Each step is wrong with probability `wrong_step_rate`, independently; a slip never makes a
-    result negative.
+    Each step is wrong with probability `wrong_step_rate`, independently.
     """
     total = problem.terms[0]
     steps: list[str] = []
@@ -45,7 +51,7 @@ def work_out(problem: Problem, rng: random.Random, wrong_step_rate: float) -> Wo
     for term in problem.terms[1:]:
         result = total + term
         if rng.random() < wrong_step_rate:
-            result += rng.choice([slip for slip in SLIPS if result + slip >= 0] or [1])
+            result += SLIP
             num_wrong_steps += 1
         steps.append(f"{total} {'-' if term < 0 else '+'} {abs(term)} = {result}.")
         total = result
@@ -54,7 +60,8 @@ def work_out(problem: Problem, rng: random.Random, wrong_step_rate: float) -> Wo
 
 
 def make_dialogues(
-    problems: tuple[Problem, ...], rng: random.Random, wrong_step_rate: float
-) -> tuple[Dialogue, ...]:
+    problems: Iterable[Problem], rng: random.Random, wrong_step_rate: float
+) -> Iterator[Dialogue]:
     """One worked answer for each problem, in order."""
-    return tuple(Dialogue(p, work_out(p, rng, wrong_step_rate)) for p in problems)
+    for problem in problems:
+        yield Dialogue(problem, work_out(problem, rng, wrong_step_rate))

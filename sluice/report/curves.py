@@ -1,94 +1,177 @@
-"""The run's curves as SVG text, drawn with matplotlib."""
+"""The run's curves, each with the words that say what it shows.
+
+Colours are of the Okabe-Ito palette, which colour-blind people can tell apart; lines and hatches
+differ as well.
+"""
 
 from __future__ import annotations
 
-import io
 import itertools
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from sluice.errors import ConfigError
+from sluice.report.figure_svg import figure_svg
 from sluice.report.run_record import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SIZE_INCHES = (6.4, 3.2)
+_BLUE, _ORANGE, _GREEN, _GREY, _PURPLE = "#0072B2", "#E69F00", "#009E73", "#999999", "#CC79A7"
+# Metrics that add up to one part of the column, label, colour, hatch.
 _COMPOSITION = (
-    ("train/groups_kept", "kept (mixed)", "#c8961e"),
-    ("train/groups_all_right", "all right", "#4c8c4a"),
-    ("train/groups_all_wrong", "all wrong", "#a23b3b"),
+    (("kept",), "kept (mixed)", _ORANGE, ""),
+    (("all_right",), "all right", _GREEN, "///"),
+    (("all_wrong",), "all wrong", _BLUE, "..."),
+    (("uniform", "stale", "failed"), "other", _GREY, "xx"),
 )
 
 
-def accuracy_curve(record: RunRecord) -> str:
-    """Held-out accuracy and mean training reward by step."""
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """`svg` is drawn by us and safe to put into a page as it stands."""
 
-    def draw(axes: Axes) -> None:
-        points = record.accuracies()
-        axes.plot(
-            [p.step for p in points], [p.accuracy for p in points], "o-", label="held-out accuracy"
+    title: str
+    caption: str
+    svg: str
+
+
+def charts(record: RunRecord) -> tuple[Chart, ...]:
+    """All charts of the report, in order.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    plan: tuple[tuple[str, str, Callable[[RunRecord, Axes], None]], ...] = (
+        (
+            "Held-out accuracy",
+            "Share of right responses to problems that are never trained on. Step 0 is the model "
+            "before DAPO.",
+            _draw_accuracy,
+        ),
+        (
+            "Reward while training",
+            "Mean reward of the trained groups alone. Groups that are all right or all wrong are "
+            "left out, so it says little about progress.",
+            _draw_reward,
+        ),
+        (
+            "What the sampled groups were",
+            "Only kept groups carry a gradient; the rest is filtered out before training.",
+            _draw_composition,
+        ),
+        (
+            "Response tokens",
+            "Summed up over the run. The gap is the price of the filter. Validation is not "
+            "counted, nor is what was under way at the end.",
+            _draw_tokens,
+        ),
+        (
+            "Where the trainer's time went",
+            "Seconds of rank 0 from the moment its model was loaded to the end of the run.",
+            _draw_time,
+        ),
+        (
+            "Idle shares",
+            "Share of each step that the trainer waited for a batch, and that replicas had "
+            "nothing to generate.",
+            _draw_idle,
+        ),
+    )
+    return tuple(
+        Chart(title, caption, figure_svg(partial(draw, record))) for title, caption, draw in plan
+    )
+
+
+def _draw_accuracy(record: RunRecord, axes: Axes) -> None:
+    points = record.accuracies()
+    axes.plot(
+        [p.step for p in points], [p.accuracy for p in points], "o-", color=_BLUE, clip_on=False
+    )
+    for point in {points[0], points[-1]} if points else ():
+        axes.annotate(
+            f"{point.accuracy:.3f}",
+            (point.step, point.accuracy),
+            xytext=(0, 8 if point.accuracy < 0.9 else -16),
+            textcoords="offset points",
+            ha="left" if point is points[0] else "right",
         )
-        axes.set_ylim(0, 1)
-        axes.set_xlabel("step")
-        axes.set_ylabel("accuracy")
-        reward = axes.twinx()
-        reward.plot(*_series(record, "critic/rewards/mean"), color="#999999", linewidth=1)
-        reward.set_ylabel("mean reward of trained groups (grey)")
-
-    return _svg("Held-out accuracy", draw)
+    axes.set_ylim(0, 1)
+    _label_steps(axes, "accuracy (0 to 1)")
 
 
-def composition_chart(record: RunRecord) -> str:
-    """Share of kept, all-right and all-wrong groups by step."""
+def _draw_reward(record: RunRecord, axes: Axes) -> None:
+    axes.plot(*_series(record, "critic/rewards/mean"), color=_PURPLE)
+    _label_steps(axes, "mean reward")
 
-    def draw(axes: Axes) -> None:
-        rows = [[row.get(name) or 0.0 for name, _, _ in _COMPOSITION] for row in record.steps]
-        shares = [[value / max(sum(row), 1.0) for value in row] for row in rows]
-        axes.stackplot(
-            _steps(record),
-            *zip(*shares, strict=True),
-            labels=[label for _, label, _ in _COMPOSITION],
-            colors=[colour for _, _, colour in _COMPOSITION],
+
+def _draw_composition(record: RunRecord, axes: Axes) -> None:
+    steps = _steps(record)
+    base = [0.0] * len(steps)
+    for kinds, label, colour, hatch in _COMPOSITION:
+        counts = [
+            sum(row.get(f"train/groups_{kind}") or 0.0 for kind in kinds) for row in record.steps
+        ]
+        if not any(counts) and label == "other":
+            continue
+        axes.bar(
+            steps,
+            counts,
+            bottom=base,
+            width=0.9,
+            label=label,
+            color=colour,
+            hatch=hatch,
+            edgecolor="white",
+            linewidth=0,
         )
-        axes.set_ylim(0, 1)
-        axes.set_xlabel("step")
-        axes.set_ylabel("share of sampled groups")
-        axes.legend(loc="lower left")
-
-    return _svg("What the sampled groups were", draw)
+        base = [low + count for low, count in zip(base, counts, strict=True)]
+    axes.set_ylim(0, max(base, default=1.0) * 1.25 or 1.0)
+    axes.legend(loc="upper left", ncols=4, handlelength=1.2, columnspacing=1.0)
+    _label_steps(axes, "groups")
 
 
-def token_curve(record: RunRecord) -> str:
-    """Response tokens generated and trained, summed up."""
-
-    def draw(axes: Axes) -> None:
-        for name, label in (
-            ("train/generated_tokens", "generated"),
-            ("train/trained_tokens", "trained"),
-        ):
-            steps, values = _series(record, name)
-            axes.plot(steps, [v / 1e6 for v in itertools.accumulate(values)], label=label)
-        axes.set_xlabel("step")
-        axes.set_ylabel("million response tokens")
-        axes.legend()
-
-    return _svg("Tokens", draw)
+def _draw_tokens(record: RunRecord, axes: Axes) -> None:
+    for name, colour, line in (("generated", _ORANGE, "--"), ("trained", _BLUE, "-")):
+        steps, values = _series(record, f"train/{name}_tokens")
+        known = (0.0 if math.isnan(value) else value / 1e6 for value in values)
+        axes.plot(steps, list(itertools.accumulate(known)), line, color=colour, label=name)
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper left")
+    _label_steps(axes, "million tokens")
 
 
-def time_split(record: RunRecord) -> str:
-    """Where the trainer's seconds went, by phase."""
+def _draw_time(record: RunRecord, axes: Axes) -> None:
+    phases = {
+        name.removeprefix("trainer_s/").replace("_", " "): seconds
+        for name, seconds in record.accounts.items()
+        if name.startswith("trainer_s/") and seconds > 0
+    }
+    ordered = sorted(phases.items(), key=lambda phase: phase[1])
+    whole = sum(phases.values()) or 1.0
+    bars = axes.barh([name for name, _ in ordered], [s for _, s in ordered], color=_BLUE)
+    axes.bar_label(bars, [f"{s:.1f} s, {s / whole:.0%}" for _, s in ordered], padding=3)
+    axes.set_xlim(0, max(phases.values(), default=1.0) * 1.3)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("seconds")
 
-    def draw(axes: Axes) -> None:
-        phases = {
-            name.removeprefix("trainer_s/").replace("_", " "): seconds
-            for name, seconds in record.accounts.items()
-            if name.startswith("trainer_s/") and seconds > 0
-        }
-        axes.barh(list(phases), list(phases.values()), color="#4a6d8c")
-        axes.set_xlabel("seconds of the trainer")
 
-    return _svg("Time", draw)
+def _draw_idle(record: RunRecord, axes: Axes) -> None:
+    for name, colour, line in (("trainer", _BLUE, "-"), ("rollout", _ORANGE, "--")):
+        axes.plot(*_series(record, f"{name}/idle_share"), line, color=colour, label=name)
+    axes.set_ylim(0, 1)
+    axes.legend(loc="upper right", ncols=2)
+    _label_steps(axes, "share of the step (0 to 1)")
+
+
+def _label_steps(axes: Axes, quantity: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+    axes.set_xlabel("step")
+    axes.set_ylabel(quantity)
 
 
 def _steps(record: RunRecord) -> list[int]:
@@ -96,19 +179,6 @@ def _steps(record: RunRecord) -> list[int]:
 
 
 def _series(record: RunRecord, name: str) -> tuple[list[int], Sequence[float]]:
-    return _steps(record), [row.get(name) or 0.0 for row in record.steps]
-
-
-def _svg(title: str, draw: Callable[[Axes], None]) -> str:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("reports need matplotlib; install sluice[train]") from error
-    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_title(title)
-    draw(axes)
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    """Steps and one metric's values; a step without it leaves a gap."""
+    values = (row.get(name) for row in record.steps)
+    return _steps(record), [math.nan if value is None else value for value in values]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from sluice.errors import DataError
 
 Row = Mapping[str, float | None]
+
+METRICS_NAME = "metrics.jsonl"
+ACCOUNTS_NAME = "accounts.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,7 @@ class AccuracyPoint:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """`steps` and `validations` are rows of metrics.jsonl, `accounts` is accounts.json."""
+    """`steps` and `validations` are rows of metrics.jsonl by step, `accounts` is accounts.json."""
 
     steps: tuple[Row, ...]
     validations: tuple[Row, ...]
@@ -32,35 +36,75 @@ class RunRecord:
         """Sum of one metric over all steps; 0 where it is missing."""
         return sum(row.get(name) or 0.0 for row in self.steps)
 
+    def total_of_validations(self, name: str) -> float:
+        """Sum of one metric over all validations; 0 where it is missing."""
+        return sum(row.get(name) or 0.0 for row in self.validations)
+
     def largest(self, name: str) -> float:
         """Maximum of one metric over all steps; 0 without any."""
         return max((row.get(name) or 0.0 for row in self.steps), default=0.0)
 
     def accuracies(self) -> tuple[AccuracyPoint, ...]:
-        """Held-out accuracy (mean over samples) by step, in order."""
-        points = []
-        for row in self.validations:
-            value = next(
-                (v for k, v in row.items() if k.startswith("val-core/") and "/acc/mean@" in k), None
-            )
-            if value is not None:
-                points.append(AccuracyPoint(int(row["step"] or 0), value))
-        return tuple(sorted(points, key=lambda point: point.step))
+        """Held-out accuracy by step, in order."""
+        found = ((row, accuracy_of(row)) for row in self.validations)
+        return tuple(AccuracyPoint(_step(row), value) for row, value in found if value is not None)
+
+
+def accuracy_of(row: Row) -> float | None:
+    """Mean over samples and prompts, then over data sources; none in a row without validation."""
+    values = [
+        value
+        for name, value in row.items()
+        if name.startswith("val-core/") and "/acc/mean@" in name and value is not None
+    ]
+    return fmean(values) if values else None
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Reads metrics.jsonl and accounts.json.
+    """Reads the record of a run that reached its end.
 
     Raises:
-        DataError: one of them is missing.
+        DataError: it did not, or a line cannot be read.
     """
-    metrics, accounts = run_dir / "metrics.jsonl", run_dir / "accounts.json"
-    for file in (metrics, accounts):
-        if not file.is_file():
-            raise DataError(f"{file}: missing; the run did not reach its end")
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    for name in (METRICS_NAME, ACCOUNTS_NAME):
+        if not (run_dir / name).is_file():
+            raise DataError(f"{run_dir / name}: missing; the run did not reach its end")
+    return read_progress(run_dir)
+
+
+def read_progress(run_dir: Path) -> RunRecord:
+    """Reads what there is of a run that may not have ended; a step done twice counts once.
+
+    Raises:
+        DataError: a line cannot be read.
+    """
+    metrics, accounts = run_dir / METRICS_NAME, run_dir / ACCOUNTS_NAME
+    rows = _rows(metrics) if metrics.is_file() else []
     return RunRecord(
-        steps=tuple(row for row in rows if "training/global_step" in row),
-        validations=tuple(row for row in rows if "training/global_step" not in row),
-        accounts=json.loads(accounts.read_text(encoding="utf-8")),
+        steps=_by_step(row for row in rows if "training/global_step" in row),
+        validations=_by_step(row for row in rows if "training/global_step" not in row),
+        accounts=json.loads(accounts.read_text(encoding="utf-8")) if accounts.is_file() else {},
     )
+
+
+def _rows(file: Path) -> list[Row]:
+    # What follows the last newline is being written.
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{file}, line {number}: no JSON object ({error}); remove the line"
+            ) from error
+    return rows
+
+
+def _by_step(rows: Iterable[Row]) -> tuple[Row, ...]:
+    newest = {_step(row): row for row in rows}
+    return tuple(newest[step] for step in sorted(newest))
+
+
+def _step(row: Row) -> int:
+    return int(row["step"] or 0)

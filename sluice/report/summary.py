@@ -15,10 +15,14 @@ _DROPPED = ("dropped_stale", "dropped_failed")
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """Tokens are response tokens; `prompts_lost` is what the accounts cannot explain.
+    """Counts are those of the run's last start.
 
-    `seconds_total` is the whole command, `seconds_services` from the start of the services to
-    their end, `seconds_dapo` the training steps with all their waits.
+    Tokens are response tokens. `generated_tokens` is all that the replicas drew for training,
+    also for groups that no step used and for prompts still pending at the end;
+    `validation_tokens` comes on top. `groups_kept` counts groups that went into batches,
+    `prompts_lost` what the accounts cannot explain. `seconds_total` is the whole command,
+    `seconds_services` from the start of the services to their end, `seconds_dapo` the training
+    steps with all their waits.
     """
 
     accuracy_before: float
@@ -29,6 +33,7 @@ class RunSummary:
     steps: int
     generated_tokens: int
     trained_tokens: int
+    validation_tokens: int
     groups_kept: int
     groups_all_right: int
     groups_all_wrong: int
@@ -49,7 +54,7 @@ class RunSummary:
             f"{self.steps} steps ({self.seconds_dapo:.0f} s of DAPO, "
             f"{self.seconds_total:.0f} s in all)\n"
             f"tokens: {self.generated_tokens:,} generated, {self.trained_tokens:,} trained "
-            f"({ratio:.2f} per trained token)\n"
+            f"({ratio:.2f} per trained token), {self.validation_tokens:,} for validation\n"
             f"groups: {self.groups_kept} kept, {self.groups_all_right} all right, "
             f"{self.groups_all_wrong} all wrong, {self.surplus_discarded} surplus discarded\n"
             f"prompts: {self.prompts_submitted} submitted = {self.prompts_trained} trained + "
@@ -71,11 +76,12 @@ def summarize(run_dir: Path, *, seconds_total: float, seconds_services: float) -
         raise DataError(f"{run_dir}/metrics.jsonl: holds no validation; set data.val_files")
     accounts = record.accounts
 
-    def prompts(*ends: str) -> int:
-        return int(sum(accounts.get(end, 0.0) for end in ends))
+    def count(*names: str) -> int:
+        return int(sum(accounts.get(name, 0.0) for name in names))
 
-    submitted, pending = prompts("submitted"), prompts("pending")
-    trained, filtered, dropped = prompts("trained"), prompts(*_FILTERED), prompts(*_DROPPED)
+    submitted, pending = count("submitted"), count("pending")
+    validation_tokens = int(record.total_of_validations("val/generated_tokens"))
+    trained, filtered, dropped = count("trained"), count(*_FILTERED), count(*_DROPPED)
     return RunSummary(
         accuracy_before=accuracies[0].accuracy,
         accuracy_after=accuracies[-1].accuracy,
@@ -83,11 +89,12 @@ def summarize(run_dir: Path, *, seconds_total: float, seconds_services: float) -
         seconds_services=round(seconds_services, 2),
         seconds_dapo=round(record.total("timing_s/step"), 2),
         steps=len(record.steps),
-        generated_tokens=int(record.total("train/generated_tokens")),
+        generated_tokens=count("generated_tokens") - validation_tokens,
         trained_tokens=int(record.total("train/trained_tokens")),
+        validation_tokens=validation_tokens,
         groups_kept=int(record.total("train/groups_kept")),
-        groups_all_right=int(record.total("train/groups_all_right")),
-        groups_all_wrong=int(record.total("train/groups_all_wrong")),
+        groups_all_right=count("filtered_all_right"),
+        groups_all_wrong=count("filtered_all_wrong"),
         surplus_discarded=int(record.total("train/surplus_discarded")),
         prompts_submitted=submitted,
         prompts_trained=trained,

@@ -1,1 +1,1 @@
-"""."""
+"""gRPC as sluice uses it: servers, channels, deadlines, retries, statuses."""

@@ -8,8 +8,9 @@ from typing import Protocol, TypeVar
 
 import grpc
 
+from sluice.errors import SluiceError
 from sluice.rpc.call_policy import CALL_POLICIES
-from sluice.rpc.status_codes import error_of
+from sluice.rpc.status_codes import CLASS_KEY, error_of
 
 RequestT = TypeVar("RequestT", contravariant=True)
 ResponseT = TypeVar("ResponseT", covariant=True)
@@ -53,16 +54,14 @@ async def unary_call(
         SluiceError: as mapped by `sluice.rpc.status_codes`.
     """
     policy = CALL_POLICIES[name]
-    seconds = deadline_s or policy.deadline_s
+    seconds = policy.deadline_s if deadline_s is None else deadline_s
     for attempt in range(policy.attempts):
         try:
             return await method(request, timeout=seconds)
         except grpc.aio.AioRpcError as error:
             last = attempt + 1 == policy.attempts
             if last or error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise error_of(
-                    error.code(), error.details() or "", peer=peer, phase=phase, deadline_s=seconds
-                ) from error
+                raise _translated(error, peer, phase, seconds) from error
         await asyncio.sleep(policy.backoff_s * 2**attempt)
     raise AssertionError("a policy has at least one attempt")
 
@@ -81,14 +80,27 @@ async def stream_call(
     Consume it inside `contextlib.aclosing`. Arguments and errors as for `unary_call`; streams are
     never retried.
     """
-    seconds = deadline_s or CALL_POLICIES[name].deadline_s
+    seconds = CALL_POLICIES[name].deadline_s if deadline_s is None else deadline_s
     call = method(request, timeout=seconds)
     try:
         async for message in call:
             yield message
     except grpc.aio.AioRpcError as error:
-        raise error_of(
-            error.code(), error.details() or "", peer=peer, phase=phase, deadline_s=seconds
-        ) from error
+        raise _translated(error, peer, phase, seconds) from error
     finally:
         call.cancel()
+
+
+def _translated(
+    error: grpc.aio.AioRpcError, peer: str, phase: str, deadline_s: float
+) -> SluiceError:
+    metadata = error.trailing_metadata()
+    name = metadata.get(CLASS_KEY) if metadata is not None else None
+    return error_of(
+        error.code(),
+        error.details() or "",
+        name if isinstance(name, str) else None,
+        peer=peer,
+        phase=phase,
+        deadline_s=deadline_s,
+    )

@@ -7,33 +7,30 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 
+from sluice.concurrency.exception_leaves import leaves
 from sluice.errors import SluiceError
-from sluice.rpc.status_codes import code_of
+from sluice.rpc.status_codes import status_of
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[..., Any]
 
 
-def _domain_error(error: Exception) -> SluiceError | None:
-    """The error itself, or the first of ours inside a task group's exception group."""
-    if isinstance(error, SluiceError):
-        return error
-    if isinstance(error, ExceptionGroup):
-        found = (_domain_error(inner) for inner in error.exceptions)
-        return next((inner for inner in found if inner is not None), None)
-    return None
-
-
 async def _abort(context: Any, method: str, error: Exception) -> None:
-    known = _domain_error(error)
+    """Ends the call with the first error of ours; whatever else is in a group goes to the log."""
+    inner = leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    known = next((e for e in inner if isinstance(e, SluiceError)), None)
+    for unexpected in inner:
+        if not isinstance(unexpected, SluiceError):
+            kind = type(unexpected).__name__
+            logger.error("%s: unexpected %s", method, kind, exc_info=unexpected)
     if known is not None:
-        await context.abort(code_of(known), str(known))
-    logger.error("%s: unexpected %s", method, type(error).__name__, exc_info=error)
+        await context.abort(*status_of(known))
     await context.abort(grpc.StatusCode.INTERNAL, f"internal error in {method}; see its log")
 
 
@@ -92,8 +89,9 @@ def _guard_unary(inner: Handler, method: str) -> Handler:
 def _guard_stream(inner: Handler, method: str) -> Handler:
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            async for message in inner(request, context):
-                yield message
+            async with aclosing(inner(request, context)) as messages:
+                async for message in messages:
+                    yield message
         except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):
             raise
         except Exception as error:  # noqa: BLE001  the boundary where errors become statuses

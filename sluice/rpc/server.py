@@ -64,7 +64,7 @@ class RpcServer:
     @property
     def address(self) -> str:
         """host:port of the bound socket."""
-        return f"{self._host}:{self.port}"
+        return f"{_bracketed(self._host)}:{self.port}"
 
     async def start(self, *, serving: bool = True) -> None:
         """Binds and serves.
@@ -74,11 +74,11 @@ class RpcServer:
         """
         _check_bindable(self._host, self._wanted_port)
         try:
-            self.port = self._server.add_insecure_port(f"{self._host}:{self._wanted_port}")
+            self.port = self._server.add_insecure_port(
+                f"{_bracketed(self._host)}:{self._wanted_port}"
+            )
         except RuntimeError as error:
             raise _in_use(self._host, self._wanted_port) from error
-        if self.port == 0:
-            raise _in_use(self._host, self._wanted_port)
         await self._server.start()
         await self.set_serving(serving=serving)
         logger.info("listening on %s", self.address)
@@ -94,6 +94,11 @@ class RpcServer:
         """Refuses new calls, lets running ones end for `grace_s` seconds, then cancels them."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
+
+
+def _bracketed(host: str) -> str:
+    """IPv6 addresses stand in brackets before a port."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _check_bindable(host: str, port: int) -> None:

@@ -1,10 +1,21 @@
-"""Errors <-> gRPC status codes: the only table."""
+"""Errors <-> gRPC statuses: the only table.
+
+Several errors share a code, so a status also carries the error's class in its trailing metadata.
+The class is believed only if the table gives it the code that came with it; clients in other
+languages may ignore it.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import grpc
 
 from sluice import errors
+
+CLASS_KEY = "sluice-error"
+# Details travel as percent-encoded metadata, of which peers take 8 KiB.
+_LONGEST_DETAILS = 2000
 
 _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
     (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
@@ -21,28 +32,61 @@ _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
     (errors.CheckpointError, grpc.StatusCode.FAILED_PRECONDITION),
 )
 
+# Codes that alone do not say which error it was: grpc itself gives RESOURCE_EXHAUSTED to a message
+# over the limit, and repeating that one helps nobody.
+_CLASS_NEEDED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED)
+_ERROR_BY_NAME = {
+    (kind.__name__, code): kind for kind, code in _CODE_BY_ERROR if code in _CLASS_NEEDED
+}
 
-def code_of(error: errors.SluiceError) -> grpc.StatusCode:
-    """The status code that carries `error`; INTERNAL for one the table does not know."""
+
+class Status(NamedTuple):
+    """What `context.abort` takes, in its order."""
+
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: tuple[tuple[str, str], ...]
+
+
+def status_of(error: errors.SluiceError) -> Status:
+    """The status that carries `error`; INTERNAL for one the table does not know."""
+    details = str(error)[:_LONGEST_DETAILS]
     for kind, code in _CODE_BY_ERROR:
         if isinstance(error, kind):
-            return code
-    return grpc.StatusCode.INTERNAL
+            return Status(code, details, ((CLASS_KEY, kind.__name__),))
+    return Status(grpc.StatusCode.INTERNAL, details, ())
 
 
 def error_of(
-    code: grpc.StatusCode, details: str, *, peer: str, phase: str, deadline_s: float
+    code: grpc.StatusCode,
+    details: str,
+    class_name: str | None,
+    *,
+    peer: str,
+    phase: str,
+    deadline_s: float,
 ) -> errors.SluiceError:
-    """The exception a caller sees for a failed call to `peer` while `phase`."""
+    """The exception a caller sees for a failed call to `peer` while `phase`.
+
+    A peer that is not ready counts as one that failed (`PeerError`): the remedy, asking again, is
+    the same. So does any status the table cannot place.
+
+    Args:
+        code: of the status.
+        details: of the status.
+        class_name: under `CLASS_KEY` in the trailing metadata; none: it was not sent.
+        peer: who was called.
+        phase: what for.
+        deadline_s: seconds the call was given.
+    """
+    named = _ERROR_BY_NAME.get((class_name or "", code))
+    if named is not None:
+        return named(details)
     match code:
         case grpc.StatusCode.INVALID_ARGUMENT:
             return errors.InvalidRequestError(details)
         case grpc.StatusCode.NOT_FOUND:
             return errors.NotFoundError(details)
-        case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return errors.ExhaustedError(details)
-        case grpc.StatusCode.FAILED_PRECONDITION:
-            return errors.BatchUnfillableError(details)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return errors.DeadlineError(peer, phase, deadline_s, details)
         case grpc.StatusCode.ABORTED:

@@ -1,1 +1,1 @@
-"""."""
+"""What processes tell about themselves; at present their log lines."""

@@ -102,7 +102,7 @@ async def running_engine(
         await engine.stop()
 
 
-def request(  # noqa: PLR0913 - every field of a request has a default here
+def request(
     prompt: Sequence[int] = (5, 9, 23, 54),
     samples: int | Sequence[int] = 1,
     *,

@@ -128,11 +128,10 @@ async def reward_process(config: Path, *overrides: str) -> AsyncIterator[RewardP
     try:
         async with asyncio.TaskGroup() as tasks:
             address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            reader = tasks.create_task(_read_log(process, log, address))
+            tasks.create_task(_read_log(process, log, address))
             async with asyncio.timeout(START_TIMEOUT_S):
-                await asyncio.wait([address, reader], return_when=asyncio.FIRST_COMPLETED)
-            assert address.done(), "".join(log)
-            async with grpc.aio.insecure_channel(address.result()) as channel:
+                bound_to = await address
+            async with grpc.aio.insecure_channel(bound_to) as channel:
                 stub = reward_pb2_grpc.RewardServiceStub(channel)
                 yield RewardProcess(process, stub, log)
             if process.returncode is None:
@@ -151,6 +150,8 @@ async def _read_log(
         log.append(line)
         if not address.done() and (found := LISTENING.search(line)):
             address.set_result(found.group(1))
+    if not address.done():
+        address.set_exception(RuntimeError("".join(log)))
 
 
 async def failed_start(config: Path, *overrides: str) -> tuple[int, str]:

@@ -18,7 +18,7 @@ from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.codec.arrays import token_ids_to_bytes
 from sluice.codec.rollout import rollout_to_proto
 from sluice.errors import SluiceError
-from sluice.rpc.status_codes import code_of
+from sluice.rpc.status_codes import status_of
 from sluice.types import FinishReason, ReplicaInfo, Rollout, VersionSpan
 
 PROMPT_TOKENS = np.arange(3, dtype=np.uint32)
@@ -95,7 +95,7 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer):
         """Break all streams and stop listening."""
         await self.server.stop(None)
 
-    async def Generate(self, request: Any, context: Any) -> None:
+    async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]
         """Stream the scripted samples."""
         content = request.prompt.chat.messages[-1].content
         call = Call(content, tuple(request.sample_indexes), request.sampling.seed)
@@ -105,12 +105,23 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer):
         try:
             await self._answer(call, context)
         except SluiceError as error:
-            await context.abort(code_of(error), str(error))
+            await context.abort(*status_of(error))
         except asyncio.CancelledError:
             call.was_cancelled = True
             raise
         finally:
             self.num_running -= len(call.sample_indexes)
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        """Identity and load."""
+        return rollout_pb2.GetStatusResponse(
+            name=self.name,
+            incarnation=self.incarnation,
+            policy_version=self.version,
+            slots=self.slots,
+            slots_busy=min(self.num_running, self.slots),
+            engine="scripted",
+        )
 
     async def _answer(self, call: Call, context: Any) -> None:
         accepted = rollout_pb2.PromptAccepted(

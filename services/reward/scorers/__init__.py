@@ -1,1 +1,1 @@
-"""."""
+"""Scorers: what a response is worth. They run in scorer processes only."""

@@ -7,7 +7,8 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -27,31 +28,37 @@ def load_custom_scorer(path: str, name: str, kwargs: Mapping[str, object]) -> Sc
         ConfigError: the file is missing, fails to import, or has no such function.
     """
     function = _load_function(Path(path), name)
-    return (
-        _synchronous(function, kwargs)
-        if inspect.iscoroutinefunction(function)
-        else _plain(function, kwargs)
-    )
+    if inspect.iscoroutinefunction(function):
+        return AsyncScorer(function, kwargs)
+    return partial(_call, function, kwargs)
 
 
-def _plain(function: Callable[..., object], kwargs: Mapping[str, object]) -> Scorer:
-    def score(**call: object) -> object:
-        return function(**{**call, **kwargs})
-
-    return score
+def _call(function: Callable[..., object], kwargs: Mapping[str, object], **call: object) -> object:
+    return function(**{**call, **kwargs})
 
 
-def _synchronous(function: Callable[..., object], kwargs: Mapping[str, object]) -> Scorer:
-    runner = asyncio.Runner()
+class AsyncScorer:
+    """An async function behind a plain call.
 
-    async def call_async(call: Mapping[str, object]) -> object:
-        result = function(**{**call, **kwargs})
-        return await result if inspect.isawaitable(result) else result
+    One event loop serves all calls, so that the function may keep connections open.
+    """
 
-    def score(**call: object) -> object:
-        return runner.run(call_async(call))
+    def __init__(
+        self, function: Callable[..., Awaitable[object]], kwargs: Mapping[str, object]
+    ) -> None:
+        self._function, self._kwargs = function, kwargs
+        self._runner = asyncio.Runner()
 
-    return score
+    def __call__(self, **call: object) -> object:
+        """Run the function to its end."""
+        return self._runner.run(self._await({**call, **self._kwargs}))
+
+    def close(self) -> None:
+        """Close the event loop."""
+        self._runner.close()
+
+    async def _await(self, call: Mapping[str, object]) -> object:
+        return await self._function(**call)
 
 
 def _load_function(path: Path, name: str) -> Callable[..., object]:

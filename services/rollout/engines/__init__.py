@@ -1,1 +1,1 @@
-"""."""
+"""Inference engines behind one protocol; `registry` names them."""

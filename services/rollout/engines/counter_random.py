@@ -36,7 +36,7 @@ def sample_keys(seed: int, sample_indexes: Sequence[int]) -> npt.NDArray[np.uint
 def uniforms(
     keys: npt.NDArray[np.uint64], token_indexes: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1 - 2^-52], one per row. Shapes [rows].
+    """Numbers in [0, 1 - 2^-52]; the arguments' shapes are broadcast.
 
     52 bits, not 53: a total mass times the largest of them is then strictly below that mass in
     float64, which the inverse-CDF sampler relies on.

@@ -19,6 +19,7 @@ from torch import nn
 
 from services.rollout.engines.decoder import DecodeBatch, PrefilledPrompts, TokenRow
 from services.rollout.engines.prompt_padding import pad_right
+from services.rollout.engines.rms_norm import RmsNorm
 from services.rollout.engines.slot_attention import CausalBias, decode_attention, prefill_attention
 from services.rollout.engines.slots import SlotCache
 
@@ -33,13 +34,13 @@ _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
-    input_norm: torch.Tensor  # [hidden]
+    input_norm: RmsNorm
     qkv: torch.Tensor  # [(heads + 2 kv heads) * head dim, hidden]
     qkv_bias: torch.Tensor | None
-    qk_norm: torch.Tensor | None  # [heads + kv heads, head dim], a copy: see refresh
+    qk_norm: RmsNorm | None  # of all query heads, then all key heads
     output: torch.Tensor  # [heads * head dim, hidden], transposed view
     output_bias: torch.Tensor | None
-    post_norm: torch.Tensor  # [hidden]
+    post_norm: RmsNorm
     gate_up: torch.Tensor  # [2 * intermediate, hidden]
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor  # [intermediate, hidden], transposed view
@@ -88,6 +89,10 @@ class FusedDecoder:
         self._model, self._device = model, model.device
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._eps: float = config.rms_norm_eps
+        self._embedding: torch.Tensor = model.model.embed_tokens.weight
+        self._head: torch.Tensor = model.lm_head.weight
+        self._head_bias: torch.Tensor | None = model.lm_head.bias
+        self._last_norm = RmsNorm([(model.model.norm.weight, None)], self._eps)
         attention = model.model.layers[0].self_attn
         self._head_dim: int = attention.head_dim
         self._scale: float = attention.scaling
@@ -95,7 +100,7 @@ class FusedDecoder:
         self._rotary_tables(max_model_len)
         shapes = [(self._kv_heads, self._head_dim, self._head_dim)] * len(self._layers)
         self._cache = SlotCache(shapes, slots, max_model_len, model.dtype, self._device)
-        self._bias = CausalBias(max_model_len, self._device)
+        self._bias = CausalBias(max_model_len, model.dtype, self._device)
         self.refresh()
 
     def _layer(self, module: nn.Module) -> _Layer:
@@ -104,16 +109,21 @@ class FusedDecoder:
         mlp: Any = module.mlp
         qkv, qkv_bias = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
         gate_up, gate_up_bias = _fuse([mlp.gate_proj, mlp.up_proj])
-        normed = hasattr(attention, "q_norm")
-        shape = (self._heads + self._kv_heads, self._head_dim)
+        qk_norm = None
+        if hasattr(attention, "q_norm"):
+            parts = (
+                (attention.q_norm.weight, self._heads),
+                (attention.k_norm.weight, self._kv_heads),
+            )
+            qk_norm = RmsNorm(parts, self._eps)
         return _Layer(
-            input_norm=norms[0].weight,
+            input_norm=RmsNorm([(norms[0].weight, None)], self._eps),
             qkv=qkv,
             qkv_bias=qkv_bias,
-            qk_norm=torch.empty(shape, dtype=qkv.dtype, device=qkv.device) if normed else None,
+            qk_norm=qk_norm,
             output=attention.o_proj.weight.t(),
             output_bias=attention.o_proj.bias,
-            post_norm=norms[1].weight,
+            post_norm=RmsNorm([(norms[1].weight, None)], self._eps),
             gate_up=gate_up,
             gate_up_bias=gate_up_bias,
             down=mlp.down_proj.weight.t(),
@@ -135,35 +145,34 @@ class FusedDecoder:
         self._cos, self._sin = cos[0, :, None].clone(), (sin * sign)[0, :, None].clone()
 
     def refresh(self) -> None:
-        """See `Decoder.refresh`: only the joined query and key norms are copies."""
-        for layer, module in zip(self._layers, self._model.model.layers, strict=True):
+        """See `Decoder.refresh`: only the norms keep copies of their weights."""
+        for layer in self._layers:
+            layer.input_norm.refresh()
+            layer.post_norm.refresh()
             if layer.qk_norm is not None:
-                layer.qk_norm[: self._heads] = module.self_attn.q_norm.weight
-                layer.qk_norm[self._heads :] = module.self_attn.k_norm.weight
-
-    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden, weight.shape, weight, self._eps)
+                layer.qk_norm.refresh()
+        self._last_norm.refresh()
 
     def _project(
         self, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotated queries (unscaled) and keys, and values, each [tokens, heads, head dim]."""
-        normed = self._norm(hidden, layer.input_norm)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated queries, and rotated keys with values behind; [tokens, heads, head dim]."""
+        normed = layer.input_norm(hidden)
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(hidden), -1, self._head_dim)
         rotated = self._heads + self._kv_heads
         qk = qkv[:, :rotated]
         if layer.qk_norm is not None:
-            qk = F.rms_norm(qk, (self._head_dim,), None, self._eps) * layer.qk_norm
+            qk = layer.qk_norm(qk)
         turned = torch.roll(qk, self._head_dim // 2, -1)
-        qk = torch.addcmul(qk * cos, turned, sin)
-        return qk[:, : self._heads], qk[:, self._heads :], qkv[:, rotated:]
+        torch.addcmul(qk * cos, turned, sin, out=qkv[:, :rotated])
+        return qkv[:, : self._heads], qkv[:, self._heads :]
 
     def _finish(self, layer: _Layer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Output projection, residuals and the feed-forward part; [tokens, hidden]."""
         hidden = torch.addmm(hidden, attended.reshape(len(hidden), -1), layer.output)
         if layer.output_bias is not None:
             hidden = hidden + layer.output_bias
-        normed = self._norm(hidden, layer.post_norm)
+        normed = layer.post_norm(hidden)
         gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
         hidden = torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
         return hidden if layer.down_bias is None else hidden + layer.down_bias
@@ -174,13 +183,14 @@ class FusedDecoder:
         batch, longest = token_ids.shape
         flat = positions.reshape(-1)
         cos, sin = self._cos[flat], self._sin[flat]
-        hidden = F.embedding(token_ids.view(-1), self._model.model.embed_tokens.weight)
+        hidden = F.embedding(token_ids.view(-1), self._embedding)
         layers = []
         for number, layer in enumerate(self._layers, start=1):
-            queries, keys, values = (
+            queries, keys_values = (
                 part.unflatten(0, (batch, longest)).transpose(1, 2)
                 for part in self._project(layer, hidden, cos, sin)
             )
+            keys, values = keys_values.chunk(2, 1)
             layers.append((keys, values))
             if number < len(self._layers):
                 attended = prefill_attention(queries, keys, values, scaling=self._scale)
@@ -202,13 +212,13 @@ class FusedDecoder:
         positions = torch.from_numpy(batch.positions).to(self._device)
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-        bias = self._bias.rows(positions, batch.length)
-        index = self._cache.token_index(self._kv_heads, positions)
-        hidden = F.embedding(token_ids, self._model.model.embed_tokens.weight)
+        bias = self._bias.rows(positions, batch.length, self._kv_heads)
+        index = self._cache.append_index(self._kv_heads, positions)
+        caches = self._cache.used(len(positions), batch.length)
+        hidden = F.embedding(token_ids, self._embedding)
         for number, layer in enumerate(self._layers):
-            queries, keys, values = self._project(layer, hidden, cos, sin)
-            self._cache.append(number, index, keys, values)
-            attended = decode_attention(queries * self._scale, self._cache, number, bias)
+            queries, keys_values = self._project(layer, hidden, cos, sin)
+            self._cache.append(number, index, keys_values)
+            attended = decode_attention(queries, *caches[number], bias, self._scale)
             hidden = self._finish(layer, hidden, attended)
-        hidden = self._norm(hidden, self._model.model.norm.weight)
-        return F.linear(hidden, self._model.lm_head.weight, self._model.lm_head.bias)
+        return F.linear(self._last_norm(hidden), self._head, self._head_bias)

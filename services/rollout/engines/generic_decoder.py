@@ -49,7 +49,7 @@ class GenericDecoder:
             )
         shapes = [(k.shape[1], k.shape[3], v.shape[3]) for k, v in forward.layers]
         self._cache = SlotCache(shapes, slots, max_model_len, model.dtype, self._device)
-        self._bias = CausalBias(max_model_len, self._device)
+        self._bias = CausalBias(max_model_len, model.dtype, self._device)
 
     def _forward_prompts(self, prompts: Sequence[TokenRow]) -> PrefillForward:
         token_ids, positions = pad_right(prompts, self._device)
@@ -77,8 +77,8 @@ class GenericDecoder:
         """See `Decoder.decode`."""
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
         positions = torch.from_numpy(batch.positions).to(self._device)
-        bias = self._bias.rows(positions, batch.length)
-        with slot_attention.slot_forward(DecodeForward(self._cache, positions, bias)):
+        forward = DecodeForward(self._cache, self._bias, positions, batch.length)
+        with slot_attention.slot_forward(forward):
             output = self._model(
                 input_ids=token_ids[:, None], position_ids=positions[:, None], use_cache=False
             )

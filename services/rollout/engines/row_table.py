@@ -72,7 +72,8 @@ class RowTable:
         self.position, self._prompt_length, self._limit, self.top_k, self.delivered = self._integers
         self.temperature = np.ones(slots, dtype=np.float32)
         self.top_p = np.ones(slots, dtype=np.float64)
-        self._keys = np.zeros(slots, dtype=np.uint64)
+        # Drawn when a sample enters: as many operations as for one step, for all of its steps.
+        self._uniforms = np.zeros((slots, max_model_len), dtype=np.float64)
         self._stop_ids = np.full((slots, 1), _NO_TOKEN, dtype=np.int64)
         self._streaming = np.zeros(slots, dtype=np.bool_)
         self._row_start = np.arange(slots, dtype=np.int64) * max_model_len
@@ -97,6 +98,7 @@ class RowTable:
     def enter(self, samples: Sequence[RunningSample]) -> Rows:
         """Gives each sample a row, holes first; at most `free` samples."""
         rows = []
+        keys = np.array([sample.key for sample in samples], dtype=np.uint64)
         for sample in samples:
             if self._holes:
                 row = self._holes.pop()
@@ -105,7 +107,16 @@ class RowTable:
             self._write(row, sample)
             rows.append(row)
         self.changed = True
-        return np.array(rows, dtype=np.int64)
+        entered = np.array(rows, dtype=np.int64)
+        self._draw_uniforms(entered, keys)
+        return entered
+
+    def _draw_uniforms(self, rows: Rows, keys: npt.NDArray[np.uint64]) -> None:
+        """The number for the token after place p is kept at place p."""
+        start, end = int(self.position[rows].min()), int(self._limit[rows].max())
+        places = np.arange(start, end)
+        index = np.maximum(places + 1 - self._prompt_length[rows][:, None], 0)
+        self._uniforms[rows, start:end] = uniforms(keys[:, None], index)
 
     def _write(self, row: int, sample: RunningSample) -> None:
         length = len(sample.tokens)
@@ -116,7 +127,6 @@ class RowTable:
         self._limit[row] = sample.length_limit
         self.temperature[row] = sample.temperature
         self.top_p[row], self.top_k[row] = sample.top_p, sample.top_k
-        self._keys[row] = sample.key
         self._streaming[row] = sample.streaming
         missing = len(sample.stop_ids) - self._stop_ids.shape[1]
         if missing > 0:
@@ -149,7 +159,7 @@ class RowTable:
                 self.logprobs,
                 self.temperature,
                 self.top_p,
-                self._keys,
+                self._uniforms,
                 self._stop_ids,
                 self._streaming,
             ):
@@ -175,8 +185,10 @@ class RowTable:
     def uniforms(self) -> npt.NDArray[np.float64]:
         """Each row's random number for its next token."""
         rows = self.rows
-        index = self.position[:rows] + 1 - self._prompt_length[:rows]
-        return uniforms(self._keys[:rows], index)
+        drawn: npt.NDArray[np.float64] = self._uniforms.reshape(-1)[
+            self._row_start[:rows] + self.position[:rows]
+        ]
+        return drawn
 
     def record(
         self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]

@@ -42,35 +42,25 @@ class CausalBias:
     the square of the length.
     """
 
-    def __init__(self, max_model_len: int, device: torch.device) -> None:
+    def __init__(self, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         self._last = max_model_len - 1
-        steps = torch.zeros(2 * max_model_len, dtype=torch.float32, device=device)
+        steps = torch.zeros(2 * max_model_len, dtype=dtype, device=device)
         steps[max_model_len:] = -torch.inf
         self._windows = steps.as_strided((max_model_len, max_model_len), (1, 1))
 
-    def rows(self, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """[rows, length] float32 for [rows] positions below `length`."""
-        # Window w is zero up to index last + 0 - w: a row at position p is window last - p.
-        return self._windows[:, :length].index_select(0, self._last - positions)
-
-
-def _soften(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
-
-
-def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Softmax over the last axis of [..., heads, queries, keys]; `sinks` [heads, 1, 1] join it."""
-    if sinks is None:
-        return torch.softmax(scores, -1)
-    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
-    return torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+    def rows(self, positions: torch.Tensor, length: int, kv_heads: int) -> torch.Tensor:
+        """[rows * kv heads, 1, length] for [rows] positions below `length`."""
+        # Window w is zero up to index last - w, so a row at position p is window last - p.
+        windows = (self._last - positions)[:, None].expand(-1, kv_heads).reshape(-1)
+        return self._windows[:, :length].index_select(0, windows)[:, None]
 
 
 def decode_attention(
     queries: torch.Tensor,
-    cache: SlotCache,
-    layer: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     bias: torch.Tensor,
+    scaling: float,
     *,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -78,25 +68,41 @@ def decode_attention(
     """One query token per row over the rows' cached tokens.
 
     Args:
-        queries: [rows, heads, head dim], already scaled.
-        bias: [rows, length] float32, additive.
+        queries: [rows, heads, head dim].
+        keys: [rows * kv heads, length, head dim]; values alike.
+        bias: [rows * kv heads, 1, length], additive.
+        scaling: factor of the scores.
         softcap: bound of the scores, x -> c tanh(x / c).
         sinks: [heads] extra logits without a value.
 
     Returns:
-        [rows, heads, value head dim], contiguous.
+        [rows * kv heads, heads / kv heads, value head dim], contiguous.
     """
-    cache_k, cache_v = cache.keys[layer], cache.values[layer]
-    rows, heads, key_dim = queries.shape
-    kv_heads, length = cache_k.shape[1], bias.shape[1]
-    pairs, group = rows * kv_heads, heads // kv_heads
-    keys = cache_k.view(-1, cache_k.shape[2], key_dim)[:pairs, :length]
-    values = cache_v.view(-1, cache_v.shape[2], cache_v.shape[3])[:pairs, :length]
-    scores = torch.bmm(queries.reshape(pairs, group, key_dim), keys.transpose(1, 2))
-    scores = _soften(scores.view(rows, heads, length), softcap)
-    scores = scores.add_(bias[:, None]) if scores.dtype == bias.dtype else scores + bias[:, None]
-    weights = _weights(scores, None if sinks is None else sinks[:, None]).to(values.dtype)
-    return torch.bmm(weights.reshape(pairs, group, length), values).view(rows, heads, -1)
+    rows, heads = queries.shape[:2]
+    group = rows * heads // keys.shape[0]
+    queries = queries.reshape(keys.shape[0], group, -1)
+    transposed = keys.transpose(1, 2)
+    if softcap is None:
+        scores = torch.baddbmm(bias.expand(-1, group, -1), queries, transposed, alpha=scaling)
+    else:
+        scores = _soften(torch.bmm(queries, transposed) * scaling, softcap) + bias
+    if sinks is not None:
+        # [rows * kv heads, group, 1]
+        column = sinks.to(scores.dtype).expand(rows, -1).reshape(-1, group, 1)
+        return torch.bmm(_weights(scores, column).contiguous(), values)
+    return torch.bmm(torch.softmax(scores, -1), values)
+
+
+def _soften(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax over the last axis; `sinks`, with a last axis of 1, take part and are dropped."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
 
 
 def prefill_attention(
@@ -149,27 +155,39 @@ class DecodeForward:
     """A forward pass over the rows' newest tokens; `layer` counts attention calls."""
 
     cache: SlotCache
+    causal_bias: CausalBias
     positions: torch.Tensor  # [rows]
-    bias: torch.Tensor  # [rows, length]
+    length: int
     layer: int = 0
-    _biases: dict[int, torch.Tensor] = field(default_factory=dict)
+    _used: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False)
+    _biases: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
     _indexes: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def windowed_bias(self, window: int | None) -> torch.Tensor:
-        """The bias for a sliding window of so many tokens."""
-        if window is None or window >= self.bias.shape[1]:
-            return self.bias
-        if window not in self._biases:
-            keys = torch.arange(self.bias.shape[1], device=self.bias.device)
-            hidden = keys <= self.positions[:, None] - window
-            self._biases[window] = self.bias.masked_fill(hidden, -torch.inf)
-        return self._biases[window]
+    def __post_init__(self) -> None:
+        self._used = self.cache.used(self.positions.shape[0], self.length)
 
-    def token_index(self, heads: int) -> torch.Tensor:
-        """Where the new tokens go in the cache, for layers with so many kv heads."""
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the next layer's new tokens, [rows, kv heads, dim]; all its keys and values."""
+        layer, self.layer = self.layer, self.layer + 1
+        heads, narrower = keys.shape[1], keys.shape[2] - values.shape[2]
         if heads not in self._indexes:
-            self._indexes[heads] = self.cache.token_index(heads, self.positions)
-        return self._indexes[heads]
+            self._indexes[heads] = self.cache.append_index(heads, self.positions)
+        if narrower:
+            keys, values = F.pad(keys, (0, max(0, -narrower))), F.pad(values, (0, max(0, narrower)))
+        self.cache.append(layer, self._indexes[heads], torch.cat((keys, values), 1))
+        return self._used[layer]
+
+    def bias(self, heads: int, window: int | None) -> torch.Tensor:
+        """The mask for layers with so many kv heads and, maybe, a sliding window."""
+        window = None if window is None or window >= self.length else window
+        if (heads, window) not in self._biases:
+            bias = self.causal_bias.rows(self.positions, self.length, heads)
+            if window is not None:
+                places = torch.arange(self.length, device=bias.device)
+                gone = places <= self.positions.repeat_interleave(heads)[:, None] - window
+                bias = bias.masked_fill(gone[:, None], -torch.inf)
+            self._biases[heads, window] = bias
+        return self._biases[heads, window]
 
 
 class _Running(threading.local):
@@ -213,18 +231,10 @@ def _attend(  # noqa: PLR0913, PLR0917 - the signature is transformers'
         return out.transpose(1, 2).contiguous(), None
     if forward is None:
         raise RuntimeError(f"attention {NAME!r} was called outside a slot engine's forward pass")
-    layer, forward.layer = forward.layer, forward.layer + 1
-    index = forward.token_index(key.shape[1])
-    forward.cache.append(layer, index, key[:, :, 0], value[:, :, 0])
-    out = decode_attention(
-        query[:, :, 0] * scale,
-        forward.cache,
-        layer,
-        forward.windowed_bias(sliding_window),
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return out[:, None], None
+    keys, values = forward.append(key[:, :, 0], value[:, :, 0])
+    bias = forward.bias(key.shape[1], sliding_window)
+    out = decode_attention(query[:, :, 0], keys, values, bias, scale, softcap=softcap, sinks=s_aux)
+    return out.view(query.shape[0], 1, query.shape[1], -1), None
 
 
 def register() -> None:

@@ -1,8 +1,9 @@
-"""The slot cache: one preallocated key and value tensor per layer.
+"""The slot cache: keys and values of every row, preallocated.
 
-Each has the shape [slots, kv heads, max_model_len, head dim]. A token is written in place, a
-prefilled prompt is copied into the rows of its samples, and a freed row is filled by moving another
-one.
+Per layer one tensor [slots, kv heads, 2, max_model_len, head dim], keys at 0 and values at 1 of the
+third axis. So a token's keys and values are written in place by one copy, and those of any number
+of leading rows are batches of matrices without a copy. A prefilled prompt is copied into the rows
+of its samples; a freed row is filled by moving another one.
 """
 
 from __future__ import annotations
@@ -15,68 +16,91 @@ import torch
 
 from services.rollout.engines.decoder import PrefilledPrompts
 
-__all__ = ["SlotCache"]
+__all__ = ["LayerShape", "SlotCache"]
+
+LayerShape = tuple[int, int, int]
+"""KV heads, key head dim, value head dim."""
 
 
 class SlotCache:
     """Keys and values of all layers.
 
     Args:
-        shapes: per layer (kv heads, key head dim, value head dim).
+        shapes: of each layer. Where key and value dims differ, the narrower one is padded.
         slots: rows.
         max_model_len: positions a row may have.
     """
 
     def __init__(
         self,
-        shapes: Sequence[tuple[int, int, int]],
+        shapes: Sequence[LayerShape],
         slots: int,
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.slots, self.max_model_len = slots, max_model_len
+        self._shapes = tuple(shapes)
+        self._max_model_len = max_model_len
         # Zeros, not empty: masked positions still meet a zero weight, and 0 * inf is nan.
-        self.keys = [
-            torch.zeros(slots, heads, max_model_len, key_dim, dtype=dtype, device=device)
-            for heads, key_dim, _ in shapes
-        ]
-        self.values = [
-            torch.zeros(slots, heads, max_model_len, value_dim, dtype=dtype, device=device)
-            for heads, _, value_dim in shapes
-        ]
-        self._offsets = {
-            heads: torch.arange(slots * heads, device=device).view(slots, heads) * max_model_len
+        sizes = [(slots, heads, 2, max_model_len, max(k, v)) for heads, k, v in shapes]
+        self._stack: torch.Tensor | None = None
+        if len(set(shapes)) == 1:
+            self._stack = torch.zeros(len(sizes), *sizes[0], dtype=dtype, device=device)
+            self._layers = list(self._stack.unbind(0))
+        else:
+            self._layers = [torch.zeros(*size, dtype=dtype, device=device) for size in sizes]
+        self._tokens = [layer.view(-1, layer.shape[-1]) for layer in self._layers]
+        # Flat index of position 0 by slot, then key and value, then head: the order of `append`.
+        self._starts = {
+            heads: torch.arange(slots * heads * 2, device=device)
+            .view(slots, heads, 2)
+            .transpose(1, 2)
+            .reshape(slots, 2 * heads)
+            * max_model_len
             for heads, _, _ in shapes
         }
 
-    def token_index(self, heads: int, positions: torch.Tensor) -> torch.Tensor:
-        """Where `append` writes: flat (slot, head, position) indexes, [rows * heads]."""
-        return (self._offsets[heads][: positions.shape[0]] + positions[:, None]).view(-1)
+    def append_index(self, heads: int, positions: torch.Tensor) -> torch.Tensor:
+        """Where `append` writes the rows' tokens at `positions`, for layers with so many heads."""
+        return (self._starts[heads][: positions.shape[0]] + positions[:, None]).view(-1)
 
-    def append(
-        self, layer: int, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        """Writes one token per row; `keys` and `values` are [rows, kv heads, head dim]."""
-        cache_k, cache_v = self.keys[layer], self.values[layer]
-        key_dim, value_dim = cache_k.shape[3], cache_v.shape[3]
-        cache_k.view(-1, key_dim).index_copy_(0, index, keys.reshape(-1, key_dim))
-        cache_v.view(-1, value_dim).index_copy_(0, index, values.reshape(-1, value_dim))
+    def append(self, layer: int, index: torch.Tensor, keys_values: torch.Tensor) -> None:
+        """Writes one token per row.
+
+        Args:
+            index: of `append_index`.
+            keys_values: [rows, 2 * kv heads, head dim], the keys of all heads before the values.
+        """
+        tokens = self._tokens[layer]
+        tokens.index_copy_(0, index, keys_values.reshape(-1, tokens.shape[1]))
+
+    def used(self, rows: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Per layer the keys and values of the first rows, each [rows * kv heads, length, dim]."""
+        heads, key_dim, value_dim = self._shapes[0]
+        if self._stack is not None and key_dim == value_dim:
+            whole = self._stack.view(len(self._layers), -1, 2, self._max_model_len, key_dim)
+            part = whole[:, : rows * heads, :, :length]
+            return list(zip(part[:, :, 0].unbind(0), part[:, :, 1].unbind(0), strict=True))
+        pairs = []
+        for layer, (heads, key_dim, value_dim) in zip(self._layers, self._shapes, strict=True):
+            part = layer.view(-1, *layer.shape[2:])[: rows * heads, :, :length]
+            pairs.append((part[:, 0, :, :key_dim], part[:, 1, :, :value_dim]))
+        return pairs
 
     def insert(self, prefilled: PrefilledPrompts, index: int, rows: npt.NDArray[np.int64]) -> None:
         """Copies a prefilled prompt into `rows`."""
         length = prefilled.lengths[index]
-        for layer, (keys, values) in enumerate(prefilled.layers):
-            target = torch.from_numpy(rows).to(keys.device)
-            self.keys[layer][:, :, :length][target] = keys[index, :, :length]
-            self.values[layer][:, :, :length][target] = values[index, :, :length]
+        target = torch.from_numpy(rows).to(self._layers[0].device)
+        for layer, (keys, values) in zip(self._layers, prefilled.layers, strict=True):
+            layer[:, :, 0, :length, : keys.shape[3]][target] = keys[index, :, :length]
+            layer[:, :, 1, :length, : values.shape[3]][target] = values[index, :, :length]
 
     def move(
         self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], length: int
     ) -> None:
         """Copies `length` positions from rows to rows; the two sets share no row."""
-        for cache in (*self.keys, *self.values):
-            used = cache[:, :, :length]
-            used[torch.from_numpy(targets).to(cache.device)] = used[
-                torch.from_numpy(sources).to(cache.device)
-            ]
+        device = self._layers[0].device
+        source, target = torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device)
+        for layer in self._layers:
+            part = layer[:, :, :, :length]
+            part[target] = part[source]

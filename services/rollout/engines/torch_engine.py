@@ -120,7 +120,11 @@ class TorchEngine:
         if settings.batch_invariant:
             language_model.refuse_row_dependence()
             shapes = prove_shapes(
-                decoder, settings.slots, settings.max_model_len, language_model.vocab_size
+                decoder,
+                settings.slots,
+                settings.max_model_len,
+                language_model.vocab_size,
+                language_model.model.dtype,
             )
         self._language_model = language_model
         return GenerationLoop(

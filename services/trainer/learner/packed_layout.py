@@ -17,10 +17,10 @@ import torch
 
 Positions = npt.NDArray[np.int64]
 
-LENGTH_RATIO = 0.7
+LENGTH_RATIO = 0.85
 """A block's shortest sequence is at least this share of its longest."""
 
-MIN_BLOCK_TOKENS = 2048
+MIN_BLOCK_TOKENS = 1024
 """Up to so many padded tokens a block may mix any lengths: small blocks cost more in calls."""
 
 MAX_MASK_ELEMENTS = 1 << 24

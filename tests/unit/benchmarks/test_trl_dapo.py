@@ -53,9 +53,7 @@ def test_every_tuning_setting_has_a_flag_and_its_default(assets: Path) -> None:
     assert tuning == TrlTuning(threads=1, micro_batch=64, bf16=True, cache="static")
 
 
-def test_missing_assets_are_named(
-    assets: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_assets_are_named(assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (assets / "data" / "test.parquet").unlink()
     with pytest.raises(SystemExit):
         parse_arguments(["--assets", str(assets)])

@@ -56,8 +56,9 @@ def test_changed_requirements_are_installed_into_the_same_environment(
     make_environment(tmp_path / "venv", requirements)
     requirements.write_text("trl==2\n")
     make_environment(tmp_path / "venv", requirements)
-    kinds = [next(word for word in c if word in {"venv", "pip"}) for c in
-             make_environment_with.commands]
+    kinds = [
+        next(word for word in c if word in {"venv", "pip"}) for c in make_environment_with.commands
+    ]
     assert kinds == ["venv", "pip", "pip"]
 
 

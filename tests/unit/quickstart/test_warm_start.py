@@ -36,7 +36,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> list[float]:
     losses: list[float] = []
     dialogues = dialogues_of(SETTINGS.num_dialogues)
     warm_start(
-        model, tokenizer, dialogues, SETTINGS, 0, lambda _step, _total, loss: losses.append(loss)
+        model, tokenizer, dialogues, SETTINGS, lambda _step, _total, loss: losses.append(loss)
     )
     return losses
 
@@ -76,7 +76,7 @@ def test_the_loss_is_the_mean_over_answer_tokens_alone(tokenizer: Tokenizer) -> 
         log_likelihoods += [
             float(logits[len(prompt) + place - 1, token]) for place, token in enumerate(answer)
         ]
-    loss = warm_start(model, tokenizer, dialogues, settings, 0, lambda *_: None)
+    loss = warm_start(model, tokenizer, dialogues, settings, lambda *_: None)
     assert loss == pytest.approx(-sum(log_likelihoods) / len(log_likelihoods), rel=1e-5)
 
 
@@ -91,6 +91,4 @@ def test_the_learning_rate_warms_up_holds_and_decays_to_nearly_nothing() -> None
 
 def test_the_wrong_number_of_dialogues_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="3 dialogues given, 192 are needed"):
-        warm_start(
-            make_model(tokenizer, 0), tokenizer, dialogues_of(3), SETTINGS, 0, lambda *_: None
-        )
+        warm_start(make_model(tokenizer, 0), tokenizer, dialogues_of(3), SETTINGS, lambda *_: None)

@@ -44,14 +44,13 @@ def test_a_slip_is_carried_on_and_the_rest_is_calculated_rightly(task: Task) -> 
             total = int(result)
             error = total - (int(left) + term)
             num_wrong_steps += error != 0
-            assert error in {-10, -2, -1, 0, 1, 2, 10}
-            assert error == 0 or total >= 0
+            assert error in {0, 10}
         assert num_wrong_steps == dialogue.answer.num_wrong_steps
         assert dialogue.answer.text.endswith(f"\nAnswer: {total}")
 
 
 @BOTH
 def test_the_share_of_wrong_steps_is_the_rate_asked_for(task: Task) -> None:
-    answers = [d.answer for d in make_dialogues(problems_of(task, 4000), random.Random(0), 0.25)]
+    answers = [d.answer for d in make_dialogues(problems_of(task, 4000), random.Random(0), 0.35)]
     share = sum(a.num_wrong_steps for a in answers) / sum(a.num_steps for a in answers)
-    assert share == pytest.approx(0.25, abs=0.02)
+    assert share == pytest.approx(0.35, abs=0.02)

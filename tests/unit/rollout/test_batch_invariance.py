@@ -45,24 +45,32 @@ async def test_a_samples_tokens_and_logprobs_are_the_same_bits_in_any_company(
 ) -> None:
     model = reference_model(save_config(family, tmp_path))
     prompt = (5, 9, 23, 54, 2, 88)
+    settings = {"slots": 24, "dtype": dtype, "batch_invariant": True}
+    async with running_engine(tmp_path, model, **settings) as engine:
 
-    async def run(company: int | None, samples: tuple[int, ...], temperature: float) -> Samples:
-        wanted = request(prompt, samples, max_tokens=40, temperature=temperature)
-        async with (
-            running_engine(tmp_path, model, slots=24, dtype=dtype, batch_invariant=True) as engine,
-            asyncio.TaskGroup() as tasks,
-        ):
-            for tokens, count, heat, length in _crowd(company) if company is not None else ():
-                other = request(tokens, count, temperature=heat, max_tokens=length, seed=count)
-                tasks.create_task(generate(engine, other))
-            mine = tasks.create_task(generate(engine, wanted))
-        return mine.result()
+        async def run(samples: tuple[int, ...], company: int | None = None) -> Samples:
+            others = [] if company is None else _crowd(company)
+            async with asyncio.TaskGroup() as tasks:
+                for tokens, count, heat, length in others:
+                    other = request(tokens, count, temperature=heat, max_tokens=length, seed=9)
+                    tasks.create_task(generate(engine, other))
+                wanted = request(prompt, samples, max_tokens=40, temperature=0.7)
+                mine = tasks.create_task(generate(engine, wanted))
+            return mine.result()
 
-    for temperature in (1.0, 0.7):
-        alone = await run(None, (0, 1, 2, 3), temperature)
-        assert await run(None, (2,), temperature) == {2: alone[2]}
-        assert await run(1, (0, 1, 2, 3), temperature) == alone
-        assert await run(2, (3, 1), temperature) == {3: alone[3], 1: alone[1]}
+        alone = await run((0, 1, 2, 3))
+        assert await run((2,)) == {2: alone[2]}
+        assert await run((0, 1, 2, 3), company=1) == alone
+        assert await run((3, 1), company=2) == {3: alone[3], 1: alone[1]}
+
+
+async def test_two_engines_give_the_same_bits(tmp_path: Path) -> None:
+    model = reference_model(save_config("qwen3", tmp_path))
+    results = []
+    for slots in (24, 24):
+        async with running_engine(tmp_path, model, slots=slots, batch_invariant=True) as engine:
+            results.append(await generate(engine, request(samples=30, max_tokens=40)))
+    assert results[0] == results[1]
 
 
 class _PlaceDependent(RecomputeDecoder):
@@ -82,7 +90,7 @@ class _PlaceDependent(RecomputeDecoder):
 def test_a_shape_whose_rows_differ_by_one_rounding_is_not_used() -> None:
     decoder = _PlaceDependent()
     decoder.wrong_width = 8
-    shapes = prove_shapes(decoder, 32, 64, VOCABULARY)
+    shapes = prove_shapes(decoder, 32, 64, VOCABULARY, torch.float32)
     assert shapes.widths == (4, 12, 16, 20, 24, 28, 32)
     assert shapes.lengths == (16, 32, 48, 64)
 
@@ -91,7 +99,7 @@ def test_an_engine_whose_largest_shape_fails_is_refused() -> None:
     decoder = _PlaceDependent()
     decoder.wrong_width = 32
     with pytest.raises(ConfigError, match="batch_invariant"):
-        prove_shapes(decoder, 32, 64, VOCABULARY)
+        prove_shapes(decoder, 32, 64, VOCABULARY, torch.float32)
 
 
 def test_rows_and_lengths_are_padded_to_the_next_proven_shape() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -268,6 +268,11 @@ async def test_an_idle_engine_uses_no_processor_time(
         assert (await engine.probe()).busy_seconds == steps
 
 
+async def _drain(stream: AsyncIterator[object]) -> None:
+    async for _ in stream:
+        pass
+
+
 def _break(loop: GenerationLoop) -> None:
     def decode(_: object) -> torch.Tensor:
         raise RuntimeError("boom")
@@ -286,9 +291,7 @@ async def test_an_error_in_the_step_loop_fails_what_runs_and_all_that_follows(
             await anext(stream)
             engine._thread.post(_break)
             with pytest.raises(EngineError, match="boom"):
-                async with asyncio.timeout(10):
-                    async for _ in stream:
-                        pass
+                await asyncio.wait_for(_drain(stream), 10)
         for call in (engine.probe(), generate(engine, request())):
             with pytest.raises(EngineError, match="boom"):
                 await call

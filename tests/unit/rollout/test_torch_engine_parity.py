@@ -94,9 +94,8 @@ async def test_prompts_of_different_lengths_and_settings_share_steps_exactly(
             (30, 1.3, 0.8, 18),
         )
     ]
-    async with running_engine(tmp_path, model) as engine:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(generate(engine, wanted)) for wanted in requests]
+    async with running_engine(tmp_path, model) as engine, asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(generate(engine, wanted)) for wanted in requests]
     for wanted, task in zip(requests, running, strict=True):
         assert _error(model, wanted, task.result()) < _TOLERANCE
 

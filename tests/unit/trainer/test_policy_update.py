@@ -91,10 +91,13 @@ def test_the_size_of_micro_batches_changes_neither_loss_nor_weights(
 
 def test_gradient_checkpointing_changes_nothing_but_memory(model_folder: Path) -> None:
     config = make_config(model_folder)
-    policy = config.actor_rollout_ref
-    checkpointing = structs.replace(policy.model, enable_gradient_checkpointing=True)
-    other = structs.replace(config, actor_rollout_ref=structs.replace(policy, model=checkpointing))
-    assert_close(train(other, make_batch())[0], train(config, make_batch())[0])
+    assert_close(train(_checkpointed(config), make_batch())[0], train(config, make_batch())[0])
+
+
+def test_dropout_of_the_model_stays_off(tmp_path: Path, model_folder: Path) -> None:
+    config = _checkpointed(make_config(save_model(tmp_path, attention_dropout=0.5)))
+    expected = train(make_config(model_folder), make_batch())[0]
+    assert_close(train(config, make_batch())[0], expected)
 
 
 def test_the_gradient_is_that_of_the_written_out_loss(model_folder: Path) -> None:
@@ -238,6 +241,12 @@ def test_bfloat16_passes_over_float32_weights_train(model_folder: Path) -> None:
 def test_micro_batches_of_unknown_size_are_refused(model_folder: Path) -> None:
     with pytest.raises(ConfigError, match="ppo_micro_batch_size_per_gpu is not set; give the rows"):
         make_learner(make_config(model_folder, ppo_micro_batch_size_per_gpu=None))
+
+
+def _checkpointed(config: RunConfig) -> RunConfig:
+    policy = config.actor_rollout_ref
+    model = structs.replace(policy.model, enable_gradient_checkpointing=True)
+    return structs.replace(config, actor_rollout_ref=structs.replace(policy, model=model))
 
 
 def _with_behavior(batch: TrainBatch, logprob: float) -> TrainBatch:

@@ -1,0 +1,185 @@
+"""`make bench-quickstart`: the quickstart over several seeds, and against TRL on the same job.
+
+For each seed, in turn and on the same machine: `sluice quickstart`, then TRL's GRPOTrainer on the
+same model, data, reward, batch sizes and learning rate, in an environment of its own. Both stop
+counting at the first validation at or above the target. TRL's clock leaves its validations out;
+sluice's includes its own, which run beside training. Then the embedded engine against transformers
+`generate`. The last line printed is one JSON object; lists are in the order of the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.trl_environment import interpreter_of
+from sluice.report.run_record import read_run
+
+ROOT = Path(__file__).resolve().parent.parent
+VALIDATE_EVERY = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SeedResult:
+    """One seed under both systems; seconds to target are ``None`` where it was not reached."""
+
+    summary: Mapping[str, float]
+    reward_rss_mb: float
+    seconds_to_target: float | None
+    trl: Mapping[str, object]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the benchmark; the exit status."""
+    parsed = _parse(arguments)
+    parsed.output.mkdir(parents=True, exist_ok=True)
+    if parsed.trl:
+        _run([sys.executable, str(ROOT / "benchmarks/trl_environment.py"), str(parsed.trl_venv)])
+    results = [_measure_seed(seed, parsed) for seed in parsed.seeds]
+    model = parsed.output / f"seed-{parsed.seeds[0]}" / "assets" / "model"
+    generate = _last_json(
+        [sys.executable, str(ROOT / "benchmarks/bench_generate.py"), "--model", str(model)]
+    )
+    line = json.dumps(_report(results, generate, parsed.seeds, parsed.target))
+    (parsed.output / "bench.json").write_text(line + "\n", encoding="utf-8")
+    _say(line)
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Measures the quickstart over seeds and against TRL.",
+        epilog="example: python benchmarks/bench_quickstart.py --seeds 0 1 2 --target 0.85",
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--target", type=float, default=0.85, help="held-out accuracy to reach")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "bench")
+    parser.add_argument("--trl", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--trl-venv", type=Path, default=ROOT / ".venv-trl")
+    parser.add_argument("--trl-max-seconds", type=float, default=900.0, help="of TRL's training")
+    return parser.parse_args(arguments)
+
+
+def _measure_seed(seed: int, parsed: argparse.Namespace) -> SeedResult:
+    run_dir = parsed.output / f"seed-{seed}"
+    _say(f"seed {seed}: sluice")
+    _run(
+        [
+            *(sys.executable, "-m", "sluice.cli.main", "quickstart"),
+            *("--seed", str(seed), "--run-dir", str(run_dir)),
+            f"trainer.test_freq={VALIDATE_EVERY}",
+        ]
+    )
+    record = read_run(run_dir)
+    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    trl: Mapping[str, object] = {}
+    if parsed.trl:
+        _say(f"seed {seed}: TRL")
+        trl = _run_trl(seed, run_dir / "assets", parsed)
+    return SeedResult(
+        summary,
+        record.largest("perf/reward_rss_mb"),
+        seconds_to_target(run_dir, parsed.target),
+        trl,
+    )
+
+
+def seconds_to_target(run_dir: Path, target: float) -> float | None:
+    """Seconds of train steps, waits included, until the first validation at or above `target`."""
+    record = read_run(run_dir)
+    reached = next((p.step for p in record.accuracies() if p.accuracy >= target), None)
+    if reached is None:
+        return None
+    steps = (row for row in record.steps if (row["step"] or 0) <= reached)
+    return sum(row.get("timing_s/step") or 0.0 for row in steps)
+
+
+def _run_trl(seed: int, assets: Path, parsed: argparse.Namespace) -> Mapping[str, object]:
+    script = ROOT / "benchmarks" / "trl_dapo.py"
+    limits = ["--target", str(parsed.target), "--max-seconds", str(parsed.trl_max_seconds)]
+    interpreter = str(interpreter_of(parsed.trl_venv))
+    return _last_json(
+        [interpreter, str(script), "--assets", str(assets), "--seed", str(seed), *limits]
+    )
+
+
+def _report(
+    results: Sequence[SeedResult],
+    generate: Mapping[str, object],
+    seeds: Sequence[int],
+    target: float,
+) -> dict[str, object]:
+    ratios = [_ratio(result) for result in results]
+    known = [ratio for ratio in ratios if ratio is not None]
+    return {
+        "seeds": list(seeds),
+        "target": target,
+        "time_to_target_ratio_trl": statistics.median(known) if known else None,
+        "time_to_target_ratios_trl": ratios,
+        "seconds_to_target": [result.seconds_to_target for result in results],
+        "seconds_to_target_trl": [result.trl.get("seconds_to_target") for result in results],
+        "trl_stopped_by": [result.trl.get("stopped_by") for result in results],
+        "trl_curves": [result.trl.get("curve") for result in results],
+        "generate_ratio_hf": generate["generate_ratio_hf"],
+        "generate": dict(generate),
+        **{
+            name: [result.summary[name] for result in results]
+            for name in (
+                "accuracy_before",
+                "accuracy_after",
+                "seconds_total",
+                "seconds_dapo",
+                "generated_tokens",
+                "trained_tokens",
+                "surplus_discarded",
+                "prompts_lost",
+                "max_staleness_seen",
+            )
+        },
+        "reward_rss_mb": max(result.reward_rss_mb for result in results),
+    }
+
+
+def _ratio(result: SeedResult) -> float | None:
+    """TRL's seconds over ours; where TRL never got there, its seconds are a lower bound."""
+    theirs = result.trl.get("seconds_to_target") or result.trl.get("seconds_training")
+    if result.seconds_to_target is None or not isinstance(theirs, int | float):
+        return None
+    return round(theirs / result.seconds_to_target, 3)
+
+
+def _last_json(command: Sequence[str]) -> Mapping[str, object]:
+    lines = _run(command).strip().splitlines()
+    parsed = json.loads(lines[-1])
+    assert isinstance(parsed, dict)
+    return parsed
+
+
+def _run(command: Sequence[str]) -> str:
+    """Runs a command, shows what it prints as it comes, and returns it."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        _say(line.rstrip())
+        lines.append(line)
+    if process.wait() != 0:
+        raise SystemExit(f"{command[0]} {command[1]} ended with code {process.returncode}")
+    return "".join(lines)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,50 @@
+"""Responses that clients send to be graded: apart from training, and bounded by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.reward.grading import SampleScorer
+from services.reward.scorer_messages import ScoreItem
+from sluice.errors import ExhaustedError, InvalidRequestError
+from sluice.types import Failed, Scored
+
+MAX_ITEMS = 4096
+MAX_CALLS = 32
+ITEMS_PER_REQUEST = 32
+
+
+class ScoreRequests:
+    """Calls that grade without training.
+
+    Args:
+        scorers: the pool.
+    """
+
+    def __init__(self, scorers: SampleScorer) -> None:
+        self._scorers = scorers
+        self._num_calls = 0
+
+    async def score(self, items: Sequence[ScoreItem]) -> list[Scored | Failed]:
+        """One outcome per item, in small requests between those of training.
+
+        Raises:
+            InvalidRequestError: too many items.
+            ExhaustedError: too many calls at once.
+        """
+        if len(items) > MAX_ITEMS:
+            raise InvalidRequestError(
+                f"items: {len(items)} sent; send at most {MAX_ITEMS} in one call"
+            )
+        if self._num_calls >= MAX_CALLS:
+            raise ExhaustedError(
+                f"{self._num_calls} Score calls are running, the most at once; send one later"
+            )
+        self._num_calls += 1
+        try:
+            outcomes: list[Scored | Failed] = []
+            for start in range(0, len(items), ITEMS_PER_REQUEST):
+                outcomes += await self._scorers.score(items[start : start + ITEMS_PER_REQUEST])
+            return outcomes
+        finally:
+            self._num_calls -= 1

@@ -1,0 +1,232 @@
+"""One transfer group after another to a set of replicas: forms, stages, commits, says who failed.
+
+Consumes: a snapshot and the replicas that shall get it.
+Waits for: formation, staging and commit of each member; each has a deadline.
+Unblocked by: answers, deadlines, and at the first failure by leaving the epoch on both sides.
+Produces: who serves the version now, proven by a digest equal to ours, and who must be dropped.
+On failure: an error in a collective says that *someone* is gone, not who; all members are probed,
+    and the group is over. Nothing is retried inside an epoch.
+On shutdown: `close` leaves the group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from services.trainer.fan_out import Answers, fan_out
+from sluice.errors import InvalidRequestError, WeightSyncError
+from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
+from sluice.weights.sender import BroadcastReport, WeightSender
+from sluice.weights.snapshot import Snapshot
+
+logger = logging.getLogger(__name__)
+
+Member = ReplicaInfo | None
+"""One end of a collective; ``None`` is ourselves."""
+
+
+class ReplicaCalls(Protocol):
+    """How one replica is steered; every call raises `SluiceError` by its own deadline."""
+
+    async def join(self, spec: TransferGroupSpec) -> None:
+        """Joins an epoch's group."""
+        ...
+
+    async def stage(self, epoch: int, version: int) -> str:
+        """Receives a version; the digest of what arrived."""
+        ...
+
+    async def commit(self, epoch: int, version: int, digest: str) -> float:
+        """Swaps the staged version in; seconds of stall."""
+        ...
+
+    async def abort(self, epoch: int, reason: str) -> None:
+        """Throws away what is staged and leaves the epoch."""
+        ...
+
+    async def probe(self, timeout_s: float) -> None:
+        """Returns when its engine answers."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the connection."""
+        ...
+
+
+@dataclass(slots=True)
+class Delivery:
+    """What came of one attempt.
+
+    `served` holds seconds of stall. `lost` have to be dropped; `refused` for good, since they say
+    that the weights do not suit them. `is_complete` is false if the others must get it again.
+    """
+
+    served: Mapping[ReplicaInfo, float] = field(default_factory=dict)
+    lost: dict[ReplicaInfo, str] = field(default_factory=dict)
+    refused: dict[ReplicaInfo, str] = field(default_factory=dict)
+    is_complete: bool = False
+
+
+class WeightLane:
+    """A sender and the members of its present group.
+
+    Args:
+        sender: rank 0 of every group; closed with the lane.
+        connect: opens the control calls to a replica.
+        tensors: the weights as they travel.
+        next_epoch: numbers that rise, over all lanes.
+        probe_timeout_s: seconds a replica has to answer after a failure.
+    """
+
+    def __init__(
+        self,
+        sender: WeightSender,
+        connect: Callable[[ReplicaInfo], ReplicaCalls],
+        tensors: Sequence[TensorSpec],
+        next_epoch: Callable[[], int],
+        probe_timeout_s: float,
+    ) -> None:
+        self._sender, self._connect, self._tensors = sender, connect, tuple(tensors)
+        self._next_epoch, self._probe_timeout_s = next_epoch, probe_timeout_s
+        self._epoch = 0
+        self._members: tuple[ReplicaInfo, ...] = ()
+        self._clients: dict[ReplicaInfo, ReplicaCalls] = {}
+
+    async def deliver(self, members: tuple[ReplicaInfo, ...], snapshot: Snapshot) -> Delivery:
+        """Sends one version to `members`, in a new epoch if they are not those of the last one."""
+        delivery = Delivery()
+        if self._members != members and not await self._form(members, delivery):
+            return delivery
+        report = await self._stage(snapshot, delivery)
+        if report is not None:
+            await self._commit(report, delivery)
+        return delivery
+
+    async def close(self) -> None:
+        """Leaves the group, ends all control calls and stops listening."""
+        await self._leave()
+        self._sender.close()
+
+    async def _form(self, members: tuple[ReplicaInfo, ...], delivery: Delivery) -> bool:
+        await self._leave()
+        self._epoch = self._next_epoch()
+        self._clients = {member: self._connect(member) for member in members}
+        keys = {member: f"{member.name}/{member.incarnation}" for member in members}
+        specs = self._sender.form_group(self._epoch, list(keys.values()), self._tensors)
+        answers = await self._together(
+            members,
+            lambda member: self._clients[member].join(specs[keys[member]]),
+            self._sender.join,
+        )
+        if answers.failed:
+            await self._recover(members, answers, delivery, "forming the group")
+            return False
+        self._members = members
+        return True
+
+    async def _stage(self, snapshot: Snapshot, delivery: Delivery) -> BroadcastReport | None:
+        members, version = self._members, snapshot.version
+        reports: list[BroadcastReport] = []
+        digests: dict[ReplicaInfo, str] = {}
+
+        async def receive(member: ReplicaInfo) -> None:
+            digests[member] = await self._clients[member].stage(self._epoch, version)
+
+        def send(stop: threading.Event) -> None:
+            reports.append(self._sender.broadcast(snapshot.weights, version, stop))
+
+        answers = await self._together(members, receive, send)
+        if reports:
+            _compare(digests, reports[0].digest, answers, delivery)
+        if answers.failed:
+            await self._recover(members, answers, delivery, f"staging version {version}")
+            return None
+        return reports[0]
+
+    async def _commit(self, report: BroadcastReport, delivery: Delivery) -> None:
+        version, digest = report.version, report.digest
+        answers = await fan_out(
+            self._members,
+            lambda member: self._clients[member].commit(self._epoch, version, digest),
+        )
+        delivery.lost.update({member: str(error) for member, error in answers.failed.items()})
+        delivery.served, delivery.is_complete = answers.answered, True
+
+    async def _together(
+        self,
+        members: tuple[ReplicaInfo, ...],
+        call: Callable[[ReplicaInfo], Awaitable[None]],
+        own: Callable[[threading.Event], None],
+    ) -> Answers[Member, None]:
+        """We and all members enter a collective; one failure ends it for all."""
+        stop, we_are_out = threading.Event(), asyncio.Event()
+
+        async def enter(member: Member) -> None:
+            if member is not None:
+                await call(member)
+                return
+            try:
+                await asyncio.to_thread(own, stop)
+            finally:
+                we_are_out.set()
+
+        async def end_it() -> None:
+            stop.set()
+            self._sender.abandon("a member failed")
+            await self._abort(members)
+            await we_are_out.wait()  # soon, since it watches `stop`
+
+        try:
+            return await fan_out((None, *members), enter, on_failure=end_it)
+        finally:
+            stop.set()  # a cancelled delivery must not leave the sending thread behind
+
+    async def _abort(self, members: Sequence[ReplicaInfo]) -> None:
+        epoch = self._epoch
+        await fan_out(members, lambda member: self._clients[member].abort(epoch, "a member failed"))
+
+    async def _recover(
+        self,
+        members: tuple[ReplicaInfo, ...],
+        answers: Answers[Member, None],
+        delivery: Delivery,
+        phase: str,
+    ) -> None:
+        """Finds out who is gone; the group is over."""
+        for peer, error in answers.failed.items():
+            logger.warning("%s: %s: %s", phase, peer.name if peer else "trainer", error)
+            if peer is not None and isinstance(error, InvalidRequestError):
+                delivery.refused[peer] = f"refused while {phase}: {error}"
+        probes = await fan_out(
+            members, lambda member: self._clients[member].probe(self._probe_timeout_s)
+        )
+        for member, silent in probes.failed.items():
+            delivery.lost[member] = f"silent after a failure while {phase}: {silent}"
+        await self._leave()
+
+    async def _leave(self) -> None:
+        self._sender.abandon("the group is over")
+        async with AsyncExitStack() as stack:
+            for client in self._clients.values():
+                stack.push_async_callback(client.close)
+        self._members, self._clients = (), {}
+
+
+def _compare(
+    digests: Mapping[ReplicaInfo, str],
+    sent: str,
+    answers: Answers[Member, None],
+    delivery: Delivery,
+) -> None:
+    """Members that received something else than was sent have failed, whatever they say."""
+    for member, digest in digests.items():
+        if digest != sent:
+            error = WeightSyncError(member.name, "stage", f"its digest is {digest}, ours {sent}")
+            answers.failed[member] = error
+            delivery.lost[member] = str(error)

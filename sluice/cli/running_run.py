@@ -1,0 +1,72 @@
+"""Commands that need a run which is going on, and what they say of one that is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sluice.cli.run_location import RunLocation, locate_run
+from sluice.client.run_monitor import RunMonitor, RunSnapshot
+from sluice.errors import DeadlineError, NotReadyError, PeerError
+from sluice.report.run_record import read_progress
+
+
+@dataclass(frozen=True, slots=True)
+class PastRun:
+    """What a run whose services do not answer has left in its folder.
+
+    `phase` is "finished" if it reached its end, otherwise "not running": it was interrupted, has
+    failed, or is only starting. Accuracies are of the first and the last validation.
+    """
+
+    phase: Literal["finished", "not running"]
+    step: int
+    accuracy_before: float | None
+    accuracy_after: float | None
+
+    def as_text(self, run_dir: Path) -> str:
+        """A line or two for the console."""
+        steps = f"{self.step} step{'' if self.step == 1 else 's'}"
+        accuracy = ""
+        if self.accuracy_before is not None and self.accuracy_after is not None:
+            accuracy = (
+                f"; held-out accuracy {self.accuracy_before:.3f} -> {self.accuracy_after:.3f}"
+            )
+        if self.phase == "finished":
+            return f"{run_dir}: finished after {steps}{accuracy}"
+        return (
+            f"{run_dir}: not running; {steps} finished{accuracy}\n"
+            f"logs: {run_dir / 'logs'}; `sluice up {run_dir / 'config.yaml'}` starts it again"
+        )
+
+
+def past_run(run_dir: Path) -> PastRun:
+    """Reads what a run has left."""
+    record = read_progress(run_dir)
+    accuracies = [point.accuracy for point in record.accuracies()]
+    return PastRun(
+        "finished" if record.accounts else "not running",
+        int(record.steps[-1]["step"] or 0) if record.steps else 0,
+        accuracies[0] if accuracies else None,
+        accuracies[-1] if accuracies else None,
+    )
+
+
+async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
+    """Addresses and present state of a run that is going on.
+
+    Args:
+        run: the run's folder, or its configuration file.
+
+    Raises:
+        ConfigError: nothing was started from there.
+        NotReadyError: its trainer does not answer; says how the run ended.
+    """
+    location = locate_run(run)
+    async with RunMonitor(location.trainer, location.reward) as monitor:
+        try:
+            return location, await monitor.snapshot()
+        except (PeerError, DeadlineError) as error:
+            text = past_run(location.run_dir).as_text(location.run_dir)
+            raise NotReadyError(f"the run does not go on.\n{text}") from error

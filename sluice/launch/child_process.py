@@ -1,0 +1,117 @@
+"""One started process: its output line by line, its end, and the end of all that it started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+
+from sluice.concurrency.parent_death import SUPERVISOR_VARIABLE
+from sluice.errors import ConfigError
+from sluice.launch.service_spec import ServiceSpec
+
+_LINE_LIMIT_BYTES = 1 << 20
+
+
+class ChildProcess:
+    """A running process that leads a session of its own, so that Ctrl-C reaches its parent alone.
+
+    Output and exit are watched apart: what the process started may hold its output open after it
+    has ended, and that must not hide the end.
+    """
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        output: asyncio.StreamReader,
+        pipe: asyncio.BaseTransport,
+    ) -> None:
+        self._process, self._output, self._pipe = process, output, pipe
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is its session's and group's id as well."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has an exit code."""
+        return self._process.returncode is not None
+
+    async def lines(self) -> AsyncIterator[str]:
+        """Standard output and error together, until all holders of them have ended."""
+        while True:
+            try:
+                raw = await self._output.readline()
+            except ValueError:  # the reader has dropped it and goes on
+                yield f"[a line of more than {_LINE_LIMIT_BYTES} bytes is left out]"
+                continue
+            if not raw:
+                return
+            yield raw.decode(errors="replace").rstrip()
+
+    async def wait(self) -> int:
+        """The exit code; negative: minus the signal that ended it."""
+        return await self._process.wait()
+
+    def terminate(self) -> None:
+        """SIGTERM to the process alone: it ends what it started, in its own order."""
+        if not self.has_ended:
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL to the process and to all of its group that is left, whether or not it ended."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    async def end(self, grace_s: float) -> bool:
+        """SIGTERM, then SIGKILL after `grace_s` seconds; whether it had to be killed."""
+        self.terminate()
+        killed = False
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.wait()
+        except TimeoutError:
+            killed = True
+        self.kill()
+        await self.wait()
+        self._pipe.close()
+        return killed
+
+
+async def start_child(spec: ServiceSpec) -> ChildProcess:
+    """Starts a process.
+
+    Raises:
+        ConfigError: its program cannot be run.
+    """
+    environment = {**os.environ, **spec.environment, "PYTHONUNBUFFERED": "1"}
+    environment[SUPERVISOR_VARIABLE] = str(os.getpid())
+    read_end, write_end = os.pipe()
+    output = asyncio.StreamReader(limit=_LINE_LIMIT_BYTES)
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(output), os.fdopen(read_end, "rb", 0)
+    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *spec.command,
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=write_end,
+            stderr=write_end,
+            start_new_session=True,
+        )
+    except OSError as error:
+        pipe.close()
+        raise ConfigError(
+            f"{spec.name}: {spec.command[0]} cannot be started ({error.strerror})"
+        ) from error
+    except asyncio.CancelledError:
+        pipe.close()
+        raise
+    finally:
+        os.close(write_end)
+    return ChildProcess(process, output, pipe)

@@ -1,0 +1,151 @@
+"""The pool of scorer processes: one item's misdeeds are its own, and nothing outlives the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from services.reward.scorer_messages import ScoreItem
+from services.reward.scorer_pool import ScorerPool, running_scorer_pool
+from sluice.config.reward import CustomRewardFunctionConfig, ScorerPoolConfig
+from sluice.errors import ConfigError
+from sluice.types import Failed, FailureKind, Scored
+from tests.support.reward_process import children_of
+
+SCORER = """
+import os, subprocess, sys, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, path=None):
+    if solution_str == "hang":
+        time.sleep(1000)
+    if solution_str == "exit":
+        os._exit(3)
+    if solution_str == "spawn":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        with open(path, "w") as file:
+            file.write(str(child.pid))
+        time.sleep(1000)
+    if solution_str == "burn":
+        while True:
+            pass
+    if solution_str == "length":
+        return 0.0
+    return float(len(solution_str))
+"""
+
+
+@pytest.fixture
+def custom(tmp_path: Path) -> CustomRewardFunctionConfig:
+    path = tmp_path / "score.py"
+    path.write_text(SCORER)
+    kwargs: dict[str, object] = {"path": str(tmp_path / "pid")}
+    return CustomRewardFunctionConfig(path=str(path), reward_kwargs=kwargs)
+
+
+def items(*responses: str) -> list[ScoreItem]:
+    return [ScoreItem("mine", response, "") for response in responses]
+
+
+def kinds(outcomes: tuple[Scored | Failed, ...]) -> list[object]:
+    return [o.kind if isinstance(o, Failed) else o.score for o in outcomes]
+
+
+LIMITS = ScorerPoolConfig(num_workers=1, timeout_s=0.5, max_response_chars=9)
+
+
+async def test_the_other_samples_of_a_group_are_scored_when_one_hangs_and_one_dies(
+    custom: CustomRewardFunctionConfig,
+) -> None:
+    async with running_scorer_pool(LIMITS, custom) as pool:
+        outcomes = await pool.score(items("a", "hang", "bb", "exit", "ccc"))
+        assert kinds(outcomes) == [
+            1.0,
+            FailureKind.SCORER_TIMEOUT,
+            2.0,
+            FailureKind.SCORER_CRASH,
+            3.0,
+        ]
+        assert pool.num_replaced == 2
+        assert kinds(await pool.score(items("dddd"))) == [4.0]
+
+
+async def test_many_slow_samples_have_a_deadline_each_and_not_together(tmp_path: Path) -> None:
+    path = tmp_path / "slow.py"
+    path.write_text("import time\ndef compute_score(**kw):\n    time.sleep(0.2)\n    return 1.0\n")
+    custom = CustomRewardFunctionConfig(path=str(path))
+    async with running_scorer_pool(ScorerPoolConfig(timeout_s=0.6), custom) as pool:
+        assert kinds(await pool.score(items(*"abcdef"))) == [1.0] * 6
+        assert pool.num_replaced == 0
+
+
+async def test_what_a_scorer_started_is_killed_with_it(
+    custom: CustomRewardFunctionConfig, tmp_path: Path
+) -> None:
+    async with running_scorer_pool(LIMITS, custom) as pool:
+        assert kinds(await pool.score(items("spawn"))) == [FailureKind.SCORER_TIMEOUT]
+        child = int((tmp_path / "pid").read_text())
+        async with asyncio.timeout(5):
+            while _is_running(child):
+                await asyncio.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_a_cancelled_request_leaves_no_half_answer_behind(
+    custom: CustomRewardFunctionConfig,
+) -> None:
+    async with running_scorer_pool(LIMITS, custom) as pool:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await pool.score(items("hang"))
+        assert kinds(await pool.score(items("a"))) == [1.0]
+
+
+async def test_a_process_that_died_between_requests_is_replaced_unnoticed(
+    custom: CustomRewardFunctionConfig,
+) -> None:
+    async with running_scorer_pool(LIMITS, custom) as pool:
+        (pid,) = children_of(os.getpid())
+        os.kill(pid, 9)
+        assert kinds(await pool.score(items("a", "bb"))) == [1.0, 2.0]
+
+
+async def test_only_the_end_of_a_long_response_is_graded(
+    custom: CustomRewardFunctionConfig,
+) -> None:
+    async with running_scorer_pool(LIMITS, custom) as pool:
+        assert kinds(await pool.score(items("x" * 10_000))) == [9.0]
+
+
+async def test_requests_share_the_processes_and_all_are_answered(
+    custom: CustomRewardFunctionConfig,
+) -> None:
+    limits = ScorerPoolConfig(num_workers=2, timeout_s=5.0)
+    async with running_scorer_pool(limits, custom) as pool, asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(pool.score(items("x" * n))) for n in range(50)]
+    assert [kinds(task.result()) for task in asked] == [[float(n)] for n in range(50)]
+
+
+async def test_no_process_outlives_the_pool(custom: CustomRewardFunctionConfig) -> None:
+    async with running_scorer_pool(ScorerPoolConfig(num_workers=3), custom):
+        assert len(children_of(os.getpid())) == 3
+    assert children_of(os.getpid()) == []
+
+
+async def test_a_function_that_ends_its_process_while_loading_is_a_configuration_error(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "quits.py"
+    path.write_text("import os\nos._exit(5)\n")
+    pool = ScorerPool(ScorerPoolConfig(), CustomRewardFunctionConfig(path=str(path)))
+    with pytest.raises(ConfigError, match=r"quits\.py ended with exit code 5"):
+        await pool.start()
+    await pool.stop()

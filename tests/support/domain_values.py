@@ -1,0 +1,110 @@
+"""Hypothesis strategies for the values that travel between services."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from sluice.types import (
+    DataProgress,
+    FinishReason,
+    ReplicaInfo,
+    Rollout,
+    SamplingParams,
+    Scored,
+    TensorSpec,
+    TrainBatch,
+    TrainGroup,
+    TransferGroupSpec,
+    VersionSpan,
+)
+
+names = st.text(min_size=1, max_size=8)
+words = st.text(max_size=12)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+uint32 = st.integers(0, 2**32 - 1)
+int64 = st.integers(0, 2**63 - 1)
+token_ids = st.lists(uint32, max_size=9).map(lambda ids: np.array(ids, np.uint32))
+
+
+@st.composite
+def rollouts(draw: st.DrawFn) -> Rollout:
+    ids = draw(token_ids)
+    cuts = sorted(draw(st.sets(st.integers(1, max(ids.size - 1, 1)), max_size=3)))
+    edges = sorted({0, *(cut for cut in cuts if cut < ids.size), ids.size})
+    return Rollout(
+        sample_index=draw(uint32),
+        token_ids=ids,
+        behavior_logprobs=np.array(
+            draw(st.lists(st.floats(-50, 0, width=32), min_size=ids.size, max_size=ids.size)),
+            np.float32,
+        ),
+        version_spans=tuple(
+            VersionSpan(draw(int64), start, end)
+            for start, end in zip(edges, edges[1:], strict=False)
+        ),
+        finish_reason=draw(st.sampled_from(FinishReason)),
+        text=draw(words),
+    )
+
+
+scores = st.builds(
+    Scored,
+    score=finite,
+    reward=finite,
+    metrics=st.dictionaries(words, finite, max_size=3),
+    prediction=st.none() | words,
+)
+
+
+@st.composite
+def train_groups(draw: st.DrawFn) -> TrainGroup:
+    samples = tuple(draw(st.lists(rollouts(), max_size=3)))
+    grades = draw(st.lists(scores, min_size=len(samples), max_size=len(samples)))
+    return TrainGroup(draw(names), draw(token_ids), samples, tuple(grades), draw(words))
+
+
+progresses = st.builds(DataProgress, int64, st.lists(int64, max_size=4).map(tuple))
+train_batches = st.builds(
+    TrainBatch,
+    batch_id=names,
+    policy_version=int64,
+    groups=st.lists(train_groups(), max_size=2).map(tuple),
+    progress=progresses,
+    statistics=st.dictionaries(words, finite, max_size=3),
+)
+replicas = st.builds(ReplicaInfo, names, names, names, st.integers(1, 2**32 - 1))
+single = st.floats(0, 100, width=32)
+samplings = st.builds(
+    SamplingParams,
+    temperature=single,
+    top_p=st.floats(0, 1, width=32, exclude_min=True),
+    top_k=st.just(-1) | st.integers(1, 2**31 - 1),
+    max_tokens=st.integers(1, 2**32 - 1),
+    seed=st.integers(0, 2**64 - 1),
+    stop_token_ids=st.lists(uint32, max_size=3).map(tuple),
+    ignore_eos=st.booleans(),
+)
+tensor_specs = st.builds(
+    TensorSpec,
+    names,
+    st.sampled_from(["float32", "bfloat16"]),
+    st.lists(st.integers(0, 2**31), max_size=3).map(tuple),
+)
+
+
+@st.composite
+def transfer_groups(draw: st.DrawFn) -> TransferGroupSpec:
+    world_size = draw(st.integers(2, 1000))
+    return TransferGroupSpec(
+        epoch=draw(int64),
+        host=draw(words),
+        port=draw(st.integers(0, 65535)),
+        rank=draw(st.integers(1, world_size - 1)),
+        world_size=world_size,
+        backend=draw(st.sampled_from(["gloo", "nccl"])),
+        bucket_bytes=draw(int64),
+        timeout_s=draw(st.floats(0, 1000)),
+        tensors=tuple(draw(st.lists(tensor_specs, max_size=3))),
+        plan_digest=draw(words),
+    )

@@ -1,0 +1,102 @@
+"""The reward loop in this process: real coordinator, scripted replicas and scorers, no sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from services.reward.assembly import PromptSets, RewardLoop, assemble
+from services.reward.dispatcher import GenerateEvent, GroupRequest
+from services.reward.fleet import AnnouncedReplica
+from services.reward.scorer_messages import ScoreItem
+from services.reward.scorers.math_dapo import compute_score
+from services.reward.submissions import Submission, SubmissionSession
+from sluice.config.run import RunConfig
+from sluice.types import ChatMessage, Failed, ReplicaInfo, Rollout, Scored
+from tests.support.scripted_rollout import PROMPT_TOKENS, answer_text, rollout_of
+
+
+def replica(name: str, version: int = 0, *, slots: int = 64) -> AnnouncedReplica:
+    """An announced replica."""
+    return AnnouncedReplica(ReplicaInfo(name, f"{name}-1", f"{name}:1", slots), version)
+
+
+@dataclass
+class ScriptedClient:
+    """Replicas that answer as the prompts say, with the version in `versions` (default 0).
+
+    `before_sample(replica name, request, sample index)` is awaited before each sample.
+    """
+
+    before_sample: Callable[[str, GroupRequest, int], Awaitable[None]] | None = None
+    versions: dict[str, int] = field(default_factory=dict)
+    calls: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    make: Callable[[str, GroupRequest, int], Rollout] | None = None
+
+    async def generate(
+        self, replica: ReplicaInfo, request: GroupRequest, sample_indexes: Sequence[int]
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """Stream scripted samples."""
+        self.calls.append((replica.name, request.prompt.prompt_id, tuple(sample_indexes)))
+        yield GenerateEvent((PROMPT_TOKENS, self.versions.get(replica.name, 0)), ())
+        try:
+            for index in sample_indexes:
+                if self.before_sample is not None:
+                    await self.before_sample(replica.name, request, index)
+                yield GenerateEvent(None, (self._rollout(replica.name, request, index),))
+        except asyncio.CancelledError:
+            self.cancelled.append(request.prompt.prompt_id)
+            raise
+
+    async def retain(self, addresses: Collection[str]) -> None:
+        """Nothing is held."""
+
+    def _rollout(self, name: str, request: GroupRequest, index: int) -> Rollout:
+        if self.make is not None:
+            return self.make(name, request, index)
+        text = answer_text(request.prompt.messages[-1].content, index)
+        return rollout_of(text, index, self.versions.get(name, 0), request.sampling.seed, 8)
+
+
+class InlineScorer:
+    """math_dapo without processes."""
+
+    busy_seconds = 0.0
+
+    async def score(self, items: Sequence[ScoreItem]) -> tuple[Scored | Failed, ...]:
+        """Grade."""
+        return tuple(self._score(item) for item in items)
+
+    def _score(self, item: ScoreItem) -> Scored:
+        graded = compute_score(item.response, item.ground_truth)
+        score = graded["score"]
+        return Scored(score, score, {"acc": float(graded["acc"])}, graded["pred"])
+
+
+@asynccontextmanager
+async def running_loop(config: RunConfig, client: ScriptedClient) -> AsyncIterator[RewardLoop]:
+    """A loop without a data set, its coordinator running."""
+    loop = assemble(config, PromptSets(None, None), InlineScorer(), client)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(loop.pipeline.run())
+        yield loop
+        running.cancel()
+
+
+def submit(loop: RewardLoop, contents: Sequence[str], first: int = 0) -> SubmissionSession:
+    """Submit prompts ``p<first>``, ... whose reference answer is 1."""
+    session = SubmissionSession()
+    for number, content in enumerate(contents, first):
+        message = ChatMessage("user", content)
+        loop.submissions.submit(Submission(f"p{number}", (message,), "math_dapo", "1", {}), session)
+    return session
+
+
+async def settled(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Let the loop run until `condition` holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0)

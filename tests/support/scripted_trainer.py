@@ -1,0 +1,97 @@
+"""A trainer and a reward service whose state is scripted: real gRPC, no run behind them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from sluice.api.common.v1 import common_pb2
+from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
+from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from sluice.client.run_monitor import RunMonitor
+from tests.support.rpc_server import serving
+from tests.support.run_folder import STEPS
+
+WAITING = trainer_pb2.RUN_PHASE_WAITING_FOR_BATCH
+PAUSED = trainer_pb2.RUN_PHASE_PAUSED
+
+
+@dataclass
+class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
+    """Answers as its fields say; `steps_to_hold` status calls pass before a pause takes effect."""
+
+    step: int = 2
+    total_steps: int = 2
+    phase: Any = WAITING
+    steps_to_hold: int = 2
+    controls: list[str] = field(default_factory=list)
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        if self.controls[-1:] == ["pause"]:
+            self.steps_to_hold -= 1
+            if self.steps_to_hold <= 0:
+                self.phase = PAUSED
+        replica = common_pb2.Replica(name="rollout-0", address="127.0.0.1:1", slots=8)
+        return trainer_pb2.GetStatusResponse(
+            phase=self.phase,
+            step=self.step,
+            total_steps=self.total_steps,
+            policy_version=self.step,
+            replicas=[trainer_pb2.ReplicaStatus(replica=replica, state="serving")],
+            metrics=_numbers(self.step),
+        )
+
+    async def WatchSteps(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        for step in range(max(request.from_step, 1), self.step + 1):
+            yield trainer_pb2.WatchStepsResponse(step=step, metrics=_numbers(step))
+
+    async def Pause(self, request: Any, context: Any) -> Any:
+        self.controls.append("pause")
+        return trainer_pb2.PauseResponse(step=self.step)
+
+    async def Resume(self, request: Any, context: Any) -> Any:
+        self.controls.append("resume")
+        self.phase = WAITING
+        return trainer_pb2.ResumeResponse(step=self.step)
+
+
+def _numbers(step: int) -> dict[str, float]:
+    return {name: value for name, value in STEPS[step - 1].items() if value is not None}
+
+
+class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
+    """Accepts every prompt but those named ``bad``, and trains the accepted ones in step 1."""
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        return reward_pb2.GetStatusResponse(prompts_submitted=3, prompts_pending=1)
+
+    async def SubmitPrompts(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        accepted = []
+        async for request in request_iterator:
+            refused = "the id is taken" if request.prompt_id == "bad" else ""
+            accepted += [] if refused else [request.prompt_id]
+            receipt = reward_pb2.PromptReceipt(prompt_id=request.prompt_id, refused_because=refused)
+            yield reward_pb2.SubmitPromptsResponse(receipt=receipt)
+        for prompt_id in accepted:
+            yield reward_pb2.SubmitPromptsResponse(
+                outcome=reward_pb2.PromptOutcome(
+                    prompt_id=prompt_id, end=reward_pb2.PROMPT_END_TRAINED, step=1, rewards=[1, -1]
+                )
+            )
+
+    async def Evaluate(self, request: Any, context: Any) -> Any:
+        return reward_pb2.EvaluateResponse(metrics={"version": request.policy_version})
+
+
+@asynccontextmanager
+async def monitored(trainer: ScriptedTrainer) -> AsyncIterator[RunMonitor]:
+    """A monitor of a scripted run."""
+    async with (
+        serving(trainer=trainer, reward=ScriptedReward()) as server,
+        RunMonitor(server.address, server.address) as monitor,
+        asyncio.timeout(30),
+    ):
+        yield monitor

@@ -1,0 +1,129 @@
+"""A run followed with and without a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sluice.cli import live_view
+from sluice.cli.accuracy_tail import AccuracyTail
+from sluice.cli.live_view import LiveView
+from sluice.report.run_record import AccuracyPoint
+from tests.support.run_folder import ACCURACY, run_folder
+from tests.support.scripted_trainer import ScriptedTrainer, monitored
+
+
+class Screen(io.StringIO):
+    """What was shown, and a way to wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = asyncio.Event()
+
+    def write(self, text: str) -> int:
+        self.written.set()
+        return super().write(text)
+
+    async def until(self, text: str) -> None:
+        async with asyncio.timeout(20):
+            while text not in self.getvalue():
+                self.written.clear()
+                await self.written.wait()
+
+
+def view_on(
+    screen: Screen, run_dir: Path, *, terminal: bool = False, show_logs: bool = False
+) -> LiveView:
+    console = Console(file=screen, force_terminal=terminal, width=80, color_system=None)
+    return LiveView(console, run_dir, ("reward", "rollout-0"), show_logs=show_logs)
+
+
+async def test_without_a_terminal_every_step_and_accuracy_is_a_plain_line(tmp_path: Path) -> None:
+    screen = Screen()
+    async with monitored(ScriptedTrainer()) as monitor:
+        await view_on(screen, run_folder(tmp_path)).follow(monitor)
+    text = screen.getvalue()
+    assert "\x1b" not in text
+    lines = text.splitlines()
+    assert lines[0] == f"starting 2 processes; logs: {tmp_path / 'logs'}"
+    assert lines[1].startswith("step 1/2  reward -0.50  kept/right/wrong 4/1/2")
+    assert lines[2] == "held-out accuracy after step 2: 0.750"
+    assert lines[3].startswith("step 2/2  reward -")
+    assert len(lines) == 4
+
+
+async def test_a_terminal_gets_one_table_that_stays_when_the_services_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_view, "_REFRESH_S", 0.01)
+    screen = Screen()
+    view = view_on(screen, run_folder(tmp_path), terminal=True)
+    async with asyncio.TaskGroup() as tasks:
+        async with monitored(ScriptedTrainer()) as monitor:
+            following = tasks.create_task(view.follow(monitor))
+            await screen.until("step 2/2")
+        following.cancel()
+    after = screen.getvalue().rpartition("waiting for the services")[2]
+    assert "held-out accuracy" in after
+    assert "0.750" in after
+
+
+async def test_services_that_are_not_up_yet_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_view, "_REFRESH_S", 0.01)
+    screen = Screen()
+    trainer = ScriptedTrainer()
+    view = view_on(screen, run_folder(tmp_path))
+
+    class Late:
+        """A monitor that fails once."""
+
+        def __init__(self, monitor: object) -> None:
+            self.monitor, self.failed = monitor, False
+
+        def __getattr__(self, name: str) -> object:
+            if not self.failed:
+                self.failed = True
+                raise live_view.SluiceError("not yet")
+            return getattr(self.monitor, name)
+
+    async with monitored(trainer) as monitor:
+        await view.follow(Late(monitor))  # type: ignore[arg-type]
+    assert "step 2/2" in screen.getvalue()
+
+
+def test_warnings_and_errors_of_services_are_shown_and_other_lines_only_when_asked(
+    tmp_path: Path,
+) -> None:
+    lines = ["12:00:01 INFO    x: calm", "12:00:02 WARNING x: [b]careful[/b] [/x]"]
+    shown = {}
+    for show_logs in (False, True):
+        screen = Screen()
+        view = view_on(screen, tmp_path, show_logs=show_logs)
+        for line in lines:
+            view.log_line("reward", line)
+        shown[show_logs] = screen.getvalue()
+    assert shown[False] == f"reward    | {lines[1]}\n"
+    assert shown[True] == "".join(f"reward    | {line}\n" for line in lines)
+
+
+def test_the_newest_accuracy_follows_a_growing_file_and_ignores_half_a_line(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    tail = AccuracyTail(file)
+    assert tail.newest() is None
+    line = json.dumps({"step": 10, ACCURACY: 0.5})
+    file.write_text(json.dumps({"step": 1}) + "\n" + line[:20])
+    assert tail.newest() is None
+    file.write_text(json.dumps({"step": 1}) + "\n" + line + "\n")
+    assert tail.newest() == AccuracyPoint(10, 0.5)
+    with file.open("a") as more:
+        more.write(json.dumps({"step": 20, ACCURACY: None}) + "\n")
+    assert tail.newest() == AccuracyPoint(10, 0.5)

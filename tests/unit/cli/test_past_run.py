@@ -1,0 +1,68 @@
+"""What commands say of a run that does not go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sluice.cli.main import commands
+from sluice.cli.running_run import ask_run
+from sluice.config.dump import write_config
+from sluice.config.loader import load_config
+from sluice.errors import NotReadyError
+from tests.support.run_folder import ACCOUNTS, STEPS, VALIDATIONS, run_folder
+
+# Ports on which nothing of ours can listen.
+NOWHERE = ("sluice.trainer.endpoint.port=1", "sluice.reward.endpoint.port=1")
+
+
+def past(folder: Path, *, ended: bool, empty: bool = False) -> Path:
+    write_config(load_config(None, NOWHERE), folder / "config.yaml")
+    run_folder(
+        folder,
+        steps=() if empty else STEPS,
+        validations=() if empty else VALIDATIONS,
+        accounts=ACCOUNTS if ended else None,
+    )
+    return folder
+
+
+def status(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(commands, ["status", *arguments])
+    return result.exit_code, result.output
+
+
+def test_a_finished_run_says_so(tmp_path: Path) -> None:
+    code, text = status(str(past(tmp_path, ended=True)))
+    assert code == 0
+    assert text == f"{tmp_path}: finished after 2 steps; held-out accuracy 0.250 -> 0.750\n"
+
+
+def test_a_finished_run_says_so_to_machines(tmp_path: Path) -> None:
+    code, text = status(str(past(tmp_path, ended=True)), "--json")
+    assert code == 0
+    assert json.loads(text) == {
+        "phase": "finished",
+        "step": 2,
+        "accuracy_before": 0.25,
+        "accuracy_after": 0.75,
+    }
+
+
+def test_a_run_that_was_interrupted_says_how_far_it_came_and_how_to_go_on(tmp_path: Path) -> None:
+    _, text = status(str(past(tmp_path, ended=False)))
+    assert f"{tmp_path}: not running; 2 steps finished" in text
+    assert f"`sluice up {tmp_path / 'config.yaml'}` starts it again" in text
+
+
+def test_a_run_without_a_single_step_has_no_accuracy(tmp_path: Path) -> None:
+    _, text = status(str(past(tmp_path, ended=False, empty=True)))
+    assert f"{tmp_path}: not running; 0 steps finished\n" in text
+
+
+async def test_commands_that_need_it_running_refuse_with_the_same_words(tmp_path: Path) -> None:
+    with pytest.raises(NotReadyError, match="the run does not go on.\n.*finished after 2 steps"):
+        await ask_run(past(tmp_path, ended=True))

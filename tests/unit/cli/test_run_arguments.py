@@ -1,0 +1,66 @@
+"""Which arguments are a configuration file, and where a run's services are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sluice.cli.run_location import locate_run
+from sluice.cli.up import split_arguments
+from sluice.config.dump import write_config
+from sluice.config.loader import load_config
+from sluice.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file", "overrides"),
+    [
+        ([], None, []),
+        (["run.yaml"], "run.yaml", []),
+        (["run.yaml", "data.seed=3"], "run.yaml", ["data.seed=3"]),
+        (["data.seed=3", "trainer.seed=4"], None, ["data.seed=3", "trainer.seed=4"]),
+        (["+data.seed=3"], None, ["+data.seed=3"]),
+        (["~data.seed"], None, ["~data.seed"]),
+    ],
+)
+def test_the_first_argument_is_the_file_unless_it_is_an_override(
+    arguments: list[str], file: str | None, overrides: list[str]
+) -> None:
+    assert split_arguments(arguments) == (file and Path(file), overrides)
+
+
+def test_a_file_that_is_there_is_the_file_whatever_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "lr=1e-3.yaml"
+    file.touch()
+    assert split_arguments([str(file), "data.seed=3"]) == (file, ["data.seed=3"])
+
+
+def started(folder: Path, *overrides: str) -> Path:
+    write_config(load_config(None, overrides), folder / "config.yaml")
+    return folder
+
+
+PORTS = ("sluice.trainer.endpoint.port=7001", "sluice.reward.endpoint.port=7002")
+
+
+@pytest.mark.parametrize("name", ["", "config.yaml"])
+def test_a_run_is_found_by_its_folder_or_its_configuration(tmp_path: Path, name: str) -> None:
+    location = locate_run(started(tmp_path, *PORTS) / name)
+    assert (location.trainer, location.reward) == ("127.0.0.1:7001", "127.0.0.1:7002")
+    assert location.run_dir == tmp_path
+
+
+def test_an_advertised_address_is_used(tmp_path: Path) -> None:
+    run = started(tmp_path, *PORTS, "sluice.trainer.endpoint.advertise=trainer.example:9")
+    assert locate_run(run).trainer == "trainer.example:9"
+
+
+def test_a_folder_without_a_run_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no config\.yaml; give the folder"):
+        locate_run(tmp_path)
+
+
+def test_a_configuration_without_ports_was_not_started(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sluice.trainer.endpoint: neither advertise nor port"):
+        locate_run(started(tmp_path))

@@ -1,0 +1,71 @@
+"""The state of a run as its services tell it, and holding it between two steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from sluice.client.run_monitor import RunMonitor
+from sluice.errors import DeadlineError, NotReadyError, PeerError
+from tests.support.scripted_trainer import PAUSED, ScriptedTrainer, monitored
+
+
+async def test_a_snapshot_joins_what_trainer_and_reward_service_say() -> None:
+    async with monitored(ScriptedTrainer()) as monitor:
+        shot = await monitor.snapshot()
+    assert (shot.phase, shot.step, shot.total_steps, shot.version) == ("waiting for batch", 2, 2, 2)
+    assert [replica.name for replica in shot.replicas] == ["rollout-0"]
+    assert shot.prompts == {"submitted": 3, "pending": 1}
+
+
+async def test_without_a_trainer_there_is_no_snapshot() -> None:
+    async with RunMonitor("127.0.0.1:1", "127.0.0.1:1") as monitor:
+        with pytest.raises(PeerError, match="trainer: failed while asking for its status"):
+            await monitor.snapshot()
+
+
+async def test_steps_come_from_the_wanted_one_until_the_run_ends() -> None:
+    async with monitored(ScriptedTrainer()) as monitor:
+        assert [step async for step, _ in monitor.steps(1)] == [1, 2]
+        assert [step async for step, _ in monitor.steps(2)] == [2]
+
+
+async def test_holding_waits_for_the_step_under_way_and_lets_go_afterwards() -> None:
+    trainer = ScriptedTrainer(step=1, steps_to_hold=2)
+    async with monitored(trainer) as monitor:
+        async with monitor.held(20) as shot:
+            assert (shot.phase, shot.version) == ("paused", 1)
+            assert trainer.controls == ["pause"]
+        assert trainer.controls == ["pause", "resume"]
+
+
+async def test_a_failure_while_it_is_held_lets_go_too() -> None:
+    trainer = ScriptedTrainer(step=1)
+    async with monitored(trainer) as monitor:
+        with pytest.raises(ValueError, match="inside"):
+            async with monitor.held(20):
+                raise ValueError("inside")
+    assert trainer.controls == ["pause", "resume"]
+
+
+async def test_a_run_that_somebody_else_holds_stays_held() -> None:
+    trainer = ScriptedTrainer(step=1, phase=PAUSED)
+    async with monitored(trainer) as monitor:
+        async with monitor.held(20):
+            pass
+    assert trainer.controls == []
+
+
+async def test_a_step_that_does_not_end_is_a_deadline_and_the_run_goes_on() -> None:
+    trainer = ScriptedTrainer(step=1, steps_to_hold=10**9)
+    async with monitored(trainer) as monitor:
+        with pytest.raises(DeadlineError, match="trainer: .* waiting for the step under way"):
+            async with monitor.held(0.3):
+                pass
+    assert trainer.controls == ["pause", "resume"]
+
+
+async def test_a_run_that_is_ending_cannot_be_held() -> None:
+    async with monitored(ScriptedTrainer(step=2, steps_to_hold=10**9)) as monitor:
+        with pytest.raises(NotReadyError, match="the run is ending"):
+            async with monitor.held(20):
+                pass

@@ -1,0 +1,85 @@
+"""What is encoded is decoded to the same value, whatever the value."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.codec import arrays, batch, fleet, rollout
+from sluice.types import (
+    ChatMessage,
+    PromptEnd,
+    ReplicaInfo,
+    Rollout,
+    SamplingParams,
+    TrainBatch,
+    TransferGroupSpec,
+)
+from tests.support.domain_values import (
+    replicas,
+    rollouts,
+    samplings,
+    train_batches,
+    transfer_groups,
+    words,
+)
+
+
+def same(left: object, right: object) -> bool:
+    """Equality by value; arrays by dtype and content."""
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return left.dtype == right.dtype and np.array_equal(left, right)
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    if is_dataclass(left) and type(left) is type(right):
+        return all(same(getattr(left, f.name), getattr(right, f.name)) for f in fields(left))
+    return left == right
+
+
+@given(rollouts())
+def test_a_rollout_comes_back(value: Rollout) -> None:
+    assert same(rollout.rollout_from_proto(rollout.rollout_to_proto(value)), value)
+
+
+@given(train_batches)
+def test_a_train_batch_comes_back_from_its_bytes(value: TrainBatch) -> None:
+    assert same(batch.train_batch_from_bytes(batch.train_batch_to_bytes(value)), value)
+
+
+@given(samplings)
+def test_sampling_parameters_come_back_whatever_the_defaults(value: SamplingParams) -> None:
+    message = rollout.sampling_to_proto(value)
+    assert same(rollout.sampling_from_proto(message, default_seed=1, longest=2), value)
+
+
+@given(replicas, st.integers(0, 2**63 - 1))
+def test_a_replica_comes_back(value: ReplicaInfo, version: int) -> None:
+    message = fleet.replica_to_proto(value, version)
+    assert fleet.replica_from_proto(message) == value
+    assert message.policy_version == version
+
+
+@given(transfer_groups())
+def test_a_transfer_group_comes_back(value: TransferGroupSpec) -> None:
+    assert fleet.group_spec_from_proto(fleet.group_spec_to_proto(value)) == value
+
+
+@given(st.lists(st.builds(ChatMessage, st.sampled_from(["system", "user"]), words), min_size=1))
+def test_a_conversation_comes_back(turns: list[ChatMessage]) -> None:
+    message = rollout.chat_prompt_to_proto(turns)
+    assert rollout.chat_messages_from_proto(message.chat.messages) == tuple(turns)
+
+
+def test_every_end_of_a_prompt_has_its_own_number() -> None:
+    assert set(batch.PROMPT_END_TO_PROTO) == set(PromptEnd)
+    assert len(batch.PROMPT_END_FROM_PROTO) == len(PromptEnd)
+
+
+def test_arrays_travel_as_little_endian_32_bit_values_and_are_read_only() -> None:
+    data = arrays.token_ids_to_bytes(np.array([1, 258], np.uint32))
+    assert data == bytes([1, 0, 0, 0, 2, 1, 0, 0])
+    assert not arrays.token_ids_from_bytes(data, "x").flags.writeable
+    assert arrays.logprobs_to_bytes(np.array([-0.5], np.float32)) == bytes([0, 0, 0, 0xBF])

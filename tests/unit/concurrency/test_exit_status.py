@@ -1,0 +1,49 @@
+"""How a program's body ends as an exit code."""
+
+from __future__ import annotations
+
+import pytest
+
+from sluice.concurrency.exception_leaves import leaves
+from sluice.concurrency.exit_status import exit_status
+from sluice.errors import ConfigError, DataError
+
+
+def raising(error: BaseException) -> object:
+    raise error
+
+
+def test_a_body_that_returns_gives_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status("x", lambda: None) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_of_ours_is_one_line_and_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status("trainer", lambda: raising(ConfigError("key a: 7; use 5"))) == 1
+    assert capsys.readouterr().err == "trainer: ERROR key a: 7; use 5\n"
+
+
+def test_grouped_errors_of_ours_are_a_line_each_and_repeats_are_told_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    inner = ExceptionGroup("inner", [DataError("b"), ConfigError("a")])
+    assert exit_status("x", lambda: raising(ExceptionGroup("o", [ConfigError("a"), inner]))) == 1
+    assert capsys.readouterr().err == "x: ERROR a\nx: ERROR b\n"
+
+
+def test_a_defect_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        exit_status("x", lambda: raising(ZeroDivisionError()))
+
+
+def test_a_defect_beside_errors_of_ours_keeps_the_whole_group() -> None:
+    group = ExceptionGroup("g", [ConfigError("a"), ZeroDivisionError()])
+    with pytest.raises(ExceptionGroup) as caught:
+        exit_status("x", lambda: raising(group))
+    assert caught.value is group
+
+
+def test_leaves_come_in_order_from_all_depths() -> None:
+    first, second, third = ValueError(1), KeyError(2), TypeError(3)
+    nested = BaseExceptionGroup("a", [first, BaseExceptionGroup("b", [second]), third])
+    assert leaves(nested) == [first, second, third]

@@ -1,0 +1,63 @@
+"""Which processes make up a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sluice.config.loader import load_config
+from sluice.config.run import RunConfig
+from sluice.launch.service_spec import ServiceSpec, address_of, local_services, with_ports
+
+FILE = Path("run.yaml")
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config(None, overrides)
+
+
+def services(*overrides: str) -> dict[str, ServiceSpec]:
+    specs = local_services(with_ports(config(*overrides)), FILE)
+    assert len({each.name for each in specs}) == len(specs)
+    return {each.name: each for each in specs}
+
+
+def test_a_run_is_one_reward_service_one_trainer_and_its_replicas() -> None:
+    assert list(services("sluice.rollout.replicas=2")) == [
+        "reward",
+        "trainer",
+        "rollout-0",
+        "rollout-1",
+    ]
+
+
+def test_only_replicas_are_started_again_and_only_rank_0_ends_the_run() -> None:
+    specs = services("trainer.n_gpus_per_node=2").values()
+    assert {each.name for each in specs if each.max_restarts} == {"rollout-0"}
+    assert [each.name for each in specs if each.ends_run] == ["trainer"]
+
+
+def test_each_trainer_rank_is_told_who_it_is_and_where_to_meet() -> None:
+    ranks = [
+        each.environment
+        for name, each in services("trainer.n_gpus_per_node=2").items()
+        if name.startswith("trainer")
+    ]
+    assert [rank["RANK"] for rank in ranks] == ["0", "1"]
+    assert {rank["WORLD_SIZE"] for rank in ranks} == {"2"}
+    assert len({(rank["MASTER_ADDR"], rank["MASTER_PORT"]) for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("name", ["trainer", "rollout-0"])
+def test_torch_threads_are_set_for_each_process(name: str) -> None:
+    specs = services("sluice.trainer.torch_threads=3", "sluice.rollout.torch_threads=2")
+    assert specs[name].environment["OMP_NUM_THREADS"] == {"trainer": "3", "rollout-0": "2"}[name]
+
+
+def test_ports_that_are_0_become_free_ones_that_differ_and_others_stay() -> None:
+    chosen = with_ports(config("sluice.trainer.endpoint.port=0")).sluice
+    assert 0 not in (chosen.trainer.endpoint.port, chosen.reward.endpoint.port)
+    assert chosen.trainer.endpoint.port != chosen.reward.endpoint.port
+    kept = with_ports(config("sluice.reward.endpoint.port=7001")).sluice
+    assert address_of(kept.reward.endpoint) == "127.0.0.1:7001"

@@ -1,0 +1,260 @@
+"""The supervisor with small scripted processes: ends, restarts, signals, nothing left running."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from sluice.launch import supervisor as supervisor_module
+from sluice.launch.service_spec import ServiceSpec
+from tests.support.scripted_children import (
+    SLEEP,
+    STUBBORN,
+    WAIT_S,
+    Supervised,
+    end_self,
+    is_alive,
+    polite,
+    spec,
+    until_gone,
+)
+from tests.support.source_tree import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", 0.01)
+
+
+async def test_the_run_ends_with_the_process_that_ends_it_and_takes_the_others_along(
+    tmp_path: Path,
+) -> None:
+    waits = "import sys; open(sys.argv[1]).read()"
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    trainer = ServiceSpec("trainer", (sys.executable, "-c", waits, str(gate)), ends_run=True)
+    run = Supervised(tmp_path, polite("reward"), polite("rollout-0"), trainer)
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+        ending = tasks.create_task(run.supervisor.run())
+        await run.until(lambda: len(run.lines) == 2)
+        await asyncio.to_thread(gate.write_text, "go")
+    end = ending.result()
+    assert (end.exit_code, end.failures) == (0, ())
+    assert run.said("reward") == run.said("rollout-0") == ["ready", "bye"]
+    await until_gone(*run.pids)
+
+
+async def test_every_line_goes_to_the_log_of_its_process_and_to_the_caller(tmp_path: Path) -> None:
+    talk = "import sys; print('ready'); print('to stderr', file=sys.stderr); print('no newline', end='')"
+    run = Supervised(tmp_path / "logs", spec("trainer", talk, ends_run=True))
+    await run.run()
+    assert sorted(run.said("trainer")) == ["no newline", "ready", "to stderr"]
+    logged = (tmp_path / "logs" / "trainer.log").read_text().splitlines()
+    assert logged == run.said("trainer")
+
+
+async def test_a_line_of_any_length_and_bytes_that_are_no_text_do_not_end_the_run(
+    tmp_path: Path,
+) -> None:
+    talk = "import sys; sys.stdout.buffer.write(b'x' * 3_000_000 + b'\\n\\xff\\nready\\n')"
+    run = Supervised(tmp_path, spec("trainer", talk, ends_run=True))
+    assert (await run.run()).exit_code == 0
+    assert run.said("trainer")[-2:] == ["\N{REPLACEMENT CHARACTER}", "ready"]
+
+
+async def test_a_failure_ends_the_run_with_its_last_lines_and_exit_code_1(tmp_path: Path) -> None:
+    fails = spec("reward", "print('ready'); print('config: port 7 is in use'); raise SystemExit(3)")
+    run = Supervised(tmp_path, fails, polite("rollout-0"))
+    end = await run.run()
+    assert end.exit_code == 1
+    assert end.failures == ("reward ended with code 3:\n  ready\n  config: port 7 is in use",)
+    await until_gone(*run.pids)
+
+
+async def test_a_process_that_may_restart_is_started_again_and_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    mark = tmp_path / "mark"
+    once = f"""
+    import os, pathlib, sys
+    mark = pathlib.Path({str(mark)!r})
+    if not mark.exists():
+        mark.write_text("")
+        sys.exit(5)
+    print("again")
+    import time; time.sleep(600)
+    """
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    waits = (sys.executable, "-c", "import sys; open(sys.argv[1]).read()", str(gate))
+    run = Supervised(
+        tmp_path,
+        spec("rollout-0", once, max_restarts=1),
+        ServiceSpec("trainer", waits, ends_run=True),
+    )
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+        ending = tasks.create_task(run.supervisor.run())
+        await run.until(lambda: run.said("rollout-0") == ["again"])
+        await asyncio.to_thread(gate.write_text, "go")
+    assert ending.result().exit_code == 0
+
+
+async def test_a_crash_loop_ends_the_run_with_a_diagnosis(tmp_path: Path) -> None:
+    crashes = spec("rollout-0", "print('out of memory'); raise SystemExit(9)", max_restarts=3)
+    run = Supervised(tmp_path, polite("reward"), crashes)
+    end = await run.run()
+    assert end.exit_code == 1
+    assert end.failures[0].startswith("rollout-0 ended with code 9 after 3 restarts:\n")
+    assert end.failures[0].endswith("  out of memory")
+    assert run.said("rollout-0") == ["out of memory"] * 4
+
+
+async def test_a_process_that_lived_long_enough_is_no_crash_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_STABLE_S", 0.0)
+    run = Supervised(
+        tmp_path, spec("rollout-0", "print('up'); raise SystemExit(9)", max_restarts=1)
+    )
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+        ending = tasks.create_task(run.supervisor.run())
+        await run.until(lambda: len(run.said("rollout-0")) >= 4)
+        end_self(signal.SIGINT)()
+    assert ending.result().exit_code == 130
+
+
+async def test_a_signal_that_ended_a_process_is_named(tmp_path: Path) -> None:
+    dies = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+    end = await Supervised(tmp_path, spec("trainer", dies)).run()
+    assert end.failures == ("trainer ended with SIGSEGV",)
+
+
+async def test_a_program_that_does_not_exist_is_one_clear_failure(tmp_path: Path) -> None:
+    missing = ServiceSpec("reward", ("/no/such/program",))
+    run = Supervised(tmp_path, polite("rollout-0"), missing)
+    end = await run.run()
+    assert end.exit_code == 1
+    assert end.failures == (
+        "reward: /no/such/program cannot be started (No such file or directory)",
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_one_signal_ends_everything_in_order_with_130(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    run = Supervised(tmp_path, polite("reward"), polite("trainer"), polite("rollout-0"))
+    end = await run.run(when_ready=end_self(number))
+    assert (end.exit_code, end.failures) == (130, ())
+    assert all(run.said(name) == ["ready", "bye"] for name in ("reward", "trainer", "rollout-0"))
+    await until_gone(*run.pids)
+
+
+async def test_processes_that_have_no_handler_yet_may_die_of_the_signal(tmp_path: Path) -> None:
+    run = Supervised(tmp_path, spec("trainer", SLEEP))
+    assert (await run.run(when_ready=end_self(signal.SIGINT))).exit_code == 130
+
+
+async def test_a_process_that_ignores_the_signal_is_killed_and_the_exit_code_says_so(
+    tmp_path: Path,
+) -> None:
+    run = Supervised(tmp_path, polite("reward"), spec("trainer", STUBBORN), grace_s=0.3)
+    end = await run.run(when_ready=end_self(signal.SIGINT))
+    assert end.exit_code == 1
+    assert end.failures == ("trainer did not end within 0.3 s and was killed",)
+    assert run.said("reward") == ["ready", "bye"]
+    await until_gone(*run.pids)
+
+
+async def test_a_process_that_fails_while_it_ends_spoils_the_exit_code(tmp_path: Path) -> None:
+    run = Supervised(tmp_path, polite("reward", code=4))
+    end = await run.run(when_ready=end_self(signal.SIGINT))
+    assert end.exit_code == 1
+    assert end.failures == ("reward ended with code 4:\n  ready\n  bye",)
+
+
+GRANDPARENT = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {SLEEP!r}])
+print(child.pid)
+"""
+
+
+async def test_a_dead_process_is_noticed_while_its_own_child_holds_the_output(
+    tmp_path: Path,
+) -> None:
+    run = Supervised(tmp_path, spec("reward", GRANDPARENT + "raise SystemExit(2)"))
+    end = await run.run()
+    assert end.failures[0].startswith("reward ended with code 2")
+    grandchild = int(next(line for line in run.said("reward") if line.isdigit()))
+    await until_gone(grandchild)
+
+
+async def test_cancelling_the_supervisor_leaves_nothing_running(tmp_path: Path) -> None:
+    run = Supervised(tmp_path, polite("reward"), spec("trainer", STUBBORN), grace_s=0.3)
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(run.supervisor.run())
+        await run.until_ready()
+        assert len(run.pids) == 2
+        running.cancel()
+    assert running.cancelled()
+    assert not any(map(is_alive, run.pids))
+
+
+SUPERVISOR = """
+import asyncio, sys
+from pathlib import Path
+from sluice.launch.service_spec import ServiceSpec
+from sluice.launch.supervisor import Supervisor
+child = '''
+import os, time
+from sluice.concurrency.parent_death import end_with_supervisor
+end_with_supervisor()
+print(os.getpid())
+time.sleep(600)
+'''
+specs = [ServiceSpec(f"s{i}", (sys.executable, "-c", child)) for i in range(2)]
+say = lambda name, line: print(line, flush=True)
+asyncio.run(Supervisor(specs, Path(sys.argv[1]), say, 5).run())
+"""
+
+
+async def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SUPERVISOR), str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    with process, process.stdout as output:
+        pids = [int(output.readline()) for _ in range(2)]
+        assert all(map(is_alive, pids))
+        process.kill()
+        await until_gone(*pids)
+
+
+def test_a_supervised_process_whose_supervisor_is_gone_ends_at_once() -> None:
+    code = (
+        "from sluice.concurrency.parent_death import end_with_supervisor as e; e(); print('lives')"
+    )
+    for pid, lives in ((str(os.getpid()), True), ("1", False), (None, True)):
+        environment = {key: v for key, v in os.environ.items() if key != "SLUICE_SUPERVISOR_PID"}
+        if pid is not None:
+            environment["SLUICE_SUPERVISOR_PID"] = pid
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            check=False,
+        )
+        assert (done.returncode == 0) is lives
+        assert (b"lives" in done.stdout) is lives

@@ -1,0 +1,149 @@
+"""Responses become outcomes: shaping on numbers only, aborted samples never graded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.reward.grading import Grader, OverlongShaping, overlong_shaping
+from services.reward.judgement import judge
+from services.reward.scorer_messages import ScoreItem
+from sluice.config.reward import RewardConfig
+from sluice.errors import ConfigError
+from sluice.types import (
+    ChatMessage,
+    Failed,
+    FailureKind,
+    FinishReason,
+    GradedGroup,
+    Outcome,
+    Prompt,
+    PromptEnd,
+    PromptOrigin,
+    Rollout,
+    RolloutGroup,
+    Scored,
+)
+from tests.support.scripted_rollout import PROMPT_TOKENS, rollout_of
+
+PROMPT = Prompt(
+    "p", 0, (ChatMessage("user", "?"),), "math_dapo", "7", PromptOrigin.CLIENT, None, {"index": 3}
+)
+SHAPING = OverlongShaping(max_response_tokens=20, buffer_tokens=4, penalty_factor=1.0, log=True)
+
+
+class Scripted:
+    """Gives outcomes in turn and remembers what it was asked."""
+
+    busy_seconds = 0.0
+
+    def __init__(self, *outcomes: Scored | Failed) -> None:
+        self.outcomes, self.items = outcomes, list[ScoreItem]()
+
+    async def score(self, items: Sequence[ScoreItem]) -> tuple[Scored | Failed, ...]:
+        self.items += items
+        return self.outcomes[: len(items)]
+
+
+def right(score: float = 1.0) -> Scored:
+    return Scored(score, score, {"acc": float(score > 0)})
+
+
+def group(*rollouts: Rollout) -> RolloutGroup:
+    return RolloutGroup(PROMPT, PROMPT_TOKENS, rollouts)
+
+
+def rollout(index: int, num_tokens: int = 5, **changes: Any) -> Rollout:
+    return replace(rollout_of(f"text {index}", index, 0, 0, num_tokens), **changes)
+
+
+async def test_the_scorer_sees_text_and_reference() -> None:
+    scorer = Scripted(right())
+    await Grader(scorer, None).grade(group(rollout(0)))
+    assert scorer.items == [ScoreItem("math_dapo", "text 0", "7", {"index": 3})]
+
+
+async def test_the_overlong_penalty_changes_the_reward_and_not_the_score() -> None:
+    graded = await Grader(Scripted(right(), right()), SHAPING).grade(
+        group(rollout(0, 16), rollout(1, 18))
+    )
+    assert [s.reward for s in graded.scored] == [1.0, 0.5]
+    assert [s.score for s in graded.scored] == [1.0, 1.0]
+    assert graded.scored[1].metrics == {"acc": 1.0, "overlong_reward": -0.5, "overlong": 1.0}
+    assert graded.scored[0].metrics["overlong"] == 0.0
+
+
+async def test_a_failure_stays_a_failure_under_shaping() -> None:
+    failed = Failed(FailureKind.SCORER_TIMEOUT, "10 s")
+    graded = await Grader(Scripted(failed), SHAPING).grade(group(rollout(0, 20)))
+    assert graded.outcomes == (failed,)
+
+
+async def test_aborted_samples_are_never_graded() -> None:
+    scorer = Scripted(right(), right(-1.0))
+    cut = rollout(1, finish_reason=FinishReason.ABORTED)
+    graded = await Grader(scorer, None).grade(group(rollout(0), cut, rollout(2)))
+    assert [item.response for item in scorer.items] == ["text 0", "text 2"]
+    assert isinstance(graded.outcomes[1], Failed)
+    assert graded.outcomes[1].kind is FailureKind.ABORTED
+    assert [s.score for s in graded.scored] == [1.0, -1.0]
+
+
+def shaping_config(**buffer: Any) -> RewardConfig:
+    tree = {"reward_kwargs": {"overlong_buffer_cfg": {"enable": True, **buffer}}}
+    return msgspec.convert(tree, RewardConfig)
+
+
+def test_the_response_limit_is_the_default_of_the_formula() -> None:
+    shaping = overlong_shaping(shaping_config(len=8, penalty_factor=1.0), 56)
+    assert shaping == OverlongShaping(56, 8, 1.0, log=False)
+    assert overlong_shaping(RewardConfig(), 56) is None
+
+
+def test_a_buffer_longer_than_a_response_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"overlong_buffer\.len"):
+        overlong_shaping(shaping_config(len=80, penalty_factor=1.0), 56)
+
+
+def graded_of(*outcomes: Outcome, num_tokens: int = 5) -> GradedGroup:
+    return GradedGroup(group(*(rollout(i, num_tokens) for i in range(len(outcomes)))), outcomes)
+
+
+LOST = Failed(FailureKind.SCORER_CRASH, "exit code 3")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "end"),
+    [
+        ([right(), right(-1)], None),
+        ([right(), right()], PromptEnd.FILTERED_ALL_RIGHT),
+        ([right(-1), right(-1)], PromptEnd.FILTERED_ALL_WRONG),
+        ([right(), right(-1), LOST, LOST], None),
+        ([right(), LOST, LOST, LOST], PromptEnd.DROPPED_FAILED),
+        ([right(), LOST], PromptEnd.DROPPED_FAILED),
+        ([right()], None),
+        ([LOST], PromptEnd.DROPPED_FAILED),
+    ],
+)
+def test_a_group_is_judged_by_what_could_be_scored(
+    outcomes: list[Outcome], end: PromptEnd | None
+) -> None:
+    assert judge(graded_of(*outcomes), metric="acc").end is end
+
+
+def test_without_a_filter_uniform_groups_are_kept() -> None:
+    assert judge(graded_of(right(), right()), metric=None).end is None
+
+
+def test_a_group_without_tokens_has_failed() -> None:
+    verdict = judge(graded_of(right(), right(-1), num_tokens=0), metric="acc")
+    assert (verdict.end, verdict.detail) == (PromptEnd.DROPPED_FAILED, "all responses are empty")
+
+
+def test_the_first_failure_is_told() -> None:
+    verdict = judge(graded_of(LOST, LOST), metric="acc")
+    assert verdict.detail == "2 of 2 samples failed, the first: scorer_crash: exit code 3"

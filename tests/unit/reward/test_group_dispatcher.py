@@ -1,0 +1,234 @@
+"""Groups reach replicas with room, and come home whole whatever happens to a replica."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from services.reward.dispatcher import GroupDispatcher, GroupFailedError, GroupRequest
+from services.reward.fleet import Fleet, Wanted
+from services.reward.replica_queue import Priority, ReplicaQueue
+from sluice.errors import EngineError, ExhaustedError, InvalidRequestError, PeerError
+from sluice.types import (
+    ChatMessage,
+    FinishReason,
+    Prompt,
+    PromptOrigin,
+    Rollout,
+    SamplingParams,
+)
+from tests.support.reward_loop import ScriptedClient, replica, settled
+from tests.support.scripted_rollout import rollout_of
+
+SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, seed=7)
+
+
+def request(
+    sequence: int = 0, *, n: int = 4, priority: Priority = Priority.TRAINING, **versions: int
+) -> GroupRequest:
+    prompt = Prompt(
+        f"p{sequence}",
+        sequence,
+        (ChatMessage("user", "answer=1 right=2"),),
+        "math_dapo",
+        "1",
+        PromptOrigin.CLIENT,
+        None,
+    )
+    bounds = {"lowest_version": 0} | versions
+    return GroupRequest(prompt, n, SAMPLING, priority, **bounds)
+
+
+class Setting:
+    """A dispatcher over scripted replicas."""
+
+    def __init__(self, client: ScriptedClient, *, slack: float = 1.0, attempts: int = 3) -> None:
+        self.num_notices = 0
+        self.client = client
+        self.queue = ReplicaQueue(slack, self._noticed)
+        self.dispatcher = GroupDispatcher(client, self.queue, max_attempts=attempts)
+
+    def _noticed(self) -> None:
+        self.num_notices += 1
+
+
+async def test_a_group_comes_whole_and_in_order() -> None:
+    setting = Setting(ScriptedClient())
+    await setting.dispatcher.announce([replica("a")])
+    group = await setting.dispatcher.generate(request())
+    assert [r.sample_index for r in group.rollouts] == [0, 1, 2, 3]
+    assert setting.queue.num_free_sequences(0) == 64
+
+
+async def test_the_least_loaded_replica_relative_to_its_slots_gets_the_next_group() -> None:
+    gate = asyncio.Event()
+
+    async def hold(_name: str, _request: GroupRequest, _index: int) -> None:
+        await gate.wait()
+
+    setting = Setting(ScriptedClient(before_sample=hold))
+    await setting.dispatcher.announce([replica("small", slots=8), replica("big", slots=16)])
+    async with asyncio.TaskGroup() as tasks:
+        for sequence in range(7):
+            tasks.create_task(setting.dispatcher.generate(request(sequence)))
+        await settled(lambda: len(setting.client.calls) == 6)
+        names = [name for name, _, _ in setting.client.calls]
+        assert (names.count("small"), names.count("big")) == (2, 4)
+        assert setting.queue.num_waiting == 1
+        assert setting.queue.num_free_sequences(0) == -4
+        gate.set()
+    assert setting.queue.num_free_sequences(0) == 24
+
+
+async def test_a_group_larger_than_any_replica_still_runs() -> None:
+    setting = Setting(ScriptedClient())
+    await setting.dispatcher.announce([replica("a", slots=2)])
+    assert len((await setting.dispatcher.generate(request(n=8))).rollouts) == 8
+
+
+async def test_evaluation_goes_first_and_older_prompts_before_younger() -> None:
+    setting = Setting(ScriptedClient())
+    async with asyncio.TaskGroup() as tasks:
+        for sequence, priority in ((5, Priority.TRAINING), (2, Priority.TRAINING)):
+            tasks.create_task(setting.dispatcher.generate(request(sequence, priority=priority)))
+        tasks.create_task(setting.dispatcher.generate(request(9, priority=Priority.EVALUATION)))
+        await settled(lambda: setting.queue.num_waiting == 3)
+        await setting.dispatcher.announce([replica("a", slots=4)])
+    assert [prompt for _, prompt, _ in setting.client.calls] == ["p9", "p2", "p5"]
+
+
+async def test_who_waits_for_a_version_nobody_serves_blocks_no_one() -> None:
+    setting = Setting(ScriptedClient())
+    await setting.dispatcher.announce([replica("a", 3)])
+    async with asyncio.TaskGroup() as tasks:
+        blocked = tasks.create_task(
+            setting.dispatcher.generate(
+                request(0, priority=Priority.EVALUATION, lowest_version=4, highest_version=4)
+            )
+        )
+        await setting.dispatcher.generate(request(1))
+        assert not blocked.done()
+        await setting.dispatcher.announce([replica("a", 4)])
+        await blocked
+
+
+async def test_only_missing_samples_are_generated_again_and_the_failed_replica_is_avoided() -> None:
+    async def break_a(name: str, _request: GroupRequest, index: int) -> None:
+        if name == "a" and index == 2:
+            raise PeerError("a", "generating", "connection reset")
+
+    setting = Setting(ScriptedClient(before_sample=break_a))
+    await setting.dispatcher.announce([replica("a"), replica("b")])
+    group = await setting.dispatcher.generate(request(0))
+    assert setting.client.calls == [("a", "p0", (0, 1, 2, 3)), ("b", "p0", (2, 3))]
+    assert len(group.rollouts) == 4
+    await setting.dispatcher.generate(request(1))
+    assert setting.client.calls[-1][0] == "b"
+    await setting.dispatcher.announce([replica("a"), replica("b", slots=1)])
+    await setting.dispatcher.generate(request(2))
+    assert "a" in {name for name, _, _ in setting.client.calls[3:]}
+
+
+async def test_a_replica_that_failed_proves_itself_with_one_group() -> None:
+    fleet = Fleet(1.0)
+    fleet.announce([replica("a")])
+    wanted = Wanted(4, 0)
+    member = fleet.choose(wanted, 0.0)
+    assert member is not None
+    until = fleet.failed(member, 0.0)
+    assert fleet.choose(wanted, until - 0.01) is None
+    assert fleet.choose(wanted, until) is member
+    grant = fleet.grant(member, 4)
+    assert fleet.choose(wanted, until) is None
+    fleet.sequence_ended(grant)
+    fleet.answered(member)
+    assert fleet.choose(wanted, until) is member
+    later = fleet.failed(member, until)
+    again = fleet.failed(member, later)
+    assert again - later > later - until  # longer each time
+
+
+async def test_a_group_ends_after_its_last_attempt_with_the_reason() -> None:
+    async def burn(_name: str, _request: GroupRequest, _index: int) -> None:
+        raise EngineError("out of memory")
+
+    setting = Setting(ScriptedClient(before_sample=burn), attempts=2)
+    await setting.dispatcher.announce([replica("a"), replica("b")])
+    with pytest.raises(GroupFailedError, match="2 attempts failed, the last: out of memory"):
+        await setting.dispatcher.generate(request())
+    assert setting.queue.num_waiting == 0
+
+
+async def test_a_full_replica_is_no_failed_attempt() -> None:
+    refusals = iter([True, False])
+
+    async def refuse_once(_name: str, _request: GroupRequest, index: int) -> None:
+        if index == 0 and next(refusals):
+            raise ExhaustedError("queue full")
+
+    setting = Setting(ScriptedClient(before_sample=refuse_once), attempts=1)
+    await setting.dispatcher.announce([replica("a")])
+    assert len((await setting.dispatcher.generate(request())).rollouts) == 4
+
+
+async def test_a_refused_prompt_is_not_tried_again() -> None:
+    async def refuse(_name: str, _request: GroupRequest, _index: int) -> None:
+        raise InvalidRequestError("prompt too long")
+
+    setting = Setting(ScriptedClient(before_sample=refuse))
+    await setting.dispatcher.announce([replica("a")])
+    with pytest.raises(GroupFailedError, match="refused by a: prompt too long"):
+        await setting.dispatcher.generate(request())
+    assert len(setting.client.calls) == 1
+
+
+async def test_aborted_samples_are_generated_again() -> None:
+    def aborted_on_a(name: str, request: GroupRequest, index: int) -> Rollout:
+        rollout = rollout_of("text", index, 0, request.sampling.seed, 4)
+        is_cut = name == "a" and index > 0
+        return replace(rollout, finish_reason=FinishReason.ABORTED) if is_cut else rollout
+
+    setting = Setting(ScriptedClient(make=aborted_on_a))
+    await setting.dispatcher.announce([replica("a"), replica("b")])
+    group = await setting.dispatcher.generate(request())
+    assert setting.client.calls[1] == ("b", "p0", (1, 2, 3))
+    assert all(r.finish_reason is FinishReason.STOP for r in group.rollouts)
+
+
+async def test_the_oldest_version_in_a_group_is_told_through_all_attempts() -> None:
+    told: list[int | None] = []
+
+    async def break_a(name: str, _request: GroupRequest, index: int) -> None:
+        if name == "a" and index == 1:
+            raise EngineError("lost")
+
+    client = ScriptedClient(before_sample=break_a, versions={"a": 3, "b": 4})
+    setting = Setting(client)
+    await setting.dispatcher.announce([replica("a", 3), replica("b", 4)])
+    group = await setting.dispatcher.generate(request(), told.append)
+    assert told == [None, 3, 3, 3]
+    assert group.oldest_version == 3
+
+
+async def test_cancelling_a_group_gives_its_room_back_at_every_stage() -> None:
+    gate = asyncio.Event()
+
+    async def hold(_name: str, _request: GroupRequest, _index: int) -> None:
+        await gate.wait()
+
+    setting = Setting(ScriptedClient(before_sample=hold))
+    await setting.dispatcher.announce([replica("a", slots=4)])
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(setting.dispatcher.generate(request(0)))
+        waiting = tasks.create_task(setting.dispatcher.generate(request(1)))
+        granted = tasks.create_task(setting.dispatcher.generate(request(2)))
+        await settled(lambda: setting.queue.num_waiting == 2)
+        waiting.cancel()
+        await settled(lambda: setting.queue.num_waiting == 1)
+        running.cancel()
+        # The room is granted in the same moment in which the next one is cancelled.
+        await settled(lambda: setting.queue.num_waiting == 0)
+        granted.cancel()
+    assert setting.queue.num_free_sequences(0) == 4

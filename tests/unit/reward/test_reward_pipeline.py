@@ -1,0 +1,201 @@
+"""The coordinator: admission, staleness, take-over, one end for every prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.reward.assembly import RewardLoop
+from services.reward.dispatcher import GroupRequest
+from services.reward.ledger import PromptState
+from sluice.config.run import RunConfig
+from sluice.errors import BatchUnfillableError, DeadlineError, EngineError
+from sluice.types import PromptEnd
+from tests.support.reward_loop import (
+    InlineScorer,
+    ScriptedClient,
+    replica,
+    running_loop,
+    settled,
+    submit,
+)
+
+MIXED = "answer=1 right=1"
+WRONG = "answer=1 right=0"
+
+
+def config(**asynchrony: Any) -> RunConfig:
+    tree = {
+        "data": {"train_batch_size": 2},
+        "actor_rollout_ref": {"rollout": {"n": 2}},
+        "algorithm": {"filter_groups": {"enable": True, "min_yield_groups": 5}},
+        "sluice": {"asynchrony": {"max_staleness": 1, **asynchrony}},
+    }
+    return msgspec.convert(tree, RunConfig)
+
+
+def ends(loop: RewardLoop) -> dict[str, int]:
+    accounts = loop.ledger.accounts()
+    assert accounts.num_submitted == sum(accounts.by_end.values()) + accounts.num_pending
+    return {end.value: count for end, count in accounts.by_end.items() if count}
+
+
+async def turns(count: int) -> None:
+    """Let every task that can run do so."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class Gate:
+    """Holds the samples of chosen prompts back."""
+
+    def __init__(self, *held: str) -> None:
+        self.held = set(held)
+        self.opened = asyncio.Event()
+
+    async def __call__(self, _name: str, request: GroupRequest, _index: int) -> None:
+        if request.prompt.prompt_id in self.held:
+            await self.opened.wait()
+
+
+async def publish(loop: RewardLoop, client: ScriptedClient, version: int) -> None:
+    client.versions["a"] = version
+    await loop.pipeline.announce("trainer", version, [replica("a", version)], None)
+
+
+async def test_at_staleness_zero_nothing_starts_beyond_what_the_batch_needs() -> None:
+    client = ScriptedClient()
+    async with running_loop(config(max_staleness=0), client) as loop:
+        submit(loop, [MIXED, WRONG, MIXED, MIXED, MIXED])
+        await publish(loop, client, 0)
+        batch = await loop.pipeline.batches.take(1, 0, 5)
+        assert [g.prompt_id for g in batch.groups] == ["p0", "p2"]
+        loop.pipeline.batches.acknowledge(batch.batch_id, 1)
+        await turns(50)
+        assert len(client.calls) == 3
+        await publish(loop, client, 1)
+        batch = await loop.pipeline.batches.take(2, 1, 5)
+        assert [g.prompt_id for g in batch.groups] == ["p3", "p4"]
+        assert batch.statistics["train/staleness_max"] == 0
+
+
+async def test_waiting_holds_a_batch_back_for_a_group_that_would_grow_stale() -> None:
+    gate = Gate("p0")
+    client = ScriptedClient(before_sample=gate)
+    async with running_loop(config(on_stale="wait"), client) as loop:
+        submit(loop, [MIXED] * 4)
+        await publish(loop, client, 0)
+        await settled(lambda: loop.batcher.num_kept == 3)
+        first = await loop.pipeline.batches.take(1, 0, 5)
+        loop.pipeline.batches.acknowledge(first.batch_id, 1)
+        await publish(loop, client, 1)
+        submit(loop, [MIXED] * 3, first=4)
+        with pytest.raises(DeadlineError):
+            await loop.pipeline.batches.take(2, 1, 0.05)
+        gate.opened.set()
+        second = await loop.pipeline.batches.take(2, 1, 5)
+        assert {g.prompt_id for g in second.groups} == {"p0", "p3"}
+        assert ends(loop) == {"trained": 2}
+
+
+async def test_dropping_cancels_groups_that_are_too_old_and_drops_kept_ones() -> None:
+    gate = Gate("p0")
+    client = ScriptedClient(before_sample=gate)
+    async with running_loop(config(on_stale="drop"), client) as loop:
+        session = submit(loop, [MIXED] * 4)
+        await publish(loop, client, 0)
+        await settled(lambda: loop.batcher.num_kept == 3)
+        await publish(loop, client, 2)
+        submit(loop, [MIXED] * 2, first=4)
+        batch = await loop.pipeline.batches.take(3, 2, 5)
+        await settled(lambda: "p0" in client.cancelled)
+        await settled(lambda: ends(loop) == {"dropped_stale": 4})
+        assert [g.prompt_id for g in batch.groups] == ["p4", "p5"]
+        assert batch.statistics["train/surplus_discarded"] == 3
+        assert session.num_open == 0
+
+
+async def test_a_lease_is_formed_anew_for_a_newer_version() -> None:
+    client = ScriptedClient()
+    async with running_loop(config(), client) as loop:
+        submit(loop, [MIXED] * 8)
+        await publish(loop, client, 0)
+        old = await loop.pipeline.batches.take(1, 0, 5)
+        await publish(loop, client, 1)
+        new = await loop.pipeline.batches.take(2, 1, 5)
+        assert old.batch_id != new.batch_id
+        assert {g.prompt_id for g in new.groups} == {g.prompt_id for g in old.groups}
+        assert new.policy_version == 1
+        assert ends(loop) == {}
+
+
+async def test_another_trainer_restarts_what_is_under_way() -> None:
+    gate = Gate("p1", "p3")
+    client = ScriptedClient(before_sample=gate)
+    async with running_loop(config(), client) as loop:
+        submit(loop, [MIXED] * 4)
+        await publish(loop, client, 5)
+        await loop.pipeline.batches.take(6, 5, 5)
+        gate.held = set()
+        client.versions["a"] = 3
+        await loop.pipeline.announce("another", 3, [replica("a", 3)], None)
+        assert sorted(client.cancelled) == ["p1", "p3"]
+        batch = await loop.pipeline.batches.take(4, 3, 5)
+        assert [g.prompt_id for g in batch.groups] == ["p0", "p1"]
+        assert all(r.oldest_version == 3 for g in batch.groups for r in g.rollouts)
+        assert loop.ledger.accounts().num_submitted == 4
+
+
+async def test_hopeless_yield_is_told_with_the_last_failure() -> None:
+    async def fail(_name: str, _request: GroupRequest, _index: int) -> None:
+        raise EngineError("the engine is on fire")
+
+    client = ScriptedClient()
+    async with running_loop(config(), client) as loop:
+        submit(loop, [WRONG] * 5)
+        await publish(loop, client, 0)
+        with pytest.raises(BatchUnfillableError, match="5 filtered_all_wrong"):
+            await loop.pipeline.batches.take(1, 0, 5)
+        assert ends(loop) == {"filtered_all_wrong": 5}
+
+
+async def test_a_take_that_ends_names_what_is_generating() -> None:
+    client = ScriptedClient(before_sample=Gate("p0", "p1"))
+    async with running_loop(config(), client) as loop:
+        submit(loop, [MIXED] * 2)
+        await publish(loop, client, 0)
+        with pytest.raises(DeadlineError, match=r"generating 2 groups \(0 of 2 groups kept\)"):
+            await loop.pipeline.batches.take(1, 0, 0.05)
+
+
+async def test_a_defect_in_one_group_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(InlineScorer, "score", explode)
+
+    async def run_until_it_fails() -> None:
+        client = ScriptedClient()
+        async with running_loop(config(), client) as loop:
+            submit(loop, [MIXED])
+            await publish(loop, client, 0)
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as error:
+        await asyncio.wait_for(run_until_it_fails(), 5)
+    assert error.group_contains(ZeroDivisionError)
+
+
+async def test_at_shutdown_streams_are_cancelled_and_prompts_stay_pending() -> None:
+    client = ScriptedClient(before_sample=Gate("p0", "p1"))
+    async with running_loop(config(), client) as loop:
+        submit(loop, [MIXED] * 2)
+        await publish(loop, client, 0)
+        await settled(lambda: len(client.calls) == 2)
+        assert loop.ledger.accounts().by_state[PromptState.GENERATING] == 2
+    assert sorted(client.cancelled) == ["p0", "p1"]
+    assert loop.ledger.accounts().num_pending == 2
+    assert loop.ledger.accounts().by_end[PromptEnd.DROPPED_FAILED] == 0

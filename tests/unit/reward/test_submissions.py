@@ -1,0 +1,140 @@
+"""Clients' prompts: receipts, outcomes, bounds."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.reward.ledger import MemoryLedger
+from services.reward.outcomes import PromptOutcome
+from services.reward.scorers.registry import scorer_for
+from services.reward.submissions import (
+    MAX_UNSENT,
+    Receipt,
+    Submission,
+    Submissions,
+    SubmissionSession,
+)
+from sluice.types import ChatMessage, PromptEnd
+
+HELLO = (ChatMessage("user", "hello"),)
+
+
+def submission(prompt_id: str, **changes: object) -> Submission:
+    fields = {
+        "prompt_id": prompt_id,
+        "messages": HELLO,
+        "data_source": "math_dapo",
+        "ground_truth": "1",
+        "extra_info": {},
+    }
+    return Submission(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def ledger() -> MemoryLedger:
+    return MemoryLedger()
+
+
+@pytest.fixture
+def submissions(ledger: MemoryLedger) -> Submissions:
+    return Submissions(ledger, ledger.accept, lambda source: void(scorer_for(source)), 2)
+
+
+def void(_: object) -> None:
+    """Drop a value."""
+
+
+async def receipt(session: SubmissionSession) -> Receipt:
+    event = await session.next_event()
+    assert isinstance(event, Receipt)
+    return event
+
+
+def end(submissions: Submissions, ledger: MemoryLedger, prompt_id: str) -> None:
+    prompt = ledger.end(prompt_id, PromptEnd.TRAINED)
+    submissions.ended(PromptOutcome(prompt, PromptEnd.TRAINED, 3, (1.0,), ""))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (submission(""), "use 1 to 128"),
+        (submission("é" * 65), "130 bytes"),
+        (submission("data-3"), "names data-set rows"),
+        (submission("a", messages=()), "at least one turn"),
+        (submission("a", messages=(ChatMessage("", "x"),)), "each with a role"),
+        (submission("a", data_source=""), "data_source: empty"),
+        (submission("a", data_source="poetry"), "no built-in scorer"),
+    ],
+)
+async def test_a_wrong_prompt_is_refused_with_the_reason_and_not_accepted(
+    submissions: Submissions, ledger: MemoryLedger, wrong: Submission, reason: str
+) -> None:
+    with submissions.session() as session:
+        submissions.submit(wrong, session)
+        refused = await receipt(session)
+    assert refused.sequence is None
+    assert reason in refused.refused_because
+    assert ledger.accounts().num_submitted == 0
+
+
+async def test_unfinished_prompts_are_bounded(
+    submissions: Submissions, ledger: MemoryLedger
+) -> None:
+    with submissions.session() as session:
+        for name in "abc":
+            submissions.submit(submission(name), session)
+        receipts = [await receipt(session) for _ in range(3)]
+        assert [r.sequence is None for r in receipts] == [False, False, True]
+        assert "max_client_pending" in receipts[2].refused_because
+        end(submissions, ledger, "a")
+        await session.next_event()
+        submissions.submit(submission("c"), session)
+        assert (await receipt(session)).sequence is not None
+
+
+async def test_a_session_ends_when_its_input_and_all_its_prompts_have_ended(
+    submissions: Submissions, ledger: MemoryLedger
+) -> None:
+    with submissions.session() as session:
+        submissions.submit(submission("a"), session)
+        session.close_input()
+        await receipt(session)
+        end(submissions, ledger, "a")
+        outcome = await session.next_event()
+        assert isinstance(outcome, PromptOutcome)
+        assert (outcome.end, outcome.step) == (PromptEnd.TRAINED, 3)
+        assert await session.next_event() is None
+
+
+async def test_a_client_that_left_is_told_nothing_and_its_prompts_stay(
+    submissions: Submissions, ledger: MemoryLedger
+) -> None:
+    with submissions.session() as session:
+        submissions.submit(submission("a"), session)
+    assert ledger.accounts().num_pending == 1
+    end(submissions, ledger, "a")
+    with submissions.session() as other:
+        submissions.submit(submission("b"), other)
+        assert (await receipt(other)).sequence == 1
+
+
+async def test_a_client_that_does_not_read_is_not_given_more(submissions: Submissions) -> None:
+    with submissions.session() as session:
+        for _ in range(MAX_UNSENT):
+            submissions.submit(submission(""), session)
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(session.room())
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            await receipt(session)
+
+
+async def test_the_end_of_the_service_ends_every_session(submissions: Submissions) -> None:
+    with submissions.session() as session:
+        submissions.submit(submission("a"), session)
+        await receipt(session)
+        submissions.end()
+        assert await session.next_event() is None

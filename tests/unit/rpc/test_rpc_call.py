@@ -1,0 +1,188 @@
+"""Calls to peers over real connections: retries, deadlines, errors."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
+from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from sluice.errors import (
+    BatchUnfillableError,
+    ConfigError,
+    DeadlineError,
+    InvalidRequestError,
+    NotReadyError,
+    PeerError,
+    SluiceError,
+)
+from sluice.rpc import call
+from sluice.rpc.call import stream_call, unary_call
+from sluice.rpc.call_policy import CALL_POLICIES, CallPolicy
+from sluice.rpc.channel import open_channel
+from sluice.rpc.stubs import reward_stub, trainer_stub
+from tests.support.rpc_server import connected
+
+
+class Flaky(reward_pb2_grpc.RewardServiceServicer):
+    """Fails `failures` times with `error` before it answers."""
+
+    def __init__(self, failures: int, error: Exception) -> None:
+        self.failures, self.error, self.calls = failures, error, 0
+
+    async def _answer(self, answer: Any) -> Any:
+        self.calls += 1
+        if self.calls <= self.failures:
+            raise self.error
+        return answer
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        return await self._answer(reward_pb2.GetStatusResponse(prompts_submitted=7))
+
+    async def Evaluate(self, request: Any, context: Any) -> Any:
+        return await self._answer(reward_pb2.EvaluateResponse())
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = {
+        name: CallPolicy(policy.deadline_s, policy.attempts, backoff_s=0.0)
+        for name, policy in CALL_POLICIES.items()
+    }
+    monkeypatch.setattr(call, "CALL_POLICIES", quick)
+
+
+async def get_status(channel: Any, deadline_s: float | None = None) -> Any:
+    return await unary_call(
+        reward_stub(channel).GetStatus,
+        reward_pb2.GetStatusRequest(),
+        name="RewardService/GetStatus",
+        peer="reward service",
+        phase="asking for its status",
+        deadline_s=deadline_s,
+    )
+
+
+async def evaluate(channel: Any) -> Any:
+    return await unary_call(
+        reward_stub(channel).Evaluate,
+        reward_pb2.EvaluateRequest(),
+        name="RewardService/Evaluate",
+        peer="reward service",
+        phase="evaluating",
+    )
+
+
+async def test_an_idempotent_call_is_repeated_while_the_peer_is_unavailable() -> None:
+    peer = Flaky(2, NotReadyError("still loading"))
+    async with connected(reward=peer) as channel:
+        assert (await get_status(channel)).prompts_submitted == 7
+    assert peer.calls == 3
+
+
+async def test_repeating_ends_with_the_attempts_of_the_table() -> None:
+    peer = Flaky(99, NotReadyError("still loading"))
+    async with connected(reward=peer) as channel:
+        with pytest.raises(PeerError, match="reward service: failed while asking .*still loading"):
+            await get_status(channel)
+    assert peer.calls == CALL_POLICIES["RewardService/GetStatus"].attempts
+
+
+async def test_a_call_that_is_not_idempotent_is_made_once() -> None:
+    peer = Flaky(1, NotReadyError("still loading"))
+    async with connected(reward=peer) as channel:
+        with pytest.raises(PeerError, match="still loading"):
+            await evaluate(channel)
+    assert peer.calls == 1
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidRequestError("n: 0"), BatchUnfillableError("no data"), ConfigError("key x")]
+)
+async def test_what_cannot_succeed_by_repeating_is_not_repeated(error: SluiceError) -> None:
+    peer = Flaky(1, error)
+    async with connected(reward=peer) as channel:
+        with pytest.raises(type(error), match=str(error)):
+            await get_status(channel)
+    assert peer.calls == 1
+
+
+class Silent(reward_pb2_grpc.RewardServiceServicer):
+    """Never answers."""
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        await asyncio.Event().wait()
+
+
+async def test_a_deadline_names_peer_and_phase_and_is_not_repeated() -> None:
+    async with connected(reward=Silent()) as channel:
+        with pytest.raises(DeadlineError) as caught:
+            await get_status(channel, deadline_s=0.1)
+    assert (caught.value.peer, caught.value.seconds) == ("reward service", 0.1)
+    assert "no answer within 0.1 s while asking for its status" in str(caught.value)
+
+
+async def test_a_deadline_of_zero_seconds_is_zero_and_not_the_tables() -> None:
+    async with connected(reward=Flaky(0, ValueError())) as channel:
+        with pytest.raises(DeadlineError):
+            await get_status(channel, deadline_s=0.0)
+
+
+async def test_a_peer_that_is_not_there_is_named() -> None:
+    async with (
+        open_channel("127.0.0.1:1", max_message_bytes=1000) as channel,
+    ):
+        with pytest.raises(PeerError, match="reward service: failed while asking"):
+            await get_status(channel)
+
+
+class Counting(trainer_pb2_grpc.TrainerServiceServicer):
+    """Counts up for ever, or fails after two messages."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.was_cancelled = asyncio.Event()
+
+    async def WatchSteps(self, request: Any, context: Any) -> Any:
+        try:
+            for step in (1, 2):
+                yield trainer_pb2.WatchStepsResponse(step=step)
+            if self.error is not None:
+                raise self.error
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.was_cancelled.set()
+            raise
+
+
+def watch(channel: Any) -> Any:
+    return stream_call(
+        trainer_stub(channel).WatchSteps,
+        trainer_pb2.WatchStepsRequest(),
+        name="TrainerService/WatchSteps",
+        peer="trainer",
+        phase="watching steps",
+    )
+
+
+async def test_leaving_a_stream_early_cancels_its_handler() -> None:
+    peer = Counting()
+    async with connected(trainer=peer) as channel:
+        async with aclosing(watch(channel)) as messages:
+            async for message in messages:
+                assert message.step == 1
+                break
+        async with asyncio.timeout(10):
+            await peer.was_cancelled.wait()
+
+
+async def test_an_error_in_a_stream_arrives_after_its_messages() -> None:
+    steps = []
+    async with connected(trainer=Counting(BatchUnfillableError("no data"))) as channel:
+        with pytest.raises(BatchUnfillableError, match="no data"):
+            async for message in watch(channel):
+                steps.append(message.step)  # noqa: PERF401  the loop raises
+    assert steps == [1, 2]

@@ -1,0 +1,163 @@
+"""What every server of ours does: errors, limits, health, reflection, clear refusal of a port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
+from sluice.errors import ConfigError, ExhaustedError
+from sluice.rpc.channel import open_channel
+from sluice.rpc.stubs import reward_stub
+from tests.support.rpc_server import LIMIT_BYTES, REWARD, TRAINER, connected, rpc_server, serving
+
+
+class Failing(reward_pb2_grpc.RewardServiceServicer):
+    """Raises what it is given, from inside a task group if asked to."""
+
+    def __init__(self, *failures: Exception, grouped: bool = False) -> None:
+        self.failures, self.grouped = failures, grouped
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        if self.grouped:
+            async with asyncio.TaskGroup() as outer, asyncio.TaskGroup() as inner:
+                for failure in self.failures:
+                    (inner if failure is self.failures[0] else outer).create_task(_raise(failure))
+        raise self.failures[0]
+
+
+async def _raise(error: Exception) -> None:
+    raise error
+
+
+async def failed_status(servicer: Any) -> grpc.aio.AioRpcError:
+    async with connected(reward=servicer) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await reward_stub(channel).GetStatus(reward_pb2.GetStatusRequest(), timeout=10)
+    return caught.value
+
+
+async def test_an_error_inside_nested_task_groups_reaches_the_client_with_its_code() -> None:
+    error = await failed_status(Failing(ExhaustedError("queue: 9 of 9"), grouped=True))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert error.details() == "queue: 9 of 9"
+
+
+async def test_a_defect_beside_an_error_of_ours_is_logged_and_not_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    both = Failing(ExhaustedError("queue: 9 of 9"), KeyError("secret"), grouped=True)
+    error = await failed_status(both)
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "secret" not in (error.details() or "")
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
+
+
+async def test_a_defect_becomes_an_opaque_internal_error(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    error = await failed_status(Failing(KeyError("secret")))
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in (error.details() or "")
+    assert "GetStatus: unexpected KeyError" in caplog.text
+
+
+class Counting(reward_pb2_grpc.RewardServiceServicer):
+    """Counts scored items and cancelled calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.entered, self.cancelled = asyncio.Event(), asyncio.Event()
+
+    async def Score(self, request: Any, context: Any) -> Any:
+        self.calls += 1
+        return reward_pb2.ScoreResponse()
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        self.entered.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+
+async def test_a_message_over_the_limit_is_refused_before_the_handler() -> None:
+    peer = Counting()
+    large = reward_pb2.ScoreRequest(items=[reward_pb2.ScoreItem(response="x" * LIMIT_BYTES)])
+    async with connected(reward=peer) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await reward_stub(channel).Score(large, timeout=10)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert peer.calls == 0
+
+
+async def test_a_cancelled_call_cancels_its_handler() -> None:
+    peer = Counting()
+    async with connected(reward=peer) as channel, asyncio.timeout(10):
+        call = reward_stub(channel).GetStatus(reward_pb2.GetStatusRequest())
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(peer.entered.wait())
+            await asyncio.wait([waiting, tasks.create_task(_cancelled(call, peer.entered))])
+        await peer.cancelled.wait()
+
+
+async def _cancelled(call: Any, entered: asyncio.Event) -> None:
+    await entered.wait()
+    call.cancel()
+
+
+async def test_a_port_in_use_is_one_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use; .*set another"):
+            await rpc_server(port=port).start()
+
+
+async def test_two_servers_never_share_a_port() -> None:
+    async with serving() as first:
+        with pytest.raises(ConfigError, match="is in use"):
+            await rpc_server(port=first.port).start()
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+async def test_a_foreign_interface_is_one_clear_error(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"host {host}, port 0: cannot listen there"):
+        await rpc_server(host=host).start()
+
+
+async def health(channel: grpc.aio.Channel, service: str) -> Any:
+    request = health_pb2.HealthCheckRequest(service=service)
+    return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)).status
+
+
+async def test_health_answers_for_the_server_and_each_service_and_follows_its_state() -> None:
+    states = health_pb2.HealthCheckResponse
+    async with (
+        serving() as server,
+        open_channel(server.address, max_message_bytes=LIMIT_BYTES) as channel,
+    ):
+        for name in ("", REWARD, TRAINER):
+            assert await health(channel, name) == states.SERVING
+        await server.set_serving(serving=False)
+        for name in ("", REWARD, TRAINER):
+            assert await health(channel, name) == states.NOT_SERVING
+
+
+async def test_reflection_lists_the_services_and_describes_them() -> None:
+    requests = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol=REWARD),
+    ]
+    async with connected() as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        answers = [answer async for answer in stub.ServerReflectionInfo(iter(requests), timeout=10)]
+    names = {service.name for service in answers[0].list_services_response.service}
+    assert {REWARD, TRAINER, "grpc.health.v1.Health"} <= names
+    assert answers[1].file_descriptor_response.file_descriptor_proto

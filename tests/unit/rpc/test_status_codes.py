@@ -1,0 +1,91 @@
+"""Errors become statuses and errors again."""
+
+from __future__ import annotations
+
+import inspect
+
+import grpc
+import pytest
+
+from sluice import errors
+from sluice.rpc.status_codes import CLASS_KEY, error_of, status_of
+
+ALL_ERRORS = [
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, errors.SluiceError) and kind is not errors.SluiceError
+]
+
+
+def example(kind: type[errors.SluiceError]) -> errors.SluiceError:
+    if kind is errors.DeadlineError:
+        return errors.DeadlineError("rollout-3", "counting", 2.0)
+    if kind in (errors.PeerError, errors.WeightSyncError):
+        return kind("rollout-3", "counting", "it fell over")
+    return kind("field x: 7 is too much; use 5")
+
+
+def over_the_wire(error: errors.SluiceError) -> errors.SluiceError:
+    status = status_of(error)
+    return error_of(
+        status.code,
+        status.details,
+        dict(status.trailing_metadata).get(CLASS_KEY),
+        peer="reward service",
+        phase="taking a batch",
+        deadline_s=5.0,
+    )
+
+
+@pytest.mark.parametrize("kind", ALL_ERRORS)
+def test_every_error_has_a_code_of_its_own_or_carries_its_class(
+    kind: type[errors.SluiceError],
+) -> None:
+    status = status_of(example(kind))
+    assert status.code is not grpc.StatusCode.UNKNOWN
+    assert dict(status.trailing_metadata) == {CLASS_KEY: kind.__name__}
+
+
+# A peer that is not ready, or whose engine fails, has failed us: callers ask elsewhere or again.
+AS_PEER_ERROR = {errors.NotReadyError, errors.EngineError, errors.PeerError}
+
+
+@pytest.mark.parametrize("kind", ALL_ERRORS)
+def test_an_error_arrives_as_what_it_was_with_its_words(kind: type[errors.SluiceError]) -> None:
+    sent = example(kind)
+    arrived = over_the_wire(sent)
+    assert type(arrived) is (errors.PeerError if kind in AS_PEER_ERROR else kind)
+    assert str(sent) in str(arrived)
+
+
+def test_a_subclass_travels_as_the_class_in_the_table() -> None:
+    class GroupFailedError(errors.DataError):
+        pass
+
+    assert type(over_the_wire(GroupFailedError("x"))) is errors.DataError
+
+
+@pytest.mark.parametrize(
+    ("code", "claimed"),
+    [
+        (grpc.StatusCode.FAILED_PRECONDITION, None),
+        (grpc.StatusCode.FAILED_PRECONDITION, ""),
+        (grpc.StatusCode.FAILED_PRECONDITION, "InvalidRequestError"),  # of another code
+        (grpc.StatusCode.FAILED_PRECONDITION, "KeyboardInterrupt"),
+        (grpc.StatusCode.INTERNAL, "BatchUnfillableError"),
+        (grpc.StatusCode.UNAVAILABLE, "BatchUnfillableError"),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, None),  # grpc's own: a message over the limit
+        (grpc.StatusCode.CANCELLED, None),
+        (grpc.StatusCode.UNIMPLEMENTED, None),
+    ],
+)
+def test_a_class_that_the_table_does_not_give_this_code_is_not_believed(
+    code: grpc.StatusCode, claimed: str | None
+) -> None:
+    error = error_of(code, "words", claimed, peer="trainer", phase="asking", deadline_s=1.0)
+    assert type(error) is errors.PeerError
+    assert str(error) == f"trainer: failed while asking: {code.name}: words"
+
+
+def test_details_are_cut_to_what_metadata_can_carry() -> None:
+    assert len(status_of(errors.DataError("é" * 100_000)).details) <= 2000
