@@ -1,12 +1,12 @@
 """Generated tokens per second: the embedded engine against transformers `generate`.
 
-Both draw the same number of samples with the same model, prompts, lengths and temperature, each with
-one torch thread, in alternating runs of one process::
+Both draw the same number of samples with the same model, prompts, lengths and temperature, each
+with one torch thread, in alternating runs of one process::
 
     python benchmarks/bench_generate.py --sequences 64
 
 The last line printed is one JSON object. Rates are per second of processor time (of all threads of
-the process, so that other programs on the machine count little); `_wall` are per second on the clock.
+the process, so that other programs on the machine count less); `_wall` are per second on the clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -100,12 +100,13 @@ def _quickstart_config(directory: Path) -> Path:
 def _model(directory: Path, dtype: str) -> PreTrainedModel:
     """The model as transformers runs it by default, with weights from its configuration."""
     torch.manual_seed(_SEED)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+    model: Any = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(directory), dtype=getattr(torch, dtype)
     )
     # Without end tokens every sample has the same length on both sides.
     model.generation_config = GenerationConfig(pad_token_id=0)
-    return model.eval()
+    model.eval()
+    return cast("PreTrainedModel", model)
 
 
 class Transformers:
@@ -122,7 +123,8 @@ class Transformers:
             "top_k": 0,
             "max_new_tokens": workload.new_tokens,
         }
-        self._model, self._expected = model, (workload.sequences, workload.new_tokens)
+        self._model: Any = model
+        self._expected = (workload.sequences, workload.new_tokens)
 
     def run(self) -> None:
         """One batch."""

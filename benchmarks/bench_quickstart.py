@@ -24,7 +24,7 @@ from benchmarks.trl_environment import interpreter_of
 from sluice.report.run_record import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
-VALIDATE_EVERY = 5
+VALIDATE_EVERY = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ def main(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Measures the quickstart over seeds and against TRL.",
-        epilog="example: python benchmarks/bench_quickstart.py --seeds 0 1 2 --target 0.85",
+        epilog="example: python benchmarks/bench_quickstart.py --seeds 0 1 2 --target 0.88",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--target", type=float, default=0.85, help="held-out accuracy to reach")
+    parser.add_argument("--target", type=float, default=0.88, help="held-out accuracy to reach")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "bench")
     parser.add_argument("--trl", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--trl-venv", type=Path, default=ROOT / ".venv-trl")
@@ -105,6 +105,7 @@ def seconds_to_target(run_dir: Path, target: float) -> float | None:
 def _run_trl(seed: int, assets: Path, parsed: argparse.Namespace) -> Mapping[str, object]:
     script = ROOT / "benchmarks" / "trl_dapo.py"
     limits = ["--target", str(parsed.target), "--max-seconds", str(parsed.trl_max_seconds)]
+    limits += ["--max-batches", "60", "--evaluate-every", str(VALIDATE_EVERY)]
     interpreter = str(interpreter_of(parsed.trl_venv))
     return _last_json(
         [interpreter, str(script), "--assets", str(assets), "--seed", str(seed), *limits]

@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks.training_record import AccuracyCurve, Bounds, StopReason
 from benchmarks.trl_evaluation import EvaluateAndStop, HeldOut, progress_line, sum_over_ranks
 from benchmarks.trl_scoring import DapoReward
-from benchmarks.trl_settings import DapoJob, TrlTuning
+from benchmarks.trl_settings import LR_SCHEDULE, DapoJob, TrlTuning, lr_schedule_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -150,13 +150,8 @@ def make_config(run: TrlRun, scratch: str) -> GRPOConfig:
         scale_rewards="group",
         mask_truncated_completions=False,
         learning_rate=job.learning_rate,
-        # The one schedule of transformers with a linear decay that ends above zero.
-        lr_scheduler_type="warmup_stable_decay",
-        lr_scheduler_kwargs={
-            "num_decay_steps": job.schedule_steps - job.warmup_steps,
-            "decay_type": "linear",
-            "min_lr_ratio": job.min_lr_ratio,
-        },
+        lr_scheduler_type=LR_SCHEDULE,
+        lr_scheduler_kwargs=lr_schedule_arguments(job),
         warmup_steps=job.warmup_steps,
         adam_beta1=job.adam_betas[0],
         adam_beta2=job.adam_betas[1],

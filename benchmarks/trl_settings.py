@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# The one schedule of transformers with a linear decay that ends above zero.
+LR_SCHEDULE = "warmup_stable_decay"
+
 
 @dataclass(frozen=True, slots=True)
 class DapoJob:
@@ -17,8 +20,8 @@ class DapoJob:
     overlong_penalty_factor: float = 1.0
     learning_rate: float = 1e-3
     warmup_steps: int = 5
-    schedule_batches: int = 60
-    min_lr_ratio: float = 0.05
+    schedule_batches: int = 20
+    min_lr_ratio: float = 0.1
     adam_betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
@@ -41,6 +44,16 @@ class DapoJob:
     def schedule_steps(self) -> int:
         """Optimizer steps until the learning rate has decayed."""
         return self.schedule_batches * self.steps_per_batch
+
+
+def lr_schedule_arguments(job: DapoJob) -> dict[str, object]:
+    """Arguments of `LR_SCHEDULE`; the plateau is fixed, or it would follow from the step bound."""
+    return {
+        "num_stable_steps": 0,
+        "num_decay_steps": job.schedule_steps - job.warmup_steps,
+        "decay_type": "linear",
+        "min_lr_ratio": job.min_lr_ratio,
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.api.weights.v1 import weights_pb2_grpc
 from sluice.concurrency.exit_status import exit_status
 from sluice.concurrency.parent_death import end_with_supervisor
+from sluice.concurrency.process_exit import leave
 from sluice.concurrency.shutdown import stop_on_signals
 from sluice.config.endpoints import advertised_address, peer_address
 from sluice.config.loader import load_config
@@ -68,8 +69,10 @@ async def _serve(arguments: _Arguments) -> None:
         try:
             server = _server(config, engine, encoder, identity)
             await server.start()
-            await _take_part(config, engine, _replica(config, identity, server.port), stop)
-            await server.stop(config.sluice.rollout.drain_timeout_s)
+            try:
+                await _take_part(config, engine, _replica(config, identity, server.port), stop)
+            finally:
+                await server.stop(config.sluice.rollout.drain_timeout_s)
         finally:
             await engine.stop()
 
@@ -149,4 +152,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -17,6 +17,7 @@ from services.trainer.follower import run_follower
 from services.trainer.leader import run_leader
 from sluice.concurrency.exit_status import exit_status
 from sluice.concurrency.parent_death import end_with_supervisor
+from sluice.concurrency.process_exit import leave
 from sluice.config.loader import load_config
 from sluice.telemetry.logs import configure_logging
 
@@ -63,4 +64,4 @@ def _end_by_sigterm() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

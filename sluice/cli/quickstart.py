@@ -12,7 +12,9 @@ from rich.console import Console
 
 from sluice.cli.preparation_view import PreparationView
 from sluice.cli.up import ShowLogs, start_run
+from sluice.config.checks import check_config
 from sluice.config.loader import load_config
+from sluice.config.run import RunConfig
 from sluice.quickstart.prepare import QuickstartAssets, prepare
 from sluice.report.html_report import write_report
 from sluice.report.summary import summarize, write_summary
@@ -57,11 +59,13 @@ def quickstart(
     """
     began_s = time.monotonic()
     console = Console()
+    _load(overrides or [])  # a mistake is told before anything is made
     with PreparationView(console) as view:
         assets = prepare(run_dir / "assets", task=task, seed=seed, progress=view.show)
+    config = _load([*_paths(assets, run_dir, seed), *(overrides or [])])
+    check_config(config)
+    run_dir = Path(config.sluice.run_dir)
     _remove_old_results(run_dir)
-    with as_file(files("sluice.quickstart") / "quickstart.yaml") as base:
-        config = load_config(base, [*_paths(assets, run_dir, seed), *(overrides or [])])
     training_from_s = time.monotonic()
     end = start_run(config, console, logs=logs)
     if end.exit_code != 0:
@@ -76,12 +80,17 @@ def quickstart(
     console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
+def _load(overrides: list[str]) -> RunConfig:
+    with as_file(files("sluice.quickstart") / "quickstart.yaml") as base:
+        return load_config(base, overrides)
+
+
 def _paths(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[str]:
     return [
         f"actor_rollout_ref.model.path={assets.model_dir.absolute()}",
         f"data.train_files={assets.train_file.absolute()}",
         f"data.val_files={assets.val_file.absolute()}",
-        f"sluice.run_dir={run_dir.absolute()}",
+        f"sluice.run_dir={run_dir}",
         f"data.seed={seed}",
         f"actor_rollout_ref.rollout.seed={seed}",
         f"trainer.seed={seed}",

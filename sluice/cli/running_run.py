@@ -17,22 +17,19 @@ class PastRun:
     """What a run whose services do not answer has left in its folder.
 
     `phase` is "finished" if it reached its end, otherwise "not running": it was interrupted, has
-    failed, or is only starting. Accuracies are of the first and the last validation.
+    failed, or is only starting. `accuracies` are of the first and the last validation, as far as
+    there are two.
     """
 
     phase: Literal["finished", "not running"]
     step: int
-    accuracy_before: float | None
-    accuracy_after: float | None
+    accuracies: tuple[float, ...]
 
     def as_text(self, run_dir: Path) -> str:
         """A line or two for the console."""
         steps = f"{self.step} step{'' if self.step == 1 else 's'}"
-        accuracy = ""
-        if self.accuracy_before is not None and self.accuracy_after is not None:
-            accuracy = (
-                f"; held-out accuracy {self.accuracy_before:.3f} -> {self.accuracy_after:.3f}"
-            )
+        values = " -> ".join(f"{value:.3f}" for value in self.accuracies)
+        accuracy = f"; held-out accuracy {values}" if values else ""
         if self.phase == "finished":
             return f"{run_dir}: finished after {steps}{accuracy}"
         return (
@@ -44,12 +41,11 @@ class PastRun:
 def past_run(run_dir: Path) -> PastRun:
     """Reads what a run has left."""
     record = read_progress(run_dir)
-    accuracies = [point.accuracy for point in record.accuracies()]
+    values = [point.accuracy for point in record.accuracies()]
     return PastRun(
         "finished" if record.accounts else "not running",
         int(record.steps[-1]["step"] or 0) if record.steps else 0,
-        accuracies[0] if accuracies else None,
-        accuracies[-1] if accuracies else None,
+        (values[0], values[-1]) if len(values) > 1 else tuple(values),
     )
 
 

@@ -169,16 +169,17 @@ def _make_model(
     seed: int,
     progress: Callable[[PrepareProgress], None],
 ) -> tuple[int, WarmStartResult]:
-    """Write the warm-started model with its tokenizer; its parameter count, and how the start went."""
+    """Write the warm-started model with its tokenizer; its parameter count and result."""
     # Only here, so that finding everything made costs no import of torch.
     from sluice.quickstart.model import MAX_POSITIONS, make_model, save_model
-    from sluice.quickstart.warm_start import warm_start
+    from sluice.quickstart.warm_start import one_torch_thread, warm_start
 
     def report(step: int, total: int, loss: float) -> None:
         progress(PrepareProgress("warm-start", step, total, loss))
 
     model = make_model(tokenizer, seed)
-    result = warm_start(model, tokenizer, dialogues, settings, report)
+    with one_torch_thread():
+        result = warm_start(model, tokenizer, dialogues, settings, report)
     shutil.rmtree(directory, ignore_errors=True)
     save_model(model, directory)
     save_tokenizer(tokenizer, directory, MAX_POSITIONS)

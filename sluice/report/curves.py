@@ -94,7 +94,7 @@ def _draw_accuracy(record: RunRecord, axes: Axes) -> None:
         axes.annotate(
             f"{point.accuracy:.3f}",
             (point.step, point.accuracy),
-            xytext=(0, 8 if point.accuracy < 0.9 else -16),
+            xytext=(8, -6) if point is points[0] else (0, 8 if point.accuracy < 0.9 else -16),
             textcoords="offset points",
             ha="left" if point is points[0] else "right",
         )

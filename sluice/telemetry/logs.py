@@ -8,12 +8,10 @@ import sys
 
 def configure_logging(service: str, level: str) -> None:
     """Sends log lines to standard error, marked with the service's name."""
+    marked = service.replace("%", "%%")
+    form = f"%(asctime)s %(levelname)-7s {marked} %(name)s: %(message)s"
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        logging.Formatter(
-            f"%(asctime)s %(levelname)-7s {service} %(name)s: %(message)s", datefmt="%H:%M:%S"
-        )
-    )
+    handler.setFormatter(logging.Formatter(form, datefmt="%H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -40,8 +42,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
             np.float32,
         ),
         version_spans=tuple(
-            VersionSpan(draw(int64), start, end)
-            for start, end in zip(edges, edges[1:], strict=False)
+            VersionSpan(draw(int64), start, end) for start, end in itertools.pairwise(edges)
         ),
         finish_reason=draw(st.sampled_from(FinishReason)),
         text=draw(words),

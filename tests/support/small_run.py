@@ -38,7 +38,7 @@ from sluice.quickstart.worked_answers import make_dialogues
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 
 GROUPS, SAMPLES, TRAIN_ROWS = 4, 4, 2000
-WAIT_S = 120.0
+WAIT_S, LAST_LOOKS_S = 120.0, 5.0
 
 SCORER = """
 import zlib
@@ -256,8 +256,9 @@ async def _run(config: RunConfig, run_dir: Path, scenario: Scenario) -> Record:
             acting = tasks.create_task(scenario(run), name="scenario")
             end = await ending
             watching.cancel()
+            await asyncio.wait([acting], timeout=LAST_LOOKS_S)
             if not acting.done():
-                acting.cancel()
+                raise AssertionError(f"the run ended before all was seen: {end}")
     finally:
         await run.close()
     return Record(end, run_dir, tuple(lines), tuple(pid for pid in pids if is_running(pid)))

@@ -160,12 +160,12 @@ class FusedDecoder:
         normed = layer.input_norm(hidden)
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(hidden), -1, self._head_dim)
         rotated = self._heads + self._kv_heads
-        qk = qkv[:, :rotated]
-        if layer.qk_norm is not None:
-            qk = layer.qk_norm(qk)
+        unrotated = qkv[:, :rotated]
+        qk = unrotated if layer.qk_norm is None else layer.qk_norm(unrotated)
         turned = torch.roll(qk, self._head_dim // 2, -1)
-        torch.addcmul(qk * cos, turned, sin, out=qkv[:, :rotated])
-        return qkv[:, : self._heads], qkv[:, self._heads :]
+        torch.addcmul(qk * cos, turned, sin, out=unrotated)
+        queries, keys_values = qkv.split((self._heads, 2 * self._kv_heads), 1)
+        return queries, keys_values
 
     def _finish(self, layer: _Layer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Output projection, residuals and the feed-forward part; [tokens, hidden]."""

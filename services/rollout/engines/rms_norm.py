@@ -1,8 +1,8 @@
 """RMSNorm in few operations (Zhang and Sennrich, "Root mean square layer normalization", 2019).
 
-``w x / sqrt(mean(x^2) + eps)`` is ``(w sqrt(n)) x / hypot(|x|, sqrt(n eps))`` for x of n numbers. In
-float32 on the CPU this takes four kernels where torch's own composition takes about ten; with batches
-of small rows the calls cost more than the arithmetic.
+``w x / sqrt(mean(x^2) + eps)`` is ``(w sqrt(n)) x / hypot(|x|, sqrt(n eps))`` for x of n numbers.
+In float32 this takes four kernels where torch's own composition on the CPU takes about ten; with
+batches of small rows the calls cost more than the arithmetic.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class CausalBias:
         """[rows * kv heads, 1, length] for [rows] positions below `length`."""
         # Window w is zero up to index last - w, so a row at position p is window last - p.
         windows = (self._last - positions)[:, None].expand(-1, kv_heads).reshape(-1)
-        return self._windows[:, :length].index_select(0, windows)[:, None]
+        return self._windows.narrow(1, 0, length).index_select(0, windows).unsqueeze(1)
 
 
 def decode_attention(

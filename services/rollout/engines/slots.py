@@ -40,7 +40,6 @@ class SlotCache:
         device: torch.device,
     ) -> None:
         self._shapes = tuple(shapes)
-        self._max_model_len = max_model_len
         # Zeros, not empty: masked positions still meet a zero weight, and 0 * inf is nan.
         sizes = [(slots, heads, 2, max_model_len, max(k, v)) for heads, k, v in shapes]
         self._stack: torch.Tensor | None = None
@@ -78,9 +77,13 @@ class SlotCache:
         """Per layer the keys and values of the first rows, each [rows * kv heads, length, dim]."""
         heads, key_dim, value_dim = self._shapes[0]
         if self._stack is not None and key_dim == value_dim:
-            whole = self._stack.view(len(self._layers), -1, 2, self._max_model_len, key_dim)
-            part = whole[:, : rows * heads, :, :length]
-            return list(zip(part[:, :, 0].unbind(0), part[:, :, 1].unbind(0), strict=True))
+            # One view of all layers: slicing each would cost as much as a small matrix product.
+            size = (len(self._layers), rows * heads, length, key_dim)
+            per_layer, _, per_head, per_kind, per_token, _ = self._stack.stride()
+            strides = (per_layer, per_head, per_token, 1)
+            keys = self._stack.as_strided(size, strides).unbind(0)
+            values = self._stack.as_strided(size, strides, per_kind).unbind(0)
+            return list(zip(keys, values, strict=True))
         pairs = []
         for layer, (heads, key_dim, value_dim) in zip(self._layers, self._shapes, strict=True):
             part = layer.view(-1, *layer.shape[2:])[: rows * heads, :, :length]

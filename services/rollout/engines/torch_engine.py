@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import torch
 
@@ -173,7 +173,7 @@ class TorchEngine:
 
     async def generate(
         self, request: GenerationRequest, *, every_token: bool
-    ) -> AsyncIterator[tuple[SampleChunk, ...]]:
+    ) -> AsyncGenerator[tuple[SampleChunk, ...], None]:
         """Draws the samples; see the protocol."""
         thread = self._admit(request)
         samples = len(request.sample_indexes)

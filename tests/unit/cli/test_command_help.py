@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -11,8 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from sluice.cli.main import commands
-from tests.support.source_tree import ROOT
+from sluice.cli.main import app, commands
 
 NAMES = ("quickstart", "up", "train", "status", "generate", "submit", "eval")
 
@@ -50,18 +48,14 @@ def test_the_version_is_the_packages() -> None:
 
 @pytest.mark.parametrize("name", ["status", "generate", "eval"])
 def test_a_run_that_was_never_started_is_one_line_and_exit_code_1(
-    name: str, tmp_path: Path
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["hello", "--run", str(tmp_path)] if name == "generate" else [str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "sluice.cli.main", name, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr == (
+    monkeypatch.setattr(sys, "argv", ["sluice", name, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        app()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == (
         f"sluice: ERROR run: {tmp_path} holds no config.yaml; give the folder of a started run "
         "(its sluice.run_dir), for example runs/quickstart\n"
     )

@@ -13,9 +13,12 @@ from rich.console import Console
 from sluice.cli import live_view
 from sluice.cli.accuracy_tail import AccuracyTail
 from sluice.cli.live_view import LiveView
+from sluice.client.run_monitor import RunMonitor, RunSnapshot
+from sluice.errors import SluiceError
 from sluice.report.run_record import AccuracyPoint
+from tests.support.rpc_server import rpc_server
 from tests.support.run_folder import ACCURACY, run_folder
-from tests.support.scripted_trainer import ScriptedTrainer, monitored
+from tests.support.scripted_trainer import ScriptedReward, ScriptedTrainer, monitored
 
 
 class Screen(io.StringIO):
@@ -57,20 +60,39 @@ async def test_without_a_terminal_every_step_and_accuracy_is_a_plain_line(tmp_pa
     assert len(lines) == 4
 
 
+class Watched:
+    """A monitor that notes when a call of it has failed."""
+
+    def __init__(self, monitor: RunMonitor) -> None:
+        self.monitor, self.has_failed = monitor, asyncio.Event()
+
+    async def snapshot(self) -> RunSnapshot:
+        try:
+            return await self.monitor.snapshot()
+        except SluiceError:
+            self.has_failed.set()
+            raise
+
+
 async def test_a_terminal_gets_one_table_that_stays_when_the_services_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live_view, "_REFRESH_S", 0.01)
     screen = Screen()
     view = view_on(screen, run_folder(tmp_path), terminal=True)
-    async with asyncio.TaskGroup() as tasks:
-        async with monitored(ScriptedTrainer()) as monitor:
-            following = tasks.create_task(view.follow(monitor))
+    server = rpc_server(trainer=ScriptedTrainer(), reward=ScriptedReward())
+    await server.start()
+    async with RunMonitor(server.address, server.address) as monitor, asyncio.timeout(30):
+        watched = Watched(monitor)
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(view.follow(watched))  # type: ignore[arg-type]
             await screen.until("step 2/2")
-        following.cancel()
-    after = screen.getvalue().rpartition("waiting for the services")[2]
-    assert "held-out accuracy" in after
-    assert "0.750" in after
+            await server.stop(0)
+            await watched.has_failed.wait()
+            following.cancel()
+    last_frame = screen.getvalue().rpartition("\x1b[2K")[2]
+    assert "step 2/2" in last_frame
+    assert "0.750" in last_frame
 
 
 async def test_services_that_are_not_up_yet_are_waited_for(
@@ -90,7 +112,7 @@ async def test_services_that_are_not_up_yet_are_waited_for(
         def __getattr__(self, name: str) -> object:
             if not self.failed:
                 self.failed = True
-                raise live_view.SluiceError("not yet")
+                raise SluiceError("not yet")
             return getattr(self.monitor, name)
 
     async with monitored(trainer) as monitor:

@@ -19,12 +19,12 @@ from tests.support.run_folder import ACCOUNTS, STEPS, VALIDATIONS, run_folder
 NOWHERE = ("sluice.trainer.endpoint.port=1", "sluice.reward.endpoint.port=1")
 
 
-def past(folder: Path, *, ended: bool, empty: bool = False) -> Path:
+def past(folder: Path, *, ended: bool, empty: bool = False, validations: int = 2) -> Path:
     write_config(load_config(None, NOWHERE), folder / "config.yaml")
     run_folder(
         folder,
         steps=() if empty else STEPS,
-        validations=() if empty else VALIDATIONS,
+        validations=() if empty else VALIDATIONS[:validations],
         accounts=ACCOUNTS if ended else None,
     )
     return folder
@@ -47,8 +47,7 @@ def test_a_finished_run_says_so_to_machines(tmp_path: Path) -> None:
     assert json.loads(text) == {
         "phase": "finished",
         "step": 2,
-        "accuracy_before": 0.25,
-        "accuracy_after": 0.75,
+        "accuracies": [0.25, 0.75],
     }
 
 
@@ -58,11 +57,16 @@ def test_a_run_that_was_interrupted_says_how_far_it_came_and_how_to_go_on(tmp_pa
     assert f"`sluice up {tmp_path / 'config.yaml'}` starts it again" in text
 
 
+def test_one_validation_is_one_accuracy(tmp_path: Path) -> None:
+    _, text = status(str(past(tmp_path, ended=True, validations=1)))
+    assert text == f"{tmp_path}: finished after 2 steps; held-out accuracy 0.250\n"
+
+
 def test_a_run_without_a_single_step_has_no_accuracy(tmp_path: Path) -> None:
     _, text = status(str(past(tmp_path, ended=False, empty=True)))
     assert f"{tmp_path}: not running; 0 steps finished\n" in text
 
 
 async def test_commands_that_need_it_running_refuse_with_the_same_words(tmp_path: Path) -> None:
-    with pytest.raises(NotReadyError, match="the run does not go on.\n.*finished after 2 steps"):
+    with pytest.raises(NotReadyError, match=r"the run does not go on\.\n.*finished after 2 steps"):
         await ask_run(past(tmp_path, ended=True))

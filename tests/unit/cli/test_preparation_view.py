@@ -32,7 +32,7 @@ def test_without_a_terminal_a_line_comes_every_few_seconds_and_at_the_end() -> N
     assert lines == [
         "supervised warm start (loss 1.500): 1/600",
         "supervised warm start (loss 1.500): 51/600",
-        "supervised warm start (loss 1.500): 110/600",
+        "supervised warm start (loss 1.500): 101/600",
         "supervised warm start (loss 0.250): 600/600",
     ]
 

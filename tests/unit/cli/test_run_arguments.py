@@ -62,5 +62,5 @@ def test_a_folder_without_a_run_is_refused_with_the_remedy(tmp_path: Path) -> No
 
 
 def test_a_configuration_without_ports_was_not_started(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="sluice.trainer.endpoint: neither advertise nor port"):
+    with pytest.raises(ConfigError, match=r"sluice\.trainer\.endpoint: neither advertise nor port"):
         locate_run(started(tmp_path))

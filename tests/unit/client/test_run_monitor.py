@@ -49,16 +49,15 @@ async def test_a_failure_while_it_is_held_lets_go_too() -> None:
 
 async def test_a_run_that_somebody_else_holds_stays_held() -> None:
     trainer = ScriptedTrainer(step=1, phase=PAUSED)
-    async with monitored(trainer) as monitor:
-        async with monitor.held(20):
-            pass
+    async with monitored(trainer) as monitor, monitor.held(20):
+        pass
     assert trainer.controls == []
 
 
 async def test_a_step_that_does_not_end_is_a_deadline_and_the_run_goes_on() -> None:
     trainer = ScriptedTrainer(step=1, steps_to_hold=10**9)
     async with monitored(trainer) as monitor:
-        with pytest.raises(DeadlineError, match="trainer: .* waiting for the step under way"):
+        with pytest.raises(DeadlineError, match=r"trainer: .* waiting for the step under way"):
             async with monitor.held(0.3):
                 pass
     assert trainer.controls == ["pause", "resume"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -35,10 +36,8 @@ def test_a_torn_array_is_refused_by_name(decode: Callable[[bytes, str], Any], da
 
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_batch_are_refused_and_nothing_else_happens(data: bytes) -> None:
-    try:
+    with suppress(InvalidRequestError):
         train_batch_from_bytes(data)
-    except InvalidRequestError as error:
-        assert str(error)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,12 @@ async def test_the_run_ends_with_the_process_that_ends_it_and_takes_the_others_a
 
 
 async def test_every_line_goes_to_the_log_of_its_process_and_to_the_caller(tmp_path: Path) -> None:
-    talk = "import sys; print('ready'); print('to stderr', file=sys.stderr); print('no newline', end='')"
+    talk = """
+    import sys
+    print("ready")
+    print("to stderr", file=sys.stderr)
+    print("no newline", end="")
+    """
     run = Supervised(tmp_path / "logs", spec("trainer", talk, ends_run=True))
     await run.run()
     assert sorted(run.said("trainer")) == ["no newline", "ready", "to stderr"]

@@ -18,7 +18,7 @@ SMALL = PrepareSettings(
     num_train=40,
     num_held_out=8,
     num_tokenizer_dialogues=100,
-    warm_start=WarmStartSettings(num_steps=3, batch_dialogues=4),
+    warm_start=WarmStartSettings(max_hold_steps=2, decay_steps=1, batch_dialogues=4),
 )
 
 
@@ -113,7 +113,7 @@ def test_the_stamp_names_the_settings_it_is_of(tmp_path: Path) -> None:
     make(tmp_path, seed=5)
     settings = json.loads((tmp_path / "prepared.json").read_text())["settings"]
     assert settings["seed"] == 5
-    assert settings["warm_start"]["num_steps"] == 3
+    assert settings["warm_start"]["decay_steps"] == 1
 
 
 def test_an_unknown_task_makes_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,8 +27,8 @@ QUESTION = "What is 12 + 6 + 9? End with 'Answer: N'."
 
 
 def dialogues_of(task: Task, count: int) -> tuple[Dialogue, ...]:
-    problems = deal_problems(random.Random(0), task, count, ())
-    return make_dialogues(problems, random.Random(0), 0.25)
+    problems = islice(deal_problems(random.Random(0), task, ()), count)
+    return tuple(make_dialogues(problems, random.Random(0), 0.35))
 
 
 @pytest.fixture(scope="module")

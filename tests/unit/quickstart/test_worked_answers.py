@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from itertools import islice
 
 import pytest
 
@@ -15,7 +16,7 @@ BOTH = pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.nam
 
 
 def problems_of(task: Task, count: int) -> tuple[Problem, ...]:
-    return deal_problems(random.Random(7), task, count, ())
+    return tuple(islice(deal_problems(random.Random(7), task, ()), count))
 
 
 def test_a_right_answer_reads_as_one_step_per_term_and_the_result() -> None:

@@ -64,6 +64,19 @@ async def test_a_samples_tokens_and_logprobs_are_the_same_bits_in_any_company(
         assert await run((3, 1), company=2) == {3: alone[3], 1: alone[1]}
 
 
+async def test_prompts_are_prefilled_one_by_one(tmp_path: Path) -> None:
+    model = reference_model(save_config("qwen3", tmp_path))
+    async with running_engine(tmp_path, model, batch_invariant=True) as engine:
+        assert engine._loop is not None
+        decoder, batches = engine._loop._decoder, []
+        original = decoder.prefill
+        decoder.prefill = lambda prompts: (batches.append(len(prompts)), original(prompts))[1]
+        async with asyncio.TaskGroup() as tasks:
+            for prompt in ([5, 9, 23], [8, 2, 4], [1, 1]):
+                tasks.create_task(generate(engine, request(prompt)))
+    assert batches == [1, 1, 1]
+
+
 async def test_two_engines_give_the_same_bits(tmp_path: Path) -> None:
     model = reference_model(save_config("qwen3", tmp_path))
     results = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from services.rollout.engines.decoder import PrefilledPrompts, TokenRow
 from services.rollout.engines.generation_loop import GenerationLoop
 from services.rollout.engines.protocol import Engine, GenerationRequest, PartialSample
 from services.rollout.engines.torch_engine import TorchEngine
@@ -312,6 +313,40 @@ async def test_stopping_ends_running_samples_as_aborted_with_what_they_have(
         await engine.stop()
         with pytest.raises(NotReadyError):
             await engine.probe()
+
+
+async def test_a_groups_prompt_is_prefilled_once_however_its_samples_enter(
+    model_path: Path, model: PreTrainedModel
+) -> None:
+    async with running_engine(model_path, model) as engine:
+        assert engine._loop is not None
+        decoder, prefilled = engine._loop._decoder, []
+        original = decoder.prefill
+
+        def prefill(prompts: Sequence[TokenRow]) -> PrefilledPrompts:
+            prefilled.extend(prompt.tolist() for prompt in prompts)
+            return original(prompts)
+
+        decoder.prefill = prefill
+        async with asyncio.TaskGroup() as tasks:
+            for prompt in ([5, 9, 23], [8, 2, 4, 4]):
+                tasks.create_task(generate(engine, request(prompt, samples=19)))
+    assert sorted(prefilled) == [[5, 9], [8, 2, 4]]
+
+
+async def test_the_event_loop_is_woken_at_most_once_a_step(
+    model_path: Path, model: PreTrainedModel
+) -> None:
+    async with running_engine(model_path, model) as engine:
+        assert engine._thread is not None
+        assert engine._loop is not None
+        wakes, steps = [], []
+        wake, step = engine._thread._to_event_loop, engine._loop.step
+        engine._thread._to_event_loop = lambda call: (wakes.append(1), wake(call))
+        engine._loop.step = lambda: (steps.append(1), step())
+        await chunks_of(engine, request(samples=8, max_tokens=20), every_token=True)
+        assert 20 <= len(steps) <= 21
+        assert len(wakes) <= len(steps) + 1  # one may bring what a command did
 
 
 async def test_the_load_counts_slots_waiting_samples_and_tokens(

@@ -1,0 +1,123 @@
+"""A run's record added up, and what it refuses to add up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sluice.errors import DataError
+from sluice.report.run_record import AccuracyPoint, accuracy_of, read_progress, read_run
+from sluice.report.summary import RunSummary, summarize, write_summary
+from tests.support.run_folder import ACCOUNTS, ACCURACY, STEPS, VALIDATIONS, run_folder
+
+
+def summary(folder: Path, **record: Any) -> RunSummary:
+    return summarize(run_folder(folder, **record), seconds_total=99.5, seconds_services=50.25)
+
+
+def test_the_summary_adds_up_the_record(tmp_path: Path) -> None:
+    assert asdict(summary(tmp_path)) == {
+        "accuracy_before": 0.25,
+        "accuracy_after": 0.75,
+        "seconds_total": 99.5,
+        "seconds_services": 50.25,
+        "seconds_dapo": 3.75,
+        "steps": 2,
+        "generated_tokens": 3000 - 300 - 200,
+        "trained_tokens": 1300,
+        "validation_tokens": 500,
+        "groups_kept": 8,
+        "groups_all_right": 3,
+        "groups_all_wrong": 2,
+        "surplus_discarded": 0,
+        "prompts_submitted": 20,
+        "prompts_trained": 8,
+        "prompts_filtered": 6,
+        "prompts_dropped": 2,
+        "prompts_pending": 4,
+        "prompts_lost": 0,
+        "max_staleness_seen": 1,
+    }
+
+
+@pytest.mark.parametrize(("submitted", "lost"), [(23, 3), (19, -1)])
+def test_prompts_that_the_accounts_cannot_explain_are_lost(
+    tmp_path: Path, submitted: int, lost: int
+) -> None:
+    accounts = {**ACCOUNTS, "submitted": submitted}
+    assert summary(tmp_path, accounts=accounts).prompts_lost == lost
+
+
+def test_the_file_for_machines_holds_the_same_numbers(tmp_path: Path) -> None:
+    numbers = summary(tmp_path)
+    write_summary(numbers, tmp_path / "summary.json")
+    assert json.loads((tmp_path / "summary.json").read_text()) == asdict(numbers)
+
+
+def test_the_text_for_people_shows_the_sum_of_the_prompts(tmp_path: Path) -> None:
+    text = summary(tmp_path).as_text()
+    assert "0.250 -> 0.750 in 2 steps" in text
+    assert "20 submitted = 8 trained + 6 filtered + 2 dropped + 4 pending; 0 lost" in text
+
+
+def test_a_run_that_did_not_end_has_no_summary(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"accounts\.json: missing; the run did not reach its end"):
+        summary(tmp_path, accounts=None)
+
+
+def test_a_run_that_was_never_validated_has_no_summary(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no validation; set data\.val_files"):
+        summary(tmp_path, validations=())
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    file = run_folder(tmp_path) / "metrics.jsonl"
+    file.write_text(file.read_text() + '{"step": 3, \n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 5: no JSON object"):
+        read_run(tmp_path)
+
+
+def test_a_line_being_written_is_left_for_later(tmp_path: Path) -> None:
+    file = run_folder(tmp_path) / "metrics.jsonl"
+    file.write_text(file.read_text() + '{"step": 3, "training/glo')
+    assert len(read_run(tmp_path).steps) == 2
+
+
+def test_a_step_that_a_resumed_run_did_again_counts_once_by_its_last_numbers(
+    tmp_path: Path,
+) -> None:
+    again = {**STEPS[1], "train/trained_tokens": 50.0}
+    record = read_run(run_folder(tmp_path, steps=[*STEPS, again]))
+    assert [row["step"] for row in record.steps] == [1, 2]
+    assert record.total("train/trained_tokens") == 650.0
+
+
+def test_a_folder_without_any_record_is_empty_progress(tmp_path: Path) -> None:
+    record = read_progress(tmp_path)
+    assert (record.steps, record.validations, record.accounts) == ((), (), {})
+
+
+@pytest.mark.parametrize(
+    ("row", "accuracy"),
+    [
+        ({ACCURACY: 0.25}, 0.25),
+        ({ACCURACY: 0.25, "val-core/gsm8k/acc/mean@2": 0.75}, 0.5),
+        ({ACCURACY: None}, None),
+        ({"val-aux/math_dapo/acc/mean@2": 0.5, "val-core/math_dapo/acc/maj@2/mean": 0.5}, None),
+        ({}, None),
+    ],
+)
+def test_accuracy_is_the_mean_over_samples_and_data_sources(
+    row: Mapping[str, float | None], accuracy: float | None
+) -> None:
+    assert accuracy_of(row) == accuracy
+
+
+def test_accuracies_come_by_step_whatever_the_order_of_the_file(tmp_path: Path) -> None:
+    record = read_run(run_folder(tmp_path, validations=VALIDATIONS[::-1]))
+    assert record.accuracies() == (AccuracyPoint(0, 0.25), AccuracyPoint(2, 0.75))

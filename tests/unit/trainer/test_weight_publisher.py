@@ -1,0 +1,414 @@
+"""Publishing to a fleet: real transfers over Gloo in this process, scripted control calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer.fleet import Fleet, MemberState
+from services.trainer.weight_publisher import WeightPublisher
+from sluice.device.cpu import CpuDevice
+from sluice.errors import DeadlineError, InvalidRequestError, PeerError, WeightSyncError
+from sluice.types import ReplicaInfo, TransferGroupSpec
+from sluice.weights.digest import digest_weights
+from sluice.weights.plan import tensor_specs
+from sluice.weights.receiver import StagedWeights, WeightReceiver
+from sluice.weights.sender import WeightSender
+from sluice.weights.snapshot import SnapshotBuffers
+
+LAYOUT = "layout"
+# Torch looks up the name of every address it connects to: a lost answer of the network's name
+# server takes it 5 s.
+TIMEOUT_S = 20.0
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((4000, 1000), float(version)), "b": torch.arange(5.0) + version}
+
+
+class Replica:
+    """A replica's receiver with the calls that steer it; `faults` break phases of it.
+
+    A fault is awaited before the phase's work: it may raise, or wait.
+    """
+
+    def __init__(self, name: str, incarnation: str = "1") -> None:
+        self.info = ReplicaInfo(name, f"{name}-{incarnation}", f"{name}:1", 8)
+        self.faults: dict[str, Callable[[], Any]] = {}
+        self.calls: list[str] = []
+        self.epochs: list[int] = []
+        self.served: StagedWeights | None = None
+        self._staged: StagedWeights | None = None
+        self._receiver = WeightReceiver(CpuDevice())
+        self._thread = ThreadPoolExecutor(max_workers=1)
+
+    async def join(self, spec: TransferGroupSpec) -> None:
+        await self._enter("join")
+        self.epochs.append(spec.epoch)
+        await self._run(lambda: self._receiver.join(spec))
+
+    async def stage(self, epoch: int, version: int) -> str:
+        await self._enter("stage")
+        assert epoch == self.epochs[-1]
+        self._staged = await self._run(lambda: self._receiver.stage(version))
+        return "other bytes" if "digest" in self.faults else self._staged.digest
+
+    async def commit(self, epoch: int, version: int, digest: str) -> float:
+        await self._enter("commit")
+        assert self._staged is not None
+        assert (self._staged.version, self._staged.digest) == (version, digest)
+        self.served = self._staged
+        return 0.25
+
+    async def abort(self, epoch: int, reason: str) -> None:
+        await self._enter("abort")
+        self._receiver.abort(reason)
+
+    async def probe(self, timeout_s: float) -> None:
+        await self._enter("probe")
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+    def end(self) -> None:
+        self._receiver.close()
+        self._thread.shutdown()
+
+    async def _enter(self, phase: str) -> None:
+        self.calls.append(phase)
+        fault = self.faults.get(phase)
+        if fault is not None:
+            await fault()
+
+    async def _run(self, call: Callable[[], Any]) -> Any:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        except asyncio.CancelledError:
+            self._receiver.abort("the call was cancelled")
+            raise
+
+
+class Trainer:
+    """A publisher with its fleet and frozen versions."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.fleet = Fleet(LAYOUT, 1e9)
+        self.replicas: dict[str, Replica] = {}
+        specs = tensor_specs(weights(0).items())
+        self.snapshots = SnapshotBuffers(specs)
+        self.publisher = WeightPublisher(
+            self.fleet,
+            self.snapshots,
+            specs,
+            make_sender=lambda: WeightSender(
+                device=CpuDevice(), bucket_bytes=1 << 20, timeout_s=timeout_s
+            ),
+            connect=lambda info: self.replicas[info.incarnation],
+            probe_timeout_s=1.0,
+        )
+
+    def add(self, name: str, incarnation: str = "1") -> Replica:
+        replica = Replica(name, incarnation)
+        self.replicas[replica.info.incarnation] = replica
+        self.register(replica)
+        return replica
+
+    def register(self, replica: Replica) -> None:
+        self.fleet.register(replica.info, LAYOUT, 0.0)
+
+    def freeze(self, version: int) -> None:
+        self.snapshots.write(weights(version).items(), version, 1.0)
+
+    async def publish(self, version: int) -> Any:
+        self.freeze(version)
+        return await self.publisher.publish(version)
+
+    def serving(self) -> dict[str, int]:
+        return {
+            member.info.name: member.version
+            for member in self.fleet.members()
+            if member.state is MemberState.SERVING
+        }
+
+
+@pytest.fixture
+def timeout_s() -> float:
+    return TIMEOUT_S
+
+
+@pytest.fixture
+async def trainer(timeout_s: float) -> AsyncIterator[Trainer]:
+    trainer = Trainer(timeout_s)
+    yield trainer
+    await trainer.publisher.close()
+    for replica in trainer.replicas.values():
+        replica.end()
+
+
+def raising(error: Exception) -> Callable[[], Any]:
+    async def fault() -> None:
+        raise error
+
+    return fault
+
+
+def dead(name: str) -> dict[str, Callable[[], Any]]:
+    """Every call to it fails, as those to a killed process do."""
+    faults = defaultdict(lambda: raising(PeerError(name, "calling", "UNAVAILABLE")))
+    return {phase: faults[phase] for phase in ("join", "stage", "commit", "abort", "probe")}
+
+
+def held(replica: Replica, version: int) -> bool:
+    assert replica.served is not None
+    return replica.served.digest == digest_weights(weights(version).items())
+
+
+async def test_a_published_version_is_served_by_all_with_the_same_bytes(trainer: Trainer) -> None:
+    first, second = trainer.add("a"), trainer.add("b")
+    report = await trainer.publish(0)
+    assert (report.version, report.replicas, report.attempts) == (0, 2, 1)
+    assert report.stall_s == 0.25
+    assert trainer.serving() == {"a": 0, "b": 0}
+    assert held(first, 0)
+    assert held(second, 0)
+
+
+async def test_an_unchanged_fleet_stays_in_its_epoch(trainer: Trainer) -> None:
+    replica = trainer.add("a")
+    for version in range(3):
+        await trainer.publish(version)
+    assert len(replica.epochs) == 1
+    assert replica.calls.count("commit") == 3
+    assert held(replica, 2)
+
+
+async def test_a_changed_fleet_forms_a_new_epoch(trainer: Trainer) -> None:
+    first = trainer.add("a")
+    await trainer.publish(0)
+    second = trainer.add("b")
+    await trainer.publish(1)
+    assert first.epochs[-1] == second.epochs[-1] > first.epochs[0]
+    trainer.fleet.expel(second.info, "gone")
+    await trainer.publish(2)
+    assert len(first.epochs) == 3
+    assert trainer.serving() == {"a": 2}
+
+
+async def test_nobody_to_publish_to_is_no_error(trainer: Trainer) -> None:
+    assert (await trainer.publish(0)).replicas == 0
+
+
+@pytest.mark.parametrize("phase", ["join", "stage"])
+async def test_a_dead_member_is_dropped_and_the_others_get_the_version_in_the_next_epoch(
+    trainer: Trainer, phase: str
+) -> None:
+    good, bad = trainer.add("good"), trainer.add("bad")
+    if phase == "stage":
+        await trainer.publish(0)
+    bad.faults = dead("bad")
+    report = await trainer.publish(1)
+    assert (report.replicas, report.attempts) == (1, 2)
+    assert trainer.serving() == {"good": 1}
+    assert len(good.epochs) == 2
+    assert held(good, 1)
+    assert not [member for member in trainer.fleet.members() if member.info.name == "bad"]
+
+
+@pytest.mark.parametrize("timeout_s", [2.0])  # of the collective that it never enters
+async def test_a_member_whose_call_hangs_is_given_up_once_the_transfer_has_failed(
+    trainer: Trainer,
+) -> None:
+    trainer.add("good")
+    bad = trainer.add("bad")
+    await trainer.publish(0)
+    never = asyncio.Event()
+    silent = raising(DeadlineError("bad", "answering a probe", 1.0))
+    bad.faults = {"stage": never.wait, "abort": silent, "probe": silent}
+    report = await trainer.publish(1)
+    assert report.replicas == 1
+    assert trainer.serving() == {"good": 1}
+
+
+async def test_a_member_that_answers_the_probe_stays_and_is_sent_to_again(
+    trainer: Trainer,
+) -> None:
+    trainer.add("a")
+    shaky = trainer.add("b")
+    errors = [WeightSyncError("b", "stage", "connection reset")]
+
+    async def once() -> None:
+        if errors:
+            raise errors.pop()
+
+    shaky.faults = {"stage": once}
+    report = await trainer.publish(0)
+    assert (report.replicas, report.attempts) == (2, 2)
+    assert held(shaky, 0)
+
+
+async def test_a_member_that_received_other_bytes_is_dropped(trainer: Trainer) -> None:
+    trainer.add("good")
+    bad = trainer.add("bad")
+    bad.faults = {"digest": raising(AssertionError("only a mark"))}
+    report = await trainer.publish(0)
+    assert (report.replicas, report.attempts) == (1, 2)
+    assert bad.served is None
+    assert trainer.serving() == {"good": 0}
+
+
+async def test_a_member_that_cannot_commit_is_dropped_and_nothing_is_sent_again(
+    trainer: Trainer,
+) -> None:
+    good, bad = trainer.add("good"), trainer.add("bad")
+    bad.faults = {"commit": raising(WeightSyncError("bad", "commit", "serves something else"))}
+    report = await trainer.publish(0)
+    assert (report.replicas, report.attempts) == (1, 1)
+    assert good.calls.count("stage") == 1
+    assert trainer.serving() == {"good": 0}
+
+
+async def test_a_member_that_refuses_the_weights_is_dropped_at_once_and_for_good(
+    trainer: Trainer,
+) -> None:
+    trainer.add("good")
+    bad = trainer.add("bad")
+    bad.faults = {"join": raising(InvalidRequestError("3 weights differ from this model"))}
+    report = await trainer.publish(0)
+    assert (report.replicas, report.attempts) == (1, 2)
+    assert bad.calls.count("join") == 1
+    with pytest.raises(InvalidRequestError, match="3 weights differ from this model"):
+        trainer.register(bad)
+    trainer.add("bad", incarnation="2")
+
+
+async def test_a_member_that_answers_but_never_receives_does_not_stop_the_others(
+    trainer: Trainer,
+) -> None:
+    good, bad = trainer.add("good"), trainer.add("bad")
+    bad.faults = {"stage": raising(WeightSyncError("bad", "stage", "no route"))}
+    report = await trainer.publish(0)
+    assert report.replicas == 1
+    assert trainer.serving() == {"good": 0}
+    assert held(good, 0)
+    assert (await trainer.publish(1)).attempts == 1
+
+
+async def test_a_version_that_nobody_can_take_is_an_error_that_names_them(
+    trainer: Trainer,
+) -> None:
+    for name in ("a", "b"):
+        error = WeightSyncError(name, "stage", "no route")
+        trainer.add(name).faults = {"stage": raising(error)}
+    with pytest.raises(WeightSyncError, match="weight sync with a, b failed in phase publish"):
+        await trainer.publish(0)
+
+
+async def test_a_newcomer_gets_the_newest_version_in_a_group_of_its_own(trainer: Trainer) -> None:
+    old = trainer.add("old")
+    await trainer.publish(0)
+    new = trainer.add("new")
+    await trainer.publisher.seed_newcomers()
+    assert trainer.serving() == {"old": 0, "new": 0}
+    assert len(old.epochs) == 1
+    assert set(old.epochs).isdisjoint(new.epochs)
+
+
+async def test_nothing_is_seeded_before_a_first_version_or_to_those_who_serve(
+    trainer: Trainer,
+) -> None:
+    replica = trainer.add("a")
+    await trainer.publisher.seed_newcomers()
+    assert not replica.calls
+    await trainer.publish(0)
+    calls = list(replica.calls)
+    await trainer.publisher.seed_newcomers()
+    assert replica.calls == calls
+
+
+async def test_publishing_goes_on_while_a_newcomer_is_seeded_and_the_newcomer_catches_up(
+    trainer: Trainer,
+) -> None:
+    trainer.add("old")
+    await trainer.publish(0)
+    new = trainer.add("new")
+    gate = asyncio.Event()
+    new.faults = {"commit": gate.wait}
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        seeding = tasks.create_task(trainer.publisher.seed_newcomers())
+        while "commit" not in new.calls:
+            await asyncio.sleep(0.01)
+        report = await trainer.publish(1)
+        assert report.replicas == 1
+        assert trainer.serving() == {"old": 1}
+        gate.set()
+        await seeding
+    # What it got first was not the newest any more, so it was given the newest as well.
+    assert trainer.serving() == {"old": 1, "new": 1}
+    assert held(new, 1)
+    assert (await trainer.publish(2)).replicas == 2
+
+
+async def test_a_member_that_is_being_published_to_is_not_seeded_as_well(
+    trainer: Trainer,
+) -> None:
+    replica = trainer.add("a")
+    gate = asyncio.Event()
+    replica.faults = {"stage": gate.wait}
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        publishing = tasks.create_task(trainer.publish(0))
+        while "stage" not in replica.calls:
+            await asyncio.sleep(0.01)
+        await trainer.publisher.seed_newcomers()
+        gate.set()
+        report = await publishing
+    assert report.attempts == 1
+    assert len(replica.epochs) == 1
+
+
+async def test_a_newcomer_that_cannot_be_seeded_is_dropped_and_may_register_again(
+    trainer: Trainer,
+) -> None:
+    trainer.add("old")
+    await trainer.publish(0)
+    new = trainer.add("new")
+    new.faults = {"stage": raising(WeightSyncError("new", "stage", "no route"))}
+    await trainer.publisher.seed_newcomers()
+    assert trainer.serving() == {"old": 0}
+    assert not trainer.fleet.in_state(MemberState.PENDING)
+    new.faults = {}
+    trainer.register(new)
+    await trainer.publisher.seed_newcomers()
+    assert trainer.serving() == {"old": 0, "new": 0}
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["leaves no thread", "can be repeated"])
+async def test_a_cancelled_publish(trainer: Trainer, goes_on: bool) -> None:
+    replica = trainer.add("a")
+    replica.faults = {"stage": asyncio.Event().wait}
+    trainer.freeze(0)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        publishing = tasks.create_task(trainer.publisher.publish(0))
+        while "stage" not in replica.calls:
+            await asyncio.sleep(0.01)
+        publishing.cancel()
+    assert publishing.cancelled()
+    async with asyncio.timeout(TIMEOUT_S / 2):  # sooner than the collective's own deadline
+        if goes_on:
+            replica.faults = {}
+            assert (await trainer.publisher.publish(0)).replicas == 1
+            assert held(replica, 0)
+        else:
+            await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_closing_ends_all_control_calls(trainer: Trainer) -> None:
+    replica = trainer.add("a")
+    await trainer.publish(0)
+    await trainer.publisher.close()
+    assert replica.calls[-1] == "close"
