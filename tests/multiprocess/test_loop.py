@@ -23,7 +23,6 @@ from tests.support.small_run import (
     LiveRun,
     Record,
     extra_replica,
-    make_assets,
     run_to_end,
 )
 
@@ -54,20 +53,17 @@ class Observed:
     watched: list[int] = field(default_factory=list)
 
 
-@pytest.fixture(scope="session")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
-    return make_assets(tmp_path_factory.mktemp("small-run"))
-
-
 @pytest.fixture(scope="module")
-def eventful(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, Observed]:
+def eventful(
+    small_assets: Assets, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Record, Observed]:
     """One asynchronous run, in which a replica is killed and another one joins.
 
     It goes on until everything has been seen, so that nothing depends on how fast it is.
     """
     seen = Observed()
     record = run_to_end(
-        assets,
+        small_assets,
         tmp_path_factory.mktemp("eventful") / "run",
         [
             f"trainer.total_training_steps={MANY_STEPS}",

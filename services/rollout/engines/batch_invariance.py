@@ -113,7 +113,8 @@ class _Proof:
         for content in np.unique(contents).tolist():
             prefilled = self._prefilled[content]
             if prefilled is not None:
-                self._decoder.insert(prefilled, 0, np.flatnonzero(contents == content))
+                rows = np.flatnonzero(contents == content)
+                self._decoder.insert(prefilled, np.zeros_like(rows), rows)
         history = self._tokens[contents]
         tokens = history[np.arange(len(contents)), positions]
         return self._decoder.decode(DecodeBatch(tokens, positions, length, history))

@@ -16,9 +16,10 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DecodeBatch", "Decoder", "PrefilledPrompts", "TokenRow"]
+__all__ = ["DecodeBatch", "Decoder", "PrefilledPrompts", "Rows", "TokenRow"]
 
 TokenRow = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,13 +60,11 @@ class Decoder(Protocol):
         """Computes the state of non-empty prompts, without touching any row."""
         ...
 
-    def insert(self, prefilled: PrefilledPrompts, index: int, rows: npt.NDArray[np.int64]) -> None:
-        """Gives each of `rows` the state of prompt `index`."""
+    def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
+        """Gives row ``rows[i]`` the state of prompt ``prompts[i]``."""
         ...
 
-    def move(
-        self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], length: int
-    ) -> None:
+    def move(self, sources: Rows, targets: Rows, length: int) -> None:
         """Copies the first `length` positions of rows `sources` over rows `targets`."""
         ...
 

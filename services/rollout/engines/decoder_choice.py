@@ -106,8 +106,7 @@ class _Probe:
                 tokens[:start] for tokens, start in zip(self._history, self._starts, strict=True)
             ]
             prefilled = decoder.prefill(prompts)
-            for row in rows:
-                decoder.insert(prefilled, int(row), rows[row : row + 1])
+            decoder.insert(prefilled, rows, rows)
             for step in range(self._steps):
                 positions = self._starts + step
                 batch = DecodeBatch(

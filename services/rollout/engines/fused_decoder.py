@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from services.rollout.engines.decoder import DecodeBatch, PrefilledPrompts, TokenRow
+from services.rollout.engines.decoder import DecodeBatch, PrefilledPrompts, Rows, TokenRow
 from services.rollout.engines.prompt_padding import pad_right
 from services.rollout.engines.rms_norm import RmsNorm
 from services.rollout.engines.slot_attention import CausalBias, decode_attention, prefill_attention
@@ -197,13 +195,11 @@ class FusedDecoder:
                 hidden = self._finish(layer, hidden, attended.transpose(1, 2))
         return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(layers))
 
-    def insert(self, prefilled: PrefilledPrompts, index: int, rows: npt.NDArray[np.int64]) -> None:
+    def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
         """See `Decoder.insert`."""
-        self._cache.insert(prefilled, index, rows)
+        self._cache.insert(prefilled, prompts, rows)
 
-    def move(
-        self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], length: int
-    ) -> None:
+    def move(self, sources: Rows, targets: Rows, length: int) -> None:
         """See `Decoder.move`."""
         self._cache.move(sources, targets, length)
 

@@ -22,7 +22,7 @@ from services.rollout.engines.decoder import Decoder, PrefilledPrompts, TokenRow
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from services.rollout.engines.row_table import RowTable, RunningSample
 from services.rollout.engines.sampling import SamplingPlan, draw, plan_sampling
-from services.rollout.engines.scheduler import GroupQueue, WaitingGroup, prefill_batches
+from services.rollout.engines.scheduler import Admission, GroupQueue, WaitingGroup, prefill_batches
 from sluice.types import FinishReason
 
 __all__ = ["Delivery", "GenerationLoop", "Ticket"]
@@ -179,11 +179,9 @@ class GenerationLoop:
         rows = self._table.occupied()
         prefixes = [self._table.history[row, : self._table.position[row]] for row in rows]
         known = [index for index, prefix in enumerate(prefixes) if prefix.size]
-        for batch in self._prefill([prefixes[index] for index in known]):
-            prefilled, members = batch
-            for place, member in enumerate(members):
-                row = rows[known[member]]
-                self._decoder.insert(prefilled, place, np.array([row], dtype=np.int64))
+        for prefilled, members in self._prefill([prefixes[index] for index in known]):
+            targets = np.array([rows[known[member]] for member in members], dtype=np.int64)
+            self._decoder.insert(prefilled, np.arange(len(members)), targets)
 
     def _prefill(self, prompts: Sequence[TokenRow]) -> list[tuple[PrefilledPrompts, list[int]]]:
         """Prefilled batches, each with the indexes of its prompts."""
@@ -213,10 +211,20 @@ class GenerationLoop:
         for prefilled, members in self._prefill([group.tokens[:-1] for group in new]):
             for place, member in enumerate(members):
                 new[member].prefilled = (prefilled, place)
-        for admission in admissions:
-            rows = self._table.enter(admission.samples)
-            if admission.group.prefilled is not None:
-                self._decoder.insert(*admission.group.prefilled, rows)
+        self._enter(admissions)
+
+    def _enter(self, admissions: Sequence[Admission]) -> None:
+        samples = [(sample, a.group.prefilled) for a in admissions for sample in a.samples]
+        if not samples:
+            return
+        rows = self._table.enter([sample for sample, _ in samples])
+        inserts: dict[PrefilledPrompts, list[tuple[int, int]]] = {}
+        for row, (_, state) in zip(rows.tolist(), samples, strict=True):
+            if state is not None:
+                inserts.setdefault(state[0], []).append((state[1], row))
+        for prefilled, pairs in inserts.items():
+            prompts, targets = np.array(pairs, dtype=np.int64).T
+            self._decoder.insert(prefilled, prompts.copy(), targets.copy())
 
     def _draw_tokens(self) -> None:
         table = self._table

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from services.rollout.engines import slot_attention
-from services.rollout.engines.decoder import DecodeBatch, PrefilledPrompts, TokenRow
+from services.rollout.engines.decoder import DecodeBatch, PrefilledPrompts, Rows, TokenRow
 from services.rollout.engines.prompt_padding import pad_right
 from services.rollout.engines.slot_attention import CausalBias, DecodeForward, PrefillForward
 from services.rollout.engines.slots import SlotCache
@@ -63,13 +62,11 @@ class GenericDecoder:
         forward = self._forward_prompts(prompts)
         return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(forward.layers))
 
-    def insert(self, prefilled: PrefilledPrompts, index: int, rows: npt.NDArray[np.int64]) -> None:
+    def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
         """See `Decoder.insert`."""
-        self._cache.insert(prefilled, index, rows)
+        self._cache.insert(prefilled, prompts, rows)
 
-    def move(
-        self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], length: int
-    ) -> None:
+    def move(self, sources: Rows, targets: Rows, length: int) -> None:
         """See `Decoder.move`."""
         self._cache.move(sources, targets, length)
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from services.rollout.engines.decoder import DecodeBatch, PrefilledPrompts, TokenRow
+from services.rollout.engines.decoder import DecodeBatch, PrefilledPrompts, Rows, TokenRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,12 +30,10 @@ class RecomputeDecoder:
         """See `Decoder.prefill`: nothing to compute."""
         return PrefilledPrompts(tuple(len(p) for p in prompts), ())
 
-    def insert(self, prefilled: PrefilledPrompts, index: int, rows: npt.NDArray[np.int64]) -> None:
+    def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
         """See `Decoder.insert`: nothing to store."""
 
-    def move(
-        self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], length: int
-    ) -> None:
+    def move(self, sources: Rows, targets: Rows, length: int) -> None:
         """See `Decoder.move`: nothing to move."""
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:

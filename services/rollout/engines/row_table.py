@@ -14,14 +14,12 @@ import numpy.typing as npt
 
 from services.rollout.engines.batch_invariance import DecodeShapes
 from services.rollout.engines.counter_random import uniforms
-from services.rollout.engines.decoder import DecodeBatch
+from services.rollout.engines.decoder import DecodeBatch, Rows
 
 __all__ = ["RowTable", "RunningSample"]
 
 _FIELDS = 5
 _NO_TOKEN = -1
-
-Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

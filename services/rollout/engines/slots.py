@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from services.rollout.engines.decoder import PrefilledPrompts
+from services.rollout.engines.decoder import PrefilledPrompts, Rows
 
 __all__ = ["LayerShape", "SlotCache"]
 
@@ -90,17 +88,15 @@ class SlotCache:
             pairs.append((part[:, 0, :, :key_dim], part[:, 1, :, :value_dim]))
         return pairs
 
-    def insert(self, prefilled: PrefilledPrompts, index: int, rows: npt.NDArray[np.int64]) -> None:
-        """Copies a prefilled prompt into `rows`."""
-        length = prefilled.lengths[index]
-        target = torch.from_numpy(rows).to(self._layers[0].device)
+    def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
+        """Copies prefilled prompts into rows, with the padding: it lies behind each position."""
+        device = self._layers[0].device
+        source, target = torch.from_numpy(prompts).to(device), torch.from_numpy(rows).to(device)
         for layer, (keys, values) in zip(self._layers, prefilled.layers, strict=True):
-            layer[:, :, 0, :length, : keys.shape[3]][target] = keys[index, :, :length]
-            layer[:, :, 1, :length, : values.shape[3]][target] = values[index, :, :length]
+            layer[:, :, 0, : keys.shape[2], : keys.shape[3]][target] = keys[source]
+            layer[:, :, 1, : values.shape[2], : values.shape[3]][target] = values[source]
 
-    def move(
-        self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], length: int
-    ) -> None:
+    def move(self, sources: Rows, targets: Rows, length: int) -> None:
         """Copies `length` positions from rows to rows; the two sets share no row."""
         device = self._layers[0].device
         source, target = torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device)

@@ -128,8 +128,7 @@ def _teacher_forced(decoder: Decoder, tokens: np.ndarray, start: int) -> torch.T
     rows = np.arange(len(tokens))
     with torch.inference_mode():
         prefilled = decoder.prefill([row[:start] for row in tokens])
-        for row in rows:
-            decoder.insert(prefilled, int(row), rows[row : row + 1])
+        decoder.insert(prefilled, rows, rows)
         logits = []
         for position in range(start, tokens.shape[1]):
             positions = np.full(len(rows), position)
