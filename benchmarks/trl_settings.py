@@ -19,9 +19,9 @@ class DapoJob:
     overlong_buffer_tokens: int = 8
     overlong_penalty_factor: float = 1.0
     learning_rate: float = 1e-3
-    warmup_steps: int = 5
+    warmup_steps: int = 0
     schedule_batches: int = 20
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: float = 0.5
     adam_betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0

@@ -115,13 +115,15 @@ class Generation:
         for partial in partials:
             self._adopt(growing[partial.sample_index], partial)
         inbox: asyncio.Queue[tuple[SampleChunk, ...]] = asyncio.Queue()
+        ended = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._pump(request, inbox, every_token=every_token), name="engine")
+            pump = self._pump(request, inbox, ended, every_token=every_token)
+            tasks.create_task(pump, name="engine")
             while growing:
                 arrived = [await inbox.get()]
                 ends = any(chunk.finish_reason is not None for chunk in arrived[0])
                 if ends and linger_s > 0 and len(growing) > 1:
-                    await asyncio.sleep(linger_s)
+                    await _linger(ended, linger_s)
                 while not inbox.empty():
                     arrived.append(inbox.get_nowait())
                 event = self._event(chain(*arrived), growing, every_token=every_token)
@@ -134,10 +136,11 @@ class Generation:
         self,
         request: GenerationRequest,
         inbox: asyncio.Queue[tuple[SampleChunk, ...]],
+        ended: asyncio.Event,
         *,
         every_token: bool,
     ) -> None:
-        """Moves chunks into `inbox`, and nothing as a last item.
+        """Moves chunks into `inbox`, and nothing as a last item; then sets `ended`.
 
         The queue is bounded by the request: an engine yields at most one chunk a token.
         """
@@ -146,6 +149,7 @@ class Generation:
                 if chunks:
                     inbox.put_nowait(chunks)
         inbox.put_nowait(())
+        ended.set()
 
     def _event(
         self, chunks: Iterable[SampleChunk], growing: dict[int, _Growing], *, every_token: bool
@@ -188,3 +192,12 @@ class Generation:
                 )
             )
         self._new_text(sample, is_last=False)
+
+
+async def _linger(ended: asyncio.Event, seconds: float) -> None:
+    """Waits for company, but not once there is none to come."""
+    try:
+        async with asyncio.timeout(seconds):
+            await ended.wait()
+    except TimeoutError:
+        return

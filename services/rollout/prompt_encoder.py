@@ -37,6 +37,8 @@ class PromptEncoder:
         self._max_prompt_length = max_prompt_length
         self._truncation = truncation
         self._tokenizer = _load_tokenizer(model_path, trust_remote_code=trust_remote_code)
+        # The wrapper costs several times what the tokenizer itself does on short texts.
+        self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> TokenIds:
         """Chat template with a generation prompt, tokenised: [prompt tokens].
@@ -46,23 +48,27 @@ class PromptEncoder:
         """
         turns = [{"role": m.role, "content": m.content} for m in messages]
         try:
-            ids = self._tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, tokenize=True, return_dict=False
+            text = self._tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, tokenize=False
             )
         except Exception as error:
             raise InvalidRequestError(
                 f"messages: the chat template refused them: {error}"
             ) from error
-        return self._limited(np.asarray(ids, dtype=np.uint32))
+        return self.encode_text(str(text))
 
     def encode_text(self, text: str) -> TokenIds:
         """Plain text tokenised as it stands: [prompt tokens]."""
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self._fast is not None:
+            ids = self._fast.encode(text, add_special_tokens=False).ids
+        else:
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._limited(np.asarray(ids, dtype=np.uint32))
 
     def decode(self, token_ids: TokenIds) -> str:
         """The text of response tokens, special tokens left out."""
-        return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+        decoder = self._tokenizer if self._fast is None else self._fast
+        return str(decoder.decode(token_ids.tolist(), skip_special_tokens=True))
 
     def _limited(self, ids: TokenIds) -> TokenIds:
         limit = self._max_prompt_length

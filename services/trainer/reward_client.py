@@ -123,8 +123,11 @@ class RewardClient:
                     deadline_s=_POLL_S,
                 )
                 return train_batch_from_proto(answer.batch)
-            except (DeadlineError, PeerError) as error:
+            except DeadlineError as error:
                 why = str(error)
+            except PeerError as error:
+                why = str(error)
+                await asyncio.sleep(_PAUSE_S)
             now_s = time.monotonic()
             progress = await self._progress()
             if progress and progress != seen:

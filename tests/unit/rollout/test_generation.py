@@ -1,0 +1,240 @@
+"""From an engine's chunks to whole samples, with tokens as they come if wanted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.rollout.engines.protocol import GenerationRequest, SampleChunk
+from services.rollout.generation import Generation, GenerationEvent
+from sluice.errors import EngineError
+from sluice.types import FinishReason, Rollout, SamplingParams, TokenIds, VersionSpan
+
+STOP = FinishReason.STOP
+
+
+class Utf8:
+    """Each token is a byte of UTF-8."""
+
+    def decode(self, token_ids: TokenIds) -> str:
+        return bytes(token_ids.tolist()).decode("utf-8", errors="replace")
+
+
+class ScriptedEngine:
+    """Yields the given deliveries; an event is waited for, an exception raised."""
+
+    def __init__(self, *script: Any) -> None:
+        self.script, self.was_closed = script, False
+
+    async def generate(
+        self, request: GenerationRequest, *, every_token: bool
+    ) -> AsyncIterator[tuple[SampleChunk, ...]]:
+        try:
+            for item in self.script:
+                if isinstance(item, Exception):
+                    raise item
+                if isinstance(item, asyncio.Event):
+                    await item.wait()
+                    continue
+                await asyncio.sleep(0)
+                yield tuple(item)
+        finally:
+            self.was_closed = True
+
+
+def chunk(
+    index: int, text: str | bytes, version: int = 0, finish: FinishReason | None = None
+) -> SampleChunk:
+    data = text.encode() if isinstance(text, str) else text
+    ids = np.frombuffer(data, dtype=np.uint8).astype(np.uint32)
+    logprobs = -np.arange(1, ids.size + 1, dtype=np.float32) - version
+    return SampleChunk(index, ids, logprobs, version, finish)
+
+
+def request_for(*indexes: int) -> GenerationRequest:
+    sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=99, seed=0)
+    return GenerationRequest("r", np.arange(2, dtype=np.uint32), indexes, sampling)
+
+
+async def generate(
+    engine: ScriptedEngine,
+    *indexes: int,
+    partials: Sequence[Rollout] = (),
+    every_token: bool = False,
+    linger_s: float = 0.0,
+) -> list[GenerationEvent]:
+    events: list[GenerationEvent] = []
+
+    async def send(event: GenerationEvent) -> None:
+        events.append(event)
+
+    async with asyncio.timeout(10):
+        await Generation(engine, Utf8()).run(  # type: ignore[arg-type]
+            request_for(*indexes),
+            partials,
+            every_token=every_token,
+            linger_s=linger_s,
+            send=send,
+        )
+    return events
+
+
+def rollouts(events: list[GenerationEvent]) -> dict[int, Rollout]:
+    return {rollout.sample_index: rollout for event in events for rollout in event.rollouts}
+
+
+async def test_a_sample_is_the_sum_of_its_chunks_with_the_version_of_each_token() -> None:
+    engine = ScriptedEngine(
+        [chunk(0, "ab", 1), chunk(1, "x", 1)],
+        [chunk(0, "c", 1)],
+        [chunk(0, "de", 2), chunk(1, "y", 2, FinishReason.LENGTH)],
+        [chunk(0, "f", 2, STOP)],
+    )
+    found = rollouts(await generate(engine, 0, 1))
+    assert found[0].text == "abcdef"
+    assert found[0].version_spans == (VersionSpan(1, 0, 3), VersionSpan(2, 3, 6))
+    assert found[0].finish_reason is STOP
+    assert found[0].behavior_logprobs.tolist() == [-2, -3, -2, -3, -4, -3]
+    assert found[1].text == "xy"
+    assert found[1].version_spans == (VersionSpan(1, 0, 1), VersionSpan(2, 1, 2))
+    assert found[1].finish_reason is FinishReason.LENGTH
+
+
+async def test_a_last_chunk_without_tokens_ends_a_sample_too() -> None:
+    engine = ScriptedEngine([chunk(0, "a")], [chunk(0, "", 1, FinishReason.ABORTED)])
+    sample = rollouts(await generate(engine, 0))[0]
+    assert (sample.text, sample.finish_reason) == ("a", FinishReason.ABORTED)
+    assert sample.version_spans == (VersionSpan(0, 0, 1),)
+
+
+async def test_a_sample_without_any_token_is_whole_as_well() -> None:
+    sample = rollouts(await generate(ScriptedEngine([chunk(0, "", 0, STOP)]), 0))[0]
+    assert (sample.num_tokens, sample.version_spans, sample.text) == (0, (), "")
+
+
+async def test_nothing_is_sent_before_a_sample_is_whole() -> None:
+    engine = ScriptedEngine([chunk(0, "a")], [chunk(0, "b")], [chunk(0, "c", 0, STOP)])
+    (event,) = await generate(engine, 0)
+    assert event.deltas == ()
+    assert event.rollouts[0].text == "abc"
+
+
+async def test_samples_that_finish_while_one_lingers_travel_with_it() -> None:
+    finish = [[chunk(index, "a", 0, STOP)] for index in range(3)]
+    together = await generate(ScriptedEngine(*finish), 0, 1, 2, linger_s=0.2)
+    assert [len(event.rollouts) for event in together] == [3]
+
+
+async def test_without_lingering_a_sample_leaves_while_others_still_run() -> None:
+    gate = asyncio.Event()
+    engine = ScriptedEngine([chunk(0, "a", 0, STOP)], gate, [chunk(1, "b", 0, STOP)])
+    sent: list[int] = []
+
+    async def send(event: GenerationEvent) -> None:
+        sent.extend(rollout.sample_index for rollout in event.rollouts)
+        gate.set()  # the engine goes on only once the first sample has left
+
+    async with asyncio.timeout(10):
+        await Generation(engine, Utf8()).run(  # type: ignore[arg-type]
+            request_for(0, 1), (), every_token=False, linger_s=0.0, send=send
+        )
+    assert sent == [0, 1]
+
+
+async def test_the_last_sample_does_not_linger() -> None:
+    async with asyncio.timeout(5):
+        events = await generate(ScriptedEngine([chunk(0, "a", 0, STOP)]), 0, linger_s=1000.0)
+    assert len(events) == 1
+
+
+async def test_tokens_come_as_they_are_drawn_and_their_texts_add_up() -> None:
+    engine = ScriptedEngine([chunk(0, "ab")], [chunk(0, "c")], [chunk(0, "d", 1, STOP)])
+    events = await generate(engine, 0, every_token=True)
+    deltas = [delta for event in events for delta in event.deltas]
+    assert "".join(delta.text for delta in deltas) == "abcd" == rollouts(events)[0].text
+    tokens = np.concatenate([delta.chunk.token_ids for delta in deltas])
+    assert tokens.tolist() == rollouts(events)[0].token_ids.tolist()
+    assert [delta.chunk.version for delta in deltas] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("last", [b"!", b""], ids=["with a last token", "without"])
+async def test_half_a_character_is_not_shown_until_it_is_whole_or_the_sample_ends(
+    last: bytes,
+) -> None:
+    euro = "€".encode()
+    pieces = [euro[:1], euro[1:2], euro[2:], b"\xe2"]
+    engine = ScriptedEngine(*[[chunk(0, piece)] for piece in pieces], [chunk(0, last, 0, STOP)])
+    events = await generate(engine, 0, every_token=True)
+    texts = [delta.text for event in events for delta in event.deltas]
+    whole = "€\ufffd" + last.decode()
+    assert "".join(texts) == whole == rollouts(events)[0].text
+    assert "\ufffd" not in "".join(texts[:3])
+
+
+def partial_of(index: int, text: str, version: int) -> Rollout:
+    part = chunk(index, text, version)
+    spans = (VersionSpan(version, 0, part.token_ids.size),)
+    return Rollout(index, part.token_ids, part.behavior_logprobs, spans, FinishReason.ABORTED, text)
+
+
+async def test_a_continued_sample_is_whole_with_both_versions() -> None:
+    engine = ScriptedEngine([chunk(1, "cd", 4), chunk(0, "x", 4, STOP)], [chunk(1, "e", 4, STOP)])
+    events = await generate(engine, 0, 1, partials=[partial_of(1, "ab", 3)])
+    sample = rollouts(events)[1]
+    assert sample.text == "abcde"
+    assert sample.version_spans == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 5))
+    assert sample.behavior_logprobs[:2].tolist() == [-4, -5]
+    assert rollouts(events)[0].version_spans == (VersionSpan(4, 0, 1),)
+
+
+async def test_a_continued_sample_sends_only_the_text_that_is_new() -> None:
+    engine = ScriptedEngine([chunk(0, "c", 4)], [chunk(0, "d", 4, STOP)])
+    partials = [partial_of(0, "ab", 3)]
+    events = await generate(engine, 0, partials=partials, every_token=True)
+    assert [delta.text for event in events for delta in event.deltas] == ["c", "d"]
+
+
+async def test_an_engine_error_ends_the_generation_with_it() -> None:
+    engine = ScriptedEngine([chunk(0, "a")], EngineError("out of memory"))
+    with pytest.raises(ExceptionGroup) as caught:
+        await generate(engine, 0)
+    assert caught.group_contains(EngineError, match="out of memory")
+
+
+@pytest.mark.parametrize("linger_s", [0.0, 0.05])
+async def test_an_engine_that_ends_without_all_samples_is_an_error_and_no_wait(
+    linger_s: float,
+) -> None:
+    engine = ScriptedEngine([chunk(0, "a", 0, STOP)], [chunk(1, "b")])
+    with pytest.raises(ExceptionGroup) as caught:
+        await generate(engine, 0, 1, linger_s=linger_s)
+    assert caught.group_contains(EngineError, match="ended without 1 of the samples")
+
+
+async def test_cancelling_closes_the_engines_stream() -> None:
+    engine = ScriptedEngine([chunk(0, "a")], asyncio.Event())
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(generate(engine, 0))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not engine.was_closed
+        running.cancel()
+    assert engine.was_closed
+    assert running.cancelled()
+
+
+async def test_a_receiver_that_goes_away_closes_the_engines_stream() -> None:
+    engine = ScriptedEngine([chunk(0, "a", 0, STOP)], asyncio.Event())
+
+    async def send(_: GenerationEvent) -> None:
+        raise ConnectionError("gone")
+
+    with pytest.raises(ExceptionGroup):
+        await Generation(engine, Utf8()).run(  # type: ignore[arg-type]
+            request_for(0, 1), (), every_token=False, linger_s=0.0, send=send
+        )
+    assert engine.was_closed

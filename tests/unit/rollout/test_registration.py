@@ -1,0 +1,176 @@
+"""A replica stays registered whatever the trainer does, and says little about it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc
+import pytest
+
+from services.rollout import registration
+from services.rollout.engines.protocol import EngineLoad
+from services.rollout.registration import Registration
+from sluice.api.trainer.v1 import trainer_pb2
+from sluice.errors import InvalidRequestError, NotFoundError, SluiceError
+from sluice.rpc import call
+from sluice.rpc.status_codes import status_of
+from sluice.types import ReplicaInfo
+
+AWAY = grpc.StatusCode.UNAVAILABLE
+REPLICA = ReplicaInfo("rollout-0", "incarnation-0", "host:1", 8)
+
+
+class Trainer:
+    """Answers by script: ``True`` well, a code or an error badly; then cancels the replica."""
+
+    def __init__(self) -> None:
+        self.registrations: list[Any] = []
+        self.heartbeats: list[trainer_pb2.HeartbeatRequest] = []
+        self.script: list[tuple[str, Any]] = []
+        self.over = asyncio.Event()
+
+    async def RegisterReplica(self, request: Any, *, timeout: float | None = None) -> Any:
+        await self._answer("register")
+        self.registrations.append(request)
+        return trainer_pb2.RegisterReplicaResponse(
+            heartbeat_interval_seconds=2.5, time_to_live_seconds=9.0
+        )
+
+    async def Heartbeat(self, request: Any, *, timeout: float | None = None) -> Any:
+        await self._answer("heartbeat")
+        self.heartbeats.append(request)
+        return trainer_pb2.HeartbeatResponse()
+
+    async def _answer(self, method: str) -> None:
+        if not self.script:
+            self.over.set()
+            await asyncio.Event().wait()
+        expected, answer = self.script.pop(0)
+        assert method == expected, f"{method} instead of {expected}"
+        if isinstance(answer, SluiceError):
+            code, details, trailer = status_of(answer)
+            raise grpc.aio.AioRpcError(
+                code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailer), details
+            )
+        if answer is not True:
+            raise grpc.aio.AioRpcError(answer, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+
+class Clock:
+    """Stands for `time` and `asyncio`: time passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s, self.slept = 0.0, []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.slept.append(seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(registration, "time", clock)
+    for module in (registration, call):
+        monkeypatch.setattr(module, "asyncio", clock)
+    return clock
+
+
+def replica(trainer: Trainer, version: int | None = 3) -> Registration:
+    def load() -> EngineLoad:
+        return EngineLoad(8, 5, 2, 1234, 6.5, version, "digest")
+
+    return Registration(trainer, REPLICA, "layout", load)  # type: ignore[arg-type]
+
+
+async def play(trainer: Trainer, *script: tuple[str, Any]) -> None:
+    """Runs a replica to the end of the script."""
+    trainer.script = list(script)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(replica(trainer).run())
+        await trainer.over.wait()
+        running.cancel()
+
+
+async def test_a_replica_registers_and_then_sends_its_load_in_the_interval_it_was_told(
+    clock: Clock,
+) -> None:
+    trainer = Trainer()
+    await play(trainer, ("register", True), ("heartbeat", True), ("heartbeat", True))
+    (registered,) = trainer.registrations
+    assert registered.replica.name == "rollout-0"
+    assert registered.weights_layout_digest == "layout"
+    beat = trainer.heartbeats[0]
+    assert (beat.name, beat.incarnation, beat.policy_version) == ("rollout-0", "incarnation-0", 3)
+    assert (beat.slots_busy, beat.queued, beat.generated_tokens) == (5, 2, 1234)
+    assert (beat.busy_seconds, beat.draining) == (6.5, False)
+    assert clock.slept == [2.5, 2.5]
+
+
+async def test_a_trainer_that_does_not_know_the_replica_gets_a_new_registration(
+    clock: Clock,
+) -> None:
+    trainer = Trainer()
+    unknown = NotFoundError("unknown; register again")
+    await play(trainer, ("register", True), ("heartbeat", unknown), ("register", True))
+    assert len(trainer.registrations) == 2
+    assert clock.slept == []
+
+
+async def test_a_lost_trainer_is_registered_with_anew_when_it_is_back(clock: Clock) -> None:
+    trainer = Trainer()
+    away = [("register", AWAY)] * 9
+    await play(trainer, ("register", True), ("heartbeat", AWAY), *away, ("register", True))
+    assert len(trainer.registrations) == 2
+
+
+async def test_a_trainer_that_starts_a_little_later_is_no_news(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        await play(Trainer(), *[("register", AWAY)] * 6, ("register", True))
+    assert [record.message for record in caplog.records] == ["registered as rollout-0"]
+
+
+async def test_a_long_absence_is_told_once_and_so_is_its_end(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Each registration is tried three times by itself.
+    with caplog.at_level(logging.INFO):
+        await play(Trainer(), *[("register", AWAY)] * 120, ("register", True))
+    told = [record.message for record in caplog.records]
+    assert len(told) == 3
+    assert told[0].startswith("trainer out of reach for 10 s, trying on: trainer: failed while")
+    assert sorted(told[1:]) == ["registered as rollout-0", "the trainer is back"]
+
+
+async def test_a_refused_replica_ends_with_the_trainers_reason(clock: Clock) -> None:
+    trainer = Trainer()
+    trainer.script = [("register", InvalidRequestError("its weights have other shapes"))]
+    with pytest.raises(InvalidRequestError, match="its weights have other shapes"):
+        await replica(trainer).run()
+
+
+async def test_the_last_heartbeat_says_that_the_replica_drains() -> None:
+    trainer = Trainer()
+    trainer.script = [("heartbeat", True)]
+    await replica(trainer, version=None).announce_drain()
+    (beat,) = trainer.heartbeats
+    assert beat.draining
+    assert not beat.HasField("policy_version")
+
+
+@pytest.mark.parametrize("answer", [AWAY, NotFoundError("unknown")])
+async def test_a_trainer_that_left_first_need_not_know_of_the_drain(
+    answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer()
+    trainer.script = [("heartbeat", answer)]
+    with caplog.at_level(logging.INFO):
+        await replica(trainer).announce_drain()
+    assert not caplog.records

@@ -1,0 +1,106 @@
+"""Announcements: once for each change, in order, the data cursor with the first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from services.trainer.fleet import Fleet
+from services.trainer.policy_announcer import PolicyAnnouncer
+from services.trainer.run_state import RunState
+from sluice.errors import PeerError
+from sluice.types import DataProgress, ReplicaInfo
+
+Sent = tuple[int, tuple[str, ...], DataProgress | None]
+
+
+class Desk:
+    """A fleet, a state, and what was announced of them."""
+
+    def __init__(self, resume_from: DataProgress | None = None) -> None:
+        self.sent: list[Sent] = []
+        self.fault: Exception | None = None
+        self.hold: asyncio.Event | None = None
+        self.fleet, self.state = Fleet("layout", 1e9), RunState("t", 10, 0)
+        self.announcer = PolicyAnnouncer(self.send, self.fleet, self.state, resume_from)
+
+    async def send(
+        self, version: int, replicas: Sequence[ReplicaInfo], resume_from: DataProgress | None, /
+    ) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.sent.append((version, tuple(info.name for info in replicas), resume_from))
+        if self.hold is not None:
+            await self.hold.wait()
+
+    def serve(self, name: str, version: int) -> None:
+        info = ReplicaInfo(name, f"{name}-1", f"{name}:1", 8)
+        self.fleet.register(info, "layout", 0.0)
+        self.fleet.mark_serving(info, version)
+
+
+async def test_nothing_is_announced_before_a_first_version() -> None:
+    desk = Desk()
+    await desk.announcer.announce()
+    assert desk.sent == []
+
+
+async def test_only_a_change_of_version_or_of_serving_replicas_is_announced() -> None:
+    desk = Desk()
+    desk.state.version = 0
+    desk.serve("a", 0)
+    for _ in range(2):
+        await desk.announcer.announce()
+    desk.state.version = 1
+    for _ in range(2):
+        await desk.announcer.announce()
+    desk.serve("b", 1)
+    for _ in range(2):
+        await desk.announcer.announce()
+    assert desk.sent == [(0, ("a",), None), (1, ("a",), None), (1, ("a", "b"), None)]
+
+
+async def test_a_failed_announcement_is_made_again_with_the_cursor() -> None:
+    desk = Desk(DataProgress(7))
+    desk.state.version, desk.fault = 0, PeerError("reward", "announcing", "gone")
+    with pytest.raises(PeerError):
+        await desk.announcer.announce()
+    desk.fault = None
+    await desk.announcer.announce()
+    desk.state.version = 1
+    await desk.announcer.announce()
+    assert desk.sent == [(0, (), DataProgress(7)), (1, (), None)]
+
+
+async def test_an_announcement_that_had_to_wait_tells_the_newest_version() -> None:
+    desk = Desk()
+    desk.state.version, desk.hold = 0, asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(desk.announcer.announce())
+        await asyncio.sleep(0)
+        tasks.create_task(desk.announcer.announce())
+        await asyncio.sleep(0)
+        desk.state.version = 1
+        desk.hold.set()
+    assert [version for version, _, _ in desk.sent] == [0, 1]
+
+
+async def test_what_comes_first_comes_before_any_other_announcement() -> None:
+    desk = Desk()
+    desk.state.version = 1
+    acknowledged = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(desk.announcer.announce(after=lambda: wait(acknowledged)))
+        await asyncio.sleep(0)
+        tasks.create_task(desk.announcer.announce())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert desk.sent == []
+        acknowledged.set()
+    assert desk.sent == [(1, (), None)]
+
+
+async def wait(event: asyncio.Event) -> None:
+    await event.wait()

@@ -1,0 +1,188 @@
+"""The trainer's calls to the reward service: what is waited out and what is not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from services.trainer import reward_client
+from services.trainer.reward_client import RewardClient
+from sluice.api.reward.v1 import reward_pb2
+from sluice.errors import (
+    BatchUnfillableError,
+    DeadlineError,
+    NotFoundError,
+    PeerError,
+    SluiceError,
+)
+from sluice.rpc import call
+from sluice.rpc.status_codes import status_of
+
+UNAVAILABLE, DEADLINE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class Clock:
+    """Stands for `time` and `asyncio`: time passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Stub:
+    """Answers by method name: messages, or codes to fail with; the last one for ever."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.answers: dict[str, list[Any]] = {}
+        self.requests: dict[str, list[Any]] = {}
+        self._clock = clock
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        async def answer(request: Any, *, timeout: float | None = None) -> Any:
+            self.requests.setdefault(method, []).append(request)
+            answers = self.answers[method]
+            given = answers.pop(0) if len(answers) > 1 else answers[0]
+            if isinstance(given, SluiceError):
+                code, details, trailer = status_of(given)
+                trailing = grpc.aio.Metadata(*trailer)
+                raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details)
+            if isinstance(given, grpc.StatusCode):
+                if given is DEADLINE:
+                    self._clock.now_s += timeout or 0.0
+                empty = grpc.aio.Metadata()
+                raise grpc.aio.AioRpcError(given, empty, empty, details="scripted")
+            return given
+
+        return answer
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(reward_client, "time", clock)
+    for module in (reward_client, call):
+        monkeypatch.setattr(module, "asyncio", clock)
+    return clock
+
+
+@pytest.fixture
+def stub(clock: Clock) -> Stub:
+    return Stub(clock)
+
+
+@pytest.fixture
+def client(stub: Stub) -> RewardClient:
+    return RewardClient(stub, "trainer-1", batch_timeout_s=60.0, absence_s=30.0)  # type: ignore[arg-type]
+
+
+async def test_a_short_absence_is_waited_out_when_a_policy_is_announced(
+    client: RewardClient, stub: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub.answers["AnnouncePolicy"] = [UNAVAILABLE] * 20 + [reward_pb2.AnnouncePolicyResponse()]
+    with caplog.at_level(logging.WARNING):
+        await client.announce(3, [])
+    assert caplog.text.count("trying on for 30 s") == 1
+    assert stub.requests["AnnouncePolicy"][-1].policy_version == 3
+
+
+async def test_a_short_absence_is_waited_out_when_a_batch_is_acknowledged(
+    client: RewardClient, stub: Stub
+) -> None:
+    stub.answers["AcknowledgeBatch"] = [
+        UNAVAILABLE,
+        DEADLINE,
+        *[UNAVAILABLE] * 5,
+        reward_pb2.AcknowledgeBatchResponse(),
+    ]
+    await client.acknowledge("batch", 1)
+    assert len(stub.requests["AcknowledgeBatch"]) == 8
+
+
+async def test_a_long_absence_is_an_error_that_names_the_call(
+    client: RewardClient, stub: Stub, clock: Clock
+) -> None:
+    stub.answers["AnnouncePolicy"] = [UNAVAILABLE]
+    began_s = clock.now_s
+    with pytest.raises(PeerError, match="reward service: failed while announcing a policy"):
+        await client.announce(3, [])
+    assert 30.0 <= clock.now_s - began_s <= 35.0
+
+
+async def test_a_lease_that_is_gone_is_told_and_no_error(
+    client: RewardClient, stub: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub.answers["AcknowledgeBatch"] = [NotFoundError("never leased")]
+    await client.acknowledge("batch-7", 1)
+    assert "batch batch-7 was trained but its lease is gone" in caplog.text
+    assert len(stub.requests["AcknowledgeBatch"]) == 1
+
+
+def status(**given: Any) -> reward_pb2.GetStatusResponse:
+    return reward_pb2.GetStatusResponse(**given)
+
+
+async def test_a_batch_is_waited_for_as_long_as_the_service_makes_progress(
+    client: RewardClient, stub: Stub, clock: Clock
+) -> None:
+    stub.answers["TakeBatch"] = [
+        *[DEADLINE] * 20,
+        reward_pb2.TakeBatchResponse(batch=reward_pb2.TrainBatch(batch_id="b")),
+    ]
+    stub.answers["GetStatus"] = [status(prompts_submitted=n) for n in range(20)]
+    began_s = clock.now_s
+    assert (await client.take_batch(1, 0)).batch_id == "b"
+    assert clock.now_s - began_s > 2 * 60.0
+
+
+async def test_a_service_that_stands_still_ends_the_wait_for_a_batch(
+    client: RewardClient, stub: Stub
+) -> None:
+    stub.answers["TakeBatch"] = [DEADLINE]
+    stub.answers["GetStatus"] = [status(prompts_submitted=5)]
+    with pytest.raises(DeadlineError, match="while filling the batch of step 4"):
+        await client.take_batch(4, 3)
+
+
+async def test_a_service_that_fails_at_once_is_not_asked_without_a_pause(
+    client: RewardClient, stub: Stub
+) -> None:
+    stub.answers["TakeBatch"] = [grpc.StatusCode.INTERNAL]
+    stub.answers["GetStatus"] = [status(prompts_submitted=5)]
+    with pytest.raises(DeadlineError, match="while filling the batch of step 4"):
+        await client.take_batch(4, 3)
+    assert len(stub.requests["TakeBatch"]) <= 125  # 60 s, twice a second
+
+
+async def test_an_unfillable_batch_is_not_asked_for_again(client: RewardClient, stub: Stub) -> None:
+    stub.answers["TakeBatch"] = [BatchUnfillableError("almost no group is mixed")]
+    with pytest.raises(BatchUnfillableError):
+        await client.take_batch(1, 0)
+    assert len(stub.requests["TakeBatch"]) == 1
+
+
+async def test_the_start_of_the_service_is_waited_for_within_a_deadline(
+    client: RewardClient, stub: Stub
+) -> None:
+    stub.answers["GetStatus"] = [*[UNAVAILABLE] * 30, status(dataset_rows=12)]
+    assert await client.wait_until_up(60.0) == 12
+    stub.answers["GetStatus"] = [UNAVAILABLE]
+    with pytest.raises(DeadlineError, match="reward service: no answer within 2 s while starting"):
+        await client.wait_until_up(2.0)
+
+
+async def test_accounts_are_one_number_for_each_way_a_prompt_can_end(
+    client: RewardClient, stub: Stub
+) -> None:
+    stub.answers["GetStatus"] = [
+        status(prompts_submitted=9, prompts_pending=2, prompts_by_end={"trained": 7})
+    ]
+    assert await client.accounts() == {"submitted": 9.0, "pending": 2.0, "trained": 7.0}

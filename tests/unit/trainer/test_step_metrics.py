@@ -1,0 +1,87 @@
+"""One step's numbers from what the loop measured."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from services.trainer.metrics.step_metrics import FleetInterval, StepTimes, step_metrics
+from sluice.types import (
+    DataProgress,
+    FinishReason,
+    Rollout,
+    Scored,
+    TrainBatch,
+    TrainGroup,
+    VersionSpan,
+)
+
+TIMES = StepTimes(
+    wait_batch_s=1.0, update_actor_s=2.0, update_weights_s=0.5, save_checkpoint_s=0.25, step_s=4.0
+)
+FLEET = FleetInterval(generated_tokens=400, busy_s=6.0, replicas=2)
+
+
+def batch(*lengths: int) -> TrainBatch:
+    rollouts = tuple(
+        Rollout(
+            i,
+            np.zeros(n, np.uint32),
+            np.zeros(n, np.float32),
+            (VersionSpan(0, 0, n),),
+            FinishReason.STOP,
+            "",
+        )
+        for i, n in enumerate(lengths)
+    )
+    scores = tuple(Scored(1.0, 1.0, {}) for _ in lengths)
+    group = TrainGroup("p", np.zeros(10, np.uint32), rollouts, scores, "s")
+    return TrainBatch("b", 0, (group,), DataProgress(1), {"train/groups_kept": 5.0})
+
+
+def metrics(
+    times: StepTimes = TIMES, fleet: FleetInterval = FLEET, ranks: int = 2
+) -> dict[str, float]:
+    learner = {"actor/pg_loss": 0.5}
+    return step_metrics(7, batch(20, 30), learner, times, fleet, ranks=ranks, stall_s=0.125)
+
+
+def test_numbers_of_batch_and_learner_are_passed_on() -> None:
+    found = metrics()
+    assert (found["train/groups_kept"], found["actor/pg_loss"]) == (5.0, 0.5)
+    assert found["training/global_step"] == 7.0
+
+
+def test_throughput_is_prompt_and_response_tokens_per_second_and_rank() -> None:
+    found = metrics()
+    assert found["perf/total_num_tokens"] == (10 + 20) + (10 + 30)
+    assert found["perf/throughput"] == pytest.approx(70 / 4.0 / 2)
+    assert found["perf/time_per_step"] == found["timing_s/step"] == 4.0
+
+
+def test_idle_shares_are_shares_of_the_step() -> None:
+    found = metrics()
+    assert found["trainer/idle_share"] == pytest.approx(1.0 / 4.0)
+    assert found["rollout/idle_share"] == pytest.approx(1.0 - 6.0 / (2 * 4.0))
+    assert found["rollout/tokens_per_s"] == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize(("busy_s", "share"), [(9.0, 0.0), (0.0, 1.0), (-1.0, 1.0)])
+def test_heartbeats_that_come_late_do_not_push_a_share_out_of_bounds(
+    busy_s: float, share: float
+) -> None:
+    assert metrics(fleet=FleetInterval(0, busy_s, 2))["rollout/idle_share"] == share
+
+
+def test_a_step_without_replicas_or_time_divides_by_nothing() -> None:
+    found = metrics(StepTimes(0, 0, 0, 0, 0), FleetInterval(0, 0.0, 0))
+    assert all(np.isfinite(value) for value in found.values())
+
+
+def test_every_part_of_the_step_has_its_time() -> None:
+    found = metrics()
+    assert found["timing_s/wait_batch"] == 1.0
+    assert found["timing_s/update_actor"] == 2.0
+    assert found["timing_s/update_weights"] == 0.5
+    assert found["timing_s/save_checkpoint"] == 0.25
+    assert found["weights/stall_s"] == 0.125

@@ -1,0 +1,406 @@
+"""The order of a run: what is awaited before what, and how it is held, stopped and ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.trainer.fleet import Fleet, MemberState
+from services.trainer.loop import LoopParts, LoopSettings, TrainLoop
+from services.trainer.reward_client import Evaluation
+from services.trainer.run_state import RunPhase, RunState
+from services.trainer.weight_publisher import PublishReport
+from sluice.errors import BatchUnfillableError, DeadlineError
+from sluice.types import (
+    DataProgress,
+    FinishReason,
+    ReplicaInfo,
+    Rollout,
+    Scored,
+    TrainBatch,
+    TrainGroup,
+    VersionSpan,
+)
+
+SETTINGS = LoopSettings(
+    test_freq=-1,
+    save_freq=-1,
+    val_before_train=False,
+    validates=False,
+    min_replicas=1,
+    replica_wait_timeout_s=5.0,
+    examples=3,
+    ranks=1,
+)
+WAIT_S = 5.0
+
+
+def batch_of(step: int) -> TrainBatch:
+    rollout = Rollout(
+        0,
+        np.arange(4, dtype=np.uint32),
+        np.zeros(4, np.float32),
+        (VersionSpan(step - 1, 0, 4),),
+        FinishReason.STOP,
+        "text",
+    )
+    group = TrainGroup("p", np.arange(3, dtype=np.uint32), (rollout,), (Scored(1, 1, {}),), "s")
+    progress = DataProgress(10 * step)
+    return TrainBatch(f"batch-{step}", step - 1, (group,), progress, {"train/groups_kept": 1.0})
+
+
+class World:
+    """Fakes of all that the loop drives; `events` is what they were asked for, in order.
+
+    `holds` keep an event from ending until they are released, `faults` make it fail.
+    """
+
+    def __init__(self, steps: int = 3, step: int = 0) -> None:
+        self.events: list[str] = []
+        self.holds: dict[str, asyncio.Event] = {}
+        self.faults: dict[str, Exception] = {}
+        self.fleet, self.state = Fleet("layout", 1e9), RunState("trainer-1", steps, step)
+        self.recorded: dict[str, Any] = {}
+        self.published: int | None = None
+
+    def loop(self, resume_from: DataProgress | None = None, **settings: Any) -> TrainLoop:
+        parts = LoopParts(self, self, self, Record(self), self.fleet, self.state)
+        return TrainLoop(replace(SETTINGS, **settings), parts, resume_from)
+
+    def register(self, name: str) -> ReplicaInfo:
+        info = ReplicaInfo(name, f"{name}-1", f"{name}:1", 8)
+        self.fleet.register(info, "layout", 0.0)
+        return info
+
+    async def happens(self, event: str) -> None:
+        self.events.append(event)
+        if event in self.faults:
+            raise self.faults[event]
+        if event in self.holds:
+            await self.holds[event].wait()
+        else:
+            await asyncio.sleep(0)
+
+    # the policy
+
+    async def train(self, batch: TrainBatch, step: int) -> Mapping[str, float]:
+        await self.happens(f"train {step}")
+        return {"actor/pg_loss": 0.5}
+
+    async def freeze(self, version: int) -> None:
+        await self.happens(f"freeze {version}")
+
+    async def save(self, step: int, progress: DataProgress) -> str:
+        await self.happens(f"save {step} at {progress.low_water}")
+        return f"folder-{step}"
+
+    # the reward service
+
+    async def announce(
+        self, version: int, replicas: Sequence[ReplicaInfo], resume_from: DataProgress | None, /
+    ) -> None:
+        names = "".join(info.name for info in replicas)
+        resuming = f" from {resume_from.low_water}" if resume_from else ""
+        await self.happens(f"announce {version} on {names}{resuming}")
+
+    async def take_batch(self, step: int, version: int) -> TrainBatch:
+        assert version == step - 1
+        await self.happens(f"take {step}")
+        return batch_of(step)
+
+    async def acknowledge(self, batch_id: str, step: int) -> None:
+        assert batch_id == f"batch-{step}"
+        await self.happens(f"acknowledge {step}")
+
+    async def evaluate(self, version: int, examples: int) -> Evaluation:
+        await self.happens(f"evaluate {version}")
+        self.events.append(f"evaluated {version} under {self.published}")
+        return Evaluation({"val-core/s/acc/mean@1": 0.5}, (), 7)
+
+    async def accounts(self) -> Mapping[str, float]:
+        await self.happens("accounts")
+        return {"submitted": 9.0}
+
+    # the publisher
+
+    async def publish(self, version: int) -> PublishReport:
+        await self.happens(f"publish {version}")
+        members = self.fleet.in_state(MemberState.PENDING, MemberState.SERVING)
+        for info in members:
+            self.fleet.mark_serving(info, version)
+        self.published = version
+        return PublishReport(version, len(members), 1, 0.1, 0.01)
+
+    async def seed_newcomers(self) -> None:
+        for info in self.fleet.in_state(MemberState.PENDING):
+            await self.happens(f"seed {info.name}")
+            self.fleet.mark_serving(info, self.published or 0)
+
+
+class Record:
+    """The run's record."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._world.recorded[f"step {step}"] = dict(metrics)
+
+    def evaluation(self, step: int, evaluation: Evaluation, seconds: float) -> None:
+        self._world.recorded[f"evaluation {step}"] = dict(evaluation.metrics)
+
+    def accounts(self, accounts: Mapping[str, float]) -> None:
+        self._world.recorded["accounts"] = dict(accounts)
+
+
+@pytest.fixture
+def world() -> World:
+    world = World()
+    world.register("a")
+    return world
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def run(loop: TrainLoop) -> None:
+    async with asyncio.timeout(WAIT_S):
+        await loop.run()
+
+
+@contextmanager
+def only(kind: type[Exception]) -> Iterator[pytest.ExceptionInfo[ExceptionGroup[Any]]]:
+    with pytest.raises(ExceptionGroup) as caught:
+        yield caught
+    assert caught.group_contains(kind)
+
+
+async def test_a_step_is_taken_trained_published_acknowledged_and_only_then_announced(
+    world: World,
+) -> None:
+    await run(world.loop())
+    assert world.events == [
+        *("freeze 0", "publish 0", "announce 0 on a"),
+        *("take 1", "train 1", "freeze 1", "publish 1", "acknowledge 1", "announce 1 on a"),
+        *("take 2", "train 2", "freeze 2", "publish 2", "acknowledge 2", "announce 2 on a"),
+        *("take 3", "train 3", "freeze 3", "publish 3", "acknowledge 3", "announce 3 on a"),
+        "accounts",
+    ]
+    assert world.state.phase is RunPhase.FINISHED
+
+
+async def test_the_record_holds_every_step_and_the_accounts(world: World) -> None:
+    await run(world.loop())
+    assert [name for name in world.recorded if name.startswith("step")] == [
+        "step 1",
+        "step 2",
+        "step 3",
+    ]
+    metrics = world.recorded["step 2"]
+    assert metrics["actor/pg_loss"] == 0.5
+    assert metrics["training/global_step"] == 2
+    assert metrics["weights/stall_s"] == 0.01
+    accounts = world.recorded["accounts"]
+    assert accounts["submitted"] == 9.0
+    assert {"trainer_s/training", "trainer_s/waiting_for_batch"} <= accounts.keys()
+
+
+async def test_no_version_is_published_while_one_is_evaluated(world: World) -> None:
+    world.holds["evaluate 0"] = asyncio.Event()
+    loop = world.loop(validates=True, val_before_train=True, test_freq=2)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(loop))
+        await until(lambda: world.state.phase is RunPhase.EVALUATING)
+        # The next batch was trained meanwhile.
+        assert "train 1" in world.events
+        assert "publish 1" not in world.events
+        world.holds["evaluate 0"].set()
+    evaluated = [event for event in world.events if event.startswith("evaluated")]
+    assert evaluated == ["evaluated 0 under 0", "evaluated 2 under 2", "evaluated 3 under 3"]
+    assert world.recorded["evaluation 3"] == {"val-core/s/acc/mean@1": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("save_freq", "saved"),
+    [(-1, []), (2, ["save 2 at 20", "save 3 at 30"]), (3, ["save 3 at 30"])],
+)
+async def test_checkpoints_are_saved_every_so_often_and_at_the_end_with_the_data_cursor(
+    world: World, save_freq: int, saved: list[str]
+) -> None:
+    await run(world.loop(save_freq=save_freq))
+    assert [event for event in world.events if event.startswith("save")] == saved
+
+
+async def test_a_resumed_run_goes_on_at_its_step_and_tells_the_cursor_once() -> None:
+    world = World(steps=4, step=2)
+    world.register("a")
+    await run(world.loop(DataProgress(20)))
+    announced = [event for event in world.events if event.startswith("announce")]
+    assert announced == ["announce 2 on a from 20", "announce 3 on a", "announce 4 on a"]
+    assert world.events[0] == "freeze 2"
+    assert "take 3" in world.events
+    assert "take 2" not in world.events
+
+
+async def test_a_resumed_run_that_is_complete_only_ends() -> None:
+    world = World(steps=2, step=2)
+    world.register("a")
+    await run(world.loop(DataProgress(20), save_freq=1))
+    assert not [event for event in world.events if event.startswith(("take", "save"))]
+
+
+async def test_a_newcomer_is_seeded_and_announced_while_a_batch_is_awaited(world: World) -> None:
+    world.holds["take 2"] = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(world.loop()))
+        await until(lambda: "take 2" in world.events)
+        world.register("b")
+        await until(lambda: "announce 1 on ab" in world.events)
+        world.holds["take 2"].set()
+    assert world.events.count("seed b") == 1
+    assert "announce 2 on ab" in world.events
+
+
+async def test_a_lost_replica_is_announced_at_once(world: World) -> None:
+    lost = world.register("b")
+    world.holds["take 2"] = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(world.loop()))
+        await until(lambda: "take 2" in world.events)
+        world.fleet.expel(lost, "silent")
+        await until(lambda: "announce 1 on a" in world.events)
+        world.holds["take 2"].set()
+
+
+async def test_a_slow_newcomer_does_not_delay_the_news_of_a_lost_replica(world: World) -> None:
+    lost = world.register("b")
+    world.holds |= {"take 2": asyncio.Event(), "seed c": asyncio.Event()}
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(world.loop()))
+        await until(lambda: "take 2" in world.events)
+        world.register("c")
+        world.fleet.expel(lost, "silent")
+        await until(lambda: "announce 1 on a" in world.events)
+        for hold in world.holds.values():
+            hold.set()
+
+
+async def test_nothing_is_announced_between_a_publication_and_its_acknowledgement(
+    world: World,
+) -> None:
+    world.holds["acknowledge 1"] = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(world.loop()))
+        await until(lambda: "acknowledge 1" in world.events)
+        lost = world.register("b")
+        world.fleet.expel(lost, "silent")
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not [event for event in world.events if event.startswith("announce 1")]
+        world.holds["acknowledge 1"].set()
+
+
+async def test_too_few_replicas_within_the_deadline_end_the_run_with_a_remedy() -> None:
+    with only(DeadlineError) as caught:
+        await run(World().loop(replica_wait_timeout_s=0.05, min_replicas=2))
+    (error,) = caught.value.exceptions
+    assert "rollout fleet" in str(error)
+    assert "waiting for 2 replicas" in str(error)
+    assert "raise sluice.trainer.replica_wait_timeout_s" in str(error)
+
+
+async def test_an_unfillable_batch_ends_the_run_with_its_own_message(world: World) -> None:
+    world.faults["take 2"] = BatchUnfillableError("almost no group is mixed")
+    with only(BatchUnfillableError):
+        await run(world.loop())
+    assert "accounts" not in world.events
+
+
+async def test_a_failing_evaluation_ends_the_run(world: World) -> None:
+    world.faults["evaluate 0"] = DeadlineError("reward service", "evaluating version 0", 1.0)
+    with only(DeadlineError):
+        await run(world.loop(validates=True, val_before_train=True, test_freq=1))
+
+
+async def test_a_stop_ends_the_run_after_its_step_and_saves_if_it_saves_at_all(
+    world: World,
+) -> None:
+    world.holds["train 2"] = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(world.loop(save_freq=100)))
+        await until(lambda: "train 2" in world.events)
+        world.state.stop("enough")
+        world.holds["train 2"].set()
+    assert "take 3" not in world.events
+    assert world.events[-3:] == ["announce 2 on a", "save 2 at 20", "accounts"]
+
+
+async def paused(world: World, tasks: asyncio.TaskGroup, loop: TrainLoop) -> None:
+    """Starts the loop and holds it after step 1."""
+    world.holds["train 1"] = asyncio.Event()
+    tasks.create_task(run(loop))
+    await until(lambda: "train 1" in world.events)
+    world.state.pause()
+    world.holds["train 1"].set()
+    await until(lambda: world.state.phase is RunPhase.PAUSED)
+    assert "take 2" not in world.events
+
+
+Act = Callable[[World], Awaitable[None]]
+
+
+async def test_a_paused_run_goes_on_when_resumed(world: World) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        await paused(world, tasks, world.loop())
+        world.state.resume()
+    assert "train 3" in world.events
+
+
+async def test_a_paused_run_can_be_stopped(world: World) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        await paused(world, tasks, world.loop())
+        world.state.stop("enough")
+    assert "take 2" not in world.events
+    assert "accounts" in world.events
+
+
+async def test_a_paused_run_saves_at_once_when_asked(world: World) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        await paused(world, tasks, world.loop())
+        async with asyncio.timeout(WAIT_S):
+            assert await world.state.saved() == (1, "folder-1")
+        assert world.state.phase is RunPhase.PAUSED or "take 2" not in world.events
+        world.state.resume()
+    assert "save 1 at 10" in world.events
+
+
+async def test_a_resume_during_a_save_is_not_lost(world: World) -> None:
+    world.holds["save 1 at 10"] = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        await paused(world, tasks, world.loop())
+        tasks.create_task(world.state.saved())
+        await until(lambda: "save 1 at 10" in world.events)
+        world.state.resume()
+        world.holds["save 1 at 10"].set()
+    assert "train 3" in world.events
+
+
+async def test_a_running_run_saves_after_the_step_when_asked(world: World) -> None:
+    world.holds["train 2"] = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(world.loop()))
+        await until(lambda: "train 2" in world.events)
+        saving = tasks.create_task(world.state.saved())
+        await asyncio.sleep(0)
+        world.holds["train 2"].set()
+    assert saving.result() == (2, "folder-2")
+    assert [event for event in world.events if event.startswith("save")] == ["save 2 at 20"]
