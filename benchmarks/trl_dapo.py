@@ -147,4 +147,7 @@ def _say_nothing(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    # Gloo's threads, left over by the ranks' group, can abort an interpreter that ends in order.
+    os._exit(status)

@@ -3,8 +3,8 @@
     python benchmarks/trl_environment.py DIR
 
 Installs `trl_requirements.txt`. A directory that already holds exactly these is left as it is.
-torch comes from pip's configured sources or the wheels in `wheelhouse/`; where none has the CPU
-build, from PyTorch's CPU index.
+Packages come from pip's configured sources or the wheels in `wheelhouse/`; a CPU build of torch in
+either is preferred to the default one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 
 REQUIREMENTS = Path(__file__).with_name("trl_requirements.txt")
 WHEELHOUSE = Path(__file__).resolve().parent.parent / "wheelhouse"
-TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 STAMP = "requirements.sha256"
 
 
@@ -67,14 +66,14 @@ def _install(python: Path, requirements: Path) -> None:
     command = [str(python), "-m", "pip", "install", "--quiet", "--requirement", str(requirements)]
     if WHEELHOUSE.is_dir():
         command += ["--find-links", str(WHEELHOUSE)]
-    _say(f"installing {requirements.name} from pip's configured sources (about 1.5 GB on disk)")
-    if _run(command) == 0:
-        return
-    _say(f"not all found there; once more with {TORCH_CPU_INDEX}")
-    if _run([*command, "--extra-index-url", TORCH_CPU_INDEX]) != 0:
+    _say(
+        f"installing {requirements.name} from pip's configured sources (about 1.5 GB on disk with "
+        "the CPU build of torch)"
+    )
+    if _run(command) != 0:
         raise EnvironmentFailedError(
-            f"{requirements}: pip could not install it (its output is above); the packages need "
-            f"PyPI and {TORCH_CPU_INDEX}, or their wheels in {WHEELHOUSE}"
+            f"{requirements}: pip could not install it (its output is above); the packages must be "
+            f"in pip's configured sources, or their wheels in {WHEELHOUSE}"
         )
 
 

@@ -39,9 +39,9 @@ class Prompt:
     """A task to sample responses for, as read from a data set or submitted by a client.
 
     `sequence` numbers prompts in the order of issue (0-based, unique in one run of the reward
-    service): batches are assembled oldest first by it, and sampling seeds are derived from it.
-    `position` is the 0-based position in the stream of data-set draws (epoch after epoch), or
-    ``None`` for a client's prompt.
+    service): batches are assembled oldest first by it. `position` is the 0-based position in the
+    stream of data-set draws (epoch after epoch), or ``None`` for a client's prompt. The sampling
+    seed is derived from `position` for a data-set prompt and from `sequence` for a client's.
     """
 
     prompt_id: str

@@ -15,11 +15,11 @@ from services.reward.rollout_client import RolloutClient
 from services.reward.scorer_pool import running_scorer_pool
 from services.reward.servicer import RewardServicer
 from sluice.api.reward.v1 import reward_pb2_grpc
+from sluice.concurrency.exit_status import exit_status
 from sluice.concurrency.parent_death import end_with_supervisor
 from sluice.concurrency.shutdown import stop_on_signals
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.errors import SluiceError
 from sluice.rpc.server import RpcServer
 from sluice.telemetry.logs import configure_logging
 
@@ -87,15 +87,10 @@ async def _until_stopped(loop: RewardLoop, stop: asyncio.Event) -> None:
         running.cancel()
 
 
-def _report(error: BaseException) -> None:
-    """One line for each error of ours; a traceback for a defect."""
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            _report(inner)
-    elif isinstance(error, SluiceError):
-        sys.stderr.write(f"{NAME}: {error}\n")
-    else:
-        logger.error("unexpected %s", type(error).__name__, exc_info=error)
+def _run(path: Path, overrides: tuple[str, ...]) -> None:
+    config = load_config(path, overrides)
+    configure_logging(NAME, config.sluice.log_level)
+    asyncio.run(_serve(config))
 
 
 def main() -> int:
@@ -104,14 +99,7 @@ def main() -> int:
     path, overrides = _parse(sys.argv[1:])
     # The default allocator keeps what a large row group took; the system's gives it back.
     pa.set_memory_pool(pa.system_memory_pool())
-    try:
-        config = load_config(path, overrides)
-        configure_logging(NAME, config.sluice.log_level)
-        asyncio.run(_serve(config))
-    except Exception as error:  # noqa: BLE001  the outermost boundary: report, exit code
-        _report(error)
-        return 1
-    return 0
+    return exit_status(NAME, lambda: _run(path, overrides))
 
 
 if __name__ == "__main__":

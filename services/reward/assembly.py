@@ -83,32 +83,10 @@ def assemble(
     """
     open_stream = _training_opener(config, sets.training)
     check_data_source = _data_source_check(config)
-    rules = BatchRules(
-        config.data.train_batch_size,
-        config.sluice.asynchrony.max_staleness,
-        config.sluice.asynchrony.on_stale,
-    )
-    capacity = ChangeSignal()
-    changes = ChangeSignal(then=capacity)
-    ledger, batcher = MemoryLedger(), Batcher(rules)
-    queue = ReplicaQueue(config.sluice.reward.inflight_slack, capacity.notify)
-    dispatcher = GroupDispatcher(client, queue, max_attempts=config.sluice.reward.max_attempts)
-    guard = YieldGuard(
-        config.algorithm.filter_groups.min_yield, config.algorithm.filter_groups.min_yield_groups
-    )
-    endings = _Endings()
-    recorder = OutcomeRecorder(
-        ledger,
-        batcher,
-        guard,
-        scorer_seconds=lambda: scorers.busy_seconds,
-        on_end=endings.ended,
-    )
-    grader = Grader(scorers, overlong_shaping(config.reward, config.data.max_response_length))
+    endings, rules = _Endings(), _batch_rules(config)
+    ledger = MemoryLedger()
     source = PromptSource(ledger, open_stream, check_data_source)
-    parts = PipelineParts(
-        ledger, source, queue, dispatcher, grader, batcher, guard, recorder, changes, capacity
-    )
+    parts = _stages(config, rules, ledger, source, scorers, client, endings)
     pipeline = Pipeline(_settings(config, rules), parts)
     submissions = Submissions(
         ledger, pipeline.submit, check_data_source, config.sluice.reward.max_client_pending
@@ -116,8 +94,8 @@ def assemble(
     endings.listener = submissions.ended
     evaluation = Evaluation(
         _validation_opener(config, sets.validation),
-        dispatcher,
-        grader,
+        parts.dispatcher,
+        parts.grader,
         lambda: pipeline.policy_version,
     )
     return RewardLoop(
@@ -126,10 +104,40 @@ def assemble(
         submissions,
         ScoreRequests(scorers),
         ledger,
-        batcher,
-        queue,
-        recorder,
+        parts.batcher,
+        parts.queue,
+        parts.recorder,
         open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0,
+    )
+
+
+def _stages(
+    config: RunConfig,
+    rules: BatchRules,
+    ledger: PromptLedger,
+    source: PromptSource,
+    scorers: SampleScorer,
+    client: GenerationClient,
+    endings: _Endings,
+) -> PipelineParts:
+    capacity = ChangeSignal()
+    changes = ChangeSignal(then=capacity)
+    batcher = Batcher(rules)
+    queue = ReplicaQueue(config.sluice.reward.inflight_slack, capacity.notify)
+    dispatcher = GroupDispatcher(client, queue, max_attempts=config.sluice.reward.max_attempts)
+    guard = YieldGuard(
+        config.algorithm.filter_groups.min_yield, config.algorithm.filter_groups.min_yield_groups
+    )
+    recorder = OutcomeRecorder(
+        ledger,
+        batcher,
+        guard,
+        scorer_seconds=lambda: scorers.busy_seconds,
+        on_end=endings.ended,
+    )
+    grader = Grader(scorers, overlong_shaping(config.reward, config.data.max_response_length))
+    return PipelineParts(
+        ledger, source, queue, dispatcher, grader, batcher, guard, recorder, changes, capacity
     )
 
 
@@ -142,6 +150,11 @@ class _Endings:
     def ended(self, outcome: PromptOutcome) -> None:
         if self.listener is not None:
             self.listener(outcome)
+
+
+def _batch_rules(config: RunConfig) -> BatchRules:
+    asynchrony = config.sluice.asynchrony
+    return BatchRules(config.data.train_batch_size, asynchrony.max_staleness, asynchrony.on_stale)
 
 
 def _settings(config: RunConfig, rules: BatchRules) -> PipelineSettings:

@@ -100,12 +100,12 @@ class ScorerWorker:
 
     def kill(self) -> None:
         """End the process and all it started, at once."""
-        if self._process.returncode is None:
-            try:
-                # It leads its own session, so this reaches whatever the scorer started as well.
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                return
+        try:
+            # It leads its own session, so this reaches whatever the scorer started as well, also
+            # after the scorer itself has ended.
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
 
     async def wait_ended(self) -> None:
         """Wait until a killed process is gone.

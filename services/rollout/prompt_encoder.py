@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sluice.errors import ConfigError, InvalidRequestError
 from sluice.types import ChatMessage, TokenIds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+MAX_PROMPT_CHARACTERS = 2_000_000
 
 
 class PromptEncoder:
@@ -46,6 +52,7 @@ class PromptEncoder:
         Raises:
             InvalidRequestError: the template refuses the turns, or the prompt is too long.
         """
+        self._check_size(sum(len(m.content) for m in messages))
         turns = [{"role": m.role, "content": m.content} for m in messages]
         try:
             text = self._tokenizer.apply_chat_template(
@@ -59,6 +66,7 @@ class PromptEncoder:
 
     def encode_text(self, text: str) -> TokenIds:
         """Plain text tokenised as it stands: [prompt tokens]."""
+        self._check_size(len(text))
         if self._fast is not None:
             ids = self._fast.encode(text, add_special_tokens=False).ids
         else:
@@ -69,6 +77,13 @@ class PromptEncoder:
         """The text of response tokens, special tokens left out."""
         decoder = self._tokenizer if self._fast is None else self._fast
         return str(decoder.decode(token_ids.tolist(), skip_special_tokens=True))
+
+    def _check_size(self, num_characters: int) -> None:
+        """Rendering and tokenising block the event loop, so their input is bounded first."""
+        if num_characters > MAX_PROMPT_CHARACTERS:
+            raise InvalidRequestError(
+                f"prompt: {num_characters} characters; send at most {MAX_PROMPT_CHARACTERS}"
+            )
 
     def _limited(self, ids: TokenIds) -> TokenIds:
         limit = self._max_prompt_length
@@ -90,7 +105,7 @@ class PromptEncoder:
                 )
 
 
-def _load_tokenizer(model_path: Path, *, trust_remote_code: bool) -> Any:
+def _load_tokenizer(model_path: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:

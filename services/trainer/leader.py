@@ -43,7 +43,7 @@ from sluice.rpc.server import RpcServer
 from sluice.rpc.stubs import reward_stub
 from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weights.layout import layout_digest
-from sluice.weights.plan import tensor_specs
+from sluice.weights.plan import plan_transfer, tensor_specs
 from sluice.weights.sender import WeightSender
 from sluice.weights.snapshot import SnapshotBuffers
 
@@ -94,6 +94,9 @@ async def _lead(config: RunConfig) -> None:
         stack.callback(parallel.close)
         trained = _load(config, parallel, total_training_steps(config, dataset_rows))
         stack.push_async_callback(trained.policy.close)
+        trainer = config.trainer
+        names = (trainer.project_name, trainer.experiment_name)
+        logger.info("%s / %s: %d steps", *names, trained.total_steps)
         step = trained.resumed.step if trained.resumed else 0
         state = RunState(incarnation, trained.total_steps, step)
         fleet = Fleet(layout_digest(trained.tensors), config.sluice.trainer.replica_ttl_s)
@@ -173,6 +176,9 @@ def _publisher(config: RunConfig, fleet: Fleet, trained: _Trained) -> WeightPubl
     device = transfer_device(config.trainer.device, weights.backend)
     reachable_at = (endpoint.advertise or endpoint.host).rsplit(":", 1)[0]
 
+    num_buckets = len(plan_transfer(trained.tensors, weights.bucket_mb << 20).buckets)
+    transfer_timeout_s = (num_buckets + 1) * weights.timeout_s  # one more for the trailer
+
     def make_sender() -> WeightSender:
         return WeightSender(
             device=device,
@@ -187,6 +193,7 @@ def _publisher(config: RunConfig, fleet: Fleet, trained: _Trained) -> WeightPubl
             replica,
             max_message_bytes=config.sluice.max_message_mb << 20,
             timeout_s=weights.timeout_s,
+            transfer_timeout_s=transfer_timeout_s,
         )
 
     return WeightPublisher(
@@ -205,7 +212,7 @@ def _loop_settings(config: RunConfig) -> LoopSettings:
         test_freq=trainer.test_freq,
         save_freq=trainer.save_freq,
         val_before_train=trainer.val_before_train,
-        validates=config.data.val_files is not None and trainer.test_freq > 0,
+        validates=config.data.val_files is not None,
         min_replicas=service.min_replicas,
         replica_wait_timeout_s=service.replica_wait_timeout_s,
         examples=_NUM_EXAMPLES,

@@ -21,12 +21,20 @@ class ReplicaClient:
     Args:
         replica: whom to call.
         max_message_bytes: largest message either way.
-        timeout_s: deadline of each phase.
+        timeout_s: deadline of joining and of committing.
+        transfer_timeout_s: deadline of receiving one version.
     """
 
-    def __init__(self, replica: ReplicaInfo, *, max_message_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        replica: ReplicaInfo,
+        *,
+        max_message_bytes: int,
+        timeout_s: float,
+        transfer_timeout_s: float,
+    ) -> None:
         self.replica = replica
-        self._timeout_s = timeout_s
+        self._timeout_s, self._transfer_timeout_s = timeout_s, transfer_timeout_s
         self._channel = open_channel(replica.address, max_message_bytes=max_message_bytes)
         self._weights = weight_sync_stub(self._channel)
         self._rollout = rollout_stub(self._channel)
@@ -71,6 +79,7 @@ class ReplicaClient:
             name="WeightSyncService/StageUpdate",
             peer=self.replica.name,
             phase=f"staging version {version}",
+            deadline_s=self._transfer_timeout_s,
         )
         return answer.digest
 

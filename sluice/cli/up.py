@@ -20,6 +20,7 @@ from sluice.config.checks import check_config
 from sluice.config.dump import write_config
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
+from sluice.errors import ConfigError
 from sluice.launch.service_spec import address_of, local_services, with_ports
 from sluice.launch.supervisor import EXIT_INTERRUPTED, RunEnd, Supervisor
 from sluice.report.run_record import ACCOUNTS_NAME
@@ -85,6 +86,11 @@ def start_run(config: RunConfig, console: Console, *, logs: bool) -> RunEnd:
         ConfigError: the configuration does not hold together; nothing was started.
     """
     check_config(config)
+    if config.trainer.nnodes > 1:
+        raise ConfigError(
+            f"trainer.nnodes = {config.trainer.nnodes}: `sluice up` starts a run on one machine; "
+            "set it to 1, or start `python -m services.trainer` with torchrun on each machine"
+        )
     config = with_ports(_with_absolute_paths(config))
     config_file = Path(config.sluice.run_dir) / CONFIG_NAME
     write_config(config, config_file)

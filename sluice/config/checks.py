@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from sluice.algorithm.advantages.registry import ADVANTAGE_ESTIMATORS
 from sluice.algorithm.losses.registry import POLICY_LOSSES
 from sluice.config import derived
+from sluice.config.actor_rollout_ref import ActorConfig
 from sluice.config.file_checks import file_problems
 from sluice.config.problems import raise_problems
 from sluice.config.run import RunConfig
@@ -119,6 +120,15 @@ def _always_on(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _clip(config: RunConfig) -> Iterator[str]:
+    clip_ratio = config.actor_rollout_ref.actor.clip_ratio
+    if clip_ratio != ActorConfig().clip_ratio:
+        yield (
+            f"{ACTOR}.clip_ratio = {clip_ratio} has no effect, since clip_ratio_low and "
+            "clip_ratio_high always hold; set those two"
+        )
+
+
 def _sampling(config: RunConfig) -> Iterator[str]:
     rollout, needed = config.actor_rollout_ref.rollout, derived.max_row_tokens(config.data)
     if derived.max_model_len(config) < needed:
@@ -170,6 +180,13 @@ def _asynchrony(config: RunConfig) -> Iterator[str]:
             "samples of an older policy; set rollout_is=token (or use_rollout_log_probs=true), or "
             "max_staleness=0"
         )
+    correction = config.algorithm.rollout_correction
+    if correction.rollout_is and config.actor_rollout_ref.actor.use_rollout_log_probs:
+        yield (
+            f"algorithm.rollout_correction.rollout_is = {correction.rollout_is} with "
+            f"{ACTOR}.use_rollout_log_probs = true would have no effect, since old and behaviour "
+            "logprobs are then the same; set one of the two"
+        )
 
 
 def _length_of_run(config: RunConfig) -> Iterator[str]:
@@ -215,6 +232,11 @@ def _endpoints(config: RunConfig) -> Iterator[str]:
                 "one chosen"
             )
         taken.setdefault(where, name)
+        if endpoint.host in {"0.0.0.0", "::"} and endpoint.advertise is None:  # noqa: S104
+            yield (
+                f"sluice.{name}.endpoint.host = {endpoint.host} is no address that peers can "
+                f"reach; set sluice.{name}.endpoint.advertise to host:port"
+            )
     replicas, port = services.rollout.replicas, services.rollout.endpoint.port
     if port and replicas > 1:
         yield (
@@ -245,6 +267,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _group_size,
     _names,
     _always_on,
+    _clip,
     _sampling,
     _optimizer,
     _overlong,

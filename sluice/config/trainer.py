@@ -22,8 +22,8 @@ class TrainerConfig(Section, frozen=True):
         PositiveInt | None,
         Meta(description="Train batches; none: rows / train_batch_size * total_epochs."),
     ] = None
-    project_name: Annotated[str, Meta(description="Name for trackers and folders.")] = "sluice"
-    experiment_name: Annotated[str, Meta(description="Name for trackers and folders.")] = "default"
+    project_name: Annotated[str, Meta(description="Name in the trainer's log.")] = "sluice"
+    experiment_name: Annotated[str, Meta(description="Name in the trainer's log.")] = "default"
     logger: Annotated[list[LoggerName], Meta(description="Where metrics go.")] = msgspec.field(
         default_factory=lambda: ["console", "jsonl"]
     )

@@ -35,6 +35,7 @@ from sluice.quickstart.model import MAX_POSITIONS, make_model, save_model
 from sluice.quickstart.problems import draw_problem, task_named
 from sluice.quickstart.tokenizer import save_tokenizer, train_tokenizer
 from sluice.quickstart.worked_answers import make_dialogues
+from sluice.rpc.channel import open_channel
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 
 GROUPS, SAMPLES, TRAIN_ROWS = 4, 4, 2000
@@ -158,8 +159,12 @@ class LiveRun:
     def __init__(self, config: RunConfig, config_file: Path, supervisor: Supervisor) -> None:
         self.config, self._config_file, self._supervisor = config, config_file, supervisor
         self._channels = {
-            "trainer": grpc.aio.insecure_channel(address_of(config.sluice.trainer.endpoint)),
-            "reward": grpc.aio.insecure_channel(address_of(config.sluice.reward.endpoint)),
+            # Not gRPC's own channel, which after failures waits ever longer to connect.
+            name: open_channel(address_of(service.endpoint), max_message_bytes=1 << 20)
+            for name, service in (
+                ("trainer", config.sluice.trainer),
+                ("reward", config.sluice.reward),
+            )
         }
         self.trainer: Any = trainer_pb2_grpc.TrainerServiceStub(self._channels["trainer"])
         self.reward: Any = reward_pb2_grpc.RewardServiceStub(self._channels["reward"])

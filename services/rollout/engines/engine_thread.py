@@ -82,9 +82,9 @@ class EngineThread:
         return await future
 
     def _enqueue(self, command: Command, future: asyncio.Future[Any] | None) -> None:
-        if self._failure is not None:
-            raise self._failure
-        with self._wake:
+        with self._wake:  # a failure drains the commands under the same lock
+            if self._failure is not None:
+                raise self._failure
             self._commands.append((command, future))
             self._wake.notify()
 

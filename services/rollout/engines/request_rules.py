@@ -6,12 +6,15 @@ from services.rollout.engines.protocol import GenerationRequest
 from sluice.errors import InvalidRequestError
 from sluice.types import SamplingParams
 
-__all__ = ["check_request"]
+__all__ = ["MAX_STOP_TOKEN_IDS", "check_request"]
+
+# Every slot holds as many as the longest list of any request.
+MAX_STOP_TOKEN_IDS = 64
 
 
 def check_request(request: GenerationRequest, vocab_size: int, max_model_len: int) -> None:
     """Raises InvalidRequestError for a request that cannot be generated, naming the field."""
-    _check_sampling(request.sampling)
+    _check_sampling(request.sampling, vocab_size)
     _check_samples(request)
     prompt = request.prompt_token_ids
     if not 1 <= prompt.size < max_model_len:
@@ -34,7 +37,13 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
             )
 
 
-def _check_sampling(sampling: SamplingParams) -> None:
+def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    stops = sampling.stop_token_ids
+    if len(stops) > MAX_STOP_TOKEN_IDS or max(stops, default=0) >= vocab_size:
+        raise InvalidRequestError(
+            f"sampling.stop_token_ids: {len(stops)} ids up to {max(stops)}; give at most "
+            f"{MAX_STOP_TOKEN_IDS}, each below {vocab_size}"
+        )
     rules = (
         ("temperature", sampling.temperature, 0 <= sampling.temperature < float("inf"), ">= 0"),
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "in (0, 1]"),

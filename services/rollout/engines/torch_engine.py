@@ -28,7 +28,7 @@ from services.rollout.engines.request_rules import check_request
 from services.rollout.engines.torch_settings import TorchEngineSettings, torch_settings
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.config.run import RunConfig
-from sluice.device.select import select_device
+from sluice.device.select import select_device, transfer_device
 from sluice.errors import EngineError, ExhaustedError, NotReadyError
 from sluice.types import TensorSpec, TransferGroupSpec
 
@@ -79,6 +79,7 @@ class TorchEngine:
         self._inbox: WeightInbox | None = None
         self._streams: dict[Ticket, _Stream] = {}
         self._open_samples = 0
+        self._broken: EngineError | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -108,7 +109,8 @@ class TorchEngine:
         )
         self._loop = await thread.start()
         self._thread = thread
-        self._inbox = WeightInbox(device, self._model().layout)
+        wire = transfer_device(self._settings.device, self._settings.weights_backend)
+        self._inbox = WeightInbox(wire, self._model().layout)
 
     def _build(self, device: torch.device) -> GenerationLoop:
         """Runs in the engine's thread, where the number of torch threads has to be set."""
@@ -155,7 +157,13 @@ class TorchEngine:
         return await self._running().call(self._snapshot)
 
     def load(self) -> EngineLoad:
-        """The latest snapshot, without waiting."""
+        """The latest snapshot, without waiting.
+
+        Raises:
+            EngineError: the engine broke or was stopped.
+        """
+        if self._broken is not None:
+            raise self._broken
         if self._loop is None:
             raise NotReadyError("the torch engine is not running")
         return self._snapshot(self._loop)
@@ -217,6 +225,7 @@ class TorchEngine:
                 self._open_samples -= before - stream.open_samples
 
     def _fail_streams(self, error: EngineError) -> None:
+        self._broken = error
         for stream in self._streams.values():
             stream.fail(error)
 

@@ -25,6 +25,7 @@ class TorchEngineSettings:
         max_queued: samples that may wait for a slot.
         torch_threads: intra-op threads of the step loop; more than 1 slows tiny models down.
         batch_invariant: a sample's tokens and logprobs do not depend on what else runs, to the bit.
+        weights_backend: collectives that weights arrive by; ``None`` is the device's own.
         recompute_kv: after a weight swap, recompute the cache of running samples.
     """
 
@@ -37,6 +38,7 @@ class TorchEngineSettings:
     max_queued: int = 4096
     torch_threads: int = 1
     batch_invariant: bool = False
+    weights_backend: str | None = None
     recompute_kv: bool = False
 
     def __post_init__(self) -> None:
@@ -72,5 +74,6 @@ def torch_settings(config: RunConfig) -> TorchEngineSettings:
         batch_invariant=(
             config.sluice.asynchrony.max_staleness == 0 if invariant is None else invariant
         ),
+        weights_backend=config.sluice.weights.backend,
         recompute_kv=config.sluice.weights.recompute_kv,
     )

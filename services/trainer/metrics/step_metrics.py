@@ -13,7 +13,7 @@ class StepTimes:
     """Seconds of one step's parts, in the order they happen."""
 
     wait_batch_s: float
-    update_actor_s: float
+    train_s: float
     update_weights_s: float
     save_checkpoint_s: float
     step_s: float
@@ -55,7 +55,7 @@ def step_metrics(
         **learner,
         "training/global_step": float(step),
         "timing_s/wait_batch": times.wait_batch_s,
-        "timing_s/update_actor": times.update_actor_s,
+        "timing_s/train": times.train_s,
         "timing_s/update_weights": times.update_weights_s,
         "timing_s/save_checkpoint": times.save_checkpoint_s,
         "timing_s/step": times.step_s,

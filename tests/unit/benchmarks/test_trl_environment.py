@@ -65,24 +65,25 @@ def test_changed_requirements_are_installed_into_the_same_environment(
 def test_an_interrupted_installation_is_not_taken_for_complete(
     tmp_path: Path, requirements: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands(monkeypatch, 0, 1, 1)
+    commands(monkeypatch, 0, 1)
     with pytest.raises(trl_environment.EnvironmentFailedError, match="pip could not install"):
         make_environment(tmp_path / "venv", requirements)
     assert not (tmp_path / "venv" / STAMP).exists()
 
 
-def test_pytorchs_index_is_asked_only_when_the_configured_sources_lack_a_package(
+def test_packages_come_from_pips_configured_sources_and_the_wheelhouse_alone(
     tmp_path: Path, requirements: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = commands(monkeypatch, 0, 1, 0)
+    fake = commands(monkeypatch)
+    monkeypatch.setattr(trl_environment, "WHEELHOUSE", tmp_path)
     make_environment(tmp_path / "venv", requirements)
-    _, first, second = fake.commands
-    assert trl_environment.TORCH_CPU_INDEX not in first
-    assert second[-1] == trl_environment.TORCH_CPU_INDEX
+    _, install = fake.commands
+    assert install[install.index("--find-links") + 1] == str(tmp_path)
+    assert not [word for word in install if "index-url" in word or "://" in word]
 
 
 def test_every_requirement_is_exact_and_none_is_a_cuda_package() -> None:
     lines = [line for line in REQUIREMENTS.read_text().splitlines() if line and line[0] != "#"]
     assert all("==" in line for line in lines)
-    assert "torch==2.13.0+cpu" in lines
+    assert "torch==2.13.0" in lines
     assert not [line for line in lines if line.startswith(("nvidia", "triton", "cuda"))]

@@ -160,6 +160,8 @@ async def test_samples_end_at_max_tokens_or_where_the_context_ends(
         (request(top_p=0.0), "top_p"),
         (request(top_k=0), "top_k"),
         (request(max_tokens=0), "max_tokens"),
+        (request(stop=(VOCABULARY,)), "stop_token_ids"),
+        (request(stop=(1,) * 65), "stop_token_ids"),
         (request(partials=(PartialSample(5, np.array([1], np.uint32)),)), "partials"),
     ],
 )
@@ -296,6 +298,8 @@ async def test_an_error_in_the_step_loop_fails_what_runs_and_all_that_follows(
         for call in (engine.probe(), generate(engine, request())):
             with pytest.raises(EngineError, match="boom"):
                 await call
+        with pytest.raises(EngineError, match="boom"):
+            engine.load()  # heartbeats end with it, and so does the replica's process
 
 
 async def test_stopping_ends_running_samples_as_aborted_with_what_they_have(

@@ -17,7 +17,7 @@ from sluice.types import (
 )
 
 TIMES = StepTimes(
-    wait_batch_s=1.0, update_actor_s=2.0, update_weights_s=0.5, save_checkpoint_s=0.25, step_s=4.0
+    wait_batch_s=1.0, train_s=2.0, update_weights_s=0.5, save_checkpoint_s=0.25, step_s=4.0
 )
 FLEET = FleetInterval(generated_tokens=400, busy_s=6.0, replicas=2)
 
@@ -81,7 +81,7 @@ def test_a_step_without_replicas_or_time_divides_by_nothing() -> None:
 def test_every_part_of_the_step_has_its_time() -> None:
     found = metrics()
     assert found["timing_s/wait_batch"] == 1.0
-    assert found["timing_s/update_actor"] == 2.0
+    assert found["timing_s/train"] == 2.0
     assert found["timing_s/update_weights"] == 0.5
     assert found["timing_s/save_checkpoint"] == 0.25
     assert found["weights/stall_s"] == 0.125

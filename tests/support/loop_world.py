@@ -1,0 +1,167 @@
+"""Everything the train loop drives, as fakes that note what they were asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from services.trainer.fleet import Fleet, MemberState
+from services.trainer.loop import LoopParts, LoopSettings, TrainLoop
+from services.trainer.reward_client import Evaluation
+from services.trainer.run_state import RunState
+from services.trainer.weight_publisher import PublishReport
+from sluice.types import (
+    DataProgress,
+    FinishReason,
+    ReplicaInfo,
+    Rollout,
+    Scored,
+    TrainBatch,
+    TrainGroup,
+    VersionSpan,
+)
+
+WAIT_S = 5.0
+SETTINGS = LoopSettings(
+    test_freq=-1,
+    save_freq=-1,
+    val_before_train=False,
+    validates=False,
+    min_replicas=1,
+    replica_wait_timeout_s=5.0,
+    examples=3,
+    ranks=1,
+)
+
+
+def batch_of(step: int) -> TrainBatch:
+    rollout = Rollout(
+        0,
+        np.arange(4, dtype=np.uint32),
+        np.zeros(4, np.float32),
+        (VersionSpan(step - 1, 0, 4),),
+        FinishReason.STOP,
+        "text",
+    )
+    group = TrainGroup("p", np.arange(3, dtype=np.uint32), (rollout,), (Scored(1, 1, {}),), "s")
+    progress = DataProgress(10 * step)
+    return TrainBatch(f"batch-{step}", step - 1, (group,), progress, {"train/groups_kept": 1.0})
+
+
+class World:
+    """Fakes of all that the loop drives; `events` is what they were asked for, in order.
+
+    `holds` keep an event from ending until they are released, `faults` make it fail.
+    """
+
+    def __init__(self, steps: int = 3, step: int = 0) -> None:
+        self.events: list[str] = []
+        self.holds: dict[str, asyncio.Event] = {}
+        self.faults: dict[str, Exception] = {}
+        self.fleet, self.state = Fleet("layout", 1e9), RunState("trainer-1", steps, step)
+        self.recorded: dict[str, Any] = {}
+        self.published: int | None = None
+
+    def loop(self, resume_from: DataProgress | None = None, **settings: Any) -> TrainLoop:
+        parts = LoopParts(self, self, self, Record(self), self.fleet, self.state)
+        return TrainLoop(replace(SETTINGS, **settings), parts, resume_from)
+
+    def register(self, name: str) -> ReplicaInfo:
+        info = ReplicaInfo(name, f"{name}-1", f"{name}:1", 8)
+        self.fleet.register(info, "layout", 0.0)
+        return info
+
+    async def happens(self, event: str) -> None:
+        self.events.append(event)
+        if event in self.faults:
+            raise self.faults[event]
+        if event in self.holds:
+            await self.holds[event].wait()
+        else:
+            await asyncio.sleep(0)
+
+    # the policy
+
+    async def train(self, batch: TrainBatch, step: int) -> Mapping[str, float]:
+        await self.happens(f"train {step}")
+        return {"actor/pg_loss": 0.5}
+
+    async def freeze(self, version: int) -> None:
+        await self.happens(f"freeze {version}")
+
+    async def save(self, step: int, progress: DataProgress) -> str:
+        await self.happens(f"save {step} at {progress.low_water}")
+        return f"folder-{step}"
+
+    # the reward service
+
+    async def announce(
+        self, version: int, replicas: Sequence[ReplicaInfo], resume_from: DataProgress | None, /
+    ) -> None:
+        names = "".join(info.name for info in replicas)
+        resuming = f" from {resume_from.low_water}" if resume_from else ""
+        await self.happens(f"announce {version} on {names}{resuming}")
+
+    async def take_batch(self, step: int, version: int) -> TrainBatch:
+        assert version == step - 1
+        await self.happens(f"take {step}")
+        return batch_of(step)
+
+    async def acknowledge(self, batch_id: str, step: int) -> None:
+        assert batch_id == f"batch-{step}"
+        await self.happens(f"acknowledge {step}")
+
+    async def evaluate(self, version: int, examples: int) -> Evaluation:
+        await self.happens(f"evaluate {version}")
+        self.events.append(f"evaluated {version} under {self.published}")
+        return Evaluation({"val-core/s/acc/mean@1": 0.5}, (), 7)
+
+    async def accounts(self) -> Mapping[str, float]:
+        await self.happens("accounts")
+        return {"submitted": 9.0}
+
+    # the publisher
+
+    async def publish(self, version: int) -> PublishReport:
+        await self.happens(f"publish {version}")
+        members = self.fleet.in_state(MemberState.PENDING, MemberState.SERVING)
+        for info in members:
+            self.fleet.mark_serving(info, version)
+        self.published = version
+        return PublishReport(version, len(members), 1, 0.1, 0.01)
+
+    async def seed_newcomers(self) -> None:
+        for info in self.fleet.in_state(MemberState.PENDING):
+            await self.happens(f"seed {info.name}")
+            self.fleet.mark_serving(info, self.published or 0)
+
+
+class Record:
+    """The run's record."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._world.recorded[f"step {step}"] = dict(metrics)
+
+    def evaluation(self, step: int, evaluation: Evaluation, seconds: float) -> None:
+        self._world.recorded[f"evaluation {step}"] = dict(evaluation.metrics)
+
+    def accounts(self, accounts: Mapping[str, float]) -> None:
+        self._world.recorded["accounts"] = dict(accounts)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def run(loop: TrainLoop) -> None:
+    async with asyncio.timeout(WAIT_S):
+        await loop.run()
