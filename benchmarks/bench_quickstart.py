@@ -25,6 +25,8 @@ from sluice.report.run_record import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 VALIDATE_EVERY = 4
+# TRL trains on-policy, so sluice does too; a repeatable engine is not part of the comparison.
+SYNCHRONOUS = ["sluice.asynchrony.max_staleness=0", "sluice.rollout.batch_invariant=false"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     generate = _last_json(
         [sys.executable, str(ROOT / "benchmarks/bench_generate.py"), "--model", str(model)]
     )
-    line = json.dumps(_report(results, generate, parsed.seeds, parsed.target))
+    report = _report(results, generate, parsed.seeds, parsed.target, parsed.overrides)
+    line = json.dumps(report)
     (parsed.output / "bench.json").write_text(line + "\n", encoding="utf-8")
     _say(line)
     return 0
@@ -62,6 +65,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--target", type=float, default=0.88, help="held-out accuracy to reach")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "bench")
+    parser.add_argument(
+        "--overrides", nargs="*", default=SYNCHRONOUS, help="keys for sluice's quickstart"
+    )
     parser.add_argument("--trl", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--trl-venv", type=Path, default=ROOT / ".venv-trl")
     parser.add_argument("--trl-max-seconds", type=float, default=900.0, help="of TRL's training")
@@ -76,6 +82,7 @@ def _measure_seed(seed: int, parsed: argparse.Namespace) -> SeedResult:
             *(sys.executable, "-m", "sluice.cli.main", "quickstart"),
             *("--seed", str(seed), "--run-dir", str(run_dir)),
             f"trainer.test_freq={VALIDATE_EVERY}",
+            *parsed.overrides,
         ]
     )
     record = read_run(run_dir)
@@ -117,12 +124,14 @@ def _report(
     generate: Mapping[str, object],
     seeds: Sequence[int],
     target: float,
+    overrides: Sequence[str],
 ) -> dict[str, object]:
     ratios = [_ratio(result) for result in results]
     known = [ratio for ratio in ratios if ratio is not None]
     return {
         "seeds": list(seeds),
         "target": target,
+        "overrides": list(overrides),
         "time_to_target_ratio_trl": statistics.median(known) if known else None,
         "time_to_target_ratios_trl": ratios,
         "seconds_to_target": [result.seconds_to_target for result in results],

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.reward.batcher import Batcher
 from services.reward.ledger import PromptLedger, PromptState
@@ -132,5 +132,12 @@ class OutcomeRecorder:
 
 
 def _peak_memory_mb() -> float:
-    """Largest resident memory of this process so far, MiB (Linux counts KiB)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """Largest resident memory of this program so far, MiB; 0 where the kernel does not tell.
+
+    Not `getrusage`, whose maximum counts what the starting process held before it became this one.
+    """
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return 0.0
+    lines = (line.split() for line in status.read_text(encoding="ascii").splitlines())
+    return next((int(words[1]) / 1024 for words in lines if words[0] == "VmHWM:"), 0.0)

@@ -22,7 +22,7 @@ class MemberState(StrEnum):
 
     PENDING = "pending"  # known, without the current weights
     SERVING = "serving"
-    DRAINING = "draining"  # finishes what it has, takes nothing new
+    DRAINING = "draining"  # takes nothing new; its samples are generated elsewhere
 
 
 @dataclass(frozen=True, slots=True)
