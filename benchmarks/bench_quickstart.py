@@ -1,10 +1,11 @@
 """`make bench-quickstart`: the quickstart over several seeds, and against TRL on the same job.
 
 For each seed, in turn and on the same machine: `sluice quickstart`, then TRL's GRPOTrainer on the
-same model, data, reward, batch sizes and learning rate, in an environment of its own. Both stop
-counting at the first validation at or above the target. TRL's clock leaves its validations out;
-sluice's includes its own, which run beside training. Then the embedded engine against transformers
-`generate`. The last line printed is one JSON object; lists are in the order of the seeds.
+same model, data, reward, batch sizes and learning rate, in an environment of its own. Accuracy is
+measured every few batches by the same code, and its time counts for neither: TRL's clock is stopped
+meanwhile, sluice's checkpoints are measured after the run. Then the embedded engine against
+transformers `generate`. The last line printed is one JSON object; its lists are in the order of the
+seeds.
 """
 
 from __future__ import annotations
@@ -20,22 +21,37 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.training_record import AccuracyPoint
 from benchmarks.trl_environment import interpreter_of
 from sluice.report.run_record import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
-VALIDATE_EVERY = 4
-# TRL trains on-policy, so sluice does too; a repeatable engine is not part of the comparison.
-SYNCHRONOUS = ["sluice.asynchrony.max_staleness=0", "sluice.rollout.batch_invariant=false"]
+MEASURE_EVERY = 2
+# TRL trains on-policy on two data-parallel ranks, so sluice does too. On-policy, the behaviour
+# logprobs are the old ones. A repeatable engine is not part of the comparison.
+ON_POLICY = [
+    "sluice.asynchrony.max_staleness=0",
+    "sluice.rollout.batch_invariant=false",
+    "trainer.n_gpus_per_node=2",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=3000",
+    "actor_rollout_ref.actor.use_rollout_log_probs=true",
+    "algorithm.rollout_correction.rollout_is=null",
+]
+MEASURED_AFTERWARDS = [
+    "trainer.val_before_train=false",
+    "trainer.test_freq=1000",
+    f"trainer.save_freq={MEASURE_EVERY}",
+    "trainer.max_actor_ckpt_to_keep=null",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class SeedResult:
-    """One seed under both systems; seconds to target are ``None`` where it was not reached."""
+    """One seed under both systems; `curve` is sluice's, from the untrained model on."""
 
     summary: Mapping[str, float]
+    curve: Sequence[AccuracyPoint]
     reward_rss_mb: float
-    seconds_to_target: float | None
     trl: Mapping[str, object]
 
 
@@ -66,7 +82,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--target", type=float, default=0.88, help="held-out accuracy to reach")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "bench")
     parser.add_argument(
-        "--overrides", nargs="*", default=SYNCHRONOUS, help="keys for sluice's quickstart"
+        "--overrides", nargs="*", default=ON_POLICY, help="keys for sluice's quickstart"
     )
     parser.add_argument("--trl", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--trl-venv", type=Path, default=ROOT / ".venv-trl")
@@ -81,7 +97,7 @@ def _measure_seed(seed: int, parsed: argparse.Namespace) -> SeedResult:
         [
             *(sys.executable, "-m", "sluice.cli.main", "quickstart"),
             *("--seed", str(seed), "--run-dir", str(run_dir)),
-            f"trainer.test_freq={VALIDATE_EVERY}",
+            *MEASURED_AFTERWARDS,
             *parsed.overrides,
         ]
     )
@@ -91,28 +107,27 @@ def _measure_seed(seed: int, parsed: argparse.Namespace) -> SeedResult:
     if parsed.trl:
         _say(f"seed {seed}: TRL")
         trl = _run_trl(seed, run_dir / "assets", parsed)
+    script = str(ROOT / "benchmarks" / "checkpoint_curve.py")
+    measured = _last_json([sys.executable, script, "--run-dir", str(run_dir), "--seed", str(seed)])
+    curve = measured["curve"]
+    assert isinstance(curve, list)
     return SeedResult(
         summary,
+        [AccuracyPoint(*point) for point in curve],
         record.largest("perf/reward_rss_mb"),
-        seconds_to_target(run_dir, parsed.target),
         trl,
     )
 
 
-def seconds_to_target(run_dir: Path, target: float) -> float | None:
-    """Seconds of train steps, waits included, until the first validation at or above `target`."""
-    record = read_run(run_dir)
-    reached = next((p.step for p in record.accuracies() if p.accuracy >= target), None)
-    if reached is None:
-        return None
-    steps = (row for row in record.steps if (row["step"] or 0) <= reached)
-    return sum(row.get("timing_s/step") or 0.0 for row in steps)
+def seconds_to_target(curve: Sequence[AccuracyPoint], target: float) -> float | None:
+    """Seconds of train steps, waits included, until the first accuracy at or above `target`."""
+    return next((point.train_seconds for point in curve if point.accuracy >= target), None)
 
 
 def _run_trl(seed: int, assets: Path, parsed: argparse.Namespace) -> Mapping[str, object]:
     script = ROOT / "benchmarks" / "trl_dapo.py"
     limits = ["--target", str(parsed.target), "--max-seconds", str(parsed.trl_max_seconds)]
-    limits += ["--max-batches", "60", "--evaluate-every", str(VALIDATE_EVERY)]
+    limits += ["--max-batches", "60", "--evaluate-every", str(MEASURE_EVERY)]
     interpreter = str(interpreter_of(parsed.trl_venv))
     return _last_json(
         [interpreter, str(script), "--assets", str(assets), "--seed", str(seed), *limits]
@@ -126,7 +141,8 @@ def _report(
     target: float,
     overrides: Sequence[str],
 ) -> dict[str, object]:
-    ratios = [_ratio(result) for result in results]
+    ours = [seconds_to_target(result.curve, target) for result in results]
+    ratios = [_ratio(mine, result.trl) for mine, result in zip(ours, results, strict=True)]
     known = [ratio for ratio in ratios if ratio is not None]
     return {
         "seeds": list(seeds),
@@ -134,17 +150,18 @@ def _report(
         "overrides": list(overrides),
         "time_to_target_ratio_trl": statistics.median(known) if known else None,
         "time_to_target_ratios_trl": ratios,
-        "seconds_to_target": [result.seconds_to_target for result in results],
+        "seconds_to_target": ours,
         "seconds_to_target_trl": [result.trl.get("seconds_to_target") for result in results],
         "trl_stopped_by": [result.trl.get("stopped_by") for result in results],
-        "trl_curves": [result.trl.get("curve") for result in results],
+        "curves": [list(result.curve) for result in results],
+        "curves_trl": [result.trl.get("curve") for result in results],
         "generate_ratio_hf": generate["generate_ratio_hf"],
         "generate": dict(generate),
+        "accuracy_before": [result.curve[0].accuracy for result in results],
+        "accuracy_after": [result.curve[-1].accuracy for result in results],
         **{
             name: [result.summary[name] for result in results]
             for name in (
-                "accuracy_before",
-                "accuracy_after",
                 "seconds_total",
                 "seconds_dapo",
                 "generated_tokens",
@@ -158,12 +175,12 @@ def _report(
     }
 
 
-def _ratio(result: SeedResult) -> float | None:
+def _ratio(ours: float | None, trl: Mapping[str, object]) -> float | None:
     """TRL's seconds over ours; where TRL never got there, its seconds are a lower bound."""
-    theirs = result.trl.get("seconds_to_target") or result.trl.get("seconds_training")
-    if result.seconds_to_target is None or not isinstance(theirs, int | float):
+    theirs = trl.get("seconds_to_target") or trl.get("seconds_training")
+    if ours is None or not isinstance(theirs, int | float):
         return None
-    return round(theirs / result.seconds_to_target, 3)
+    return round(theirs / ours, 3)
 
 
 def _last_json(command: Sequence[str]) -> Mapping[str, object]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -29,6 +31,22 @@ def sum_over_ranks(value: float) -> float:
     if dist.is_initialized():
         dist.all_reduce(total)
     return float(total)
+
+
+def load_rows(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
+    """Prompts with the chat template applied, once here and not in every batch, and the truths."""
+    table = pq.read_table(path, columns=["prompt", "reward_model"]).to_pylist()
+    return [
+        {
+            "prompt": str(
+                tokenizer.apply_chat_template(
+                    row["prompt"], tokenize=False, add_generation_prompt=True
+                )
+            ),
+            "ground_truth": row["reward_model"]["ground_truth"],
+        }
+        for row in table
+    ]
 
 
 class HeldOut:

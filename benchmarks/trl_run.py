@@ -11,19 +11,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import datasets
-import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.training_record import AccuracyCurve, Bounds, StopReason
-from benchmarks.trl_evaluation import EvaluateAndStop, HeldOut, progress_line, sum_over_ranks
+from benchmarks.trl_evaluation import (
+    EvaluateAndStop,
+    HeldOut,
+    load_rows,
+    progress_line,
+    sum_over_ranks,
+)
 from benchmarks.trl_scoring import DapoReward
 from benchmarks.trl_settings import LR_SCHEDULE, DapoJob, TrlTuning, lr_schedule_arguments
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 PACKAGES = ("trl", "transformers", "accelerate", "datasets", "tokenizers", "torch")
 
@@ -109,22 +114,6 @@ def load_model(run: TrlRun) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(
         run.assets / "model", dtype=torch.float32, attn_implementation=run.tuning.attention
     )
-
-
-def load_rows(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
-    """Prompts with the chat template applied, once here and not in every batch, and the truths."""
-    table = pq.read_table(path, columns=["prompt", "reward_model"]).to_pylist()
-    return [
-        {
-            "prompt": str(
-                tokenizer.apply_chat_template(
-                    row["prompt"], tokenize=False, add_generation_prompt=True
-                )
-            ),
-            "ground_truth": row["reward_model"]["ground_truth"],
-        }
-        for row in table
-    ]
 
 
 def make_config(run: TrlRun, scratch: str) -> GRPOConfig:

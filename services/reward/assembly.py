@@ -10,10 +10,12 @@ from services.reward.batcher import Batcher, BatchRules
 from services.reward.change_signal import ChangeSignal
 from services.reward.dispatcher import GenerationClient, GroupDispatcher
 from services.reward.evaluation import Evaluation
+from services.reward.generation_trace import GenerationTrace
 from services.reward.grading import Grader, SampleScorer, overlong_shaping
 from services.reward.ledger import MemoryLedger, PromptLedger
 from services.reward.outcomes import OutcomeRecorder, PromptOutcome
 from services.reward.pipeline import Pipeline, PipelineParts, PipelineSettings
+from services.reward.prompt_audit import prompts_lost
 from services.reward.prompt_files import PromptFiles
 from services.reward.prompt_source import PromptSource
 from services.reward.prompts import (
@@ -56,6 +58,19 @@ class RewardLoop:
     recorder: OutcomeRecorder
     dataset_rows: int
 
+    def statistics(self) -> dict[str, float]:
+        """Counters since the start, and ``reward/prompts_lost``, which only a defect raises.
+
+        ``reward/groups_acknowledged`` is what the trainer has said it trained; a trainer may
+        compare it with its own count since this service started.
+        """
+        lost = prompts_lost(self.ledger.accounts(), self.pipeline.held)
+        return {
+            **self.recorder.totals(),
+            "reward/validation_groups": float(self.evaluation.num_graded_groups),
+            "reward/prompts_lost": float(lost),
+        }
+
     def end(self) -> None:
         """Stop admitting; whoever waits is told."""
         self.pipeline.batches.close(NotReadyError("the reward service is shutting down"))
@@ -96,6 +111,7 @@ def assemble(
         _validation_opener(config, sets.validation),
         parts.dispatcher,
         parts.grader,
+        parts.trace,
         lambda: pipeline.policy_version,
     )
     return RewardLoop(
@@ -124,7 +140,8 @@ def _stages(
     changes = ChangeSignal(then=capacity)
     batcher = Batcher(rules)
     queue = ReplicaQueue(config.sluice.reward.inflight_slack, capacity.notify)
-    dispatcher = GroupDispatcher(client, queue, max_attempts=config.sluice.reward.max_attempts)
+    trace = GenerationTrace(client)
+    dispatcher = GroupDispatcher(trace, queue, max_attempts=config.sluice.reward.max_attempts)
     guard = YieldGuard(
         config.algorithm.filter_groups.min_yield, config.algorithm.filter_groups.min_yield_groups
     )
@@ -132,12 +149,23 @@ def _stages(
         ledger,
         batcher,
         guard,
+        trace,
         scorer_seconds=lambda: scorers.busy_seconds,
         on_end=endings.ended,
     )
     grader = Grader(scorers, overlong_shaping(config.reward, config.data.max_response_length))
     return PipelineParts(
-        ledger, source, queue, dispatcher, grader, batcher, guard, recorder, changes, capacity
+        ledger,
+        source,
+        queue,
+        dispatcher,
+        trace,
+        grader,
+        batcher,
+        guard,
+        recorder,
+        changes,
+        capacity,
     )
 
 

@@ -6,6 +6,7 @@ acknowledged batch, or because it grew too stale. Being surplus is no reason to 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from uuid import uuid4
@@ -15,6 +16,7 @@ from sluice.algorithm.staleness import (
     InFlightGroup,
     KeptGroup,
     OnStale,
+    doomed_groups,
     may_form_batch,
 )
 from sluice.errors import NotFoundError
@@ -25,6 +27,10 @@ from sluice.types import (
     TrainBatch,
     TrainGroup,
 )
+
+ACKNOWLEDGED_REMEMBERED = 64
+"""Acknowledged batches whose acknowledgement may be repeated: a trainer repeats its last one only,
+while it cannot reach the service."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,6 @@ class BatchRules:
 class Lease:
     """A batch at the trainer."""
 
-    step: int
     batch: TrainBatch
     groups: tuple[GradedGroup, ...]
 
@@ -56,7 +61,7 @@ class Batcher:
         self._rules = rules
         self._kept: dict[str, GradedGroup] = {}
         self._ages: dict[str, KeptGroup] = {}
-        self._acknowledged: set[str] = set()
+        self._acknowledged: deque[str] = deque(maxlen=ACKNOWLEDGED_REMEMBERED)
         self._unpublished: list[int] = []  # versions that leases were formed under
         self.lease: Lease | None = None
 
@@ -76,7 +81,12 @@ class Batcher:
         self._kept[prompt.prompt_id] = graded
         self._ages[prompt.prompt_id] = KeptGroup(graded.group.oldest_version, prompt.sequence)
 
-    def decide(self, version: int, in_flight: Sequence[InFlightGroup]) -> BatchDecision:
+    def decide(
+        self,
+        version: int,
+        in_flight: Sequence[InFlightGroup],
+        kept_bound: Callable[[int], float] = float,
+    ) -> BatchDecision:
         """What to do now towards the batch for `version`; indices as in `kept_groups`."""
         return may_form_batch(
             tuple(self._ages.values()),
@@ -85,7 +95,23 @@ class Batcher:
             max_staleness=self._rules.max_staleness,
             batch_size=self._rules.batch_size,
             on_stale=self._rules.on_stale,
+            kept_bound=kept_bound,
         )
+
+    def doomed(self, next_version: int, in_flight: Sequence[InFlightGroup]) -> tuple[str, ...]:
+        """Running groups without a place in the batches from `next_version` on."""
+        return doomed_groups(
+            tuple(self._ages.values()),
+            in_flight,
+            next_version=next_version,
+            max_staleness=self._rules.max_staleness,
+            batch_size=self._rules.batch_size,
+        )
+
+    def drops(self, start_version: int, next_version: int) -> bool:
+        """Whether a group begun under `start_version` is dropped for its age, not begun again."""
+        is_too_old = start_version < next_version - self._rules.max_staleness
+        return self._rules.on_stale == "drop" and is_too_old
 
     def kept_groups(self, indices: Sequence[int]) -> tuple[GradedGroup, ...]:
         """Kept groups by the indices of a decision made since the last change."""
@@ -101,7 +127,6 @@ class Batcher:
         self,
         chosen: Sequence[GradedGroup],
         *,
-        step: int,
         version: int,
         progress: DataProgress,
         statistics: Callable[[Sequence[TrainGroup]], Mapping[str, float]],
@@ -110,7 +135,6 @@ class Batcher:
 
         Args:
             chosen: groups of a decision.
-            step: the step the batch is for.
             version: the version the batch will update.
             progress: the data set once the batch is trained.
             statistics: metrics of the batch.
@@ -119,7 +143,7 @@ class Batcher:
             self.remove(graded.group.prompt.prompt_id)
         groups = tuple(train_group(graded) for graded in chosen)
         batch = TrainBatch(uuid4().hex, version, groups, progress, statistics(groups))
-        self.lease = Lease(step, batch, tuple(chosen))
+        self.lease = Lease(batch, tuple(chosen))
         self._unpublished.append(version)
         return batch
 
@@ -127,7 +151,7 @@ class Batcher:
         """Close the lease; ``None`` if it was closed before.
 
         Raises:
-            NotFoundError: no such lease.
+            NotFoundError: no such lease, nor among the last `ACKNOWLEDGED_REMEMBERED`.
         """
         if batch_id in self._acknowledged:
             return None
@@ -137,8 +161,12 @@ class Batcher:
                 "take the next batch"
             )
         lease, self.lease = self.lease, None
-        self._acknowledged.add(batch_id)
+        self._acknowledged.append(batch_id)
         return lease
+
+    def next_version(self, announced: int) -> int:
+        """The version of the next batch to be formed while `announced` is."""
+        return max((announced, *(leased + 1 for leased in self._unpublished)))
 
     def published(self, version: int) -> None:
         """A version was announced: groups leased under older ones no longer count."""

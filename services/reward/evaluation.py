@@ -1,22 +1,40 @@
-"""Validation: the held-out set sampled and graded with one policy version (verl-semantics §6.3)."""
+"""Validation: the held-out set sampled and graded with one policy version (verl-semantics §6.3).
+
+A sample that could not be drawn or graded, after all its retries, has a failure for an outcome: it
+is counted and left out of the means; too many of them end the evaluation (`validation_results`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from services.reward.dispatcher import GroupDispatcher, GroupFailedError, GroupRequest
+from services.reward.generation_trace import GenerationTrace
 from services.reward.grading import Grader
 from services.reward.prompt_source import DrawStream
 from services.reward.prompts import Draw
 from services.reward.replica_queue import Priority
 from services.reward.sampling import for_prompt
-from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
+from services.reward.validation_results import (
+    EvaluationResult,
+    ValidatedGroup,
+    check_failures,
+    evaluation_result,
+)
 from sluice.concurrency.deadline import deadline
-from sluice.errors import InvalidRequestError, NotReadyError, PeerError
-from sluice.types import GradedGroup, Prompt, PromptOrigin, SamplingParams, Scored
+from sluice.errors import InvalidRequestError, NotReadyError, PeerError, SluiceError
+from sluice.types import (
+    Failed,
+    FailureKind,
+    Outcome,
+    Prompt,
+    PromptOrigin,
+    RolloutGroup,
+    SamplingParams,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,25 +52,6 @@ class EvaluationOrder:
     num_examples: int
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationExample:
-    """One response to look at."""
-
-    prompt: str
-    response: str
-    ground_truth: str
-    score: float
-
-
-@dataclass(slots=True)
-class EvaluationResult:
-    """Numbers so far; complete when `Evaluation.run` returns it."""
-
-    metrics: dict[str, float] = field(default_factory=dict)
-    examples: list[EvaluationExample] = field(default_factory=list)
-    num_generated_tokens: int = 0
-
-
 class Evaluation:
     """Validation runs.
 
@@ -60,6 +59,7 @@ class Evaluation:
         open_stream: opens the validation set; ``None``: there is none.
         dispatcher: where groups are generated, before any training group.
         grader: grades them as in training.
+        trace: who generated them.
         announced_version: the version announced last.
     """
 
@@ -68,10 +68,12 @@ class Evaluation:
         open_stream: Callable[[], DrawStream] | None,
         dispatcher: GroupDispatcher,
         grader: Grader,
+        trace: GenerationTrace,
         announced_version: Callable[[], int | None],
     ) -> None:
         self._open_stream, self._dispatcher, self._grader = open_stream, dispatcher, grader
-        self._announced_version = announced_version
+        self._trace, self._announced_version = trace, announced_version
+        self.num_graded_groups = 0
 
     async def run(self, order: EvaluationOrder, seconds: float) -> EvaluationResult:
         """Sample and grade the whole validation set.
@@ -79,7 +81,8 @@ class Evaluation:
         Raises:
             InvalidRequestError: there is no validation set.
             NotReadyError: another version is announced.
-            PeerError: a replica sampled with another version meanwhile.
+            PeerError: a replica sampled with another version meanwhile, or more than
+                `MAX_FAILED_SHARE` of the samples failed.
             DeadlineError: not within `seconds`.
         """
         stream = self._opened()
@@ -91,32 +94,49 @@ class Evaluation:
             )
         phase = f"evaluating version {order.policy_version}"
         async with deadline(seconds, peer="rollout fleet", phase=phase):
-            graded = await self._grade_all(stream, order)
-        return _result(graded, order.num_examples)
+            validated = await self._grade_all(stream, order)
+        check_failures([o for v in validated for o in v.outcomes], phase)
+        return evaluation_result(validated, order.num_examples)
 
     def _opened(self) -> DrawStream:
         if self._open_stream is None:
             raise InvalidRequestError("there is no validation set; set data.val_files")
         return self._open_stream()
 
-    async def _grade_all(self, stream: DrawStream, order: EvaluationOrder) -> list[GradedGroup]:
-        """All groups that could be generated, in the order of the file."""
-        graded: dict[int, GradedGroup] = {}
+    async def _grade_all(self, stream: DrawStream, order: EvaluationOrder) -> list[ValidatedGroup]:
+        """All groups in the order of the file."""
+        validated: dict[int, ValidatedGroup] = {}
         room = asyncio.Semaphore(MAX_GROUPS_AT_ONCE)
         async with asyncio.TaskGroup() as tasks:
             while draws := await asyncio.to_thread(stream.take, DRAWS_PER_READ):
                 for draw in draws:
                     await room.acquire()
                     task = tasks.create_task(
-                        self._grade_one(draw, order, graded), name=f"validation {draw.position}"
+                        self._validate(draw, order, validated), name=f"validation {draw.position}"
                     )
                     task.add_done_callback(lambda _: room.release())
-        return [graded[position] for position in sorted(graded)]
+        return [validated[position] for position in sorted(validated)]
 
-    async def _grade_one(
-        self, draw: Draw, order: EvaluationOrder, graded: dict[int, GradedGroup]
+    async def _validate(
+        self, draw: Draw, order: EvaluationOrder, validated: dict[int, ValidatedGroup]
     ) -> None:
+        """Adds the outcomes of one prompt."""
         prompt = _prompt(draw)
+        try:
+            group = await self._generated(prompt, order)
+        except GroupFailedError as error:
+            failed = Failed(FailureKind.ENGINE_ERROR, str(error))
+            outcomes: tuple[Outcome, ...] = (failed,) * order.samples_per_prompt
+            validated[draw.position] = ValidatedGroup(prompt, outcomes, None)
+            self._note_failure(prompt, failed)
+        else:
+            outcomes = await self._graded(group)
+            validated[draw.position] = ValidatedGroup(prompt, outcomes, group)
+        finally:
+            self._trace.take(prompt.prompt_id, Priority.EVALUATION)
+        self.num_graded_groups += 1
+
+    async def _generated(self, prompt: Prompt, order: EvaluationOrder) -> RolloutGroup:
         request = GroupRequest(
             prompt,
             order.samples_per_prompt,
@@ -125,11 +145,7 @@ class Evaluation:
             lowest_version=order.policy_version,
             highest_version=order.policy_version,
         )
-        try:
-            group = await self._dispatcher.generate(request)
-        except GroupFailedError as error:
-            logger.warning("validation prompt %d left out: %s", draw.position, error)
-            return
+        group = await self._dispatcher.generate(request)
         versions = {span.version for r in group.rollouts for span in r.version_spans}
         if versions - {order.policy_version}:
             raise PeerError(
@@ -138,7 +154,23 @@ class Evaluation:
                 f"samples of versions {sorted(versions)} came; no weights may be published "
                 "during an evaluation",
             )
-        graded[draw.position] = await self._grader.grade(group)
+        return group
+
+    async def _graded(self, group: RolloutGroup) -> tuple[Outcome, ...]:
+        try:
+            outcomes = (await self._grader.grade(group)).outcomes
+        except SluiceError as error:  # no scorer process could be had
+            outcomes = (Failed(FailureKind.SCORER_CRASH, str(error)),) * len(group.rollouts)
+        for outcome in outcomes:
+            if isinstance(outcome, Failed):
+                self._note_failure(group.prompt, outcome)
+        return outcomes
+
+    def _note_failure(self, prompt: Prompt, failed: Failed) -> None:
+        trace = self._trace.of(prompt.prompt_id, Priority.EVALUATION)
+        logger.warning(
+            "%s left out (replica %s): %s: %s", prompt.prompt_id, trace, failed.kind, failed.detail
+        )
 
 
 def _prompt(draw: Draw) -> Prompt:
@@ -153,25 +185,3 @@ def _prompt(draw: Draw) -> Prompt:
         position=draw.position,
         extra_info=row.extra_info,
     )
-
-
-def _result(graded: Sequence[GradedGroup], num_examples: int) -> EvaluationResult:
-    scored = [ValidationPrompt(g.group.prompt.data_source, g.scored) for g in graded if g.scored]
-    num_failed = sum(len(g.outcomes) - len(g.scored) for g in graded)
-    result = EvaluationResult(validation_metrics(scored))
-    result.metrics["val-aux/num_prompts"] = float(len(scored))
-    result.metrics["val-aux/num_failed_samples"] = float(num_failed)
-    result.num_generated_tokens = sum(g.group.num_response_tokens for g in graded)
-    result.examples = [
-        example for g in graded[:num_examples] if (example := _example(g)) is not None
-    ]
-    return result
-
-
-def _example(graded: GradedGroup) -> EvaluationExample | None:
-    prompt = graded.group.prompt
-    for rollout, outcome in zip(graded.group.rollouts, graded.outcomes, strict=True):
-        if isinstance(outcome, Scored):
-            asked = prompt.messages[-1].content
-            return EvaluationExample(asked, rollout.text, prompt.ground_truth, outcome.score)
-    return None

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 from sluice.algorithm.group_filter import filter_group
-from sluice.types import Failed, GradedGroup, PromptEnd
+from sluice.errors import ConfigError
+from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, PromptOrigin
 
 LEAST_SCORED_SHARE = 0.5
 LEAST_SCORED = 2
@@ -14,7 +15,10 @@ LEAST_SCORED = 2
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """`end` is how the prompt ends now; ``None``: its group is kept."""
+    """`end` is how the prompt ends now; ``None``: its group is kept.
+
+    `detail` of a failure begins with its `FailureKind` or with how many samples had one.
+    """
 
     end: PromptEnd | None
     detail: str = ""
@@ -31,8 +35,10 @@ def judge(graded: GradedGroup, *, metric: str | None) -> Judgement:
         metric: the filter's metric; ``None``: no filter.
 
     Raises:
-        ConfigError: the scorer does not return `metric`.
+        ConfigError: the scorer does not return `metric` for a prompt of the data set, as it then
+            would for all of them. A client's prompt fails alone.
     """
+    prompt = graded.group.prompt
     num_samples, num_scored = len(graded.outcomes), len(graded.scored)
     needed = max(math.ceil(LEAST_SCORED_SHARE * num_samples), min(LEAST_SCORED, num_samples))
     if num_scored < needed:
@@ -44,4 +50,11 @@ def judge(graded: GradedGroup, *, metric: str | None) -> Judgement:
         )
     if not graded.group.num_response_tokens:
         return Judgement(PromptEnd.DROPPED_FAILED, "all responses are empty")
-    return Judgement(filter_group(graded, metric=metric))
+    try:
+        return Judgement(filter_group(graded, metric=metric))
+    except ConfigError as error:
+        if prompt.origin is PromptOrigin.CLIENT:
+            return Judgement(PromptEnd.DROPPED_FAILED, f"{FailureKind.UNSCORABLE}: {error}")
+        raise ConfigError(
+            f"prompt {prompt.prompt_id} of data source '{prompt.data_source}': {error}"
+        ) from error

@@ -7,7 +7,7 @@ else moves it backwards.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,6 +15,9 @@ from typing import Protocol
 
 from sluice.errors import InvalidRequestError, NotFoundError
 from sluice.types import DataProgress, Prompt, PromptEnd
+
+ENDED_IDS_REMEMBERED = 65_536
+"""Ids of clients' prompts that ended last and cannot be used again; with 128 bytes each 8 MiB."""
 
 
 class PromptState(StrEnum):
@@ -29,7 +32,10 @@ class PromptState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """Counts since the start. ``num_submitted == sum(by_end) + sum(by_state)``."""
+    """Prompts accepted and ended since the start, as events, and those pending, by their states.
+
+    ``num_submitted == sum(by_end) + sum(by_state)``, unless prompts got lost (`prompt_audit`).
+    """
 
     num_submitted: int
     by_end: Mapping[PromptEnd, int]
@@ -49,7 +55,10 @@ class PromptLedger(Protocol):
         ...
 
     def accept(self, prompt: Prompt) -> None:
-        """Take a prompt on as ``WAITING``; `InvalidRequestError` if its id was used before."""
+        """Take a prompt on as ``WAITING``; `InvalidRequestError` if its id was used before.
+
+        Remembered are the ids of all pending prompts and of the clients' that ended last.
+        """
         ...
 
     def move(self, prompt_id: str, state: PromptState) -> None:
@@ -82,14 +91,18 @@ class PromptLedger(Protocol):
 
 
 class MemoryLedger:
-    """A ledger that lives as long as the process."""
+    """A ledger that lives as long as the process.
 
-    def __init__(self) -> None:
+    Args:
+        ended_ids: how many ids of ended clients' prompts are remembered.
+    """
+
+    def __init__(self, ended_ids: int = ENDED_IDS_REMEMBERED) -> None:
         self._sequence = 0
         self._prompts: dict[str, Prompt] = {}
         self._states: dict[str, PromptState] = {}
-        self._client_ids: set[str] = set()
-        self._by_state: Counter[PromptState] = Counter()
+        self._max_ended_ids = ended_ids
+        self._ended_ids: OrderedDict[str, None] = OrderedDict()
         self._by_end: Counter[PromptEnd] = Counter()
         self._num_submitted = 0
         self._low_water = 0
@@ -104,17 +117,15 @@ class MemoryLedger:
         """Take a prompt on as ``WAITING``.
 
         Raises:
-            InvalidRequestError: the id was used before in this run.
+            InvalidRequestError: the id is that of a pending prompt, or of one of the clients' that
+                ended last.
         """
-        if prompt.prompt_id in self._prompts or prompt.prompt_id in self._client_ids:
+        if prompt.prompt_id in self._prompts or prompt.prompt_id in self._ended_ids:
             raise InvalidRequestError(
                 f"prompt_id '{prompt.prompt_id}' was used before; choose a new one for each prompt"
             )
-        if prompt.position is None:
-            self._client_ids.add(prompt.prompt_id)
         self._prompts[prompt.prompt_id] = prompt
         self._states[prompt.prompt_id] = PromptState.WAITING
-        self._by_state[PromptState.WAITING] += 1
         self._num_submitted += 1
 
     def move(self, prompt_id: str, state: PromptState) -> None:
@@ -123,9 +134,8 @@ class MemoryLedger:
         Raises:
             NotFoundError: the prompt is not pending.
         """
-        self._by_state[self.state(prompt_id)] -= 1
+        self.state(prompt_id)
         self._states[prompt_id] = state
-        self._by_state[state] += 1
 
     def end(self, prompt_id: str, end: PromptEnd) -> Prompt:
         """End a pending prompt.
@@ -133,11 +143,13 @@ class MemoryLedger:
         Raises:
             NotFoundError: the prompt is not pending.
         """
-        self._by_state[self.state(prompt_id)] -= 1
+        self.state(prompt_id)
         del self._states[prompt_id]
         prompt = self._prompts.pop(prompt_id)
         self._by_end[end] += 1
-        if prompt.position is not None:
+        if prompt.position is None:
+            self._remember(prompt_id)
+        else:
             self._end_position(prompt.position)
         return prompt
 
@@ -158,7 +170,8 @@ class MemoryLedger:
 
     def accounts(self) -> Accounts:
         """The counts now."""
-        by_state = {state: self._by_state[state] for state in PromptState}
+        states = Counter(self._states.values())
+        by_state = {state: states[state] for state in PromptState}
         by_end = {end: self._by_end[end] for end in PromptEnd}
         return Accounts(self._num_submitted, by_end, by_state)
 
@@ -180,6 +193,11 @@ class MemoryLedger:
         self._low_water, self._ended_above = progress.low_water, set(progress.ended_above)
         pending = {p.position for p in self._prompts.values() if p.position is not None}
         return self.progress(also_ended=pending)
+
+    def _remember(self, prompt_id: str) -> None:
+        self._ended_ids[prompt_id] = None
+        if len(self._ended_ids) > self._max_ended_ids:
+            self._ended_ids.popitem(last=False)
 
     def _end_position(self, position: int) -> None:
         if position >= self._low_water:

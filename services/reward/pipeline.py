@@ -35,14 +35,18 @@ from services.reward.batcher import Batcher, BatchRules
 from services.reward.change_signal import ChangeSignal
 from services.reward.dispatcher import GroupDispatcher, GroupFailedError, GroupRequest
 from services.reward.fleet import AnnouncedReplica
+from services.reward.generation_trace import GenerationTrace
 from services.reward.grading import Grader
 from services.reward.in_flight import Fate, InFlightItem, InFlightTable
 from services.reward.judgement import judge
 from services.reward.ledger import PromptLedger, PromptState
 from services.reward.outcomes import OutcomeRecorder
+from services.reward.prompt_audit import HeldPrompts
 from services.reward.prompt_source import PromptSource
 from services.reward.replica_queue import Priority, ReplicaQueue
 from services.reward.sampling import for_prompt
+from services.reward.stale_groups import StaleGroups
+from services.reward.statistics import Discard
 from services.reward.train_batches import BatchParts, TrainBatches
 from services.reward.yield_guard import YieldGuard
 from sluice.algorithm.admission import groups_to_admit
@@ -77,6 +81,7 @@ class PipelineParts:
     source: PromptSource
     queue: ReplicaQueue
     dispatcher: GroupDispatcher
+    trace: GenerationTrace
     grader: Grader
     batcher: Batcher
     guard: YieldGuard
@@ -91,6 +96,7 @@ class Pipeline:
     def __init__(self, settings: PipelineSettings, parts: PipelineParts) -> None:
         self._settings, self._parts = settings, parts
         self._in_flight = InFlightTable()
+        self._stale_groups = StaleGroups(parts.batcher, self._in_flight)
         self._awaited_clock = AwaitedClock()
         self._announce_lock = asyncio.Lock()
         self._trainer: str | None = None
@@ -102,6 +108,7 @@ class Pipeline:
                 parts.recorder,
                 parts.ledger,
                 self._in_flight,
+                self._stale_groups,
                 parts.source,
                 parts.guard,
                 parts.changes,
@@ -119,6 +126,17 @@ class Pipeline:
     def num_grading(self) -> int:
         """Groups being graded."""
         return self._in_flight.num_grading
+
+    @property
+    def held(self) -> HeldPrompts:
+        """The pending prompts as the stages hold them."""
+        lease = self._parts.batcher.lease
+        return HeldPrompts(
+            num_waiting=self._parts.source.num_waiting,
+            num_in_flight=len(self._in_flight),
+            num_kept=self._parts.batcher.num_kept,
+            num_leased=len(lease.groups) if lease else 0,
+        )
 
     async def run(self) -> None:
         """Admit prompts until cancelled."""
@@ -218,12 +236,15 @@ class Pipeline:
             return
         if verdict.end is None:
             recorder.kept(graded)
+            self._stale_groups.check(self.policy_version, but_for=item.prompt.prompt_id)
         else:
             recorder.ended(item.prompt, verdict.end, graded=graded, detail=verdict.detail)
 
     async def _generate_and_grade(self, item: InFlightItem) -> GradedGroup:
         def note_start(version: int | None) -> None:
             item.start_version = version
+            if version is not None:
+                self._stale_groups.check(self.policy_version)
 
         group = await self._parts.dispatcher.generate(self._request(item.prompt), note_start)
         self._parts.recorder.generated(group)
@@ -245,11 +266,12 @@ class Pipeline:
     def _left(self, item: InFlightItem, task: asyncio.Task[None]) -> None:
         """A group's task ended: free its place; if it was cancelled, its prompt meets its fate."""
         self._in_flight.remove(item)
+        was_stale = self._stale_groups.left(item)
         if task.cancelled() and item.fate is Fate.STALE:
             detail = f"started under version {item.start_version}, too old to be trained"
             self._parts.recorder.ended(item.prompt, PromptEnd.DROPPED_STALE, detail=detail)
         elif task.cancelled():
-            self._requeue(item.prompt)
+            self._restart(item.prompt, Discard.STALE if was_stale else Discard.TAKEN_OVER)
         self._parts.changes.notify()
 
     async def _take_over(self, trainer: str, resume_from: DataProgress | None) -> None:
@@ -275,10 +297,10 @@ class Pipeline:
                 if state is not PromptState.WAITING:
                     self._parts.recorder.ended(prompt, PromptEnd.TRAINED)
             elif state in (PromptState.KEPT, PromptState.LEASED):
-                self._requeue(prompt)
+                self._restart(prompt, Discard.TAKEN_OVER)
 
-    def _requeue(self, prompt: Prompt) -> None:
-        self._parts.ledger.move(prompt.prompt_id, PromptState.WAITING)
+    def _restart(self, prompt: Prompt, why: Discard) -> None:
+        self._parts.recorder.restarted(prompt, why)
         self._parts.source.put(prompt)
 
     def _reason(self) -> str:

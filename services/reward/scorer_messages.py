@@ -1,7 +1,8 @@
 """What the reward service and its scorer processes say to each other.
 
 Frames are a 4-byte little-endian length and a msgpack body. The service sends one `ScorerSetup`,
-then `ScoreRequest`s; the process answers `SetupReply`, then one `ScoreReply` per request.
+then `ScoreRequest`s; the process answers `SetupReply`, then one `ScoreReply` per request, with the
+request's number: an answer that belongs to nothing that was asked is a fault, never a score.
 
 Beside the pipes both map one small page, in which the process notes which item of the request it
 works on and since when: after a hang or a crash the service knows whose fault it was.
@@ -16,21 +17,29 @@ from typing import NamedTuple
 
 import msgspec
 
+from services.reward.scorers.reward_model_settings import RewardModelSettings
+
 FRAME_HEADER = struct.Struct("<I")
-MAX_FRAME_BYTES = 256 * 2**20
+MAX_REPLY_BYTES = 64 * 2**20
 PROGRESS_BYTES = 4096
 _PROGRESS = struct.Struct("<qd")
 _IDLE = -1
 
 
 class ScorerSetup(msgspec.Struct, frozen=True, array_like=True):
-    """First message to a process. `custom_path` ``None``: built-in scorers by data source."""
+    """First message to a process: what scores, and within which limits.
+
+    The custom function if `custom_path` is set, else the reward model if there is one, else the
+    built-in scorers by data source, `routes` first.
+    """
 
     custom_path: str | None
     custom_name: str
     custom_kwargs: Mapping[str, object]
     timeout_s: float
     memory_bytes: int
+    routes: Mapping[str, str] = {}
+    reward_model: RewardModelSettings | None = None
 
 
 class SetupReply(msgspec.Struct, frozen=True, array_like=True):
@@ -40,17 +49,19 @@ class SetupReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ScoreItem(msgspec.Struct, frozen=True, array_like=True):
-    """One response to grade."""
+    """One response to grade. Only reward models look at `question`, the prompt's last turn."""
 
     data_source: str
     response: str
     ground_truth: str
     extra_info: Mapping[str, object] = {}
+    question: str = ""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, array_like=True):
     """Responses to grade in order."""
 
+    number: int
     items: tuple[ScoreItem, ...]
 
 
@@ -72,8 +83,9 @@ ScorerAnswer = ScorerNumber | ScorerRefusal
 
 
 class ScoreReply(msgspec.Struct, frozen=True, array_like=True):
-    """One answer per item, in order."""
+    """One answer per item, in order, to the request of that number."""
 
+    number: int
     answers: tuple[ScorerAnswer, ...]
 
 

@@ -11,18 +11,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import msgspec
 
 from services.reward.scorer_messages import ScoreItem, ScorerAnswer, ScorerRefusal, ScorerSetup
 from services.reward.scorer_worker import ScorerFault, ScorerWorker, start_worker
-from sluice.config.reward import CustomRewardFunctionConfig, ScorerPoolConfig
+from services.reward.scorers.registry import scored_characters
+from services.reward.scorers.reward_model_settings import RewardModelSettings, configured_settings
+from sluice.config.reward import CustomRewardFunctionConfig, RewardConfig, ScorerPoolConfig
 from sluice.types import Failed, FailureKind, Scored
 
 logger = logging.getLogger(__name__)
 
 MAX_UNEXPLAINED_FAULTS = 3
+MAX_KNOWN_SOURCES = 256
 
 
 @dataclass(slots=True)
@@ -38,16 +44,28 @@ class ScorerPool:
     Args:
         pool: limits.
         custom: the user's function, if any.
+        routes: built-in scorers by data source, before verl's routing.
+        reward_model: whom to ask instead of the built-in scorers, if anyone.
     """
 
-    def __init__(self, pool: ScorerPoolConfig, custom: CustomRewardFunctionConfig) -> None:
+    def __init__(
+        self,
+        pool: ScorerPoolConfig,
+        custom: CustomRewardFunctionConfig,
+        routes: Mapping[str, str] | None = None,
+        reward_model: RewardModelSettings | None = None,
+    ) -> None:
         self._max_chars = pool.max_response_chars
+        uses_rules = custom.path is None and reward_model is None
+        self._tail_chars = _tail_chars(routes or {}) if uses_rules else _whole
         self._setup = ScorerSetup(
             custom.path,
             custom.name,
             custom.reward_kwargs,
             pool.timeout_s,
             pool.memory_mb * 2**20,
+            routes or {},
+            reward_model,
         )
         self._seats = [_Seat() for _ in range(pool.num_workers)]
         self._idle: asyncio.LifoQueue[_Seat] = asyncio.LifoQueue()
@@ -63,7 +81,8 @@ class ScorerPool:
         """Start every process, so that a scorer that cannot be loaded is known at once.
 
         Raises:
-            ConfigError: the custom function cannot be loaded; `DeadlineError`: nor in time.
+            ConfigError: the custom function cannot be loaded, a route names no scorer, or a setting
+                of the reward model is impossible; `DeadlineError`: loading takes too long.
         """
         for seat in self._seats:
             seat.worker = await start_worker(self._setup)
@@ -132,23 +151,47 @@ class ScorerPool:
             await worker.wait_ended()
 
     def _shortened(self, item: ScoreItem) -> ScoreItem:
-        if len(item.response) <= self._max_chars:
+        """Leave out what the scorer does not look at: long responses cost more to send."""
+        limit = min(self._max_chars, self._tail_chars(item.data_source) or self._max_chars)
+        if len(item.response) <= limit:
             return item
-        tail = item.response[-self._max_chars :]
-        return ScoreItem(item.data_source, tail, item.ground_truth, item.extra_info)
+        return msgspec.structs.replace(item, response=item.response[-limit:])
 
 
 @asynccontextmanager
 async def running_scorer_pool(
-    pool: ScorerPoolConfig, custom: CustomRewardFunctionConfig
+    pool: ScorerPoolConfig,
+    custom: CustomRewardFunctionConfig,
+    routes: Mapping[str, str] | None = None,
+    reward_model: RewardModelSettings | None = None,
 ) -> AsyncIterator[ScorerPool]:
-    """A started pool; no process outlives the block."""
-    scorers = ScorerPool(pool, custom)
+    """A started pool (arguments of `ScorerPool`); no process outlives the block."""
+    scorers = ScorerPool(pool, custom, routes, reward_model)
     try:
         await scorers.start()
         yield scorers
     finally:
         await scorers.stop()
+
+
+def configured_scorer_pool(reward: RewardConfig) -> AbstractAsyncContextManager[ScorerPool]:
+    """The pool that a run's configuration asks for, as `running_scorer_pool`.
+
+    Raises:
+        ConfigError: a reward model is enabled without its address or name.
+    """
+    model = configured_settings(reward.reward_model)
+    return running_scorer_pool(
+        reward.scorer_pool, reward.custom_reward_function, reward.scorer_routes, model
+    )
+
+
+def _tail_chars(routes: Mapping[str, str]) -> Callable[[str], int | None]:
+    return lru_cache(MAX_KNOWN_SOURCES)(partial(scored_characters, routes=routes))
+
+
+def _whole(_data_source: str) -> int | None:
+    return None
 
 
 def _outcome(answer: ScorerAnswer) -> Scored | Failed:

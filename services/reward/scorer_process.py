@@ -4,8 +4,8 @@ Started by `scorer_worker` as ``python -m services.reward.scorer_process PARENT_
 takes requests from standard input and answers on standard output (whatever the scorer prints goes
 to standard error), and ends when its input ends or its parent dies. Imports no gRPC.
 
-It bounds its own address space, open files and CPU time; the wall clock is watched from outside,
-because a scorer that hangs in C code cannot be interrupted from within.
+It bounds its own address space, open files, CPU time and output; the wall clock is watched from
+outside, because a scorer that hangs in C code cannot be interrupted from within.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from mmap import mmap
 from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from services.reward.scorer_answer import answer_of
+from services.reward.scorer_answer import answer_of, refusal
 from services.reward.scorer_messages import (
     FRAME_HEADER,
     PROGRESS_BYTES,
@@ -30,21 +31,23 @@ from services.reward.scorer_messages import (
     ScorerAnswer,
     ScoreReply,
     ScoreRequest,
-    ScorerRefusal,
     ScorerSetup,
     SetupReply,
     frame,
     note_idle,
     note_progress,
 )
+from services.reward.scorer_output import limited_output
 from services.reward.scorers.custom import load_custom_scorer
-from services.reward.scorers.registry import Scorer, scorer_for
+from services.reward.scorers.registry import Scorer, check_routes, scorer_for
 from sluice.errors import SluiceError
 
 MAX_OPEN_FILES = 256
+MAX_OUTPUT_BYTES = 64 * 2**10
 CPU_SLACK_S = 10
 _PR_SET_PDEATHSIG = 1
 
+ItemScorer = Callable[[ScoreItem], object]
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 
@@ -58,38 +61,55 @@ def main(parent_pid: int, page_fd: int) -> int:
         return 0
     _limit_resources(setup.memory_bytes)
     try:
-        scorer = _custom_scorer(setup)
+        scorer = _chosen_scorer(setup)
     except SluiceError as error:
         _send(replies, SetupReply(str(error)))
         return 1
     _send(replies, SetupReply(None))
-    for request in _messages(requests, ScoreRequest):
-        _limit_cpu(setup.timeout_s * len(request.items))
-        answers = [_score(scorer, item, i, page) for i, item in enumerate(request.items)]
-        note_idle(page)
-        _send(replies, ScoreReply(tuple(answers)))
+    with limited_output(MAX_OUTPUT_BYTES) as output:
+        for request in _messages(requests, ScoreRequest):
+            _limit_cpu(setup.timeout_s * len(request.items))
+            output.begin_request()
+            answers = [_answer(scorer, item, i, page) for i, item in enumerate(request.items)]
+            note_idle(page)
+            _send(replies, ScoreReply(request.number, tuple(answers)))
     return 0
 
 
-def _custom_scorer(setup: ScorerSetup) -> Scorer | None:
-    if setup.custom_path is None:
-        return None
-    return load_custom_scorer(setup.custom_path, setup.custom_name, setup.custom_kwargs)
+def _chosen_scorer(setup: ScorerSetup) -> ItemScorer:
+    if setup.custom_path is not None:
+        custom = load_custom_scorer(setup.custom_path, setup.custom_name, setup.custom_kwargs)
+        return lambda item: _graded(custom, item)
+    if setup.reward_model is not None:
+        # Loads http and ssl, which the other scorers do without.
+        from services.reward.scorers.reward_model import RewardModelScorer
+
+        model = RewardModelScorer(setup.reward_model, setup.timeout_s)
+        return lambda item: _graded(partial(model, question=item.question), item)
+    check_routes(setup.routes)
+    return lambda item: _graded(scorer_for(item.data_source, setup.routes), item)
 
 
-def _score(custom: Scorer | None, item: ScoreItem, index: int, page: mmap) -> ScorerAnswer:
+def _graded(scorer: Scorer, item: ScoreItem) -> object:
+    return scorer(
+        data_source=item.data_source,
+        solution_str=item.response,
+        ground_truth=item.ground_truth,
+        extra_info=item.extra_info,
+    )
+
+
+def _answer(scorer: ItemScorer, item: ScoreItem, index: int, page: mmap) -> ScorerAnswer:
+    process = os.getpid()
     note_progress(page, index, time.monotonic())
     try:
-        scorer = custom or scorer_for(item.data_source)
-        returned = scorer(
-            data_source=item.data_source,
-            solution_str=item.response,
-            ground_truth=item.ground_truth,
-            extra_info=item.extra_info,
-        )
-        return answer_of(returned)
+        answer = answer_of(scorer(item))
     except Exception as error:  # noqa: BLE001  a scorer may raise anything; it is this item's fate
-        return ScorerRefusal(f"{type(error).__name__}: {error}"[:500])
+        answer = refusal(f"{type(error).__name__}: {error}")
+    if os.getpid() != process:
+        # The scorer forked and let the copy come back: it must not answer as well.
+        os._exit(0)
+    return answer
 
 
 def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -100,7 +120,15 @@ def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(null, 0)
     os.dup2(2, 1)
     os.close(null)
+    # A copy that a scorer forks, and perhaps forgets, must neither ask nor answer.
+    pipes = [requests.fileno(), replies.fileno()]
+    os.register_at_fork(after_in_child=partial(_close_all, pipes))
     return requests, replies
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:  # emptied: a copy's copy may use the same numbers for other files
+        os.close(descriptors.pop())
 
 
 def _end_with_parent(parent_pid: int) -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from services.reward.scorer_messages import (
     FRAME_HEADER,
+    MAX_REPLY_BYTES,
     PROGRESS_BYTES,
     ScoreItem,
     ScorerAnswer,
@@ -61,9 +62,10 @@ class ScorerWorker:
         self._stdin, self._stdout = process.stdin, process.stdout
         self._reply_decoder = msgspec.msgpack.Decoder(ScoreReply)
         self._header: bytes | None = None
+        self._num_requests = 0
 
-    async def set_up(self, setup: ScorerSetup) -> None:
-        """Load the scorer.
+    async def set_up(self, setup: ScorerSetup, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Load the scorer within `timeout_s`.
 
         Raises:
             ConfigError: the custom function cannot be loaded.
@@ -72,9 +74,9 @@ class ScorerWorker:
         self._stdin.write(frame(setup))
         loading = setup.custom_path or "the built-in scorers"
         try:
-            async with deadline(START_TIMEOUT_S, peer=PEER, phase=f"loading {loading}"):
+            async with deadline(timeout_s, peer=PEER, phase=f"loading {loading}"):
                 reply = msgspec.msgpack.decode(await self._read_body(), type=SetupReply)
-        except asyncio.IncompleteReadError as error:
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
             code = await self._process.wait()
             raise ConfigError(
                 f"reward.custom_reward_function.path: the process that loads {loading} ended with "
@@ -87,16 +89,24 @@ class ScorerWorker:
         """Grade `items` in order.
 
         Raises:
-            ScorerFault: one item ran over its time, or the process ended.
+            ScorerFault: one item ran over its time, the process ended, or its answer is none.
         """
         note_idle(self._page)
         sent_at = time.monotonic()
+        self._num_requests += 1
         try:
-            self._stdin.write(frame(ScoreRequest(tuple(items))))
-            body = await self._reply_before_timeout(sent_at)
+            self._stdin.write(frame(ScoreRequest(self._num_requests, tuple(items))))
+            reply = self._reply_decoder.decode(await self._reply_before_timeout(sent_at))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise await self._crash() from error
-        return self._reply_decoder.decode(body).answers
+        except msgspec.DecodeError as error:
+            raise _garbled(str(error)) from error
+        if reply.number != self._num_requests or len(reply.answers) != len(items):
+            raise _garbled(
+                f"{len(reply.answers)} answers to request {reply.number}; awaited are "
+                f"{len(items)} to request {self._num_requests}"
+            )
+        return reply.answers
 
     def kill(self) -> None:
         """End the process and all it started, at once."""
@@ -141,6 +151,8 @@ class ScorerWorker:
         if self._header is None:
             self._header = await self._stdout.readexactly(FRAME_HEADER.size)
         (size,) = FRAME_HEADER.unpack(self._header)
+        if size > MAX_REPLY_BYTES:
+            raise _garbled(f"a frame of {size} bytes; at most {MAX_REPLY_BYTES} are read")
         body = await self._stdout.readexactly(size)
         self._header = None
         return body
@@ -153,7 +165,11 @@ class ScorerWorker:
         return ScorerFault(FailureKind.SCORER_CRASH, item, f"the scorer ended with {_ending(code)}")
 
 
-async def start_worker(setup: ScorerSetup) -> ScorerWorker:
+def _garbled(detail: str) -> ScorerFault:
+    return ScorerFault(FailureKind.SCORER_CRASH, None, f"the scorer's answer is garbled: {detail}")
+
+
+async def start_worker(setup: ScorerSetup, *, timeout_s: float = START_TIMEOUT_S) -> ScorerWorker:
     """Start a process and load its scorer; errors as in `ScorerWorker.set_up`."""
     with tempfile.TemporaryFile() as file:
         file.truncate(PROGRESS_BYTES)
@@ -170,9 +186,10 @@ async def start_worker(setup: ScorerSetup) -> ScorerWorker:
         )
     worker = ScorerWorker(process, page, setup.timeout_s)
     try:
-        await worker.set_up(setup)
+        await worker.set_up(setup, timeout_s)
     except BaseException:
         worker.kill()
+        await worker.wait_ended()
         raise
     return worker
 

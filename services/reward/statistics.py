@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from sluice.types import PromptEnd, TrainGroup
 
@@ -22,6 +23,15 @@ _FILTERED = (
 )
 
 
+class Discard(StrEnum):
+    """Why tokens of finished samples were drawn in vain, though nothing was wrong with the prompt's
+    yield: too old for any batch, a failed group, or another trainer's policy."""
+
+    STALE = "stale"
+    FAILED = "failed"
+    TAKEN_OVER = "taken_over"
+
+
 @dataclass(slots=True)
 class IntervalStatistics:
     """Counters since `started_at` (seconds of a monotonic clock)."""
@@ -32,7 +42,9 @@ class IntervalStatistics:
     num_graded_samples: int = 0
     num_failed_samples: int = 0
     num_surplus_discarded: int = 0
+    num_restarted: int = 0
     num_generated_tokens: int = 0
+    discarded_tokens: Counter[Discard] = field(default_factory=Counter)
     ends: Counter[PromptEnd] = field(default_factory=Counter)
 
     def metrics(self, now: float, *, batch_size: int, scorer_seconds: float) -> dict[str, float]:
@@ -47,7 +59,12 @@ class IntervalStatistics:
             **{name: float(self.ends[end]) for end, name in _NAME_BY_END.items()},
             "train/num_gen_batches": num_ended / batch_size,
             "train/generated_tokens": float(self.num_generated_tokens),
+            **{
+                f"train/discarded_tokens/{why}": float(self.discarded_tokens[why])
+                for why in Discard
+            },
             "train/surplus_discarded": float(self.num_surplus_discarded),
+            "train/groups_restarted": float(self.num_restarted),
             "train/samples_graded": float(self.num_graded_samples),
             "train/samples_failed": float(self.num_failed_samples),
             "timing_s/batch_fill": now - self.started_at,

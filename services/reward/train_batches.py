@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from services.reward.batcher import Batcher
 from services.reward.change_signal import ChangeSignal
-from services.reward.in_flight import Fate, InFlightTable
+from services.reward.in_flight import InFlightTable
 from services.reward.ledger import PromptLedger, PromptState
 from services.reward.outcomes import OutcomeRecorder
 from services.reward.prompt_source import PromptSource
+from services.reward.stale_groups import StaleGroups
 from services.reward.yield_guard import YieldGuard
+from sluice.algorithm.admission import kept_upper_bound
 from sluice.algorithm.staleness import BatchDecision
 from sluice.concurrency.deadline import deadline
 from sluice.errors import DeadlineError, SluiceError
@@ -35,6 +38,7 @@ class BatchParts:
     recorder: OutcomeRecorder
     ledger: PromptLedger
     in_flight: InFlightTable
+    stale_groups: StaleGroups
     source: PromptSource
     guard: YieldGuard
     changes: ChangeSignal
@@ -47,6 +51,7 @@ class TrainBatches:
     def __init__(self, parts: BatchParts, batch_size: int) -> None:
         self._batcher, self._recorder, self._ledger = parts.batcher, parts.recorder, parts.ledger
         self._in_flight, self._source, self._guard = parts.in_flight, parts.source, parts.guard
+        self._stale_groups = parts.stale_groups
         self._changes, self._reason = parts.changes, parts.reason
         self._batch_size = batch_size
         self._num_asking = 0
@@ -68,7 +73,7 @@ class TrainBatches:
         self._num_asking += 1
         try:
             async with deadline(seconds, peer=PEER, phase="filling a batch"):
-                return await self._next(step, version)
+                return await self._next(version)
         except DeadlineError as error:
             phase = f"filling the batch of step {step}, waiting for {self._reason()}"
             raise DeadlineError(PEER, phase, seconds) from error
@@ -82,7 +87,10 @@ class TrainBatches:
             NotFoundError: no such lease.
         """
         lease = self._batcher.acknowledge(batch_id)
-        for graded in lease.groups if lease else ():
+        if lease is None:
+            return
+        self._recorder.acknowledged(len(lease.groups))
+        for graded in lease.groups:
             self._recorder.ended(graded.group.prompt, PromptEnd.TRAINED, graded=graded, step=step)
         self._changes.notify()
 
@@ -96,12 +104,12 @@ class TrainBatches:
         self.error = self.error or reason
         self._changes.notify()
 
-    async def _next(self, step: int, version: int) -> TrainBatch:
+    async def _next(self, version: int) -> TrainBatch:
         while True:
             change = self._changes.next_change()
             if self.error is not None:
                 raise self.error
-            batch = self._leased(version) or self._formed(step, version)
+            batch = self._leased(version) or self._formed(version)
             if batch is not None:
                 return batch
             await change.wait()
@@ -118,12 +126,16 @@ class TrainBatches:
             self._ledger.move(graded.group.prompt.prompt_id, PromptState.KEPT)
         return None
 
-    def _formed(self, step: int, version: int) -> TrainBatch | None:
-        decision = self._batcher.decide(version, self._in_flight.started())
+    def _formed(self, version: int) -> TrainBatch | None:
+        decision = self._batcher.decide(
+            version,
+            self._in_flight.started(),
+            partial(kept_upper_bound, estimate=self._recorder.estimate),
+        )
         chosen = self._batcher.kept_groups(decision.chosen)
         self._drop_stale(decision, version)
         if chosen:
-            return self._form(chosen, step, version)
+            return self._form(chosen, version)
         self._check_fillable(decision)
         return None
 
@@ -135,15 +147,14 @@ class TrainBatches:
             self._recorder.ended(
                 graded.group.prompt, PromptEnd.DROPPED_STALE, graded=graded, detail=detail
             )
-        self._in_flight.cancel(decision.doomed, Fate.STALE)
+        self._stale_groups.cancel(decision.doomed, version)
 
-    def _form(self, chosen: tuple[GradedGroup, ...], step: int, version: int) -> TrainBatch:
+    def _form(self, chosen: tuple[GradedGroup, ...], version: int) -> TrainBatch:
         prompts = [graded.group.prompt for graded in chosen]
         for prompt in prompts:
             self._ledger.move(prompt.prompt_id, PromptState.LEASED)
         batch = self._batcher.form(
             chosen,
-            step=step,
             version=version,
             progress=self._ledger.progress(p.position for p in prompts if p.position is not None),
             statistics=lambda groups: self._recorder.close_interval(groups, version),

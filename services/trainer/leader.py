@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from services.trainer.batch_check import BatchTerms
 from services.trainer.fleet import Fleet
 from services.trainer.follower import join_ranks, share_total_steps
 from services.trainer.learner.checkpoint import Checkpoint, CheckpointStore, resume_point
@@ -25,11 +26,16 @@ from services.trainer.learner.rank_command import RankLeader
 from services.trainer.learner.worker import Learner
 from services.trainer.learner_thread import LearnerThread
 from services.trainer.loop import LoopParts, LoopSettings, TrainLoop
+from services.trainer.metrics.memory import memory_metrics
 from services.trainer.metrics.reporter import Reporter
+from services.trainer.metrics.sequence_balance import balance_metrics, rank_cut
 from services.trainer.metrics.sinks import open_sinks
+from services.trainer.metrics.step_metrics import RunScale
+from services.trainer.port_reservation import PortReservation
 from services.trainer.replica_client import ReplicaClient
 from services.trainer.reward_client import RewardClient
 from services.trainer.run_state import RunState
+from services.trainer.sampling_notice import sampling_notice
 from services.trainer.servicer import TrainerServicer
 from services.trainer.weight_publisher import WeightPublisher
 from sluice.api.trainer.v1 import trainer_pb2_grpc
@@ -37,11 +43,11 @@ from sluice.concurrency.shutdown import stop_on_signals
 from sluice.config.derived import checkpoint_folder, total_training_steps, world_size
 from sluice.config.endpoints import peer_address
 from sluice.config.run import RunConfig
-from sluice.device.select import transfer_device
+from sluice.device.select import select_device, transfer_device
 from sluice.rpc.channel import open_channel
 from sluice.rpc.server import RpcServer
 from sluice.rpc.stubs import reward_stub
-from sluice.types import ReplicaInfo, TensorSpec
+from sluice.types import ReplicaInfo, TensorSpec, TrainBatch
 from sluice.weights.layout import layout_digest
 from sluice.weights.plan import plan_transfer, tensor_specs
 from sluice.weights.sender import WeightSender
@@ -86,7 +92,10 @@ async def _cancel_on(stop: asyncio.Event, running: asyncio.Task[None]) -> None:
 
 async def _lead(config: RunConfig) -> None:
     incarnation = str(uuid.uuid4())
+    _warn(config)
     async with AsyncExitStack() as stack:
+        endpoint = config.sluice.trainer.endpoint
+        port = stack.enter_context(PortReservation(endpoint.host, endpoint.port))
         reward = await _connect_reward(config, incarnation, stack)
         dataset_rows = await reward.wait_until_up(_REWARD_START_TIMEOUT_S)
         # Forming the ranks and loading block; nothing else needs the loop yet.
@@ -104,12 +113,20 @@ async def _lead(config: RunConfig) -> None:
         stack.callback(record.close)
         publisher = _publisher(config, fleet, trained)
         stack.push_async_callback(publisher.close)
+        port.release()
         await _serve(config, fleet, state, stack)
         # First of all at the end: whoever watches or waits for a checkpoint gets an answer.
         stack.push_async_callback(state.finish)
         parts = LoopParts(trained.policy, reward, publisher, record, fleet, state)
         resume_from = trained.resumed.progress if trained.resumed else None
-        await _run_loop(TrainLoop(_loop_settings(config), parts, resume_from), fleet)
+        settings = _loop_settings(config, dataset_rows)
+        await _run_loop(TrainLoop(settings, parts, resume_from), fleet)
+
+
+def _warn(config: RunConfig) -> None:
+    notice = sampling_notice(config)
+    if notice is not None:
+        logger.warning("%s", notice)
 
 
 async def _run_loop(loop: TrainLoop, fleet: Fleet) -> None:
@@ -167,7 +184,15 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
     wire_dtype = getattr(torch, config.actor_rollout_ref.rollout.dtype)
     tensors = tensor_specs(learner.named_weights(), wire_dtype)
     snapshots = SnapshotBuffers(tensors)
-    policy = LearnerThread(learner, leader, snapshots, store, config.sluice.weights.timeout_s)
+    cut = rank_cut(config, parallel.world_size)
+    device = select_device(config.trainer.device).torch_device
+
+    def observe(batch: TrainBatch, step: int) -> dict[str, float]:
+        return {**balance_metrics(batch, step, cut), **memory_metrics(device)}
+
+    policy = LearnerThread(
+        learner, leader, snapshots, store, config.sluice.weights.timeout_s, observe
+    )
     return _Trained(policy, snapshots, tensors, total_steps, resumed)
 
 
@@ -206,15 +231,21 @@ def _publisher(config: RunConfig, fleet: Fleet, trained: _Trained) -> WeightPubl
     )
 
 
-def _loop_settings(config: RunConfig) -> LoopSettings:
+def _loop_settings(config: RunConfig, dataset_rows: int) -> LoopSettings:
     trainer, service = config.trainer, config.sluice.trainer
     return LoopSettings(
         test_freq=trainer.test_freq,
         save_freq=trainer.save_freq,
         val_before_train=trainer.val_before_train,
+        val_only=trainer.val_only,
         validates=config.data.val_files is not None,
         min_replicas=service.min_replicas,
         replica_wait_timeout_s=service.replica_wait_timeout_s,
         examples=_NUM_EXAMPLES,
-        ranks=world_size(config),
+        scale=RunScale(world_size(config), dataset_rows),
+        terms=BatchTerms(
+            config.data.train_batch_size,
+            config.actor_rollout_ref.rollout.n,
+            config.sluice.asynchrony.max_staleness,
+        ),
     )

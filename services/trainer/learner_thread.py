@@ -35,6 +35,7 @@ class LearnerThread:
         snapshots: where frozen versions go.
         store: where checkpoints go.
         freeze_timeout_s: how long a freeze waits for a broadcast of the version before the last.
+        observe: further metrics of a step that has just been trained; called in the thread.
     """
 
     def __init__(
@@ -44,15 +45,21 @@ class LearnerThread:
         snapshots: SnapshotBuffers,
         store: CheckpointStore,
         freeze_timeout_s: float,
+        observe: Callable[[TrainBatch, int], Mapping[str, float]],
     ) -> None:
         self._learner, self._leader = learner, leader
         self._snapshots, self._store = snapshots, store
-        self._freeze_timeout_s = freeze_timeout_s
+        self._freeze_timeout_s, self._observe = freeze_timeout_s, observe
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
 
     async def train(self, batch: TrainBatch, step: int) -> Mapping[str, float]:
         """Updates the policy on all ranks; metrics by verl's names."""
-        return await self._run(lambda: self._leader.train_step(batch, step))
+
+        def train() -> Mapping[str, float]:
+            trained = self._leader.train_step(batch, step)
+            return {**trained, **self._observe(batch, step)}
+
+        return await self._run(train)
 
     async def freeze(self, version: int) -> None:
         """Copies the present weights as `version`."""

@@ -11,9 +11,11 @@ Waits for: replicas (before the first step), a batch, the learner, the weight tr
     validation that must see one version only (it runs while the next batch trains, and is awaited
     before the next version is published).
 Unblocked by: a registration; the reward service's answer or its deadline; the learner's thread;
-    the transfer's deadlines.
+    the transfer's deadlines. `Stop`, `Pause` and `SaveCheckpoint` are obeyed during the waits for
+    replicas and for a batch; a batch whose wait was broken off is asked for again.
 Produces: one policy version per step (version = finished steps), metrics, checkpoints.
-On failure: the error ends the run with exit code 1; the last checkpoint stands.
+On failure: the error ends the run with exit code 1; the last checkpoint stands. A validation that
+    fails is recorded and the run goes on; if it was the last one, the run fails after its end.
 On shutdown: a `Stop` call lets the step under way end like the last one. SIGTERM cancels: an update
     under way still ends in the learner's thread but is not published, and nothing is saved.
 """
@@ -23,32 +25,50 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import TypeVar
 
+from services.trainer.batch_check import BatchTerms, check_batch
+from services.trainer.control import under_control
 from services.trainer.fleet import Fleet, MemberState
 from services.trainer.loop_parts import Policy, Publisher, RunRecord, TrainData
-from services.trainer.metrics.step_metrics import FleetInterval, StepTimes, step_metrics
+from services.trainer.metrics.step_metrics import (
+    FleetInterval,
+    RunScale,
+    StepTimes,
+    step_metrics,
+)
 from services.trainer.policy_announcer import PolicyAnnouncer
+from services.trainer.prompt_accounts import acknowledged_groups, settled_accounts
 from services.trainer.run_state import RunPhase, RunState, StepRecord
 from services.trainer.weight_publisher import PublishReport
 from sluice.concurrency.deadline import deadline
-from sluice.types import DataProgress
+from sluice.errors import SluiceError
+from sluice.types import DataProgress, TrainBatch
 
 logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """What the loop does when. Frequencies are in steps; 0 or less is never."""
+    """What the loop does when. Frequencies are in steps; 0 or less is never.
+
+    `val_only` ends the run after the validation of its first weights.
+    """
 
     test_freq: int
     save_freq: int
     val_before_train: bool
+    val_only: bool
     validates: bool
     min_replicas: int
     replica_wait_timeout_s: float
     examples: int
-    ranks: int
+    scale: RunScale
+    terms: BatchTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,32 +98,48 @@ class TrainLoop:
         self._settings = settings
         self._policy, self._data, self._record = parts.policy, parts.data, parts.record
         self._publisher, self._fleet, self._state = parts.publisher, parts.fleet, parts.state
+        self._progress = resume_from
         self._announcer = PolicyAnnouncer(
-            parts.data.announce, parts.fleet, parts.state, resume_from
+            parts.data.announce, parts.fleet, parts.state, lambda: self._progress
         )
-        self._progress = resume_from or DataProgress(0)
         self._evaluation: asyncio.Task[None] | None = None
-        self._saved_step = parts.state.step
+        self._evaluation_error: SluiceError | None = None
+        self._saved_step = self._evaluated_step = parts.state.step
+        self._groups_trained = 0
+        self._acknowledged_before: float | None = None
 
     async def run(self) -> None:
-        """From the first announcement to the last checkpoint."""
+        """From the first announcement to the last checkpoint.
+
+        Raises:
+            ExceptionGroup: with what ended the run, or with why its last validation failed.
+        """
         async with asyncio.TaskGroup() as tasks:
-            await self._wait_for_replicas()
-            await self._publish(self._state.step)
-            await self._announcer.announce()
-            watcher = tasks.create_task(self._watch_fleet(), name="fleet")
-            if self._settings.validates and self._settings.val_before_train:
-                self._start_evaluation(tasks, self._state.step)
-            while not await self._is_over():
+            await self._under_control(
+                self._wait_for_replicas(), RunPhase.WAITING_FOR_REPLICAS, self._is_stopped
+            )
+            watcher = None if self._is_stopped() else await self._begin(tasks)
+            while not (self._settings.val_only or await self._is_over()):
                 await self._step(tasks, self._state.step + 1)
-            await self._finish()
-            watcher.cancel()
+            await self._finish(tasks)
+            if watcher is not None:
+                watcher.cancel()
+
+    async def _begin(self, tasks: asyncio.TaskGroup) -> asyncio.Task[None]:
+        await self._publish(self._state.step)
+        await self._announcer.announce()
+        # Only now: a trainer that takes over from another one settles that one's batches first.
+        self._acknowledged_before = acknowledged_groups(await self._data.accounts())
+        validates_first = self._settings.val_before_train or self._settings.val_only
+        if self._settings.validates and validates_first:
+            self._start_evaluation(tasks, self._state.step)
+        return tasks.create_task(self._watch_fleet(), name="fleet")
 
     async def _is_over(self) -> bool:
         """Whether no step follows; holds a paused run, which still saves when asked."""
         while self._state.is_paused and not self._state.is_over:
             if self._state.is_save_wanted:
-                await self._save(self._state.step)
+                await self._save_now()
                 continue
             self._state.enter(RunPhase.PAUSED)
             await self._state.control_call()
@@ -111,8 +147,14 @@ class TrainLoop:
 
     async def _step(self, tasks: asyncio.TaskGroup, step: int) -> None:
         began_s, fleet_began = time.monotonic(), self._fleet.totals()
-        self._state.enter(RunPhase.WAITING_FOR_BATCH)
-        batch = await self._data.take_batch(step, step - 1)
+        batch = await self._under_control(
+            self._data.take_batch(step, step - 1),
+            RunPhase.WAITING_FOR_BATCH,
+            lambda: self._is_stopped() or self._state.is_paused,
+        )
+        if batch is None:
+            return
+        check_batch(batch, self._settings.terms, step)
         taken_s = time.monotonic()
         self._state.enter(RunPhase.TRAINING)
         learner = await self._policy.train(batch, step)
@@ -120,8 +162,7 @@ class TrainLoop:
         await self._await_evaluation()
         published_from_s = time.monotonic()
         report = await self._publish(step)
-        await self._announcer.announce(after=lambda: self._data.acknowledge(batch.batch_id, step))
-        self._progress = batch.progress
+        await self._announcer.announce(after=lambda: self._acknowledge(batch, step))
         published_s = time.monotonic()
         await self._save_if_due(step)
         ended_s = time.monotonic()
@@ -138,7 +179,7 @@ class TrainLoop:
             learner,
             times,
             self._fleet_interval(fleet_began),
-            ranks=self._settings.ranks,
+            scale=self._settings.scale,
             stall_s=report.stall_s,
         )
         self._record.step(step, metrics)
@@ -148,8 +189,25 @@ class TrainLoop:
         ):
             self._start_evaluation(tasks, step)
 
+    async def _acknowledge(self, batch: TrainBatch, step: int) -> None:
+        await self._data.acknowledge(batch.batch_id, step)
+        self._groups_trained += len(batch.groups)
+        self._progress = batch.progress
+
+    async def _under_control(
+        self,
+        work: Coroutine[None, None, ResultT],
+        phase: RunPhase,
+        gives_way: Callable[[], bool],
+    ) -> ResultT | None:
+        return await under_control(
+            work, self._state, phase, gives_way=gives_way, save=self._save_now
+        )
+
+    def _is_stopped(self) -> bool:
+        return self._state.stop_reason is not None
+
     async def _wait_for_replicas(self) -> None:
-        self._state.enter(RunPhase.WAITING_FOR_REPLICAS)
         wanted = self._settings.min_replicas
         async with deadline(
             self._settings.replica_wait_timeout_s,
@@ -179,11 +237,21 @@ class TrainLoop:
             await self._announcer.announce()
 
     def _start_evaluation(self, tasks: asyncio.TaskGroup, step: int) -> None:
+        self._evaluated_step = step
         self._evaluation = tasks.create_task(self._evaluate(step), name=f"evaluation-{step}")
 
     async def _evaluate(self, step: int) -> None:
         began_s = time.monotonic()
-        evaluation = await self._data.evaluate(step, self._settings.examples)
+        self._evaluation_error = None
+        try:
+            evaluation = await self._data.evaluate(
+                step, self._settings.examples, lambda: self._fleet.totals()[0]
+            )
+        except SluiceError as error:
+            logger.error("no validation of version %d: %s", step, error)  # noqa: TRY400 - no bug
+            self._evaluation_error = error
+            self._record.evaluation_failed(step, time.monotonic() - began_s)
+            return
         self._record.evaluation(step, evaluation, time.monotonic() - began_s)
 
     async def _await_evaluation(self) -> None:
@@ -197,28 +265,51 @@ class TrainLoop:
         if self._state.is_save_wanted or _is_due(step, self._settings.save_freq, last):
             await self._save(step)
 
+    async def _save_now(self) -> None:
+        await self._save(self._state.step)
+
     async def _save(self, step: int) -> None:
         self._state.enter(RunPhase.SAVING)
-        path = await self._policy.save(step, self._progress)
+        path = await self._policy.save(step, self._progress or DataProgress(0))
         self._saved_step = step
         logger.info("checkpoint of step %d saved", step)
         self._state.answer_saves(step, path)
 
-    async def _finish(self) -> None:
+    async def _finish(self, tasks: asyncio.TaskGroup) -> None:
         await self._await_evaluation()
         step = self._state.step
+        validates = self._settings.validates and self._settings.test_freq > 0
+        if validates and step > self._evaluated_step:  # stopped before it was due
+            self._start_evaluation(tasks, step)
+            await self._await_evaluation()
         if self._state.is_save_wanted or (self._settings.save_freq > 0 and step > self._saved_step):
             await self._save(step)
+        self._record.accounts(await self._final_accounts())
+        logger.info("the run ends at step %d: %s", step, self._state.stop_reason or "the last one")
+        await self._state.finish()
+        if self._evaluation_error is not None:
+            raise self._evaluation_error
+
+    async def _final_accounts(self) -> dict[str, float]:
+        counted, before = await self._data.accounts(), self._acknowledged_before
+        accounts = settled_accounts(
+            counted,
+            groups_trained=self._groups_trained,
+            acknowledged_before=acknowledged_groups(counted) if before is None else before,
+        )
+        if accounts["prompts_lost"]:
+            logger.error(
+                "%d prompts are lost: %d groups were trained, the reward service counts %d as "
+                "trained; see accounts.json and the logs for a restart of the reward service",
+                accounts["prompts_lost"],
+                accounts["groups_trained"],
+                accounts["groups_acknowledged"],
+            )
         tokens, busy_s = self._fleet.totals()
         phases = {
             f"trainer_s/{phase}": spent for phase, spent in self._state.seconds_by_phase().items()
         }
-        accounts = await self._data.accounts()
-        self._record.accounts(
-            {**accounts, "generated_tokens": tokens, "rollout_busy_s": busy_s, **phases}
-        )
-        logger.info("the run ends at step %d: %s", step, self._state.stop_reason or "the last one")
-        await self._state.finish()
+        return {**accounts, "generated_tokens": tokens, "rollout_busy_s": busy_s, **phases}
 
     def _fleet_interval(self, began: tuple[int, float]) -> FleetInterval:
         tokens, busy_s = self._fleet.totals()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from services.trainer.reward_client import Evaluation
@@ -36,7 +36,7 @@ class TrainData(Protocol):
         resume_from: DataProgress | None,
         /,
     ) -> None:
-        """Tells the current version and who serves it."""
+        """Tells the current version, who serves it and where the data set stands."""
         ...
 
     async def take_batch(self, step: int, version: int) -> TrainBatch:
@@ -47,8 +47,10 @@ class TrainData(Protocol):
         """Reports a batch as trained."""
         ...
 
-    async def evaluate(self, version: int, examples: int) -> Evaluation:
-        """Validates the announced policy."""
+    async def evaluate(
+        self, version: int, examples: int, generated_tokens: Callable[[], int], /
+    ) -> Evaluation:
+        """Validates the announced policy, as long as there is progress."""
         ...
 
     async def accounts(self) -> Mapping[str, float]:
@@ -77,6 +79,10 @@ class RunRecord(Protocol):
 
     def evaluation(self, step: int, evaluation: Evaluation, seconds: float) -> None:
         """Records a validation."""
+        ...
+
+    def evaluation_failed(self, step: int, seconds: float) -> None:
+        """Records that a validation gave no numbers."""
         ...
 
     def accounts(self, accounts: Mapping[str, float]) -> None:

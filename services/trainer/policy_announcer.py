@@ -36,7 +36,9 @@ class PolicyAnnouncer:
         send: the reward service's end.
         fleet: who serves.
         state: which version.
-        resume_from: told with the first announcement, and never again.
+        progress: where the data set stands after the version announced, told every time: a
+            reward service that starts anew goes on from there, any other one ignores it. None
+            before the first batch of a run from the start.
     """
 
     def __init__(
@@ -44,10 +46,10 @@ class PolicyAnnouncer:
         send: AnnounceCall,
         fleet: Fleet,
         state: RunState,
-        resume_from: DataProgress | None,
+        progress: Callable[[], DataProgress | None],
     ) -> None:
         self._send, self._fleet, self._state = send, fleet, state
-        self._resume_from = resume_from
+        self._progress = progress
         self._one_at_a_time = asyncio.Lock()
         self._last: tuple[int, tuple[ReplicaInfo, ...]] | None = None
 
@@ -66,5 +68,5 @@ class PolicyAnnouncer:
             current = (version, self._fleet.in_state(MemberState.SERVING))
             if current == self._last:
                 return
-            await self._send(*current, self._resume_from)
-            self._last, self._resume_from = current, None
+            await self._send(*current, self._progress())
+            self._last = current

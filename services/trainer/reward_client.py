@@ -8,11 +8,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from services.trainer.progress_deadline import while_progressing
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.codec.batch import progress_to_proto, train_batch_from_proto
 from sluice.codec.fleet import replica_to_proto
-from sluice.errors import DeadlineError, NotFoundError, PeerError
+from sluice.errors import DeadlineError, InvalidRequestError, NotFoundError, PeerError
 from sluice.rpc.call import unary_call
 from sluice.types import DataProgress, ReplicaInfo, TrainBatch
 
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 _PEER = "reward service"
 _POLL_S = 15.0
 _PAUSE_S = 0.5
+# What ends an evaluation is that nothing moves; a call has to have some deadline all the same.
+_LONGEST_EVALUATION_S = 7 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,8 @@ class RewardClient:
     Args:
         stub: the reward service.
         incarnation: of this trainer process; a new one resets leases.
-        batch_timeout_s: seconds without any progress after which waiting for a batch fails.
+        batch_timeout_s: seconds without any progress after which waiting for a batch or for an
+            evaluation fails.
         absence_s: seconds the service may be out of reach when it has to be told something.
     """
 
@@ -61,6 +65,7 @@ class RewardClient:
     ) -> None:
         self._stub, self._incarnation = stub, incarnation
         self._batch_timeout_s, self._absence_s = batch_timeout_s, absence_s
+        self._announced: reward.AnnouncePolicyRequest | None = None
 
     async def wait_until_up(self, timeout_s: float) -> int:
         """Rows of the training data set, as soon as the service answers.
@@ -82,7 +87,7 @@ class RewardClient:
         replicas: Sequence[ReplicaInfo],
         resume_from: DataProgress | None = None,
     ) -> None:
-        """Tells the current version and who serves it.
+        """Tells the current version, who serves it and where the data set stands.
 
         Raises:
             DeadlineError, PeerError: the service was out of reach for `absence_s`.
@@ -93,21 +98,17 @@ class RewardClient:
             replicas=[replica_to_proto(replica, version) for replica in replicas],
             resume_from=progress_to_proto(resume_from) if resume_from else None,
         )
-        await self._until_reached(
-            lambda: unary_call(
-                self._stub.AnnouncePolicy,
-                request,
-                name="RewardService/AnnouncePolicy",
-                peer=_PEER,
-                phase="announcing a policy",
-            )
-        )
+        self._announced = request
+        await self._until_reached(lambda: self._announce(request))
 
     async def take_batch(self, step: int, version: int) -> TrainBatch:
         """The next batch. Waits as long as the service makes progress.
 
+        Cancelling the wait loses nothing: asked again, the service gives the batch it has leased.
+
         Raises:
             BatchUnfillableError: it says that no batch can be filled any more.
+            PeerError: what it sent is no batch.
             DeadlineError: nothing moved for `batch_timeout_s`; says what the service waits for.
         """
         request = reward.TakeBatchRequest(step=step, policy_version=version)
@@ -122,12 +123,13 @@ class RewardClient:
                     phase=f"taking the batch of step {step}",
                     deadline_s=_POLL_S,
                 )
-                return train_batch_from_proto(answer.batch)
             except DeadlineError as error:
                 why = str(error)
             except PeerError as error:
                 why = str(error)
                 await asyncio.sleep(_PAUSE_S)
+            else:
+                return _decoded(answer.batch, step)
             now_s = time.monotonic()
             progress = await self._progress()
             if progress and progress != seen:
@@ -154,14 +156,39 @@ class RewardClient:
         except NotFoundError as error:
             logger.warning("batch %s was trained but its lease is gone: %s", batch_id, error)
 
-    async def evaluate(self, version: int, examples: int) -> Evaluation:
-        """Validates the announced policy."""
-        answer = await unary_call(
-            self._stub.Evaluate,
-            reward.EvaluateRequest(policy_version=version, examples=examples),
-            name="RewardService/Evaluate",
+    async def evaluate(
+        self, version: int, examples: int, generated_tokens: Callable[[], int]
+    ) -> Evaluation:
+        """Validates the announced policy. Waits as long as fleet or service make progress.
+
+        Args:
+            version: the announced one.
+            examples: responses to bring along, at most.
+            generated_tokens: tokens the fleet has generated so far.
+
+        Raises:
+            DeadlineError: nothing moved for `batch_timeout_s`.
+            SluiceError: as the service failed.
+        """
+        phase = f"evaluating version {version}"
+
+        async def progress() -> str:
+            return f"{generated_tokens()} {await self._progress()}"
+
+        answer = await while_progressing(
+            unary_call(
+                self._stub.Evaluate,
+                reward.EvaluateRequest(policy_version=version, examples=examples),
+                name="RewardService/Evaluate",
+                peer=_PEER,
+                phase=phase,
+                deadline_s=_LONGEST_EVALUATION_S,
+            ),
+            progress,
+            stall_s=self._batch_timeout_s,
+            interval_s=min(_POLL_S, self._batch_timeout_s / 4),
             peer=_PEER,
-            phase=f"evaluating version {version}",
+            phase=phase,
         )
         return Evaluation(
             dict(answer.metrics),
@@ -170,14 +197,33 @@ class RewardClient:
         )
 
     async def accounts(self) -> Mapping[str, float]:
-        """Prompt counts: submitted, pending, and one entry for each end."""
+        """Prompt counts: submitted, pending, and one entry for each end.
+
+        Where the service tells them: ``groups_acknowledged``, groups of batches that trainers have
+        acknowledged, and ``prompts_lost``, prompts that it has lost itself.
+        """
         status = await self._status()
+        told = {
+            name: status.statistics[f"reward/{name}"]
+            for name in ("groups_acknowledged", "prompts_lost")
+            if f"reward/{name}" in status.statistics
+        }
         ends = {name: float(count) for name, count in status.prompts_by_end.items()}
         return {
             "submitted": float(status.prompts_submitted),
             "pending": float(status.prompts_pending),
             **ends,
+            **told,
         }
+
+    async def _announce(self, request: reward.AnnouncePolicyRequest) -> object:
+        return await unary_call(
+            self._stub.AnnouncePolicy,
+            request,
+            name="RewardService/AnnouncePolicy",
+            peer=_PEER,
+            phase="announcing a policy",
+        )
 
     async def _until_reached(self, call: Callable[[], Awaitable[object]]) -> None:
         """Repeats an idempotent call over a short absence of the service."""
@@ -209,7 +255,18 @@ class RewardClient:
         """Something that differs whenever the service got on; empty when it cannot be asked."""
         try:
             status = await self._status()
+            if self._announced is not None and not status.HasField("policy_version"):
+                logger.warning("the reward service has started anew; it is told the policy again")
+                await self._announce(self._announced)
         except (DeadlineError, PeerError):
             return ""
         ended = sorted(status.prompts_by_end.items())
         return f"{status.prompts_submitted} {ended} {status.groups_kept} {dict(status.statistics)}"
+
+
+def _decoded(message: reward.TrainBatch, step: int) -> TrainBatch:
+    try:
+        return train_batch_from_proto(message)
+    except InvalidRequestError as error:
+        detail = f"batch {message.batch_id}: {error}; the batch is refused and was not trained"
+        raise PeerError(_PEER, f"handing out the batch of step {step}", detail) from error

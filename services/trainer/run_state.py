@@ -56,6 +56,7 @@ class RunState:
         self._records: deque[StepRecord] = deque(maxlen=_STEPS_KEPT)
         self._advanced = asyncio.Condition()
         self._control = asyncio.Event()
+        self._pause_end: asyncio.TimerHandle | None = None
         self._save_requests: list[asyncio.Future[tuple[int, str]]] = []
 
     def enter(self, phase: RunPhase) -> None:
@@ -86,24 +87,40 @@ class RunState:
         """Metrics of the last finished step; empty before the first."""
         return self._records[-1].metrics if self._records else {}
 
-    def pause(self) -> None:
-        """Holds the run after the current step."""
+    def pause(self, lease_s: float | None = None) -> None:
+        """Holds the run after the current step.
+
+        Args:
+            lease_s: seconds after which the run goes on by itself, unless called again. None:
+                it is held until `resume`, which no later lease shortens.
+        """
+        if self.is_paused and self._pause_end is None and lease_s is not None:
+            return
+        self._end_lease()
+        if lease_s is not None:
+            self._pause_end = asyncio.get_running_loop().call_later(lease_s, self.resume)
         self.is_paused = True
+        self.wake()
 
     def resume(self) -> None:
         """Lets a paused run go on."""
+        self._end_lease()
         self.is_paused = False
-        self._control.set()
+        self.wake()
 
     def stop(self, reason: str) -> None:
-        """Ends the run after the current step, a paused one at once."""
+        """Ends the run after the current step, one that waits or is paused at once."""
         self.stop_reason = reason
         self.resume()
 
     async def control_call(self) -> None:
-        """Waits for the next call that a paused run has to look at."""
+        """Waits for the next call that a paused or waiting run has to look at."""
         self._control.clear()
         await self._control.wait()
+
+    def wake(self) -> None:
+        """Ends `control_call`: there is something to look at."""
+        self._control.set()
 
     async def saved(self) -> tuple[int, str]:
         """Asks for a checkpoint and waits for it: its step and folder.
@@ -115,7 +132,7 @@ class RunState:
             raise _ended()
         request: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
         self._save_requests.append(request)
-        self._control.set()
+        self.wake()
         return await request
 
     @property
@@ -152,6 +169,11 @@ class RunState:
                 lambda: self.phase is RunPhase.FINISHED or self.step >= step
             )
             return tuple(record for record in self._records if record.step >= step)
+
+    def _end_lease(self) -> None:
+        if self._pause_end is not None:
+            self._pause_end.cancel()
+            self._pause_end = None
 
     def _take_save_requests(self) -> list[asyncio.Future[tuple[int, str]]]:
         requests, self._save_requests = self._save_requests, []

@@ -87,15 +87,6 @@ def kept_upper_bound(num_groups: int, estimate: YieldEstimate, z: float = DEFAUL
     return min(float(num_groups), num_groups * rate + z * spread)
 
 
-def in_flight_limit(fleet_slots: int, samples_per_group: int, *, headroom: float = 0.5) -> int:
-    """Most groups worth having in flight on a fleet: what fills its slots and some to spare.
-
-    The spare groups (`headroom`, as a share) are at hand when a slot frees, so that no slot waits
-    for a round trip. More would only age in a queue.
-    """
-    return math.ceil(fleet_slots / samples_per_group * (1.0 + headroom))
-
-
 def groups_to_admit(
     *,
     train_batch_size: int,
@@ -116,7 +107,7 @@ def groups_to_admit(
         num_kept: kept groups waiting for a batch.
         num_in_training: groups leased to the trainer whose new policy is not yet announced.
         estimate: the yield seen so far; ignored at S = 0.
-        max_in_flight: absolute bound from the fleet's slots (`in_flight_limit`).
+        max_in_flight: absolute bound from the room on the fleet: more would only age in a queue.
         z: width of the bound in standard deviations.
     """
     room = (max_staleness + 1) * train_batch_size - num_in_training - num_kept

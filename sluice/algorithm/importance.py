@@ -1,17 +1,16 @@
-"""Truncated importance weights against the policy that really drew the tokens (rollout_is, TIS).
+"""Importance weights against the policy that really drew the tokens (rollout_is, TIS).
 
 The ratio of the trainer's old policy to the behaviour policy corrects for engine numerics and for
-staleness; truncation at a threshold bounds the variance (Ionides 2008; verl's rollout correction).
+staleness; bounds keep the variance small. `rollout_correction` also rejects tokens and reports.
 """
 
 from __future__ import annotations
 
 import torch
 
-from sluice.errors import ConfigError
-
-LEVELS = ("token", "sequence")
-MAX_LOG_WEIGHT = 20.0
+from sluice.algorithm.rollout_correction.thresholds import weight_bounds
+from sluice.algorithm.rollout_correction.token_rows import TokenRows
+from sluice.algorithm.rollout_correction.weights import bounded_weights, raw_weights
 
 
 def truncated_importance_weights(
@@ -21,7 +20,7 @@ def truncated_importance_weights(
     num_rows: int,
     *,
     level: str,
-    threshold: float,
+    threshold: float | str,
 ) -> torch.Tensor:
     """Weights to multiply the per-token loss with.
 
@@ -35,7 +34,7 @@ def truncated_importance_weights(
         row_index: int64 [tokens], values in ``0..num_rows - 1``.
         num_rows: rows in this micro-batch.
         level: ``token`` or ``sequence``.
-        threshold: largest weight, > 0.
+        threshold: largest weight, > 0; or ``"lower_upper"``, weights outside of which become 0.
 
     Returns:
         float32 [tokens], without gradient.
@@ -43,18 +42,9 @@ def truncated_importance_weights(
     Raises:
         ConfigError: unknown level or threshold <= 0.
     """
-    if level not in LEVELS:
-        raise ConfigError(
-            f"algorithm.rollout_correction.rollout_is: unknown value '{level}'; known: "
-            f"{', '.join(LEVELS)}, or null for no weights"
-        )
-    if threshold <= 0.0:
-        raise ConfigError(
-            f"algorithm.rollout_correction.rollout_is_threshold must be > 0, got {threshold}"
-        )
-    log_weights = old_logprobs.detach().float() - behavior_logprobs.detach().float()
-    if level == "sequence":
-        sums = torch.zeros(num_rows, dtype=torch.float32, device=log_weights.device)
-        log_weights = sums.index_add_(0, row_index, log_weights)[row_index]
-    weights = log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
-    return weights.clamp(max=threshold)
+    bounds = weight_bounds(threshold)
+    log_ratio = old_logprobs.detach().float() - behavior_logprobs.detach().float()
+    lengths = torch.bincount(row_index, minlength=num_rows)
+    return bounded_weights(
+        raw_weights(log_ratio, TokenRows(row_index, lengths), level=level), bounds
+    )

@@ -1,4 +1,4 @@
-"""Learning-rate multiplier by train batch: linear warm-up, then constant, cosine or linear."""
+"""Learning-rate multiplier by train batch: linear warm-up, then one of four shapes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from sluice.errors import ConfigError
 
-SCHEDULES = ("constant", "cosine", "linear")
+SCHEDULES = ("constant", "cosine", "linear", "inverse_square_root")
 
 
 def resolve_warmup_steps(warmup_steps: int, warmup_ratio: float, total_steps: int) -> int:
@@ -29,10 +29,20 @@ def learning_rate_multiplier(
     the first batch of a run with warm-up has factor 0, as in verl. After it, with
     ``p = (step - warmup_steps) / (total_steps - warmup_steps)``, not beyond 1:
     ``constant`` 1; ``cosine`` between 1 and `min_lr_ratio` over `num_cycles` waves (one half is a
-    single descent); ``linear`` from 1 to `min_lr_ratio` (not in verl).
+    single descent); ``linear`` from 1 to `min_lr_ratio`; ``inverse_square_root``
+    ``sqrt(warmup_steps / step)``, counts below 1 taken as 1, not below `min_lr_ratio` and whatever
+    the total. (verl has the last two with its Megatron backend.)
+
+    Args:
+        step: train batch, >= 0.
+        schedule: one of `SCHEDULES`.
+        warmup_steps: from `resolve_warmup_steps`.
+        total_steps: train batches of the run.
+        min_lr_ratio: floor of all but ``constant``, in 0..1; warm-up goes below it.
+        num_cycles: waves of ``cosine``, > 0.
 
     Raises:
-        ConfigError: the schedule is unknown or `min_lr_ratio` is outside 0..1.
+        ConfigError: the schedule is unknown, or `min_lr_ratio` or `num_cycles` is out of range.
     """
     if schedule not in SCHEDULES:
         raise ConfigError(
@@ -40,10 +50,14 @@ def learning_rate_multiplier(
         )
     if not 0.0 <= min_lr_ratio <= 1.0:
         raise ConfigError(f"optim.min_lr_ratio must lie in 0..1, got {min_lr_ratio}")
+    if num_cycles <= 0.0:
+        raise ConfigError(f"optim.num_cycles must be > 0, got {num_cycles}")
     if step < warmup_steps:
         return step / warmup_steps
     if schedule == "constant":
         return 1.0
+    if schedule == "inverse_square_root":
+        return max(min_lr_ratio, math.sqrt(max(warmup_steps, 1) / max(step, 1)))
     progress = min((step - warmup_steps) / max(1, total_steps - warmup_steps), 1.0)
     if schedule == "linear":
         return 1.0 - (1.0 - min_lr_ratio) * progress

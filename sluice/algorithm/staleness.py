@@ -134,7 +134,8 @@ def doomed_groups(
 
     Batches of `next_version` to u + S have ``(u + S - next_version + 1) * B`` places for groups of
     version u or older. Where kept groups fill them, no running group that old has one left; nor
-    has it one where it would push out a kept group of a younger version.
+    has it one where it would push out a kept group of a younger version. Ask whenever a group is
+    kept and whenever one starts: nothing else leaves a running group without a place.
 
     Args:
         kept: the kept groups that wait.

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from sluice.cli.running_run import ask_run
 from sluice.client.policy_client import PolicyClient, ValidationResult
 from sluice.client.run_monitor import RunMonitor
+from sluice.concurrency.shutdown import stop_on_signals
 from sluice.errors import NotReadyError
+
+_EXIT_INTERRUPTED = 130
+ResultT = TypeVar("ResultT")
 
 
 def evaluate(
@@ -32,7 +37,11 @@ def evaluate(
     Example:
       sluice eval runs/quickstart -n 4 --temperature 0.7
     """
-    step, result = asyncio.run(_evaluate(run, n, temperature, wait))
+    evaluated = asyncio.run(until_signal(_evaluate(run, n, temperature, wait)))
+    if evaluated is None:
+        typer.echo("interrupted; the run goes on", err=True)
+        raise typer.Exit(_EXIT_INTERRUPTED)
+    step, result = evaluated
     typer.echo(f"policy after step {step}")
     for name, value in sorted(result.metrics.items()):
         typer.echo(f"{name}: {value:.4f}")
@@ -47,3 +56,19 @@ async def _evaluate(
         if held.version is None:
             raise NotReadyError("no policy version was published yet; try again in a moment")
         return held.step, await client.evaluate(held.version, n=n, temperature=temperature)
+
+
+async def until_signal(work: Coroutine[None, None, ResultT]) -> ResultT | None:
+    """Runs `work`; None if SIGTERM or SIGINT came first, after it has let go what it held."""
+    stop = asyncio.Event()
+    with stop_on_signals(stop):
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(work, name="evaluation")
+            signals = tasks.create_task(_cancel_on(stop, running), name="signals")
+            running.add_done_callback(lambda _: signals.cancel())
+    return None if running.cancelled() else running.result()
+
+
+async def _cancel_on(stop: asyncio.Event, running: asyncio.Task[ResultT]) -> None:
+    await stop.wait()
+    running.cancel()

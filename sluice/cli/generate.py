@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ from typing import Annotated
 import typer
 
 from sluice.cli.running_run import ask_run
+from sluice.cli.terminal_text import printable
 from sluice.client.policy_client import PolicyClient
 from sluice.errors import NotReadyError
 from sluice.types import ChatMessage, Rollout, SamplingParams
@@ -42,7 +44,8 @@ def generate(
     for rollout in asyncio.run(_generate(run, prompt, sampling, n)):
         spans = ", ".join(f"{s.version}" for s in rollout.version_spans)
         typer.echo(f"[{rollout.sample_index}] version {spans} ({rollout.finish_reason})")
-        typer.echo(rollout.text)
+        # A pipe gets the text as it is; a terminal would obey escape sequences in it.
+        typer.echo(printable(rollout.text) if sys.stdout.isatty() else rollout.text)
 
 
 async def _generate(run: Path, prompt: str, sampling: SamplingParams, n: int) -> list[Rollout]:

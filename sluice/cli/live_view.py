@@ -11,7 +11,8 @@ from rich.text import Text
 
 from sluice.cli.accuracy_tail import AccuracyTail
 from sluice.cli.run_table import run_table, step_line
-from sluice.client.run_monitor import RunMonitor
+from sluice.cli.terminal_text import printable
+from sluice.client.run_monitor import ReplicaSnapshot, RunMonitor
 from sluice.errors import SluiceError
 from sluice.report.run_record import METRICS_NAME, AccuracyPoint
 
@@ -44,7 +45,7 @@ class LiveView:
         """Prints a service's line if it should be seen."""
         if self._show_logs or any(word in line for word in _LOUD):
             prefix = Text(f"{name:<{self._width}} | ", style=self._colours.get(name, "white"))
-            self._console.print(prefix + Text(line), soft_wrap=True)
+            self._console.print(prefix + Text(printable(line)), soft_wrap=True)
 
     async def follow(self, monitor: RunMonitor) -> None:
         """Shows the run until cancelled; a service that does not answer is waited for."""
@@ -74,7 +75,7 @@ class LiveView:
                 total = (await monitor.snapshot()).total_steps
                 async for step, metrics in monitor.steps(following):
                     following = step + 1
-                    self._print(step_line(step, total, metrics))
+                    self._print(step_line(step, total, metrics, await _fleet(monitor)))
                     self._print_new_accuracy()
             except SluiceError:
                 await asyncio.sleep(_REFRESH_S)
@@ -90,3 +91,11 @@ class LiveView:
 
     def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+async def _fleet(monitor: RunMonitor) -> tuple[ReplicaSnapshot, ...]:
+    """The replicas at the moment; none once the trainer leaves."""
+    try:
+        return (await monitor.snapshot()).replicas
+    except SluiceError:
+        return ()

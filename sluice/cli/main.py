@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from sluice.cli.config_command import config_commands
 from sluice.cli.evaluate import evaluate
 from sluice.cli.generate import generate
 from sluice.cli.quickstart import quickstart
@@ -53,6 +54,7 @@ commands.command("status")(status)
 commands.command("generate")(generate)
 commands.command("submit")(submit)
 commands.command("eval")(evaluate)
+commands.add_typer(config_commands, name="config")
 
 
 def app() -> None:

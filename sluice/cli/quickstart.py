@@ -15,6 +15,7 @@ from sluice.cli.up import ShowLogs, start_run
 from sluice.config.checks import check_config
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
+from sluice.launch.run_folder import claim_folder, remove_results
 from sluice.quickstart.prepare import QuickstartAssets, prepare
 from sluice.report.html_report import write_report
 from sluice.report.summary import summarize, write_summary
@@ -60,12 +61,15 @@ def quickstart(
     began_s = time.monotonic()
     console = Console()
     _load(overrides or [])  # a mistake is told before anything is made
+    claim_folder(run_dir)
     with PreparationView(console) as view:
         assets = prepare(run_dir / "assets", task=task, seed=seed, progress=view.show)
     config = _load([*_paths(assets, run_dir, seed), *(overrides or [])])
     check_config(config)
     run_dir = Path(config.sluice.run_dir)
-    _remove_old_results(run_dir)
+    claim_folder(run_dir)  # another one, where an override says so
+    # A quickstart always starts anew; numbers of an earlier one would mix with its own.
+    remove_results(run_dir, _RESULTS)
     training_from_s = time.monotonic()
     end = start_run(config, console, logs=logs)
     if end.exit_code != 0:
@@ -98,10 +102,3 @@ def _paths(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[str]:
         f"actor_rollout_ref.rollout.seed={seed}",
         f"trainer.seed={seed}",
     ]
-
-
-def _remove_old_results(run_dir: Path) -> None:
-    """A quickstart always starts anew; numbers of an earlier one would mix with its own."""
-    for pattern in _RESULTS:
-        for file in run_dir.glob(pattern):
-            file.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
@@ -29,10 +30,34 @@ def run_table(snapshot: RunSnapshot, accuracy: AccuracyPoint | None) -> Renderab
     return Group(*parts)
 
 
-def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
-    """One finished step as a plain line."""
+def step_line(
+    step: int,
+    total: int,
+    metrics: Mapping[str, float],
+    replicas: tuple[ReplicaSnapshot, ...] = (),
+) -> str:
+    """One finished step as a plain line.
+
+    Args:
+        step: its number, which is also the policy version it made.
+        total: steps of the run.
+        metrics: of the step.
+        replicas: the fleet, if it is known; otherwise only its size is told, from `metrics`.
+    """
     cells = "  ".join(f"{name} {value}" for name, value in _cells(metrics))
-    return f"step {step}/{total}  {cells}"
+    return f"step {step}/{total}  {cells}  version {step}  {_fleet_text(metrics, replicas)}"
+
+
+def _fleet_text(metrics: Mapping[str, float], replicas: tuple[ReplicaSnapshot, ...]) -> str:
+    """How many replicas serve which version, such as ``replicas 3 (2 at 7, 1 at 6)``."""
+    serving = Counter(replica.version for replica in replicas if replica.state == "serving")
+    if not serving:
+        count = metrics.get("rollout/replicas")
+        return f"replicas {'-' if count is None else format(count, '.0f')}"
+    versions = ", ".join(
+        f"{count} at {version}" for version, count in sorted(serving.items())[::-1]
+    )
+    return f"replicas {serving.total()} ({versions})"
 
 
 def _head(snapshot: RunSnapshot) -> RenderableType:

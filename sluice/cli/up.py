@@ -18,10 +18,11 @@ from sluice.cli.run_location import CONFIG_NAME
 from sluice.client.run_monitor import RunMonitor
 from sluice.config.checks import check_config
 from sluice.config.dump import write_config
+from sluice.config.endpoints import peer_address
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
-from sluice.launch.service_spec import address_of, local_services, with_ports
+from sluice.launch.service_spec import local_services, with_ports
 from sluice.launch.supervisor import EXIT_INTERRUPTED, RunEnd, Supervisor
 from sluice.report.run_record import ACCOUNTS_NAME
 
@@ -123,8 +124,8 @@ async def _supervise(
     supervisor = Supervisor(
         specs, run_dir / "logs", view.log_line, config.sluice.shutdown_grace_s + _EXIT_MARGIN_S
     )
-    trainer = address_of(config.sluice.trainer.endpoint)
-    reward = address_of(config.sluice.reward.endpoint)
+    trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
+    reward = peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint")
     async with RunMonitor(trainer, reward) as monitor, asyncio.TaskGroup() as tasks:
         following = tasks.create_task(view.follow(monitor), name="live-view")
         end = await supervisor.run()

@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from sluice.config.section import PositiveFloat, Section
+from sluice.config.actor import KlEstimator
+from sluice.config.kl_control import KlControlConfig
+from sluice.config.section import PositiveFloat, PositiveInt, Section, Share
 
 
 class FilterGroupsConfig(Section, frozen=True):
@@ -49,17 +51,103 @@ class RolloutCorrectionConfig(Section, frozen=True):
         ),
     ] = None
     rollout_is_threshold: Annotated[
-        PositiveFloat, Meta(description="Upper truncation of the weights.")
+        PositiveFloat | str,
+        Meta(
+            description=(
+                'Upper truncation of the weights; "low_high" instead sets weights outside to 0.'
+            )
+        ),
     ] = 2.0
+    rollout_is_batch_normalize: Annotated[
+        bool, Meta(description="Divide the weights by their mean.")
+    ] = False
+    rollout_rs: Annotated[
+        str | None,
+        Meta(
+            description=(
+                "Rejections, separated by commas, all of which a sample must pass: token_k1 to k3, "
+                "seq_sum_k1 to k3, seq_mean_k1 to k3, seq_max_k2, seq_max_k3; none: no rejection."
+            )
+        ),
+    ] = None
+    rollout_rs_threshold: Annotated[
+        float | str | None,
+        Meta(
+            description=(
+                'Bound of the rejections, one for all or one each, separated by commas; "low_high" '
+                "for k1."
+            )
+        ),
+    ] = None
+    bypass_mode: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Take the engine's behaviour logprobs as the old ones and correct inside the loss."
+            )
+        ),
+    ] = False
+    loss_type: Annotated[
+        Literal["ppo_clip", "reinforce"],
+        Meta(description="Loss in bypass mode: clipped ratio, or weighted log-likelihood."),
+    ] = "ppo_clip"
+
+
+class PfPpoConfig(Section, frozen=True):
+    """Policy filtration (Shen & Zhang 2024): which rows are drawn for the update."""
+
+    reweight_method: Annotated[
+        Literal["pow", "max_min", "max_random"],
+        Meta(
+            description=(
+                "Chance of a row: a power of its reward; the best and worst only; mostly the best."
+            )
+        ),
+    ] = "pow"
+    weight_pow: Annotated[float, Meta(description="pow: the exponent.")] = 2.0
 
 
 class AlgorithmConfig(Section, frozen=True):
     """How rewards become gradients."""
 
-    adv_estimator: Annotated[str, Meta(description="Advantage estimator; known: grpo.")] = "grpo"
+    adv_estimator: Annotated[
+        str,
+        Meta(
+            description=(
+                "Advantage estimator: gae (with a critic), grpo, grpo_vectorized, grpo_passk, "
+                "gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, "
+                "rloo_vectorized, opo, gpg, optimal_token_baseline, "
+                "tir_optimal_token_baseline, adpo."
+            )
+        ),
+    ] = "grpo"
+    gamma: Annotated[Share, Meta(description="Discount of later rewards.")] = 1.0
+    lam: Annotated[Share, Meta(description="gae: weight of longer returns.")] = 1.0
     norm_adv_by_std_in_grpo: Annotated[
         bool, Meta(description="Divide by the group's standard deviation; False is Dr. GRPO.")
     ] = True
+    num_generations: Annotated[
+        PositiveInt | None,
+        Meta(description="adpo: responses per prompt; must equal rollout.n; none: rollout.n."),
+    ] = None
+    gdpo_reward_keys: Annotated[
+        list[str] | None, Meta(description="gdpo: values of the scorer that are rewards.")
+    ] = None
+    gdpo_reward_weights: Annotated[
+        list[float] | None, Meta(description="gdpo: weight of each; none: 1.")
+    ] = None
+    use_kl_in_reward: Annotated[
+        bool,
+        Meta(description="Subtract the divergence from a reference model from every reward."),
+    ] = False
+    kl_penalty: Annotated[
+        KlEstimator, Meta(description="Its estimator; the names of actor.kl_loss_type.")
+    ] = "kl"
+    kl_ctrl: KlControlConfig = msgspec.field(default_factory=KlControlConfig)
+    use_pf_ppo: Annotated[
+        bool, Meta(description="gae: draw the batch's rows anew by their rewards.")
+    ] = False
+    pf_ppo: PfPpoConfig = msgspec.field(default_factory=PfPpoConfig)
     filter_groups: FilterGroupsConfig = msgspec.field(default_factory=FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = msgspec.field(
         default_factory=RolloutCorrectionConfig

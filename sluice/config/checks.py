@@ -1,7 +1,7 @@
 """Checks what the fields of a configuration mean to each other, before anything heavy loads.
 
-Bounds of single fields are the schema's; files and folders are `file_checks`'. Every sentence
-names the keys, their values and the remedy.
+Bounds of single fields are the schema's; batch and parallel sizes are `verl_rules`', files and
+folders `file_checks`'. Every sentence names the keys, their values and the remedy.
 """
 
 from __future__ import annotations
@@ -13,15 +13,24 @@ from sluice.algorithm.losses.registry import POLICY_LOSSES
 from sluice.config import derived
 from sluice.config.actor_rollout_ref import ActorConfig
 from sluice.config.file_checks import file_problems
+from sluice.config.key_settings import KeySettings
+from sluice.config.memory.model_shape import ModelShape
+from sluice.config.model_rules import engine_violations, shape_violations
 from sluice.config.problems import raise_problems
 from sluice.config.run import RunConfig
+from sluice.config.verl_reading import verl_run
+from sluice.config.verl_rules import verl_violations
+from sluice.config.verl_run import ACTOR, ROLLOUT
+from sluice.config.violation import Violation
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 DEVICES = ("cpu", "cuda", "npu")
+_OF_GROUPS = ("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo_vectorized", "adpo")
 
 
 def check_config(config: RunConfig, *, files: bool = True) -> None:
     """Checks relations between fields and, with `files`, that what they name exists.
+
+    Rules of verl's that sluice does without are not applied: see `violations`.
 
     Raises:
         ConfigError: lists every violation, each with its remedy.
@@ -33,25 +42,43 @@ def check_config(config: RunConfig, *, files: bool = True) -> None:
 
 
 def relation_problems(config: RunConfig) -> list[str]:
-    """All contradictions between fields."""
-    return [problem for check in _CHECKS for problem in check(config)]
+    """All contradictions between fields that keep sluice from running."""
+    broken = violations(config, KeySettings(config), files=False)
+    return [one.text for one in broken if one.here]
 
 
-def _batch_sizes(config: RunConfig) -> Iterator[str]:
-    batch = config.data.train_batch_size
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    mini = actor.ppo_mini_batch_size
-    if mini > batch:
-        yield (
-            f"{ACTOR}.ppo_mini_batch_size = {mini} is more than data.train_batch_size = {batch} "
-            f"(both count prompts); set it to {batch} or to a divisor of it"
-        )
-    elif batch % mini:
-        yield (
-            f"data.train_batch_size = {batch} is no multiple of {ACTOR}.ppo_mini_batch_size = "
-            f"{mini}, so the last mini-batch would be smaller; choose a divisor of {batch}"
-        )
-    ranks, mini_rows = derived.world_size(config), mini * rollout.n
+def violations(
+    config: RunConfig,
+    settings: KeySettings,
+    *,
+    shape: ModelShape | None = None,
+    files: bool = True,
+) -> list[Violation]:
+    """Every broken rule, sluice's and verl's.
+
+    Args:
+        settings: the keys as the user set them, those of verl's alone included.
+        shape: the model's; without it rules about heads and experts are left out.
+        files: whether what the configuration names must be there.
+    """
+    run = verl_run(config, settings)
+    broken = [*verl_violations(run), *engine_violations(run)]
+    if shape is not None:
+        broken += shape_violations(run, shape)
+    broken += [Violation(_name(check), text) for check in _CHECKS for text in check(config)]
+    broken += [*_correction(config), *_message_size(config)]
+    if files:
+        broken += [Violation("files", text) for text in file_problems(config)]
+    return broken
+
+
+def _name(check: Callable[[RunConfig], Iterator[str]]) -> str:
+    return check.__name__.strip("_").replace("_", "-")
+
+
+def _idle_ranks(config: RunConfig) -> Iterator[str]:
+    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    ranks, mini_rows = derived.world_size(config), actor.ppo_mini_batch_size * n
     if mini_rows < ranks:
         yield (
             f"a mini-batch of {mini_rows} rows ({ACTOR}.ppo_mini_batch_size * {ROLLOUT}.n) leaves "
@@ -59,26 +86,12 @@ def _batch_sizes(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _micro_batches(config: RunConfig) -> Iterator[str]:
-    actor, longest = config.actor_rollout_ref.actor, derived.max_row_tokens(config.data)
-    if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
-        yield (
-            f"{ACTOR}.ppo_micro_batch_size_per_gpu is null while {ACTOR}.use_dynamic_bsz is false; "
-            "set the rows of a micro-batch, or use_dynamic_bsz=true for a token budget"
-        )
-    if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
-        yield (
-            f"{ACTOR}.ppo_max_token_len_per_gpu = {actor.ppo_max_token_len_per_gpu} cannot hold "
-            f"the longest row of {longest} tokens (data.max_prompt_length + "
-            f"data.max_response_length); set it to at least {longest}"
-        )
-
-
 def _group_size(config: RunConfig) -> Iterator[str]:
     n, most = config.actor_rollout_ref.rollout.n, config.sluice.rollout.max_n
-    if n == 1 and config.algorithm.adv_estimator == "grpo":
+    estimator = config.algorithm.adv_estimator
+    if n == 1 and estimator in _OF_GROUPS:
         yield (
-            f"{ROLLOUT}.n = 1 with algorithm.adv_estimator = grpo: a group of one has no "
+            f"{ROLLOUT}.n = 1 with algorithm.adv_estimator = {estimator}: a group of one has no "
             "advantage; set n to 2 or more (8 and 16 are usual)"
         )
     elif n == 1 and config.algorithm.filter_groups.enable:
@@ -121,11 +134,12 @@ def _always_on(config: RunConfig) -> Iterator[str]:
 
 
 def _clip(config: RunConfig) -> Iterator[str]:
-    clip_ratio = config.actor_rollout_ref.actor.clip_ratio
-    if clip_ratio != ActorConfig().clip_ratio:
+    actor = config.actor_rollout_ref.actor
+    used = (ActorConfig().clip_ratio, actor.clip_ratio_low, actor.clip_ratio_high)
+    if actor.clip_ratio not in used:
         yield (
-            f"{ACTOR}.clip_ratio = {clip_ratio} has no effect, since clip_ratio_low and "
-            "clip_ratio_high always hold; set those two"
+            f"{ACTOR}.clip_ratio = {actor.clip_ratio} has no effect while clip_ratio_low and "
+            "clip_ratio_high are set; set those two"
         )
 
 
@@ -171,30 +185,29 @@ def _overlong(config: RunConfig) -> Iterator[str]:
         yield f"{key}.penalty_factor = 0 would have no effect; DAPO uses 1.0"
 
 
-def _asynchrony(config: RunConfig) -> Iterator[str]:
+def _correction(config: RunConfig) -> Iterator[Violation]:
     staleness = config.sluice.asynchrony.max_staleness
     if staleness and not derived.is_corrected(config):
-        yield (
+        yield Violation(
+            "correction",
             f"sluice.asynchrony.max_staleness = {staleness} with {ACTOR}.use_rollout_log_probs = "
             "false and algorithm.rollout_correction.rollout_is = null: nothing corrects for "
             "samples of an older policy; set rollout_is=token (or use_rollout_log_probs=true), or "
-            "max_staleness=0"
+            "max_staleness=0",
+            ("algorithm.rollout_correction.rollout_is=token",),
         )
     correction = config.algorithm.rollout_correction
     if correction.rollout_is and config.actor_rollout_ref.actor.use_rollout_log_probs:
-        yield (
+        yield Violation(
+            "correction",
             f"algorithm.rollout_correction.rollout_is = {correction.rollout_is} with "
             f"{ACTOR}.use_rollout_log_probs = true would have no effect, since old and behaviour "
-            "logprobs are then the same; set one of the two"
+            "logprobs are then the same; set one of the two",
+            ("algorithm.rollout_correction.rollout_is=null",),
         )
 
 
-def _length_of_run(config: RunConfig) -> Iterator[str]:
-    if config.data.train_files is None and config.trainer.total_training_steps is None:
-        yield (
-            "data.train_files and trainer.total_training_steps are both null, so the run has no "
-            "length; set total_training_steps where only clients submit prompts"
-        )
+def _validation_files(config: RunConfig) -> Iterator[str]:
     if config.data.val_files is None and config.trainer.test_freq > 0:
         yield (
             f"trainer.test_freq = {config.trainer.test_freq} with data.val_files = null: there is "
@@ -245,25 +258,30 @@ def _endpoints(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _limits(config: RunConfig) -> Iterator[str]:
-    trainer, needed = config.sluice.trainer, derived.largest_batch_mb(config)
+def _heartbeats(config: RunConfig) -> Iterator[str]:
+    trainer = config.sluice.trainer
     if trainer.replica_ttl_s < 2 * trainer.heartbeat_interval_s:
         yield (
             f"sluice.trainer.replica_ttl_s = {trainer.replica_ttl_s:g} is less than two heartbeats "
             f"(heartbeat_interval_s = {trainer.heartbeat_interval_s:g}), so one late heartbeat "
             "drops a replica; raise it"
         )
+
+
+def _message_size(config: RunConfig) -> Iterator[Violation]:
+    needed = derived.largest_batch_mb(config)
     if needed > config.sluice.max_message_mb:
-        yield (
+        yield Violation(
+            "message-size",
             f"sluice.max_message_mb = {config.sluice.max_message_mb} is less than the {needed} MiB "
             f"a train batch of {derived.rows_per_batch(config)} rows can reach; raise it to "
-            f"{needed}"
+            f"{needed}",
+            (f"sluice.max_message_mb={needed}",),
         )
 
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    _batch_sizes,
-    _micro_batches,
+    _idle_ranks,
     _group_size,
     _names,
     _always_on,
@@ -271,9 +289,8 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _sampling,
     _optimizer,
     _overlong,
-    _asynchrony,
-    _length_of_run,
+    _validation_files,
     _resume,
     _endpoints,
-    _limits,
+    _heartbeats,
 )

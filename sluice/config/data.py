@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from sluice.config.section import NonNegativeInt, PositiveInt, Section
@@ -52,6 +53,25 @@ class DataConfig(Section, frozen=True):
             )
         ),
     ] = "error"
+    filter_overlong_prompts: Annotated[
+        bool,
+        Meta(description="Leave prompts over max_prompt_length out, whatever truncation says."),
+    ] = False
+    validation_shuffle: Annotated[bool, Meta(description="Shuffle the validation set.")] = False
+    apply_chat_template_kwargs: Annotated[
+        dict[str, object],
+        Meta(description="Further arguments of the chat template (enable_thinking and the like)."),
+    ] = msgspec.field(default_factory=dict)
+    trust_remote_code: Annotated[
+        bool, Meta(description="Run tokenizer code that ships with the checkpoint.")
+    ] = False
+    image_key: Annotated[str, Meta(description="Column with a row's list of images.")] = "images"
+    image_patch_size: Annotated[
+        PositiveInt, Meta(description="Images are resized to multiples of this, pixels.")
+    ] = 14
+    mm_processor_kwargs: Annotated[
+        dict[str, object], Meta(description="Further arguments of the image processor.")
+    ] = msgspec.field(default_factory=dict)
     train_max_samples: Annotated[
         int, Meta(description="Use at most this many training rows; -1: all.")
     ] = -1

@@ -69,8 +69,9 @@ def is_corrected(config: RunConfig) -> bool:
     Either the ratio's denominator is the behaviour policy itself, or truncated importance weights
     are applied.
     """
-    correction = config.algorithm.rollout_correction.rollout_is
-    return config.actor_rollout_ref.actor.use_rollout_log_probs or correction is not None
+    correction = config.algorithm.rollout_correction
+    behaviour = config.actor_rollout_ref.actor.use_rollout_log_probs or correction.bypass_mode
+    return behaviour or correction.rollout_is is not None
 
 
 def max_groups_in_flight(config: RunConfig) -> int:

@@ -15,6 +15,7 @@ def file_problems(config: RunConfig) -> list[str]:
     """All paths that are missing or of the wrong kind, relative to the working directory."""
     return [
         *model_problems(config.actor_rollout_ref.model.path),
+        *_length_problems(config),
         *_data_problems("data.train_files", config.data.train_files),
         *_data_problems("data.val_files", config.data.val_files),
         *_reward_problems(config),
@@ -39,6 +40,14 @@ def model_problems(path: str) -> Iterator[str]:
         yield (
             f"{MODEL_KEY} = {path!r} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); save the "
             "tokenizer beside the model"
+        )
+
+
+def _length_problems(config: RunConfig) -> Iterator[str]:
+    if config.data.train_files is None and config.trainer.total_training_steps is None:
+        yield (
+            "data.train_files and trainer.total_training_steps are both null, so the run has no "
+            "length; set total_training_steps where only clients submit prompts"
         )
 
 

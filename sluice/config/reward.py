@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from sluice.config.reward_model import RewardModelConfig
 from sluice.config.section import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -20,8 +21,13 @@ class RewardManagerConfig(Section, frozen=True):
     """How a score becomes a reward."""
 
     name: Annotated[
-        Literal["naive", "dapo"],
-        Meta(description="naive: reward = score; dapo: overlong shaping is added."),
+        Literal["naive", "dapo", "gdpo"],
+        Meta(
+            description=(
+                "naive: reward = score; dapo: overlong shaping is added; gdpo: as naive, the "
+                "scorer's values are kept one by one."
+            )
+        ),
     ] = "dapo"
 
 
@@ -93,3 +99,13 @@ class RewardConfig(Section, frozen=True):
         default_factory=CustomRewardFunctionConfig
     )
     scorer_pool: ScorerPoolConfig = msgspec.field(default_factory=ScorerPoolConfig)
+    reward_model: RewardModelConfig = msgspec.field(default_factory=RewardModelConfig)
+    scorer_routes: Annotated[
+        dict[str, str],
+        Meta(
+            description=(
+                "Built-in scorer of a data source, or of all that begin alike (aime*); wins over "
+                "verl's routes."
+            )
+        ),
+    ] = msgspec.field(default_factory=dict)

@@ -6,6 +6,7 @@ import msgspec
 
 from sluice.config.actor_rollout_ref import ActorRolloutRefConfig
 from sluice.config.algorithm import AlgorithmConfig
+from sluice.config.critic import CriticConfig
 from sluice.config.data import DataConfig
 from sluice.config.reward import RewardConfig
 from sluice.config.section import Section
@@ -19,6 +20,7 @@ class RunConfig(Section, frozen=True):
     data: DataConfig = msgspec.field(default_factory=DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = msgspec.field(default_factory=ActorRolloutRefConfig)
     algorithm: AlgorithmConfig = msgspec.field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = msgspec.field(default_factory=CriticConfig)
     reward: RewardConfig = msgspec.field(default_factory=RewardConfig)
     trainer: TrainerConfig = msgspec.field(default_factory=TrainerConfig)
     sluice: ServiceConfig = msgspec.field(default_factory=ServiceConfig)

@@ -1,8 +1,7 @@
-"""Walks the typed tree of the configuration: which keys there are, and which are meant."""
+"""Walks the typed tree of the configuration: which keys there are, and of what type."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Annotated, get_args, get_origin
@@ -13,7 +12,6 @@ from sluice.config.run import RunConfig
 from sluice.config.section import Section
 
 KeyPath = tuple[str, ...]
-MAX_SUGGESTIONS = 3
 
 
 def bare_type(annotation: object) -> object:
@@ -27,6 +25,13 @@ def section_type(annotation: object) -> type[Section] | None:
     """The section class a field holds; `None` for a plain value."""
     bare = bare_type(annotation)
     return bare if isinstance(bare, type) and issubclass(bare, Section) else None
+
+
+def description_of(annotation: object) -> str:
+    """The description that an annotation carries; empty without one."""
+    metas = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    texts = [meta.description for meta in metas if isinstance(meta, msgspec.Meta)]
+    return next((text for text in texts if text), "")
 
 
 def is_free_form(annotation: object) -> bool:
@@ -67,41 +72,3 @@ def annotation_at(path: Sequence[str]) -> object | None:
             return None
         annotation = field_types(section)[name]
     return annotation
-
-
-def nearest_keys(path: Sequence[str]) -> tuple[str, ...]:
-    """Up to three known keys that were probably meant, likeliest first.
-
-    A path that only lacks its first parts (`rollout.n`) is taken at its word; otherwise names
-    beside it, else the same name elsewhere, else whole paths that look alike.
-    """
-    wanted, leaf = ".".join(path), path[-1]
-    *parents, _ = path
-    known = known_keys()
-    same_end = [key for key in known if key.endswith(f".{wanted}")]
-    if same_end:
-        return tuple(same_end[:MAX_SUGGESTIONS])
-    beside = section_type(annotation_at(parents))
-    siblings = difflib.get_close_matches(leaf, field_types(beside), cutoff=0.7) if beside else []
-    if siblings:
-        return tuple(".".join((*parents, name)) for name in siblings)
-    elsewhere = [key for key in known if key.rpartition(".")[2] == leaf]
-    return tuple(
-        difflib.get_close_matches(wanted, elsewhere, cutoff=0.3)
-        or difflib.get_close_matches(wanted, known, cutoff=0.8)
-    )
-
-
-def unknown_key(path: Sequence[str]) -> str:
-    """The sentence about a key that does not exist, with what was probably meant."""
-    near = nearest_keys(path)
-    wrong = next(i for i in range(1, len(path) + 1) if annotation_at(path[:i]) is None)
-    *parents, name = path[:wrong]
-    beside = section_type(annotation_at(parents))
-    if near:
-        hint = f"did you mean {' or '.join(near)}?"
-    elif beside is None:
-        hint = f"{'.'.join(parents)} is a value and has no keys below it"
-    else:
-        hint = f"{'.'.join(parents) or 'the root'} knows {', '.join(field_types(beside))}"
-    return f"{'.'.join((*parents, name) if not near else path)}: unknown key; {hint}"

@@ -23,7 +23,7 @@ class AsynchronyConfig(Section, frozen=True):
                 "synchronous, on-policy."
             )
         ),
-    ] = 1
+    ] = 0
     on_stale: Annotated[
         Literal["wait", "drop"],
         Meta(

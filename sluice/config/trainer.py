@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from sluice.config.section import PositiveInt, Section
+from sluice.config.section import NonNegativeInt, PositiveInt, Section
 
-LoggerName = Literal["console", "jsonl", "tensorboard"]
+LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 
 class TrainerConfig(Section, frozen=True):
@@ -37,6 +37,26 @@ class TrainerConfig(Section, frozen=True):
         int, Meta(description="Validate every k steps and at the last; <= 0: never.")
     ] = -1
     val_before_train: Annotated[bool, Meta(description="Validate the first weights.")] = True
+    val_only: Annotated[
+        bool, Meta(description="Validate the first weights and end; needs val_before_train.")
+    ] = False
+    log_val_generations: Annotated[
+        NonNegativeInt, Meta(description="Validation samples shown with their scores; 0: none.")
+    ] = 0
+    rollout_data_dir: Annotated[
+        str | None,
+        Meta(description="Folder for every trained sample, <step>.jsonl; none: not written."),
+    ] = None
+    validation_data_dir: Annotated[
+        str | None,
+        Meta(description="Folder for every validation sample, <step>.jsonl; none: not written."),
+    ] = None
+    critic_warmup: Annotated[
+        NonNegativeInt, Meta(description="First steps in which only the critic is updated.")
+    ] = 0
+    balance_batch: Annotated[
+        bool, Meta(description="Share rows over ranks so that each has about the same work.")
+    ] = True
     resume_mode: Annotated[
         Literal["auto", "disable", "resume_path"],
         Meta(description="Whether to go on from a checkpoint."),
@@ -46,6 +66,9 @@ class TrainerConfig(Section, frozen=True):
     ] = None
     max_actor_ckpt_to_keep: Annotated[
         PositiveInt | None, Meta(description="Older checkpoints are deleted; none: keep all.")
+    ] = None
+    max_critic_ckpt_to_keep: Annotated[
+        PositiveInt | None, Meta(description="The same for the critic's part of checkpoints.")
     ] = None
     nnodes: Annotated[PositiveInt, Meta(description="Machines of the trainer.")] = 1
     n_gpus_per_node: Annotated[

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 
 from sluice.config.run import RunConfig
-from sluice.config.service import EndpointConfig
 
 _ROLLOUT_RESTARTS = 5
 
@@ -26,6 +25,7 @@ class ServiceSpec:
         environment: variables set on top of the launcher's.
         max_restarts: times it is started again after it failed.
         ends_run: when it ends with code 0 the run is over.
+        is_needed: when it ends before the run is over, the run fails, whatever the code.
     """
 
     name: str
@@ -33,6 +33,7 @@ class ServiceSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
     ends_run: bool = False
+    is_needed: bool = False
 
 
 def with_ports(config: RunConfig) -> RunConfig:
@@ -61,7 +62,7 @@ def local_services(config: RunConfig, config_file: Path) -> tuple[ServiceSpec, .
     """
     file = str(config_file)
     threads = {"OMP_NUM_THREADS": str(config.sluice.trainer.torch_threads)}
-    reward = ServiceSpec("reward", _module("services.reward", "--config", file))
+    reward = ServiceSpec("reward", _module("services.reward", "--config", file), is_needed=True)
     rollouts = [
         rollout_service(config, config_file, index)
         for index in range(config.sluice.rollout.replicas)
@@ -114,8 +115,3 @@ def _free_ports(hosts: list[str]) -> list[int]:
     for server in held:
         server.close()
     return ports
-
-
-def address_of(endpoint: EndpointConfig) -> str:
-    """host:port of an endpoint whose port is set."""
-    return endpoint.advertise or f"{endpoint.host}:{endpoint.port}"

@@ -3,7 +3,7 @@
 Consumes: specifications. Waits for: the process that ends the run, a failure, or a signal.
 Unblocked by: exits of processes and signals. Produces: log lines, an exit code.
 On failure: a process that may restart is started again with a growing pause; any other failure
-    ends the run, with that process's last lines.
+    ends the run, with that process's last lines. That a needed process leaves early is a failure.
 On shutdown: SIGTERM to all in reverse order of start, the grace period, SIGKILL to what is left;
     the exit code is 0 only if the run reached its end and nothing failed or had to be killed.
 """
@@ -54,11 +54,12 @@ class _Supervised:
     restarts: int = 0
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
 
-    def diagnosis(self, code: int) -> str:
+    def diagnosis(self, code: int, when: str = "") -> str:
         """How it ended, with its last lines."""
         again = f" after {self.restarts} restarts" if self.restarts else ""
         lines = "".join(f"\n  {line}" for line in self.last_lines)
-        return f"{self.spec.name} ended with {_meaning(code)}{again}{':' if lines else ''}{lines}"
+        end = f"{_meaning(code)}{again}{when}{':' if lines else ''}"
+        return f"{self.spec.name} ended with {end}{lines}"
 
 
 class Supervisor:
@@ -129,6 +130,8 @@ class Supervisor:
     def _note_end(self, service: _Supervised) -> None:
         if service.spec.ends_run:
             self._over.set()
+        elif service.spec.is_needed:
+            self._fail(service.diagnosis(0, when=" in the middle of the run"))
         else:  # somebody asked it to: fewer replicas are no failure
             logger.info("%s has ended", service.spec.name)
 

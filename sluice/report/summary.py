@@ -20,7 +20,8 @@ class RunSummary:
     Tokens are response tokens. `generated_tokens` is all that the replicas drew for training,
     also for groups that no step used and for prompts still pending at the end;
     `validation_tokens` comes on top. `groups_kept` counts groups that went into batches,
-    `prompts_lost` what the accounts cannot explain. `seconds_total` is the whole command,
+    `prompts_lost` what the accounts cannot explain, also groups that the trainer trained and the
+    reward service does not count as trained. `seconds_total` is the whole command,
     `seconds_services` from the start of the services to their end, `seconds_dapo` the training
     steps with all their waits.
     """
@@ -101,7 +102,7 @@ def summarize(run_dir: Path, *, seconds_total: float, seconds_services: float) -
         prompts_filtered=filtered,
         prompts_dropped=dropped,
         prompts_pending=pending,
-        prompts_lost=submitted - trained - filtered - dropped - pending,
+        prompts_lost=count("prompts_lost") or submitted - trained - filtered - dropped - pending,
         max_staleness_seen=int(record.largest("train/staleness_max")),
     )
 

@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 
 from sluice.device.protocol import Device
-from sluice.errors import DeadlineError, NotReadyError, WeightSyncError
+from sluice.errors import NotReadyError, WeightSyncError
 from sluice.types import TransferGroupSpec
-from sluice.weights import rendezvous
 from sluice.weights.backend import Membership, ProcessGroup, Work, create_process_group
+from sluice.weights.epoch_store import EpochStore
 from sluice.weights.owner_thread import OwnerThread, StopReason
+from sluice.weights.rendezvous import gather
+from sluice.weights.store_link import StoreLink
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class TransferGroup:
         self._owner = OwnerThread(f"weights-epoch-{spec.epoch}")
         self._lock = threading.Lock()
         self._process_group: ProcessGroup | None = None
+        self._store: EpochStore | None = None
         self._abandoned: str | None = None
 
     @property
@@ -168,25 +171,22 @@ class TransferGroup:
 
     def _construct(self, phase: str, stop_reason: StopReason) -> None:
         spec = self.spec
-        deadline = time.monotonic() + spec.timeout_s
         self.device.set_device()
+        link = StoreLink(spec, phase, stop_reason)
+        gather(link, spec, self._names)
+        self._store = EpochStore(link, spec.timeout_s, self.peers)
         try:
-            address = rendezvous.reach(spec.host, spec.port, phase, spec.timeout_s)
-            store = rendezvous.connect(spec.host, spec.port, spec.epoch, spec.timeout_s)
-            rendezvous.gather(store, spec, self._names, deadline, stop_reason)
             self._process_group = create_process_group(
                 spec.backend,
                 Membership(
-                    store=store,
+                    store=self._store,
                     rank=spec.rank,
                     world_size=spec.world_size,
                     timeout_s=spec.timeout_s,
-                    local_address=address,
+                    local_address=link.local_address,
                     device=self.device.torch_device,
                 ),
             )
-        except dist.DistStoreError as error:
-            raise DeadlineError(self.peers, phase, spec.timeout_s, _summary(error)) from error
         except RuntimeError as error:
             raise WeightSyncError(self.peers, phase, _summary(error)) from error
 
@@ -195,6 +195,8 @@ class TransferGroup:
         if group is not None and self.spec.backend != "gloo":
             # A device kernel that waits for a lost peer spins for ever unless it is aborted.
             group.abort()
+        del group  # its threads may use the store until they are gone
+        self._store = None
 
 
 def _summary(error: RuntimeError) -> str:

@@ -103,6 +103,7 @@ class WeightSender:
         self._check_epoch(epoch, members)
         plan = plan_transfer(tensors, self._bucket_bytes)
         self.abandon(f"epoch {epoch} begins")
+        self._store.begin(epoch)
         self._last_epoch, self._plan = epoch, plan
         spec = TransferGroupSpec(
             epoch=epoch,

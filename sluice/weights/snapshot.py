@@ -20,18 +20,6 @@ from sluice.weights.buffer import WeightBuffer
 from sluice.weights.plan import MIN_BUCKET_BYTES, plan_transfer
 
 
-def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers as a checkpoint names them; tied weights once.
-
-    Of tied weights the first name in the order of the state dict is kept.
-    """
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
     """All weights of one version in one piece of CPU memory; not to be written to."""

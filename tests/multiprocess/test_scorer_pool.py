@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from services.reward.scorer_messages import ScoreItem
 from services.reward.scorer_pool import ScorerPool, running_scorer_pool
+from services.reward.scorer_worker import ScorerWorker
 from sluice.config.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.errors import ConfigError
 from sluice.types import Failed, FailureKind, Scored
@@ -149,3 +151,41 @@ async def test_a_function_that_ends_its_process_while_loading_is_a_configuration
     with pytest.raises(ConfigError, match=r"quits\.py ended with exit code 5"):
         await pool.start()
     await pool.stop()
+
+
+async def test_routes_lead_any_data_source_to_a_built_in_scorer() -> None:
+    routes = {"mine": "gsm8k_flexible"}
+    async with running_scorer_pool(LIMITS, CustomRewardFunctionConfig(), routes) as pool:
+        asked = [
+            ScoreItem("mine", "x" * 100 + " 7", "7"),
+            ScoreItem("openai/gsm8k", "#### 8", "7"),
+            ScoreItem("unknown", "7", "7"),
+        ]
+        outcomes = await pool.score(asked)
+        assert kinds(outcomes) == [1.0, 0.0, FailureKind.UNSCORABLE]
+        assert isinstance(outcomes[2], Failed)
+        assert "data_source 'unknown'" in outcomes[2].detail
+
+
+async def test_a_route_to_no_scorer_is_known_before_the_first_sample() -> None:
+    pool = ScorerPool(LIMITS, CustomRewardFunctionConfig(), {"mine": "gsm"})
+    with pytest.raises(ConfigError, match="no scorer is called 'gsm'"):
+        await pool.start()
+    await pool.stop()
+
+
+async def test_only_what_the_scorer_looks_at_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[ScoreItem] = []
+    real = ScorerWorker.score
+
+    async def watched(worker: ScorerWorker, asked: Sequence[ScoreItem]) -> object:
+        sent.extend(asked)
+        return await real(worker, asked)
+
+    monkeypatch.setattr(ScorerWorker, "score", watched)
+    limits = ScorerPoolConfig(num_workers=1)
+    long = "x" * 5000 + " Answer: 7"
+    async with running_scorer_pool(limits, CustomRewardFunctionConfig()) as pool:
+        asked = [ScoreItem("aime24", long, "7"), ScoreItem("hiyouga/geometry3k", long, "7")]
+        assert kinds(await pool.score(asked)) == [1.0, 0.0]
+    assert [item.response for item in sent] == [long[-300:], long]

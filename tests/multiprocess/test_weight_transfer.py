@@ -14,15 +14,14 @@ import torch
 from sluice.device.cpu import CpuDevice
 from sluice.errors import DeadlineError, WeightSyncError
 from sluice.types import TransferGroupSpec
-from sluice.weights.digest import digest_weights
 from sluice.weights.owner_thread import wait_for_retired_threads
 from sluice.weights.plan import tensor_specs
 from sluice.weights.sender import WeightSender
+from tests.support.weight_digest import plain_digest
 from tests.support.weight_fleet import PeerProcess, peer_processes
 
 _NEVER = threading.Event()
-# Torch's store asks the name server for each peer's name, and an answer that is lost costs 5 s.
-_SHORT_S = 8.0
+_SHORT_S = 3.0
 _MIB = 1024 * 1024
 
 
@@ -74,7 +73,7 @@ def _transfer(
     for peer in peers:
         peer.stage(version)
     report = sender.broadcast(weights, version, _NEVER)
-    expected = digest_weights(weights.items())
+    expected = plain_digest(weights)
     assert report.digest == expected
     for peer in peers:
         assert peer.answer() == {
@@ -119,9 +118,9 @@ def test_a_lost_peer_ends_the_broadcast_by_name_and_the_survivor_gets_the_next_e
     assert wait_for_retired_threads(3 * _SHORT_S) == 0
 
 
-@pytest.mark.timeout(45)  # below the collective's own timeout
+@pytest.mark.timeout(100)  # below the collective's own timeout
 def test_a_control_channel_that_fails_ends_the_broadcast_long_before_its_timeout() -> None:
-    with _sender(timeout_s=60) as sender, peer_processes(["r0"]) as peers:
+    with _sender(timeout_s=120) as sender, peer_processes(["r0"]) as peers:
         _form(sender, 1, peers, _large(1))
         peers[0].stage(1, signal=int(signal.SIGSTOP), bucket=3)
         channel_failed = threading.Event()
@@ -137,7 +136,7 @@ def test_a_peer_that_never_joins_is_named_and_the_others_form_the_next_epoch() -
         specs = sender.form_group(1, ["r0", "never"], tensor_specs(_small(1).items()))
         peers[0].join(dataclasses.replace(specs["r0"], timeout_s=60))
         with pytest.raises(
-            DeadlineError, match=r"^never: no answer within 8 s while forming .* epoch 1"
+            DeadlineError, match=r"^never: no answer within 3 s while forming .* epoch 1"
         ):
             sender.join(_NEVER)
         peers[0].abort("the epoch did not form")

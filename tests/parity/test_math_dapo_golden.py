@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.reward.scorers.math_dapo import compute_score, last_boxed, normalize_answer
+from services.reward.scorers.boxed import last_boxed
+from services.reward.scorers.math_dapo import compute_score, normalize_answer
 
 VERDICTS = [
     ("Answer: 34", "34", True, "34"),
@@ -22,6 +23,8 @@ VERDICTS = [
     ("Answer: 33\nAnswer: 34", "34", True, "34"),
     ("Answer: 34\nAnswer: 33", "34", False, "33"),
     ("Answer: 34\n" + "x" * 300, "34", False, "[INVALID]"),
+    ("Answer: 34\n" + "x" * 289, "34", True, "34"),
+    ("Answer: 34\n" + "x" * 290, "34", False, "[INVALID]"),
     ("no answer at all", "34", False, "[INVALID]"),
     (r"\boxed{34}" + "x" * 100, "34", False, "[INVALID]"),
     (r"\boxed{1,000}", "1000", False, "1,000"),  # the fallback compares raw
@@ -38,6 +41,16 @@ def test_math_dapo_verdicts_equal_verls(
 ) -> None:
     expected = {"score": 1.0 if right else -1.0, "acc": right, "pred": prediction}
     assert compute_score(solution, truth) == expected
+
+
+@pytest.mark.parametrize(("solution", "truth", "right", "prediction"), VERDICTS)
+def test_without_the_fallback_boxes_count_for_nothing_as_in_verl_0_6(
+    solution: str, truth: str, right: bool, prediction: str
+) -> None:
+    if "Answer:" not in solution and "answer :" not in solution:
+        right, prediction = False, "[INVALID]"
+    expected = {"score": 1.0 if right else -1.0, "acc": right, "pred": prediction}
+    assert compute_score(solution, truth, boxed_fallback=False) == expected
 
 
 def test_strict_box_verify_reads_the_last_box_only() -> None:

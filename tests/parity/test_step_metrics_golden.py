@@ -5,10 +5,32 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sluice.algorithm.batch_metrics import BatchRows, batch_metrics, sequence_balance_metrics
+from services.trainer.metrics.sequence_balance import RankCut, rank_rows, row_tokens
+from services.trainer.metrics.step_metrics import (
+    FleetInterval,
+    RunScale,
+    StepTimes,
+    step_metrics,
+)
+from sluice.algorithm.advantages.grpo import grpo_advantages
+from sluice.algorithm.batch_metrics import (
+    BatchRows,
+    batch_metrics,
+    batch_rows,
+    sequence_balance_metrics,
+)
 from sluice.algorithm.throughput_metrics import throughput_metrics
+from sluice.types import (
+    DataProgress,
+    FinishReason,
+    Rollout,
+    Scored,
+    TrainBatch,
+    TrainGroup,
+    VersionSpan,
+)
 
-ROWS = 1024
+ROWS, GROUPS, SAMPLES, RANKS = 1024, 64, 16, 64
 RESPONSE_TOKENS = 7562384
 TOTAL_TOKENS = 7718944
 
@@ -44,3 +66,76 @@ def test_clip_ratio_and_score_bounds_equal_the_sample_logs() -> None:
     found = batch_metrics(rows, max_prompt_tokens=2048, max_response_tokens=20480)
     assert found["response_length/clip_ratio"] == 0.0390625
     assert found["critic/score/min"] == -2.0
+
+
+def rollout(index: int, num_tokens: int) -> Rollout:
+    tokens, logprobs = np.zeros(num_tokens, np.uint32), np.zeros(num_tokens, np.float32)
+    spans = (VersionSpan(0, 0, num_tokens),)
+    return Rollout(index, tokens, logprobs, spans, FinishReason.STOP, "")
+
+
+def sample_batch() -> TrainBatch:
+    """As many rows and tokens as the log's step: mean response 7385.140625, prompt 152.890625."""
+    short, long = RESPONSE_TOKENS // ROWS, RESPONSE_TOKENS % ROWS
+    few, more = (TOTAL_TOKENS - RESPONSE_TOKENS) // ROWS, 57
+    scores = tuple(Scored(1.0, 1.0, {}) for _ in range(SAMPLES))
+    groups = []
+    for number in range(GROUPS):
+        rows = range(number * SAMPLES, (number + 1) * SAMPLES)
+        rollouts = tuple(rollout(i, short + (row < long)) for i, row in enumerate(rows))
+        prompt = np.zeros(few + (number < more), np.uint32)
+        groups.append(TrainGroup(f"p{number}", prompt, rollouts, scores, "s"))
+    return TrainBatch("b", 0, tuple(groups), DataProgress(GROUPS), {})
+
+
+def test_a_whole_step_equals_the_sample_logs() -> None:
+    found = step_metrics(
+        1,
+        sample_batch(),
+        {},
+        StepTimes(1315.245, 303.9206, 0.0, 0.0, 1738.0275),
+        FleetInterval(0, 0.0, 8),
+        scale=RunScale(ranks=RANKS, dataset_rows=17917),
+        stall_s=0.0,
+    )
+    assert found["perf/total_num_tokens"] == TOTAL_TOKENS
+    assert found["perf/throughput"] == pytest.approx(69.3939, abs=1e-4)
+    assert found["timing_per_token_ms/gen"] == pytest.approx(0.173919, abs=1e-6)
+    assert found["perf/time_per_step"] == found["timing_s/step"] == 1738.0275
+    assert found["training/epoch"] == 0
+
+
+def test_lengths_of_a_whole_step_equal_the_sample_logs() -> None:
+    batch = sample_batch()
+    found = batch_metrics(
+        batch_rows(batch, np.zeros(ROWS)), max_prompt_tokens=2048, max_response_tokens=20480
+    )
+    assert found["response_length/mean"] == 7385.140625
+    assert found["prompt_length/mean"] == 152.890625
+    tokens = row_tokens(batch)
+    ranks = rank_rows(batch, 1, RankCut(GROUPS, RANKS, None))
+    balance = sequence_balance_metrics(tokens, ranks)
+    assert balance["global_seqlen/mean"] == 120608.5
+    assert (
+        balance["global_seqlen/balanced_min"] <= 120608.5 <= balance["global_seqlen/balanced_max"]
+    )
+
+
+def test_the_difference_of_lengths_is_that_of_the_unbalanced_chunks() -> None:
+    tokens = np.full(ROWS, TOTAL_TOKENS // ROWS, dtype=np.int64)
+    tokens[:SAMPLES], tokens[-SAMPLES:] = 0, 0
+    tokens[0], tokens[-1] = 33676, 326471
+    ranks = [range(start, start + SAMPLES) for start in range(0, ROWS, SAMPLES)]
+    found = sequence_balance_metrics(tokens, ranks)
+    assert found["global_seqlen/min"] == 33676
+    assert found["global_seqlen/max"] == 326471
+    assert found["global_seqlen/minmax_diff"] == 292795
+
+
+def test_the_largest_advantage_of_the_sample_log_is_one_winner_in_16() -> None:
+    rewards = np.full(SAMPLES, -1.0)
+    rewards[0] = 1.0
+    advantages = grpo_advantages(rewards, norm_by_std=True)
+    rows = BatchRows(rewards, advantages, np.full(SAMPLES, 152), np.full(SAMPLES, 7385))
+    found = batch_metrics(rows, max_prompt_tokens=2048, max_response_tokens=20480)
+    assert found["critic/advantages/max"] == pytest.approx(3.74999, abs=1e-5)

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from services.trainer.batch_check import BatchTerms
 from services.trainer.fleet import Fleet, MemberState
 from services.trainer.loop import LoopParts, LoopSettings, TrainLoop
+from services.trainer.metrics.step_metrics import RunScale
 from services.trainer.reward_client import Evaluation
 from services.trainer.run_state import RunState
 from services.trainer.weight_publisher import PublishReport
@@ -30,11 +32,13 @@ SETTINGS = LoopSettings(
     test_freq=-1,
     save_freq=-1,
     val_before_train=False,
+    val_only=False,
     validates=False,
     min_replicas=1,
     replica_wait_timeout_s=5.0,
     examples=3,
-    ranks=1,
+    scale=RunScale(ranks=1, dataset_rows=20),
+    terms=BatchTerms(num_groups=1, samples_per_group=1, max_staleness=0),
 )
 
 
@@ -55,7 +59,8 @@ def batch_of(step: int) -> TrainBatch:
 class World:
     """Fakes of all that the loop drives; `events` is what they were asked for, in order.
 
-    `holds` keep an event from ending until they are released, `faults` make it fail.
+    `holds` keep an event from ending until they are released, `faults` make it fail. `uncounted`
+    batches are acknowledged but not entered into the reward service's accounts.
     """
 
     def __init__(self, steps: int = 3, step: int = 0) -> None:
@@ -64,6 +69,9 @@ class World:
         self.faults: dict[str, Exception] = {}
         self.fleet, self.state = Fleet("layout", 1e9), RunState("trainer-1", steps, step)
         self.recorded: dict[str, Any] = {}
+        self.batch_of = batch_of
+        self.uncounted: set[str] = set()
+        self.prompts = {"submitted": 9.0, "trained": 4.0, "pending": 5.0}
         self.published: int | None = None
 
     def loop(self, resume_from: DataProgress | None = None, **settings: Any) -> TrainLoop:
@@ -109,20 +117,26 @@ class World:
     async def take_batch(self, step: int, version: int) -> TrainBatch:
         assert version == step - 1
         await self.happens(f"take {step}")
-        return batch_of(step)
+        return self.batch_of(step)
 
     async def acknowledge(self, batch_id: str, step: int) -> None:
         assert batch_id == f"batch-{step}"
         await self.happens(f"acknowledge {step}")
+        if batch_id not in self.uncounted:
+            self.prompts["trained"] += 1
+            self.prompts["pending"] -= 1
 
-    async def evaluate(self, version: int, examples: int) -> Evaluation:
+    async def evaluate(
+        self, version: int, examples: int, generated_tokens: Callable[[], int], /
+    ) -> Evaluation:
+        assert generated_tokens() >= 0
         await self.happens(f"evaluate {version}")
         self.events.append(f"evaluated {version} under {self.published}")
         return Evaluation({"val-core/s/acc/mean@1": 0.5}, (), 7)
 
     async def accounts(self) -> Mapping[str, float]:
         await self.happens("accounts")
-        return {"submitted": 9.0}
+        return dict(self.prompts)
 
     # the publisher
 
@@ -151,6 +165,9 @@ class Record:
 
     def evaluation(self, step: int, evaluation: Evaluation, seconds: float) -> None:
         self._world.recorded[f"evaluation {step}"] = dict(evaluation.metrics)
+
+    def evaluation_failed(self, step: int, seconds: float) -> None:
+        self._world.recorded[f"failed evaluation {step}"] = seconds
 
     def accounts(self, accounts: Mapping[str, float]) -> None:
         self._world.recorded["accounts"] = dict(accounts)

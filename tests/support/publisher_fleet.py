@@ -19,9 +19,7 @@ from sluice.weights.sender import WeightSender
 from sluice.weights.snapshot import SnapshotBuffers
 
 LAYOUT = "layout"
-# Torch looks up the name of every address it connects to: a lost answer of the network's name
-# server takes it 5 s.
-TIMEOUT_S = 20.0
+TIMEOUT_S = 10.0
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:

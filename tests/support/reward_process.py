@@ -95,10 +95,11 @@ class RewardProcess:
         await self.stub.AcknowledgeBatch(request, timeout=10)
 
     async def status(self) -> Any:
-        """Its status; fails unless the accounts add up."""
+        """Its status; fails unless the accounts add up and every prompt is where they say."""
         status = await self.stub.GetStatus(reward_pb2.GetStatusRequest(), timeout=10)
         ended = sum(status.prompts_by_end.values())
         assert status.prompts_submitted == ended + status.prompts_pending
+        assert status.statistics["reward/prompts_lost"] == 0
         return status
 
 

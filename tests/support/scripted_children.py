@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from sluice.launch.service_spec import ServiceSpec
 from sluice.launch.supervisor import RunEnd, Supervisor
@@ -35,10 +36,9 @@ while True:
 """
 
 
-def spec(name: str, script: str, *, max_restarts: int = 0, ends_run: bool = False) -> ServiceSpec:
-    """A Python process that runs `script`."""
-    command = (sys.executable, "-c", textwrap.dedent(script))
-    return ServiceSpec(name, command, max_restarts=max_restarts, ends_run=ends_run)
+def spec(name: str, script: str, **policy: Any) -> ServiceSpec:
+    """A Python process that runs `script`; `policy` as `ServiceSpec` takes it."""
+    return ServiceSpec(name, (sys.executable, "-c", textwrap.dedent(script)), **policy)
 
 
 def polite(name: str, code: int = 0) -> ServiceSpec:

@@ -27,9 +27,10 @@ from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from sluice.config.checks import check_config
 from sluice.config.dump import write_config
+from sluice.config.endpoints import peer_address
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.launch.service_spec import address_of, local_services, rollout_service, with_ports
+from sluice.launch.service_spec import local_services, rollout_service, with_ports
 from sluice.launch.supervisor import RunEnd, Supervisor
 from sluice.quickstart.model import MAX_POSITIONS, make_model, save_model
 from sluice.quickstart.problems import draw_problem, task_named
@@ -160,7 +161,7 @@ class LiveRun:
         self.config, self._config_file, self._supervisor = config, config_file, supervisor
         self._channels = {
             # Not gRPC's own channel, which after failures waits ever longer to connect.
-            name: open_channel(address_of(service.endpoint), max_message_bytes=1 << 20)
+            name: open_channel(peer_address(service.endpoint, name), max_message_bytes=1 << 20)
             for name, service in (
                 ("trainer", config.sluice.trainer),
                 ("reward", config.sluice.reward),

@@ -18,7 +18,7 @@ import msgspec
 from sluice.types import TransferGroupSpec
 
 _ROOT = Path(__file__).parents[2]
-_ANSWER_S = 30.0
+_ANSWER_S = 90.0
 
 
 class PeerProcess:
@@ -35,7 +35,7 @@ class PeerProcess:
             stderr=subprocess.PIPE,
             text=True,
         )
-        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self._errors: list[str] = []
@@ -57,9 +57,13 @@ class PeerProcess:
     def answer(self) -> dict[str, Any]:
         """The next answer, whatever it answers."""
         try:
-            return self._answers.get(timeout=_ANSWER_S)
+            answer = self._answers.get(timeout=_ANSWER_S)
         except queue.Empty:
             raise AssertionError(f"{self.name} did not answer within {_ANSWER_S} s") from None
+        if answer is None:
+            self._error_reader.join(_ANSWER_S)
+            raise AssertionError(f"{self.name} ended: {''.join(self._errors)}")
+        return answer
 
     def leave(self) -> tuple[int, str]:
         """End it in the ordinary way; returns exit code and stderr."""
@@ -88,6 +92,7 @@ class PeerProcess:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._answers.put(json.loads(line))
+        self._answers.put(None)
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None

@@ -22,10 +22,10 @@ from sluice.device.cpu import CpuDevice
 from sluice.errors import SluiceError
 from sluice.types import TransferGroupSpec
 from sluice.weights.buffer import WeightBuffer
-from sluice.weights.digest import digest_weights
 from sluice.weights.plan import Bucket
 from sluice.weights.receiver import WeightReceiver
 from sluice.weights.transfer import DirectLane, Lane
+from tests.support.weight_digest import plain_digest
 
 
 class _FatalLane(DirectLane):
@@ -58,7 +58,7 @@ def _run(peer: _Peer, command: dict[str, Any]) -> dict[str, Any]:
         if "signal" in command:
             peer.fault = (command["bucket"], command["signal"])
         staged = peer.stage(command["version"])
-        recomputed = digest_weights(staged.tensors.items())
+        recomputed = plain_digest(staged.tensors)
         peer.recycle(staged)
         return {"version": staged.version, "digest": staged.digest, "recomputed": recomputed}
     peer.abort(command["reason"])

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from typing import TypedDict
 
+from services.reward.scorers.boxed import last_boxed
+
 SCORED_CHARACTERS = 300
 BOXED_CHARACTERS = 100
 NO_ANSWER = "[INVALID]"
@@ -55,7 +57,11 @@ class MathScore(TypedDict):
 
 
 def compute_score(
-    solution: str, ground_truth: str, *, strict_box_verify: bool = False
+    solution: str,
+    ground_truth: str,
+    *,
+    strict_box_verify: bool = False,
+    boxed_fallback: bool = True,
 ) -> MathScore:
     r"""Grade one response.
 
@@ -63,6 +69,8 @@ def compute_score(
         solution: the response's text.
         ground_truth: the reference answer.
         strict_box_verify: accept the last ``\boxed{}`` only, without normalisation.
+        boxed_fallback: without an ``Answer:`` line look for a ``\boxed{}`` as verl's main branch
+            does; false: such a response is wrong, as in verl 0.6.
     """
     tail = solution[-SCORED_CHARACTERS:]
     if strict_box_verify:
@@ -70,7 +78,7 @@ def compute_score(
     else:
         prediction = normalize_answer(_last_answer_line(tail))
         right = prediction == normalize_answer(ground_truth)
-        if prediction == NO_ANSWER:
+        if boxed_fallback and prediction == NO_ANSWER:
             prediction, right = _boxed_verdict(tail, ground_truth)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": prediction}
 
@@ -89,20 +97,6 @@ def normalize_answer(answer: str) -> str:
     if without_commas.isdigit():
         answer = without_commas
     return answer.strip()
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{...}`` with balanced braces; ``None`` if there is none."""
-    opening = "\\boxed{"
-    start = text.rfind(opening)
-    if start < 0:
-        return None
-    depth = 0
-    for end in range(start + len(opening) - 1, len(text)):
-        depth += (text[end] == "{") - (text[end] == "}")
-        if depth == 0:
-            return text[start + len(opening) : end]
-    return None
 
 
 def _last_answer_line(text: str) -> str:

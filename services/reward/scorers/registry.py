@@ -1,12 +1,24 @@
-"""Which built-in scorer grades which data source (verl's default routing, as far as it exists)."""
+"""Which scorer grades which data source: verl's default routing, and the user's own routes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
-from services.reward.scorers import math_dapo
-from sluice.errors import DataError
+from services.reward.scorers import (
+    exact_match,
+    geo3k,
+    gsm8k,
+    math_boxed,
+    math_dapo,
+    multiple_choice,
+    symbolic_math,
+)
+from sluice.errors import ConfigError, DataError
+
+Rule = Callable[[str, str], object]
+"""(response, ground truth) -> score, or a mapping with ``score``."""
 
 
 class Scorer(Protocol):
@@ -24,27 +36,126 @@ class Scorer(Protocol):
         ...
 
 
-MATH_DAPO_SOURCES = frozenset({"math_dapo", "math", "math_dapo_reasoning"})
-MATH_DAPO_PREFIXES = ("aime",)
+MATH_VERIFY = "math_verify"
+RULES: Mapping[str, Rule] = {
+    "math_dapo": math_dapo.compute_score,
+    "math_dapo_0_6": partial(math_dapo.compute_score, boxed_fallback=False),
+    "math_dapo_strict_box": partial(math_dapo.compute_score, strict_box_verify=True),
+    "gsm8k": gsm8k.compute_score,
+    "gsm8k_flexible": partial(gsm8k.compute_score, method="flexible"),
+    "math_boxed": math_boxed.compute_score,
+    "geo3k": geo3k.compute_score,
+    "multiple_choice": multiple_choice.compute_score,
+    "exact_match": exact_match.compute_score,
+    MATH_VERIFY: symbolic_math.compute_score,
+}
+"""Built-in scorers by the name that routes use."""
+
+TAILS: Mapping[str, int] = {
+    **dict.fromkeys(
+        ("math_dapo", "math_dapo_0_6", "math_dapo_strict_box"), math_dapo.SCORED_CHARACTERS
+    ),
+    **dict.fromkeys(("gsm8k", "gsm8k_flexible"), gsm8k.SCORED_CHARACTERS),
+}
+"""Scorers that look at the last characters of a response only, and at how many."""
+
+ANY_ENDING = "*"
+DEFAULT_ROUTES: Mapping[str, str] = {
+    "openai/gsm8k": "gsm8k",
+    **dict.fromkeys(
+        ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
+        "math_boxed",
+    ),
+    **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning", "aime*"), "math_dapo"),
+    **dict.fromkeys(
+        (
+            *("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime"),
+            *("numina_synthetic_amc", "numina_cn_k12", "numina_olympiads"),
+        ),
+        MATH_VERIFY,
+    ),
+    "hiyouga/geometry3k": "geo3k",
+    **dict.fromkeys(
+        (
+            *("searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa"),
+            *("searchR1_2wikimultihopqa", "searchR1_musique", "searchR1_bamboogle"),
+        ),
+        "exact_match",
+    ),
+}
+"""verl's routing. A key that ends in ``*`` holds for every source that begins like it."""
+
+CODE_SOURCES = frozenset({"codecontests", "apps", "codeforces", "taco"})
+
+_REMEDY = (
+    "set reward.custom_reward_function.path to a Python file that defines "
+    "compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"
+)
 
 
-def scorer_for(data_source: str) -> Scorer:
+def scorer_for(
+    data_source: str, routes: Mapping[str, str] | None = None, *, row: str | None = None
+) -> Scorer:
     """The built-in scorer of a data source.
 
+    Args:
+        data_source: as the row has it.
+        routes: the user's, by data source or beginning (``aime*``); they win over verl's.
+        row: where the data source comes from, for the message.
+
     Raises:
-        DataError: no built-in scorer knows it.
+        DataError: no built-in scorer knows it, it is code and needs a sandbox, or the scorer's
+            package is not installed.
+        ConfigError: a route names no scorer.
     """
-    if data_source in MATH_DAPO_SOURCES or data_source.startswith(MATH_DAPO_PREFIXES):
-        return _math_dapo
-    known = ", ".join(sorted(MATH_DAPO_SOURCES))
-    raise DataError(
-        f"data_source '{data_source}': no built-in scorer (known: {known}, and anything that "
-        "starts with 'aime'); set reward.custom_reward_function.path to a Python file that "
-        "defines compute_score(data_source, solution_str, ground_truth, extra_info)"
-    )
+    place = f"{row}: " if row else ""
+    name = _name(data_source, routes or {})
+    if name is None:
+        raise DataError(f"{place}data_source '{data_source}': {_no_route(data_source)}")
+    if name == MATH_VERIFY:
+        symbolic_math.check_installed(f"{place}data_source '{data_source}'")
+    return partial(_apply, _rule(name))
 
 
-def _math_dapo(
-    *, data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, object]
-) -> object:
-    return math_dapo.compute_score(solution_str, ground_truth)
+def scored_characters(data_source: str, routes: Mapping[str, str]) -> int | None:
+    """How many last characters of a response its scorer looks at; ``None``: all, or no scorer."""
+    return TAILS.get(_name(data_source, routes) or "")
+
+
+def check_routes(routes: Mapping[str, str]) -> None:
+    """Refuse routes to scorers that do not exist; errors as in `scorer_for`."""
+    for name in routes.values():
+        _rule(name)
+
+
+def _rule(name: str) -> Rule:
+    if name not in RULES:
+        raise ConfigError(
+            f"reward.scorer_routes: no scorer is called '{name}'; choose one of {', '.join(RULES)}"
+        )
+    return RULES[name]
+
+
+def _name(data_source: str, routes: Mapping[str, str]) -> str | None:
+    return _route(data_source, routes) or _route(data_source, DEFAULT_ROUTES)
+
+
+def _route(data_source: str, routes: Mapping[str, str]) -> str | None:
+    if data_source in routes:
+        return routes[data_source]
+    beginnings = [
+        key
+        for key in routes
+        if key.endswith(ANY_ENDING) and data_source.startswith(key.removesuffix(ANY_ENDING))
+    ]
+    return routes[max(beginnings, key=len)] if beginnings else None
+
+
+def _no_route(data_source: str) -> str:
+    if data_source in CODE_SOURCES:
+        return f"programs need a sandbox to run in, and none is built in; {_REMEDY}"
+    return f"no built-in scorer knows it (known: {', '.join(sorted(DEFAULT_ROUTES))}); {_REMEDY}"
+
+
+def _apply(rule: Rule, *, solution_str: str, ground_truth: str, **_call: object) -> object:
+    return rule(solution_str, ground_truth)

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from services.trainer.learner.micro_batch import MicroBatch
 from sluice.algorithm.entropy import entropy_from_logits, logprobs_from_logits
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
 
@@ -24,10 +26,12 @@ class EntropyUse(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenOutputs:
-    """Per response token, float32 [N]. `entropy` is there if used, with a gradient for a bonus."""
+    """Per response token, float32 [N]. `entropy` is there if used, with a gradient for a bonus;
+    `sum_pi_squared`, the sum of all squared probabilities, if asked for."""
 
     logprobs: Tensor
     entropy: Tensor | None
+    sum_pi_squared: Tensor | None = None
 
 
 def token_outputs(
@@ -36,6 +40,7 @@ def token_outputs(
     *,
     temperature: float,
     entropy: EntropyUse = EntropyUse.NONE,
+    with_sum_pi_squared: bool = False,
 ) -> TokenOutputs:
     """Run the model once over the packed tokens; logits exist at predecessors only.
 
@@ -44,13 +49,37 @@ def token_outputs(
         micro_batch: on the model's device.
         temperature: sampling temperature; logits are divided by it.
         entropy: whether to compute the entropies, and whether they are differentiated.
+        with_sum_pi_squared: compute them, without a gradient.
     """
     logits = response_logits(model, micro_batch)
     logprobs = logprobs_from_logits(logits, micro_batch.labels, temperature)
+    squares = sum_pi_squared(logits, temperature) if with_sum_pi_squared else None
     if entropy is EntropyUse.NONE:
-        return TokenOutputs(logprobs, None)
+        return TokenOutputs(logprobs, None, squares)
     differentiated = logits if entropy is EntropyUse.BONUS else logits.detach()
-    return TokenOutputs(logprobs, entropy_from_logits(differentiated, temperature))
+    return TokenOutputs(logprobs, entropy_from_logits(differentiated, temperature), squares)
+
+
+@torch.no_grad()
+def sum_pi_squared(logits: Tensor, temperature: float) -> Tensor:
+    """Sum over the vocabulary of ``softmax(logits / temperature)`` squared, float32 [N].
+
+    ``exp(logsumexp(2 z) - 2 logsumexp(z))`` for scaled logits z: no probability is stored.
+    """
+    scaled = logits.float() / temperature
+    return torch.exp(torch.logsumexp(2 * scaled, -1) - 2 * torch.logsumexp(scaled, -1))
+
+
+def response_values(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
+    """Values [N], float32, that a critic gives the state before each response token."""
+    outputs = model(
+        input_ids=micro_batch.input_ids,
+        position_ids=micro_batch.position_ids,
+        use_cache=False,
+        packed_layout=micro_batch.layout,
+    )
+    values: Tensor = outputs.logits[0, :, 0].float()
+    return values.index_select(0, micro_batch.predecessors)
 
 
 def response_logits(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:

@@ -21,13 +21,17 @@ from sluice.types import Logprobs, TokenIds, TrainGroup
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingRow:
-    """One response to train on. `group` numbers the prompt within the mini-batch."""
+    """One response to train on.
 
+    `number` is the row's place in the train batch; `group` numbers the prompt within the
+    mini-batch.
+    """
+
+    number: int
     group: int
     prompt_token_ids: TokenIds  # [prompt tokens]
     token_ids: TokenIds  # [tokens]
     behavior_logprobs: Logprobs  # [tokens]
-    advantage: float
 
     @property
     def size(self) -> RowSize:
@@ -37,43 +41,42 @@ class TrainingRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """T input tokens and N response tokens (labels), rows in the order of `row_indices`.
+    """T input tokens and N response tokens (labels) of R rows, in the order of `row_indices`.
 
     The last token of a row is only a label: nothing is predicted after it, so it is no input.
-    Logits are needed at `predecessors`: for a row's first token the prompt's last position.
+    Logits are needed at `predecessors`: for a row's first token the prompt's last position. An
+    empty response is a row without tokens. `batch_rows` and `columns` are each token's place in a
+    table [rows of the train batch, longest response].
     """
 
-    row_indices: tuple[int, ...]  # into the mini-batch's rows, without empty responses
-    row_lengths: tuple[int, ...]  # response tokens of each
+    row_indices: tuple[int, ...]  # [R] into the mini-batch's rows
+    row_groups: tuple[int, ...]  # [R] equal for rows of one prompt
     layout: PackedLayout
     input_ids: torch.Tensor  # int64 [1, T]
     position_ids: torch.Tensor  # int64 [1, T]
     predecessors: torch.Tensor  # int64 [N], packed positions
     labels: torch.Tensor  # int64 [N]
     rows: torch.Tensor  # int64 [N], index into row_indices
+    batch_rows: torch.Tensor  # int64 [N]
+    columns: torch.Tensor  # int64 [N]
     behavior_logprobs: torch.Tensor  # float32 [N]
-    advantages: torch.Tensor  # float32 [N]
 
     @property
-    def num_response_tokens(self) -> int:
-        """N."""
-        return sum(self.row_lengths)
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.row_indices)
 
 
 def training_rows(
-    groups: Sequence[TrainGroup], advantages: Sequence[npt.NDArray[np.float64]]
+    groups: Sequence[TrainGroup], numbers: Sequence[Sequence[int]]
 ) -> list[TrainingRow]:
-    """Lay groups out by rows, in order; `advantages` holds one array [samples] per group."""
+    """Lay groups out by rows, in order; `numbers` are each group's rows in the train batch."""
     return [
         TrainingRow(
-            number,
-            group.prompt_token_ids,
-            rollout.token_ids,
-            rollout.behavior_logprobs,
-            float(advantage),
+            number, place, group.prompt_token_ids, rollout.token_ids, rollout.behavior_logprobs
         )
-        for number, (group, values) in enumerate(zip(groups, advantages, strict=True))
-        for rollout, advantage in zip(group.rollouts, values, strict=True)
+        for place, (group, own) in enumerate(zip(groups, numbers, strict=True))
+        for rollout, number in zip(group.rollouts, own, strict=True)
     ]
 
 
@@ -85,23 +88,23 @@ def build_micro_batch(
     if not pieces:
         return None
     packed = list(_place(rows, pieces))
-    indices = tuple(index for piece in pieces for index in piece.row_indices)
-    lengths = [rows[index].token_ids.size for index in indices]
-    advantages = np.array([rows[index].advantage for index in indices], dtype=np.float32)
+    members = [rows[index] for index in plan.row_indices]
+    lengths = [row.token_ids.size for row in members]
     input_ids, position_ids = _inputs(rows, pieces)
     return MicroBatch(
-        row_indices=indices,
-        row_lengths=tuple(lengths),
+        row_indices=plan.row_indices,
+        row_groups=tuple(row.group for row in members),
         layout=build_layout(packed, input_ids.size, device),
         input_ids=_tensor(input_ids[None], device),
         position_ids=_tensor(position_ids[None], device),
         predecessors=_tensor(_predecessors(packed), device),
-        labels=_tensor(np.concatenate([rows[i].token_ids for i in indices]), device),
-        rows=_tensor(np.repeat(np.arange(len(indices)), lengths), device),
+        labels=_tensor(np.concatenate([row.token_ids for row in members]), device),
+        rows=_tensor(np.repeat(np.arange(len(members)), lengths), device),
+        batch_rows=_tensor(np.repeat([row.number for row in members], lengths), device),
+        columns=_tensor(np.concatenate([np.arange(length) for length in lengths]), device),
         behavior_logprobs=torch.from_numpy(
-            np.concatenate([rows[i].behavior_logprobs for i in indices])
+            np.concatenate([row.behavior_logprobs for row in members])
         ).to(device),
-        advantages=torch.from_numpy(np.repeat(advantages, lengths)).to(device),
     )
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from services.trainer.learner.micro_batch import MicroBatch, build_micro_batch, training_rows
+from sluice.algorithm.losses.adpo_groups import (
+    assign_groups_to_ranks,
+    plan_whole_group_micro_batches,
+)
 from sluice.algorithm.packing import (
     assign_rows_to_ranks,
     plan_micro_batches,
     plan_minibatches,
 )
-from sluice.config.actor_rollout_ref import ActorConfig
 from sluice.types import TrainGroup
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ class MiniBatch:
     """
 
     micro_batches: tuple[MicroBatch, ...]
+    global_groups: int
     global_rows: int
     global_tokens: int
 
@@ -42,57 +46,70 @@ class Share:
     world_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class BatchCut:
+    """How a train batch is cut; one of `token_budget` and `rows_per_micro` is given.
+
+    `whole_groups` keeps all rows of a prompt in one micro-batch, for losses that compare them.
+    With a `shuffle_seed` groups are permuted first.
+    """
+
+    mini_batch_groups: int
+    token_budget: int | None
+    rows_per_micro: int | None
+    shuffle_seed: int | None = None
+    whole_groups: bool = False
+
+
 def split_batch(
-    groups: Sequence[TrainGroup],
-    advantages: Sequence[npt.NDArray[np.float64]],
-    actor: ActorConfig,
-    share: Share,
-    *,
-    step: int,
-    device: torch.device,
+    groups: Sequence[TrainGroup], cut: BatchCut, share: Share, *, step: int, device: torch.device
 ) -> list[MiniBatch]:
     """Cut a train batch into mini-batches of groups, and this rank's rows into micro-batches.
 
-    With ``actor.shuffle`` groups are permuted first, by a generator of ``data_loader_seed`` and
-    `step`; the mini-batches stay the same in all ``ppo_epochs`` passes.
+    Groups are shuffled by a generator of the seed and `step`; the mini-batches stay the same in
+    all ``ppo_epochs`` passes.
 
     Raises:
         ConfigError: the groups do not divide into mini-batches.
     """
     order = np.arange(len(groups))
-    if actor.shuffle:
-        order = np.random.default_rng([actor.data_loader_seed, step]).permutation(len(groups))
+    if cut.shuffle_seed is not None:
+        order = np.random.default_rng([cut.shuffle_seed, step]).permutation(len(groups))
+    ends = list(accumulate(len(group.rollouts) for group in groups))
+    numbers = [range(end - len(g.rollouts), end) for g, end in zip(groups, ends, strict=True)]
     return [
         _mini_batch(
             [groups[order[i]] for i in members],
-            [advantages[order[i]] for i in members],
-            actor,
+            [numbers[order[i]] for i in members],
+            cut,
             share,
             device,
         )
-        for members in plan_minibatches(len(groups), actor.ppo_mini_batch_size)
+        for members in plan_minibatches(len(groups), cut.mini_batch_groups)
     ]
 
 
 def _mini_batch(
     groups: Sequence[TrainGroup],
-    advantages: Sequence[npt.NDArray[np.float64]],
-    actor: ActorConfig,
+    numbers: Sequence[Sequence[int]],
+    cut: BatchCut,
     share: Share,
     device: torch.device,
 ) -> MiniBatch:
-    rows = training_rows(groups, advantages)
+    rows = training_rows(groups, numbers)
     sizes = [row.size for row in rows]
-    own = assign_rows_to_ranks(sizes, share.world_size)[share.rank]
-    plans = plan_micro_batches(
+    assign = assign_groups_to_ranks if cut.whole_groups else assign_rows_to_ranks
+    plan = plan_whole_group_micro_batches if cut.whole_groups else plan_micro_batches
+    plans = plan(
         sizes,
-        own,
-        token_budget=actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
-        rows_per_micro=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
+        assign(sizes, share.world_size)[share.rank],
+        token_budget=cut.token_budget,
+        rows_per_micro=cut.rows_per_micro,
     )
-    micro_batches = (build_micro_batch(rows, plan, device) for plan in plans)
+    micro_batches = (build_micro_batch(rows, planned, device) for planned in plans)
     return MiniBatch(
         tuple(micro_batch for micro_batch in micro_batches if micro_batch is not None),
+        global_groups=len(groups),
         global_rows=len(rows),
         global_tokens=sum(size.response_tokens for size in sizes),
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
@@ -45,8 +45,24 @@ def load_policy(
             "actor_rollout_ref.actor.fsdp_config: dtype=float32 with model_dtype=bfloat16 computes "
             "more precisely than the weights are kept; set model_dtype=float32 or dtype=bfloat16"
         )
-    register_packed_attention()
     loaded = _read(model, DTYPES[precision.model_dtype])
+    return _prepared(loaded, model, device, max_tokens)
+
+
+def load_critic(
+    model: ModelConfig, precision: FsdpConfig, device: torch.device, max_tokens: int
+) -> PreTrainedModel:
+    """Like `load_policy`, but with a value head of one output instead of the vocabulary's.
+
+    The head is drawn from torch's global generator unless the files hold one.
+    """
+    loaded = _read(model, DTYPES[precision.model_dtype], is_critic=True)
+    return _prepared(loaded, model, device, max_tokens)
+
+
+def _prepared(
+    loaded: PreTrainedModel, model: ModelConfig, device: torch.device, max_tokens: int
+) -> PreTrainedModel:
     check_attention(loaded.config, max_tokens)
     loaded.to(device)  # type: ignore[arg-type]  # transformers narrows torch's overloads
     loaded.eval()
@@ -95,7 +111,10 @@ def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
         )
 
 
-def _read(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _read(model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False) -> PreTrainedModel:
+    register_packed_attention()
+    family = AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
+    own = {"num_labels": 1} if is_critic else {}
     key = f"actor_rollout_ref.model.path='{model.path}'"
     remedy = (
         "give the directory of a Hugging Face causal language model (config.json, *.safetensors)"
@@ -105,8 +124,9 @@ def _read(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     # transformers would draw a progress bar over the console of every rank.
     transformers_logging.disable_progress_bar()
     try:
-        loading: object = AutoModelForCausalLM.from_pretrained(
+        loading: object = family.from_pretrained(
             model.path,
+            **own,
             dtype=dtype,
             attn_implementation=PACKED_ATTENTION,
             local_files_only=True,
@@ -117,13 +137,19 @@ def _read(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"{key} cannot be loaded ({error}); {remedy}") from error
     loaded, report = cast("tuple[PreTrainedModel, Mapping[str, Collection[object]]]", loading)
-    if report["missing_keys"] or report["mismatched_keys"]:
-        lacking = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+    missing = [key for key in map(str, report["missing_keys"]) if not _is_value_head(key)]
+    if missing or report["mismatched_keys"]:
+        lacking = sorted([*missing, *map(str, report["mismatched_keys"])])
         raise ConfigError(
             f"{key}: {len(lacking)} weights are missing or of another shape, first {lacking[0]}; "
             "copy the complete checkpoint"
         )
     return loaded
+
+
+def _is_value_head(name: str) -> bool:
+    """A critic starts from a language model, whose files have no such weights."""
+    return name.split(".", 1)[0] in {"score", "classifier"}
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:

@@ -52,12 +52,13 @@ def _refusal(model: PreTrainedModel, reason: str) -> ConfigError:
 
 def _made_up_rows(vocabulary: int) -> list[TrainingRow]:
     generator = np.random.default_rng(0)
-    rows = []
+    rows: list[TrainingRow] = []
     for group, prompt_tokens in enumerate(_PROMPT_TOKENS):
         prompt = generator.integers(vocabulary, size=prompt_tokens).astype(np.uint32)
         for tokens in _ROW_TOKENS:
             response = generator.integers(vocabulary, size=tokens).astype(np.uint32)
-            rows.append(TrainingRow(group, prompt, response, np.zeros(tokens, np.float32), 0.0))
+            logprobs = np.zeros(tokens, np.float32)
+            rows.append(TrainingRow(len(rows), group, prompt, response, logprobs))
     return rows
 
 

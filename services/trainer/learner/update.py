@@ -1,33 +1,52 @@
-"""One policy update: every optimizer step of one train batch (DAPO, GRPO)."""
+"""One update: every optimizer step of one train batch, of the policy and of a critic.
+
+cut -> old logprobs, reference, values -> advantages -> critic steps -> policy steps
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from services.trainer.learner.advantage_stage import (
+    BatchEvidence,
+    TokenAdvantages,
+    token_advantages,
+)
+from services.trainer.learner.batch_table import (
+    BatchTable,
+    batch_table,
+    gather_tokens,
+    reward_components,
+    tokens_of,
+)
+from services.trainer.learner.critic import Critic, value_metrics
 from services.trainer.learner.forward import EntropyUse, TokenOutputs, token_outputs
+from services.trainer.learner.loss_terms import LossTerms
 from services.trainer.learner.micro_batch import MicroBatch
-from services.trainer.learner.mini_batch import MiniBatch, Share, split_batch
+from services.trainer.learner.mini_batch import Share, split_batch
 from services.trainer.learner.model import compute_context
 from services.trainer.learner.optimizer import PolicyOptimizer
 from services.trainer.learner.parallel import DataParallel
+from services.trainer.learner.prepared import PreparedMicroBatch, PreparedMiniBatch, prepare
+from services.trainer.learner.reference import ReferencePolicy
 from services.trainer.learner.update_settings import UpdateSettings
 from services.trainer.learner.update_tally import UpdateTally
-from sluice.algorithm.advantages.registry import advantage_estimator
 from sluice.algorithm.batch_metrics import batch_metrics, batch_rows
-from sluice.algorithm.importance import truncated_importance_weights
-from sluice.algorithm.losses.aggregate import aggregate
-from sluice.algorithm.losses.policy_loss import PolicyLoss
-from sluice.algorithm.losses.registry import policy_loss
+from sluice.algorithm.rollout_correction.statistics import (
+    Statistics,
+    merge_statistics,
+    statistics_from_vector,
+    statistics_to_vector,
+)
 from sluice.algorithm.throughput_metrics import throughput_metrics
 from sluice.device.protocol import Device
 from sluice.types import TrainBatch
@@ -35,17 +54,19 @@ from sluice.types import TrainBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Advantages = list[npt.NDArray[np.float64]]
+_SEEDS_PER_BATCH = 1_000_003  # a prime: seeds of micro-batches of different batches differ
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """What one rank updates: its copy of the model, and where it stands among the ranks."""
+    """What one rank updates: its copy of the models, and where it stands among the ranks."""
 
     model: PreTrainedModel
     optimizer: PolicyOptimizer
     parallel: DataParallel
     device: Device
+    reference: ReferencePolicy | None = None
+    critic: Critic | None = None
 
 
 class PolicyUpdate:
@@ -54,14 +75,22 @@ class PolicyUpdate:
     The gradient of a mini-batch does not depend on how it is cut: each micro-batch's loss is
     divided by the mini-batch's global counts, gradients are added up over micro-batches by
     backward and over ranks by one collective before the optimizer step.
+
+    Attributes:
+        kl_controller: weight of the divergence in the reward; part of a checkpoint.
     """
 
     def __init__(self, replica: Replica, settings: UpdateSettings) -> None:
         self._model, self._optimizer = replica.model, replica.optimizer
         self._parallel, self._device = replica.parallel, replica.device
+        self._reference, self._critic = replica.reference, replica.critic
         self._settings, self._actor = settings, settings.actor
-        self._loss_function = policy_loss(self._actor.policy_loss.loss_mode)
-        self._loss_metrics = tuple(self._policy_loss(*[torch.zeros(0)] * 3).metric_sums)
+        self._terms = LossTerms(settings)
+        self._mean_names, self._no_corrections = (
+            self._terms.mean_names(),
+            self._terms.no_corrections(),
+        )
+        self.kl_controller = settings.kl_controller
 
     def run(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """Train on one batch.
@@ -78,150 +107,215 @@ class PolicyUpdate:
             DeadlineError: another rank did not arrive at a collective.
             PeerError: another rank failed.
         """
-        began_s = time.perf_counter()
-        advantages = self._advantages(batch)
+        clock = _Clock(self._now_s)
+        table = batch_table(batch, self._device.torch_device)
+        mini_batches = self._cut(batch, step)
+        tally = UpdateTally(self._mean_names, self._no_corrections)
+        sum_pi_squared = self._old_logprobs(mini_batches, tally, table)
+        clock.lap("old_log_prob")
+        self._reference_logprobs(mini_batches)
+        clock.lap("ref", shown=self._reference is not None)
+        values = self._critic.values(batch, table, step) if self._critic else None
+        clock.lap("values", shown=self._critic is not None)
+        evidence = self._evidence(mini_batches, table, values, sum_pi_squared)
+        worth = self._advantages(batch, table, evidence)
+        for prepared in _micro_batches(mini_batches):
+            prepared.advantages = tokens_of(worth.advantages, prepared.micro_batch)
+        clock.lap("adv")
+        critic_metrics = self._update_critic(table, values, worth, step)
+        clock.lap("update_critic", shown=self._critic is not None)
+        policy_metrics = {}
+        if step >= self._settings.critic_warmup:
+            policy_metrics = self._policy_steps(mini_batches, tally, step)
+        clock.lap("update_actor")
+        return {
+            **self._batch_metrics(batch),
+            **worth.metrics,
+            **critic_metrics,
+            **policy_metrics,
+            **self._speed(batch, clock.seconds),
+        }
+
+    def _cut(self, batch: TrainBatch, step: int) -> list[PreparedMiniBatch]:
         share = Share(self._parallel.rank, self._parallel.world_size)
-        mini_batches = split_batch(
-            batch.groups,
-            advantages,
-            self._actor,
-            share,
-            step=step,
-            device=self._device.torch_device,
+        device = self._device.torch_device
+        cut = split_batch(batch.groups, self._settings.cut, share, step=step, device=device)
+        return [prepare(mini_batch) for mini_batch in cut]
+
+    def _old_logprobs(
+        self, mini_batches: Sequence[PreparedMiniBatch], tally: UpdateTally, table: BatchTable
+    ) -> Tensor | None:
+        """Logprobs of the policy as it came into the batch; returns sums of squares, if needed.
+
+        Left out are the first mini-batch's: no weight has changed before its first pass, so that
+        pass itself yields them, unless something has to know them before. All others must be
+        computed before the first step.
+        """
+        if self._settings.old_is_behavior:
+            for prepared in _micro_batches(mini_batches):
+                prepared.old_logprobs = prepared.micro_batch.behavior_logprobs
+            if not self._settings.needs_sum_pi_squared:
+                return None
+        first = 0 if self._settings.needs_old_logprobs_first else 1
+        squares: list[tuple[MicroBatch, Tensor]] = []
+        for prepared in _micro_batches(mini_batches[first:]):
+            with torch.no_grad():
+                outputs = self._forward(
+                    prepared.micro_batch,
+                    EntropyUse.METRIC,
+                    with_sum_pi_squared=self._settings.needs_sum_pi_squared,
+                )
+            if outputs.sum_pi_squared is not None:
+                squares.append((prepared.micro_batch, outputs.sum_pi_squared))
+            self._note_old_policy(prepared, outputs, tally)
+        if self._settings.correction.rollout_is_batch_normalize:
+            self._normalize_weights(mini_batches, tally)
+        if not self._settings.needs_sum_pi_squared:
+            return None
+        return gather_tokens(squares, table, self._parallel, "gathering squared probabilities")
+
+    def _note_old_policy(
+        self, prepared: PreparedMicroBatch, outputs: TokenOutputs, tally: UpdateTally
+    ) -> None:
+        """A pass of the policy as it came into the batch has been made."""
+        if outputs.entropy is not None:
+            tally.add_entropy(outputs.entropy)
+        if prepared.old_logprobs is None:
+            prepared.old_logprobs = outputs.logprobs.detach()
+        tally.add_probs_diff(outputs.logprobs, prepared.micro_batch.behavior_logprobs)
+        statistics = self._terms.correct(prepared)
+        if statistics is not None:
+            tally.add_correction(statistics)
+
+    def _normalize_weights(
+        self, mini_batches: Sequence[PreparedMiniBatch], tally: UpdateTally
+    ) -> None:
+        own = statistics_to_vector(tally.corrections)
+        vectors = self._parallel.all_gather(own, "normalising importance weights")
+        merged: Statistics = self._no_corrections
+        for vector in vectors:
+            found = statistics_from_vector(self._no_corrections, vector)
+            merged = merge_statistics(merged, found)
+        for prepared in _micro_batches(mini_batches):
+            self._terms.normalize(prepared, merged)
+
+    def _reference_logprobs(self, mini_batches: Sequence[PreparedMiniBatch]) -> None:
+        if self._reference is None:
+            return
+        prepared = _micro_batches(mini_batches)
+        found = self._reference.logprobs(
+            [one.micro_batch for one in prepared], self._settings.temperature
         )
-        tally = UpdateTally(self._loss_metrics)
+        for one, logprobs in zip(prepared, found, strict=True):
+            one.ref_logprobs = logprobs
+
+    def _evidence(
+        self,
+        mini_batches: Sequence[PreparedMiniBatch],
+        table: BatchTable,
+        values: Tensor | None,
+        sum_pi_squared: Tensor | None,
+    ) -> BatchEvidence:
+        if not self._settings.needs_old_logprobs_first:
+            return BatchEvidence(values=values)
+        prepared = _micro_batches(mini_batches)
+        old = [(p.micro_batch, p.old_logprobs) for p in prepared if p.old_logprobs is not None]
+        ref = [(p.micro_batch, p.ref_logprobs) for p in prepared if p.ref_logprobs is not None]
+        with_reference = self._settings.advantages.kl_kind is not None
+        gather, parallel = gather_tokens, self._parallel
+        return BatchEvidence(
+            old_logprobs=gather(old, table, parallel, "gathering old logprobs"),
+            ref_logprobs=(
+                gather(ref, table, parallel, "gathering reference logprobs")
+                if with_reference
+                else None
+            ),
+            values=values,
+            sum_pi_squared=sum_pi_squared,
+        )
+
+    def _advantages(
+        self, batch: TrainBatch, table: BatchTable, evidence: BatchEvidence
+    ) -> TokenAdvantages:
+        components = reward_components(
+            batch, self._settings.component_keys, self._device.torch_device
+        )
+        worth = token_advantages(
+            table, evidence, components, self._settings.advantages, self.kl_controller
+        )
+        self.kl_controller = worth.controller
+        return worth
+
+    def _update_critic(
+        self, table: BatchTable, values: Tensor | None, worth: TokenAdvantages, step: int
+    ) -> dict[str, float]:
+        if self._critic is None or values is None:
+            return {}
+        return {
+            **value_metrics(values, worth.returns, table.mask),
+            **self._critic.update(worth.returns, step),
+        }
+
+    def _policy_steps(
+        self, mini_batches: Sequence[PreparedMiniBatch], tally: UpdateTally, step: int
+    ) -> dict[str, float]:
         rate = self._optimizer.begin_batch(step - 1)
-        old_logprobs = self._old_logprobs(mini_batches, tally)
-        recomputed_s = self._now_s()
         norms = [
-            self._optimizer_step(mini_batch, old, tally, first_pass=epoch == 0)
+            self._optimizer_step(mini_batch, tally, seed, first_pass=epoch == 0)
             for epoch in range(self._actor.ppo_epochs)
-            for mini_batch, old in zip(mini_batches, old_logprobs, strict=True)
+            for seed, mini_batch in enumerate(
+                mini_batches, step * _SEEDS_PER_BATCH + epoch * len(mini_batches)
+            )
         ]
-        ended_s = self._now_s()
         finite = [norm for norm in norms if math.isfinite(norm)]
         return {
-            **self._batch_metrics(batch, advantages),
             **tally.metrics(self._parallel, len(norms)),
-            **self._speed(batch, recomputed_s - began_s, ended_s - recomputed_s),
             **({"actor/grad_norm": float(np.mean(finite))} if finite else {}),
+            **({"actor/kl_coef": self._actor.kl_loss_coef} if self._actor.use_kl_loss else {}),
             "actor/lr": rate,
             "actor/skipped_updates": float(len(norms) - len(finite)),
         }
 
-    def _advantages(self, batch: TrainBatch) -> Advantages:
-        estimate = advantage_estimator(self._settings.adv_estimator)
-        return [
-            estimate(
-                np.array([scored.reward for scored in group.scores], dtype=np.float64),
-                norm_by_std=self._settings.norm_adv_by_std,
-            )
-            for group in batch.groups
-        ]
-
-    def _old_logprobs(
-        self, mini_batches: Sequence[MiniBatch], tally: UpdateTally
-    ) -> list[list[Tensor | None]]:
-        """Logprobs of the policy as it came into the batch, by mini-batch and micro-batch.
-
-        ``None`` stands for the first mini-batch's: no weight has changed before its first pass,
-        so that pass itself yields them. All others must be computed before the first step.
-        """
-        if self._actor.use_rollout_log_probs:
-            return [[m.behavior_logprobs for m in mini.micro_batches] for mini in mini_batches]
-        known: list[list[Tensor | None]] = [[None] * len(mini_batches[0].micro_batches)]
-        known += [
-            [self._recompute(m, tally) for m in mini.micro_batches] for mini in mini_batches[1:]
-        ]
-        return known
-
-    def _recompute(self, micro_batch: MicroBatch, tally: UpdateTally) -> Tensor:
-        with torch.no_grad():
-            outputs = self._forward(micro_batch, EntropyUse.METRIC)
-        _observe_old_policy(outputs, micro_batch, tally)
-        return outputs.logprobs
-
     def _optimizer_step(
-        self,
-        mini_batch: MiniBatch,
-        old_logprobs: list[Tensor | None],
-        tally: UpdateTally,
-        *,
-        first_pass: bool,
+        self, mini_batch: PreparedMiniBatch, tally: UpdateTally, seed: int, *, first_pass: bool
     ) -> float:
-        """Accumulate gradients over the mini-batch, sum them over ranks and step; the norm.
-
-        Fills in `old_logprobs` where they are ``None``.
-        """
-        for number, micro_batch in enumerate(mini_batch.micro_batches):
-            old = old_logprobs[number]
-            bypassed = first_pass and self._actor.use_rollout_log_probs
-            outputs = self._forward(micro_batch, self._entropy_use(old is None or bypassed))
-            if old is None:
-                _observe_old_policy(outputs, micro_batch, tally)
-                old = old_logprobs[number] = outputs.logprobs.detach()
+        """Accumulate gradients over the mini-batch, sum them over ranks and step; the norm."""
+        for number, prepared in enumerate(mini_batch.micro_batches):
+            is_old_policy = prepared.old_logprobs is None
+            bypassed = first_pass and self._settings.old_is_behavior
+            reported = (
+                is_old_policy
+                or (bypassed and not self._settings.needs_sum_pi_squared)
+                or self._actor.calculate_entropy
+            )
+            outputs = self._forward(prepared.micro_batch, self._entropy_use(reported))
+            if is_old_policy:
+                self._note_old_policy(prepared, outputs, tally)
             elif bypassed and outputs.entropy is not None:
                 tally.add_entropy(outputs.entropy)
-            self._backward(outputs, old, micro_batch, mini_batch, tally)
+            loss = self._terms.loss(
+                outputs,
+                prepared,
+                mini_batch.counts,
+                seed=(seed * _SEEDS_PER_BATCH + number) % 2**62,
+            )
+            loss.total.total.backward()
+            tally.add_loss(loss.total, loss.objective.metrics)
         self._parallel.all_reduce_sum(self._optimizer.gradients.buffers, "summing gradients")
         norm = self._optimizer.step()
         tally.end_step()
         return norm
 
-    def _backward(
-        self,
-        outputs: TokenOutputs,
-        old_logprobs: Tensor,
-        micro_batch: MicroBatch,
-        mini_batch: MiniBatch,
-        tally: UpdateTally,
-    ) -> None:
-        loss = self._policy_loss(outputs.logprobs, old_logprobs, micro_batch.advantages)
-        token_loss = loss.loss
-        if self._settings.importance_level is not None:
-            token_loss = token_loss * truncated_importance_weights(
-                old_logprobs,
-                micro_batch.behavior_logprobs,
-                micro_batch.rows,
-                len(micro_batch.row_indices),
-                level=self._settings.importance_level,
-                threshold=self._settings.importance_threshold,
-            )
-        policy_share = self._aggregate(token_loss, micro_batch, mini_batch)
-        total = policy_share
-        if self._actor.entropy_coeff != 0.0 and outputs.entropy is not None:
-            bonus = self._aggregate(outputs.entropy, micro_batch, mini_batch)
-            total = total - self._actor.entropy_coeff * bonus
-        total.backward()
-        tally.add_loss(loss.metric_sums, policy_share, loss.num_tokens)
-
-    def _policy_loss(self, logprobs: Tensor, old: Tensor, advantages: Tensor) -> PolicyLoss:
-        return self._loss_function(
-            logprobs,
-            old,
-            advantages,
-            clip_low=self._actor.clip_ratio_low,
-            clip_high=self._actor.clip_ratio_high,
-            clip_c=self._actor.clip_ratio_c,
-        )
-
-    def _aggregate(self, values: Tensor, micro_batch: MicroBatch, mini_batch: MiniBatch) -> Tensor:
-        return aggregate(
-            values,
-            micro_batch.rows,
-            mode=self._actor.loss_agg_mode,
-            global_tokens=mini_batch.global_tokens,
-            global_rows=mini_batch.global_rows,
-            loss_scale_factor=self._settings.loss_scale_factor,
-        )
-
-    def _forward(self, micro_batch: MicroBatch, entropy: EntropyUse) -> TokenOutputs:
+    def _forward(
+        self, micro_batch: MicroBatch, entropy: EntropyUse, *, with_sum_pi_squared: bool = False
+    ) -> TokenOutputs:
         with self._precision():
             return token_outputs(
                 self._model,
                 micro_batch,
                 temperature=self._settings.temperature,
                 entropy=entropy,
+                with_sum_pi_squared=with_sum_pi_squared,
             )
 
     def _precision(self) -> AbstractContextManager[object]:
@@ -232,24 +326,26 @@ class PolicyUpdate:
             return EntropyUse.BONUS
         return EntropyUse.METRIC if reported else EntropyUse.NONE
 
-    def _batch_metrics(self, batch: TrainBatch, advantages: Advantages) -> dict[str, float]:
+    def _batch_metrics(self, batch: TrainBatch) -> dict[str, float]:
+        rows = sum(len(group.rollouts) for group in batch.groups)
         return batch_metrics(
-            batch_rows(batch, np.concatenate(advantages)),
+            batch_rows(batch, np.zeros(rows)),
             max_prompt_tokens=self._settings.max_prompt_tokens,
             max_response_tokens=self._settings.max_response_tokens,
         )
 
-    def _speed(self, batch: TrainBatch, recompute_s: float, update_s: float) -> dict[str, float]:
+    def _speed(self, batch: TrainBatch, seconds: dict[str, float]) -> dict[str, float]:
         responses = sum(r.num_tokens for group in batch.groups for r in group.rollouts)
         prompts = sum(g.prompt_token_ids.size * len(g.rollouts) for g in batch.groups)
+        busy_s = sum(seconds.values())
         return {
             **throughput_metrics(
-                {"old_log_prob": recompute_s, "update_actor": update_s},
+                seconds,
                 total_tokens=int(responses + prompts),
                 response_tokens=responses,
                 num_ranks=self._parallel.world_size,
             ),
-            "perf/trained_response_tokens_per_s": responses / (recompute_s + update_s),
+            "perf/trained_response_tokens_per_s": responses / busy_s,
         }
 
     def _now_s(self) -> float:
@@ -257,7 +353,20 @@ class PolicyUpdate:
         return time.perf_counter()
 
 
-def _observe_old_policy(outputs: TokenOutputs, micro_batch: MicroBatch, tally: UpdateTally) -> None:
-    if outputs.entropy is not None:
-        tally.add_entropy(outputs.entropy)
-    tally.add_probs_diff(outputs.logprobs, micro_batch.behavior_logprobs)
+def _micro_batches(mini_batches: Sequence[PreparedMiniBatch]) -> list[PreparedMicroBatch]:
+    return [prepared for mini_batch in mini_batches for prepared in mini_batch.micro_batches]
+
+
+class _Clock:
+    """Seconds between laps, by name."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s, self._last_s = now_s, now_s()
+        self.seconds: dict[str, float] = {}
+
+    def lap(self, name: str, *, shown: bool = True) -> None:
+        """Ends a lap; one that is not shown is dropped."""
+        now_s = self._now_s()
+        if shown:
+            self.seconds[name] = now_s - self._last_s
+        self._last_s = now_s

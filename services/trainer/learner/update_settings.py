@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sluice.algorithm.advantages.registry import advantage_estimator
-from sluice.algorithm.losses.registry import policy_loss
+from services.trainer.learner.advantage_stage import AdvantageRules
+from services.trainer.learner.mini_batch import BatchCut
+from sluice.algorithm.advantages.inputs import AdvantageSettings
+from sluice.algorithm.advantages.registry import batch_estimator
+from sluice.algorithm.kl.controller import KlController
+from sluice.algorithm.losses.registry import GROUP_LOSSES, policy_objective
+from sluice.algorithm.losses.settings import (
+    AdaptiveTauSettings,
+    AdpoSettings,
+    PolicyLossSettings,
+)
 from sluice.algorithm.packing import plan_minibatches
-from sluice.config.actor_rollout_ref import ActorConfig
+from sluice.algorithm.rollout_correction.bypass_corrector import bypass_corrector
+from sluice.algorithm.rollout_correction.plan import (
+    CorrectionPlan,
+    OldLogprobs,
+    RolloutCorrectionSettings,
+    correction_plan,
+)
+from sluice.config.actor import ActorConfig
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
+
+_NEEDS_OLD_LOGPROBS = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,41 +35,179 @@ class UpdateSettings:
     """What one update does; `actor` as configured, the rest taken from other sections."""
 
     actor: ActorConfig
-    adv_estimator: str
-    norm_adv_by_std: bool
+    cut: BatchCut
+    advantages: AdvantageRules
+    component_keys: tuple[str, ...]
+    kl_controller: KlController
+    loss: PolicyLossSettings
+    plan: CorrectionPlan
+    correction: RolloutCorrectionSettings
+    critic_warmup: int
     temperature: float
-    importance_level: str | None
-    importance_threshold: float
-    loss_scale_factor: float
     max_prompt_tokens: int
     max_response_tokens: int
 
+    @property
+    def loss_mode(self) -> str:
+        """The policy loss in use."""
+        return self.plan.loss_mode
 
-def update_settings(config: RunConfig) -> UpdateSettings:
+    @property
+    def old_is_behavior(self) -> bool:
+        """Whether the engine's logprobs are taken for the old ones."""
+        return self.actor.use_rollout_log_probs or self.plan.old_logprobs is OldLogprobs.ROLLOUT
+
+    @property
+    def needs_sum_pi_squared(self) -> bool:
+        """Whether the estimator reads squared probabilities."""
+        return self.advantages.estimator in _NEEDS_OLD_LOGPROBS
+
+    @property
+    def needs_old_logprobs_first(self) -> bool:
+        """Whether all old logprobs must be known before the first loss is."""
+        return (
+            self.needs_sum_pi_squared
+            or self.advantages.kl_kind is not None
+            or self.correction.rollout_is_batch_normalize
+        )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a term measures the divergence from a reference model."""
+        return self.advantages.kl_kind is not None or self.actor.use_kl_loss
+
+
+def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
     """Read and check the settings.
 
+    Args:
+        config: the run.
+        vocab_size: of the policy.
+
     Raises:
-        ConfigError: a loss or estimator is unknown, the batch does not divide into
-            mini-batches, or the size of micro-batches is not given.
+        ConfigError: a loss or estimator is unknown or not available here, the batch does not
+            divide into mini-batches, or the size of micro-batches is not given.
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    advantage_estimator(algorithm.adv_estimator)
-    policy_loss(actor.policy_loss.loss_mode)
+    batch_estimator(algorithm.adv_estimator)
+    _refuse_unavailable(config)
     plan_minibatches(config.data.train_batch_size, actor.ppo_mini_batch_size)
+    correction = _correction(config)
+    plan = correction_plan(correction, loss_mode=actor.policy_loss.loss_mode)
+    policy_objective(plan.loss_mode)
+    weights = algorithm.gdpo_reward_weights
+    return UpdateSettings(
+        actor=actor,
+        cut=_cut(actor, plan.loss_mode),
+        advantages=AdvantageRules(
+            algorithm.adv_estimator,
+            AdvantageSettings(
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+                norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+                gdpo_reward_weights=None if weights is None else tuple(weights),
+            ),
+            algorithm.kl_penalty if algorithm.use_kl_in_reward else None,
+        ),
+        component_keys=tuple(algorithm.gdpo_reward_keys or ()),
+        kl_controller=KlController(
+            type=algorithm.kl_ctrl.type,
+            coef=algorithm.kl_ctrl.kl_coef,
+            target_kl=algorithm.kl_ctrl.target_kl,
+            horizon=algorithm.kl_ctrl.horizon,
+        ),
+        loss=_loss(config, correction, vocab_size),
+        plan=plan,
+        correction=correction,
+        critic_warmup=config.trainer.critic_warmup,
+        temperature=config.actor_rollout_ref.rollout.temperature,
+        max_prompt_tokens=config.data.max_prompt_length,
+        max_response_tokens=config.data.max_response_length,
+    )
+
+
+def _refuse_unavailable(config: RunConfig) -> None:
+    algorithm = config.algorithm
+    if algorithm.adv_estimator == "remax":
+        raise ConfigError(
+            "algorithm.adv_estimator=remax needs a greedy response to every prompt, which the "
+            "rollout service does not draw; rloo is the nearest estimator without one"
+        )
+    if algorithm.use_pf_ppo:
+        raise ConfigError(
+            "algorithm.use_pf_ppo=true: rows are not drawn anew in sluice's trainer; set it to "
+            "false (`sluice.algorithm.advantages.pf_ppo` has the formula)"
+        )
+
+
+def _cut(actor: ActorConfig, loss_mode: str) -> BatchCut:
     if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
         raise ConfigError(
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is not set; give the rows of a "
             "micro-batch, or set use_dynamic_bsz=true to cut by ppo_max_token_len_per_gpu"
         )
-    correction = algorithm.rollout_correction
-    return UpdateSettings(
-        actor=actor,
-        adv_estimator=algorithm.adv_estimator,
-        norm_adv_by_std=algorithm.norm_adv_by_std_in_grpo,
-        temperature=config.actor_rollout_ref.rollout.temperature,
-        importance_level=correction.rollout_is,
-        importance_threshold=correction.rollout_is_threshold,
+    return BatchCut(
+        mini_batch_groups=actor.ppo_mini_batch_size,
+        token_budget=actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
+        rows_per_micro=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
+        shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
+        whole_groups=loss_mode in GROUP_LOSSES,
+    )
+
+
+def _correction(config: RunConfig) -> RolloutCorrectionSettings:
+    section = config.algorithm.rollout_correction
+    return RolloutCorrectionSettings(
+        rollout_is=section.rollout_is,
+        rollout_is_threshold=section.rollout_is_threshold,
+        rollout_is_batch_normalize=section.rollout_is_batch_normalize,
+        rollout_rs=section.rollout_rs,
+        rollout_rs_threshold=section.rollout_rs_threshold,
+        bypass_mode=section.bypass_mode,
+        loss_type=section.loss_type,
+    )
+
+
+def _loss(
+    config: RunConfig, correction: RolloutCorrectionSettings, vocab_size: int
+) -> PolicyLossSettings:
+    actor = config.actor_rollout_ref.actor
+    constants = actor.policy_loss
+    return PolicyLossSettings(
+        loss_agg_mode=actor.loss_agg_mode,
         loss_scale_factor=float(actor.loss_scale_factor or config.data.max_response_length),
-        max_prompt_tokens=config.data.max_prompt_length,
-        max_response_tokens=config.data.max_response_length,
+        clip_low=actor.clip_ratio_low,
+        clip_high=actor.clip_ratio_high,
+        clip_c=actor.clip_ratio_c,
+        clip_cov_ratio=constants.clip_cov_ratio,
+        clip_cov_lb=constants.clip_cov_lb,
+        clip_cov_ub=constants.clip_cov_ub,
+        kl_cov_ratio=constants.kl_cov_ratio,
+        ppo_kl_coef=constants.ppo_kl_coef,
+        dro_beta=constants.dro_beta,
+        tau_pos=actor.tau_pos,
+        tau_neg=actor.tau_neg,
+        bypass_loss=correction.loss_type,
+        bypass_corrector=bypass_corrector(correction) if correction.bypass_mode else None,
+        adpo=_adpo(config, vocab_size),
+    )
+
+
+def _adpo(config: RunConfig, vocab_size: int) -> AdpoSettings:
+    constants = config.actor_rollout_ref.actor.policy_loss
+    samples = config.algorithm.num_generations or config.actor_rollout_ref.rollout.n
+    return AdpoSettings(
+        num_generations=max(2, samples) if constants.loss_mode != "adpo" else samples,
+        variant=constants.loss_variant,
+        tau=constants.tau,
+        beta_reward=constants.beta_reward,
+        length_normalised=constants.use_length_normalization,
+        clip_log_ratio=constants.clip_log_ratio,
+        clip_anchored_score=constants.clip_anchored_score,
+        center=constants.use_q_center,
+        grad_scale_factor=constants.grad_scale_factor,
+        logit_reg_coef=constants.logit_reg_coef,
+        top_k=constants.top_k,
+        label_smoothing=constants.label_smoothing,
+        adaptive_tau=AdaptiveTauSettings(vocab_size) if constants.use_adaptive_tau else None,
     )

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from services.trainer.learner.critic import Critic
+from services.trainer.learner.critic_settings import critic_settings, uses_critic
 from services.trainer.learner.model import load_policy
 from services.trainer.learner.optimizer import PolicyOptimizer
 from services.trainer.learner.packing_probe import check_packing
 from services.trainer.learner.parallel import DataParallel
 from services.trainer.learner.policy_state import load_policy_state, save_policy_state
+from services.trainer.learner.reference import ReferencePolicy
 from services.trainer.learner.update import PolicyUpdate, Replica
 from services.trainer.learner.update_settings import update_settings
 from sluice.config.run import RunConfig
 from sluice.device.protocol import Device
 from sluice.device.select import select_device
-from sluice.errors import ConfigError
+from sluice.errors import CheckpointError, ConfigError
 from sluice.types import TrainBatch
 
 logger = logging.getLogger(__name__)
+
+CRITIC_FOLDER = "critic"  # beside the policy's
+KL_CONTROL_FILE = "kl_control.json"
 
 
 class Learner:
@@ -46,25 +54,32 @@ class Learner:
         total_steps: int,
         device: Device | None = None,
     ) -> None:
-        settings = update_settings(config)
         self._config, self._parallel = config, parallel
         self._device = device or select_device(config.trainer.device)
         self._device.set_device()
         torch.manual_seed(config.trainer.seed)
-        self._model = load_policy(
+        max_tokens = config.data.max_prompt_length + config.data.max_response_length
+        model, precision = (
             config.actor_rollout_ref.model,
             config.actor_rollout_ref.actor.fsdp_config,
-            self._device.torch_device,
-            config.data.max_prompt_length + config.data.max_response_length,
         )
+        self._model = load_policy(model, precision, self._device.torch_device, max_tokens)
+        settings = update_settings(config, self._model.config.get_text_config().vocab_size)
         check_packing(self._model)
         self._optimizer = PolicyOptimizer(
             dict(self._model.named_parameters()),
             config.actor_rollout_ref.actor.optim,
             total_steps,
         )
+        reference = None
+        if settings.needs_reference:
+            reference = ReferencePolicy(model, precision, self._device, max_tokens)
+        self._critic: Critic | None = None
+        if uses_critic(config):
+            self._critic = Critic(critic_settings(config), parallel, self._device, total_steps)
         self._update = PolicyUpdate(
-            Replica(self._model, self._optimizer, parallel, self._device), settings
+            Replica(self._model, self._optimizer, parallel, self._device, reference, self._critic),
+            settings,
         )
         self._check_equal_weights()
 
@@ -86,10 +101,17 @@ class Learner:
             yield name, parameter.detach()
 
     def save(self, directory: Path) -> None:
-        """Write model, tokenizer, optimizer and random state into `directory` (``actor/``)."""
-        save_policy_state(
-            directory, self._model, self._optimizer, self._config.actor_rollout_ref.model.path
-        )
+        """Write model, tokenizer, optimizer and random state into `directory` (``actor/``).
+
+        A critic goes into ``critic/`` beside it.
+        """
+        path = self._config.actor_rollout_ref.model.path
+        save_policy_state(directory, self._model, self._optimizer, path)
+        coef = self._update.kl_controller.coef
+        (directory / KL_CONTROL_FILE).write_text(json.dumps({"coef": coef}), encoding="utf-8")
+        if self._critic is not None:
+            folder = directory.parent / CRITIC_FOLDER
+            save_policy_state(folder, self._critic.model, self._critic.optimizer, path)
 
     def load(self, directory: Path) -> None:
         """Replace weights, optimizer and random state by what `save` wrote. Collective.
@@ -97,14 +119,34 @@ class Learner:
         Raises:
             CheckpointError: files are missing or belong to another model.
         """
+        if self._critic is not None:
+            folder = directory.parent / CRITIC_FOLDER
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"{folder} is missing: the checkpoint was saved without a critic; set "
+                    "critic.enable=false, or start anew with trainer.resume_mode=disable"
+                )
+            load_policy_state(folder, self._critic.model, self._critic.optimizer)
         load_policy_state(directory, self._model, self._optimizer)
+        self._load_kl_control(directory / KL_CONTROL_FILE)
         self._check_equal_weights()
 
+    def _load_kl_control(self, file: Path) -> None:
+        try:
+            coef = float(json.loads(file.read_text(encoding="utf-8"))["coef"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{file} cannot be read ({error}); choose another checkpoint"
+            ) from error
+        self._update.kl_controller = replace(self._update.kl_controller, coef=coef)
+
     def _check_equal_weights(self) -> None:
-        total = sum(float(weight.double().sum()) for _, weight in self.named_weights())
-        sums = self._parallel.all_gather([total], "comparing the ranks' weights")
-        if any(other != sums[0] for other in sums[1:]):
+        sums = [float(weight.double().sum()) for _, weight in self.named_weights()]
+        if self._critic is not None:
+            sums += [float(p.detach().double().sum()) for p in self._critic.model.parameters()]
+        totals = self._parallel.all_gather([sum(sums)], "comparing the ranks' weights")
+        if any(other != totals[0] for other in totals[1:]):
             raise ConfigError(
-                f"trainer ranks hold different weights (sums {sums}); give every rank the same "
+                f"trainer ranks hold different weights (sums {totals}); give every rank the same "
                 "files at actor_rollout_ref.model.path and in the checkpoint folder"
             )

@@ -28,7 +28,7 @@ class Reporter:
 
     def evaluation(self, step: int, evaluation: Evaluation, seconds: float) -> None:
         """Records validation numbers of the version after `step`, and its examples."""
-        metrics = {**evaluation.metrics, "timing_s/testing": seconds}
+        metrics = {**evaluation.metrics, "timing_s/testing": seconds, "val/failed": 0.0}
         metrics["val/generated_tokens"] = float(evaluation.generated_tokens)
         self.step(step, metrics)
         folder = self._run_dir / "validation"
@@ -39,6 +39,10 @@ class Reporter:
         ]
         lines = "".join(json.dumps({**row, "step": step}) + "\n" for row in rows)
         (folder / f"{step}.jsonl").write_text(lines, encoding="utf-8")
+
+    def evaluation_failed(self, step: int, seconds: float) -> None:
+        """Records that the version after `step` could not be validated."""
+        self.step(step, {"val/failed": 1.0, "timing_s/testing": seconds})
 
     def accounts(self, accounts: Mapping[str, float]) -> None:
         """Records how the run's prompts and tokens ended."""

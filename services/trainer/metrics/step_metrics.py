@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sluice.algorithm.throughput_metrics import throughput_metrics
 from sluice.types import TrainBatch
 
 
@@ -28,6 +29,14 @@ class FleetInterval:
     replicas: int
 
 
+@dataclass(frozen=True, slots=True)
+class RunScale:
+    """Trainer ranks, and rows of the training set (0: only clients submit prompts)."""
+
+    ranks: int
+    dataset_rows: int
+
+
 def step_metrics(
     step: int,
     batch: TrainBatch,
@@ -35,36 +44,50 @@ def step_metrics(
     times: StepTimes,
     fleet: FleetInterval,
     *,
-    ranks: int,
+    scale: RunScale,
     stall_s: float,
 ) -> dict[str, float]:
-    """Everything that is logged for one step.
+    """Everything that is logged for one step; `docs/metrics.md` defines each name.
 
-    `perf/throughput` is prompt and response tokens per second and rank (verl §6.2);
-    `trainer/idle_share` and `rollout/idle_share` are shares of the step's wall-clock.
+    `timing_s/gen` is the wait for the batch: generation goes on beside training, and what the
+    trainer waits for it is all that it costs a step.
     """
-    total_tokens = sum(
-        rollout.num_tokens + int(group.prompt_token_ids.size)
-        for group in batch.groups
-        for rollout in group.rollouts
-    )
-    replica_s = max(times.step_s * max(fleet.replicas, 1), 1e-9)
     step_s = max(times.step_s, 1e-9)
+    replica_s = max(times.step_s * max(fleet.replicas, 1), 1e-9)
     return {
         **batch.statistics,
         **learner,
+        **_speed(batch, times, scale.ranks),
+        **_epoch(batch, scale.dataset_rows),
         "training/global_step": float(step),
         "timing_s/wait_batch": times.wait_batch_s,
         "timing_s/train": times.train_s,
-        "timing_s/update_weights": times.update_weights_s,
-        "timing_s/save_checkpoint": times.save_checkpoint_s,
-        "timing_s/step": times.step_s,
-        "perf/time_per_step": times.step_s,
-        "perf/total_num_tokens": float(total_tokens),
-        "perf/throughput": total_tokens / step_s / ranks,
         "trainer/idle_share": times.wait_batch_s / step_s,
         "rollout/idle_share": min(1.0, max(0.0, 1.0 - fleet.busy_s / replica_s)),
         "rollout/tokens_per_s": fleet.generated_tokens / step_s,
         "rollout/replicas": float(fleet.replicas),
         "weights/stall_s": stall_s,
     }
+
+
+def _speed(batch: TrainBatch, times: StepTimes, ranks: int) -> dict[str, float]:
+    response_tokens = sum(r.num_tokens for group in batch.groups for r in group.rollouts)
+    prompt_tokens = sum(int(g.prompt_token_ids.size) * len(g.rollouts) for g in batch.groups)
+    total_tokens = prompt_tokens + response_tokens
+    phases = {
+        "gen": times.wait_batch_s,
+        "update_weights": times.update_weights_s,
+        "save_checkpoint": times.save_checkpoint_s,
+        "step": times.step_s,
+    }
+    speed = throughput_metrics(
+        phases, total_tokens=total_tokens, response_tokens=response_tokens, num_ranks=ranks
+    )
+    return {**speed, "perf/total_num_tokens": float(total_tokens)}
+
+
+def _epoch(batch: TrainBatch, dataset_rows: int) -> dict[str, float]:
+    """The pass, from 0, that the last draw belongs to before which every draw has ended."""
+    if not dataset_rows:
+        return {}
+    return {"training/epoch": float(max(batch.progress.low_water - 1, 0) // dataset_rows)}

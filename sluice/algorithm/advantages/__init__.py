@@ -1,1 +1,1 @@
-"""Advantage estimators, one a file; `registry` names them. NumPy only."""
+"""Advantage estimators, one a file; `registry` names them. On torch, but for `registry`."""

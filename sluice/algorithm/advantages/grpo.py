@@ -1,24 +1,66 @@
-"""Group-relative advantages (GRPO, DeepSeekMath §4.1.2; Dr.GRPO without the division)."""
+"""Group-relative advantages (GRPO, DeepSeekMath §4.1.2; Dr. GRPO without the division)."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from sluice.algorithm.advantages.groups import Groups
+from sluice.algorithm.advantages.inputs import AdvantageInputs, Advantages, AdvantageSettings
 
 STD_EPSILON = 1e-6
+
+
+@torch.no_grad()
+def grpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """``A = (R - mean) / (std + 1e-6)`` within the group, on every token of the row.
+
+    The std is unbiased (n - 1); without `settings.norm_by_std` there is no division. A group of
+    one keeps its raw reward (mean 0, std 1), as in verl; a group of equal rewards gets exactly 0.
+    Needs `group_index`.
+    """
+    return _on_tokens(inputs, settings, estimator="grpo")
+
+
+@torch.no_grad()
+def grpo_vectorized(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """The same as `grpo` under verl's other name.
+
+    verl divides by the std here whatever the setting says; here the setting holds for both names.
+    Needs `group_index`.
+    """
+    return _on_tokens(inputs, settings, estimator="grpo_vectorized")
+
+
+def _on_tokens(
+    inputs: AdvantageInputs, settings: AdvantageSettings, *, estimator: str
+) -> Advantages:
+    groups = Groups.of(inputs, estimator=estimator)
+    scores = group_relative(inputs.row_rewards(), groups, norm_by_std=settings.norm_by_std)
+    advantages = inputs.on_tokens(scores)
+    return Advantages(advantages, advantages)
+
+
+def group_relative(rewards: torch.Tensor, groups: Groups, *, norm_by_std: bool) -> torch.Tensor:
+    """GRPO's number for each row, [rows], of the rewards [rows]."""
+    scores = centred_or_raw(rewards, groups)
+    return scores / (groups.std(rewards) + STD_EPSILON) if norm_by_std else scores
+
+
+def centred_or_raw(rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """``R - mean of the group``, and R itself in a group of one; float [rows]."""
+    return torch.where(groups.row_sizes == 1, rewards, groups.centred(rewards))
 
 
 def grpo_advantages(
     rewards: npt.NDArray[np.float64], *, norm_by_std: bool
 ) -> npt.NDArray[np.float64]:
-    """``A = (R - mean) / (std + 1e-6)`` over one group, std unbiased (n - 1).
-
-    A group of one keeps its raw reward (mean 0, std 1), as verl does. A group whose rewards are
-    all equal gets exactly 0: rounding of the mean must not be blown up by the division.
+    """`grpo` for one group given by its rewards alone.
 
     Args:
         rewards: float64 [samples], one group.
-        norm_by_std: divide by the std (GRPO, DAPO); False gives ``R - mean`` (Dr.GRPO).
+        norm_by_std: divide by the std (GRPO, DAPO); False gives ``R - mean`` (Dr. GRPO).
 
     Returns:
         float64 [samples]; every response token of sample *i* carries entry *i*.
@@ -32,10 +74,7 @@ def grpo_advantages(
         )
     if not np.isfinite(rewards).all():
         raise ValueError(f"rewards of one group must be finite, got {rewards.tolist()}")
-    values = rewards.astype(np.float64)
-    if values.size == 1:
-        return values / (1.0 + STD_EPSILON) if norm_by_std else values
-    if values.min() == values.max():
-        return np.zeros_like(values)
-    centred: npt.NDArray[np.float64] = values - values.mean()
-    return centred / (values.std(ddof=1) + STD_EPSILON) if norm_by_std else centred
+    values = torch.tensor(rewards, dtype=torch.float64)
+    group = Groups(torch.zeros(rewards.size, dtype=torch.int64), torch.tensor([rewards.size]))
+    found: npt.NDArray[np.float64] = group_relative(values, group, norm_by_std=norm_by_std).numpy()
+    return found

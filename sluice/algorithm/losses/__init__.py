@@ -1,1 +1,4 @@
-"""Policy losses, one a file, and their aggregation; `registry` names them. On torch."""
+"""Policy losses, one a file, and their aggregation; `registry` names them.
+
+All on torch but `registry`, `settings`, `policy_loss` and `adpo_groups`.
+"""

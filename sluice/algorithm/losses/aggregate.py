@@ -3,8 +3,8 @@
 Tokens are flat: a tensor [tokens] of all response tokens of a micro-batch without padding, and
 `row_index` [tokens], which says whose they are. Denominators are global, that is counted over all
 micro-batches and ranks of the mini-batch: the **sum** of the returned scalars over micro-batches
-and ranks is the mini-batch's loss, however it was cut. A backend that averages gradients over D
-ranks must multiply by D.
+and ranks is the mini-batch's loss, however it was cut. With `averaged_ranks` D it is the mean over
+D ranks of their sums over micro-batches, as a backend needs that averages gradients.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def aggregate(
     global_tokens: float,
     global_rows: float,
     loss_scale_factor: float | None = None,
+    averaged_ranks: int = 1,
 ) -> torch.Tensor:
     """This micro-batch's share of the mini-batch's loss.
 
@@ -51,9 +52,10 @@ def aggregate(
         global_rows: S.
         loss_scale_factor: divisor of ``seq-mean-token-sum-norm``, by verl's default the response
             limit in tokens.
+        averaged_ranks: D where the backend averages gradients over D ranks, 1 where it sums them.
 
     Returns:
-        float32 scalar (0-d), 0 for no tokens.
+        scalar (0-d) in float32, or float64 for such a loss; 0 for no tokens.
 
     Raises:
         ConfigError: unknown mode, or no scale factor where the mode needs one.
@@ -62,21 +64,24 @@ def aggregate(
         raise ConfigError(
             f"actor.loss_agg_mode: unknown value '{mode}'; known: {', '.join(LossAggregation)}"
         )
-    values = loss.float()
-    if mode == LossAggregation.TOKEN_MEAN:
-        return values.sum() / global_tokens
-    if mode == LossAggregation.TOKEN_SUM:
-        return values.sum()
-    if mode == LossAggregation.SEQ_MEAN_TOKEN_MEAN:
-        return (values / _row_lengths(row_index)).sum() / global_rows
-    if mode == LossAggregation.SEQ_MEAN_TOKEN_SUM:
-        return values.sum() / global_rows
-    if loss_scale_factor is None or loss_scale_factor <= 0:
+    needs_factor = mode == LossAggregation.SEQ_MEAN_TOKEN_SUM_NORM
+    if needs_factor and (loss_scale_factor is None or loss_scale_factor <= 0):
         raise ConfigError(
             f"actor.loss_scale_factor must be positive with loss_agg_mode={mode}, got "
             f"{loss_scale_factor}; data.max_response_length is verl's default"
         )
-    return values.sum() / global_rows / loss_scale_factor
+    values = loss.to(torch.promote_types(loss.dtype, torch.float32))
+    if mode == LossAggregation.SEQ_MEAN_TOKEN_MEAN:
+        values = values / _row_lengths(row_index)
+    divisors = {
+        LossAggregation.TOKEN_MEAN: global_tokens,
+        LossAggregation.TOKEN_SUM: 1.0,
+        LossAggregation.SEQ_MEAN_TOKEN_SUM: global_rows,
+        LossAggregation.SEQ_MEAN_TOKEN_SUM_NORM: global_rows * (loss_scale_factor or 1.0),
+        LossAggregation.SEQ_MEAN_TOKEN_MEAN: global_rows,
+    }
+    share = values.sum() / divisors[LossAggregation(mode)]
+    return share if averaged_ranks == 1 else share * averaged_ranks
 
 
 def _row_lengths(row_index: torch.Tensor) -> torch.Tensor:

@@ -9,18 +9,52 @@ from typing import TYPE_CHECKING, cast
 from sluice.algorithm.on_demand import import_named
 
 if TYPE_CHECKING:
+    from sluice.algorithm.losses.objective import ObjectiveFunction
     from sluice.algorithm.losses.policy_loss import PolicyLossFunction
 
-POLICY_LOSSES: Mapping[str, str] = MappingProxyType(
-    {"vanilla": "sluice.algorithm.losses.vanilla:vanilla_policy_loss"}
+KEY = "actor.policy_loss.loss_mode"
+HERE = "sluice.algorithm.losses"
+
+POLICY_OBJECTIVES: Mapping[str, str] = MappingProxyType(
+    {
+        "vanilla": f"{HERE}.vanilla:vanilla_objective",
+        "dppo_tv": f"{HERE}.dppo:dppo_tv_objective",
+        "dppo_kl": f"{HERE}.dppo:dppo_kl_objective",
+        "gspo": f"{HERE}.gspo:gspo_objective",
+        "sapo": f"{HERE}.sapo:sapo_objective",
+        "gpg": f"{HERE}.gpg:gpg_objective",
+        "clip_cov": f"{HERE}.clip_cov:clip_cov_objective",
+        "kl_cov": f"{HERE}.kl_cov:kl_cov_objective",
+        "geo_mean": f"{HERE}.geo_mean:geo_mean_objective",
+        "dro": f"{HERE}.dro:dro_objective",
+        "cispo": f"{HERE}.cispo:cispo_objective",
+        "bypass_mode": f"{HERE}.bypass:bypass_objective",
+        "adpo": f"{HERE}.adpo:adpo_objective",
+    }
 )
 
+GROUP_LOSSES = frozenset({"adpo"})
+"""Losses that need all rows of a prompt in one micro-batch."""
 
-def policy_loss(name: str) -> PolicyLossFunction:
-    """Import the loss called `name`.
+POLICY_LOSSES: Mapping[str, str] = MappingProxyType(
+    {"vanilla": f"{HERE}.vanilla:vanilla_policy_loss"}
+)
+"""Losses that callers aggregate themselves."""
+
+
+def policy_objective(name: str) -> ObjectiveFunction:
+    """Import the objective called `name`: weighed, aggregated, with its metrics.
 
     Raises:
         ConfigError: the name is unknown; the message lists the known ones.
     """
-    found = import_named(POLICY_LOSSES, name, key="actor.policy_loss.loss_mode")
-    return cast("PolicyLossFunction", found)
+    return cast("ObjectiveFunction", import_named(POLICY_OBJECTIVES, name, key=KEY))
+
+
+def policy_loss(name: str) -> PolicyLossFunction:
+    """Import the per-token loss called `name`.
+
+    Raises:
+        ConfigError: the name is unknown; the message lists the known ones.
+    """
+    return cast("PolicyLossFunction", import_named(POLICY_LOSSES, name, key=KEY))

@@ -4,10 +4,32 @@ from __future__ import annotations
 
 import torch
 
+from sluice.algorithm.losses.clipped_surrogate import bounded_log_ratio, surrogate_terms
+from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
+from sluice.algorithm.losses.objective import (
+    MetricMean,
+    PolicyObjective,
+    token_metric,
+    token_objective,
+)
 from sluice.algorithm.losses.policy_loss import PolicyLoss
-from sluice.errors import ConfigError
+from sluice.algorithm.losses.settings import PolicyLossSettings, check_clip_bounds
 
-MAX_LOG_RATIO = 20.0
+
+def vanilla_objective(
+    inputs: LossInputs, counts: GlobalCounts, settings: PolicyLossSettings
+) -> PolicyObjective:
+    """`vanilla_policy_loss`, weighed and aggregated."""
+    found = vanilla_policy_loss(
+        inputs.logprobs,
+        inputs.old_logprobs,
+        inputs.advantages,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        clip_c=settings.clip_c,
+    )
+    metrics = {n: MetricMean(total, found.num_tokens) for n, total in found.metric_sums.items()}
+    return token_objective(found.loss, inputs, counts, settings, metrics)
 
 
 def vanilla_policy_loss(
@@ -41,15 +63,9 @@ def vanilla_policy_loss(
     Raises:
         ConfigError: ``clip_c <= 1`` or a negative clip bound.
     """
-    if clip_c <= 1.0 or clip_low < 0.0 or clip_high < 0.0:
-        raise ConfigError(
-            f"actor.clip_ratio_c must be > 1 and clip_ratio_low, clip_ratio_high >= 0; got "
-            f"{clip_c}, {clip_low}, {clip_high}"
-        )
-    log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    check_clip_bounds(clip_low, clip_high, clip_c)
+    log_ratio = bounded_log_ratio(logprobs, old_logprobs)
+    unclipped, clipped = surrogate_terms(log_ratio.exp(), advantages, clip_low, clip_high)
     pessimistic = torch.maximum(unclipped, clipped)
     ceiling = -advantages * clip_c
     negative = advantages < 0
@@ -58,6 +74,6 @@ def vanilla_policy_loss(
         metric_sums = {
             "actor/pg_clipfrac": (clipped > unclipped).sum().float(),
             "actor/pg_clipfrac_lower": (negative & (pessimistic > ceiling)).sum().float(),
-            "actor/ppo_kl": -log_ratio.detach().float().sum(),
+            "actor/ppo_kl": -token_metric(log_ratio).total,
         }
     return PolicyLoss(loss=loss, metric_sums=metric_sums, num_tokens=logprobs.numel())

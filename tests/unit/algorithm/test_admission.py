@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from sluice.algorithm.admission import (
     YieldEstimate,
     groups_to_admit,
-    in_flight_limit,
     kept_upper_bound,
 )
 from sluice.errors import ConfigError
@@ -70,12 +69,6 @@ def test_the_fleet_bounds_admission() -> None:
     assert admit(max_in_flight=24) == 24
     assert admit(max_staleness=3, max_in_flight=24, num_in_flight=20) == 4
     assert admit(max_in_flight=0) == 0
-
-
-def test_a_fleet_of_no_slots_bounds_groups_at_none() -> None:
-    assert in_flight_limit(0, 8) == 0
-    assert in_flight_limit(64, 8) == 12
-    assert in_flight_limit(3, 8) == 1
 
 
 def test_estimates_are_values() -> None:

@@ -65,5 +65,5 @@ def test_impossible_probabilities_stay_finite() -> None:
 def test_unknown_levels_and_thresholds_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown value 'row'; known: token, sequence"):
         weights("row")
-    with pytest.raises(ConfigError, match="rollout_is_threshold must be > 0, got 0"):
+    with pytest.raises(ConfigError, match=r"rollout_is_threshold = '0.0': expected .* > 0"):
         weights("token", 0.0)

@@ -78,3 +78,16 @@ def test_an_unknown_schedule_is_named_with_the_known_ones() -> None:
 def test_a_minimum_outside_its_range_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"min_lr_ratio must lie in 0..1, got 5"):
         multipliers("linear", [9], min_lr_ratio=5)
+
+
+@pytest.mark.parametrize("cycles", [0.0, -0.5])
+def test_no_cosine_without_waves(cycles: float) -> None:
+    with pytest.raises(ConfigError, match="num_cycles must be > 0"):
+        learning_rate_multiplier(
+            9, schedule="cosine", warmup_steps=0, total_steps=10, num_cycles=cycles
+        )
+
+
+def test_inverse_square_root_halves_at_four_times_the_warm_up() -> None:
+    assert multipliers("inverse_square_root", [5, 20, 45]) == pytest.approx([1.0, 0.5, 1 / 3])
+    assert multipliers("inverse_square_root", [500], min_lr_ratio=0.2) == [0.2]

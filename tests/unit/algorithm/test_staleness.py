@@ -174,6 +174,7 @@ class Loop:
     version: int = 0
     num_in_training: int = 0
     issued: int = 0
+    queued: list[int] = field(default_factory=list)  # admitted, but no replica has begun them
     in_flight: list[tuple[int, int]] = field(default_factory=list)  # sequence, start version
     kept: list[KeptGroup] = field(default_factory=list)
     trained: list[tuple[int, int]] = field(default_factory=list)  # sequence, staleness
@@ -184,14 +185,18 @@ class Loop:
         number = groups_to_admit(
             train_batch_size=self.batch_size,
             max_staleness=self.max_staleness,
-            num_in_flight=len(self.in_flight),
+            num_in_flight=len(self.queued) + len(self.in_flight),
             num_kept=len(self.kept),
             num_in_training=self.num_in_training,
             estimate=self.estimate,
             max_in_flight=self.max_in_flight,
         )
-        self.in_flight += [(self.issued + i, self.version) for i in range(number)]
+        self.queued += range(self.issued, self.issued + number)
         self.issued += number
+
+    def start(self) -> None:
+        self.in_flight.append((self.queued.pop(0), self.version))
+        self.cancel_doomed()
 
     def end(self, index: int, kept: bool) -> None:
         sequence, version = self.in_flight.pop(index)
@@ -259,12 +264,16 @@ def test_nothing_is_lost_too_stale_or_starved_whatever_the_order_of_events(
 ) -> None:
     rng = random.Random(seed)
     loop = Loop(batch_size, max_staleness, max_in_flight, estimate)
-    for _ in range(400):
+    for _ in range(600):
         loop.admit()
-        if loop.in_flight and (rng.random() < 0.7 or not loop.num_in_training):
+        if loop.queued and rng.random() < 0.5:
+            loop.start()
+        elif loop.in_flight and (rng.random() < 0.7 or not loop.num_in_training):
             last = len(loop.in_flight) - 1
             newest = rng.random() < newest_ends_first
             loop.end(last if newest else rng.randint(0, last), rng.random() < true_yield)
+        elif loop.queued and not loop.num_in_training:
+            loop.start()
         else:
             loop.publish()
         loop.form()

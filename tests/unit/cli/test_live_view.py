@@ -56,6 +56,7 @@ async def test_without_a_terminal_every_step_and_accuracy_is_a_plain_line(tmp_pa
     assert lines[0] == f"starting 2 processes; logs: {tmp_path / 'logs'}"
     assert lines[1].startswith("step 1/2  reward -0.50  kept/right/wrong 4/1/2")
     assert lines[2] == "held-out accuracy after step 2: 0.750"
+    assert lines[1].endswith("version 1  replicas 1 (1 at 0)")
     assert lines[3].startswith("step 2/2  reward -")
     assert len(lines) == 4
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -71,4 +72,11 @@ def test_a_finished_step_is_one_plain_line() -> None:
     line = step_line(1, 60, METRICS)
     assert line.startswith("step 1/60  reward -0.50  kept/right/wrong 4/1/2")
     assert "\n" not in line
-    assert step_line(1, 60, {}).endswith("s/step -")
+    assert step_line(1, 60, {}).endswith("s/step -  version 1  replicas -")
+
+
+def test_the_plain_line_tells_the_version_and_what_the_replicas_serve() -> None:
+    assert step_line(4, 60, {"rollout/replicas": 3.0}).endswith("version 4  replicas 3")
+    versions = ((4, "serving"), (4, "serving"), (3, "serving"), (-1, "pending"))
+    fleet = tuple(replace(REPLICA, version=v, state=state) for v, state in versions)
+    assert step_line(4, 60, {}, fleet).endswith("version 4  replicas 3 (2 at 4, 1 at 3)")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sluice.config import derived
+from sluice.config.check_report import check_report
+from sluice.config.key_settings import KeySettings, keys_as_set
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
 
@@ -74,3 +76,44 @@ def test_warm_up_is_given_in_steps_or_as_a_share() -> None:
 def test_the_checkpoint_folder_lies_in_the_run_folder_unless_named() -> None:
     assert derived.checkpoint_folder(config_with("sluice.run_dir=r")) == "r/checkpoints"
     assert derived.checkpoint_folder(config_with("trainer.default_local_dir=c")) == "c"
+
+
+def test_the_numbers_of_a_check_are_shown_as_verl_and_as_sluice_would_have_them() -> None:
+    overrides = [
+        "trainer.nnodes=4",
+        "trainer.n_gpus_per_node=16",
+        "data.train_batch_size=64",
+        f"{ROLLOUT}.n=16",
+        f"{ACTOR}.ppo_mini_batch_size=32",
+        f"{ACTOR}.ulysses_sequence_parallel_size=4",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=8",
+    ]
+    config = load_config(None, overrides)
+    settings = KeySettings(config, keys_as_set(None, overrides))
+    report = check_report(config, settings, dataset_rows=1000, files=False)
+    numbers = {one.name: (one.as_verl, one.here) for one in report.quantities}
+    assert numbers == {
+        "trainer ranks": (64, 64),
+        "data-parallel size D": (16, 64),
+        "responses per step": (1024, 1024),
+        "responses per rank": (64, 16),
+        "mini-batch responses": (512, 512),
+        "normalised mini-batch": (32, 8),
+        "accumulation steps": (8, 2),
+        "optimizer steps per train batch": (2, 2),
+        "responses per generation round": (1024, None),
+        "old-policy logprob micro-batches": (8, 2),
+        "steps per epoch, nothing filtered": (15, 15),
+    }
+
+
+def test_a_token_budget_leaves_the_number_of_micro_batches_open() -> None:
+    config = config_with(f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.use_kl_loss=true")
+    report = check_report(config, KeySettings(config), files=False)
+    open_ones = {one.name for one in report.quantities if one.as_verl is None}
+    assert open_ones == {
+        "accumulation steps",
+        "old-policy logprob micro-batches",
+        "reference logprob micro-batches",
+    }

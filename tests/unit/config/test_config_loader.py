@@ -157,7 +157,7 @@ def test_an_unknown_key_is_refused_with_what_was_probably_meant(
 
 
 def test_everything_wrong_in_a_file_is_named_at_once(tmp_path: Path) -> None:
-    text = "data: {train_batch_size: many, shuffle: yes, sed: 1}\ntrainer: {logger: [wandb]}\n"
+    text = "data: {train_batch_size: many, shuffle: yes, sed: 1}\ntrainer: {logger: [nowhere]}\n"
     with pytest.raises(ConfigError) as raised:
         load_config(write(tmp_path, text), [])
     message = str(raised.value)

@@ -9,7 +9,8 @@ import pytest
 
 from sluice.config.expectation import expectation
 from sluice.config.run import RunConfig
-from sluice.config.schema import annotation_at, known_keys, nearest_keys, section_type
+from sluice.config.schema import annotation_at, known_keys, section_type
+from sluice.config.unknown_keys import nearest_keys
 
 LEAVES = [key for key in known_keys() if section_type(annotation_at(key.split("."))) is None]
 
@@ -39,4 +40,4 @@ def test_the_configuration_is_frozen() -> None:
 def test_a_key_without_its_first_part_is_recognised(key: str) -> None:
     path = key.split(".")
     if len(path) > 2:
-        assert key in nearest_keys(path[1:])
+        assert key in nearest_keys(tuple(path[1:]))

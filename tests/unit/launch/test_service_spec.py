@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from sluice.config.endpoints import peer_address
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.launch.service_spec import ServiceSpec, address_of, local_services, with_ports
+from sluice.launch.service_spec import ServiceSpec, local_services, with_ports
 
 FILE = Path("run.yaml")
 
@@ -36,6 +37,7 @@ def test_only_replicas_are_started_again_and_only_rank_0_ends_the_run() -> None:
     specs = services("trainer.n_gpus_per_node=2").values()
     assert {each.name for each in specs if each.max_restarts} == {"rollout-0"}
     assert [each.name for each in specs if each.ends_run] == ["trainer"]
+    assert [each.name for each in specs if each.is_needed] == ["reward"]
 
 
 def test_each_trainer_rank_is_told_who_it_is_and_where_to_meet() -> None:
@@ -60,4 +62,4 @@ def test_ports_that_are_0_become_free_ones_that_differ_and_others_stay() -> None
     assert 0 not in (chosen.trainer.endpoint.port, chosen.reward.endpoint.port)
     assert chosen.trainer.endpoint.port != chosen.reward.endpoint.port
     kept = with_ports(config("sluice.reward.endpoint.port=7001")).sluice
-    assert address_of(kept.reward.endpoint) == "127.0.0.1:7001"
+    assert peer_address(kept.reward.endpoint, "reward") == "127.0.0.1:7001"

@@ -83,6 +83,23 @@ async def test_a_failure_ends_the_run_with_its_last_lines_and_exit_code_1(tmp_pa
     await until_gone(*run.pids)
 
 
+async def test_a_needed_process_that_leaves_in_order_in_the_middle_of_the_run_is_a_failure(
+    tmp_path: Path,
+) -> None:
+    leaves = spec("reward", "print('ready'); print('draining')", is_needed=True)
+    end = await Supervised(tmp_path, leaves, polite("rollout-0")).run()
+    assert end.exit_code == 1
+    assert end.failures == (
+        "reward ended with code 0 in the middle of the run:\n  ready\n  draining",
+    )
+
+
+async def test_a_needed_process_that_leaves_when_the_run_is_over_is_none(tmp_path: Path) -> None:
+    reward = ServiceSpec("reward", polite("reward").command, is_needed=True)
+    run = Supervised(tmp_path, reward, spec("trainer", "print('ready')", ends_run=True))
+    assert (await run.run()).exit_code == 0
+
+
 async def test_a_process_that_may_restart_is_started_again_and_the_run_goes_on(
     tmp_path: Path,
 ) -> None:

@@ -53,6 +53,11 @@ def test_prompts_that_the_accounts_cannot_explain_are_lost(
     assert summary(tmp_path, accounts=accounts).prompts_lost == lost
 
 
+def test_groups_that_only_the_trainer_counts_are_lost(tmp_path: Path) -> None:
+    accounts = {**ACCOUNTS, "groups_trained": 10, "groups_acknowledged": 8, "prompts_lost": 2}
+    assert summary(tmp_path, accounts=accounts).prompts_lost == 2
+
+
 def test_the_file_for_machines_holds_the_same_numbers(tmp_path: Path) -> None:
     numbers = summary(tmp_path)
     write_summary(numbers, tmp_path / "summary.json")

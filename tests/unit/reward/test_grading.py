@@ -144,6 +144,24 @@ def test_a_group_without_tokens_has_failed() -> None:
     assert (verdict.end, verdict.detail) == (PromptEnd.DROPPED_FAILED, "all responses are empty")
 
 
+def of_data_set(graded: GradedGroup) -> GradedGroup:
+    prompt = replace(PROMPT, prompt_id="data-4", origin=PromptOrigin.DATASET, position=4)
+    return replace(graded, group=replace(graded.group, prompt=prompt))
+
+
+def test_a_clients_prompt_without_the_filters_metric_fails_alone() -> None:
+    verdict = judge(graded_of(right(), right(-1)), metric="elegance")
+    assert verdict.end is PromptEnd.DROPPED_FAILED
+    assert verdict.detail.startswith(f"{FailureKind.UNSCORABLE}: ")
+    assert "no 'elegance'" in verdict.detail
+
+
+def test_a_data_set_prompt_without_the_filters_metric_is_an_error_that_names_it() -> None:
+    graded = of_data_set(graded_of(right(), right(-1)))
+    with pytest.raises(ConfigError, match=r"data-4 of data source 'math_dapo'.*no 'elegance'"):
+        judge(graded, metric="elegance")
+
+
 def test_the_first_failure_is_told() -> None:
     verdict = judge(graded_of(LOST, LOST), metric="acc")
     assert verdict.detail == "2 of 2 samples failed, the first: scorer_crash: exit code 3"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,9 +12,10 @@ import pytest
 from services.reward.assembly import RewardLoop
 from services.reward.dispatcher import GroupRequest
 from services.reward.ledger import PromptState
+from services.reward.scorer_messages import ScoreItem
 from sluice.config.run import RunConfig
 from sluice.errors import BatchUnfillableError, DeadlineError, EngineError
-from sluice.types import PromptEnd
+from sluice.types import DataProgress, Failed, FailureKind, PromptEnd
 from tests.support.reward_loop import (
     InlineScorer,
     ScriptedClient,
@@ -32,7 +34,10 @@ def config(**asynchrony: Any) -> RunConfig:
         "data": {"train_batch_size": 2},
         "actor_rollout_ref": {"rollout": {"n": 2}},
         "algorithm": {"filter_groups": {"enable": True, "min_yield_groups": 5}},
-        "sluice": {"asynchrony": {"max_staleness": 1, **asynchrony}},
+        "sluice": {
+            "asynchrony": {"max_staleness": 1, **asynchrony},
+            "reward": {"max_attempts": 1},
+        },
     }
     return msgspec.convert(tree, RunConfig)
 
@@ -150,9 +155,6 @@ async def test_another_trainer_restarts_what_is_under_way() -> None:
 
 
 async def test_hopeless_yield_is_told_with_the_last_failure() -> None:
-    async def fail(_name: str, _request: GroupRequest, _index: int) -> None:
-        raise EngineError("the engine is on fire")
-
     client = ScriptedClient()
     async with running_loop(config(), client) as loop:
         submit(loop, [WRONG] * 5)
@@ -187,6 +189,74 @@ async def test_a_defect_in_one_group_ends_the_loop(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ExceptionGroup) as error:
         await asyncio.wait_for(run_until_it_fails(), 5)
     assert error.group_contains(ZeroDivisionError)
+
+
+async def fail_p0(_name: str, request: GroupRequest, _index: int) -> None:
+    if request.prompt.prompt_id == "p0":
+        raise EngineError("the engine is on fire")  # names nobody
+
+
+async def test_a_failed_prompt_is_logged_with_its_replica_and_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = ScriptedClient(before_sample=fail_p0)
+    async with running_loop(config(), client) as loop:
+        submit(loop, [MIXED])
+        await publish(loop, client, 0)
+        await settled(lambda: ends(loop) == {"dropped_failed": 1})
+    line = next(line for line in caplog.messages if "dropped" in line)
+    assert line.startswith("prompt p0 dropped as failed (replica a): ")
+    assert "on fire" in line
+
+
+async def test_a_stale_prompt_is_logged_with_its_replica_and_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = ScriptedClient(before_sample=Gate("p0"))
+    async with running_loop(config(on_stale="drop"), client) as loop:
+        submit(loop, [MIXED] * 2)
+        await publish(loop, client, 0)
+        await settled(lambda: loop.batcher.num_kept == 1)
+        await publish(loop, client, 2)
+        with pytest.raises(DeadlineError):
+            await loop.pipeline.batches.take(3, 2, 0.05)
+        await settled(lambda: ends(loop) == {"dropped_stale": 2})
+    assert sorted(line for line in caplog.messages if "dropped" in line) == [
+        "prompt p0 dropped as stale (replica a): started under version 0, too old to be trained",
+        "prompt p1 dropped as stale (replica a): oldest token of version 0, batch of 2",
+    ]
+
+
+async def test_a_sample_without_a_score_is_logged_with_its_prompt_and_replica(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = Failed(FailureKind.SCORER_CRASH, "exit code 3")
+
+    async def crash(_self: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Failed, ...]:
+        return (lost,) * len(items)
+
+    monkeypatch.setattr(InlineScorer, "score", crash)
+    client = ScriptedClient()
+    async with running_loop(config(), client) as loop:
+        submit(loop, [MIXED])
+        await publish(loop, client, 0)
+        await settled(lambda: ends(loop) == {"dropped_failed": 1})
+    failure = "2 of 2 samples without a score, the first: scorer_crash: exit code 3"
+    assert f"prompt p0 (replica a): {failure}" in caplog.messages
+
+
+async def test_progress_told_again_by_the_same_trainer_changes_nothing() -> None:
+    client = ScriptedClient()
+    async with running_loop(config(), client) as loop:
+        submit(loop, [MIXED] * 2)
+        for version in (0, 0, 1):
+            client.versions["a"] = version
+            fleet = [replica("a", version)]
+            await loop.pipeline.announce("trainer", version, fleet, DataProgress(7 * version))
+            await settled(lambda: loop.batcher.num_kept == 2)
+            assert loop.ledger.progress() == DataProgress(0)
+        assert len(client.calls) == 2
+        assert client.cancelled == []
 
 
 async def test_at_shutdown_streams_are_cancelled_and_prompts_stay_pending() -> None:

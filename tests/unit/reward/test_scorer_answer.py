@@ -8,13 +8,23 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from services.reward.scorer_answer import answer_of
-from services.reward.scorer_messages import ScorerNumber, ScorerRefusal
+from services.reward.scorer_answer import (
+    MAX_DETAIL_CHARS,
+    MAX_KEY_CHARS,
+    MAX_KEYS,
+    MAX_PREDICTION_CHARS,
+    answer_of,
+    refusal,
+)
+from services.reward.scorer_messages import ScoreReply, ScorerNumber, ScorerRefusal, frame
 
 
 @pytest.mark.parametrize(
     ("returned", "score"),
-    [(1, 1.0), (True, 1.0), (-0.5, -0.5), (np.float32(0.25), 0.25), (Fraction(1, 2), 0.5)],
+    [
+        *((1, 1.0), (True, 1.0), (-0.5, -0.5), (Fraction(1, 2), 0.5), (np.array(2.5), 2.5)),
+        *((np.float32(0.25), 0.25), (np.int64(3), 3.0), (np.True_, 1.0)),
+    ],
 )
 def test_a_number_is_score_and_accuracy(returned: object, score: float) -> None:
     assert answer_of(returned) == ScorerNumber(score, {"acc": score})
@@ -43,8 +53,38 @@ def test_numbers_of_a_mapping_become_metrics_and_pred_the_prediction() -> None:
         {"score": math.nan},
         {"score": 1.0, "acc": math.inf},
         np.ones(3),
+        np.float64("nan"),
+        1j,
         10**400,
+        [math.nan],
+        {},
+        {"score": None},
+        {"score": [1.0]},
+        {"score": 1.0} | {f"metric {i}": 1.0 for i in range(MAX_KEYS)},
+        {"score": 1.0, "k" * (MAX_KEY_CHARS + 1): 1.0},
     ],
 )
 def test_anything_else_is_refused(returned: object) -> None:
     assert isinstance(answer_of(returned), ScorerRefusal)
+
+
+def test_a_mapping_without_acc_gives_none() -> None:
+    assert answer_of({"score": 0.5}) == ScorerNumber(0.5, {})
+
+
+def test_a_refusal_stays_short_whatever_was_returned() -> None:
+    answer = answer_of(["x" * 10**6] * 10**6)
+    assert isinstance(answer, ScorerRefusal)
+    assert len(answer.detail) <= MAX_DETAIL_CHARS
+    assert len(refusal("x" * 10**6).detail) == MAX_DETAIL_CHARS
+
+
+def test_text_that_utf8_cannot_hold_does_not_keep_an_answer_from_being_sent() -> None:
+    answers = (answer_of({"score": 1.0, "pred": "\ud800", "\udfff": 1}), refusal("\ud800"))
+    assert frame(ScoreReply(1, answers))
+    assert answers[0] == ScorerNumber(1.0, {"?": 1.0}, "?")
+
+
+def test_a_prediction_is_cut() -> None:
+    answer = answer_of({"score": 1.0, "pred": "x" * 10**6})
+    assert answer == ScorerNumber(1.0, {}, "x" * MAX_PREDICTION_CHARS)

@@ -31,7 +31,7 @@ LENGTHS = [(1, 16, 3, 7), (2, 2, 9, 1), (16, 15, 14, 13)]
 
 def rows() -> list[TrainingRow]:
     groups = [make_group(seed, lengths) for seed, lengths in enumerate(LENGTHS)]
-    return training_rows(groups, [np.ones(4) for _ in groups])
+    return training_rows(groups, [range(4 * g, 4 * g + 4) for g in range(len(groups))])
 
 
 def pack(some: list[TrainingRow]) -> MicroBatch:
@@ -105,18 +105,20 @@ def test_a_prompt_is_computed_once_for_all_its_rows() -> None:
     assert pack(rows()).input_ids.shape == (1, sum(prompts.values()) + inputs)
 
 
-def test_an_empty_response_takes_no_part() -> None:
+def test_an_empty_response_is_a_row_without_tokens() -> None:
     group = make_group(0, (3, 0, 2, 0))
-    some = training_rows([group], [np.arange(4.0)])
+    some = training_rows([group], [range(10, 14)])
     (plan,) = plan_micro_batches([row.size for row in some], range(4), rows_per_micro=4)
     micro_batch = build_micro_batch(some, plan, torch.device("cpu"))
     assert micro_batch is not None
-    assert micro_batch.row_indices == (0, 2)
-    assert micro_batch.advantages.tolist() == [0.0] * 3 + [2.0] * 2
+    assert micro_batch.row_indices == (0, 1, 2, 3)
+    assert micro_batch.rows.tolist() == [0] * 3 + [2] * 2
+    assert micro_batch.batch_rows.tolist() == [10] * 3 + [12] * 2
+    assert micro_batch.columns.tolist() == [0, 1, 2, 0, 1]
 
 
 def test_nothing_but_empty_responses_is_no_micro_batch() -> None:
-    some = training_rows([make_group(0, (0, 0))], [np.zeros(2)])
+    some = training_rows([make_group(0, (0, 0))], [range(2)])
     (plan,) = plan_micro_batches([row.size for row in some], range(2), rows_per_micro=2)
     assert build_micro_batch(some, plan, torch.device("cpu")) is None
 

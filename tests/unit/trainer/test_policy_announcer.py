@@ -1,4 +1,4 @@
-"""Announcements: once for each change, in order, the data cursor with the first."""
+"""Announcements: once for each change, in order, each with the data cursor of its version."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ Sent = tuple[int, tuple[str, ...], DataProgress | None]
 class Desk:
     """A fleet, a state, and what was announced of them."""
 
-    def __init__(self, resume_from: DataProgress | None = None) -> None:
+    def __init__(self, progress: DataProgress | None = None) -> None:
+        self.progress = progress
         self.sent: list[Sent] = []
         self.fault: Exception | None = None
         self.hold: asyncio.Event | None = None
         self.fleet, self.state = Fleet("layout", 1e9), RunState("t", 10, 0)
-        self.announcer = PolicyAnnouncer(self.send, self.fleet, self.state, resume_from)
+        self.announcer = PolicyAnnouncer(self.send, self.fleet, self.state, lambda: self.progress)
 
     async def send(
         self, version: int, replicas: Sequence[ReplicaInfo], resume_from: DataProgress | None, /
@@ -69,9 +70,22 @@ async def test_a_failed_announcement_is_made_again_with_the_cursor() -> None:
         await desk.announcer.announce()
     desk.fault = None
     await desk.announcer.announce()
-    desk.state.version = 1
+    assert desk.sent == [(0, (), DataProgress(7))]
+
+
+async def test_every_announcement_tells_where_the_data_set_stands_at_that_version() -> None:
+    desk = Desk()
+    desk.state.version = 0
     await desk.announcer.announce()
-    assert desk.sent == [(0, (), DataProgress(7)), (1, (), None)]
+    desk.state.version = 1
+
+    async def acknowledge() -> None:
+        desk.progress = DataProgress(4)
+
+    await desk.announcer.announce(after=acknowledge)
+    desk.serve("a", 1)
+    await desk.announcer.announce()
+    assert [progress for _, _, progress in desk.sent] == [None, DataProgress(4), DataProgress(4)]
 
 
 async def test_an_announcement_that_had_to_wait_tells_the_newest_version() -> None:

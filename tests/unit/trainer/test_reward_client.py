@@ -11,6 +11,7 @@ import pytest
 
 from services.trainer import reward_client
 from services.trainer.reward_client import RewardClient
+from sluice.api.common.v1 import common_pb2
 from sluice.api.reward.v1 import reward_pb2
 from sluice.errors import (
     BatchUnfillableError,
@@ -21,6 +22,7 @@ from sluice.errors import (
 )
 from sluice.rpc import call
 from sluice.rpc.status_codes import status_of
+from sluice.types import DataProgress
 
 UNAVAILABLE, DEADLINE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -162,6 +164,40 @@ async def test_a_service_that_fails_at_once_is_not_asked_without_a_pause(
     assert len(stub.requests["TakeBatch"]) <= 125  # 60 s, twice a second
 
 
+async def test_a_service_that_started_anew_while_a_batch_is_awaited_is_told_the_policy_again(
+    client: RewardClient, stub: Stub
+) -> None:
+    stub.answers["AnnouncePolicy"] = [reward_pb2.AnnouncePolicyResponse()]
+    await client.announce(3, [], DataProgress(40))
+    stub.answers["TakeBatch"] = [
+        *[UNAVAILABLE] * 6,
+        reward_pb2.TakeBatchResponse(batch=reward_pb2.TrainBatch(batch_id="b")),
+    ]
+    known = status(policy_version=3)
+    stub.answers["GetStatus"] = [known, status(), known]
+    assert (await client.take_batch(4, 3)).batch_id == "b"
+    first, again = stub.requests["AnnouncePolicy"]
+    assert again == first
+    assert again.resume_from.low_water == 40
+
+
+async def test_what_is_no_batch_is_an_error_that_names_it(client: RewardClient, stub: Stub) -> None:
+    rollout = common_pb2.Rollout(
+        sample_index=1,
+        token_ids_u32=bytes(8),
+        behavior_logprobs_f32=bytes(4),
+        finish_reason=common_pb2.FINISH_REASON_STOP,
+    )
+    group = reward_pb2.TrainGroup(
+        prompt_id="p", rollouts=[rollout], scores=[common_pb2.Score(score=1.0)]
+    )
+    batch = reward_pb2.TrainBatch(batch_id="b-7", groups=[group])
+    stub.answers["TakeBatch"] = [reward_pb2.TakeBatchResponse(batch=batch)]
+    with pytest.raises(PeerError, match=r"batch b-7: rollout 1: .* the batch is refused"):
+        await client.take_batch(1, 0)
+    assert len(stub.requests["TakeBatch"]) == 1
+
+
 async def test_an_unfillable_batch_is_not_asked_for_again(client: RewardClient, stub: Stub) -> None:
     stub.answers["TakeBatch"] = [BatchUnfillableError("almost no group is mixed")]
     with pytest.raises(BatchUnfillableError):
@@ -186,3 +222,21 @@ async def test_accounts_are_one_number_for_each_way_a_prompt_can_end(
         status(prompts_submitted=9, prompts_pending=2, prompts_by_end={"trained": 7})
     ]
     assert await client.accounts() == {"submitted": 9.0, "pending": 2.0, "trained": 7.0}
+
+
+async def test_accounts_hold_what_the_service_counts_as_acknowledged_and_lost(
+    client: RewardClient, stub: Stub
+) -> None:
+    statistics = {
+        "reward/groups_acknowledged": 6.0,
+        "reward/prompts_lost": 1.0,
+        "reward/other": 3.0,
+    }
+    stub.answers["GetStatus"] = [status(statistics=statistics)]
+    accounts = await client.accounts()
+    assert accounts == {
+        "submitted": 0.0,
+        "pending": 0.0,
+        "groups_acknowledged": 6.0,
+        "prompts_lost": 1.0,
+    }

@@ -107,6 +107,7 @@ def test_a_validation_leaves_its_numbers_and_its_examples(tmp_path: Path) -> Non
             {
                 "val-core/s/acc/mean@1": 0.5,
                 "timing_s/testing": 2.5,
+                "val/failed": 0.0,
                 "val/generated_tokens": 17.0,
             },
         )
@@ -115,6 +116,13 @@ def test_a_validation_leaves_its_numbers_and_its_examples(tmp_path: Path) -> Non
         {"input": "1 + 1 = ?", "output": "2 ✓", "gts": "2", "score": 1.0, "step": 4},
         {"input": "1 + 2 = ?", "output": "2", "gts": "3", "score": -1.0, "step": 4},
     ]
+
+
+def test_a_failed_validation_leaves_a_row_that_says_so(tmp_path: Path) -> None:
+    sink = Kept()
+    Reporter([sink], tmp_path).evaluation_failed(4, 2.5)
+    assert sink.written == [(4, {"val/failed": 1.0, "timing_s/testing": 2.5})]
+    assert not (tmp_path / "validation").exists()
 
 
 def test_the_accounts_are_one_json_object(tmp_path: Path) -> None:

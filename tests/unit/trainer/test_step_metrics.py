@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.trainer.metrics.step_metrics import FleetInterval, StepTimes, step_metrics
+from services.trainer.metrics.step_metrics import (
+    FleetInterval,
+    RunScale,
+    StepTimes,
+    step_metrics,
+)
 from sluice.types import (
     DataProgress,
     FinishReason,
@@ -22,7 +27,7 @@ TIMES = StepTimes(
 FLEET = FleetInterval(generated_tokens=400, busy_s=6.0, replicas=2)
 
 
-def batch(*lengths: int) -> TrainBatch:
+def batch(*lengths: int, low_water: int = 1) -> TrainBatch:
     rollouts = tuple(
         Rollout(
             i,
@@ -36,14 +41,25 @@ def batch(*lengths: int) -> TrainBatch:
     )
     scores = tuple(Scored(1.0, 1.0, {}) for _ in lengths)
     group = TrainGroup("p", np.zeros(10, np.uint32), rollouts, scores, "s")
-    return TrainBatch("b", 0, (group,), DataProgress(1), {"train/groups_kept": 5.0})
+    return TrainBatch("b", 0, (group,), DataProgress(low_water), {"train/groups_kept": 5.0})
 
 
 def metrics(
-    times: StepTimes = TIMES, fleet: FleetInterval = FLEET, ranks: int = 2
+    times: StepTimes = TIMES,
+    fleet: FleetInterval = FLEET,
+    *,
+    low_water: int = 1,
+    dataset_rows: int = 8,
 ) -> dict[str, float]:
-    learner = {"actor/pg_loss": 0.5}
-    return step_metrics(7, batch(20, 30), learner, times, fleet, ranks=ranks, stall_s=0.125)
+    return step_metrics(
+        7,
+        batch(20, 30, low_water=low_water),
+        {"actor/pg_loss": 0.5},
+        times,
+        fleet,
+        scale=RunScale(ranks=2, dataset_rows=dataset_rows),
+        stall_s=0.125,
+    )
 
 
 def test_numbers_of_batch_and_learner_are_passed_on() -> None:
@@ -85,3 +101,18 @@ def test_every_part_of_the_step_has_its_time() -> None:
     assert found["timing_s/update_weights"] == 0.5
     assert found["timing_s/save_checkpoint"] == 0.25
     assert found["weights/stall_s"] == 0.125
+
+
+def test_what_the_trainer_waits_for_a_batch_is_its_time_of_generation() -> None:
+    found = metrics()
+    assert found["timing_s/gen"] == found["timing_s/wait_batch"] == 1.0
+    assert found["timing_per_token_ms/gen"] == pytest.approx(1000.0 * 1.0 / (20 + 30))
+
+
+@pytest.mark.parametrize(("low_water", "epoch"), [(0, 0), (1, 0), (8, 0), (9, 1), (16, 1), (17, 2)])
+def test_the_epoch_counts_passes_from_0(low_water: int, epoch: int) -> None:
+    assert metrics(low_water=low_water)["training/epoch"] == epoch
+
+
+def test_a_run_without_a_data_set_has_no_epochs() -> None:
+    assert "training/epoch" not in metrics(dataset_rows=0)

@@ -11,6 +11,7 @@ import pytest
 
 from services.trainer.loop import TrainLoop
 from services.trainer.run_state import RunPhase
+from sluice.concurrency.exception_leaves import leaves
 from sluice.errors import BatchUnfillableError, DeadlineError
 from sluice.types import DataProgress
 from tests.support.loop_world import WAIT_S, World, run, until
@@ -35,10 +36,10 @@ async def test_a_step_is_taken_trained_published_acknowledged_and_only_then_anno
 ) -> None:
     await run(world.loop())
     assert world.events == [
-        *("freeze 0", "publish 0", "announce 0 on a"),
-        *("take 1", "train 1", "freeze 1", "publish 1", "acknowledge 1", "announce 1 on a"),
-        *("take 2", "train 2", "freeze 2", "publish 2", "acknowledge 2", "announce 2 on a"),
-        *("take 3", "train 3", "freeze 3", "publish 3", "acknowledge 3", "announce 3 on a"),
+        *("freeze 0", "publish 0", "announce 0 on a", "accounts"),
+        *("take 1", "train 1", "freeze 1", "publish 1", "acknowledge 1", "announce 1 on a from 10"),
+        *("take 2", "train 2", "freeze 2", "publish 2", "acknowledge 2", "announce 2 on a from 20"),
+        *("take 3", "train 3", "freeze 3", "publish 3", "acknowledge 3", "announce 3 on a from 30"),
         "accounts",
     ]
     assert world.state.phase is RunPhase.FINISHED
@@ -86,12 +87,12 @@ async def test_checkpoints_are_saved_every_so_often_and_at_the_end_with_the_data
     assert [event for event in world.events if event.startswith("save")] == saved
 
 
-async def test_a_resumed_run_goes_on_at_its_step_and_tells_the_cursor_once() -> None:
+async def test_a_resumed_run_goes_on_at_its_step_and_always_tells_the_cursor() -> None:
     world = World(steps=4, step=2)
     world.register("a")
     await run(world.loop(DataProgress(20)))
     announced = [event for event in world.events if event.startswith("announce")]
-    assert announced == ["announce 2 on a from 20", "announce 3 on a", "announce 4 on a"]
+    assert announced == [f"announce {step} on a from {10 * step}" for step in (2, 3, 4)]
     assert world.events[0] == "freeze 2"
     assert "take 3" in world.events
     assert "take 2" not in world.events
@@ -110,10 +111,10 @@ async def test_a_newcomer_is_seeded_and_announced_while_a_batch_is_awaited(world
         tasks.create_task(run(world.loop()))
         await until(lambda: "take 2" in world.events)
         world.register("b")
-        await until(lambda: "announce 1 on ab" in world.events)
+        await until(lambda: "announce 1 on ab from 10" in world.events)
         world.holds["take 2"].set()
     assert world.events.count("seed b") == 1
-    assert "announce 2 on ab" in world.events
+    assert "announce 2 on ab from 20" in world.events
 
 
 async def test_a_lost_replica_is_announced_at_once(world: World) -> None:
@@ -123,7 +124,7 @@ async def test_a_lost_replica_is_announced_at_once(world: World) -> None:
         tasks.create_task(run(world.loop()))
         await until(lambda: "take 2" in world.events)
         world.fleet.expel(lost, "silent")
-        await until(lambda: "announce 1 on a" in world.events)
+        await until(lambda: "announce 1 on a from 10" in world.events)
         world.holds["take 2"].set()
 
 
@@ -135,7 +136,7 @@ async def test_a_slow_newcomer_does_not_delay_the_news_of_a_lost_replica(world: 
         await until(lambda: "take 2" in world.events)
         world.register("c")
         world.fleet.expel(lost, "silent")
-        await until(lambda: "announce 1 on a" in world.events)
+        await until(lambda: "announce 1 on a from 10" in world.events)
         for hold in world.holds.values():
             hold.set()
 
@@ -158,7 +159,7 @@ async def test_nothing_is_announced_between_a_publication_and_its_acknowledgemen
 async def test_too_few_replicas_within_the_deadline_end_the_run_with_a_remedy() -> None:
     with only(DeadlineError) as caught:
         await run(World().loop(replica_wait_timeout_s=0.05, min_replicas=2))
-    (error,) = caught.value.exceptions
+    (error,) = leaves(caught.value)
     assert "rollout fleet" in str(error)
     assert "waiting for 2 replicas" in str(error)
     assert "raise sluice.trainer.replica_wait_timeout_s" in str(error)
@@ -168,13 +169,50 @@ async def test_an_unfillable_batch_ends_the_run_with_its_own_message(world: Worl
     world.faults["take 2"] = BatchUnfillableError("almost no group is mixed")
     with only(BatchUnfillableError):
         await run(world.loop())
-    assert "accounts" not in world.events
+    assert world.events.count("accounts") == 1  # those before the first step
+    assert "accounts" not in world.recorded
 
 
-async def test_a_failing_evaluation_ends_the_run(world: World) -> None:
-    world.faults["evaluate 0"] = DeadlineError("reward service", "evaluating version 0", 1.0)
+FAILED = DeadlineError("reward service", "evaluating", 1.0)
+
+
+async def test_a_failed_validation_is_recorded_and_the_run_goes_on(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.faults |= {"evaluate 0": FAILED, "evaluate 2": FAILED}
+    await run(world.loop(validates=True, val_before_train=True, test_freq=1))
+    assert {"failed evaluation 0", "failed evaluation 2"} <= world.recorded.keys()
+    assert {"evaluation 1", "evaluation 3", "step 3"} <= world.recorded.keys()
+    assert "no validation of version 2: reward service" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("failing", "settings"),
+    [("evaluate 3", {"test_freq": 1}), ("evaluate 0", {"val_before_train": True})],
+)
+async def test_a_run_whose_last_validation_failed_ends_in_order_and_fails(
+    world: World, failing: str, settings: dict[str, Any]
+) -> None:
+    world.faults[failing] = FAILED
     with only(DeadlineError):
-        await run(world.loop(validates=True, val_before_train=True, test_freq=1))
+        await run(world.loop(validates=True, save_freq=3, **settings))
+    assert {"step 3", "accounts"} <= world.recorded.keys()
+    assert "save 3 at 30" in world.events
+    assert world.state.phase is RunPhase.FINISHED
+
+
+async def test_a_run_that_only_validates_takes_no_batch(world: World) -> None:
+    await run(world.loop(validates=True, val_only=True, save_freq=1))
+    assert "evaluation 0" in world.recorded
+    assert not [event for event in world.events if event.startswith(("take", "save"))]
+    assert world.state.phase is RunPhase.FINISHED
+
+
+async def test_a_run_that_only_validates_fails_with_its_validation(world: World) -> None:
+    world.faults["evaluate 0"] = FAILED
+    with only(DeadlineError):
+        await run(world.loop(validates=True, val_only=True))
+    assert "failed evaluation 0" in world.recorded
 
 
 async def test_a_stop_ends_the_run_after_its_step_and_saves_if_it_saves_at_all(
@@ -187,7 +225,7 @@ async def test_a_stop_ends_the_run_after_its_step_and_saves_if_it_saves_at_all(
         world.state.stop("enough")
         world.holds["train 2"].set()
     assert "take 3" not in world.events
-    assert world.events[-3:] == ["announce 2 on a", "save 2 at 20", "accounts"]
+    assert world.events[-3:] == ["announce 2 on a from 20", "save 2 at 20", "accounts"]
 
 
 async def paused(world: World, tasks: asyncio.TaskGroup, loop: TrainLoop) -> None:
@@ -213,7 +251,7 @@ async def test_a_paused_run_can_be_stopped(world: World) -> None:
         await paused(world, tasks, world.loop())
         world.state.stop("enough")
     assert "take 2" not in world.events
-    assert "accounts" in world.events
+    assert "accounts" in world.recorded
 
 
 async def test_a_paused_run_saves_at_once_when_asked(world: World) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from services.trainer.fleet import MemberState
 from sluice.errors import DeadlineError, InvalidRequestError, PeerError, WeightSyncError
-from sluice.weights.digest import digest_weights
 from tests.support.publisher_fleet import TIMEOUT_S, Replica, Trainer, weights
+from tests.support.weight_digest import plain_digest
 
 
 @pytest.fixture
@@ -38,13 +38,15 @@ def raising(error: Exception) -> Callable[[], Any]:
 
 def dead(name: str) -> dict[str, Callable[[], Any]]:
     """Every call to it fails, as those to a killed process do."""
-    faults = defaultdict(lambda: raising(PeerError(name, "calling", "UNAVAILABLE")))
+    faults: dict[str, Callable[[], Any]] = defaultdict(
+        lambda: raising(PeerError(name, "calling", "UNAVAILABLE"))
+    )
     return {phase: faults[phase] for phase in ("join", "stage", "commit", "abort", "probe")}
 
 
 def held(replica: Replica, version: int) -> bool:
     assert replica.served is not None
-    return replica.served.digest == digest_weights(weights(version).items())
+    return replica.served.digest == plain_digest(weights(version))
 
 
 async def test_a_published_version_is_served_by_all_with_the_same_bytes(trainer: Trainer) -> None:

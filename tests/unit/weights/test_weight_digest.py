@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
+import pytest
 import torch
 
-from sluice.weights import digest as digest_module
 from sluice.weights.buffer import WeightBuffer
-from sluice.weights.digest import StreamDigest, digest_tensor, digest_weights
+from sluice.weights.digest import StreamDigest
 from sluice.weights.plan import plan_transfer, tensor_specs
-
-if TYPE_CHECKING:
-    import pytest
+from tests.support.weight_digest import plain_digest
 
 
 def _weights() -> dict[str, torch.Tensor]:
@@ -26,51 +24,46 @@ def _weights() -> dict[str, torch.Tensor]:
     }
 
 
-def test_one_flipped_bit_changes_the_digest() -> None:
-    weights = _weights()
-    before = digest_weights(weights.items())
-    weights["half"].view(torch.uint8)[17] ^= 1
-    assert digest_weights(weights.items()) != before
-
-
-def test_name_dtype_and_shape_are_part_of_the_digest() -> None:
-    tensor = torch.zeros(4, 6)
-    digests = {
-        digest_tensor("a", tensor),
-        digest_tensor("b", tensor),
-        digest_tensor("a", tensor.view(torch.int32)),
-        digest_tensor("a", tensor.view(6, 4)),
-    }
-    assert len(digests) == 4
-
-
-def test_swapping_the_contents_of_two_weights_changes_the_digest() -> None:
-    a, b = torch.zeros(4), torch.ones(4)
-    assert digest_weights([("a", a), ("b", b)]) != digest_weights([("a", b), ("b", a)])
-
-
-def test_order_and_memory_layout_do_not_change_the_digest() -> None:
-    weights = _weights()
-    shuffled = dict(reversed(weights.items()))
-    shuffled["embed"] = weights["embed"].t().contiguous().t()
-    assert not shuffled["embed"].is_contiguous()
-    assert digest_weights(shuffled.items()) == digest_weights(weights.items())
-
-
-def test_chunked_copies_give_the_same_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = digest_weights(_weights().items())
-    monkeypatch.setattr(digest_module, "_CHUNK_BYTES", 100)
-    assert digest_weights(_weights().items()) == whole
-
-
-def test_the_digest_of_passing_buckets_is_the_digest_of_the_weights() -> None:
-    weights = _weights()
-    plan = plan_transfer(tensor_specs(weights.items()), 4096)
-    assert len(plan.buckets) > 2
+def _digest(weights: Mapping[str, torch.Tensor], bucket_bytes: int = 4096) -> str:
+    """Of the buckets as they would pass."""
+    plan = plan_transfer(tensor_specs(weights.items()), bucket_bytes)
     buffer = WeightBuffer(plan)
     for name, tensor in weights.items():
         buffer.tensors[name].copy_(tensor)
     stream = StreamDigest(plan)
     for bucket in plan.buckets:
         stream.absorb(bucket, buffer.bucket(bucket))
-    assert stream.hexdigest() == digest_weights(weights.items())
+    return stream.hexdigest()
+
+
+@pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20], ids=["many buckets", "one bucket"])
+def test_the_digest_of_passing_buckets_is_that_of_the_definition(bucket_bytes: int) -> None:
+    assert _digest(_weights(), bucket_bytes) == plain_digest(_weights())
+
+
+def test_one_flipped_bit_changes_the_digest() -> None:
+    weights = _weights()
+    before = _digest(weights)
+    weights["half"].view(torch.uint8)[17] ^= 1
+    assert _digest(weights) != before
+
+
+def test_name_dtype_and_shape_are_part_of_the_digest() -> None:
+    tensor = torch.zeros(4, 6)
+    digests = {
+        _digest({"a": tensor}),
+        _digest({"b": tensor}),
+        _digest({"a": tensor.view(torch.int32)}),
+        _digest({"a": tensor.view(6, 4)}),
+    }
+    assert len(digests) == 4
+
+
+def test_swapping_the_contents_of_two_weights_changes_the_digest() -> None:
+    a, b = torch.zeros(4), torch.ones(4)
+    assert _digest({"a": a, "b": b}) != _digest({"a": b, "b": a})
+
+
+def test_the_order_on_the_wire_does_not_change_the_digest() -> None:
+    weights = _weights()
+    assert _digest(dict(reversed(weights.items()))) == _digest(weights)

@@ -22,13 +22,13 @@ from sluice.errors import (
     WeightSyncError,
 )
 from sluice.weights import sender as sender_module
-from sluice.weights.digest import digest_weights
 from sluice.weights.owner_thread import wait_for_retired_threads
 from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.sender import WeightSender
 from sluice.weights.snapshot import SnapshotBuffers
 from sluice.weights.trailer import Trailer
+from tests.support.weight_digest import plain_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -96,7 +96,7 @@ def test_a_staged_version_equals_what_was_sent_and_carries_its_digest(
     staged = staging.result(5)
     assert _equal(staged.tensors, _weights())
     assert staged.version == report.version == 7
-    assert staged.digest == report.digest == digest_weights(_weights().items())
+    assert staged.digest == report.digest == plain_digest(_weights())
     assert staged.received_bytes == report.sent_bytes
     assert receiver.epoch == 1
 

@@ -1,0 +1,75 @@
+"""Question answering by exact match after normalisation (Search-R1; verl's searchR1 sources).
+
+The answer is what the last ``<answer>...</answer>`` holds. Case, punctuation, the articles a, an,
+the and runs of spaces do not count.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Sequence
+
+import msgspec
+
+TARGET = "target"
+MOST_TAGS = 10
+SPAM_SHARE = 0.25
+
+_OPENING, _CLOSING = "<answer>", "</answer>"
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def compute_score(solution: str, ground_truth: str) -> float:
+    """1 if right, else 0; 0.25 if right among more than ten answer tags (guessing).
+
+    Args:
+        solution: the response's text.
+        ground_truth: one answer; or, as JSON, a list of them or ``{"target": ...}`` with either.
+    """
+    tagged = last_tagged(solution)
+    if tagged is None:
+        return 0.0
+    answer = normalize(tagged)
+    if all(answer != normalize(target) for target in targets(ground_truth)):
+        return 0.0
+    num_tags = max(solution.count(_OPENING), solution.count(_CLOSING))
+    return SPAM_SHARE if num_tags > MOST_TAGS else 1.0
+
+
+def last_tagged(text: str) -> str | None:
+    """Content of the last answer tag, each from its opening to the next closing one.
+
+    Takes linear time, also where thousands of tags are opened and none is closed.
+    """
+    tagged, start = None, 0
+    while (opening := text.find(_OPENING, start)) >= 0:
+        opening += len(_OPENING)
+        start = text.find(_CLOSING, opening)
+        if start < 0:
+            break
+        tagged = text[opening:start]
+    return tagged
+
+
+def normalize(text: str) -> str:
+    """`text` in lower case without punctuation, articles and surplus spaces."""
+    without_punctuation = text.lower().translate(_NO_PUNCTUATION)
+    return " ".join(_ARTICLE.sub(" ", without_punctuation).split())
+
+
+def targets(ground_truth: str) -> Sequence[str]:
+    """All accepted answers. Text that is not such JSON is itself the answer."""
+    try:
+        value = msgspec.json.decode(ground_truth, type=dict[str, object] | list[str])
+    except msgspec.DecodeError:
+        return [ground_truth]
+    if isinstance(value, list):
+        return value
+    target = value.get(TARGET)
+    if isinstance(target, str):
+        return [target]
+    if isinstance(target, list) and all(isinstance(one, str) for one in target):
+        return target
+    return [ground_truth]

@@ -1,0 +1,46 @@
+"""The GSM8K scorer: is the final number the reference number? (verl-semantics: gsm8k)
+
+``strict`` wants the data set's own form ``#### 72``; ``flexible`` takes the last number there is.
+Comparison is of text: ``72.0`` and ``72`` differ.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+SCORED_CHARACTERS = 300
+
+Method = Literal["strict", "flexible"]
+
+_MARKED_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
+_NUMBER = re.compile(r"-?[0-9.,]+")
+
+
+def compute_score(
+    solution: str, ground_truth: str, *, method: Method = "strict", format_score: float = 0.0
+) -> float:
+    """1 if right; `format_score` if a number was found but is wrong; 0 if none was found.
+
+    Args:
+        solution: the response's text, of which the last 300 characters count.
+        ground_truth: digits, without thousands separators.
+        method: how the number is found.
+        format_score: partial credit.
+    """
+    answer = final_number(solution[-SCORED_CHARACTERS:], method)
+    if answer is None:
+        return 0.0
+    return 1.0 if answer == ground_truth else format_score
+
+
+def final_number(text: str, method: Method) -> str | None:
+    """The last number as text; ``None`` if there is none.
+
+    Only ``strict`` removes thousands separators: verl's flexible reading keeps them.
+    """
+    if method == "strict":
+        marked = _MARKED_NUMBER.findall(text)
+        return marked[-1].replace(",", "") if marked else None
+    numbers = _NUMBER.findall(text)
+    return next((number for number in reversed(numbers) if number != "."), None)

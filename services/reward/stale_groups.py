@@ -1,0 +1,56 @@
+"""Running groups that would have no place in a batch in time: found at once, and started again.
+
+Consumes: each group that starts and each that is kept; these two events alone can leave a running
+group without a place. Produces: cancelled tasks, whose prompts wait again (a newer policy draws
+their samples anew) or, under ``on_stale: drop`` and beyond the bound already, end as stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from services.reward.batcher import Batcher
+from services.reward.in_flight import Fate, InFlightItem, InFlightTable
+
+
+class StaleGroups:
+    """What becomes of running groups that kept ones leave no place for.
+
+    Args:
+        batcher: the kept groups and the rules.
+        in_flight: the running ones.
+    """
+
+    def __init__(self, batcher: Batcher, in_flight: InFlightTable) -> None:
+        self._batcher, self._in_flight = batcher, in_flight
+        self._restarting: set[str] = set()
+
+    def check(self, announced: int | None, *, but_for: str | None = None) -> None:
+        """Cancel the groups without a place.
+
+        Args:
+            announced: the version announced; ``None``: nothing is decided meanwhile.
+            but_for: a prompt that has left the running groups, though its task is at work still.
+        """
+        if announced is None:
+            return
+        next_version = self._batcher.next_version(announced)
+        running = [group for group in self._in_flight.started() if group.prompt_id != but_for]
+        self.cancel(self._batcher.doomed(next_version, running), next_version)
+
+    def cancel(self, doomed: Collection[str], next_version: int) -> None:
+        """Cancel these groups; their fate is settled by the version of the next batch."""
+        for group in self._in_flight.started():
+            if group.prompt_id not in doomed:
+                continue
+            if self._batcher.drops(group.start_version, next_version):
+                self._in_flight.cancel((group.prompt_id,), Fate.STALE)
+            else:
+                self._restarting.add(group.prompt_id)
+                self._in_flight.cancel((group.prompt_id,), Fate.REQUEUED)
+
+    def left(self, item: InFlightItem) -> bool:
+        """Forget a group whose task has ended; whether it was cancelled here to start again."""
+        was_restarting = item.prompt.prompt_id in self._restarting
+        self._restarting.discard(item.prompt.prompt_id)
+        return was_restarting

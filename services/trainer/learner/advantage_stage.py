@@ -1,0 +1,116 @@
+"""From a batch's scores to what each token is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.trainer.learner.batch_table import BatchTable
+from sluice.algorithm.advantages.inputs import AdvantageInputs, AdvantageSettings
+from sluice.algorithm.advantages.registry import batch_estimator
+from sluice.algorithm.advantages.token_rewards import last_token_rewards
+from sluice.algorithm.kl.controller import KlController
+from sluice.algorithm.kl.reward_penalty import penalize_rewards
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageRules:
+    """Which estimator, and whether rewards pay for divergence (`kl_kind`)."""
+
+    estimator: str
+    constants: AdvantageSettings
+    kl_kind: str | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchEvidence:
+    """What forward passes found out about a batch, [rows, W] each; ``None``: not asked."""
+
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenAdvantages:
+    """[rows, W] each; metrics by verl's names; `controller` is for the next batch."""
+
+    advantages: Tensor
+    returns: Tensor
+    metrics: Mapping[str, float]
+    controller: KlController
+
+
+def token_advantages(
+    table: BatchTable,
+    evidence: BatchEvidence,
+    components: Mapping[str, Tensor],
+    rules: AdvantageRules,
+    controller: KlController,
+) -> TokenAdvantages:
+    """Rewards on the last tokens, less the divergence if asked, through the estimator.
+
+    Args:
+        table: the batch.
+        evidence: ``old_logprobs`` and ``ref_logprobs`` with a KL penalty; what else the estimator
+            needs.
+        components: reward components (gdpo).
+        rules: of the run.
+        controller: the weight of the penalty.
+
+    Raises:
+        ConfigError: the estimator lacks something; names it.
+    """
+    rewards = last_token_rewards(table.scores, table.mask)
+    metrics: dict[str, float] = {}
+    if rules.kl_kind is not None:
+        assert evidence.old_logprobs is not None
+        assert evidence.ref_logprobs is not None
+        penalized = penalize_rewards(
+            rewards,
+            evidence.old_logprobs,
+            evidence.ref_logprobs,
+            table.mask,
+            kind=rules.kl_kind,
+            controller=controller,
+        )
+        rewards, controller = penalized.rewards, penalized.controller
+        metrics |= penalized.metrics
+    inputs = AdvantageInputs(
+        rewards=rewards,
+        mask=table.mask,
+        group_index=table.group_index,
+        values=evidence.values,
+        old_logprobs=evidence.old_logprobs,
+        sum_pi_squared=evidence.sum_pi_squared,
+        reward_components=components,
+    )
+    found = batch_estimator(rules.estimator)(inputs, rules.constants)
+    metrics |= _metrics(rewards, found.advantages, found.returns, table.mask)
+    return TokenAdvantages(found.advantages, found.returns, metrics, controller)
+
+
+def _metrics(
+    rewards: Tensor, advantages: Tensor, returns: Tensor, mask: Tensor
+) -> dict[str, float]:
+    """``critic/rewards`` over rows with tokens; ``critic/advantages``, ``returns`` over tokens."""
+    answered = mask.any(-1)
+    found = {
+        "critic/rewards": rewards.sum(-1, dtype=torch.float64)[answered],
+        "critic/advantages": advantages[mask].double(),
+        "critic/returns": returns[mask].double(),
+    }
+    return {
+        f"{name}/{reading}": float(value)
+        for name, values in found.items()
+        if values.numel()
+        for reading, value in (
+            ("mean", values.mean()),
+            ("max", values.max()),
+            ("min", values.min()),
+        )
+    }

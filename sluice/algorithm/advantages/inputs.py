@@ -1,0 +1,136 @@
+"""What advantage estimators take and return: a whole train batch, padded to one width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+
+from sluice.errors import ConfigError
+
+_PROVIDERS: Mapping[str, str] = MappingProxyType(
+    {
+        "group_index": "give the prompt of each row",
+        "values": "switch the critic on (critic.enable=true)",
+        "baselines": "give the reward of one greedy response a prompt",
+        "old_logprobs": "give the logprobs of the policy before the batch",
+        "sum_pi_squared": "set actor_rollout_ref.actor.calculate_sum_pi_squared=true",
+        "reward_components": (
+            "set algorithm.gdpo_reward_keys to values that the reward function reports"
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class AdvantageInputs:
+    """One train batch; an optional field is needed by the estimators that say so.
+
+    Args:
+        rewards: float [rows, width], token-level; the score of a response is its row's sum.
+        mask: bool [rows, width], True where the policy chose the token.
+        group_index: int64 [rows]; equal numbers mark rows of one prompt, in any order.
+        values: float [rows, width], the critic's before the update.
+        baselines: float [rows], reward of the prompt's greedy response.
+        old_logprobs: float [rows, width], of the policy before the update.
+        sum_pi_squared: float [rows, width], sum over the vocabulary of squared probabilities.
+        importance_weights: float [rows, width], of rollout correction.
+        reward_components: float [rows] by the name of the component.
+
+    Raises:
+        ValueError: a shape or the dtype of the mask does not fit; names the field.
+    """
+
+    rewards: torch.Tensor
+    mask: torch.Tensor
+    group_index: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    baselines: torch.Tensor | None = None
+    old_logprobs: torch.Tensor | None = None
+    sum_pi_squared: torch.Tensor | None = None
+    importance_weights: torch.Tensor | None = None
+    reward_components: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shape = self.rewards.shape
+        if self.rewards.ndim != 2:
+            raise ValueError(f"rewards must have shape [rows, width], got {list(shape)}")
+        if self.mask.dtype != torch.bool:
+            raise ValueError(f"mask must be bool, got {self.mask.dtype}; pass mask.bool()")
+        for name in ("mask", "values", "old_logprobs", "sum_pi_squared", "importance_weights"):
+            _check_shape(name, getattr(self, name), shape)
+        for name in ("group_index", "baselines"):
+            _check_shape(name, getattr(self, name), shape[:1])
+        for key, component in self.reward_components.items():
+            _check_shape(f"reward_components[{key!r}]", component, shape[:1])
+
+    def required(self, name: str, *, estimator: str) -> torch.Tensor:
+        """The optional field `name`.
+
+        Raises:
+            ConfigError: it was not given; names the estimator, the field and the remedy.
+        """
+        found: torch.Tensor | None = getattr(self, name)
+        if found is None:
+            raise missing_field(name, estimator=estimator)
+        return found
+
+    def row_rewards(self) -> torch.Tensor:
+        """Score of each row, float64 [rows]; rewards outside the mask count, as in verl."""
+        return self.rewards.sum(-1, dtype=torch.float64)
+
+    def reward_to_go(self) -> torch.Tensor:
+        """Undiscounted sum of the masked rewards from each position on, [rows, width]."""
+        masked = torch.where(self.mask, self.rewards, torch.zeros_like(self.rewards))
+        return masked.flip(-1).cumsum(-1).flip(-1)
+
+    def on_tokens(self, row_values: torch.Tensor) -> torch.Tensor:
+        """A number a row [rows] on each of its masked positions, 0 elsewhere: [rows, width]."""
+        return row_values.to(self.rewards.dtype).unsqueeze(-1) * self.mask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageSettings:
+    """Constants of the estimators, by verl's names and defaults where it has them.
+
+    Args:
+        gamma: discount a token (gae, reinforce_plus_plus).
+        lam: GAE's lambda.
+        norm_by_std: divide by the group's standard deviation (grpo, grpo_vectorized, grpo_passk);
+            False is Dr. GRPO.
+        gdpo_reward_weights: weight of each reward component, in the components' order; None: 1.
+        scale_rewards: divide by the group's standard deviation (adpo).
+    """
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    norm_by_std: bool = True
+    gdpo_reward_weights: tuple[float, ...] | None = None
+    scale_rewards: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Advantages:
+    """Both float [rows, width] in the rewards' dtype, without gradient.
+
+    `returns` is what the critic learns where there is one; the estimators that work with scores
+    of whole responses put the advantages there.
+    """
+
+    advantages: torch.Tensor
+    returns: torch.Tensor
+
+
+def missing_field(name: str, *, estimator: str) -> ConfigError:
+    """The error for an estimator that lacks an optional field."""
+    return ConfigError(
+        f"algorithm.adv_estimator: '{estimator}' needs the field {name}, which is not given; "
+        f"{_PROVIDERS[name]}, or choose another estimator"
+    )
+
+
+def _check_shape(name: str, value: torch.Tensor | None, shape: torch.Size) -> None:
+    if value is not None and value.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(value.shape)}")

@@ -1,0 +1,27 @@
+"""REINFORCE++ (Hu 2025, arXiv 2501.03262): discounted returns, whitened over the batch."""
+
+from __future__ import annotations
+
+import torch
+
+from sluice.algorithm.advantages.inputs import AdvantageInputs, Advantages, AdvantageSettings
+from sluice.algorithm.masked import masked_whiten
+
+
+@torch.no_grad()
+def reinforce_plus_plus(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """``G_t = r_t + gamma G_{t+1}``; advantages are G whitened over the batch, 0 off the mask.
+
+    A position outside the mask gets return 0, and the return of the next masked position is
+    carried past it, so a response goes on after an observation of a tool. No groups.
+
+    Raises:
+        ValueError: the batch has fewer than two masked positions.
+    """
+    returns = torch.zeros_like(inputs.rewards)
+    carried = torch.zeros_like(inputs.rewards[:, 0])
+    for t in reversed(range(returns.shape[1])):
+        chosen = inputs.mask[:, t]
+        carried = torch.where(chosen, inputs.rewards[:, t] + settings.gamma * carried, carried)
+        returns[:, t] = carried * chosen
+    return Advantages(masked_whiten(returns, inputs.mask) * inputs.mask, returns)

@@ -1,0 +1,117 @@
+"""What a policy loss reads: the response tokens of one micro-batch, flat, and global counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from sluice.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalCounts:
+    """Denominators over the whole mini-batch, that is all micro-batches of all ranks.
+
+    Args:
+        tokens: response tokens, before any were rejected.
+        rows: responses, empty ones included.
+        groups: prompts; only losses over groups need it.
+        averaged_ranks: D where the backend averages gradients over D ranks, 1 where it sums them.
+    """
+
+    tokens: float
+    rows: float
+    groups: float | None = None
+    averaged_ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossInputs:
+    """N response tokens of R rows without padding; `row_index` says whose each token is.
+
+    All tokens of a row are in the same inputs. Only `logprobs` carries a gradient.
+    """
+
+    logprobs: torch.Tensor  # float [N], of the policy being updated
+    old_logprobs: torch.Tensor  # float [N], of the policy before the train batch
+    advantages: torch.Tensor  # float [N]
+    row_index: torch.Tensor  # int64 [N], values in 0..num_rows - 1
+    num_rows: int  # R, empty rows included
+    rollout_weights: torch.Tensor | None = None  # float [N], importance weights of the tokens
+    rollout_logprobs: torch.Tensor | None = None  # float [N], of the engine that drew the tokens
+    row_groups: tuple[int, ...] | None = None  # [R], equal for rows of one prompt
+    row_advantages: torch.Tensor | None = None  # float [R], for losses over whole rows
+    seed: int = 0  # of random choices; another one for each micro-batch and step
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return self.logprobs.numel()
+
+    def keeping(self, keep: torch.Tensor) -> LossInputs:
+        """The same rows with only those tokens where `keep` (bool [N]) is true."""
+        return replace(
+            self,
+            logprobs=self.logprobs[keep],
+            old_logprobs=self.old_logprobs[keep],
+            advantages=self.advantages[keep],
+            row_index=self.row_index[keep],
+            rollout_weights=_chosen(self.rollout_weights, keep),
+            rollout_logprobs=_chosen(self.rollout_logprobs, keep),
+        )
+
+
+def padded_inputs(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    rollout_weights: torch.Tensor | None = None,
+    rollout_logprobs: torch.Tensor | None = None,
+    row_groups: tuple[int, ...] | None = None,
+    seed: int = 0,
+) -> LossInputs:
+    """Inputs from the padded layout: what the mask leaves out is never read, not even NaN.
+
+    Args:
+        logprobs: float [rows, width]; so are `old_logprobs` and the optional tensors.
+        old_logprobs: see above.
+        advantages: float [rows, width], or [rows] for one value a row.
+        mask: [rows, width], true or non-zero at response tokens; gaps are allowed.
+        rollout_weights: optional importance weights.
+        rollout_logprobs: optional logprobs of the engine.
+        row_groups: optional prompt of each row.
+        seed: of random choices.
+
+    Raises:
+        ConfigError: shapes differ.
+    """
+    chosen, per_row = mask.bool(), advantages.dim() == 1
+    if per_row:
+        row_advantages, advantages = advantages, advantages[:, None].expand(mask.shape)
+    for tensor in (logprobs, old_logprobs, advantages, rollout_weights, rollout_logprobs):
+        if tensor is not None and tensor.shape != mask.shape:
+            raise ConfigError(
+                f"padded loss inputs must all have the mask's shape {tuple(mask.shape)}, got "
+                f"{tuple(tensor.shape)}"
+            )
+    return LossInputs(
+        logprobs=logprobs[chosen],
+        old_logprobs=old_logprobs[chosen],
+        advantages=advantages[chosen],
+        row_index=chosen.nonzero()[:, 0],
+        num_rows=mask.shape[0],
+        rollout_weights=_chosen(rollout_weights, chosen),
+        rollout_logprobs=_chosen(rollout_logprobs, chosen),
+        row_groups=row_groups,
+        row_advantages=row_advantages if per_row else None,
+        seed=seed,
+    )
+
+
+def _chosen(values: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor | None:
+    return None if values is None else values[mask]

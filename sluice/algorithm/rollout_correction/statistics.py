@@ -1,0 +1,115 @@
+"""Statistics of numbers that are spread over micro-batches and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from enum import StrEnum
+
+import torch
+
+WEIGHT_EPSILON = 1e-8
+
+
+class Reading(StrEnum):
+    """What is read off the moments of some numbers."""
+
+    MEAN = "mean"
+    MAX = "max"
+    MIN = "min"
+    STD = "std"  # of the population (n)
+    SAMPLE_STD = "sample_std"  # unbiased (n - 1); 0 for one number
+    EFFECTIVE_FRACTION = "effective_fraction"  # mean^2 / mean of squares (Kish 1965)
+    NORMALIZER = "normalizer"  # the mean, 1 where it is no more than 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Count, sum, sum of squares, minimum and maximum of some numbers."""
+
+    count: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+    smallest: float = math.inf
+    largest: float = -math.inf
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Moments:
+        """Moments of the numbers [n], taken in float64; bool counts as 0 and 1."""
+        if values.numel() == 0:
+            return cls()
+        numbers = values.detach().cpu().double()
+        found = torch.stack([numbers.sum(), numbers @ numbers, numbers.min(), numbers.max()])
+        return cls(float(numbers.numel()), *found.tolist())
+
+    def merge(self, other: Moments) -> Moments:
+        """Moments of the numbers of both."""
+        return Moments(
+            self.count + other.count,
+            self.total + other.total,
+            self.squares + other.squares,
+            min(self.smallest, other.smallest),
+            max(self.largest, other.largest),
+        )
+
+    def read(self, reading: Reading) -> float:
+        """One statistic; there must be a number."""
+        mean, mean_square = self.total / self.count, self.squares / self.count
+        variance = max(mean_square - mean * mean, 0.0)
+        match reading:
+            case Reading.MEAN:
+                return mean
+            case Reading.MAX:
+                return self.largest
+            case Reading.MIN:
+                return self.smallest
+            case Reading.STD:
+                return math.sqrt(variance)
+            case Reading.SAMPLE_STD:
+                return math.sqrt(variance * self.count / max(self.count - 1.0, 1.0))
+            case Reading.EFFECTIVE_FRACTION:
+                return (mean + WEIGHT_EPSILON) ** 2 / mean_square if mean_square else 0.0
+            case Reading.NORMALIZER:
+                return mean if mean > WEIGHT_EPSILON else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """A metric before its parts are put together."""
+
+    moments: Moments
+    reading: Reading
+
+
+Statistics = Mapping[str, Statistic]
+
+
+def merge_statistics(first: Statistics, second: Statistics) -> dict[str, Statistic]:
+    """The same metrics over the numbers of both; both have the same names."""
+    return {
+        name: Statistic(one.moments.merge(second[name].moments), one.reading)
+        for name, one in first.items()
+    }
+
+
+def statistics_to_vector(statistics: Statistics) -> list[float]:
+    """Five numbers a metric for an all-gather, in the order of the names as given."""
+    return [number for one in statistics.values() for number in astuple(one.moments)]
+
+
+def statistics_from_vector(like: Statistics, vector: Sequence[float]) -> dict[str, Statistic]:
+    """Undo `statistics_to_vector`; names and readings are those of `like`."""
+    return {
+        name: Statistic(Moments(*vector[5 * i : 5 * i + 5]), one.reading)
+        for i, (name, one) in enumerate(like.items())
+    }
+
+
+def metrics_of(statistics: Statistics, *, prefix: str = "rollout_corr/") -> dict[str, float]:
+    """Metrics by name; a statistic over no numbers is left out."""
+    return {
+        f"{prefix}{name}": one.moments.read(one.reading)
+        for name, one in statistics.items()
+        if one.moments.count
+    }

@@ -1,0 +1,58 @@
+"""Tables for people: ruled and coloured on a terminal, bare columns in a pipe or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_PIPE_WIDTH = 10_000
+"""Columns of a pipe: nothing is wrapped or cut, so that grep and awk find it."""
+
+
+def output_console() -> Console:
+    """A console for standard output that never wraps what is not shown on a terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
+
+
+def print_table(
+    console: Console,
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+) -> None:
+    """Prints a table under its title.
+
+    Args:
+        columns: headings.
+        rows: texts, one for each column.
+        right: headings of columns that are aligned to the right.
+    """
+    console.print(Text(title, style="bold"))
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(
+            name,
+            justify="right" if name in right else "left",
+            overflow="fold",
+            no_wrap=not console.is_terminal,
+        )
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    lines = _rendered(console, table)
+    console.print("\n".join(lines) if lines is not None else table, soft_wrap=True, markup=False)
+    console.print()
+
+
+def _rendered(console: Console, table: Table) -> list[str] | None:
+    """Lines without trailing blanks for a pipe; nothing on a terminal, which draws the table."""
+    if console.is_terminal:
+        return None
+    with console.capture() as capture:
+        console.print(table)
+    return [line.rstrip() for line in capture.get().splitlines()]

@@ -1,0 +1,62 @@
+"""`sluice.*`: keys that verl does not have."""
+
+from __future__ import annotations
+
+from sluice.config.catalogue.entry import Entry, honoured
+
+_KEY = "sluice"
+
+
+def _endpoint(service: str) -> tuple[Entry, ...]:
+    return tuple(
+        honoured(f"{_KEY}.{service}.endpoint.{name}") for name in ("host", "port", "advertise")
+    )
+
+
+ENTRIES: tuple[Entry, ...] = (
+    honoured(f"{_KEY}.run_dir"),
+    honoured(
+        f"{_KEY}.asynchrony.max_staleness",
+        unit="versions",
+        effect="From 1 on generation and training overlap: up to twice as fast",
+        advice=(
+            "1 with algorithm.rollout_correction.rollout_is=token; 0 repeats verl's synchronous "
+            "trainer"
+        ),
+    ),
+    honoured(f"{_KEY}.asynchrony.on_stale"),
+    *_endpoint("rollout"),
+    honoured(f"{_KEY}.rollout.replicas", effect="Rollouts per second grow with it"),
+    honoured(f"{_KEY}.rollout.torch_threads"),
+    honoured(f"{_KEY}.rollout.batch_invariant", effect="true is slower"),
+    honoured(f"{_KEY}.rollout.max_queued", unit="samples"),
+    honoured(f"{_KEY}.rollout.max_n", unit="samples"),
+    honoured(f"{_KEY}.rollout.device"),
+    honoured(f"{_KEY}.rollout.drain_timeout_s", unit="seconds"),
+    *_endpoint("reward"),
+    honoured(
+        f"{_KEY}.reward.generate_timeout_s",
+        unit="seconds",
+        advice="Above the time of the longest response",
+    ),
+    honoured(f"{_KEY}.reward.max_attempts"),
+    honoured(f"{_KEY}.reward.linger_ms", unit="milliseconds"),
+    honoured(f"{_KEY}.reward.inflight_slack"),
+    honoured(f"{_KEY}.reward.max_client_pending", unit="prompts"),
+    *_endpoint("trainer"),
+    honoured(f"{_KEY}.trainer.torch_threads"),
+    honoured(f"{_KEY}.trainer.min_replicas"),
+    honoured(f"{_KEY}.trainer.replica_wait_timeout_s", unit="seconds"),
+    honoured(f"{_KEY}.trainer.batch_timeout_s", unit="seconds"),
+    honoured(f"{_KEY}.trainer.heartbeat_interval_s", unit="seconds"),
+    honoured(f"{_KEY}.trainer.replica_ttl_s", unit="seconds"),
+    honoured(f"{_KEY}.trainer.command_timeout_s", unit="seconds"),
+    honoured(f"{_KEY}.weights.bucket_mb", unit="MiB", effect="Memory on both sides"),
+    honoured(f"{_KEY}.weights.timeout_s", unit="seconds"),
+    honoured(f"{_KEY}.weights.probe_timeout_s", unit="seconds"),
+    honoured(f"{_KEY}.weights.backend"),
+    honoured(f"{_KEY}.weights.recompute_kv"),
+    honoured(f"{_KEY}.max_message_mb", unit="MiB"),
+    honoured(f"{_KEY}.shutdown_grace_s", unit="seconds"),
+    honoured(f"{_KEY}.log_level"),
+)

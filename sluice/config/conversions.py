@@ -1,0 +1,187 @@
+"""Sets the keys that a mapped key of verl's stands for. A key that was set itself is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from sluice.config.catalogue.entry import ABSENT
+from sluice.config.settings_tree import SettingsTree, value_at
+from sluice.errors import ConfigError
+
+_ACTOR, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+_ROLLOUT, _V1 = "actor_rollout_ref.rollout", "trainer.v1"
+_FILTER, _ENGINE = "algorithm.filter_groups", f"{_ROLLOUT}.checkpoint_engine"
+_STALENESS = "sluice.asynchrony.max_staleness"
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What is set, with the schema's defaults below; every value has its key's type."""
+
+    tree: SettingsTree
+    defaults: Mapping[str, object]
+
+    def given(self, key: str) -> object:
+        """The value that was set; `None` also where none was."""
+        value = self.tree.get(key)
+        return None if value is ABSENT else value
+
+    def number(self, key: str) -> float:
+        """The number that holds: what was set, else the default."""
+        value = self.given(key)
+        if value is None:
+            value = value_at(self.defaults, key.split("."), ABSENT)
+        assert isinstance(value, int | float)
+        return value
+
+    def put(self, key: str, value: object, *, over: bool = False) -> None:
+        """Sets `key` unless it was set; with `over` in any case."""
+        path = tuple(key.split("."))
+        if over or self.tree.get(key) is ABSENT:
+            self.tree.set(path, value, path)
+
+
+def convert_settings(tree: SettingsTree, defaults: Mapping[str, object]) -> None:
+    """Applies every conversion in place. Types must have been checked before.
+
+    Raises:
+        ConfigError: a setting needs another one.
+    """
+    settings = _Settings(tree, defaults)
+    for convert in _CONVERSIONS:
+        convert(settings)
+
+
+def _lengths(settings: _Settings) -> None:
+    """The engine's own limits win over the data's, as in verl."""
+    for name in ("prompt", "response"):
+        limit = settings.given(f"{_ROLLOUT}.{name}_length")
+        if limit is not None:
+            settings.put(f"data.max_{name}_length", limit, over=True)
+
+
+def _generation_rounds(settings: _Settings) -> None:
+    """k rounds of g prompts that keep fewer than P: a yield below P / (k g) over k g groups."""
+    rounds = settings.given(f"{_FILTER}.max_num_gen_batches")
+    if not isinstance(rounds, int):
+        return
+    if rounds <= 0:
+        settings.put(f"{_FILTER}.min_yield", 0.0)
+        return
+    batch = settings.number("data.train_batch_size")
+    per_round = settings.given("data.gen_batch_size") or batch
+    assert isinstance(per_round, int | float)
+    groups = int(rounds * per_round)
+    settings.put(f"{_FILTER}.min_yield", min(1.0, batch / groups))
+    settings.put(f"{_FILTER}.min_yield_groups", groups)
+
+
+def _micro_batches(settings: _Settings) -> None:
+    """Rows over all ranks, verl's old keys, into rows per rank."""
+    ranks = int(settings.number("trainer.nnodes") * settings.number("trainer.n_gpus_per_node"))
+    for key in (
+        f"{_ACTOR}.ppo_micro_batch_size",
+        f"{_REF}.log_prob_micro_batch_size",
+        f"{_ROLLOUT}.log_prob_micro_batch_size",
+        "critic.ppo_micro_batch_size",
+        "critic.forward_micro_batch_size",
+    ):
+        rows = settings.given(key)
+        if isinstance(rows, int):
+            settings.put(f"{key}_per_gpu", max(1, rows // ranks))
+
+
+def _replicas(settings: _Settings) -> None:
+    """Devices for rollouts over devices per replica."""
+    machines = settings.given(f"{_ROLLOUT}.nnodes")
+    if not isinstance(machines, int) or machines == 0:
+        return
+    each = settings.given(f"{_ROLLOUT}.n_gpus_per_node")
+    devices = machines * (each if isinstance(each, int) else 8)
+    sizes = [f"{_ROLLOUT}.{name}_parallel_size" for name in ("tensor_model", "data")]
+    per_replica = int(settings.number(sizes[0]) * settings.number(sizes[1]))
+    settings.put("sluice.rollout.replicas", max(1, devices // per_replica))
+
+
+def _transport(settings: _Settings) -> None:
+    bucket = settings.given(f"{_ENGINE}.update_weights_bucket_megabytes")
+    if bucket is not None:
+        settings.put("sluice.weights.bucket_mb", bucket)
+    backend = settings.given(f"{_ENGINE}.backend")
+    if backend in ("nccl", "hccl"):
+        settings.put("sluice.weights.backend", backend)
+
+
+def _asynchrony(settings: _Settings) -> None:
+    mode = settings.given(f"{_V1}.trainer_mode")
+    ahead = settings.given(f"{_V1}.colocate_async.num_warmup_batches")
+    oldest = settings.given(f"{_V1}.sampler.max_off_policy_threshold")
+    if mode == "sync":
+        settings.put(_STALENESS, 0)
+    elif mode == "colocate_async":
+        settings.put(_STALENESS, ahead if isinstance(ahead, int) else 1)
+    elif mode == "separate_async":
+        settings.put(_STALENESS, max(0, (oldest if isinstance(oldest, int) else 8) - 1))
+        settings.put(
+            "sluice.asynchrony.on_stale",
+            settings.given(f"{_V1}.sampler.max_off_policy_strategy") or "drop",
+        )
+
+
+def _schedule(settings: _Settings) -> None:
+    """Megatron's names of the learning-rate schedule."""
+    for prefix in (f"{_ACTOR}.optim", "critic.optim"):
+        style = settings.given(f"{prefix}.lr_decay_style")
+        if style is not None:
+            settings.put(f"{prefix}.lr_scheduler_type", style)
+        steps = settings.given(f"{prefix}.lr_decay_steps")
+        if steps is not None:
+            settings.put(f"{prefix}.total_training_steps", steps)
+        least = settings.given(f"{prefix}.min_lr")
+        if isinstance(least, int | float):
+            peak = settings.number(f"{prefix}.lr")
+            settings.put(f"{prefix}.min_lr_ratio", min(1.0, least / peak))
+
+
+def _reward_workers(settings: _Settings) -> None:
+    workers = settings.given("reward.num_workers")
+    if workers is not None:
+        settings.put("reward.scorer_pool.num_workers", workers)
+
+
+def _retention(settings: _Settings) -> None:
+    if settings.given("trainer.remove_previous_ckpt_in_save") is True:
+        settings.put("trainer.max_actor_ckpt_to_keep", 1)
+
+
+def _group_scale(settings: _Settings) -> None:
+    scale = settings.given("algorithm.scale_rewards")
+    if scale is not None:
+        settings.put("algorithm.norm_adv_by_std_in_grpo", bool(scale))
+
+
+def _reward_model(settings: _Settings) -> None:
+    if settings.given("reward.reward_model.enable") is not True:
+        return
+    if settings.given("reward.reward_model.base_url") is None:
+        raise ConfigError(
+            "reward.reward_model.enable = true without reward.reward_model.base_url: sluice starts "
+            "no server for a reward model; start one with OpenAI's chat completions and give its "
+            "address, or grade with reward.custom_reward_function"
+        )
+
+
+_CONVERSIONS: tuple[Callable[[_Settings], None], ...] = (
+    _lengths,
+    _generation_rounds,
+    _micro_batches,
+    _replicas,
+    _transport,
+    _asynchrony,
+    _schedule,
+    _reward_workers,
+    _retention,
+    _group_scale,
+    _reward_model,
+)

@@ -1,0 +1,103 @@
+"""`actor_rollout_ref.rollout`: the inference engine and how responses are drawn."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from sluice.config.actor import FloatDtype
+from sluice.config.section import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+
+class ValKwargs(Section, frozen=True):
+    """Sampling during validation."""
+
+    n: Annotated[PositiveInt, Meta(description="Responses per validation prompt.")] = 1
+    temperature: Annotated[NonNegativeFloat, Meta(description="0 is greedy.")] = 0.0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus mass.")] = 1.0
+    top_k: Annotated[int, Meta(description="-1 is off.")] = -1
+
+
+class RolloutConfig(Section, frozen=True):
+    """The inference engine and how training responses are drawn."""
+
+    name: Annotated[str, Meta(description="Engine: torch, vllm or sglang.")] = "torch"
+    n: Annotated[PositiveInt, Meta(description="Responses per prompt (group size).")] = 1
+    temperature: Annotated[
+        PositiveFloat,
+        Meta(description="Sampling temperature; logprob recomputation divides by it as well."),
+    ] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus mass; 1 is off.")] = 1.0
+    top_k: Annotated[int, Meta(description="Highest-probability tokens kept; -1 is off.")] = -1
+    max_num_seqs: Annotated[
+        PositiveInt, Meta(description="Sequences one replica generates at once (slots).")
+    ] = 256
+    max_model_len: Annotated[
+        PositiveInt | None,
+        Meta(description="Context length, tokens; none: prompt plus response length."),
+    ] = None
+    dtype: Annotated[
+        FloatDtype,
+        Meta(description="Dtype of the engine's weights and of the weights on the wire."),
+    ] = "bfloat16"
+    seed: Annotated[NonNegativeInt, Meta(description="Base of all sampling seeds.")] = 0
+    calculate_log_probs: Annotated[
+        bool, Meta(description="Behaviour logprobs are always returned; False is refused.")
+    ] = True
+    log_prob_micro_batch_size_per_gpu: Annotated[
+        PositiveInt | None,
+        Meta(description="Rows per forward pass of the old logprobs; none: the actor's."),
+    ] = None
+    log_prob_use_dynamic_bsz: Annotated[
+        bool | None, Meta(description="Cut that pass by tokens; none: as the actor.")
+    ] = None
+    log_prob_max_token_len_per_gpu: Annotated[
+        PositiveInt | None, Meta(description="Token budget then; none: the actor's.")
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0, le=1, description="Share of the device's memory that the engine takes.")
+    ] = 0.5
+    tensor_model_parallel_size: Annotated[
+        PositiveInt, Meta(description="Devices that hold one copy of the weights.")
+    ] = 1
+    data_parallel_size: Annotated[
+        PositiveInt, Meta(description="Copies within one replica, for mixtures of experts.")
+    ] = 1
+    expert_parallel_size: Annotated[
+        PositiveInt,
+        Meta(description="Devices that share the experts; 1, or tensor times data parallel size."),
+    ] = 1
+    max_num_batched_tokens: Annotated[
+        PositiveInt, Meta(description="Tokens the scheduler takes into one engine step.")
+    ] = 8192
+    enable_chunked_prefill: Annotated[
+        bool, Meta(description="Read long prompts in pieces between decoding steps.")
+    ] = True
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="Keep the cache of prompts: a group's samples share theirs.")
+    ] = True
+    enforce_eager: Annotated[
+        bool, Meta(description="Capture no graphs: less memory, slower decoding.")
+    ] = False
+    cudagraph_capture_sizes: Annotated[
+        list[PositiveInt] | None, Meta(description="Batch sizes graphs are captured for.")
+    ] = None
+    ignore_eos: Annotated[
+        bool, Meta(description="Generate to the length limit; for measurements only.")
+    ] = False
+    quantization: Annotated[
+        str | None, Meta(description="fp8: quantise the engine's weights as they arrive.")
+    ] = None
+    engine_kwargs: Annotated[
+        dict[str, object],
+        Meta(description="Arguments for the engine itself, below its name (vllm, sglang)."),
+    ] = msgspec.field(default_factory=dict)
+    val_kwargs: ValKwargs = msgspec.field(default_factory=ValKwargs)

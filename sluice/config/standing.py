@@ -1,0 +1,54 @@
+"""Says what becomes of one value that a user set."""
+
+from __future__ import annotations
+
+from sluice.config.catalogue.entry import ABSENT, Entry, Status
+from sluice.config.key_lookup import FoundKey
+from sluice.config.schema import KeyPath
+from sluice.config.settings_tree import SettingsTree
+from sluice.config.structure import refusal_of
+
+ENGINE_KEY = "actor_rollout_ref.rollout.name"
+_DEFAULT_ENGINE = "torch"
+
+
+def chosen_engine(tree: SettingsTree) -> str:
+    """The inference engine that the settings ask for."""
+    name = tree.get(ENGINE_KEY)
+    return _DEFAULT_ENGINE if name is ABSENT else str(name)
+
+
+def standing(
+    found: FoundKey, path: KeyPath, value: object, *, engine: str, renamed: bool
+) -> Status:
+    """What becomes of `value` at `path`.
+
+    A value that asks for what happens anyway counts as honoured. `renamed`: the key was written
+    in another spelling.
+    """
+    entry = found.entry
+    if entry.path == ".".join(path) and refusal_of(entry, value):
+        return Status.REFUSED
+    if is_silent(entry, path, value):
+        return Status.HONOURED
+    if entry.engines and engine not in entry.engines:
+        return Status.NOT_APPLICABLE
+    if entry.is_block and not entry.in_schema:
+        return Status.NOT_APPLICABLE
+    if entry.status is Status.REFUSED:
+        return Status.HONOURED
+    if entry.status is Status.HONOURED and renamed:
+        return Status.MAPPED
+    return entry.status
+
+
+def is_silent(entry: Entry, path: KeyPath, value: object) -> bool:
+    """Whether the value of a key asks for what happens anyway, as null always does."""
+    if value is None:
+        return True
+    if entry.path != ".".join(path):
+        return entry.is_block and value in (False, [], {})
+    return any(
+        value == silent and isinstance(value, bool) == isinstance(silent, bool)
+        for silent in entry.silent
+    )

@@ -1,0 +1,69 @@
+"""Checks names, types and refused values of the settings that were given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from sluice.config.catalogue.entry import Entry
+from sluice.config.expectation import expectation
+from sluice.config.key_lookup import find_key, is_section
+from sluice.config.schema import KeyPath
+from sluice.config.settings_tree import SettingsTree
+from sluice.config.unknown_keys import unknown_key
+from sluice.config.yaml_values import parse_scalar
+
+
+def structure_problems(tree: SettingsTree) -> list[str]:
+    """A sentence for every unknown key, wrong type and refused value, in the user's spelling."""
+    return [
+        problem for path, value in tree.leaves() for problem in _leaf_problems(tree, path, value)
+    ]
+
+
+def _leaf_problems(tree: SettingsTree, path: KeyPath, value: object) -> Iterator[str]:
+    found, written = find_key(path), tree.written(path)
+    if found is None:
+        if not is_section(path):
+            yield unknown_key(tuple(written.split(".")))
+        elif value is not None:
+            yield f"{written} = {shown(value)}: expected keys below it"
+        return
+    if found.entry.path == ".".join(path):
+        refusal = refusal_of(found.entry, value)
+        if refusal:
+            yield f"{written} = {shown(value)} is refused: {refusal}"
+            return
+    yield from _type_problem(written, value, found.annotation)
+
+
+def refusal_of(entry: Entry, value: object) -> str:
+    """Why the value is an error for this key; empty if it is none."""
+    return next((r.reason for r in entry.refusals if r.applies(value)), "")
+
+
+def _type_problem(written: str, value: object, annotation: object) -> Iterator[str]:
+    try:
+        msgspec.convert(value, annotation)
+    except msgspec.ValidationError:
+        hint = _hint(value, annotation)
+        yield f"{written} = {shown(value)}: expected {expectation(annotation)}{hint}"
+
+
+def _hint(value: object, annotation: object) -> str:
+    """The remedy where a value has the right words but the wrong YAML type."""
+    wanted = expectation(annotation)
+    if isinstance(value, str) and wanted.startswith("true or false"):
+        return "; YAML 1.2 knows no other words for them"
+    if isinstance(value, int | float) and wanted.startswith("a string"):
+        return "; put the value in quotes"
+    if isinstance(value, str) and isinstance(parse_scalar(value), int | float):
+        return "; write it without quotes"
+    return ""
+
+
+def shown(value: object) -> str:
+    """The value for a message, cut at 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

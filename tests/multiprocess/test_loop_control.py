@@ -1,0 +1,74 @@
+"""Control calls to a run that waits for a batch, in real processes."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from sluice.api.trainer.v1 import trainer_pb2
+from tests.support.small_run import WAIT_S, Assets, LiveRun, Record, run_to_end
+
+MANY_STEPS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def starved(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, int]:
+    """A run whose only replica stands still, which is then asked to save and to stop."""
+    steps: list[int] = []
+    record = run_to_end(
+        small_assets,
+        tmp_path_factory.mktemp("starved") / "run",
+        [
+            f"trainer.total_training_steps={MANY_STEPS}",
+            f"trainer.save_freq={MANY_STEPS}",
+            "trainer.total_epochs=1000",
+            "trainer.test_freq=-1",
+        ],
+        lambda run: starve(run, steps),
+    )
+    return record, steps[0]
+
+
+async def starve(run: LiveRun, steps: list[int]) -> None:
+    await run.until_step(1)
+    run.send("rollout-0", signal.SIGSTOP)
+    try:
+
+        async def waits() -> bool:
+            status = await run.status()
+            waiting = status.phase == trainer_pb2.RUN_PHASE_WAITING_FOR_BATCH
+            return waiting and not status.replicas and status.phase_seconds > 1.0
+
+        await run.until(waits, "the wait for a batch that does not come")
+        request = trainer_pb2.SaveCheckpointRequest()
+        steps.append((await run.trainer.SaveCheckpoint(request, timeout=WAIT_S)).step)
+        assert (await run.status()).phase == trainer_pb2.RUN_PHASE_WAITING_FOR_BATCH
+        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
+
+        async def has_said_so() -> bool:
+            log = Path(run.config.sluice.run_dir) / "logs" / "trainer.log"
+            return "the run ends at step" in log.read_text(encoding="utf-8")
+
+        await run.until(has_said_so, "the end of the run")
+    finally:
+        run.send("rollout-0", signal.SIGCONT)
+
+
+def test_a_run_that_waits_for_a_batch_saves_when_asked(starved: tuple[Record, int]) -> None:
+    record, saved_step = starved
+    assert record.data(saved_step)["step"] == saved_step == len(record.steps)
+
+
+def test_a_run_that_waits_for_a_batch_ends_in_order_when_asked(starved: tuple[Record, int]) -> None:
+    record, saved_step = starved
+    assert record.end.exit_code == 0, record.end.failures
+    assert f"the run ends at step {saved_step}: seen enough" in record.log("trainer")
+    assert record.left_running == ()
+
+
+def test_no_group_is_lost_between_the_two_services(starved: tuple[Record, int]) -> None:
+    accounts = starved[0].accounts
+    assert accounts["groups_trained"] == accounts["groups_acknowledged"] == accounts["trained"]
+    assert accounts["prompts_lost"] == 0

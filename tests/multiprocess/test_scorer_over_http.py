@@ -1,0 +1,213 @@
+"""A reward model over HTTP: real connections, and what a broken server does to a sample."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.reward.scorer_messages import ScoreItem
+from services.reward.scorer_pool import ScorerPool, running_scorer_pool
+from services.reward.scorers.reward_model_settings import RewardModelSettings
+from sluice.config.reward import CustomRewardFunctionConfig, ScorerPoolConfig
+from sluice.errors import ConfigError
+from sluice.types import Failed, FailureKind, Scored
+
+POOL = ScorerPoolConfig(num_workers=1, timeout_s=8.0)
+RULES_ONLY = CustomRewardFunctionConfig()
+TEMPLATE = "{question}|{response}|{ground_truth}"
+Behaviour = Callable[["Handler"], None]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Behaves as the server's `behaviour` says and remembers requests."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append((self.path, dict(self.headers), body))  # type: ignore[attr-defined]
+        try:
+            self.server.behaviour(self)  # type: ignore[attr-defined]
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+
+    def answer(self, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+    @property
+    def number(self) -> int:
+        return len(self.server.requests)  # type: ignore[attr-defined]
+
+
+def completion(text: str | None) -> bytes:
+    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+
+
+@contextmanager
+def served(behaviour: Behaviour) -> Iterator[tuple[RewardModelSettings, list[Any]]]:
+    """A server on a free port, the settings to reach it, and the requests it got."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.behaviour, server.requests = behaviour, []  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    settings = RewardModelSettings(
+        base_url=url, model="judge", prompt_template=TEMPLATE, request_timeout_s=0.5
+    )
+    try:
+        yield settings, server.requests  # type: ignore[attr-defined]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+ITEM = ScoreItem("mine", "It is 4.", "4", {}, "2+2?")
+
+
+async def outcome_of(settings: RewardModelSettings) -> tuple[Scored | Failed, int]:
+    async with running_scorer_pool(POOL, RULES_ONLY, None, settings) as pool:
+        (outcome,) = await pool.score([ITEM])
+        return outcome, pool.num_replaced
+
+
+async def test_the_models_number_is_the_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    with served(lambda handler: handler.answer(completion("Grade: 0.75"))) as (settings, requests):
+        settings = msgspec.structs.replace(settings, api_key_env="JUDGE_KEY")
+        outcome, _ = await outcome_of(settings)
+    assert outcome == Scored(0.75, 0.75, {"acc": 0.75})
+    ((path, headers, body),) = requests
+    assert path == "/v1/chat/completions"
+    assert headers["Authorization"] == "Bearer secret"
+    assert body["model"] == "judge"
+    assert body["messages"] == [{"role": "user", "content": "2+2?|It is 4.|4"}]
+    assert body["temperature"] == 0
+
+
+def _hang(handler: Handler) -> None:
+    time.sleep(3)
+
+
+def _drip(handler: Handler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000000")
+    handler.end_headers()
+    for _ in range(40):
+        handler.wfile.write(b" ")
+        handler.wfile.flush()
+        time.sleep(0.1)
+
+
+def _flood(handler: Handler) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(100):
+        handler.wfile.write(b"x" * 2**20)
+    handler.close_connection = True
+
+
+def _hang_up(handler: Handler) -> None:
+    handler.close_connection = True
+
+
+def _redirect(handler: Handler) -> None:
+    handler.send_response(302)
+    handler.send_header("Location", "/elsewhere")
+    handler.send_header("Content-Length", "0")
+    handler.end_headers()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "num_requests", "detail"),
+    [
+        (_hang, 3, "in time"),
+        (_drip, 3, "in time"),
+        (_hang_up, 3, "RemoteDisconnected"),
+        (lambda h: h.answer(b"overloaded", 500), 3, "status 500: overloaded"),
+        (lambda h: h.answer(b"slow down", 429), 3, "status 429"),
+        (lambda h: h.answer(b"no such model", 404), 1, "status 404: no such model"),
+        (_redirect, 1, "status 302"),
+        (_flood, 1, "more than 1048576 bytes"),
+        (lambda h: h.answer(b"<html>"), 1, "no chat completion"),
+        (lambda h: h.answer(b'{"choices": []}'), 1, "without choices"),
+        (lambda h: h.answer(completion(None)), 1, "no chat completion"),
+        (lambda h: h.answer(completion("NaN")), 1, "no number"),
+        (lambda h: h.answer(completion("Infinity")), 1, "no number"),
+        (lambda h: h.answer(completion("17")), 1, "no number from 0 to 1"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else str(value)[:20],
+)
+async def test_what_is_no_answer_is_no_score(
+    behaviour: Behaviour, num_requests: int, detail: str
+) -> None:
+    with served(behaviour) as (settings, requests):
+        outcome, num_replaced = await outcome_of(settings)
+    assert isinstance(outcome, Failed)
+    assert outcome.kind is FailureKind.UNSCORABLE
+    assert detail in outcome.detail
+    assert len(requests) == num_requests
+    assert num_replaced == 0
+
+
+async def test_an_answer_after_a_failed_attempt_counts() -> None:
+    def recover(handler: Handler) -> None:
+        handler.answer(completion("1"), 200 if handler.number > 1 else 503)
+
+    with served(recover) as (settings, requests):
+        outcome, _ = await outcome_of(settings)
+    assert isinstance(outcome, Scored)
+    assert len(requests) == 2
+
+
+async def test_a_model_that_is_not_there_is_no_score() -> None:
+    with served(_hang) as (settings, _):
+        pass
+    outcome, _ = await outcome_of(settings)
+    assert isinstance(outcome, Failed)
+    assert "ConnectionRefusedError" in outcome.detail
+
+
+async def test_all_attempts_end_before_the_samples_own_limit() -> None:
+    limits = ScorerPoolConfig(num_workers=1, timeout_s=2.0)
+    with served(_hang) as (settings, _):
+        patient = msgspec.structs.replace(settings, request_timeout_s=60.0, max_attempts=9)
+        async with running_scorer_pool(limits, RULES_ONLY, None, patient) as pool:
+            (outcome,) = await pool.score([ITEM])
+            assert isinstance(outcome, Failed)
+            assert outcome.kind is FailureKind.UNSCORABLE
+            assert pool.num_replaced == 0
+
+
+async def test_impossible_settings_are_known_before_the_first_sample() -> None:
+    settings = RewardModelSettings(base_url="judge:8000", model="judge")
+    pool = ScorerPool(POOL, RULES_ONLY, None, settings)
+    with pytest.raises(ConfigError, match=r"reward\.reward_model\.base_url = 'judge:8000'"):
+        await pool.start()
+    await pool.stop()
+
+
+async def test_a_custom_function_wins_over_the_model(tmp_path: Any) -> None:
+    path = tmp_path / "score.py"
+    path.write_text("def compute_score(**call):\n    return 0.125\n")
+    custom = CustomRewardFunctionConfig(path=str(path))
+    settings = RewardModelSettings(base_url="http://127.0.0.1:9", model="judge")
+    async with running_scorer_pool(POOL, custom, None, settings) as pool:
+        (outcome,) = await pool.score([ITEM])
+    assert isinstance(outcome, Scored)
+    assert outcome.score == 0.125

@@ -1,0 +1,42 @@
+"""Members at a rendezvous store, without a process group."""
+
+from __future__ import annotations
+
+from sluice.types import TransferGroupSpec
+from sluice.weights.owner_thread import StopReason
+from sluice.weights.rendezvous import RendezvousStore
+from sluice.weights.store_link import StoreLink
+
+
+def make_spec(
+    port: int,
+    *,
+    epoch: int = 1,
+    rank: int = 0,
+    world_size: int = 2,
+    host: str = "127.0.0.1",
+    timeout_s: float = 5.0,
+) -> TransferGroupSpec:
+    return TransferGroupSpec(
+        epoch=epoch,
+        host=host,
+        port=port,
+        rank=rank,
+        world_size=world_size,
+        backend="gloo",
+        bucket_bytes=4096,
+        timeout_s=timeout_s,
+        tensors=(),
+        plan_digest="",
+    )
+
+
+def link_to(
+    store: RendezvousStore,
+    *,
+    epoch: int = 1,
+    timeout_s: float = 5.0,
+    stop_reason: StopReason = lambda: None,
+) -> StoreLink:
+    spec = make_spec(store.port, epoch=epoch, host=store.host, timeout_s=timeout_s)
+    return StoreLink(spec, "forming epoch 1", stop_reason)

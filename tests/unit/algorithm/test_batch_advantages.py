@@ -1,0 +1,271 @@
+"""Rules of the estimators for whole batches: fields, groups, masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.algorithm.advantages.gdpo import gdpo_metrics
+from sluice.algorithm.advantages.inputs import AdvantageInputs, AdvantageSettings
+from sluice.algorithm.advantages.pf_ppo import pf_ppo_rows, pf_ppo_weights
+from sluice.algorithm.advantages.registry import BATCH_ESTIMATORS, batch_estimator
+from sluice.algorithm.advantages.token_rewards import last_token_rewards
+from sluice.errors import ConfigError
+
+NEEDS = {
+    "gae": {"values"},
+    "grpo": {"group_index"},
+    "grpo_vectorized": {"group_index"},
+    "grpo_passk": {"group_index"},
+    "gdpo": {"group_index", "reward_components"},
+    "reinforce_plus_plus": set[str](),
+    "reinforce_plus_plus_baseline": {"group_index"},
+    "rloo": {"group_index"},
+    "rloo_vectorized": {"group_index"},
+    "opo": {"group_index"},
+    "remax": {"baselines"},
+    "gpg": {"group_index"},
+    "optimal_token_baseline": {"group_index", "old_logprobs", "sum_pi_squared"},
+    "tir_optimal_token_baseline": {"group_index", "old_logprobs", "sum_pi_squared"},
+    "adpo": {"group_index"},
+}
+PAIRS = [(name, missing) for name, fields in NEEDS.items() for missing in sorted(fields)]
+GROUPED = sorted(name for name, fields in NEEDS.items() if "group_index" in fields)
+
+
+def fields(rows: int = 4, width: int = 3) -> dict[str, object]:
+    generator = torch.Generator().manual_seed(5)
+
+    def numbers() -> torch.Tensor:
+        return torch.rand(rows, width, generator=generator)
+
+    return {
+        "rewards": numbers(),
+        "mask": torch.ones(rows, width, dtype=torch.bool),
+        "group_index": torch.arange(rows) // 2,
+        "values": numbers(),
+        "baselines": numbers()[:, 0],
+        "old_logprobs": -numbers(),
+        "sum_pi_squared": numbers(),
+        "reward_components": {"acc": numbers()[:, 0], "format": numbers()[:, 0]},
+    }
+
+
+def inputs(**changes: object) -> AdvantageInputs:
+    return AdvantageInputs(**{**fields(), **changes})  # type: ignore[arg-type]
+
+
+def test_the_table_of_needs_names_every_estimator() -> None:
+    assert set(NEEDS) == set(BATCH_ESTIMATORS)
+
+
+@pytest.mark.parametrize(("name", "missing"), PAIRS)
+def test_a_missing_field_is_named_with_its_estimator(name: str, missing: str) -> None:
+    given_fields = fields()
+    given_fields.pop(missing)
+    with pytest.raises(ConfigError) as caught:
+        batch_estimator(name)(AdvantageInputs(**given_fields), AdvantageSettings())  # type: ignore[arg-type]
+    assert f"'{name}' needs the field {missing}" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS))
+def test_no_other_field_is_needed(name: str) -> None:
+    given_fields = {key: fields()[key] for key in {"rewards", "mask"} | NEEDS[name]}
+    found = batch_estimator(name)(AdvantageInputs(**given_fields), AdvantageSettings())  # type: ignore[arg-type]
+    assert found.advantages.isfinite().all()
+    assert found.returns.shape == found.advantages.shape == (4, 3)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_only_the_grouping_counts_not_the_numbers_or_the_order_of_rows(name: str) -> None:
+    order = torch.tensor([2, 0, 3, 1])
+    renamed = {"group_index": torch.tensor([17, 17, -4, -4])}
+    shuffled: dict[str, object] = {}
+    for key, value in {**fields(), **renamed}.items():
+        if isinstance(value, torch.Tensor):
+            shuffled[key] = value[order]
+        elif isinstance(value, dict):
+            shuffled[key] = {name: component[order] for name, component in value.items()}
+    found = batch_estimator(name)(AdvantageInputs(**shuffled), AdvantageSettings())  # type: ignore[arg-type]
+    expected = batch_estimator(name)(inputs(), AdvantageSettings()).advantages[order]
+    torch.testing.assert_close(found.advantages, expected)
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS))
+def test_numbers_outside_of_the_mask_change_nothing_inside(name: str) -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1], [1, 1, 1], [0, 1, 1]], dtype=torch.bool)
+    masked = torch.where(mask, inputs().rewards, 0.0)
+    estimate = batch_estimator(name)
+    expected = estimate(inputs(mask=mask, rewards=masked), AdvantageSettings()).advantages
+    poisoned = {
+        key: torch.where(mask, getattr(inputs(), key), 7.0)
+        for key in ("values", "old_logprobs", "sum_pi_squared")
+    }
+    found = estimate(inputs(mask=mask, rewards=masked, **poisoned), AdvantageSettings()).advantages
+    assert torch.equal(found[mask], expected[mask])
+    if name not in {"gae", "remax"}:
+        assert (found[~mask] == 0.0).all()
+
+
+TOKEN_LEVEL = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline")
+
+
+@pytest.mark.parametrize("name", [*TOKEN_LEVEL, "tir_optimal_token_baseline", "adpo", "gdpo"])
+def test_rewards_outside_of_the_mask_are_not_read(name: str) -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1], [1, 1, 1], [0, 1, 1]], dtype=torch.bool)
+    together = torch.zeros(4, dtype=torch.int64)  # two rows would have scores of +-0.7 anyway
+    estimate = batch_estimator(name)
+    expected = estimate(inputs(mask=mask, group_index=together), AdvantageSettings()).advantages
+    poisoned = torch.where(mask, inputs().rewards, 7.0)
+    found = estimate(
+        inputs(mask=mask, group_index=together, rewards=poisoned), AdvantageSettings()
+    ).advantages
+    assert torch.equal(found[mask], expected[mask])
+
+
+def test_a_score_outside_of_the_mask_counts_in_verls_outcome_rewards() -> None:
+    mask = torch.tensor([[1, 0, 0]] * 4, dtype=torch.bool)
+    found = batch_estimator("rloo")(
+        inputs(mask=mask, rewards=torch.tensor([[0.0, 0.0, 1.0]] + [[0.0] * 3] * 3)),
+        AdvantageSettings(),
+    )
+    assert found.advantages[:, 0].tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", sorted(set(GROUPED) - {"gdpo", "reinforce_plus_plus_baseline"}))
+def test_rows_without_tokens_get_no_advantage(name: str) -> None:
+    found = batch_estimator(name)(
+        inputs(mask=torch.zeros(4, 3, dtype=torch.bool)), AdvantageSettings()
+    )
+    assert (found.advantages == 0.0).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+)
+def test_whitening_a_batch_of_one_token_is_refused(name: str) -> None:
+    mask = torch.zeros(4, 3, dtype=torch.bool)
+    mask[1, 1] = True
+    with pytest.raises(ValueError, match="at least 2 selected positions, the mask has 1"):
+        batch_estimator(name)(inputs(mask=mask), AdvantageSettings())
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_passk", "rloo", "gpg", "adpo"])
+@pytest.mark.parametrize("reward", [0.1, 1e6 + 0.1, -3.3])
+def test_a_group_of_equal_rewards_gets_exactly_zero(name: str, reward: float) -> None:
+    rewards = torch.tensor([[reward]] * 3, dtype=torch.float64)
+    found = batch_estimator(name)(
+        AdvantageInputs(
+            rewards=rewards,
+            mask=torch.ones(3, 1, dtype=torch.bool),
+            group_index=torch.zeros(3, dtype=torch.int64),
+        ),
+        AdvantageSettings(),
+    )
+    assert (found.advantages == 0.0).all()
+
+
+def test_pass_at_k_refuses_a_group_of_one() -> None:
+    with pytest.raises(ValueError, match="groups of at least 2 rows"):
+        batch_estimator("grpo_passk")(
+            inputs(group_index=torch.tensor([0, 0, 0, 1])), AdvantageSettings()
+        )
+
+
+def test_two_best_rows_of_a_group_get_nothing_for_pass_at_k() -> None:
+    rewards = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0] * 3, [0.0] * 3])
+    found = batch_estimator("grpo_passk")(
+        inputs(rewards=rewards, group_index=torch.zeros(4)), AdvantageSettings()
+    )
+    assert (found.advantages == 0.0).all()
+
+
+def test_gdpo_refuses_other_numbers_of_weights_than_components() -> None:
+    with pytest.raises(ConfigError, match=r"1 entries for 2 reward components \(acc, format\)"):
+        batch_estimator("gdpo")(inputs(), AdvantageSettings(gdpo_reward_weights=(1.0,)))
+
+
+def test_gdpo_reports_each_component() -> None:
+    components = {"acc": torch.tensor([1.0, 0.0, 0.0, 1.0])}
+    assert gdpo_metrics(inputs(reward_components=components)) == {
+        "gdpo/acc/mean": 0.5,
+        "gdpo/acc/std": 0.5,
+        "gdpo/acc/max": 1.0,
+        "gdpo/acc/min": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask": torch.ones(4, 3)}, "mask must be bool"),
+        ({"mask": torch.ones(4, 2, dtype=torch.bool)}, r"mask must have shape \[4, 3\]"),
+        ({"values": torch.ones(4)}, r"values must have shape \[4, 3\], got \[4\]"),
+        ({"group_index": torch.ones(3)}, r"group_index must have shape \[4\]"),
+        ({"rewards": torch.ones(4)}, r"rewards must have shape \[rows, width\]"),
+        ({"reward_components": {"acc": torch.ones(2)}}, r"reward_components\['acc'\]"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        inputs(**changes)
+
+
+def test_an_unknown_estimator_is_named_with_all_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown value 'gea'; known: adpo, gae, gdpo, gpg"):
+        batch_estimator("gea")
+
+
+@given(st.lists(st.integers(-8, 8), min_size=1, max_size=12), st.floats(0.5, 3.0))
+def test_every_row_can_be_drawn_again(scores: list[int], power: float) -> None:
+    rewards = torch.tensor([float(score) for score in scores])
+    for method in ("pow", "max_min", "max_random"):
+        weights = pf_ppo_weights(rewards, reweight_method=method, weight_pow=power)
+        assert (weights > 0.0).all()
+        rows = pf_ppo_rows(weights, generator=torch.Generator().manual_seed(1))
+        assert rows.shape == rewards.shape
+        assert ((rows >= 0) & (rows < rewards.numel())).all()
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("pow", [4.0, 1.0, 0.0, 9.0]),
+        ("max_min", [0.0, 1.0, 0.0, 1.0]),
+        ("max_random", [0.1, 0.1, 0.1, 0.4]),
+    ],
+)
+def test_resampling_weights_follow_the_method(method: str, expected: list[float]) -> None:
+    found = pf_ppo_weights(
+        torch.tensor([2.0, -1.0, 0.0, 3.0], dtype=torch.float64), reweight_method=method
+    )
+    assert found.tolist() == pytest.approx([value + 1e-8 for value in expected], abs=1e-9)
+
+
+def test_the_draw_depends_on_the_generator_alone() -> None:
+    weights = pf_ppo_weights(torch.arange(20.0), reweight_method="pow")
+    draws = [pf_ppo_rows(weights, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+def test_unknown_resampling_methods_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"pf_ppo\.reweight_method: unknown value 'max'"):
+        pf_ppo_weights(torch.ones(2), reweight_method="max")
+
+
+def test_a_score_sits_on_the_last_token_of_its_row() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0], [1, 0, 0]], dtype=torch.bool)
+    found = last_token_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0]), mask)
+    assert found.tolist() == [[0, 1, 0], [0, 0, 2], [0, 0, 3], [4, 0, 0]]
+
+
+def test_a_row_without_tokens_counts_in_its_group() -> None:
+    mask = torch.tensor([[1, 1], [0, 0]], dtype=torch.bool)
+    rewards = last_token_rewards(torch.tensor([1.0, 0.0]), mask)
+    index = torch.tensor([0, 0])
+    batch = AdvantageInputs(rewards=rewards, mask=mask, group_index=index)
+    found = batch_estimator("rloo")(batch, AdvantageSettings())
+    assert found.advantages.tolist() == [[1.0, 1.0], [0.0, 0.0]]

@@ -1,0 +1,231 @@
+"""`sluice config`: what it prints, for people and for machines, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import typer
+from pyarrow import parquet
+from typer.testing import CliRunner
+
+from sluice.cli.config_command import config_commands
+from sluice.cli.main import app, commands
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+NAMES = ("check", "explain", "coverage", "diff")
+SOUND = (
+    "data.train_batch_size=64",
+    f"{ROLLOUT}.n=8",
+    f"{ACTOR}.ppo_mini_batch_size=32",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4",
+)
+LARGE = (*SOUND, "actor_rollout_ref.model.path=Qwen/Qwen3-8B")
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(commands, ["config", *arguments], terminal_width=80)
+    return result.exit_code, result.output
+
+
+def check(*arguments: str) -> tuple[int, str]:
+    return invoke("check", "--no-files", *arguments)
+
+
+def check_json(*arguments: str) -> tuple[int, Any]:
+    code, text = check("--json", *arguments)
+    return code, json.loads(text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_commands_help_shows_an_example_and_explains_all_it_takes(name: str) -> None:
+    code, text = invoke(name, "--help")
+    assert code == 0
+    assert f"\n    sluice config {name}" in text
+    group = typer.main.get_command(config_commands)
+    parameters = group.commands[name].params  # type: ignore[attr-defined]
+    assert all(getattr(parameter, "help", None) for parameter in parameters)
+
+
+def test_the_groups_help_lists_its_commands_and_an_example() -> None:
+    code, text = invoke("--help")
+    assert code == 0
+    assert all(f"\n  {name} " in text for name in NAMES)
+    assert "\n    sluice config check" in text
+
+
+def test_a_sound_configuration_is_exit_code_0_with_its_numbers() -> None:
+    code, text = check(*SOUND)
+    assert code == 0
+    lines = {line.split("  ")[0]: line.split() for line in text.splitlines() if line}
+    assert lines["responses per step"][3:5] == ["512", "512"]
+    assert lines["accumulation steps"][2:4] == ["64", "64"]
+    assert "--model-config FILE" in text
+    assert text.endswith("No rule is broken.\n")
+
+
+def test_all_broken_rules_are_printed_with_one_line_that_mends_them() -> None:
+    code, text = check(
+        *SOUND, f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", f"{ACTOR}.ppo_mini_batch_size=24"
+    )
+    assert code == 1
+    assert "sluice cannot run this:\n  - [whole-mini-batches] data.train_batch_size = 64" in text
+    assert "verl would refuse this; sluice runs it:\n  - [micro-divides-mini] normalised" in text
+    assert f"set {ACTOR}.ppo_mini_batch_size=16\n" in text
+    assert text.splitlines()[-1].startswith("2 rules are broken. To mend: ")
+
+
+def test_what_only_verl_refuses_can_be_left_out() -> None:
+    broken = [*SOUND, f"{ACTOR}.ppo_micro_batch_size_per_gpu=5"]
+    code, text = check(*broken)
+    assert code == 1
+    assert "verl would refuse this; sluice runs it:\n  - [micro-divides-mini]" in text
+    code, text = check("--rules", "here", *broken)
+    assert code == 0
+    assert "No rule is broken." in text
+
+
+def test_missing_files_are_broken_rules_unless_files_are_left_out(tmp_path: Path) -> None:
+    arguments = [*SOUND, f"data.train_files={tmp_path / 'gone.parquet'}"]
+    code, text = invoke("check", *arguments)
+    assert code == 1
+    assert "gone.parquet' is no file" in text
+    assert check(*arguments)[0] == 0
+
+
+def test_values_of_a_wrong_kind_are_told_before_any_rule(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["sluice", "config", "check", f"{ACTOR}.loss_agg_mode=mean", f"{ROLLOUT}.n=0"]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        app()
+    assert ended.value.code == 1
+    error = capsys.readouterr().err
+    assert "loss_agg_mode = 'mean': expected one of token-mean" in error
+    assert "rollout.n = 0: expected" in error
+
+
+def test_a_known_model_gets_an_estimate_for_trainer_and_engine() -> None:
+    code, text = check(*LARGE, f"{ROLLOUT}.gpu_memory_utilization=0.3", "--device-memory", "40")
+    assert code == 1
+    assert "8.19 billion parameters, devices of 40 GiB; fsdp as verl lays it out" in text
+    assert "here: whole model  " in text
+    assert "Smallest tensor parallel size" in text
+    assert f"set {ROLLOUT}.tensor_model_parallel_size=2" in text
+
+
+def test_a_model_given_by_its_config_is_estimated(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 16,
+        "vocab_size": 32,
+    }
+    file.write_text(json.dumps(sizes))
+    code, found = check_json(*SOUND, "--model-config", str(file))
+    assert code == 0
+    assert found["memory"]["parameters"] == 1704
+    assert found["memory"]["training"][0]["layout"] == "as configured"
+    assert found["memory"]["own_training"]["parameters"] == 4 * 1704
+
+
+def test_json_holds_rules_remedies_and_numbers() -> None:
+    code, found = check_json(*SOUND, f"{ACTOR}.ppo_micro_batch_size_per_gpu=5")
+    assert code == 1
+    (one,) = found["violations"]
+    assert (one["rule"], one["here"]) == ("micro-divides-mini", False)
+    assert found["remedies"] == one["remedy"] == [f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"]
+    assert {"name", "formula", "as_verl", "here"} == set(found["quantities"][0])
+    assert found["memory"] is None
+
+
+def test_steps_per_epoch_are_counted_where_the_data_can_be_read(tmp_path: Path) -> None:
+    data = tmp_path / "train.parquet"
+    parquet.write_table(pa.table({"prompt": list(range(200))}), data)
+    _, found = check_json(*SOUND, f"data.train_files={data}")
+    steps = found["quantities"][-1]
+    assert (steps["as_verl"], steps["here"]) == (3, 3)
+    data.write_bytes(b"no parquet")
+    _, found = check_json(*SOUND, f"data.train_files={data}")
+    assert not any("epoch" in one["name"] for one in found["quantities"])
+
+
+def test_a_yaml_file_and_overrides_after_it_are_checked(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "data: {train_batch_size: 64}\n"
+        "actor_rollout_ref:\n"
+        "  actor: {ppo_mini_batch_size: 32, ppo_micro_batch_size_per_gpu: 4}\n"
+        "  rollout: {n: 8, log_prob_micro_batch_size_per_gpu: 4}\n"
+    )
+    assert check(str(file))[0] == 0
+    code, found = check_json(str(file), f"{ROLLOUT}.n=6", "trainer.n_gpus_per_node=5")
+    assert code == 1
+    assert {one["rule"] for one in found["violations"]} >= {"mini-rows", "real-batch"}
+
+
+@pytest.mark.parametrize(("name", "mark"), [("a.overrides", ""), ("a.txt", ""), ("a.txt", "@")])
+def test_a_file_of_overrides_is_checked_with_verls_own_keys(
+    tmp_path: Path, name: str, mark: str
+) -> None:
+    file = tmp_path / name
+    lines = [*SOUND, "# a comment", "", f"{ACTOR}.ulysses_sequence_parallel_size=3"]
+    file.write_text("\n".join(lines))
+    code, found = check_json(f"{mark}{file}", "trainer.n_gpus_per_node=4")
+    assert code == 1
+    assert any("ulysses_sequence_parallel_size=3 has no effect" in n for n in found["notices"])
+    assert [one["rule"] for one in found["violations"]] == ["world-divides"]
+
+
+def test_a_key_is_explained_and_all_are_listed() -> None:
+    code, text = invoke("explain", f"{ACTOR}.clip_ratio_high")
+    assert code == 0
+    assert text.startswith(f"{ACTOR}.clip_ratio_high\n")
+    assert "  default: 0.2" in text
+    code, text = invoke("explain", f"{ACTOR}.clip_ratio_high", "--json")
+    assert code == 0
+    assert json.loads(text)["path"] == f"{ACTOR}.clip_ratio_high"
+    code, text = invoke("explain", "--json")
+    assert code == 0
+    assert f"{ACTOR}.clip_ratio_high" in {one["path"] for one in json.loads(text)}
+    assert f"\n{ACTOR}.clip_ratio_high" in invoke("explain")[1]
+
+
+def test_coverage_counts_keys_and_is_exit_code_1_with_an_unknown_one(tmp_path: Path) -> None:
+    file = tmp_path / "launch.overrides"
+    file.write_text(f"{ROLLOUT}.n=8\n{ACTOR}.megatron.tensor_model_parallel_size=2\n")
+    code, text = invoke("coverage", str(file))
+    assert code == 0
+    assert f"{ROLLOUT}.n " in text
+    file.write_text(f"{ROLLOUT}.n=8\ntainer.device=npu\n")
+    code, text = invoke("coverage", str(file), "--json")
+    assert code == 1
+    found = json.loads(text)
+    assert found["num_unknown"] == 1
+    assert found["files"][0]["keys"] == {f"{ROLLOUT}.n": "honoured"}
+
+
+def test_diff_shows_the_keys_that_differ(tmp_path: Path) -> None:
+    left, right = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    left.write_text("actor_rollout_ref: {rollout: {n: 8}}\n")
+    right.write_text("actor_rollout_ref: {rollout: {n: 16}}\n")
+    code, text = invoke("diff", str(left), str(right))
+    assert code == 0
+    assert text.splitlines()[2].split() == [f"{ROLLOUT}.n", "8", "16", "1"]
+    code, text = invoke("diff", str(left), str(right), "--json")
+    assert json.loads(text) == [{"path": f"{ROLLOUT}.n", "left": 8, "right": 16, "default": 1}]
+    assert "No difference." in invoke("diff", str(left), str(left))[1]
+
+
+def test_lines_of_a_pipe_are_neither_wrapped_nor_padded() -> None:
+    _, text = check(*LARGE)
+    assert all(line == line.rstrip() for line in text.splitlines())
+    assert any(len(line) > 120 for line in text.splitlines())

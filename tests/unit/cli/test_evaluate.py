@@ -1,0 +1,40 @@
+"""`sluice eval` and the run it holds meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+
+from sluice.cli.evaluate import until_signal
+from sluice.errors import NotReadyError
+from tests.support.scripted_children import end_self
+from tests.support.scripted_trainer import ScriptedTrainer, monitored
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_an_evaluation_that_a_signal_ends_lets_the_run_go_on(number: int) -> None:
+    trainer = ScriptedTrainer(step=1)
+    async with monitored(trainer) as monitor:
+
+        async def evaluate() -> None:
+            async with monitor.held(20):
+                end_self(number)()
+                await asyncio.Event().wait()
+
+        assert await until_signal(evaluate()) is None
+    assert trainer.controls == ["pause", "resume"]
+
+
+async def test_without_a_signal_its_result_or_error_comes_out() -> None:
+    async def works() -> int:
+        return 7
+
+    async def fails() -> int:
+        raise NotReadyError("no policy yet")
+
+    assert await until_signal(works()) == 7
+    with pytest.raises(ExceptionGroup) as caught:
+        await until_signal(fails())
+    assert caught.group_contains(NotReadyError)

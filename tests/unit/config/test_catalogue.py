@@ -1,0 +1,72 @@
+"""The catalogue and the typed schema say the same, and every row is complete."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from sluice.config.catalogue.entry import ABSENT, Entry, Status
+from sluice.config.catalogue.spellings import OTHER_SPELLINGS
+from sluice.config.catalogue.table import CATALOGUE
+from sluice.config.explain import all_keys
+from sluice.config.key_lookup import find_key, is_section
+from sluice.config.loader import defaults
+from sluice.config.schema import annotation_at, known_keys, section_type
+from sluice.config.settings_tree import value_at
+from sluice.config.spelling import canonical
+
+LEAVES = [key for key in known_keys() if section_type(annotation_at(key.split("."))) is None]
+BESIDE = [entry for entry in CATALOGUE.values() if not entry.in_schema]
+
+
+def test_every_key_of_the_schema_has_a_row_and_every_row_of_the_schema_a_key() -> None:
+    in_schema = {path for path, entry in CATALOGUE.items() if entry.in_schema}
+    assert in_schema == set(LEAVES)
+
+
+def test_every_description_shows_the_default_of_the_schema() -> None:
+    shown = {key.path: key.default for key in all_keys()}
+    assert {key: value_at(defaults(), key.split("."), ABSENT) for key in LEAVES} == {
+        key: shown[key] for key in LEAVES
+    }
+
+
+def test_every_key_is_described_with_its_values() -> None:
+    for key in all_keys():
+        assert key.meaning, key.path
+        assert key.takes, key.path
+        assert key.default is not ABSENT, key.path
+        assert "typing." not in key.takes, key.path
+        assert "<class" not in key.takes, key.path
+
+
+def test_what_is_not_honoured_says_what_happens_instead() -> None:
+    for key in all_keys():
+        assert bool(key.instead) == (key.status is not Status.HONOURED or bool(key.engines)), (
+            key.path
+        )
+        assert bool(key.targets) == (key.status is Status.MAPPED), key.path
+
+
+def test_mapped_keys_set_keys_of_the_schema() -> None:
+    for key in all_keys():
+        assert set(key.targets) <= set(LEAVES), key.path
+
+
+@pytest.mark.parametrize("entry", BESIDE, ids=lambda entry: entry.path)
+def test_the_default_of_a_key_beside_the_schema_has_its_type(entry: Entry) -> None:
+    msgspec.convert(entry.default, entry.annotation)
+
+
+@pytest.mark.parametrize("other", OTHER_SPELLINGS)
+def test_every_other_spelling_leads_to_a_key_or_section(other: str) -> None:
+    proper = canonical(tuple(other.split(".")))
+    assert find_key(proper) is not None or is_section(proper)
+    assert canonical(proper) == proper
+
+
+def test_a_refused_key_may_be_set_to_its_default_and_to_nothing_else() -> None:
+    for entry in CATALOGUE.values():
+        if entry.status is Status.REFUSED:
+            assert entry.refusals, entry.path
+            assert not any(refusal.applies(entry.default) for refusal in entry.refusals), entry.path

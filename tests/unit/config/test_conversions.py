@@ -1,0 +1,146 @@
+"""Keys of verl's that stand for others set them, unless those are set themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+from sluice.config.loader import load_config
+from sluice.config.run import RunConfig
+from sluice.config.settings_tree import value_at
+from sluice.errors import ConfigError
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+FILTER, STALENESS = "algorithm.filter_groups", "sluice.asynchrony.max_staleness"
+
+
+def value(config: RunConfig, key: str) -> object:
+    found: object = config
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "expected"),
+    [
+        ([f"{ROLLOUT}.response_length=99"], "data.max_response_length", 99),
+        (
+            ["data.max_response_length=5", f"{ROLLOUT}.response_length=99"],
+            "data.max_response_length",
+            99,
+        ),
+        ([f"{ROLLOUT}.prompt_length=98"], "data.max_prompt_length", 98),
+        (
+            ["data.train_batch_size=64", f"{FILTER}.max_num_gen_batches=10"],
+            f"{FILTER}.min_yield",
+            0.1,
+        ),
+        (
+            ["data.train_batch_size=64", f"{FILTER}.max_num_gen_batches=10"],
+            f"{FILTER}.min_yield_groups",
+            640,
+        ),
+        (
+            [
+                "data.train_batch_size=64",
+                "data.gen_batch_size=128",
+                f"{FILTER}.max_num_gen_batches=10",
+            ],
+            f"{FILTER}.min_yield",
+            0.05,
+        ),
+        ([f"{FILTER}.max_num_gen_batches=0"], f"{FILTER}.min_yield", 0.0),
+        (
+            [
+                "data.train_batch_size=64",
+                "data.gen_batch_size=16",
+                f"{FILTER}.max_num_gen_batches=1",
+            ],
+            f"{FILTER}.min_yield",
+            1.0,
+        ),
+        (
+            [f"{ACTOR}.ppo_micro_batch_size=64", "trainer.n_gpus_per_node=8", "trainer.nnodes=2"],
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+            4,
+        ),
+        (
+            ["actor_rollout_ref.ref.log_prob_micro_batch_size=64", "trainer.n_gpus_per_node=8"],
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+            8,
+        ),
+        (["critic.ppo_micro_batch_size=3"], "critic.ppo_micro_batch_size_per_gpu", 3),
+        (
+            [
+                f"{ROLLOUT}.nnodes=2",
+                f"{ROLLOUT}.n_gpus_per_node=8",
+                f"{ROLLOUT}.tensor_model_parallel_size=4",
+            ],
+            "sluice.rollout.replicas",
+            4,
+        ),
+        ([f"{ROLLOUT}.nnodes=0"], "sluice.rollout.replicas", 1),
+        ([f"{ROLLOUT}.update_weights_bucket_megabytes=512"], "sluice.weights.bucket_mb", 512),
+        ([f"{ROLLOUT}.checkpoint_engine.backend=nccl"], "sluice.weights.backend", "nccl"),
+        ([f"{ROLLOUT}.checkpoint_engine.backend=naive"], "sluice.weights.backend", None),
+        (["trainer.v1.trainer_mode=sync"], STALENESS, 0),
+        (["trainer.v1.trainer_mode=colocate_async"], STALENESS, 1),
+        (["trainer.v1.trainer_mode=separate_async"], STALENESS, 7),
+        (
+            ["trainer.v1.trainer_mode=separate_async"],
+            "sluice.asynchrony.on_stale",
+            "drop",
+        ),
+        (
+            [f"{ACTOR}.optim.lr_decay_style=linear"],
+            f"{ACTOR}.optim.lr_scheduler_type",
+            "linear",
+        ),
+        (
+            [f"{ACTOR}.optim.lr=1e-5", f"{ACTOR}.optim.min_lr=1e-6"],
+            f"{ACTOR}.optim.min_lr_ratio",
+            0.1,
+        ),
+        ([f"{ACTOR}.optim.lr_decay_steps=7"], f"{ACTOR}.optim.total_training_steps", 7),
+        (["reward_model.num_workers=5"], "reward.scorer_pool.num_workers", 5),
+        (["trainer.remove_previous_ckpt_in_save=true"], "trainer.max_actor_ckpt_to_keep", 1),
+        (["+algorithm.scale_rewards=group"], "algorithm.norm_adv_by_std_in_grpo", True),
+        (["algorithm.scale_rewards=false"], "algorithm.norm_adv_by_std_in_grpo", False),
+    ],
+)
+def test_a_key_of_verls_sets_ours(overrides: list[str], key: str, expected: object) -> None:
+    assert value(load_config(None, overrides), key) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "expected"),
+    [
+        (f"{FILTER}.max_num_gen_batches=10", f"{FILTER}.min_yield=0.5", 0.5),
+        ("trainer.v1.trainer_mode=colocate_async", f"{STALENESS}=3", 3),
+        ("reward.num_workers=5", "reward.scorer_pool.num_workers=2", 2),
+        (f"{ROLLOUT}.nnodes=4", "sluice.rollout.replicas=3", 3),
+    ],
+)
+def test_our_own_key_wins_wherever_it_stands(theirs: str, ours: str, expected: object) -> None:
+    key = ours.partition("=")[0]
+    assert value(load_config(None, [theirs, ours]), key) == expected
+    assert value(load_config(None, [ours, theirs]), key) == expected
+
+
+def test_a_value_that_does_not_fit_after_conversion_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"max_response_length = 0: expected an integer >= 1"):
+        load_config(None, [f"{ROLLOUT}.response_length=0"])
+
+
+def test_a_reward_model_needs_the_address_of_its_server() -> None:
+    with pytest.raises(ConfigError, match=r"enable = true without reward.reward_model.base_url"):
+        load_config(None, ["reward_model.enable=True"])
+    config = load_config(
+        None, ["reward_model.enable=True", "reward.reward_model.base_url=http://judge:8000/v1"]
+    )
+    assert config.reward.reward_model.enable
+
+
+def test_without_any_key_nothing_is_converted() -> None:
+    assert value_at({"a": {"b": 1}}, ["a", "b"], None) == 1
+    assert load_config(None, ["data.seed=null"]) == RunConfig()

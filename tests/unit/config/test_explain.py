@@ -1,0 +1,153 @@
+"""Descriptions, coverage and differences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sluice.config.catalogue.entry import ABSENT, Status
+from sluice.config.coverage import coverage
+from sluice.config.diff import Difference, diff_configs
+from sluice.config.explain import all_keys, explain_key, launch_notices, notices
+from sluice.config.loader import load_config
+from sluice.config.run import RunConfig
+from sluice.config.unknown_keys import is_known
+from sluice.errors import ConfigError
+
+DATA = Path(__file__).resolve().parents[2] / "data"
+VERL_KEYS = [
+    line
+    for line in (DATA / "verl_keys.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+]
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def test_every_key_of_verl_is_known() -> None:
+    assert len(VERL_KEYS) > 700
+    assert [key for key in VERL_KEYS if not is_known(tuple(key.split(".")))] == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "path"),
+    [
+        ("data.seed", "data.seed"),
+        ("reward_model.reward_manager", "reward.reward_manager.name"),
+        ("reward.reward_manager", "reward.reward_manager.name"),
+        ("actor_rollout_ref.actor.grad_clip", "actor_rollout_ref.actor.optim.clip_grad"),
+        (f"+{ROLLOUT}.engine_kwargs.vllm.*", f"{ROLLOUT}.engine_kwargs"),
+        ("global_profiler.tool", "global_profiler"),
+    ],
+)
+def test_a_key_is_explained_in_any_spelling(asked: str, path: str) -> None:
+    assert explain_key(asked).path == path
+
+
+def test_an_explanation_names_the_other_spellings_the_unit_and_the_default() -> None:
+    key = explain_key("reward_model.overlong_buffer.len")
+    assert key.asked == "reward_model.overlong_buffer.len"
+    assert key.asked in key.spellings
+    assert (key.unit, key.default, key.takes) == ("tokens", 0, "an integer >= 0")
+    assert explain_key(f"{ROLLOUT}.tensor_model_parallel_size").verl_default == "2"
+
+
+def test_every_key_explains_itself_under_each_of_its_spellings() -> None:
+    for key in all_keys():
+        for spelling in (key.path, *key.spellings):
+            assert explain_key(spelling).path == key.path, spelling
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        ("data.promt_key", r"did you mean data.prompt_key\?"),
+        ("algorithm.kl_ctrl", "is a section; ask for a key below it: type, kl_coef"),
+        ("nothing", "the root knows data, actor_rollout_ref"),
+    ],
+)
+def test_what_is_no_key_is_an_error_that_helps(asked: str, answer: str) -> None:
+    with pytest.raises(ConfigError, match=answer):
+        explain_key(asked)
+
+
+def test_a_value_that_asks_for_what_happens_anyway_needs_no_notice() -> None:
+    quiet = [
+        "actor_rollout_ref.actor.fsdp_config.param_offload=False",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
+        f"{ROLLOUT}.mode=async",
+        f"{ROLLOUT}.free_cache_engine=False",
+        "trainer.default_hdfs_dir=null",
+        "global_profiler.tool=null",
+        "data.train_batch_size=8",
+    ]
+    assert notices(quiet) == []
+
+
+def test_a_notice_is_one_line_with_the_key_as_written_and_what_happens_instead() -> None:
+    (one,) = notices([f"{ROLLOUT}.free_cache_engine=True"])
+    assert one.text == (
+        f"{ROLLOUT}.free_cache_engine=True has no effect: the engine has its own devices and keeps "
+        "its cache"
+    )
+    (other,) = notices([], {"critic": {"grad_clip": 0.5}})
+    assert (other.status, other.text) == (
+        Status.MAPPED,
+        "critic.grad_clip=0.5 is read as critic.optim.clip_grad",
+    )
+
+
+@pytest.mark.parametrize(("engine", "expected"), [("torch", 1), ("vllm", 0), ("sglang", 0)])
+def test_keys_of_an_engine_are_noticed_where_another_one_runs(engine: str, expected: int) -> None:
+    overrides = [f"{ROLLOUT}.name={engine}", f"{ROLLOUT}.gpu_memory_utilization=0.8"]
+    assert len(notices(overrides)) == expected
+
+
+def test_notices_of_a_launch_come_from_the_file_and_the_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("trainer: {use_v1: true, esi_redundant_time: 5}\n", encoding="utf-8")
+    found = launch_notices(path, ["critic.strategy=fsdp2"])
+    assert [one.path for one in found] == ["trainer.esi_redundant_time", "critic.strategy"]
+
+
+def test_coverage_counts_by_status_and_reports_unknown_keys_without_ending(tmp_path: Path) -> None:
+    path = tmp_path / "launch.overrides"
+    lines = [
+        "data.seed=1",
+        "critic.grad_clip=0.5",
+        "+critic.strategy=fsdp2",
+        "data.tool_config_path=tools.yaml",
+        "tainer.device=npu",
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    found = coverage([path])
+    assert found.counts == dict.fromkeys(Status, 1)
+    assert found.files[0].keys == {
+        "data.seed": Status.HONOURED,
+        "critic.grad_clip": Status.MAPPED,
+        "critic.strategy": Status.NOT_APPLICABLE,
+        "data.tool_config_path": Status.REFUSED,
+    }
+    assert found.num_unknown == 1
+    assert "did you mean trainer.device?" in found.files[0].unknown[0]
+    assert "line 5" in found.files[0].unknown[0]
+
+
+def test_coverage_of_a_yaml_file_names_its_unknown_keys(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("data: {sed: 1, seed: 2}\nreward_model: {overlong_buffer: {len: 3}}\n")
+    found = coverage([path])
+    assert found.files[0].unknown == ("data.sed: unknown key; did you mean data.seed?",)
+    assert found.counts[Status.HONOURED] == found.counts[Status.MAPPED] == 1
+
+
+def test_differences_are_the_keys_with_other_values_in_the_order_of_the_schema() -> None:
+    free = f"{ROLLOUT}.engine_kwargs"
+    left = load_config(None, ["data.seed=1", f"{free}.vllm.a=1", "trainer.nnodes=2"])
+    right = load_config(None, ["data.seed=2", "trainer.nnodes=2"])
+    assert diff_configs(left, right) == [
+        Difference("data.seed", 1, 2, None),
+        Difference(f"{free}.vllm", {"a": 1}, ABSENT, ABSENT),
+    ]
+    assert diff_configs(left, left) == []
+    assert [one.path for one in diff_configs(RunConfig(), right)] == ["data.seed", "trainer.nnodes"]

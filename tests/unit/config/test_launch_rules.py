@@ -1,0 +1,42 @@
+"""Published verl launches break no rule of batch sizes, parallel sizes or engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sluice.config.checks import violations
+from sluice.config.key_settings import KeySettings, keys_as_set
+from sluice.config.loader import load_config
+from sluice.config.memory.published_shapes import published_shape
+from sluice.config.verl_reading import verl_batch
+
+LAUNCHES = Path(__file__).parents[2] / "data" / "launches"
+DATA_PARALLEL = {
+    "adpo-4x4090": 4,
+    "dapo-qwen3-235b-megatron": 4,
+    "dapo-qwen3-32b-fsdp2-npu": 16,
+    "dapo-qwen3-8b-dianjin-npu": 16,
+    "dapo-qwen3-vl-30b-fsdp2-npu": 16,
+    "grpo-8xa100": 8,
+    "grpo-qwen2.5-7b-megatron-kl": 2,
+}
+# Long rows of a whole batch outgrow the default limit of a message. Which estimators the trainer
+# runs is another question than how its batches are cut.
+OWN = ("sluice.max_message_mb=512", "algorithm.adv_estimator=grpo")
+
+
+def test_every_launch_is_looked_at() -> None:
+    assert {file.stem for file in LAUNCHES.glob("*.overrides")} == set(DATA_PARALLEL)
+
+
+@pytest.mark.parametrize("name", DATA_PARALLEL)
+def test_a_published_launch_breaks_no_rule(name: str) -> None:
+    file = LAUNCHES / f"{name}.overrides"
+    config = load_config(file, OWN)
+    settings = KeySettings(config, keys_as_set(file, OWN))
+    shape = published_shape(config.actor_rollout_ref.model.path)
+    assert (shape is None) == (not config.actor_rollout_ref.model.path)
+    assert violations(config, settings, shape=shape, files=False) == []
+    assert verl_batch(config, settings).split.data_parallel == DATA_PARALLEL[name]

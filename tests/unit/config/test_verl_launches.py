@@ -1,0 +1,135 @@
+"""Launches as users of verl wrote them load unchanged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sluice.config.catalogue.entry import Status
+from sluice.config.coverage import coverage
+from sluice.config.explain import Notice, launch_notices
+from sluice.config.loader import load_config
+from sluice.config.run import RunConfig
+from sluice.errors import ConfigError
+
+LAUNCHES = Path(__file__).resolve().parents[2] / "data" / "launches"
+FILES = sorted(LAUNCHES.glob("*.overrides"))
+NAMES = [path.stem for path in FILES]
+
+
+def load(name: str) -> RunConfig:
+    return load_config(None, [f"@{LAUNCHES / name}.overrides"])
+
+
+def told(name: str) -> dict[str, Notice]:
+    return {one.spelled: one for one in launch_notices(LAUNCHES / f"{name}.overrides", [])}
+
+
+def test_all_seven_launches_are_there() -> None:
+    assert len(FILES) == 7
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_a_launch_loads_and_holds_no_unknown_key(path: Path) -> None:
+    load_config(path, [])
+    found = coverage([path])
+    assert found.num_unknown == 0
+    assert found.counts[Status.REFUSED] == 0
+    assert sum(found.counts.values()) == len(found.files[0].keys)
+
+
+def test_the_counts_of_all_launches_are_over_distinct_keys() -> None:
+    found = coverage(FILES)
+    assert sum(found.counts.values()) >= max(len(file.keys) for file in found.files)
+    assert found.counts[Status.HONOURED] > found.counts[Status.NOT_APPLICABLE]
+
+
+def test_the_settings_of_dapo_arrive_in_our_keys() -> None:
+    config = load("dapo-qwen3-32b-fsdp2-npu")
+    actor, shaping = config.actor_rollout_ref.actor, config.reward.reward_kwargs
+    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c) == (0.2, 0.28, 10.0)
+    assert (actor.optim.lr, actor.optim.lr_warmup_steps, actor.optim.weight_decay) == (
+        1e-6,
+        10,
+        0.1,
+    )
+    assert actor.optim.clip_grad == 1.0
+    assert config.reward.reward_manager.name == "dapo"
+    assert shaping.overlong_buffer_cfg.enable
+    assert shaping.overlong_buffer_cfg.len == 4096
+    assert shaping.overlong_buffer_cfg.penalty_factor == 1.0
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 4
+    assert config.trainer.device == "npu"
+    assert not config.trainer.val_before_train
+    assert config.trainer.logger == ["console"]
+
+
+def test_rounds_of_generation_become_a_least_yield() -> None:
+    # 10 rounds of 256 prompts for 128 groups.
+    groups = load("dapo-qwen3-235b-megatron").algorithm.filter_groups
+    assert (groups.min_yield, groups.min_yield_groups) == (0.05, 2560)
+
+
+def test_a_function_of_the_user_and_the_divergence_arrive() -> None:
+    config = load("dapo-qwen3-8b-dianjin-npu")
+    actor = config.actor_rollout_ref.actor
+    assert config.reward.custom_reward_function.name == "compute_score"
+    assert config.reward.custom_reward_function.path == "/path/to/reward_score.py"
+    assert (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type) == (
+        True,
+        0.001,
+        "low_var_kl",
+    )
+    assert config.trainer.max_critic_ckpt_to_keep == 2
+    assert config.trainer.test_freq == -100
+
+
+def test_one_logger_needs_no_list_and_recent_names_are_ours() -> None:
+    config = load("dapo-qwen3-vl-30b-fsdp2-npu")
+    assert config.trainer.logger == ["console"]
+    assert config.reward.reward_kwargs.max_resp_len == 2048
+    assert config.actor_rollout_ref.rollout.engine_kwargs == {"vllm": {"mm_processor_cache_gb": 0}}
+
+
+def test_adpo_is_asked_for_by_its_own_keys() -> None:
+    algorithm = load("adpo-4x4090").algorithm
+    assert (algorithm.adv_estimator, algorithm.num_generations) == ("adpo", 8)
+
+
+def test_notices_name_what_has_no_effect_and_what_was_turned_into_something_else() -> None:
+    notices = told("dapo-qwen3-235b-megatron")
+    parallel = notices["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"]
+    assert parallel.status is Status.NOT_APPLICABLE
+    assert "=4 has no effect: every trainer rank holds the whole model" in parallel.text
+    old = notices["reward_model.overlong_buffer.len"]
+    assert old.status is Status.MAPPED
+    assert old.path == "reward.reward_kwargs.overlong_buffer_cfg.len"
+    assert old.text.endswith("is read as reward.reward_kwargs.overlong_buffer_cfg.len")
+    assert "actor_rollout_ref.actor.megatron.context_parallel_size" not in notices
+    assert "actor_rollout_ref.rollout.gpu_memory_utilization" not in notices
+
+
+def test_what_tunes_an_engine_is_named_where_another_one_runs() -> None:
+    notices = told("grpo-8xa100")
+    assert "applies when actor_rollout_ref.rollout.name is vllm or sglang" in (
+        notices["actor_rollout_ref.rollout.gpu_memory_utilization"].text
+    )
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("tainer.device=npu", "trainer.device"),
+        ("alogorithm.filter_groups.enable=True", "algorithm.filter_groups.enable"),
+        (
+            "algorithm.filter_groups.max_num_batches=10",
+            "algorithm.filter_groups.max_num_gen_batches",
+        ),
+        ("reward_model.overlong_bufer.len=4096", "reward_model.overlong_buffer.len"),
+        ("+actor_rollout_ref.rolout.n=8", "actor_rollout_ref.rollout.n"),
+    ],
+)
+def test_slips_of_the_guides_are_errors_that_name_what_was_meant(typo: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown key; did you mean {meant}\?"):
+        load_config(None, [typo])

@@ -1,0 +1,334 @@
+"""One broken variant of each of verl's rules; what a violation proposes mends it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sluice.config.batch_plan import BatchPlan, ParallelSplit
+from sluice.config.checks import violations
+from sluice.config.key_settings import KeySettings, keys_as_set
+from sluice.config.loader import load_config
+from sluice.config.memory.model_shape import ModelShape
+from sluice.config.memory.published_shapes import PUBLISHED_SHAPES
+from sluice.config.verl_rules import verl_violations
+from sluice.config.verl_run import EnginePlan, LogProbPass, VerlRun
+from sluice.config.violation import Violation
+from sluice.errors import ConfigError
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+REF, MODEL = "actor_rollout_ref.ref", "actor_rollout_ref.model"
+MEGATRON = f"{ACTOR}.megatron"
+DENSE, MIXED = PUBLISHED_SHAPES["Qwen3-32B"], PUBLISHED_SHAPES["Qwen3-30B-A3B"]
+
+# 512 rows; 8 ranks; 64 rows of a train batch and 32 of a mini-batch on each.
+SOUND = (
+    "trainer.nnodes=2",
+    "trainer.n_gpus_per_node=4",
+    "data.train_batch_size=64",
+    f"{ROLLOUT}.n=8",
+    f"{ACTOR}.ppo_mini_batch_size=32",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4",
+    f"{REF}.log_prob_micro_batch_size_per_gpu=4",
+    f"{ACTOR}.use_kl_loss=true",
+)
+DYNAMIC = (
+    f"{ACTOR}.use_dynamic_bsz=true",
+    "data.max_prompt_length=1000",
+    "data.max_response_length=3000",
+    f"{ACTOR}.ppo_max_token_len_per_gpu=4000",
+)
+CUT = (f"{ACTOR}.strategy=megatron", f"{MEGATRON}.tensor_model_parallel_size=2")
+
+
+def broken(*overrides: str, shape: ModelShape | None = None) -> list[Violation]:
+    texts = [*SOUND, *overrides]
+    config = load_config(None, texts)
+    return violations(
+        config, KeySettings(config, keys_as_set(None, texts)), shape=shape, files=False
+    )
+
+
+@pytest.mark.parametrize("more", [(), DYNAMIC, CUT])
+def test_the_sound_variants_break_no_rule(more: tuple[str, ...]) -> None:
+    assert broken(*more, shape=DENSE) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "overrides", "named"),
+    [
+        (
+            "world-divides",
+            [*CUT, f"{MEGATRON}.pipeline_model_parallel_size=3"],
+            "8 ranks cannot be divided into replicas of 6 ranks",
+        ),
+        ("world-divides", [f"{ACTOR}.ulysses_sequence_parallel_size=3"], "replicas of 3 ranks"),
+        ("fsdp-size", [f"{ACTOR}.fsdp_config.fsdp_size=3"], "does not divide the 8 trainer ranks"),
+        (
+            "real-batch",
+            ["data.train_batch_size=9", f"{ACTOR}.ppo_mini_batch_size=9", f"{ROLLOUT}.n=5"],
+            "9 * 5 = 45 rows are no multiple of 8",
+        ),
+        (
+            "real-batch",
+            [*CUT, f"{ACTOR}.ppo_micro_batch_size_per_gpu=3"],
+            "512 rows are no multiple of 12",
+        ),
+        (
+            "log-prob-micro",
+            [f"~{ROLLOUT}.log_prob_micro_batch_size_per_gpu"],
+            "rollout.log_prob_micro_batch_size_per_gpu is null",
+        ),
+        (
+            "log-prob-micro",
+            [f"~{REF}.log_prob_micro_batch_size_per_gpu"],
+            "ref.log_prob_micro_batch_size_per_gpu is null",
+        ),
+        (
+            "log-prob-micro",
+            [f"{ROLLOUT}.log_prob_micro_batch_size=32"],
+            "log_prob_micro_batch_size = 32 are both set",
+        ),
+        ("mini-in-train", [f"{ACTOR}.ppo_mini_batch_size=128"], "= 128 is more than"),
+        (
+            "mini-in-train",
+            [*DYNAMIC, f"{ACTOR}.ppo_mini_batch_size=128"],
+            "data.train_batch_size = 64",
+        ),
+        (
+            "micro-batch",
+            [f"{ACTOR}.ppo_micro_batch_size=32"],
+            "ppo_micro_batch_size_per_gpu = 4 and the deprecated",
+        ),
+        ("micro-batch", [f"~{ACTOR}.ppo_micro_batch_size_per_gpu"], "is null while"),
+        (
+            "global-micro-batch",
+            [f"~{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_micro_batch_size=24"],
+            "= 24 must divide",
+        ),
+        (
+            "global-micro-batch",
+            [f"~{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_micro_batch_size=4"],
+            "give each of 8 ranks a row",
+        ),
+        (
+            "sp-needs-packing",
+            [f"{ACTOR}.ulysses_sequence_parallel_size=2", f"{MODEL}.use_remove_padding=false"],
+            "sequences can only be cut once they are packed",
+        ),
+        (
+            "dynamic-alike",
+            [f"{ROLLOUT}.log_prob_use_dynamic_bsz=true"],
+            "log_prob_use_dynamic_bsz = true differs from",
+        ),
+        (
+            "mini-rows",
+            [f"{ACTOR}.ppo_mini_batch_size=1", f"{ROLLOUT}.n=4", "data.train_batch_size=32"],
+            "1 * 4 = 4 rows cannot be divided among 8 data-parallel ranks",
+        ),
+        (
+            "micro-divides-mini",
+            [f"{ACTOR}.ppo_micro_batch_size_per_gpu=5"],
+            "256 rows / 8 data-parallel ranks = 32 is no multiple of",
+        ),
+        ("whole-mini-batches", [f"{ACTOR}.ppo_mini_batch_size=24"], "is no multiple of"),
+        (
+            "log-prob-divides",
+            [f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=5"],
+            "64 rows per data-parallel rank",
+        ),
+        (
+            "log-prob-divides",
+            [f"{REF}.log_prob_micro_batch_size_per_gpu=48"],
+            "ref.log_prob_micro_batch_size_per_gpu = 48",
+        ),
+        (
+            "token-budget",
+            [*DYNAMIC, f"{ACTOR}.ppo_max_token_len_per_gpu=3999"],
+            "ppo_max_token_len_per_gpu = 3999 cannot hold the longest row of 4000",
+        ),
+        (
+            "token-budget",
+            [
+                *DYNAMIC,
+                f"{ACTOR}.ppo_max_token_len_per_gpu=1999",
+                f"{ACTOR}.ulysses_sequence_parallel_size=2",
+            ],
+            "= 1999 * 2 ranks that share a row",
+        ),
+        (
+            "token-budget",
+            [*DYNAMIC, f"{REF}.log_prob_max_token_len_per_gpu=100"],
+            "ref.log_prob_max_token_len_per_gpu = 100",
+        ),
+        (
+            "rows-divide",
+            [
+                *DYNAMIC,
+                "data.train_batch_size=9",
+                f"{ACTOR}.ppo_mini_batch_size=9",
+                f"{ROLLOUT}.n=5",
+            ],
+            "45 rows cannot be divided among 8",
+        ),
+        ("generation-batch", ["data.gen_batch_size=128"], "would silently replace"),
+        (
+            "group-size",
+            ["algorithm.adv_estimator=adpo", "algorithm.num_generations=6"],
+            "differs from actor_rollout_ref.rollout.n = 8",
+        ),
+        (
+            "sp-heads",
+            ["trainer.n_gpus_per_node=12", f"{ACTOR}.ulysses_sequence_parallel_size=3"],
+            "cannot cut 64 attention heads and 8 key-value heads",
+        ),
+        ("tp-heads", [f"{ROLLOUT}.tensor_model_parallel_size=6"], "= 6 cannot cut 64"),
+        (
+            "engine-experts",
+            [f"{ROLLOUT}.expert_parallel_size=4", f"{ROLLOUT}.tensor_model_parallel_size=2"],
+            "must be tensor_model_parallel_size * data_parallel_size = 2 * 1",
+        ),
+        (
+            "engine-tokens",
+            [f"{ROLLOUT}.enable_chunked_prefill=false", f"{ROLLOUT}.max_num_batched_tokens=1000"],
+            "less than the context of 1024",
+        ),
+    ],
+)
+def test_a_broken_rule_is_named_and_its_remedy_mends_it(
+    rule: str, overrides: list[str], named: str
+) -> None:
+    found = [one for one in broken(*overrides, shape=DENSE) if one.rule == rule]
+    assert any(named in one.text for one in found), found
+    remedies = [text for one in found for text in one.remedy]
+    assert remedies
+    assert all(text in " ".join(one.text for one in found) for text in remedies)
+    mended = broken(*overrides, *remedies, shape=DENSE)
+    assert rule not in {one.rule for one in mended}
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        (f"{ACTOR}.loss_agg_mode=mean", "loss_agg_mode = 'mean': expected one of token-mean"),
+        (f"{ACTOR}.clip_ratio_c=1.0", "clip_ratio_c = 1.0: expected"),
+        (f"{ROLLOUT}.temperature=0", "temperature = 0: expected"),
+    ],
+)
+def test_rules_of_one_field_are_refused_by_its_bounds(override: str, named: str) -> None:
+    with pytest.raises(ConfigError, match="expected") as raised:
+        broken(override)
+    assert named in str(raised.value)
+
+
+def test_validation_that_samples_needs_a_temperature() -> None:
+    run = sound_run(val_do_sample=True, temperature=0.0)
+    (one,) = verl_violations(run)
+    assert (one.rule, one.remedy) == ("validation-temperature", (f"{ROLLOUT}.temperature=1.0",))
+
+
+def test_experts_must_divide_by_their_parallel_size() -> None:
+    sizes = [*CUT, f"{MEGATRON}.expert_tensor_parallel_size=1"]
+    six = f"{MEGATRON}.expert_model_parallel_size=6"
+    (one,) = broken(*sizes, six, shape=MIXED)
+    assert (one.rule, one.remedy) == ("experts", (f"{MEGATRON}.expert_model_parallel_size=4",))
+    assert broken(*sizes, six, *one.remedy, shape=MIXED) == []
+    (dense,) = broken(*sizes, six, shape=DENSE)
+    assert "for a model without experts" in dense.text
+
+
+@pytest.mark.parametrize(("engine", "here"), [("torch", False), ("vllm", True), ("sglang", True)])
+def test_what_an_engine_refuses_counts_here_where_sluice_drives_it(engine: str, here: bool) -> None:
+    (one,) = broken(f"{ROLLOUT}.name={engine}", f"{ROLLOUT}.expert_parallel_size=4")
+    assert (one.rule, one.here) == ("engine-experts", here)
+
+
+def test_all_broken_rules_are_told_at_once() -> None:
+    found = broken(
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=5",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=5",
+        "data.gen_batch_size=128",
+        "sluice.trainer.replica_ttl_s=1.5",
+    )
+    assert {one.rule for one in found} == {
+        "micro-divides-mini",
+        "log-prob-divides",
+        "generation-batch",
+        "heartbeats",
+    }
+
+
+def test_sizes_decide_for_megatron_only_without_a_strategy() -> None:
+    pipeline = f"{MEGATRON}.pipeline_model_parallel_size=3"
+    assert [one.rule for one in broken(pipeline)] == ["world-divides"]
+    assert broken(pipeline, f"{ACTOR}.strategy=fsdp2") == []
+
+
+def sound_run(**changes: object) -> VerlRun:
+    values: dict[str, object] = {
+        "batch": BatchPlan(64, 32, 8, 1, 64, 4, ParallelSplit(2, 4)),
+        "longest_row": 1024,
+        "dynamic": False,
+        "token_budget": 16384,
+        "micro_rows": 4,
+        "global_micro_rows": None,
+        "log_prob_passes": (),
+        "engine": EnginePlan("vllm", "async", 1, 1, 1, 1, True, 8192, 1024),
+        "ep": 1,
+        "etp": 1,
+        "remove_padding": True,
+        "filters_groups": False,
+        "val_do_sample": False,
+        "temperature": 1.0,
+        "num_generations": None,
+    }
+    return VerlRun(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@settings(max_examples=200)
+@given(
+    prompts=st.integers(1, 300),
+    mini=st.integers(1, 300),
+    n=st.integers(1, 20),
+    micro=st.integers(1, 20),
+    log_micro=st.integers(1, 20),
+    nodes=st.integers(1, 4),
+    ranks=st.integers(1, 9),
+    sp=st.sampled_from([1, 2, 4]),
+)
+def test_following_the_remedies_ends_in_a_run_without_violations(
+    prompts: int, mini: int, n: int, micro: int, log_micro: int, nodes: int, ranks: int, sp: int
+) -> None:
+    keys = {
+        "data.train_batch_size": prompts,
+        f"{ACTOR}.ppo_mini_batch_size": mini,
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu": micro,
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": log_micro,
+        "trainer.n_gpus_per_node": ranks,
+        "data.gen_batch_size": prompts,
+    }
+    for _ in range(8):
+        found = verl_violations(_run_of(keys, n, nodes, sp))
+        if not found:
+            return
+        # One at a time: a remedy may change what another rule starts from.
+        keys |= {key: int(value) for key, _, value in (t.partition("=") for t in found[0].remedy)}
+    pytest.fail(f"still broken: {found}")
+
+
+def _run_of(keys: dict[str, int], n: int, nodes: int, sp: int) -> VerlRun:
+    micro = keys[f"{ACTOR}.ppo_micro_batch_size_per_gpu"]
+    log_micro = keys[f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"]
+    batch = BatchPlan(
+        keys["data.train_batch_size"],
+        keys[f"{ACTOR}.ppo_mini_batch_size"],
+        n,
+        1,
+        keys["data.gen_batch_size"],
+        micro,
+        ParallelSplit(nodes, keys["trainer.n_gpus_per_node"], sp=sp),
+    )
+    one = LogProbPass(ROLLOUT, log_micro, None, dynamic=False, token_budget=16384, sp=sp)
+    return sound_run(batch=batch, micro_rows=micro, log_prob_passes=(one,))

@@ -1,0 +1,104 @@
+"""What the reward service remembers does not grow with the length of a run."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.reward import assembly
+from services.reward.assembly import RewardLoop
+from services.reward.batcher import ACKNOWLEDGED_REMEMBERED
+from services.reward.ledger import MemoryLedger
+from sluice.config.run import RunConfig
+from sluice.errors import InvalidRequestError, NotFoundError
+from sluice.types import ChatMessage, Prompt, PromptEnd, PromptOrigin
+from tests.support.reward_loop import ScriptedClient, replica, running_loop, submit
+
+NEVER_ENTERED = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeType, FrameType)
+
+
+def config() -> RunConfig:
+    tree = {
+        "data": {"train_batch_size": 1},
+        "actor_rollout_ref": {"rollout": {"n": 2}},
+        "algorithm": {"filter_groups": {"enable": True, "min_yield_groups": 8}},
+        "sluice": {"asynchrony": {"max_staleness": 0}},
+    }
+    return msgspec.convert(tree, RunConfig)
+
+
+def num_held(root: object) -> int:
+    """Entries of all containers that `root` leads to."""
+    found, seen, queue = 0, set[int](), deque[Any]([root])
+    while queue:
+        item = queue.popleft()
+        if id(item) in seen or isinstance(item, NEVER_ENTERED):
+            continue
+        seen.add(id(item))
+        if isinstance(item, dict | list | set | deque):
+            found += len(item)
+        queue.extend(gc.get_referents(item))
+    return found
+
+
+async def steps(loop: RewardLoop, client: ScriptedClient, first: int, count: int) -> None:
+    for step in range(first, first + count):
+        client.versions["a"] = step
+        await loop.pipeline.announce("trainer", step, [replica("a", step)], None)
+        names = 3 * step
+        submit(loop, ["answer=1 right=0", "answer=1 right=2", "answer=1 right=1"], first=names)
+        batch = await loop.pipeline.batches.take(step, step, 5)
+        loop.pipeline.batches.acknowledge(batch.batch_id, step)
+
+
+async def test_nothing_grows_with_steps_or_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "MemoryLedger", partial(MemoryLedger, ended_ids=8))
+    client = ScriptedClient()
+    async with running_loop(config(), client) as loop:
+        sizes = []
+        for first in (0, 100, 200):
+            await steps(loop, client, first, 100)
+            client.calls.clear()
+            sizes.append(num_held(loop))
+    assert max(sizes) - min(sizes) <= 10, sizes
+
+
+def client_prompt(ledger: MemoryLedger, name: str) -> Prompt:
+    turns = (ChatMessage("user", "?"),)
+    made = Prompt(name, ledger.next_sequence(), turns, "math_dapo", "1", PromptOrigin.CLIENT, None)
+    ledger.accept(made)
+    return made
+
+
+def test_an_id_is_refused_while_pending_and_among_the_last_that_ended() -> None:
+    ledger = MemoryLedger(ended_ids=2)
+    client_prompt(ledger, "pending")
+    for name in "abc":
+        client_prompt(ledger, name)
+        ledger.end(name, PromptEnd.TRAINED)
+    for name in ("pending", "b", "c"):
+        with pytest.raises(InvalidRequestError, match=f"'{name}' was used before"):
+            client_prompt(ledger, name)
+    client_prompt(ledger, "a")
+
+
+async def test_the_last_acknowledgements_may_be_repeated_and_older_ones_are_unknown() -> None:
+    client = ScriptedClient()
+    async with running_loop(config(), client) as loop:
+        batch_ids = []
+        for step in range(ACKNOWLEDGED_REMEMBERED + 1):
+            client.versions["a"] = step
+            await loop.pipeline.announce("trainer", step, [replica("a", step)], None)
+            submit(loop, ["answer=1 right=1"], first=step)
+            batch_ids.append((await loop.pipeline.batches.take(step, step, 5)).batch_id)
+            loop.pipeline.batches.acknowledge(batch_ids[-1], step)
+        for batch_id in batch_ids[1:]:
+            loop.pipeline.batches.acknowledge(batch_id, 0)
+        with pytest.raises(NotFoundError):
+            loop.pipeline.batches.acknowledge(batch_ids[0], 0)

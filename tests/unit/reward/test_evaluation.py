@@ -1,0 +1,144 @@
+"""Validation: a sample that fails is counted and left out, too many of them end it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from services.reward.dispatcher import GroupDispatcher, GroupRequest
+from services.reward.evaluation import Evaluation, EvaluationOrder
+from services.reward.generation_trace import GenerationTrace
+from services.reward.grading import Grader, SampleScorer
+from services.reward.prompt_rows import PromptRow
+from services.reward.prompts import Draw
+from services.reward.replica_queue import ReplicaQueue
+from services.reward.scorer_messages import ScoreItem
+from services.reward.validation_results import EvaluationResult, check_failures
+from sluice.errors import DeadlineError, EngineError, PeerError
+from sluice.types import ChatMessage, Failed, FailureKind, Outcome, SamplingParams, Scored
+from tests.support.reward_loop import InlineScorer, ScriptedClient, replica, settled
+
+SAMPLES = 2
+RIGHT = Scored(1.0, 1.0, {})
+
+
+class Rows:
+    """A validation set whose prompts are answered right by the first sample only."""
+
+    def __init__(self, count: int) -> None:
+        content = (ChatMessage("user", "answer=1 right=1"),)
+        self._draws = [Draw(i, PromptRow(content, "math_dapo", "1")) for i in range(count)]
+
+    def take(self, count: int) -> list[Draw]:
+        taken, self._draws = self._draws[:count], self._draws[count:]
+        return taken
+
+
+class BreakingPrompts:
+    """Breaks the streams of chosen prompts, in words that name no replica."""
+
+    def __init__(self, *prompt_ids: str) -> None:
+        self.prompt_ids = prompt_ids
+
+    async def __call__(self, _name: str, request: GroupRequest, _index: int) -> None:
+        if request.prompt.prompt_id in self.prompt_ids:
+            raise EngineError("out of memory")
+
+
+class World:
+    """An evaluation of `num_prompts` on one replica."""
+
+    def __init__(
+        self, client: ScriptedClient, num_prompts: int, scorer: SampleScorer | None = None
+    ) -> None:
+        self.trace = GenerationTrace(client)
+        self.dispatcher = GroupDispatcher(
+            self.trace, ReplicaQueue(1.0, lambda: None), max_attempts=1
+        )
+        self.evaluation = Evaluation(
+            lambda: Rows(num_prompts),
+            self.dispatcher,
+            Grader(scorer or InlineScorer(), None),
+            self.trace,
+            lambda: 0,
+        )
+
+    async def run(self) -> EvaluationResult:
+        await self.dispatcher.announce([replica("a")])
+        sampling = SamplingParams(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=8, seed=1)
+        return await self.evaluation.run(EvaluationOrder(0, SAMPLES, sampling, 0), 10.0)
+
+
+async def test_a_prompt_that_cannot_be_generated_is_counted_and_left_out_of_the_mean(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World(ScriptedClient(before_sample=BreakingPrompts("validation-3")), 20)
+    with caplog.at_level(logging.WARNING):
+        metrics = (await world.run()).metrics
+    assert metrics["val-aux/num_failed_samples"] == SAMPLES
+    assert metrics["val-aux/num_prompts"] == 19
+    assert metrics["val-core/math_dapo/acc/mean@2"] == 0.5
+    assert any(
+        all(word in line for word in ("validation-3", "replica a", "engine_error", "out of memory"))
+        for line in caplog.messages
+    )
+    assert len(world.trace) == 0
+    assert world.evaluation.num_graded_groups == 20
+
+
+class ScorerOutOfOrder(InlineScorer):
+    """No process can be had for the third group."""
+
+    num_groups = 0
+
+    async def score(self, items: Sequence[ScoreItem]) -> tuple[Scored | Failed, ...]:
+        self.num_groups += 1
+        if self.num_groups == 3:
+            raise DeadlineError("scorer process", "loading the scorer", 20.0)
+        return await super().score(items)
+
+
+async def test_a_group_for_which_no_scorer_can_be_had_does_not_end_the_evaluation() -> None:
+    metrics = (await World(ScriptedClient(), 20, ScorerOutOfOrder()).run()).metrics
+    assert metrics["val-aux/num_failed_samples"] == SAMPLES
+    assert metrics["val-aux/num_prompts"] == 19
+
+
+async def test_too_many_failures_end_the_evaluation_with_their_number_and_an_example() -> None:
+    client = ScriptedClient(before_sample=BreakingPrompts(*(f"validation-{i}" for i in range(3))))
+    with pytest.raises(PeerError) as failure:
+        await World(client, 20).run()
+    text = str(failure.value)
+    assert text.startswith("rollout fleet: failed while evaluating version 0")
+    assert "6 of 40 samples failed (6 engine_error), more than the 10%" in text
+    assert "out of memory" in text
+
+
+@pytest.mark.parametrize(("num_failed", "fails"), [(0, False), (1, False), (2, True)])
+def test_a_tenth_of_the_samples_may_fail(num_failed: int, fails: bool) -> None:
+    outcomes: list[Outcome] = [RIGHT] * (10 - num_failed)
+    outcomes += [Failed(FailureKind.UNSCORABLE, "no number")] * num_failed
+    if not fails:
+        check_failures(outcomes, "evaluating version 7")
+        return
+    with pytest.raises(PeerError, match=r"scorer pool: .*version 7: 2 of 10 .*\(2 unscorable\)"):
+        check_failures(outcomes, "evaluating version 7")
+
+
+async def test_an_evaluation_that_is_cancelled_ends_its_streams() -> None:
+    never = asyncio.Event()
+
+    async def hang(_name: str, _request: GroupRequest, _index: int) -> None:
+        await never.wait()
+
+    client = ScriptedClient(before_sample=hang)
+    world = World(client, 3)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(world.run())
+        await settled(lambda: len(client.calls) == 3)
+        running.cancel()
+    assert len(client.cancelled) == 3
+    assert len(world.trace) == 0

@@ -1,0 +1,142 @@
+"""Which train batches are refused, and how the refusal names what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.trainer.batch_check import BatchTerms, check_batch
+from sluice.errors import PeerError
+from sluice.types import (
+    DataProgress,
+    FinishReason,
+    Rollout,
+    Scored,
+    TrainBatch,
+    TrainGroup,
+    VersionSpan,
+)
+
+TERMS = BatchTerms(num_groups=2, samples_per_group=4, max_staleness=2)
+STEP = 6  # updates version 5
+
+
+def rollout(index: int, *versions: int, logprob: float = -1.0) -> Rollout:
+    spans = tuple(VersionSpan(version, i, i + 1) for i, version in enumerate(versions))
+    logprobs = np.full(len(versions), logprob, np.float32)
+    tokens = np.zeros(len(versions), np.uint32)
+    return Rollout(index, tokens, logprobs, spans, FinishReason.STOP, "")
+
+
+def group(name: str, *rollouts: Rollout, reward: float = 1.0) -> TrainGroup:
+    scores = tuple(Scored(reward, reward, {}) for _ in rollouts)
+    return TrainGroup(name, np.zeros(3, np.uint32), rollouts, scores, "s")
+
+
+def batch(*groups: TrainGroup, version: int = 5) -> TrainBatch:
+    return TrainBatch("b-1", version, groups, DataProgress(8), {})
+
+
+def good(name: str) -> TrainGroup:
+    return group(name, *(rollout(i, 4, 5) for i in range(4)))
+
+
+def with_sample(sample: Rollout) -> TrainBatch:
+    return batch(good("p"), group("q", rollout(0, 5), sample, rollout(2, 5)))
+
+
+def unequal_lengths() -> TrainBatch:
+    sample = rollout(1, 5, 5)
+    object.__setattr__(sample, "behavior_logprobs", np.zeros(1, np.float32))
+    return with_sample(sample)
+
+
+REFUSED: dict[str, tuple[Callable[[], TrainBatch], str]] = {
+    "another version": (
+        lambda: batch(good("p"), good("q"), version=4),
+        "formed for version 4, but version 5 is updated",
+    ),
+    "too few groups": (lambda: batch(good("p")), "1 groups instead of 2"),
+    "a group twice": (lambda: batch(good("p"), good("p")), "group p: it is in the batch twice"),
+    "too few samples": (
+        lambda: batch(good("p"), group("q", rollout(0, 5))),
+        "group q: 1 samples, expected 2..4",
+    ),
+    "too many samples": (
+        lambda: batch(good("p"), group("q", *(rollout(i, 5) for i in range(5)))),
+        "group q: 5 samples, expected 2..4",
+    ),
+    "a sample twice": (
+        lambda: batch(good("p"), group("q", rollout(0, 5), rollout(0, 5))),
+        r"group q: sample indices \[0, 0\] repeat",
+    ),
+    "a score missing": (
+        lambda: batch(good("p"), replace(good("q"), scores=(Scored(1, 1, {}),))),
+        "group q: 1 scores for 4 samples",
+    ),
+    "no prompt": (
+        lambda: batch(good("p"), replace(good("q"), prompt_token_ids=np.zeros(0, np.uint32))),
+        "group q: the prompt holds no tokens",
+    ),
+    "too stale": (
+        lambda: with_sample(rollout(1, 2, 5)),
+        "group q, sample 1: tokens of version 2 are 3 versions behind version 5, "
+        "sluice.asynchrony.max_staleness allows 2",
+    ),
+    "of the future": (
+        lambda: with_sample(rollout(1, 5, 6)),
+        "group q, sample 1: tokens of version 6, but version 5 is the newest there is",
+    ),
+    "no logprob": (
+        lambda: with_sample(rollout(1, 5, logprob=float("nan"))),
+        "group q, sample 1: the logprob of token 0 is nan",
+    ),
+    "an infinite logprob": (
+        lambda: with_sample(rollout(1, 5, logprob=float("-inf"))),
+        "group q, sample 1: the logprob of token 0 is -inf",
+    ),
+    "other lengths": (unequal_lengths, "group q, sample 1: 1 logprobs for 2 tokens"),
+    "no reward": (
+        lambda: batch(good("p"), group("q", rollout(0, 5), rollout(1, 5), reward=float("nan"))),
+        "group q, sample 0: its reward is nan",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_batch_against_the_terms_is_refused_by_name(name: str) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(PeerError, match=f"batch of step 6: batch b-1, {message}; .* not trained"):
+        check_batch(make(), TERMS, STEP)
+
+
+def test_a_batch_within_the_terms_is_taken() -> None:
+    check_batch(batch(good("p"), good("q")), TERMS, STEP)
+
+
+def test_a_group_may_have_lost_samples_and_a_response_may_be_empty() -> None:
+    check_batch(with_sample(rollout(1)), TERMS, STEP)
+
+
+def test_a_group_of_one_sample_is_whole_where_one_is_drawn() -> None:
+    alone = group("p", rollout(0, 5))
+    check_batch(batch(alone), BatchTerms(1, samples_per_group=1, max_staleness=0), STEP)
+
+
+@given(versions=st.lists(st.integers(0, 8), min_size=1, max_size=6), bound=st.integers(0, 5))
+def test_a_sample_is_trained_if_and_only_if_all_its_versions_are_within_the_bound(
+    versions: list[int], bound: int
+) -> None:
+    terms = replace(TERMS, num_groups=1, max_staleness=bound)
+    sampled = batch(group("p", rollout(0, 5), rollout(1, *versions)))
+    try:
+        check_batch(sampled, terms, STEP)
+    except PeerError:
+        assert not all(5 - bound <= version <= 5 for version in versions)
+    else:
+        assert all(5 - bound <= version <= 5 for version in versions)

@@ -1,0 +1,139 @@
+"""The rendezvous store as torch sees it: the semantics of torch's own stores, over a socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from sluice.errors import DeadlineError, WeightSyncError
+from sluice.weights.epoch_store import EpochStore
+from sluice.weights.rendezvous import RendezvousStore
+from sluice.weights.store_messages import MAX_KEY_CHARS, MAX_VALUE_BYTES
+from tests.support.weight_rendezvous import link_to
+
+_KEYS = st.sampled_from(["a", "b", "c/d"])
+_TEXTS = st.sampled_from(["", "0", "12", "ünicode"])
+_NUMBERS = st.integers(-5, 5)
+_STEPS = st.one_of(
+    st.tuples(st.just("set"), _KEYS, _TEXTS),
+    st.tuples(st.just("check"), st.lists(_KEYS, min_size=1, max_size=3)),
+    st.tuples(st.just("compare_set"), _KEYS, _TEXTS, _TEXTS),
+    st.tuples(st.just("delete_key"), _KEYS),
+    st.tuples(st.just("count"), st.sampled_from(["n", "m"]), _NUMBERS),
+)
+
+
+@pytest.fixture
+def server() -> Iterator[RendezvousStore]:
+    with closing(RendezvousStore("127.0.0.1")) as server:
+        server.begin(1)
+        yield server
+
+
+def _store(server: RendezvousStore, **link: Any) -> EpochStore:
+    return EpochStore(link_to(server, **link), 0.05, "rollout-0")
+
+
+def _take(store: Store, step: tuple[Any, ...]) -> object:
+    name, *arguments = step
+    if name == "count":
+        return store.add(*arguments)
+    return getattr(store, name)(*arguments)
+
+
+@settings(
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(steps=st.lists(_STEPS, max_size=12))
+def test_it_answers_like_torchs_own_store(
+    server: RendezvousStore, steps: list[tuple[Any, ...]]
+) -> None:
+    server.begin(1)
+    ours = _store(server)
+    # Through torch's prefix, as process groups use it: C++ calls our methods.
+    prefixed, reference = PrefixStore("p", ours), PrefixStore("p", HashStore())
+    for step in steps:
+        assert _take(prefixed, step) == _take(reference, step), step
+    for key in ("a", "b", "c/d", "n", "m"):
+        if reference.check([key]):
+            assert prefixed.get(key) == reference.get(key)
+
+
+def test_keys_of_one_member_are_seen_by_the_others(server: RendezvousStore) -> None:
+    first, second = _store(server), _store(server)
+    first.set("a", b"\x00binary\xff")
+    assert second.get("a") == b"\x00binary\xff"
+    second.wait(["a"], timedelta(seconds=1))
+
+
+def test_a_copy_for_another_thread_of_torch_outlives_the_call_that_made_it(
+    server: RendezvousStore,
+) -> None:
+    store = _store(server)
+    copy = PrefixStore("p", store).clone()  # type: ignore[attr-defined]  # not in the stubs
+    copy.set("a", "1")
+    assert store.get("p/a") == b"1"
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [lambda s: s.get("never"), lambda s: s.wait(["never"], timedelta(seconds=0.05))],
+    ids=["get", "wait"],
+)
+def test_a_key_that_never_comes_ends_the_wait_with_our_error_through_torch(
+    server: RendezvousStore, wait: Callable[[Store], object]
+) -> None:
+    store = _store(server)
+    with pytest.raises(
+        DeadlineError, match=r"rollout-0: no answer within 0.05 s while forming epoch 1"
+    ):
+        wait(PrefixStore("p", store))
+
+
+def test_a_reason_to_stop_ends_a_wait_inside_torch(server: RendezvousStore) -> None:
+    store = EpochStore(link_to(server, stop_reason=lambda: "a probe failed"), 60.0, "rollout-0")
+    with pytest.raises(WeightSyncError, match=r"rollout-0 .*a probe failed, before joining"):
+        PrefixStore("p", store).get("never")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("k" * (MAX_KEY_CHARS + 1), b"", "length <= 256"),
+        ("", b"", "length >= 1"),
+        ("a", bytes(MAX_VALUE_BYTES + 1), "length <= 262144"),
+        ("a", bytes(1 << 20), "at most 1048576 may travel"),
+    ],
+)
+def test_keys_and_values_beyond_their_bounds_are_refused_by_name(
+    server: RendezvousStore, key: str, value: bytes, named: str
+) -> None:
+    store = _store(server)
+    with pytest.raises(WeightSyncError, match=named):
+        store.set(key, value)
+    assert not store.check(["a"])
+
+
+def test_an_answer_too_large_for_one_message_is_refused(server: RendezvousStore) -> None:
+    store = _store(server)
+    keys = [f"k{index}" for index in range(5)]
+    for key in keys:
+        store.set(key, bytes(MAX_VALUE_BYTES))
+    with pytest.raises(WeightSyncError, match="at most 1048576 may travel"):
+        store.wait(keys)
+
+
+def test_a_member_of_an_epoch_that_is_over_is_refused(server: RendezvousStore) -> None:
+    store = _store(server)
+    server.begin(2)
+    with pytest.raises(WeightSyncError, match="epoch 1 is not open: the store is at 2"):
+        store.set("a", "1")

@@ -1,0 +1,146 @@
+"""How the members of a group find each other, and how that ends when one does not come."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+import sluice.weights
+from sluice.device.cpu import CpuDevice
+from sluice.errors import DeadlineError, WeightSyncError
+from sluice.weights.owner_thread import wait_for_retired_threads
+from sluice.weights.plan import tensor_specs
+from sluice.weights.receiver import WeightReceiver
+from sluice.weights.rendezvous import RendezvousStore, gather
+from sluice.weights.sender import WeightSender
+from sluice.weights.store_link import StoreLink, shown_address
+from tests.support.weight_rendezvous import link_to, make_spec
+
+_WEIGHTS = {"w": torch.arange(9.0)}
+_TENSORS = tensor_specs(_WEIGHTS.items())
+_NEVER = threading.Event()
+_NEEDS_IPV6 = pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(3) as executor:
+        yield executor
+
+
+def _sender(
+    timeout_s: float, host: str = "127.0.0.1", bind_host: str | None = None
+) -> WeightSender:
+    return WeightSender(
+        device=CpuDevice(), bucket_bytes=4096, timeout_s=timeout_s, host=host, bind_host=bind_host
+    )
+
+
+@pytest.mark.parametrize(
+    ("host", "bind_host"),
+    [
+        ("127.0.0.1", None),
+        ("127.0.0.1", "0.0.0.0"),
+        pytest.param("::1", None, marks=_NEEDS_IPV6),
+        pytest.param("[::1]", None, marks=_NEEDS_IPV6),
+        pytest.param("[::1]", "::", marks=_NEEDS_IPV6),
+        pytest.param("127.0.0.1", "::", marks=_NEEDS_IPV6),
+    ],
+)
+def test_a_group_forms_at_any_address_of_either_family(
+    pool: ThreadPoolExecutor, host: str, bind_host: str | None
+) -> None:
+    receivers = {name: WeightReceiver(CpuDevice()) for name in ("r0", "r1")}
+    with closing(_sender(10.0, host, bind_host)) as sender:
+        specs = sender.form_group(1, list(receivers), _TENSORS)
+        joined = [pool.submit(receivers[name].join, spec) for name, spec in specs.items()]
+        sender.join(_NEVER)
+        assert [done.result(10) for done in joined] == [specs["r0"].plan_digest] * 2
+        staged = [pool.submit(receiver.stage, 1) for receiver in receivers.values()]
+        report = sender.broadcast(_WEIGHTS, 1, _NEVER)
+        assert {done.result(10).digest for done in staged} == {report.digest}
+        for receiver in receivers.values():
+            receiver.close()
+    assert wait_for_retired_threads(10) == 0
+
+
+def _announce(sender: WeightSender, rank: int) -> None:
+    """As a member does that dies before it reaches torch's constructor."""
+    spec = make_spec(sender.port, rank=rank, timeout_s=0.05)
+    with pytest.raises(DeadlineError):
+        gather(StoreLink(spec, "joining", lambda: None), spec, {0: "trainer", 1: "r0"})
+
+
+def test_a_member_that_dies_after_it_came_ends_the_formation_by_its_deadline() -> None:
+    with closing(_sender(0.5)) as sender:
+        sender.form_group(1, ["r0"], _TENSORS)
+        _announce(sender, rank=1)
+        with pytest.raises(
+            DeadlineError, match=r"^r0: no answer within 0.5 s while forming .* epoch 1"
+        ):
+            sender.join(_NEVER)
+    assert wait_for_retired_threads(10) == 0
+
+
+def test_a_stop_reaches_into_torchs_constructor_and_leaves_no_thread_behind(
+    pool: ThreadPoolExecutor,
+) -> None:
+    stop = threading.Event()
+    with closing(_sender(60.0)) as sender:
+        sender.form_group(1, ["r0"], _TENSORS)
+        _announce(sender, rank=1)
+        joining = pool.submit(sender.join, stop)
+        with pytest.raises(TimeoutError):
+            joining.result(0.3)
+        stop.set()
+        with pytest.raises(WeightSyncError, match=r"with r0 .*stopped by the caller"):
+            joining.result(10)
+    assert wait_for_retired_threads(10) == 0  # long before the 60 s that torch was given
+
+
+def test_a_late_member_of_an_epoch_that_is_over_is_told_so() -> None:
+    with closing(_sender(5.0)) as sender:
+        late = sender.form_group(1, ["r0"], _TENSORS)["r0"]
+        sender.form_group(2, ["r0"], _TENSORS)
+        with pytest.raises(WeightSyncError, match="epoch 1 is not open: the store is at 2"):
+            WeightReceiver(CpuDevice()).join(late)
+
+
+def test_a_store_that_does_not_answer_is_named_with_the_phase() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        link = StoreLink(make_spec(port, timeout_s=0.1), "forming epoch 1", lambda: None)
+        with pytest.raises(
+            DeadlineError, match=f"^store 127.0.0.1:{port}: no answer within 0.1 s while forming"
+        ):
+            gather(link, make_spec(port), {})
+
+
+def test_a_store_that_is_gone_is_named_with_the_phase() -> None:
+    with closing(RendezvousStore("127.0.0.1")) as store:
+        store.begin(1)
+        link = link_to(store)
+    with pytest.raises(WeightSyncError, match=r"store 127.0.0.1:\d+ .*forming epoch 1: cannot con"):
+        gather(link, make_spec(store.port), {})
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("10.0.0.1", "10.0.0.1:7"), ("::1", "[::1]:7"), ("[::1]", "[::1]:7"), ("node-3", "node-3:7")],
+)
+def test_addresses_are_shown_as_people_write_them(host: str, shown: str) -> None:
+    assert shown_address(host, 7) == shown
+
+
+def test_torchs_tcp_store_is_not_used() -> None:
+    """It asks a name server for each peer's name: a lost answer outlasts a formation."""
+    files = list(Path(sluice.weights.__path__[0]).glob("*.py"))
+    assert files
+    assert not [file.name for file in files if "TCPStore" in file.read_text()]
