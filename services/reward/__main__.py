@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from services.reward.assembly import RewardLoop, assemble, open_prompt_sets
 from services.reward.rollout_client import RolloutClient
-from services.reward.scorer_pool import running_scorer_pool
+from services.reward.scorer_pool import configured_scorer_pool
 from services.reward.servicer import RewardServicer
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.concurrency.exit_status import exit_status
@@ -51,7 +51,7 @@ async def _serve(config: RunConfig) -> None:
         max_message_bytes=limit,
     )
     stop = asyncio.Event()
-    pool = running_scorer_pool(config.reward.scorer_pool, config.reward.custom_reward_function)
+    pool = configured_scorer_pool(config.reward)
     with stop_on_signals(stop):
         async with client, pool as scorers:
             loop = assemble(config, sets, scorers, client)

@@ -28,7 +28,7 @@ from services.reward.prompts import (
 from services.reward.replica_queue import ReplicaQueue
 from services.reward.sampling import training_sampling
 from services.reward.score_requests import ScoreRequests
-from services.reward.scorers.registry import scorer_for
+from services.reward.scorers.registry import check_routes, scorer_for
 from services.reward.submissions import Submissions
 from services.reward.yield_guard import YieldGuard
 from sluice.config.run import RunConfig
@@ -215,8 +215,11 @@ def _validation_opener(
 
 
 def _data_source_check(config: RunConfig) -> Callable[[str], None]:
+    reward = config.reward
+    check_routes(reward.scorer_routes)
+
     def check(data_source: str) -> None:
-        if config.reward.custom_reward_function.path is None:
-            scorer_for(data_source)
+        if reward.custom_reward_function.path is None and not reward.reward_model.enable:
+            scorer_for(data_source, reward.scorer_routes)
 
     return check

@@ -104,4 +104,10 @@ class Grader:
 
 def _item(group: RolloutGroup, rollout: Rollout) -> ScoreItem:
     prompt = group.prompt
-    return ScoreItem(prompt.data_source, rollout.text, prompt.ground_truth, prompt.extra_info)
+    return ScoreItem(
+        prompt.data_source,
+        rollout.text,
+        prompt.ground_truth,
+        prompt.extra_info,
+        question=prompt.messages[-1].content if prompt.messages else "",
+    )

@@ -100,7 +100,7 @@ class PromptSource:
         try:
             self._check_data_source(row.data_source)
         except DataError as error:
-            raise DataError(f"training row drawn at position {draw.position}: {error}") from error
+            raise DataError(f"{row.place}: {error}") from error
         prompt = Prompt(
             prompt_id=f"{DATASET_ID_PREFIX}{draw.position}",
             sequence=self._ledger.next_sequence(),

@@ -1,9 +1,10 @@
 """The endless stream of data-set draws: streamed, shuffled, resumable to the row.
 
 A *position* counts draws, epoch after epoch: position p is row ``p % N`` of epoch ``p // N`` in
-that epoch's order. The order is a function of (seed, epoch) alone: row groups are visited in random
-order, cut into windows of `shuffle_buffer_rows` rows, and each window is permuted. Memory holds one
-window; a stream can start at any position without drawing those before it.
+that epoch's order. The order is a function of (seed, epoch) alone: blocks (row groups of Parquet, a
+thousand lines of JSON) are visited in random order, cut into windows of `shuffle_buffer_rows` rows,
+and each window is permuted. Memory holds one window; a stream can start at any position without
+drawing those before it, since the sizes of blocks say which of them to skip.
 """
 
 from __future__ import annotations
@@ -14,16 +15,11 @@ from itertools import islice
 
 import numpy as np
 
-from services.reward.prompt_files import (
-    PromptFiles,
-    RowGroup,
-    RowIndexes,
-    Slab,
-    SlabReader,
-    open_prompt_files,
-)
-from services.reward.prompt_rows import PromptColumns, PromptRow
 from sluice.config.data import DataConfig, FileList
+from sluice.data.duplicates import without_duplicates
+from sluice.data.prompt_files import PromptFiles, SlabReader, open_prompt_files
+from sluice.data.prompt_rows import PromptColumns, PromptRow
+from sluice.data.row_blocks import RowBlock, RowIndexes, Slab
 from sluice.types import DataProgress
 
 UNSHUFFLED_WINDOW_ROWS = 1024
@@ -41,14 +37,15 @@ class Draw:
 class DrawOrder:
     """What decides which row is drawn at a position.
 
-    `max_samples` rows are used of each epoch (a random choice if shuffled, else the first);
-    ``None``: all.
+    `max_samples` rows are used in every epoch, the same ones: a random choice if `choose_at_random`
+    (``None``: if shuffled), else the first. ``None``: all rows.
     """
 
     shuffle: bool
     seed: int
     window_rows: int
     max_samples: int | None
+    choose_at_random: bool | None = None
 
 
 class PromptStream:
@@ -66,7 +63,7 @@ class PromptStream:
     ) -> None:
         self._files, self._order, self._total_epochs = files, order, total_epochs
         self._reader = SlabReader()
-        self._selected = _selection(files.num_rows, order)
+        self._selected = _selection(files, order)
         self.rows_per_epoch = files.num_rows if self._selected is None else self._selected.size
         self._skipped = frozenset(progress.ended_above)
         self._draws = self._draw_from(progress.low_water)
@@ -105,7 +102,7 @@ class PromptStream:
         return (places[i] for i in generator.permutation(len(places)))
 
     def _slabs(self, epoch: int, skip_rows: int) -> Iterator[Slab]:
-        """Slabs of the epoch's row groups in visiting order, without the first `skip_rows` rows."""
+        """Slabs of the epoch's blocks in visiting order, without the first `skip_rows` rows."""
         for group in self._visiting_order(epoch):
             num_rows = self._num_selected(group)
             if num_rows <= skip_rows:
@@ -116,14 +113,14 @@ class PromptStream:
                     yield slab.slice(skip_rows, len(slab))
                 skip_rows = max(0, skip_rows - len(slab))
 
-    def _visiting_order(self, epoch: int) -> Iterator[RowGroup]:
-        groups = self._files.row_groups
+    def _visiting_order(self, epoch: int) -> Iterator[RowBlock]:
+        groups = self._files.blocks
         if not self._order.shuffle:
             return iter(groups)
         generator = np.random.default_rng([self._order.seed, epoch, 0])
         return (groups[i] for i in generator.permutation(len(groups)))
 
-    def _num_selected(self, group: RowGroup) -> int:
+    def _num_selected(self, group: RowBlock) -> int:
         if self._selected is None:
             return group.num_rows
         low, high = np.searchsorted(self._selected, (group.start, group.start + group.num_rows))
@@ -151,9 +148,14 @@ class _Cutter:
         return pieces
 
 
-def training_files(data: DataConfig) -> PromptFiles | None:
-    """The checked training files; ``None`` if only clients give prompts."""
-    return _files(data, data.train_files, "data.train_files")
+def training_files(data: DataConfig, *, deduplicate: bool = False) -> PromptFiles | None:
+    """The checked training files; ``None`` if only clients give prompts.
+
+    With `deduplicate` all rows are read once, to leave out those whose messages and ground truth
+    came before.
+    """
+    files = _files(data, data.train_files, "data.train_files")
+    return without_duplicates(files) if files is not None and deduplicate else files
 
 
 def validation_files(data: DataConfig) -> PromptFiles | None:
@@ -165,24 +167,28 @@ def training_stream(
     files: PromptFiles, data: DataConfig, *, total_epochs: int, progress: DataProgress
 ) -> PromptStream:
     """Training draws as configured."""
-    order = DrawOrder(
-        shuffle=data.shuffle,
-        seed=abs(data.seed or 0),
-        window_rows=max(data.shuffle_buffer_rows, 1) if data.shuffle else UNSHUFFLED_WINDOW_ROWS,
-        max_samples=_limit(data.train_max_samples),
-    )
+    order = _order(data, shuffle=data.shuffle, max_samples=data.train_max_samples)
     return PromptStream(files, order, total_epochs=total_epochs, progress=progress)
 
 
 def validation_stream(files: PromptFiles, data: DataConfig) -> PromptStream:
-    """The validation set once, in file order."""
-    order = DrawOrder(
-        shuffle=False,
-        seed=0,
-        window_rows=UNSHUFFLED_WINDOW_ROWS,
-        max_samples=_limit(data.val_max_samples),
-    )
+    """The validation set once, in the same order in every evaluation.
+
+    Which rows data.val_max_samples leaves is chosen as in training, by data.shuffle (verl's rule);
+    data.validation_shuffle is about their order alone.
+    """
+    order = _order(data, shuffle=data.validation_shuffle, max_samples=data.val_max_samples)
     return PromptStream(files, order, total_epochs=1, progress=DataProgress(0))
+
+
+def _order(data: DataConfig, *, shuffle: bool, max_samples: int) -> DrawOrder:
+    return DrawOrder(
+        shuffle=shuffle,
+        seed=abs(data.seed or 0),
+        window_rows=max(data.shuffle_buffer_rows, 1) if shuffle else UNSHUFFLED_WINDOW_ROWS,
+        max_samples=max_samples if max_samples > 0 else None,
+        choose_at_random=data.shuffle,
+    )
 
 
 def _files(data: DataConfig, paths: FileList | None, key: str) -> PromptFiles | None:
@@ -192,15 +198,16 @@ def _files(data: DataConfig, paths: FileList | None, key: str) -> PromptFiles | 
     return open_prompt_files([paths] if isinstance(paths, str) else paths, columns, config_key=key)
 
 
-def _limit(max_samples: int) -> int | None:
-    return max_samples if max_samples > 0 else None
-
-
-def _selection(num_rows: int, order: DrawOrder) -> RowIndexes | None:
+def _selection(files: PromptFiles, order: DrawOrder) -> RowIndexes | None:
+    num_rows = files.num_rows if files.kept is None else int(files.kept.size)
     if order.max_samples is None or order.max_samples >= num_rows:
-        return None
-    if not order.shuffle:
-        return np.arange(order.max_samples, dtype=np.int64)
-    generator = np.random.default_rng(order.seed)
-    chosen = generator.choice(num_rows, order.max_samples, replace=False)
-    return np.sort(chosen).astype(np.int64)
+        return files.kept
+    at_random = order.shuffle if order.choose_at_random is None else order.choose_at_random
+    if at_random:
+        chosen = np.random.default_rng(order.seed).choice(
+            num_rows, order.max_samples, replace=False
+        )
+        chosen = np.sort(chosen).astype(np.int64)
+    else:
+        chosen = np.arange(order.max_samples, dtype=np.int64)
+    return chosen if files.kept is None else files.kept[chosen]

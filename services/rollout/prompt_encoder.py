@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sluice.data.prompt_length import Truncation, fit_prompt
 from sluice.errors import ConfigError, InvalidRequestError
 from sluice.types import ChatMessage, TokenIds
 
@@ -16,6 +18,14 @@ if TYPE_CHECKING:
 
 
 MAX_PROMPT_CHARACTERS = 2_000_000
+OWN_ARGUMENTS = frozenset(
+    (
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
+        *("max_length", "padding", "return_assistant_tokens_mask", "return_dict"),
+        *("return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
+    )
+)
+"""Arguments of the template that the encoder itself decides on."""
 
 
 class PromptEncoder:
@@ -24,12 +34,15 @@ class PromptEncoder:
     Args:
         model_path: directory with the tokenizer.
         max_prompt_length: tokens a prompt may have.
-        truncation: what to do with a longer one: ``error``, ``left``, ``right`` or ``middle``
-            (which side is cut off).
+        truncation: what to do with a longer one (`sluice.data.prompt_length.fit_prompt`).
+        filter_overlong: refuse a longer one whatever `truncation` says, so that whoever sent it
+            can leave it out.
+        template_kwargs: further arguments of the chat template, as ``enable_thinking``.
         trust_remote_code: run tokenizer code of the checkpoint.
 
     Raises:
-        ConfigError: the directory holds no tokenizer.
+        ConfigError: the directory holds no tokenizer, or `template_kwargs` names an argument that
+            is not for users.
     """
 
     def __init__(
@@ -37,11 +50,14 @@ class PromptEncoder:
         model_path: Path,
         *,
         max_prompt_length: int,
-        truncation: str,
+        truncation: Truncation,
+        filter_overlong: bool = False,
+        template_kwargs: Mapping[str, object] = MappingProxyType({}),
         trust_remote_code: bool = False,
     ) -> None:
         self._max_prompt_length = max_prompt_length
-        self._truncation = truncation
+        self._truncation: Truncation = "error" if filter_overlong else truncation
+        self._template_kwargs = _checked(template_kwargs)
         self._tokenizer = _load_tokenizer(model_path, trust_remote_code=trust_remote_code)
         # The wrapper costs several times what the tokenizer itself does on short texts.
         self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -50,13 +66,14 @@ class PromptEncoder:
         """Chat template with a generation prompt, tokenised: [prompt tokens].
 
         Raises:
-            InvalidRequestError: the template refuses the turns, or the prompt is too long.
+            PromptTooLongError: the prompt is over the limit and is not to be cut.
+            InvalidRequestError: the template refuses the turns.
         """
         self._check_size(sum(len(m.content) for m in messages))
         turns = [{"role": m.role, "content": m.content} for m in messages]
         try:
             text = self._tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, tokenize=False
+                turns, add_generation_prompt=True, tokenize=False, **self._template_kwargs
             )
         except Exception as error:
             raise InvalidRequestError(
@@ -65,7 +82,12 @@ class PromptEncoder:
         return self.encode_text(str(text))
 
     def encode_text(self, text: str) -> TokenIds:
-        """Plain text tokenised as it stands: [prompt tokens]."""
+        """Plain text tokenised as it stands: [prompt tokens].
+
+        Raises:
+            PromptTooLongError: the prompt is over the limit and is not to be cut.
+            InvalidRequestError: it has no token, or too many characters.
+        """
         self._check_size(len(text))
         if self._fast is not None:
             ids = self._fast.encode(text, add_special_tokens=False).ids
@@ -86,23 +108,18 @@ class PromptEncoder:
             )
 
     def _limited(self, ids: TokenIds) -> TokenIds:
-        limit = self._max_prompt_length
         if ids.size == 0:
             raise InvalidRequestError("prompt: no tokens; send at least one")
-        if ids.size <= limit:
-            return ids
-        match self._truncation:
-            case "left":
-                return ids[-limit:]
-            case "right":
-                return ids[:limit]
-            case "middle":
-                return np.concatenate([ids[: limit // 2], ids[ids.size - (limit - limit // 2) :]])
-            case _:
-                raise InvalidRequestError(
-                    f"prompt: {ids.size} tokens exceed data.max_prompt_length={limit}; shorten it, "
-                    "raise the limit, or set data.truncation to left, right or middle"
-                )
+        return fit_prompt(ids, self._max_prompt_length, self._truncation)
+
+
+def _checked(template_kwargs: Mapping[str, object]) -> dict[str, Any]:
+    if taken := sorted(OWN_ARGUMENTS & template_kwargs.keys()):
+        raise ConfigError(
+            f"data.apply_chat_template_kwargs: {', '.join(taken)} cannot be set, since prompts are "
+            "always rendered as text that waits for an answer; leave it out"
+        )
+    return dict(template_kwargs)
 
 
 def _load_tokenizer(model_path: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -13,6 +13,7 @@ from services.trainer.run_state import RunPhase, RunState
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.codec.fleet import replica_from_proto, replica_to_proto
+from sluice.errors import InvalidRequestError
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -105,8 +106,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer.SaveCheckpointResponse(step=step, path=path)
 
     async def Pause(self, request: trainer.PauseRequest, context: Context) -> trainer.PauseResponse:
-        """Holds training after the current step."""
-        self._state.pause()
+        """Holds training after the current step, for good or on a lease."""
+        lease_s = request.lease_seconds if request.HasField("lease_seconds") else None
+        if lease_s is not None and not lease_s > 0.0:
+            raise InvalidRequestError(
+                f"lease_seconds: {lease_s} is not above 0; leave it out to pause until Resume"
+            )
+        self._state.pause(lease_s)
         return trainer.PauseResponse(step=self._state.step)
 
     async def Resume(

@@ -19,9 +19,11 @@ from sluice.client.run_monitor import RunMonitor
 from sluice.config.checks import check_config
 from sluice.config.dump import write_config
 from sluice.config.endpoints import peer_address
+from sluice.config.explain import launch_notices
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
+from sluice.launch.reward_function_check import check_reward_function
 from sluice.launch.service_spec import local_services, with_ports
 from sluice.launch.supervisor import EXIT_INTERRUPTED, RunEnd, Supervisor
 from sluice.report.run_record import ACCOUNTS_NAME
@@ -66,7 +68,10 @@ def train(arguments: ConfigAndOverrides = None, *, logs: ShowLogs = False) -> No
 
 def _run(arguments: list[str] | None, *, logs: bool) -> None:
     file, overrides = split_arguments(arguments or [])
-    end = start_run(load_config(file, overrides), Console(), logs=logs)
+    console, config = Console(), load_config(file, overrides)
+    for notice in launch_notices(file, overrides):
+        console.print(f"notice: {notice.text}", soft_wrap=True, markup=False, highlight=False)
+    end = start_run(config, console, logs=logs)
     raise typer.Exit(end.exit_code)
 
 
@@ -92,6 +97,7 @@ def start_run(config: RunConfig, console: Console, *, logs: bool) -> RunEnd:
             f"trainer.nnodes = {config.trainer.nnodes}: `sluice up` starts a run on one machine; "
             "set it to 1, or start `python -m services.trainer` with torchrun on each machine"
         )
+    check_reward_function(config.reward)
     config = with_ports(_with_absolute_paths(config))
     config_file = Path(config.sluice.run_dir) / CONFIG_NAME
     write_config(config, config_file)

@@ -19,6 +19,8 @@ from sluice.rpc.stubs import reward_stub, trainer_stub
 
 _HELD, _FINISHED = "paused", "finished"
 _POLL_S = 0.2
+# A holder that is killed lets go when its lease ends.
+_LEASE_S, _RENEWALS_PER_LEASE = 15.0, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,8 @@ class RunMonitor:
     async def held(self, timeout_s: float) -> AsyncIterator[RunSnapshot]:
         """Holds training between two steps while the block runs, and gives the held state.
 
-        A run that was held before stays so afterwards.
+        A run that was held before stays so afterwards. The hold is a lease that is renewed while
+        the block runs, so that it ends soon after a holder that was killed.
 
         Args:
             timeout_s: longest wait for the step under way to end, seconds.
@@ -133,11 +136,30 @@ class RunMonitor:
         if before.phase == _HELD:
             yield before
             return
-        await self._control(self._trainer.Pause, trainer_pb2.PauseRequest(), "Pause")
+        await self._lease()
+        failure: Exception | None = None
         try:
-            yield await self._until_held(timeout_s)
+            async with asyncio.TaskGroup() as tasks:
+                renewing = tasks.create_task(self._renew(), name="lease of the pause")
+                try:
+                    yield await self._until_held(timeout_s)
+                except Exception as error:  # noqa: BLE001 - raised below, outside of the group
+                    failure = error
+                finally:
+                    renewing.cancel()
         finally:
             await self._control(self._trainer.Resume, trainer_pb2.ResumeRequest(), "Resume")
+        if failure is not None:
+            raise failure
+
+    async def _lease(self) -> None:
+        request = trainer_pb2.PauseRequest(lease_seconds=_LEASE_S)
+        await self._control(self._trainer.Pause, request, "Pause")
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(_LEASE_S / _RENEWALS_PER_LEASE)
+            await self._lease()
 
     async def _until_held(self, timeout_s: float) -> RunSnapshot:
         phase = "waiting for the step under way to end"

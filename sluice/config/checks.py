@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from sluice.algorithm.advantages.registry import ADVANTAGE_ESTIMATORS
-from sluice.algorithm.losses.registry import POLICY_LOSSES
+from sluice.algorithm.advantages.registry import BATCH_ESTIMATORS
+from sluice.algorithm.losses.registry import POLICY_OBJECTIVES
 from sluice.config import derived
 from sluice.config.actor_rollout_ref import ActorConfig
 from sluice.config.file_checks import file_problems
@@ -111,8 +111,8 @@ def _validation_n(config: RunConfig) -> int:
 def _names(config: RunConfig) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
     for key, value, known in (
-        ("algorithm.adv_estimator", config.algorithm.adv_estimator, ADVANTAGE_ESTIMATORS),
-        (f"{ACTOR}.policy_loss.loss_mode", actor.policy_loss.loss_mode, POLICY_LOSSES),
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator, BATCH_ESTIMATORS),
+        (f"{ACTOR}.policy_loss.loss_mode", actor.policy_loss.loss_mode, POLICY_OBJECTIVES),
         ("trainer.device", config.trainer.device, DEVICES),
         ("sluice.rollout.device", config.sluice.rollout.device, DEVICES),
     ):

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sluice.config.catalogue.entry import Status
 from sluice.config.key_lookup import find_key, is_section
 from sluice.config.loader import read_document
-from sluice.config.override_files import OverrideText, read_override_file
+from sluice.config.override_files import YAML_SUFFIXES, OverrideText, read_override_file
 from sluice.config.overrides import apply_overrides, parse_override
 from sluice.config.schema import KeyPath
 from sluice.config.settings_tree import SettingsTree, tree_of
-from sluice.config.spelling import canonical
+from sluice.config.spelling import canonical, full_form
 from sluice.config.standing import chosen_engine, standing
 from sluice.config.unknown_keys import unknown_key
-
-YAML_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,47 +55,75 @@ def coverage(paths: Sequence[Path]) -> Coverage:
     """What becomes of every key in `paths`: YAML files (.yaml, .yml) or override files (others).
 
     A value that asks for what happens anyway counts as honoured; a value that is refused counts as
-    refused, and does not end the count.
+    refused, and does not end the count. A line of an override file may also be a bare key; then
+    its usual standing counts.
 
     Raises:
         ConfigError: a file cannot be read or parsed; unknown keys are no error but are reported.
     """
     files, seen = [], set()
     for path in paths:
-        settings, unknown = _settings(path)
-        engine = chosen_engine(settings)
+        given = _read(path)
         keys: dict[str, Status] = {}
-        for place, value in settings.leaves():
-            found, spelled = find_key(place), settings.written(place)
-            if found is None:
-                continue
-            proper = ".".join(place)
-            status = standing(found, place, value, engine=engine, renamed=spelled != proper)
+        for proper, spelled, status in (*_set_keys(given.settings), *_bare_keys(given.bare)):
             keys[spelled] = status
             seen.add((proper, status))
-        files.append(FileCoverage(path, keys, tuple(unknown)))
+        files.append(FileCoverage(path, keys, tuple(given.unknown)))
     return Coverage(tuple(files), {s: sum(1 for _, x in seen if x is s) for s in Status})
 
 
-def _settings(path: Path) -> tuple[SettingsTree, list[str]]:
-    """What the file sets, and sentences about its unknown keys."""
-    document = read_document(path) if path.suffix in YAML_SUFFIXES else {}
-    tree = tree_of(document, str(path))
-    unknown = [
-        unknown_key(tuple(tree.written(place).split(".")))
-        for place, _ in tree.leaves()
-        if not _is_accepted(place)
-    ]
-    known = []
-    for item in [] if path.suffix in YAML_SUFFIXES else read_override_file(path):
-        override = parse_override(item.text, item.source)
-        if _is_accepted(canonical(override.path)):
-            known.append(OverrideText(item.text.strip().lstrip("+"), item.source))
+@dataclass(slots=True)
+class _Given:
+    """What a file sets, keys it names without a value, and sentences about unknown keys."""
+
+    settings: SettingsTree
+    bare: list[KeyPath] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+
+def _set_keys(settings: SettingsTree) -> Iterator[tuple[str, str, Status]]:
+    engine = chosen_engine(settings)
+    for path, value in settings.leaves():
+        found, spelled, proper = find_key(path), settings.written(path), ".".join(path)
+        if found is not None:
+            renamed = spelled != proper
+            yield (
+                proper,
+                spelled,
+                standing(found, path, value, engine=engine, renamed=renamed),
+            )
+
+
+def _bare_keys(paths: Sequence[KeyPath]) -> Iterator[tuple[str, str, Status]]:
+    for spelled in paths:
+        path = full_form(canonical(spelled))
+        found = find_key(path)
+        if found is not None:
+            renamed = path != spelled and found.entry.status is Status.HONOURED
+            status = Status.MAPPED if renamed else found.entry.status
+            yield ".".join(path), ".".join(spelled), status
+
+
+def _read(path: Path) -> _Given:
+    if path.suffix in YAML_SUFFIXES:
+        tree = tree_of(read_document(path), str(path))
+        written = (tuple(tree.written(p).split(".")) for p, _ in tree.leaves() if not _accepts(p))
+        return _Given(tree, [], [unknown_key(spelled) for spelled in written])
+    given, known = _Given(SettingsTree()), []
+    for item in read_override_file(path):
+        bare = "=" not in item.text and not item.text.startswith("~")
+        # The value of a bare key is not looked at.
+        text = f"{item.text.removesuffix('.*')}=" if bare else item.text
+        override = parse_override(text, item.source)
+        if not _accepts(canonical(override.path)):
+            given.unknown.append(f"{unknown_key(override.path)}{override.where}")
+        elif bare:
+            given.bare.append(override.path)
         else:
-            unknown.append(f"{unknown_key(override.path)}{override.where}")
-    apply_overrides(tree, known, {})
-    return tree, unknown
+            known.append(OverrideText(item.text.strip().lstrip("+"), item.source))
+    apply_overrides(given.settings, known, {})
+    return given
 
 
-def _is_accepted(path: KeyPath) -> bool:
+def _accepts(path: KeyPath) -> bool:
     return find_key(path) is not None or is_section(path)

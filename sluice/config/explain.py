@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.config.catalogue.entry import ABSENT, Entry, Status
-from sluice.config.catalogue.spellings import SHORT_FORMS
 from sluice.config.catalogue.table import CATALOGUE
 from sluice.config.expectation import expectation
 from sluice.config.key_lookup import find_key
 from sluice.config.loader import defaults, read_settings, settings_of
 from sluice.config.schema import KeyPath, annotation_at, description_of
 from sluice.config.settings_tree import SettingsTree, value_at
-from sluice.config.spelling import canonical, other_spellings
+from sluice.config.spelling import canonical, full_form, other_spellings
 from sluice.config.standing import chosen_engine, standing
 from sluice.config.structure import shown
 from sluice.config.unknown_keys import is_known, keys_below, unknown_key
@@ -90,7 +89,7 @@ def explain_key(path: str) -> KeyDescription:
     """
     asked = tuple(path.strip().lstrip("+~").removesuffix(".*").split("."))
     proper = canonical(asked)
-    found = find_key(proper) or find_key(_short_form(proper))
+    found = find_key(proper) or find_key(full_form(proper))
     if found is None:
         if is_known(asked):
             raise ConfigError(
@@ -174,7 +173,3 @@ def _describe(entry: Entry, asked: str) -> KeyDescription:
         engines=entry.engines,
         is_block=entry.is_block,
     )
-
-
-def _short_form(path: KeyPath) -> KeyPath:
-    return tuple(SHORT_FORMS.get(".".join(path), ".".join(path)).split("."))

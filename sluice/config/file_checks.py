@@ -61,9 +61,12 @@ def _data_problems(key: str, files: str | list[str] | None) -> Iterator[str]:
 
 def _reward_problems(config: RunConfig) -> Iterator[str]:
     path = config.reward.custom_reward_function.path
-    if path is not None and not Path(path).is_file():
+    if path is None or path.startswith("pkg://"):
+        return
+    path = path.removeprefix("file://")
+    if not Path(path).is_file():
         yield f"reward.custom_reward_function.path = {path!r} is no file; check the path"
-    elif path is not None and not path.endswith(".py"):
+    elif not path.endswith(".py"):
         yield f"reward.custom_reward_function.path = {path!r} is no Python file"
 
 

@@ -14,7 +14,7 @@ import msgspec
 from sluice.config.conversions import convert_settings
 from sluice.config.interpolation import resolve_references
 from sluice.config.key_lookup import find_key
-from sluice.config.override_files import expand_overrides
+from sluice.config.override_files import expand_overrides, is_override_file
 from sluice.config.overrides import apply_overrides
 from sluice.config.problems import raise_problems
 from sluice.config.run import RunConfig
@@ -34,7 +34,7 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> RunConfig:
     checked here: see `sluice.config.checks`.
 
     Args:
-        path: YAML file, or a file of overrides (.overrides); `None` for the defaults.
+        path: YAML file, or a file of overrides; `None` for the defaults.
         overrides: ``key.path=value`` and the like, or names of files of them (``@file``), applied
             in order after the file.
 
@@ -59,8 +59,8 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> SettingsTree:
     Raises:
         ConfigError: as `load_config`, except for types and refused values.
     """
-    if path is not None and path.suffix == ".overrides":
-        return settings_of({}, [f"@{path}", *overrides], str(path))
+    if path is not None and is_override_file(path):
+        return settings_of({}, [f"@{str(path).removeprefix('@')}", *overrides], str(path))
     return settings_of({} if path is None else read_document(path), overrides, str(path))
 
 

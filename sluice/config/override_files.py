@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.errors import ConfigError
 
+YAML_SUFFIXES = (".yaml", ".yml")
+OVERRIDE_SUFFIX = ".overrides"
+_OVERRIDE = re.compile(r"^['\"]?[+~]*[A-Za-z_][A-Za-z0-9_.-]*=")
 _SHELL_WORDS = ("python", "python3", "export", "set", "torchrun", "ray", "bash")
 
 
@@ -37,6 +41,21 @@ def _expand(item: str) -> Iterator[OverrideText]:
         yield from read_override_file(Path(item))
     else:
         yield OverrideText(item)
+
+
+def is_override_file(path: Path) -> bool:
+    """Whether the file, which need not exist, holds overrides rather than YAML.
+
+    So it is if its name starts with ``@`` or ends in .overrides, or if it is not called .yaml or
+    .yml and its first line that is no comment is an override.
+    """
+    if str(path).startswith("@") or path.suffix == OVERRIDE_SUFFIX:
+        return True
+    if path.suffix in YAML_SUFFIXES or not path.is_file():
+        return False
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    first = next((text for line in lines if (text := _without_comment(line).strip())), "")
+    return _OVERRIDE.match(first) is not None
 
 
 def read_override_file(path: Path) -> list[OverrideText]:

@@ -23,6 +23,12 @@ def canonical(path: KeyPath) -> KeyPath:
     return path
 
 
+def full_form(path: KeyPath) -> KeyPath:
+    """The key that a section given as one value stands for; other paths as they are."""
+    short = SHORT_FORMS.get(".".join(path))
+    return tuple(short.split(".")) if short else path
+
+
 def canonical_leaves(value: object, spelled: KeyPath) -> Iterator[tuple[KeyPath, KeyPath, object]]:
     """Every value in nested mappings as (path, path as written, value).
 
@@ -39,8 +45,7 @@ def canonical_leaves(value: object, spelled: KeyPath) -> Iterator[tuple[KeyPath,
     elif section and value is None:
         return
     elif value != MANDATORY and (value is not None or path == spelled):
-        short = SHORT_FORMS.get(".".join(path))
-        yield (tuple(short.split(".")) if short else path), spelled, value
+        yield full_form(path), spelled, value
 
 
 def refers_to(value: object, path: KeyPath) -> bool:

@@ -54,6 +54,8 @@ def _type_problem(written: str, value: object, annotation: object) -> Iterator[s
 def _hint(value: object, annotation: object) -> str:
     """The remedy where a value has the right words but the wrong YAML type."""
     wanted = expectation(annotation)
+    if value == "None" and wanted.endswith("null"):
+        return "; the word for nothing is null"
     if isinstance(value, str) and wanted.startswith("true or false"):
         return "; YAML 1.2 knows no other words for them"
     if isinstance(value, int | float) and wanted.startswith("a string"):

@@ -9,42 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-
-import torch
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from sluice.types import TensorSpec
-from sluice.weights.dtypes import dtype_name
 from sluice.weights.plan import Bucket, TransferPlan
 
+if TYPE_CHECKING:
+    import torch
+
 DIGEST_BYTES = 16
-_CHUNK_BYTES = 64 * 1024 * 1024
-
-
-def digest_weights(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The hex digest of all weights; tensors may be of any dtype, on any device."""
-    return combine_digests({name: digest_tensor(name, tensor) for name, tensor in named_tensors})
-
-
-def digest_tensor(name: str, tensor: torch.Tensor) -> bytes:
-    """The digest of one tensor (16 bytes). Device tensors are copied in chunks of 64 MiB."""
-    hasher = _start(TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape)))
-    for chunk in _raw_chunks(tensor):
-        hasher.update(chunk.numpy().data)
-    return hasher.digest()
-
-
-def combine_digests(digests: Mapping[str, bytes]) -> str:
-    """The hex digest over all weights from the digests of each."""
-    hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for name in sorted(digests):
-        encoded = name.encode()
-        hasher.update(len(encoded).to_bytes(8, "little") + encoded + digests[name])
-    return hasher.hexdigest()
 
 
 class StreamDigest:
-    """The same digest, taken from buckets as they pass.
+    """Takes the digest of all weights from buckets as they pass.
 
     Buckets are absorbed in the order of the plan; hashing one while the next is on the wire hides
     most of its cost.
@@ -63,7 +41,7 @@ class StreamDigest:
 
     def hexdigest(self) -> str:
         """The digest of all weights; meaningful once every bucket was absorbed."""
-        return combine_digests(
+        return _combine(
             {
                 spec.name: hasher.digest()
                 for spec, hasher in zip(self._plan.tensors, self._hashers, strict=True)
@@ -71,13 +49,14 @@ class StreamDigest:
         )
 
 
+def _combine(digests: Mapping[str, bytes]) -> str:
+    hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for name in sorted(digests):
+        encoded = name.encode()
+        hasher.update(len(encoded).to_bytes(8, "little") + encoded + digests[name])
+    return hasher.hexdigest()
+
+
 def _start(spec: TensorSpec) -> hashlib.blake2b:
     header = json.dumps([spec.name, spec.dtype, list(spec.shape)], separators=(",", ":")).encode()
     return hashlib.blake2b(len(header).to_bytes(8, "little") + header, digest_size=DIGEST_BYTES)
-
-
-def _raw_chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor's bytes as uint8 pieces on the CPU."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    for start in range(0, flat.numel(), _CHUNK_BYTES):
-        yield flat[start : start + _CHUNK_BYTES].cpu()

@@ -65,6 +65,11 @@ def fork_and_leave_one_behind():
         hang()
     return 0.5
 
+def note():
+    with open(__file__ + ".notes", "a") as file:
+        file.write("noted\\n")
+    return 0.125
+
 def take_the_pipes():
     for fd in range(3, 64):
         try:
@@ -166,6 +171,23 @@ async def test_a_fork_that_comes_back_does_not_answer_for_another_request(
         assert told(await pool.score(items("fork_and_both_return", "a"))) == [0.75, 1.0]
         for length in range(1, 6):
             assert told(await pool.score(items("x" * length))) == [float(length)]
+
+
+async def test_a_fork_that_comes_back_grades_nothing(custom: CustomRewardFunctionConfig) -> None:
+    async with running_scorer_pool(LIMITS, custom) as pool:
+        assert told(await pool.score(items("fork_and_both_return", "note"))) == [0.75, 0.125]
+        async with asyncio.timeout(10):
+            while sum(map(_is_running, _sessions_of(_children()))) > 1:
+                await asyncio.sleep(0.01)
+    assert Path(f"{custom.path}.notes").read_text() == "noted\n"
+
+
+async def test_a_process_left_behind_does_not_hide_that_the_scorer_ended(
+    custom: CustomRewardFunctionConfig,
+) -> None:
+    async with running_scorer_pool(LIMITS, custom) as pool:
+        outcomes = told(await pool.score(items("fork_and_leave_one_behind", "end")))
+        assert outcomes == [0.5, FailureKind.SCORER_CRASH]
 
 
 async def test_a_process_that_a_scorer_left_behind_ends_with_the_pool(

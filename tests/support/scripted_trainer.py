@@ -28,6 +28,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     phase: Any = WAITING
     steps_to_hold: int = 2
     controls: list[str] = field(default_factory=list)
+    leases_s: list[float] = field(default_factory=list)
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
         if self.controls[-1:] == ["pause"]:
@@ -49,7 +50,8 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             yield trainer_pb2.WatchStepsResponse(step=step, metrics=_numbers(step))
 
     async def Pause(self, request: Any, context: Any) -> Any:
-        self.controls.append("pause")
+        self.controls += ["pause"] if self.controls[-1:] != ["pause"] else []
+        self.leases_s.append(request.lease_seconds)
         return trainer_pb2.PauseResponse(step=self.step)
 
     async def Resume(self, request: Any, context: Any) -> Any:

@@ -1,17 +1,18 @@
-"""Metric sinks: JSONL, TensorBoard, console. Each takes one step's numbers at a time."""
+"""Metric sinks: where a run's numbers go. `trainer.logger` names them; each is opened on demand."""
 
 from __future__ import annotations
 
-import json
-import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
+from services.trainer.metrics.background_sink import BackgroundSink
+from services.trainer.metrics.generations import Generation
+from services.trainer.metrics.guarded_sink import GuardedSink
 from sluice.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 
 class MetricSink(Protocol):
@@ -21,72 +22,122 @@ class MetricSink(Protocol):
         """One step's numbers by metric name."""
         ...
 
+    def write_generations(self, step: int, generations: Sequence[Generation]) -> None:
+        """Validation samples of the version after `step`, for reading along."""
+        ...
+
     def close(self) -> None:
         """Everything written is on disk afterwards."""
         ...
 
 
-class JsonlSink:
-    """One JSON object a line, flushed at once; not-a-number becomes null."""
+@dataclass(frozen=True, slots=True)
+class SinkTarget:
+    """What a sink writes for.
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+    Args:
+        run_dir: files go below it.
+        project: ``trainer.project_name``, the vendor's project or experiment.
+        experiment: ``trainer.experiment_name``, the vendor's run.
+        settings: the run's configuration by dotted key, shown beside the curves.
+    """
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends a line."""
-        finite = {k: (v if math.isfinite(v) else None) for k, v in sorted(metrics.items())}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-
-class TensorBoardSink:
-    """Event files for TensorBoard."""
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "trainer.logger: tensorboard is not installed; install sluice[train] or remove it"
-            ) from error
-        self._writer = SummaryWriter(log_dir=str(folder))
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds one scalar per metric."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Flushes and closes."""
-        self._writer.close()
+    run_dir: Path
+    project: str = "sluice"
+    experiment: str = "default"
+    settings: Mapping[str, object] = field(default_factory=dict)
 
 
-class ConsoleSink:
-    """One log line a step, in verl's form: ``step:N - key:value - ...``."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the line."""
-        parts = [f"{name}:{value:.6g}" for name, value in sorted(metrics.items())]
-        logger.info("step:%d - %s", step, " - ".join(parts))
-
-    def close(self) -> None:
-        """Nothing is held."""
+class _SinkType(Protocol):
+    def __call__(self, target: SinkTarget) -> MetricSink: ...
 
 
-def open_sinks(names: Sequence[str], run_dir: Path) -> tuple[MetricSink, ...]:
-    """The sinks that `trainer.logger` names, writing below `run_dir`.
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """`sink` is ``module:class`` beside this file; `package` and `extra` are what it needs.
+
+    `is_remote` sinks may talk to a server, so they are fed from a thread.
+    """
+
+    sink: str
+    package: str | None = None
+    extra: str = ""
+    is_remote: bool = False
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "console": _Kind("console_sink:ConsoleSink"),
+    "jsonl": _Kind("jsonl_sink:JsonlSink"),
+    "tensorboard": _Kind("tensorboard_sink:TensorBoardSink", "tensorboard", "train"),
+    "wandb": _Kind("wandb_sink:WandbSink", "wandb", "wandb", is_remote=True),
+    "mlflow": _Kind("mlflow_sink:MlflowSink", "mlflow", "mlflow", is_remote=True),
+    "swanlab": _Kind("swanlab_sink:SwanlabSink", "swanlab", "swanlab", is_remote=True),
+    "trackio": _Kind("trackio_sink:TrackioSink", "trackio", "trackio", is_remote=True),
+}
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Refuse loggers that are unknown or whose package is missing; nothing is imported.
 
     Raises:
-        ConfigError: a sink's package is not installed.
+        ConfigError: naming all of them and what to install.
     """
-    builders: Mapping[str, Callable[[], MetricSink]] = {
-        "console": ConsoleSink,
-        "jsonl": lambda: JsonlSink(run_dir / "metrics.jsonl"),
-        "tensorboard": lambda: TensorBoardSink(run_dir / "tensorboard"),
-    }
-    return tuple(builders[name]() for name in dict.fromkeys(names))
+    problems = sink_problems(names)
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def sink_problems(names: Sequence[str]) -> list[str]:
+    """A sentence for every logger that cannot be opened here."""
+    problems = []
+    for name in dict.fromkeys(names):
+        kind = _KINDS.get(name)
+        if kind is None:
+            problems.append(f"trainer.logger: {name!r} is unknown; choose from {', '.join(_KINDS)}")
+        elif kind.package is not None and not _is_installed(kind.package):
+            problems.append(_remedy(name, kind))
+    return problems
+
+
+def open_sinks(names: Sequence[str], target: SinkTarget | Path) -> tuple[MetricSink, ...]:
+    """The sinks that `trainer.logger` names, once each. A sink that fails later only warns.
+
+    Args:
+        names: by ``trainer.logger``.
+        target: of the run; a path alone is its folder.
+
+    Raises:
+        ConfigError: a name is unknown, or the package is not installed or does not import.
+    """
+    check_sinks(names)
+    place = SinkTarget(target) if isinstance(target, Path) else target
+    return tuple(_open(name, _KINDS[name], place) for name in dict.fromkeys(names))
+
+
+def _open(name: str, kind: _Kind, target: SinkTarget) -> MetricSink:
+    module, _, attribute = kind.sink.partition(":")
+    package = __name__.rpartition(".")[0]
+    try:
+        sink_type = cast(
+            "_SinkType", vars(importlib.import_module(f"{package}.{module}"))[attribute]
+        )
+    except ImportError as error:
+        raise ConfigError(f"{_remedy(name, kind)} ({error})") from error
+    guarded = GuardedSink(name, sink_type(target))
+    return BackgroundSink(name, guarded) if kind.is_remote else guarded
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        spec = find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    # A folder of that name (wandb leaves one behind) is found as a namespace without a file.
+    return spec is not None and spec.origin is not None
+
+
+def _remedy(name: str, kind: _Kind) -> str:
+    return (
+        f"trainer.logger: {name} needs the package {kind.package}, which is not installed; "
+        f"run pip install 'sluice[{kind.extra}]', or remove {name} from trainer.logger"
+    )

@@ -53,7 +53,6 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(
         "data.train_batch_size",
         unit="prompts",
-        effect="Rows of a step are this times rollout.n",
         advice="At least actor.ppo_mini_batch_size and a multiple of it; 64 to 512 is usual",
     ),
     inapplicable(
@@ -105,7 +104,7 @@ ENTRIES: tuple[Entry, ...] = (
         int,
         8,
         "Processes that read data.",
-        "one reader streams the Parquet files; it is never what a run waits for",
+        "one reader streams the Parquet files",
     ),
     honoured("data.image_key"),
     honoured("data.image_patch_size", unit="pixels"),
@@ -221,7 +220,7 @@ ENTRIES: tuple[Entry, ...] = (
         bool,
         False,
         "Copy data to shared memory.",
-        "Parquet files are mapped, so the operating system caches them",
+        "Parquet files are streamed from where they are",
         silent=(False,),
     ),
     block("data.dataloader_kwargs", "Arguments of the loader.", "there is no such loader"),

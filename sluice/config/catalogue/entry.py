@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypedDict, Unpack
 
@@ -171,4 +171,16 @@ def group(
             silent=(default,),
         )
         for name, default in defaults.items()
+    )
+
+
+def below(prefix: str, entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """The entries with `prefix` before their paths and targets."""
+    return tuple(
+        replace(
+            entry,
+            path=f"{prefix}.{entry.path}",
+            targets=tuple(f"{prefix}.{target}" for target in entry.targets),
+        )
+        for entry in entries
     )

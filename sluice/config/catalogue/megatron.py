@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from sluice.config.catalogue.entry import Entry, block, inapplicable
+from sluice.config.catalogue.entry import Entry, below, block, inapplicable
 
 _WHOLE = "every trainer rank holds the whole model (data parallel only)"
 _ON_DEVICE = "weights, gradients and optimizer state stay on the device of their rank"
@@ -75,196 +75,196 @@ def _memory(prefix: str) -> tuple[Entry, ...]:
     )
 
 
+_TRANSFORMER: tuple[Entry, ...] = (
+    inapplicable(
+        "recompute_granularity",
+        Literal["full", "selective"] | None,
+        None,
+        "What the backward pass computes again.",
+        _RECOMPUTE,
+        silent=(None,),
+        advice="full with uniform and 1 layer saves most memory",
+    ),
+    inapplicable(
+        "recompute_method",
+        Literal["uniform", "block"] | None,
+        None,
+        "Which layers do.",
+        _RECOMPUTE,
+        silent=(None,),
+    ),
+    inapplicable(
+        "recompute_num_layers",
+        int | None,
+        None,
+        "Layers of one unit.",
+        _RECOMPUTE,
+        silent=(None,),
+    ),
+    inapplicable(
+        "recompute_modules",
+        list[str] | None,
+        ["core_attn"],
+        "Modules that do, where selective.",
+        _RECOMPUTE,
+        silent=(None,),
+    ),
+    inapplicable("attention_backend", str, "flash", "Attention kernel.", _LAYERS),
+    inapplicable(
+        "moe_router_dtype",
+        str | None,
+        None,
+        "Dtype of the router.",
+        _LAYERS,
+        advice="fp32 in Megatron: routing is sensitive to rounding",
+    ),
+    inapplicable(
+        "moe_shared_expert_overlap",
+        bool,
+        False,
+        "Overlap the shared expert with communication.",
+        _LAYERS,
+        silent=(False,),
+    ),
+    inapplicable(
+        "moe_permute_fusion",
+        bool,
+        False,
+        "Fused permutation of tokens.",
+        _LAYERS,
+        silent=(False,),
+    ),
+    inapplicable(
+        "moe_enable_deepep",
+        bool,
+        False,
+        "DeepEP's communication; needs the flex dispatcher.",
+        _LAYERS,
+        silent=(False,),
+    ),
+    inapplicable(
+        "moe_token_dispatcher_type",
+        str | None,
+        None,
+        "How tokens reach experts: flex, alltoall, allgather.",
+        _LAYERS,
+        silent=(None,),
+    ),
+    inapplicable(
+        "gradient_accumulation_fusion",
+        bool,
+        False,
+        "Add weight gradients within the kernel.",
+        _LAYERS,
+        silent=(False,),
+    ),
+    inapplicable(
+        "account_for_embedding_in_pipeline_split",
+        bool,
+        False,
+        "Count the embedding as a layer when stages are cut.",
+        _STAGES,
+        silent=(False,),
+    ),
+    inapplicable(
+        "account_for_loss_in_pipeline_split",
+        bool,
+        False,
+        "Count the output layer as a layer when stages are cut.",
+        _STAGES,
+        silent=(False,),
+    ),
+    inapplicable(
+        "num_layers_in_first_pipeline_stage",
+        int | None,
+        None,
+        "Layers of the first stage.",
+        _STAGES,
+        silent=(None,),
+    ),
+    inapplicable(
+        "num_layers_in_last_pipeline_stage",
+        int | None,
+        None,
+        "Layers of the last stage.",
+        _STAGES,
+        silent=(None,),
+    ),
+)
+
+
 def _transformer(prefix: str) -> tuple[Entry, ...]:
     key = f"{prefix}.override_transformer_config"
-    return (
-        inapplicable(
-            f"{key}.recompute_granularity",
-            Literal["full", "selective"] | None,
-            None,
-            "What the backward pass computes again.",
-            _RECOMPUTE,
-            silent=(None,),
-            advice="full with uniform and 1 layer saves most memory",
-        ),
-        inapplicable(
-            f"{key}.recompute_method",
-            Literal["uniform", "block"] | None,
-            None,
-            "Which layers do.",
-            _RECOMPUTE,
-            silent=(None,),
-        ),
-        inapplicable(
-            f"{key}.recompute_num_layers",
-            int | None,
-            None,
-            "Layers of one unit.",
-            _RECOMPUTE,
-            silent=(None,),
-        ),
-        inapplicable(
-            f"{key}.recompute_modules",
-            list[str] | None,
-            ["core_attn"],
-            "Modules that do, where selective.",
-            _RECOMPUTE,
-            silent=(None,),
-        ),
-        inapplicable(f"{key}.attention_backend", str, "flash", "Attention kernel.", _LAYERS),
-        inapplicable(
-            f"{key}.moe_router_dtype",
-            str | None,
-            None,
-            "Dtype of the router.",
-            _LAYERS,
-            advice="fp32 in Megatron: routing is sensitive to rounding",
-        ),
-        inapplicable(
-            f"{key}.moe_shared_expert_overlap",
-            bool,
-            False,
-            "Overlap the shared expert with communication.",
-            _LAYERS,
-            silent=(False,),
-        ),
-        inapplicable(
-            f"{key}.moe_permute_fusion",
-            bool,
-            False,
-            "Fused permutation of tokens.",
-            _LAYERS,
-            silent=(False,),
-        ),
-        inapplicable(
-            f"{key}.moe_enable_deepep",
-            bool,
-            False,
-            "DeepEP's communication; needs the flex dispatcher.",
-            _LAYERS,
-            silent=(False,),
-        ),
-        inapplicable(
-            f"{key}.moe_token_dispatcher_type",
-            str | None,
-            None,
-            "How tokens reach experts: flex, alltoall, allgather.",
-            _LAYERS,
-            silent=(None,),
-        ),
-        inapplicable(
-            f"{key}.gradient_accumulation_fusion",
-            bool,
-            False,
-            "Add weight gradients within the kernel.",
-            _LAYERS,
-            silent=(False,),
-        ),
-        inapplicable(
-            f"{key}.account_for_embedding_in_pipeline_split",
-            bool,
-            False,
-            "Count the embedding as a layer when stages are cut.",
-            _STAGES,
-            silent=(False,),
-        ),
-        inapplicable(
-            f"{key}.account_for_loss_in_pipeline_split",
-            bool,
-            False,
-            "Count the output layer as a layer when stages are cut.",
-            _STAGES,
-            silent=(False,),
-        ),
-        inapplicable(
-            f"{key}.num_layers_in_first_pipeline_stage",
-            int | None,
-            None,
-            "Layers of the first stage.",
-            _STAGES,
-            silent=(None,),
-        ),
-        inapplicable(
-            f"{key}.num_layers_in_last_pipeline_stage",
-            int | None,
-            None,
-            "Layers of the last stage.",
-            _STAGES,
-            silent=(None,),
-        ),
-        block(key, "Further arguments of Megatron's transformer.", _LAYERS),
-    )
+    further = block(key, "Further arguments of Megatron's transformer.", _LAYERS)
+    return (*below(key, _TRANSFORMER), further)
+
+
+_FURTHER: tuple[Entry, ...] = (
+    inapplicable(
+        "use_mbridge",
+        bool,
+        True,
+        "Convert weights between Hugging Face and Megatron.",
+        _HF,
+    ),
+    inapplicable("vanilla_mbridge", bool, False, "Which such converter.", _HF),
+    inapplicable(
+        "use_megatron_fsdp",
+        bool,
+        False,
+        "Megatron's own sharding.",
+        _WHOLE,
+        silent=(False,),
+    ),
+    inapplicable(
+        "use_distributed_optimizer",
+        bool,
+        True,
+        "Share the optimizer's state between ranks.",
+        _WHOLE,
+    ),
+    inapplicable(
+        "use_dist_checkpointing",
+        bool,
+        False,
+        "Megatron's checkpoint format.",
+        _HF,
+        silent=(False,),
+    ),
+    inapplicable(
+        "dist_checkpointing_path",
+        str | None,
+        None,
+        "Folder of such a checkpoint.",
+        _HF,
+        silent=(None,),
+    ),
+    inapplicable("dist_checkpointing_prefix", str, "", "Prefix within it.", _HF, silent=("",)),
+    inapplicable("seed", int, 42, "Seed of the trainer's ranks.", "trainer.seed holds"),
+    inapplicable("forward_only", bool, False, "No backward pass.", _WHOLE, silent=(False,)),
+    inapplicable(
+        "dtype",
+        str,
+        "bfloat16",
+        "Dtype of the passes.",
+        "actor.fsdp_config.dtype holds",
+    ),
+    inapplicable(
+        "load_weight",
+        bool,
+        True,
+        "Load weights at the start.",
+        "they are loaded",
+        silent=(True,),
+    ),
+    block("override_ddp_config", "Arguments of gradient reduction.", _WHOLE),
+    block("override_mcore_model_config", "Arguments of Megatron's model.", _LAYERS),
+    block("qat", "Training aware of quantisation.", "weights are not quantised"),
+)
 
 
 def _further(prefix: str) -> tuple[Entry, ...]:
-    return (
-        inapplicable(
-            f"{prefix}.use_mbridge",
-            bool,
-            True,
-            "Convert weights between Hugging Face and Megatron.",
-            _HF,
-        ),
-        inapplicable(f"{prefix}.vanilla_mbridge", bool, False, "Which such converter.", _HF),
-        inapplicable(
-            f"{prefix}.use_megatron_fsdp",
-            bool,
-            False,
-            "Megatron's own sharding.",
-            _WHOLE,
-            silent=(False,),
-        ),
-        inapplicable(
-            f"{prefix}.use_distributed_optimizer",
-            bool,
-            True,
-            "Share the optimizer's state between ranks.",
-            _WHOLE,
-        ),
-        inapplicable(
-            f"{prefix}.use_dist_checkpointing",
-            bool,
-            False,
-            "Megatron's checkpoint format.",
-            _HF,
-            silent=(False,),
-        ),
-        inapplicable(
-            f"{prefix}.dist_checkpointing_path",
-            str | None,
-            None,
-            "Folder of such a checkpoint.",
-            _HF,
-            silent=(None,),
-        ),
-        inapplicable(
-            f"{prefix}.dist_checkpointing_prefix", str, "", "Prefix within it.", _HF, silent=("",)
-        ),
-        inapplicable(
-            f"{prefix}.seed", int, 42, "Seed of the trainer's ranks.", "trainer.seed holds"
-        ),
-        inapplicable(
-            f"{prefix}.forward_only", bool, False, "No backward pass.", _WHOLE, silent=(False,)
-        ),
-        inapplicable(
-            f"{prefix}.dtype",
-            str,
-            "bfloat16",
-            "Dtype of the passes.",
-            "actor.fsdp_config.dtype holds",
-        ),
-        inapplicable(
-            f"{prefix}.load_weight",
-            bool,
-            True,
-            "Load weights at the start.",
-            "they are loaded",
-            silent=(True,),
-        ),
-        block(f"{prefix}.override_ddp_config", "Arguments of gradient reduction.", _WHOLE),
-        block(f"{prefix}.override_mcore_model_config", "Arguments of Megatron's model.", _LAYERS),
-        block(f"{prefix}.qat", "Training aware of quantisation.", "weights are not quantised"),
-    )
+    return below(prefix, _FURTHER)
 
 
 ENTRIES: tuple[Entry, ...] = (

@@ -76,7 +76,6 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(
         f"{_KEY}.scorer_pool.num_workers",
         unit="processes",
-        effect="About 50 MB each",
         advice="1 for rules; more for slow functions",
     ),
     honoured(f"{_KEY}.scorer_pool.timeout_s", unit="seconds"),

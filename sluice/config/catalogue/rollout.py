@@ -130,7 +130,7 @@ ENTRIES: tuple[Entry, ...] = (
         bool,
         False,
         "Gather weights layer by layer.",
-        "weights travel tensor by tensor anyway",
+        "weights travel in buckets of sluice.weights.bucket_mb",
         silent=(False,),
     ),
     mapped(

@@ -18,7 +18,7 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(
         f"{_KEY}.asynchrony.max_staleness",
         unit="versions",
-        effect="From 1 on generation and training overlap: up to twice as fast",
+        effect="From 1 on generation and training overlap",
         advice=(
             "1 with algorithm.rollout_correction.rollout_is=token; 0 repeats verl's synchronous "
             "trainer"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice.config.catalogue.entry import Entry, block, group, honoured, inapplicable
+from sluice.config.catalogue.entry import Entry, below, block, group, honoured, inapplicable
 
 _WHOLE = "every trainer rank holds the whole model, so nothing is sharded"
 _ON_DEVICE = "weights and optimizer state stay on the device of their rank"
@@ -38,106 +38,107 @@ def _precision(prefix: str, *, in_schema: bool) -> tuple[Entry, ...]:
     )
 
 
+_SHARDING: tuple[Entry, ...] = (
+    inapplicable(
+        "param_offload",
+        bool,
+        False,
+        "Move weights to the host while unused.",
+        _ON_DEVICE,
+        silent=(False,),
+        effect="In verl: room for the engine on shared devices, slower phases",
+        advice="Needed where engine and trainer share devices; here they do not",
+    ),
+    inapplicable(
+        "optimizer_offload",
+        bool,
+        False,
+        "Move the optimizer's state to the host while unused.",
+        _ON_DEVICE,
+        silent=(False,),
+    ),
+    inapplicable(
+        "offload_policy",
+        bool,
+        False,
+        "FSDP2's own offload to the host.",
+        _ON_DEVICE,
+        silent=(False,),
+    ),
+    inapplicable(
+        "reshard_after_forward",
+        bool,
+        True,
+        "Free gathered weights after the forward pass.",
+        _WHOLE,
+    ),
+    inapplicable(
+        "fsdp_size",
+        int,
+        -1,
+        "Ranks that share one copy; -1: all.",
+        _WHOLE,
+        silent=(1,),
+    ),
+    inapplicable(
+        "forward_prefetch",
+        bool,
+        False,
+        "Gather the next layer early.",
+        _WHOLE,
+        silent=(False,),
+    ),
+    inapplicable(
+        "wrap_policy.min_num_params",
+        int,
+        0,
+        "Smallest unit of sharding.",
+        _WHOLE,
+    ),
+    *group(
+        "wrap_policy",
+        {"transformer_layer_cls_to_wrap": None, "disable": False},
+        "Units of sharding.",
+        _WHOLE,
+    ),
+    block(
+        "mixed_precision",
+        "Dtypes of parameters, reductions and buffers.",
+        "dtype is for the passes and model_dtype for weights and reductions",
+    ),
+    inapplicable(
+        "ulysses_sequence_parallel_size",
+        int,
+        1,
+        "Devices that share one sequence (Ulysses).",
+        "a sequence stays on one rank, so data-parallel ranks are all ranks",
+        silent=(1,),
+        effect="In verl: activation memory of long rows divided by it",
+    ),
+    inapplicable(
+        "use_orig_params",
+        bool,
+        False,
+        "Keep original parameters.",
+        _WHOLE,
+        silent=(False,),
+    ),
+    inapplicable("forward_only", bool, False, "No backward pass.", _WHOLE, silent=(False,)),
+    inapplicable("strategy", str, "fsdp", "Sharding library.", _WHOLE),
+    inapplicable(
+        "use_no_sync_for_gradient_accumulation",
+        bool,
+        True,
+        "Reduce gradients once a mini-batch.",
+        "gradients are always reduced once a mini-batch",
+        silent=(True,),
+    ),
+    block("turbo_config", "Sharding library of its own.", _WHOLE),
+)
+
+
 def _sharding(prefix: str) -> tuple[Entry, ...]:
-    return (
-        inapplicable(
-            f"{prefix}.param_offload",
-            bool,
-            False,
-            "Move weights to the host while unused.",
-            _ON_DEVICE,
-            silent=(False,),
-            effect="In verl: room for the engine on shared devices, slower phases",
-            advice="Needed where engine and trainer share devices; here they do not",
-        ),
-        inapplicable(
-            f"{prefix}.optimizer_offload",
-            bool,
-            False,
-            "Move the optimizer's state to the host while unused.",
-            _ON_DEVICE,
-            silent=(False,),
-        ),
-        inapplicable(
-            f"{prefix}.offload_policy",
-            bool,
-            False,
-            "FSDP2's own offload to the host.",
-            _ON_DEVICE,
-            silent=(False,),
-        ),
-        inapplicable(
-            f"{prefix}.reshard_after_forward",
-            bool,
-            True,
-            "Free gathered weights after the forward pass.",
-            _WHOLE,
-        ),
-        inapplicable(
-            f"{prefix}.fsdp_size",
-            int,
-            -1,
-            "Ranks that share one copy; -1: all.",
-            _WHOLE,
-            silent=(1,),
-        ),
-        inapplicable(
-            f"{prefix}.forward_prefetch",
-            bool,
-            False,
-            "Gather the next layer early.",
-            _WHOLE,
-            silent=(False,),
-        ),
-        inapplicable(
-            f"{prefix}.wrap_policy.min_num_params",
-            int,
-            0,
-            "Smallest unit of sharding.",
-            _WHOLE,
-        ),
-        *group(
-            f"{prefix}.wrap_policy",
-            {"transformer_layer_cls_to_wrap": None, "disable": False},
-            "Units of sharding.",
-            _WHOLE,
-        ),
-        block(
-            f"{prefix}.mixed_precision",
-            "Dtypes of parameters, reductions and buffers.",
-            "dtype is for the passes and model_dtype for weights and reductions",
-        ),
-        inapplicable(
-            f"{prefix}.ulysses_sequence_parallel_size",
-            int,
-            1,
-            "Devices that share one sequence (Ulysses).",
-            "a sequence stays on one rank, so data-parallel ranks are all ranks",
-            silent=(1,),
-            effect="In verl: activation memory of long rows divided by it",
-        ),
-        inapplicable(
-            f"{prefix}.use_orig_params",
-            bool,
-            False,
-            "Keep original parameters.",
-            _WHOLE,
-            silent=(False,),
-        ),
-        inapplicable(
-            f"{prefix}.forward_only", bool, False, "No backward pass.", _WHOLE, silent=(False,)
-        ),
-        inapplicable(f"{prefix}.strategy", str, "fsdp", "Sharding library.", _WHOLE),
-        inapplicable(
-            f"{prefix}.use_no_sync_for_gradient_accumulation",
-            bool,
-            True,
-            "Reduce gradients once a mini-batch.",
-            "gradients are always reduced once a mini-batch",
-            silent=(True,),
-        ),
-        block(f"{prefix}.turbo_config", "Sharding library of its own.", _WHOLE),
-    )
+    return below(prefix, _SHARDING)
 
 
 def _passes(prefix: str) -> tuple[Entry, ...]:
@@ -178,8 +179,8 @@ def _passes(prefix: str) -> tuple[Entry, ...]:
             bool,
             False,
             "Compute entropy again in the backward pass.",
-            "it is kept",
-            silent=(False,),
+            "the backward pass always computes it again",
+            silent=(True, False),
         ),
         inapplicable(
             f"{prefix}.pad_to_length",

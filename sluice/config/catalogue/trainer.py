@@ -66,7 +66,7 @@ ENTRIES: tuple[Entry, ...] = (
         "nothing is written to HDFS; use default_local_dir",
     ),
     honoured(
-        f"{_KEY}.max_actor_ckpt_to_keep", effect="Disk: about 14 bytes a parameter each", advice="2"
+        f"{_KEY}.max_actor_ckpt_to_keep", effect="Disk: about 12 bytes a parameter each", advice="2"
     ),
     honoured(f"{_KEY}.max_critic_ckpt_to_keep"),
     mapped(
@@ -91,7 +91,7 @@ ENTRIES: tuple[Entry, ...] = (
         int,
         0,
         "Save this early before the machine goes.",
-        "the trainer saves when it is asked to end",
+        "checkpoints are written every save_freq steps and at the last",
         silent=(0,),
     ),
     inapplicable(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from sluice.client import run_monitor
 from sluice.client.run_monitor import RunMonitor
 from sluice.errors import DeadlineError, NotReadyError, PeerError
 from tests.support.scripted_trainer import PAUSED, ScriptedTrainer, monitored
@@ -36,6 +39,17 @@ async def test_holding_waits_for_the_step_under_way_and_lets_go_afterwards() -> 
             assert (shot.phase, shot.version) == ("paused", 1)
             assert trainer.controls == ["pause"]
         assert trainer.controls == ["pause", "resume"]
+
+
+async def test_the_hold_is_a_lease_that_is_renewed_as_long_as_it_lasts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_monitor, "_LEASE_S", 0.03)
+    trainer = ScriptedTrainer(step=1)
+    async with monitored(trainer) as monitor, monitor.held(20):
+        while len(trainer.leases_s) < 3:
+            await asyncio.sleep(0.01)
+    assert set(trainer.leases_s) == {0.03}
 
 
 async def test_a_failure_while_it_is_held_lets_go_too() -> None:

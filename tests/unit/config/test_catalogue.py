@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 
@@ -10,7 +12,8 @@ from sluice.config.catalogue.spellings import OTHER_SPELLINGS
 from sluice.config.catalogue.table import CATALOGUE
 from sluice.config.explain import all_keys
 from sluice.config.key_lookup import find_key, is_section
-from sluice.config.loader import defaults
+from sluice.config.loader import defaults, load_config
+from sluice.config.run import RunConfig
 from sluice.config.schema import annotation_at, known_keys, section_type
 from sluice.config.settings_tree import value_at
 from sluice.config.spelling import canonical
@@ -70,3 +73,9 @@ def test_a_refused_key_may_be_set_to_its_default_and_to_nothing_else() -> None:
         if entry.status is Status.REFUSED:
             assert entry.refusals, entry.path
             assert not any(refusal.applies(entry.default) for refusal in entry.refusals), entry.path
+
+
+def test_a_configuration_that_writes_out_every_default_is_the_default() -> None:
+    keys = [key for key in all_keys() if not key.is_block]
+    overrides = [f"++{key.path}={json.dumps(key.default)}" for key in keys]
+    assert load_config(None, overrides) == RunConfig()

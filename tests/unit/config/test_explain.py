@@ -133,6 +133,19 @@ def test_coverage_counts_by_status_and_reports_unknown_keys_without_ending(tmp_p
     assert "line 5" in found.files[0].unknown[0]
 
 
+def test_coverage_takes_bare_keys_by_their_usual_standing(tmp_path: Path) -> None:
+    path = tmp_path / "keys.txt"
+    lines = ["data.seed", "reward_model.reward_manager", f"+{ROLLOUT}.engine_kwargs.vllm.*", "sed"]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    found = coverage([path]).files[0]
+    assert found.keys == {
+        "data.seed": Status.HONOURED,
+        "reward_model.reward_manager": Status.MAPPED,
+        f"{ROLLOUT}.engine_kwargs.vllm": Status.HONOURED,
+    }
+    assert len(found.unknown) == 1
+
+
 def test_coverage_of_a_yaml_file_names_its_unknown_keys(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("data: {sed: 1, seed: 2}\nreward_model: {overlong_buffer: {len: 3}}\n")

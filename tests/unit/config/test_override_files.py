@@ -50,6 +50,20 @@ def test_a_file_stands_among_overrides_and_later_ones_win(tmp_path: Path) -> Non
     assert load_config(path, ["data.seed=2"]).data.seed == 2
 
 
+@pytest.mark.parametrize("name", ["launch.overrides", "launch.txt", "launch"])
+def test_a_file_of_overrides_may_stand_for_the_configuration_file(
+    tmp_path: Path, name: str
+) -> None:
+    path = write(tmp_path, "# a launch\n+data.seed=4 \\\n", name)
+    assert load_config(path, ["data.train_batch_size=8"]).data.seed == 4
+    assert load_config(Path(f"@{path}"), []).data.seed == 4
+
+
+def test_yaml_without_its_suffix_stays_yaml(tmp_path: Path) -> None:
+    path = write(tmp_path, "trainer: {experiment_name: a=b}\n", "run.conf")
+    assert load_config(path, []).trainer.experiment_name == "a=b"
+
+
 def test_the_command_line_has_no_source_and_a_line_of_a_file_has_one(tmp_path: Path) -> None:
     path = write(tmp_path, "\ndata.seed=1\n")
     found = expand_overrides(["data.seed=0", f"@{path}"])

@@ -78,6 +78,7 @@ def test_a_value_that_cannot_be_had_is_refused_with_the_reason(override: str, re
             "expected one of full, selective or null",
         ),
         (f"{ACTOR}.megatron=2", f"{ACTOR}.megatron = 2: expected keys below it"),
+        ("data.seed=None", "an integer or null; the word for nothing is null"),
         ("algorithm.kl_penalty=k9", "expected one of kl, k1"),
     ],
 )

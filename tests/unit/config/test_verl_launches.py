@@ -121,7 +121,7 @@ def test_what_tunes_an_engine_is_named_where_another_one_runs() -> None:
     ("typo", "meant"),
     [
         ("tainer.device=npu", "trainer.device"),
-        ("alogorithm.filter_groups.enable=True", "algorithm.filter_groups.enable"),
+        ("al" + "ogorithm.gamma=1", "algorithm.gamma"),
         (
             "algorithm.filter_groups.max_num_batches=10",
             "algorithm.filter_groups.max_num_gen_batches",

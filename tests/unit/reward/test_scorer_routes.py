@@ -123,18 +123,8 @@ FRAGMENTS = st.sampled_from(
     [
         *("Answer:", "#### ", "\\boxed{", "\\boxed ", "\\fbox{", "\\frac", "\\sqrt", "\\text{ m}"),
         *("{", "}", "7", "1/2", "0.5", ",", ".", "-", "=", "$", "%", "\\", " ", "\n", "(", ")"),
-        *(
-            "<answer>",
-            "</answer>",
-            "<think>",
-            "</think>",
-            "A",
-            "x" * 290,
-            "x" * 140,
-            "\x00",
-            "\u221a2",
-            "^",
-        ),
+        *("<answer>", "</answer>", "<think>", "</think>", "A", "\x00", "\u221a2", "^"),
+        *("x" * 140, "x" * 290),
     ]
 )
 TEXTS = st.lists(FRAGMENTS, max_size=24).map("".join)

@@ -18,7 +18,6 @@ from services.rollout.engines.torch_engine import TorchEngine
 from sluice.device.cpu import CpuDevice
 from sluice.errors import SluiceError, WeightSyncError
 from sluice.types import SamplingParams, TransferGroupSpec
-from sluice.weights.digest import digest_weights
 from sluice.weights.owner_thread import wait_for_retired_threads
 from sluice.weights.sender import WeightSender
 from tests.support.causal_lms import (
@@ -32,6 +31,7 @@ from tests.support.causal_lms import (
     save_config,
     weights_of,
 )
+from tests.support.weight_digest import plain_digest
 
 _PROMPT = (5, 9, 23, 54)
 _PLAIN = SamplingParams(1.0, 1.0, -1, 1, 0)
@@ -140,7 +140,7 @@ class _Trainer:
     def __init__(self, sender: WeightSender, engine: TorchEngine, model: PreTrainedModel) -> None:
         self.sender, self.engine = sender, engine
         self.weights = weights_of(model, engine)
-        self.digest = digest_weights(self.weights.items())
+        self.digest = plain_digest(self.weights)
         self._never = threading.Event()
 
     async def form(self, epoch: int) -> TransferGroupSpec:

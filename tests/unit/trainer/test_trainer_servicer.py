@@ -115,6 +115,16 @@ async def test_pause_resume_and_stop_answer_with_the_finished_steps(service: Ser
     assert not service.state.is_paused
 
 
+async def test_a_pause_on_lease_ends_by_itself_and_needs_a_time_above_0(service: Service) -> None:
+    await service.Pause(trainer.PauseRequest(lease_seconds=0.01), CONTEXT)
+    assert service.state.is_paused
+    async with asyncio.timeout(5):
+        while service.state.is_paused:
+            await asyncio.sleep(0.01)
+    with pytest.raises(InvalidRequestError, match=r"lease_seconds: 0\.0 is not above 0"):
+        await service.Pause(trainer.PauseRequest(lease_seconds=0.0), CONTEXT)
+
+
 async def test_a_checkpoint_is_answered_when_it_is_there_or_the_run_has_ended(
     service: Service,
 ) -> None:

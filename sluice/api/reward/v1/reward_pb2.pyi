@@ -386,7 +386,9 @@ class AnnouncePolicyRequest(google.protobuf.message.Message):
 
     @property
     def resume_from(self) -> sluice.api.common.v1.common_pb2.DataProgress:
-        """Set in the first announcement after a resume: continue the data set from here."""
+        """Where the data set stands at this version; absent before the first batch of a run from the
+        start. A service that has no position yet continues from here, any other one ignores it.
+        """
 
     def __init__(
         self,

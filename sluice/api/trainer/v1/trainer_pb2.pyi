@@ -400,9 +400,19 @@ class PauseRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    LEASE_SECONDS_FIELD_NUMBER: builtins.int
+    lease_seconds: builtins.float
+    """Seconds after which training goes on by itself unless Pause is called again before; above 0.
+    Absent: until Resume, which no later lease shortens.
+    """
     def __init__(
         self,
+        *,
+        lease_seconds: builtins.float | None = ...,
     ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_lease_seconds", b"_lease_seconds", "lease_seconds", b"lease_seconds"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_lease_seconds", b"_lease_seconds", "lease_seconds", b"lease_seconds"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_lease_seconds", b"_lease_seconds"]) -> typing.Literal["lease_seconds"] | None: ...
 
 global___PauseRequest = PauseRequest
 

@@ -110,14 +110,15 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Saves a checkpoint after the current step and answers when it is complete.
+        """Saves a checkpoint after the current step (at once while it waits for a batch) and answers when
+        it is complete.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Holds training after the current step.
+        """Holds training after the current step; at once while it waits for a batch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,7 +132,8 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Stop(self, request, context):
-        """Ends the run after the current step as if its last step were reached.
+        """Ends the run after the current step (at once while it waits for replicas or a batch) as if its
+        last step were reached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -49,13 +49,15 @@ class TrainerServiceStub:
         sluice.api.trainer.v1.trainer_pb2.SaveCheckpointRequest,
         sluice.api.trainer.v1.trainer_pb2.SaveCheckpointResponse,
     ]
-    """Saves a checkpoint after the current step and answers when it is complete."""
+    """Saves a checkpoint after the current step (at once while it waits for a batch) and answers when
+    it is complete.
+    """
 
     Pause: grpc.UnaryUnaryMultiCallable[
         sluice.api.trainer.v1.trainer_pb2.PauseRequest,
         sluice.api.trainer.v1.trainer_pb2.PauseResponse,
     ]
-    """Holds training after the current step."""
+    """Holds training after the current step; at once while it waits for a batch."""
 
     Resume: grpc.UnaryUnaryMultiCallable[
         sluice.api.trainer.v1.trainer_pb2.ResumeRequest,
@@ -67,7 +69,9 @@ class TrainerServiceStub:
         sluice.api.trainer.v1.trainer_pb2.StopRequest,
         sluice.api.trainer.v1.trainer_pb2.StopResponse,
     ]
-    """Ends the run after the current step as if its last step were reached."""
+    """Ends the run after the current step (at once while it waits for replicas or a batch) as if its
+    last step were reached.
+    """
 
 class TrainerServiceAsyncStub:
     """Served by rank 0 of the trainer."""
@@ -100,13 +104,15 @@ class TrainerServiceAsyncStub:
         sluice.api.trainer.v1.trainer_pb2.SaveCheckpointRequest,
         sluice.api.trainer.v1.trainer_pb2.SaveCheckpointResponse,
     ]
-    """Saves a checkpoint after the current step and answers when it is complete."""
+    """Saves a checkpoint after the current step (at once while it waits for a batch) and answers when
+    it is complete.
+    """
 
     Pause: grpc.aio.UnaryUnaryMultiCallable[
         sluice.api.trainer.v1.trainer_pb2.PauseRequest,
         sluice.api.trainer.v1.trainer_pb2.PauseResponse,
     ]
-    """Holds training after the current step."""
+    """Holds training after the current step; at once while it waits for a batch."""
 
     Resume: grpc.aio.UnaryUnaryMultiCallable[
         sluice.api.trainer.v1.trainer_pb2.ResumeRequest,
@@ -118,7 +124,9 @@ class TrainerServiceAsyncStub:
         sluice.api.trainer.v1.trainer_pb2.StopRequest,
         sluice.api.trainer.v1.trainer_pb2.StopResponse,
     ]
-    """Ends the run after the current step as if its last step were reached."""
+    """Ends the run after the current step (at once while it waits for replicas or a batch) as if its
+    last step were reached.
+    """
 
 class TrainerServiceServicer(metaclass=abc.ABCMeta):
     """Served by rank 0 of the trainer."""
@@ -161,7 +169,9 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.trainer.v1.trainer_pb2.SaveCheckpointRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.trainer.v1.trainer_pb2.SaveCheckpointResponse, collections.abc.Awaitable[sluice.api.trainer.v1.trainer_pb2.SaveCheckpointResponse]]:
-        """Saves a checkpoint after the current step and answers when it is complete."""
+        """Saves a checkpoint after the current step (at once while it waits for a batch) and answers when
+        it is complete.
+        """
 
     @abc.abstractmethod
     def Pause(
@@ -169,7 +179,7 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.trainer.v1.trainer_pb2.PauseRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.trainer.v1.trainer_pb2.PauseResponse, collections.abc.Awaitable[sluice.api.trainer.v1.trainer_pb2.PauseResponse]]:
-        """Holds training after the current step."""
+        """Holds training after the current step; at once while it waits for a batch."""
 
     @abc.abstractmethod
     def Resume(
@@ -185,6 +195,8 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.trainer.v1.trainer_pb2.StopRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.trainer.v1.trainer_pb2.StopResponse, collections.abc.Awaitable[sluice.api.trainer.v1.trainer_pb2.StopResponse]]:
-        """Ends the run after the current step as if its last step were reached."""
+        """Ends the run after the current step (at once while it waits for replicas or a batch) as if its
+        last step were reached.
+        """
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -1,0 +1,1 @@
+"""Rows of prompts in files: reading, checking, converting; no torch, no service."""

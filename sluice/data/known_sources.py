@@ -1,0 +1,44 @@
+"""Data sources with a scorer of their own: verl's routing, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+ANY_ENDING = "*"
+
+DEFAULT_ROUTES: Mapping[str, str] = {
+    "openai/gsm8k": "gsm8k",
+    **dict.fromkeys(
+        ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
+        "math_boxed",
+    ),
+    **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning", "aime*"), "math_dapo"),
+    **dict.fromkeys(
+        (
+            *("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime"),
+            *("numina_synthetic_amc", "numina_cn_k12", "numina_olympiads"),
+        ),
+        "math_verify",
+    ),
+    "hiyouga/geometry3k": "geo3k",
+    **dict.fromkeys(
+        (
+            *("searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa"),
+            *("searchR1_2wikimultihopqa", "searchR1_musique", "searchR1_bamboogle"),
+        ),
+        "exact_match",
+    ),
+}
+"""Data source to the name of its scorer. A key that ends in ``*`` holds for all that begin so."""
+
+
+def scorer_name(data_source: str, routes: Mapping[str, str] = DEFAULT_ROUTES) -> str | None:
+    """The scorer a table leads to; of several beginnings the longest wins. ``None``: none."""
+    if data_source in routes:
+        return routes[data_source]
+    beginnings = [
+        key
+        for key in routes
+        if key.endswith(ANY_ENDING) and data_source.startswith(key.removesuffix(ANY_ENDING))
+    ]
+    return routes[max(beginnings, key=len)] if beginnings else None

@@ -1,0 +1,194 @@
+"""One row of verl's data format, checked: columns once per file, values row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from sluice.errors import DataError
+from sluice.types import ChatMessage
+
+GROUND_TRUTH = "ground_truth"
+IMAGE_MARK = "<image>"
+"""Stands in a message's text where an image belongs."""
+
+ImageSource = bytes | str
+"""An encoded image, or the path of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptColumns:
+    """Names of columns. Rows are read with images only if `images` names their column."""
+
+    prompt: str = "prompt"
+    data_source: str = "data_source"
+    reward_model: str = "reward_model"
+    extra_info: str = "extra_info"
+    images: str | None = None
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Columns without which a file cannot be used."""
+        return (self.prompt, self.data_source, self.reward_model)
+
+    def present(self, names: list[str]) -> tuple[str, ...]:
+        """The columns to read of a file with these."""
+        optional = [self.extra_info, *([self.images] if self.images else [])]
+        return (*self.needed, *(name for name in optional if name in names))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """What a row says. `place` is its file and its row, counted from 0, for messages."""
+
+    messages: tuple[ChatMessage, ...]
+    data_source: str
+    ground_truth: str
+    extra_info: Mapping[str, object] = field(default_factory=dict)
+    place: str = ""
+    images: tuple[ImageSource, ...] = ()
+
+
+def check_column_names(path: str, names: list[str], columns: PromptColumns) -> tuple[str, ...]:
+    """The columns to read.
+
+    Raises:
+        DataError: a column is missing; names file, column, known columns and remedy.
+    """
+    for name in columns.needed:
+        if name not in names:
+            raise DataError(
+                f"{path}: no column '{name}' (found: {', '.join(names)}); add it, or name yours "
+                "with data.prompt_key or data.reward_fn_key; 'sluice data prepare' converts "
+                "published data sets"
+            )
+    return columns.present(names)
+
+
+def check_columns(path: str, schema: pa.Schema, columns: PromptColumns) -> tuple[str, ...]:
+    """The columns to read.
+
+    Raises:
+        DataError: a column is missing or of another type; names file, column and remedy.
+    """
+    found = check_column_names(path, schema.names, columns)
+    turns = schema.field(columns.prompt).type
+    if not _is_list(turns) or not _has_text(turns.value_type, "role", "content"):
+        raise _wrong_type(
+            path, columns.prompt, turns, "a list of {role, content} structs of strings"
+        )
+    source = schema.field(columns.data_source).type
+    if not _is_text(source):
+        raise _wrong_type(path, columns.data_source, source, "a string")
+    reward_model = schema.field(columns.reward_model).type
+    if not _has_text(reward_model, GROUND_TRUTH):
+        raise _wrong_type(
+            path,
+            columns.reward_model,
+            reward_model,
+            f"a struct with a string '{GROUND_TRUTH}'; convert other types to strings",
+        )
+    if columns.images in found:
+        images = schema.field(columns.images).type
+        if not _is_list(images) and not pa.types.is_null(images):
+            raise _wrong_type(
+                path, str(columns.images), images, "a list of {bytes, path} structs or of paths"
+            )
+    return found
+
+
+def decode_row(
+    values: Mapping[str, object], columns: PromptColumns, *, path: str, row: int
+) -> PromptRow:
+    """Read a row's values, as Arrow or JSON gives them to Python.
+
+    Raises:
+        DataError: a value is missing or of another type; names file, row and remedy.
+    """
+    place = f"{path}, row {row}"
+    turns = values.get(columns.prompt)
+    if turns is None or turns == []:
+        raise _bad_row(place, f"'{columns.prompt}' holds no message")
+    if not isinstance(turns, list):
+        kind = type(turns).__name__
+        raise _bad_row(place, f"'{columns.prompt}' is a {kind}, not a list of messages")
+    reward_model = values.get(columns.reward_model)
+    truth = reward_model.get(GROUND_TRUTH) if isinstance(reward_model, Mapping) else None
+    if not isinstance(truth, str):
+        problem = f"'{columns.reward_model}.{GROUND_TRUTH}' is {truth!r}, not a string"
+        raise _bad_row(place, problem)
+    data_source = values.get(columns.data_source)
+    if not isinstance(data_source, str) or not data_source:
+        raise _bad_row(place, f"'{columns.data_source}' is {data_source!r}, not a name")
+    extra_info = values.get(columns.extra_info)
+    if extra_info is not None and not isinstance(extra_info, dict):
+        raise _bad_row(place, f"'{columns.extra_info}' is {extra_info!r}, not a mapping")
+    messages = tuple(_message(turn, place, columns.prompt) for turn in turns)
+    images = _images(values, columns, messages, place)
+    return PromptRow(messages, data_source, truth, extra_info or {}, place, images)
+
+
+def _message(turn: object, place: str, column: str) -> ChatMessage:
+    role = turn.get("role") if isinstance(turn, Mapping) else None
+    content = turn.get("content") if isinstance(turn, Mapping) else None
+    if not isinstance(role, str) or not role or not isinstance(content, str):
+        raise _bad_row(
+            place, f"'{column}' holds a message without role or content as text: {turn!r}"
+        )
+    return ChatMessage(role, content)
+
+
+def _images(
+    values: Mapping[str, object],
+    columns: PromptColumns,
+    messages: tuple[ChatMessage, ...],
+    place: str,
+) -> tuple[ImageSource, ...]:
+    if columns.images is None:
+        return ()
+    column, found = columns.images, values.get(columns.images) or []
+    if not isinstance(found, list):
+        kind = type(found).__name__
+        raise _bad_row(place, f"'{column}' is a {kind}, not a list of images")
+    images = tuple(_image(one, index, column, place) for index, one in enumerate(found))
+    marks = sum(message.content.count(IMAGE_MARK) for message in messages)
+    if marks != len(images):
+        raise _bad_row(
+            place, f"its messages hold {marks} times {IMAGE_MARK}, '{column}' {len(images)} images"
+        )
+    return images
+
+
+def _image(found: object, index: int, column: str, place: str) -> ImageSource:
+    choices = (found.get("bytes"), found.get("path")) if isinstance(found, Mapping) else (found,)
+    for choice in choices:
+        if isinstance(choice, bytes | str) and choice:
+            return choice
+    raise _bad_row(place, f"'{column}[{index}]' holds neither the bytes nor the path of an image")
+
+
+def _bad_row(place: str, problem: str) -> DataError:
+    return DataError(f"{place}: {problem}; repair the row or remove it")
+
+
+def _wrong_type(path: str, column: str, kind: pa.DataType, wanted: str) -> DataError:
+    return DataError(f"{path}: column '{column}' is {kind}; it must be {wanted}")
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _has_text(kind: pa.DataType, *fields: str) -> bool:
+    if not pa.types.is_struct(kind):
+        return False
+    found = {kind.field(i).name: kind.field(i).type for i in range(kind.num_fields)}
+    return all(name in found and _is_text(found[name]) for name in fields)

@@ -1,0 +1,247 @@
+"""Every configured algorithm trains: estimators, losses, divergence, correction, critic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+
+from services.trainer.learner.parallel import SingleProcess
+from services.trainer.learner.worker import Learner
+from sluice.algorithm.advantages.registry import BATCH_ESTIMATORS
+from sluice.algorithm.losses.registry import POLICY_OBJECTIVES
+from sluice.config.run import RunConfig
+from sluice.errors import CheckpointError, ConfigError
+from sluice.types import TrainBatch
+from tests.support.tiny_policy import make_batch, make_config, save_model
+
+CUT_DEPENDENT = {"geo_mean", "clip_cov", "kl_cov"}  # defined over the micro-batch, as in verl
+UNAVAILABLE = {"remax"}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def configured(
+    model_folder: Path,
+    *,
+    algorithm: dict[str, object] | None = None,
+    correction: dict[str, object] | None = None,
+    policy_loss: dict[str, object] | None = None,
+    critic: dict[str, object] | None = None,
+    critic_warmup: int = 0,
+    **actor: object,
+) -> RunConfig:
+    config = make_config(model_folder, **actor)
+    section = structs.replace(
+        config.algorithm,
+        rollout_correction=structs.replace(
+            config.algorithm.rollout_correction, **(correction or {})
+        ),
+        **(algorithm or {}),
+    )
+    policy = config.actor_rollout_ref
+    loss = structs.replace(policy.actor.policy_loss, **(policy_loss or {}))
+    optim = structs.replace(config.critic.optim, lr=0.05)
+    fp32 = structs.replace(config.critic.fsdp, dtype="float32")
+    return structs.replace(
+        config,
+        algorithm=section,
+        actor_rollout_ref=structs.replace(
+            policy,
+            actor=structs.replace(policy.actor, policy_loss=loss),
+            rollout=structs.replace(policy.rollout, n=4),
+        ),
+        critic=structs.replace(config.critic, optim=optim, fsdp=fp32, **(critic or {})),
+        trainer=structs.replace(config.trainer, critic_warmup=critic_warmup),
+    )
+
+
+def train(config: RunConfig, *batches: TrainBatch) -> tuple[Learner, dict[str, float]]:
+    learner = Learner(config, SingleProcess(), total_steps=10)
+    metrics: dict[str, float] = {}
+    for step, batch in enumerate(batches, start=1):
+        metrics = learner.train_step(batch, step)
+    return learner, metrics
+
+
+def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in learner.named_weights()}
+
+
+@pytest.mark.parametrize("name", sorted(set(BATCH_ESTIMATORS) - UNAVAILABLE))
+def test_every_estimator_trains(model_folder: Path, name: str) -> None:
+    algorithm: dict[str, object] = {"adv_estimator": name}
+    if name == "gdpo":
+        algorithm["gdpo_reward_keys"] = ["acc"]
+    config = configured(model_folder, algorithm=algorithm)
+    _, metrics = train(config, make_batch(), make_batch(seed=1))
+    assert metrics["actor/grad_norm"] > 0.0
+    assert math.isfinite(metrics["critic/advantages/mean"])
+    assert ("critic/vf_loss" in metrics) == (name == "gae")
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_OBJECTIVES))
+def test_every_loss_trains_and_does_not_depend_on_the_cut(model_folder: Path, name: str) -> None:
+    loss: dict[str, object] = {"loss_mode": name, "dro_beta": 0.1}
+    cuts: list[dict[str, object]] = [
+        {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 10_000},
+        {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 60},
+    ]
+    found = [
+        train(configured(model_folder, policy_loss=loss, **cut), make_batch(), make_batch(seed=1))
+        for cut in cuts
+    ]
+    (whole, expected), (pieces, metrics) = found
+    assert expected["actor/grad_norm"] > 0.0
+    if name in CUT_DEPENDENT:
+        return
+    for weight_name, weight in weights_of(whole).items():
+        torch.testing.assert_close(
+            weights_of(pieces)[weight_name], weight, atol=2e-5, rtol=1e-4, msg=weight_name
+        )
+    assert metrics["actor/pg_loss"] == pytest.approx(expected["actor/pg_loss"], rel=1e-3, abs=1e-6)
+
+
+def test_an_estimator_that_needs_what_is_not_drawn_is_refused(model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="adv_estimator=remax needs a greedy response"):
+        train(configured(model_folder, algorithm={"adv_estimator": "remax"}))
+
+
+def test_the_divergence_from_the_reference_is_0_before_the_first_step(model_folder: Path) -> None:
+    config = configured(model_folder, use_kl_loss=True, kl_loss_coef=0.1, ppo_mini_batch_size=6)
+    learner, metrics = train(config, make_batch())
+    assert metrics["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["actor/kl_coef"] == 0.1
+    assert learner.train_step(make_batch(seed=1), 2)["actor/kl_loss"] > 0.0
+
+
+def test_a_heavy_divergence_penalty_keeps_the_policy_near_its_reference(
+    model_folder: Path,
+) -> None:
+    batches = [make_batch(seed=seed) for seed in range(6)]
+    distances = []
+    for coef in (0.0, 50.0):
+        config = configured(model_folder, use_kl_loss=True, kl_loss_coef=coef, ppo_epochs=2)
+        _, metrics = train(config, *batches)
+        distances.append(metrics["actor/kl_loss"])
+    assert distances[1] < 0.5 * distances[0]
+
+
+def test_divergence_in_the_reward_moves_its_coefficient_and_survives_a_checkpoint(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    controller = {"type": "adaptive", "kl_coef": 0.5, "horizon": 100}
+    base = make_config(model_folder).algorithm.kl_ctrl
+    config = configured(
+        model_folder,
+        algorithm={"use_kl_in_reward": True, "kl_ctrl": structs.replace(base, **controller)},
+    )
+    learner, metrics = train(config, make_batch(), make_batch(seed=1))
+    # 24 rows below the target: the coefficient falls by 0.2 * 24 / 100 a batch.
+    assert metrics["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * (1 - 0.048))
+    assert metrics["critic/score/mean"] != metrics["critic/rewards/mean"]
+    learner.save(tmp_path / "actor")
+    resumed, _ = train(config)
+    resumed.load(tmp_path / "actor")
+    continued = resumed.train_step(make_batch(seed=2), 3)
+    assert continued == pytest.approx(
+        {**learner.train_step(make_batch(seed=2), 3), **_timings(continued)}, nan_ok=True
+    )
+
+
+def _timings(metrics: dict[str, float]) -> dict[str, float]:
+    return {n: v for n, v in metrics.items() if n.startswith(("timing", "perf/"))}
+
+
+def test_the_critic_learns_the_returns(model_folder: Path) -> None:
+    config = configured(
+        model_folder, algorithm={"adv_estimator": "gae"}, critic={"cliprange_value": 100.0}
+    )
+    learner = Learner(config, SingleProcess(), total_steps=60)
+    losses = [learner.train_step(make_batch(), step)["critic/vf_loss"] for step in range(1, 31)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_the_policy_waits_until_the_critic_is_warm(model_folder: Path) -> None:
+    config = configured(model_folder, algorithm={"adv_estimator": "gae"}, critic_warmup=3)
+    learner = Learner(config, SingleProcess(), total_steps=10)
+    before = weights_of(learner)
+    for step in (1, 2):
+        assert "actor/grad_norm" not in learner.train_step(make_batch(), step)
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(learner).items())
+    assert learner.train_step(make_batch(), 3)["actor/grad_norm"] > 0.0
+
+
+def test_a_critic_is_saved_and_resumed_with_the_policy(model_folder: Path, tmp_path: Path) -> None:
+    config = configured(model_folder, algorithm={"adv_estimator": "gae"})
+    learner, _ = train(config, make_batch())
+    learner.save(tmp_path / "actor")
+    resumed, _ = train(config)
+    resumed.load(tmp_path / "actor")
+    expected, found = (one.train_step(make_batch(seed=1), 2) for one in (learner, resumed))
+    for name in ("critic/vf_loss", "critic/values/mean", "actor/grad_norm"):
+        assert found[name] == expected[name]
+
+
+def test_a_checkpoint_without_a_critic_is_refused_by_a_run_with_one(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    train(configured(model_folder))[0].save(tmp_path / "actor")
+    learner, _ = train(configured(model_folder, algorithm={"adv_estimator": "gae"}))
+    with pytest.raises(CheckpointError, match=r"saved without a critic; set critic\.enable=false"):
+        learner.load(tmp_path / "actor")
+
+
+def test_rejected_tokens_do_not_train(model_folder: Path) -> None:
+    correction = {"rollout_rs": "token_k1", "rollout_rs_threshold": 1.0001}
+    config = configured(model_folder, correction=correction, ppo_mini_batch_size=6)
+    far = _with_behavior(make_batch(), -60.0)
+    _, metrics = train(config, far)
+    assert metrics["actor/grad_norm"] == 0.0
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
+
+
+def test_normalised_importance_weights_have_mean_1(model_folder: Path) -> None:
+    plain = configured(model_folder, ppo_mini_batch_size=6)
+    correction = {"rollout_is": "token", "rollout_is_batch_normalize": True}
+    normalised = configured(model_folder, correction=correction, ppo_mini_batch_size=6)
+    far = _with_behavior(make_batch(), -60.0)  # every weight is the threshold
+    expected, found = train(plain, far)[1], train(normalised, far)[1]
+    assert found["actor/pg_loss"] == pytest.approx(expected["actor/pg_loss"], rel=1e-4)
+    assert found["rollout_corr/rollout_is_mean"] == pytest.approx(2.0)
+
+
+def test_bypass_mode_takes_the_engines_logprobs_for_the_old_ones(model_folder: Path) -> None:
+    bypass = configured(model_folder, correction={"bypass_mode": True})
+    by_hand = configured(model_folder, use_rollout_log_probs=True)
+    one, other = train(bypass, make_batch())[1], train(by_hand, make_batch())[1]
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/ppo_kl"):
+        assert one[name] == pytest.approx(other[name], rel=1e-5)
+
+
+def test_off_policy_metrics_are_there_without_any_correction(model_folder: Path) -> None:
+    _, metrics = train(configured(model_folder), make_batch())
+    assert math.isfinite(metrics["rollout_corr/kl"])
+    assert math.isfinite(metrics["rollout_corr/k3_kl"])
+
+
+def _with_behavior(batch: TrainBatch, logprob: float) -> TrainBatch:
+    groups = tuple(
+        replace(
+            group,
+            rollouts=tuple(
+                replace(r, behavior_logprobs=np.full(r.num_tokens, logprob, np.float32))
+                for r in group.rollouts
+            ),
+        )
+        for group in batch.groups
+    )
+    return replace(batch, groups=groups)
