@@ -9,9 +9,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, cast
 
-import numpy as np
-import numpy.typing as npt
-
 from sluice.algorithm.on_demand import import_named
 
 if TYPE_CHECKING:
@@ -44,11 +41,6 @@ BATCH_ESTIMATORS: Mapping[str, str] = MappingProxyType(
 )
 """Estimators of whole batches, ``module:function``."""
 
-ADVANTAGE_ESTIMATORS: Mapping[str, str] = MappingProxyType(
-    {"grpo": f"{_PACKAGE}.grpo:grpo_advantages"}
-)
-"""Estimators that also take one group's rewards alone."""
-
 
 class BatchAdvantages(Protocol):
     """An estimator for a whole train batch."""
@@ -62,16 +54,6 @@ class BatchAdvantages(Protocol):
         ...
 
 
-class GroupAdvantages(Protocol):
-    """An estimator that needs one group's rewards only."""
-
-    def __call__(
-        self, rewards: npt.NDArray[np.float64], *, norm_by_std: bool
-    ) -> npt.NDArray[np.float64]:
-        """Map rewards [samples] of one group to advantages [samples]."""
-        ...
-
-
 def batch_estimator(name: str) -> BatchAdvantages:
     """Import the estimator called `name` for whole batches.
 
@@ -80,13 +62,3 @@ def batch_estimator(name: str) -> BatchAdvantages:
     """
     found = import_named(BATCH_ESTIMATORS, name, key="algorithm.adv_estimator")
     return cast("BatchAdvantages", found)
-
-
-def advantage_estimator(name: str) -> GroupAdvantages:
-    """Import the estimator called `name` for one group's rewards.
-
-    Raises:
-        ConfigError: the name is unknown; the message lists the known ones.
-    """
-    found = import_named(ADVANTAGE_ESTIMATORS, name, key="algorithm.adv_estimator")
-    return cast("GroupAdvantages", found)

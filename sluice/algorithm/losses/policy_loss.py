@@ -1,10 +1,10 @@
-"""What every policy loss returns."""
+"""What a loss by token returns before it is weighed and aggregated."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -22,20 +22,3 @@ class PolicyLoss:
     loss: torch.Tensor  # [tokens]
     metric_sums: Mapping[str, torch.Tensor]
     num_tokens: int
-
-
-class PolicyLossFunction(Protocol):
-    """A loss by clipped importance ratios."""
-
-    def __call__(
-        self,
-        logprobs: torch.Tensor,
-        old_logprobs: torch.Tensor,
-        advantages: torch.Tensor,
-        *,
-        clip_low: float,
-        clip_high: float,
-        clip_c: float,
-    ) -> PolicyLoss:
-        """Map flat tensors [tokens] to per-token losses; only `logprobs` carries a gradient."""
-        ...

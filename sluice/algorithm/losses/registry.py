@@ -10,7 +10,6 @@ from sluice.algorithm.on_demand import import_named
 
 if TYPE_CHECKING:
     from sluice.algorithm.losses.objective import ObjectiveFunction
-    from sluice.algorithm.losses.policy_loss import PolicyLossFunction
 
 KEY = "actor.policy_loss.loss_mode"
 HERE = "sluice.algorithm.losses"
@@ -36,11 +35,6 @@ POLICY_OBJECTIVES: Mapping[str, str] = MappingProxyType(
 GROUP_LOSSES = frozenset({"adpo"})
 """Losses that need all rows of a prompt in one micro-batch."""
 
-POLICY_LOSSES: Mapping[str, str] = MappingProxyType(
-    {"vanilla": f"{HERE}.vanilla:vanilla_policy_loss"}
-)
-"""Losses that callers aggregate themselves."""
-
 
 def policy_objective(name: str) -> ObjectiveFunction:
     """Import the objective called `name`: weighed, aggregated, with its metrics.
@@ -49,12 +43,3 @@ def policy_objective(name: str) -> ObjectiveFunction:
         ConfigError: the name is unknown; the message lists the known ones.
     """
     return cast("ObjectiveFunction", import_named(POLICY_OBJECTIVES, name, key=KEY))
-
-
-def policy_loss(name: str) -> PolicyLossFunction:
-    """Import the per-token loss called `name`.
-
-    Raises:
-        ConfigError: the name is unknown; the message lists the known ones.
-    """
-    return cast("PolicyLossFunction", import_named(POLICY_LOSSES, name, key=KEY))

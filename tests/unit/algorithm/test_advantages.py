@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.algorithm.advantages.grpo import grpo_advantages
-from sluice.algorithm.advantages.registry import advantage_estimator
-from sluice.errors import ConfigError
 
 Rewards = npt.NDArray[np.float64]
 
@@ -52,12 +50,3 @@ def test_the_rewards_given_are_not_written_to() -> None:
 def test_rewards_of_no_group_are_refused(rewards: list[float]) -> None:
     with pytest.raises(ValueError, match="rewards of one group must"):
         grpo_advantages(np.array(rewards), norm_by_std=True)
-
-
-def test_estimators_are_found_by_verls_name() -> None:
-    assert advantage_estimator("grpo") is grpo_advantages
-
-
-def test_an_unknown_estimator_is_named_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.adv_estimator: unknown value 'gea'.*grpo"):
-        advantage_estimator("gea")

@@ -9,7 +9,6 @@ from pathlib import Path
 ALGORITHM = Path(__file__).resolve().parents[3] / "sluice" / "algorithm"
 ON_TORCH = {
     "entropy",
-    "importance",
     "masked",
     "probs_diff",
 }

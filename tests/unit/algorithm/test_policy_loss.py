@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from sluice.algorithm.losses.aggregate import LossAggregation, aggregate
 from sluice.algorithm.losses.policy_loss import PolicyLoss
-from sluice.algorithm.losses.registry import policy_loss
 from sluice.algorithm.losses.vanilla import vanilla_policy_loss
 from sluice.errors import ConfigError
 
@@ -168,9 +167,3 @@ def test_the_norm_mode_needs_its_divisor() -> None:
             global_tokens=1,
             global_rows=1,
         )
-
-
-def test_losses_are_found_by_verls_name() -> None:
-    assert policy_loss("vanilla") is vanilla_policy_loss
-    with pytest.raises(ConfigError, match="loss_mode: unknown value 'ppo'; known: vanilla"):
-        policy_loss("ppo")

@@ -210,9 +210,12 @@ def test_bypass_applies_weights_and_rejections_and_keeps_the_denominators() -> N
     seen: list[torch.Tensor] = []
 
     def corrector(
-        logprobs: torch.Tensor, rollout: torch.Tensor, rows: torch.Tensor, num_rows: int
+        logprobs: torch.Tensor,
+        rollout_logprobs: torch.Tensor,
+        row_index: torch.Tensor,
+        num_rows: int,
     ) -> Correction:
-        seen.extend((logprobs, rollout, rows))
+        seen.extend((logprobs, rollout_logprobs, row_index))
         return Correction(weights, keep, {"rollout_corr/kl": MetricMean(torch.tensor(3.0), 4)})
 
     chosen = replace(SETTINGS, bypass_loss="reinforce", bypass_corrector=corrector)
