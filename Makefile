@@ -11,7 +11,7 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 # build, which on Linux brings several GB of CUDA and works as well.
 TORCH ?= torch==$(TORCH_VERSION)
 
-.PHONY: help quickstart test lint format protos bench-quickstart clean
+.PHONY: help quickstart test lint format protos bench-quickstart bench-algorithms clean
 .DEFAULT_GOAL := help
 
 help:  ## List the commands
@@ -35,6 +35,9 @@ protos: $(VENV)/.installed-dev  ## Generate sluice/api from proto/
 
 bench-quickstart: $(VENV)/.installed-dev  ## Measure the quickstart over three seeds and against TRL
 	@$(PY) benchmarks/bench_quickstart.py $(ARGS)
+
+bench-algorithms: $(VENV)/.installed-train  ## Measure PPO with a critic and GRPO with a KL loss on the quickstart job
+	@$(PY) benchmarks/bench_algorithms.py $(ARGS)
 
 clean:  ## Remove the environment and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \

@@ -23,6 +23,19 @@ class InvalidRequestError(SluiceError):
     """A request breaks the contract of the call; repeating it cannot succeed."""
 
 
+class PromptTooLongError(InvalidRequestError):
+    """A prompt has more tokens than data.max_prompt_length and is not to be cut."""
+
+    @classmethod
+    def of(cls, num_tokens: int, limit: int) -> PromptTooLongError:
+        """The error with its numbers and remedies."""
+        return cls(
+            f"prompt: {num_tokens} tokens exceed data.max_prompt_length={limit}; shorten it, raise "
+            "the limit, set data.truncation to left, right or middle, or leave such prompts out "
+            "with data.filter_overlong_prompts=true"
+        )
+
+
 class NotFoundError(SluiceError):
     """The named batch, replica or prompt is unknown to this process."""
 
@@ -60,6 +73,10 @@ class PeerError(SluiceError):
     def __init__(self, peer: str, phase: str, detail: str) -> None:
         self.peer, self.phase, self.detail = peer, phase, detail
         super().__init__(f"{peer}: failed while {phase}: {detail}")
+
+
+class PeerDefectError(PeerError):
+    """Another process answered that it is broken (INTERNAL); asking again seldom helps."""
 
 
 class WeightSyncError(SluiceError):

@@ -42,6 +42,7 @@ class Prompt:
     service): batches are assembled oldest first by it. `position` is the 0-based position in the
     stream of data-set draws (epoch after epoch), or ``None`` for a client's prompt. The sampling
     seed is derived from `position` for a data-set prompt and from `sequence` for a client's.
+    `place` is the file and row it was read from, for messages; empty for a client's.
     """
 
     prompt_id: str
@@ -52,6 +53,7 @@ class Prompt:
     origin: PromptOrigin
     position: int | None
     extra_info: Mapping[str, object] = field(default_factory=dict)
+    place: str = ""
 
 
 class FinishReason(StrEnum):
@@ -194,10 +196,15 @@ Outcome = Scored | Failed
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradedGroup:
-    """A group with exactly one outcome per rollout."""
+    """A group with exactly one outcome per rollout.
+
+    `greedy` is the graded group of one greedy response to the same prompt, where a baseline is
+    asked for. It is no sample: the filter does not see it, and it is not trained on.
+    """
 
     group: RolloutGroup
     outcomes: tuple[Outcome, ...]
+    greedy: GradedGroup | None = None
 
     def __post_init__(self) -> None:
         if len(self.outcomes) != len(self.group.rollouts):
@@ -210,6 +217,23 @@ class GradedGroup:
     def scored(self) -> tuple[Scored, ...]:
         """The outcomes that carry a number."""
         return tuple(o for o in self.outcomes if isinstance(o, Scored))
+
+    @property
+    def baseline_reward(self) -> float | None:
+        """The greedy response's reward; ``None`` without such a response or without its score."""
+        scored = self.greedy.scored if self.greedy else ()
+        return scored[0].reward if scored else None
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version that drew any token, the greedy response's included.
+
+        Raises:
+            ValueError: no sample holds a token.
+        """
+        greedy = self.greedy.group.rollouts if self.greedy else ()
+        drawn_by = [v for v in (rollout.oldest_version for rollout in greedy) if v is not None]
+        return min([self.group.oldest_version, *drawn_by])
 
 
 class PromptEnd(StrEnum):
@@ -232,6 +256,7 @@ class TrainGroup:
     rollouts: tuple[Rollout, ...]
     scores: tuple[Scored, ...]
     data_source: str
+    baseline_reward: float | None = None  # of the prompt's greedy response, where one is drawn
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,6 @@ the nearest keys. Nothing is ignored in silence: every key has one of these stan
 | mapped | it is turned into other keys; a line at the start says which |
 | not applicable | it has no effect here; a line at the start says what happens instead |
 | refused | an error with the reason, unless it is the default |
-
-Keys marked with engines are honoured by these and not applicable with others.
 """
 
 
@@ -134,12 +132,11 @@ def _default(key: KeyDescription) -> str:
 
 
 def _explanation(key: KeyDescription) -> str:
-    """Meaning, effect, advice and engines as sentences."""
+    """Meaning, effect and advice as sentences."""
     labelled = (
         ("", key.meaning),
         ("*Memory and speed:* ", key.effect),
         ("*Practice:* ", key.advice),
-        ("*Engines:* ", ", ".join(key.engines)),
     )
     return " ".join(f"{label}{_sentence(text)}" for label, text in labelled if text)
 

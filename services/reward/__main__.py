@@ -18,6 +18,7 @@ from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.concurrency.exit_status import exit_status
 from sluice.concurrency.parent_death import end_with_supervisor
 from sluice.concurrency.shutdown import stop_on_signals
+from sluice.config.derived import message_mb
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.rpc.server import RpcServer
@@ -43,7 +44,7 @@ def _parse(argv: list[str]) -> tuple[Path, tuple[str, ...]]:
 
 
 async def _serve(config: RunConfig) -> None:
-    limit = config.sluice.max_message_mb << 20
+    limit = message_mb(config) << 20
     sets = open_prompt_sets(config)
     client = RolloutClient(
         linger_ms=config.sluice.reward.linger_ms,

@@ -16,7 +16,6 @@ from services.reward.ledger import MemoryLedger, PromptLedger
 from services.reward.outcomes import OutcomeRecorder, PromptOutcome
 from services.reward.pipeline import Pipeline, PipelineParts, PipelineSettings
 from services.reward.prompt_audit import prompts_lost
-from services.reward.prompt_files import PromptFiles
 from services.reward.prompt_source import PromptSource
 from services.reward.prompts import (
     PromptStream,
@@ -26,12 +25,14 @@ from services.reward.prompts import (
     validation_stream,
 )
 from services.reward.replica_queue import ReplicaQueue
-from services.reward.sampling import training_sampling
+from services.reward.sampling import greedy_sampling, training_sampling
 from services.reward.score_requests import ScoreRequests
 from services.reward.scorers.registry import check_routes, scorer_for
 from services.reward.submissions import Submissions
 from services.reward.yield_guard import YieldGuard
+from sluice.config.group_needs import needs_greedy_baseline, needs_whole_groups
 from sluice.config.run import RunConfig
+from sluice.data.prompt_files import PromptFiles
 from sluice.errors import NotReadyError
 from sluice.types import DataProgress
 
@@ -141,7 +142,12 @@ def _stages(
     batcher = Batcher(rules)
     queue = ReplicaQueue(config.sluice.reward.inflight_slack, capacity.notify)
     trace = GenerationTrace(client)
-    dispatcher = GroupDispatcher(trace, queue, max_attempts=config.sluice.reward.max_attempts)
+    dispatcher = GroupDispatcher(
+        trace,
+        queue,
+        max_attempts=config.sluice.reward.max_attempts,
+        leave_out_overlong=config.data.filter_overlong_prompts,
+    )
     guard = YieldGuard(
         config.algorithm.filter_groups.min_yield, config.algorithm.filter_groups.min_yield_groups
     )
@@ -187,11 +193,14 @@ def _batch_rules(config: RunConfig) -> BatchRules:
 
 def _settings(config: RunConfig, rules: BatchRules) -> PipelineSettings:
     rollout, group_filter = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
+    sampling = training_sampling(rollout, config.data.max_response_length)
     return PipelineSettings(
         rules,
         rollout.n,
-        training_sampling(rollout, config.data.max_response_length),
+        sampling,
         group_filter.metric if group_filter.enable else None,
+        greedy=greedy_sampling(sampling) if needs_greedy_baseline(config) else None,
+        whole_groups=needs_whole_groups(config),
     )
 
 

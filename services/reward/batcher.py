@@ -79,7 +79,7 @@ class Batcher:
         """Take on a kept group."""
         prompt = graded.group.prompt
         self._kept[prompt.prompt_id] = graded
-        self._ages[prompt.prompt_id] = KeptGroup(graded.group.oldest_version, prompt.sequence)
+        self._ages[prompt.prompt_id] = KeptGroup(graded.oldest_version, prompt.sequence)
 
     def decide(
         self,
@@ -205,4 +205,5 @@ def train_group(graded: GradedGroup) -> TrainGroup:
         rollouts=tuple(rollout for rollout, _ in pairs),
         scores=tuple(scored for _, scored in pairs),
         data_source=graded.group.prompt.data_source,
+        baseline_reward=graded.baseline_reward,
     )

@@ -18,10 +18,19 @@ from typing import Protocol
 
 from services.reward.fleet import AnnouncedReplica, Grant, Member, Wanted
 from services.reward.replica_queue import Priority, ReplicaQueue
-from sluice.errors import EngineError, ExhaustedError, InvalidRequestError, PeerError, SluiceError
+from sluice.errors import (
+    DataError,
+    EngineError,
+    ExhaustedError,
+    InvalidRequestError,
+    PeerError,
+    PromptTooLongError,
+    SluiceError,
+)
 from sluice.types import (
     FinishReason,
     Prompt,
+    PromptOrigin,
     ReplicaInfo,
     Rollout,
     RolloutGroup,
@@ -72,6 +81,10 @@ class GroupFailedError(SluiceError):
     """A group cannot be generated: refused by the engine, or failed too often."""
 
 
+class OverlongPromptError(GroupFailedError):
+    """A prompt is over data.max_prompt_length, and such prompts are left out."""
+
+
 StartCallback = Callable[[int | None], None]
 
 
@@ -104,10 +117,19 @@ class GroupDispatcher:
         client: how replicas are called.
         queue: who gets room on which replica.
         max_attempts: failures after which a group is given up.
+        leave_out_overlong: whether a row that is too long is left out, or an error of the data.
     """
 
-    def __init__(self, client: GenerationClient, queue: ReplicaQueue, *, max_attempts: int) -> None:
+    def __init__(
+        self,
+        client: GenerationClient,
+        queue: ReplicaQueue,
+        *,
+        max_attempts: int,
+        leave_out_overlong: bool = False,
+    ) -> None:
         self._client, self._queue, self._max_attempts = client, queue, max_attempts
+        self._leave_out_overlong = leave_out_overlong
         self._streams: dict[asyncio.Timeout, Member] = {}
 
     async def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
@@ -130,7 +152,9 @@ class GroupDispatcher:
                 group holds nothing and waits.
 
         Raises:
-            GroupFailedError: the engine refuses the prompt, or too many attempts failed.
+            GroupFailedError: the engine refuses the prompt (`OverlongPromptError`: as too long), or
+                too many attempts failed.
+            DataError: a row is too long, and such rows are not to be left out.
         """
         collected = _Collected(request)
         notify = on_start or _ignore
@@ -157,6 +181,11 @@ class GroupDispatcher:
         member = grant.member
         try:
             await self._receive(grant, collected, missing, notify)
+        except PromptTooLongError as error:
+            prompt = collected.request.prompt
+            if prompt.origin is PromptOrigin.DATASET and not self._leave_out_overlong:
+                raise DataError(f"{prompt.place}: {error}") from error
+            raise OverlongPromptError(f"{prompt.place or prompt.prompt_id}: {error}") from error
         except InvalidRequestError as error:
             raise GroupFailedError(f"refused by {member.announced.info.name}: {error}") from error
         except ExhaustedError:

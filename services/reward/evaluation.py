@@ -11,7 +11,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.reward.dispatcher import GroupDispatcher, GroupFailedError, GroupRequest
+from services.reward.dispatcher import (
+    GroupDispatcher,
+    GroupFailedError,
+    GroupRequest,
+    OverlongPromptError,
+)
 from services.reward.generation_trace import GenerationTrace
 from services.reward.grading import Grader
 from services.reward.prompt_source import DrawStream
@@ -124,6 +129,9 @@ class Evaluation:
         prompt = _prompt(draw)
         try:
             group = await self._generated(prompt, order)
+        except OverlongPromptError as error:
+            logger.info("%s left out: %s", prompt.prompt_id, error)
+            return
         except GroupFailedError as error:
             failed = Failed(FailureKind.ENGINE_ERROR, str(error))
             outcomes: tuple[Outcome, ...] = (failed,) * order.samples_per_prompt
@@ -184,4 +192,5 @@ def _prompt(draw: Draw) -> Prompt:
         origin=PromptOrigin.DATASET,
         position=draw.position,
         extra_info=row.extra_info,
+        place=row.place,
     )

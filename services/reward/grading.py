@@ -15,6 +15,7 @@ from sluice.types import (
     FinishReason,
     GradedGroup,
     Outcome,
+    Prompt,
     Rollout,
     RolloutGroup,
     Scored,
@@ -79,18 +80,24 @@ class Grader:
     def __init__(self, scorer: SampleScorer, shaping: OverlongShaping | None) -> None:
         self._scorer, self._shaping = scorer, shaping
 
-    async def grade(self, group: RolloutGroup) -> GradedGroup:
-        """One outcome per sample. Aborted samples are never graded."""
-        complete = [r for r in group.rollouts if r.finish_reason is not FinishReason.ABORTED]
-        outcomes = await self._scorer.score([_item(group, rollout) for rollout in complete])
-        by_index = {
-            rollout.sample_index: self._shaped(outcome, rollout)
-            for rollout, outcome in zip(complete, outcomes, strict=True)
-        }
+    async def grade(self, group: RolloutGroup, greedy: RolloutGroup | None = None) -> GradedGroup:
+        """One outcome per sample, by the same scorer and shaping for the greedy response.
+
+        Aborted samples are never graded.
+        """
+        rollouts = (*group.rollouts, *(greedy.rollouts if greedy else ()))
+        complete = [r for r in rollouts if r.finish_reason is not FinishReason.ABORTED]
+        scored = iter(await self._scorer.score([_item(group.prompt, r) for r in complete]))
         aborted = Failed(FailureKind.ABORTED, "generation was ended from outside")
-        return GradedGroup(
-            group, tuple(by_index.get(rollout.sample_index, aborted) for rollout in group.rollouts)
+        outcomes = tuple(
+            aborted
+            if rollout.finish_reason is FinishReason.ABORTED
+            else self._shaped(next(scored), rollout)
+            for rollout in rollouts
         )
+        num_samples = len(group.rollouts)
+        baseline = GradedGroup(greedy, outcomes[num_samples:]) if greedy else None
+        return GradedGroup(group, outcomes[:num_samples], baseline)
 
     def _shaped(self, outcome: Outcome, rollout: Rollout) -> Outcome:
         if self._shaping is None or isinstance(outcome, Failed):
@@ -102,8 +109,7 @@ class Grader:
         return replace(outcome, reward=outcome.score + penalty, metrics=metrics)
 
 
-def _item(group: RolloutGroup, rollout: Rollout) -> ScoreItem:
-    prompt = group.prompt
+def _item(prompt: Prompt, rollout: Rollout) -> ScoreItem:
     return ScoreItem(
         prompt.data_source,
         rollout.text,

@@ -24,32 +24,25 @@ class Judgement:
     detail: str = ""
 
 
-def judge(graded: GradedGroup, *, metric: str | None) -> Judgement:
+def judge(graded: GradedGroup, *, metric: str | None, whole_groups: bool = False) -> Judgement:
     """Apply the group filter to what could be scored.
 
     A group fails when fewer than half of its samples (or, of more than one, fewer than two) were
-    scored: what is left would be another comparison than the one that was asked for.
+    scored: what is left would be another comparison than the one that was asked for. It fails as
+    well when its greedy response, if it has one, was not scored. That response is not filtered by.
 
     Args:
         graded: the group.
         metric: the filter's metric; ``None``: no filter.
+        whole_groups: every sample must be scored, since the loss compares all of them.
 
     Raises:
         ConfigError: the scorer does not return `metric` for a prompt of the data set, as it then
             would for all of them. A client's prompt fails alone.
     """
     prompt = graded.group.prompt
-    num_samples, num_scored = len(graded.outcomes), len(graded.scored)
-    needed = max(math.ceil(LEAST_SCORED_SHARE * num_samples), min(LEAST_SCORED, num_samples))
-    if num_scored < needed:
-        first = next(o for o in graded.outcomes if isinstance(o, Failed))
-        return Judgement(
-            PromptEnd.DROPPED_FAILED,
-            f"{num_samples - num_scored} of {num_samples} samples failed, the first: "
-            f"{first.kind}: {first.detail}",
-        )
-    if not graded.group.num_response_tokens:
-        return Judgement(PromptEnd.DROPPED_FAILED, "all responses are empty")
+    if failure := _failure(graded, whole_groups=whole_groups):
+        return Judgement(PromptEnd.DROPPED_FAILED, failure)
     try:
         return Judgement(filter_group(graded, metric=metric))
     except ConfigError as error:
@@ -58,3 +51,23 @@ def judge(graded: GradedGroup, *, metric: str | None) -> Judgement:
         raise ConfigError(
             f"prompt {prompt.prompt_id} of data source '{prompt.data_source}': {error}"
         ) from error
+
+
+def _failure(graded: GradedGroup, *, whole_groups: bool) -> str:
+    """Why a group is of no use whatever its scores say; empty if it is of use."""
+    num_samples, num_scored = len(graded.outcomes), len(graded.scored)
+    half = max(math.ceil(LEAST_SCORED_SHARE * num_samples), min(LEAST_SCORED, num_samples))
+    if num_scored < (num_samples if whole_groups else half):
+        first = next(o for o in graded.outcomes if isinstance(o, Failed))
+        return (
+            f"{num_samples - num_scored} of {num_samples} samples failed"
+            f"{' and the loss compares whole groups' if whole_groups else ''}, the first: "
+            f"{first.kind}: {first.detail}"
+        )
+    if not graded.group.num_response_tokens:
+        return "all responses are empty"
+    unscored = [o for o in graded.greedy.outcomes if isinstance(o, Failed)] if graded.greedy else []
+    if unscored:
+        first = unscored[0]
+        return f"{first.kind}: no score of the greedy response, the baseline: {first.detail}"
+    return ""

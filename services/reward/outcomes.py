@@ -11,11 +11,12 @@ from pathlib import Path
 
 from services.reward.batcher import Batcher
 from services.reward.generation_trace import GenerationTrace, GroupTrace
+from services.reward.greedy_response import DrawnGroup
 from services.reward.ledger import PromptLedger, PromptState
 from services.reward.statistics import Discard, IntervalStatistics, batch_content_metrics
 from services.reward.yield_guard import YieldGuard
 from sluice.algorithm.admission import YieldEstimate
-from sluice.types import Failed, GradedGroup, Prompt, PromptEnd, RolloutGroup, TrainGroup
+from sluice.types import Failed, GradedGroup, Prompt, PromptEnd, Scored, TrainGroup
 
 logger = logging.getLogger(__name__)
 
@@ -70,22 +71,27 @@ class OutcomeRecorder:
         self._trace = trace
         self._scorer_seconds, self._on_end = scorer_seconds, on_end
         self._interval = IntervalStatistics(time.monotonic())
+        self._num_greedy_tokens = 0  # of the interval, part of its generated tokens
         self._totals: Counter[str] = Counter()
         self.estimate = YieldEstimate()
 
-    def generated(self, group: RolloutGroup) -> None:
-        """All samples of a group are there."""
-        self._drawn(group.num_response_tokens)
-        self._ledger.move(group.prompt.prompt_id, PromptState.GRADING)
+    def generated(self, drawn: DrawnGroup) -> None:
+        """All samples of a group are there, and its greedy response if it has one."""
+        self._drawn(drawn.num_response_tokens)
+        self._num_greedy_tokens += drawn.num_greedy_tokens
+        self._totals["reward/greedy_tokens"] += drawn.num_greedy_tokens
+        self._ledger.move(drawn.samples.prompt.prompt_id, PromptState.GRADING)
 
     def graded(self, graded: GradedGroup) -> None:
-        """A group has its outcomes."""
-        num_samples, num_scored = len(graded.outcomes), len(graded.scored)
+        """A group has its outcomes; a greedy response counts as one more sample."""
+        outcomes = (*graded.outcomes, *(graded.greedy.outcomes if graded.greedy else ()))
+        num_samples = len(outcomes)
+        num_scored = sum(isinstance(outcome, Scored) for outcome in outcomes)
         self._interval.num_graded_samples += num_samples
         self._interval.num_failed_samples += num_samples - num_scored
         self._totals["reward/samples_graded"] += num_samples
         self._totals["reward/samples_failed"] += num_samples - num_scored
-        first = next((o for o in graded.outcomes if isinstance(o, Failed)), None)
+        first = next((o for o in outcomes if isinstance(o, Failed)), None)
         if first is not None:
             prompt_id = graded.group.prompt.prompt_id
             logger.warning(
@@ -125,6 +131,14 @@ class OutcomeRecorder:
         rewards = tuple(scored.reward for scored in graded.scored) if graded else ()
         self._on_end(PromptOutcome(prompt, end, step, rewards, detail))
 
+    def left_out(self, prompt: Prompt, detail: str) -> None:
+        """A prompt that is too long ends; it says nothing about the yield of the others."""
+        self._left_behind(prompt)
+        logger.info("prompt %s left out: %s", prompt.prompt_id, detail)
+        self._totals["reward/prompts_overlong"] += 1
+        self._ledger.end(prompt.prompt_id, PromptEnd.DROPPED_FAILED)
+        self._on_end(PromptOutcome(prompt, PromptEnd.DROPPED_FAILED, None, (), detail))
+
     def restarted(self, prompt: Prompt, why: Discard) -> None:
         """A prompt whose group was broken off, or is of no use any more, waits again.
 
@@ -153,11 +167,13 @@ class OutcomeRecorder:
         """Statistics since the last batch, which this batch carries; a new interval begins."""
         now, scorer_seconds = time.monotonic(), self._scorer_seconds()
         interval, self._interval = self._interval, IntervalStatistics(now, scorer_seconds)
+        num_greedy_tokens, self._num_greedy_tokens = self._num_greedy_tokens, 0
         return {
             **interval.metrics(now, batch_size=len(groups), scorer_seconds=scorer_seconds),
             **batch_content_metrics(
                 groups, version, num_generated_tokens=interval.num_generated_tokens
             ),
+            "train/greedy_tokens": float(num_greedy_tokens),
             "train/groups_carried_over": float(self._batcher.num_kept),
             "perf/reward_rss_mb": _peak_memory_mb(),
         }

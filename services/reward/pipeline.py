@@ -33,10 +33,16 @@ from functools import partial
 from services.reward.awaited import Awaited, AwaitedClock, LoopFacts, awaited_now
 from services.reward.batcher import Batcher, BatchRules
 from services.reward.change_signal import ChangeSignal
-from services.reward.dispatcher import GroupDispatcher, GroupFailedError, GroupRequest
+from services.reward.dispatcher import (
+    GroupDispatcher,
+    GroupFailedError,
+    GroupRequest,
+    OverlongPromptError,
+)
 from services.reward.fleet import AnnouncedReplica
 from services.reward.generation_trace import GenerationTrace
 from services.reward.grading import Grader
+from services.reward.greedy_response import generate_group
 from services.reward.in_flight import Fate, InFlightItem, InFlightTable
 from services.reward.judgement import judge
 from services.reward.ledger import PromptLedger, PromptState
@@ -61,12 +67,23 @@ TAKE_OVER_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
-    """What the loop needs of the configuration."""
+    """What the loop needs of the configuration.
+
+    With `greedy` one more response to each prompt is drawn, as a baseline. With `whole_groups` a
+    group of which a sample failed is of no use.
+    """
 
     rules: BatchRules
     samples_per_group: int
     sampling: SamplingParams
     filter_metric: str | None
+    greedy: SamplingParams | None = None
+    whole_groups: bool = False
+
+    @property
+    def sequences_per_prompt(self) -> int:
+        """Responses drawn for a prompt."""
+        return self.samples_per_group + (self.greedy is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +221,7 @@ class Pipeline:
             return 0
         rules, num_in_flight = self._settings.rules, len(self._in_flight)
         free = self._parts.queue.num_free_sequences(self.policy_version - rules.max_staleness)
-        more = max(0, free // self._settings.samples_per_group)
+        more = max(0, free // self._settings.sequences_per_prompt)
         if free > 0 and num_in_flight == 0:
             more = max(1, more)  # a group larger than a replica must run as well
         return groups_to_admit(
@@ -228,7 +245,14 @@ class Pipeline:
         recorder = self._parts.recorder
         try:
             graded = await self._generate_and_grade(item)
-            verdict = judge(graded, metric=self._settings.filter_metric)
+            verdict = judge(
+                graded,
+                metric=self._settings.filter_metric,
+                whole_groups=self._settings.whole_groups,
+            )
+        except OverlongPromptError as error:
+            recorder.left_out(item.prompt, str(error))
+            return
         except SluiceError as error:
             recorder.ended(item.prompt, PromptEnd.DROPPED_FAILED, detail=str(error))
             if not isinstance(error, GroupFailedError):
@@ -246,10 +270,12 @@ class Pipeline:
             if version is not None:
                 self._stale_groups.check(self.policy_version)
 
-        group = await self._parts.dispatcher.generate(self._request(item.prompt), note_start)
-        self._parts.recorder.generated(group)
+        drawn = await generate_group(
+            self._parts.dispatcher, self._request(item.prompt), self._settings.greedy, note_start
+        )
+        self._parts.recorder.generated(drawn)
         self._in_flight.start_grading(item)
-        graded = await self._parts.grader.grade(group)
+        graded = await self._parts.grader.grade(drawn.samples, drawn.greedy)
         self._parts.recorder.graded(graded)
         return graded
 

@@ -110,6 +110,7 @@ class PromptSource:
             origin=PromptOrigin.DATASET,
             position=draw.position,
             extra_info=row.extra_info,
+            place=row.place,
         )
         self._ledger.accept(prompt)
         return prompt

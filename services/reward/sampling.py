@@ -1,4 +1,4 @@
-"""How training and validation responses are drawn, and from which seed."""
+"""How training, greedy and validation responses are drawn, and from which seed."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def training_sampling(rollout: RolloutConfig, max_tokens: int) -> SamplingParams
         max_tokens=max_tokens,
         seed=rollout.seed,
     )
+
+
+def greedy_sampling(training: SamplingParams) -> SamplingParams:
+    """The most probable token at every place, with the limits of the training samples."""
+    return replace(training, temperature=0.0, top_p=1.0, top_k=-1)
 
 
 def validation_sampling(

@@ -143,7 +143,7 @@ class TrainBatches:
         for graded in self._batcher.kept_groups(decision.dropped):
             self._batcher.remove(graded.group.prompt.prompt_id)
             self._recorder.surplus_discarded()
-            detail = f"oldest token of version {graded.group.oldest_version}, batch of {version}"
+            detail = f"oldest token of version {graded.oldest_version}, batch of {version}"
             self._recorder.ended(
                 graded.group.prompt, PromptEnd.DROPPED_STALE, graded=graded, detail=detail
             )

@@ -21,6 +21,7 @@ from sluice.concurrency.exit_status import exit_status
 from sluice.concurrency.parent_death import end_with_supervisor
 from sluice.concurrency.process_exit import leave
 from sluice.concurrency.shutdown import stop_on_signals
+from sluice.config.derived import message_mb
 from sluice.config.endpoints import advertised_address, peer_address
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
@@ -83,6 +84,8 @@ def _encoder(config: RunConfig) -> PromptEncoder:
         Path(model.path),
         max_prompt_length=config.data.max_prompt_length,
         truncation=config.data.truncation,
+        filter_overlong=config.data.filter_overlong_prompts,
+        template_kwargs=config.data.apply_chat_template_kwargs,
         trust_remote_code=model.trust_remote_code,
     )
 
@@ -110,7 +113,7 @@ def _server(
         _SERVICES,
         host=endpoint.host,
         port=endpoint.port,
-        max_message_bytes=config.sluice.max_message_mb << 20,
+        max_message_bytes=message_mb(config) << 20,
     )
 
 
@@ -129,7 +132,7 @@ async def _take_part(
 ) -> None:
     """Stays registered until `stop`, then tells the trainer that the replica drains."""
     trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
-    limit = config.sluice.max_message_mb << 20
+    limit = message_mb(config) << 20
     async with open_channel(trainer, max_message_bytes=limit) as channel:
         digest = layout_digest(engine.weight_layout)
         registration = Registration(trainer_stub(channel), replica, digest, engine.load)

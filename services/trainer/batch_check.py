@@ -24,16 +24,22 @@ class BatchTerms:
         samples_per_group: samples drawn for a prompt (``rollout.n``). A group may hold fewer,
             since samples can fail, but at least half of them and, of several, two.
         max_staleness: versions that a sample's oldest token may lag behind the version updated.
+        whole_groups: no sample may be missing, since the loss compares all of a group's.
+        with_baselines: every group carries the reward of a greedy response.
     """
 
     num_groups: int
     samples_per_group: int
     max_staleness: int
+    whole_groups: bool = False
+    with_baselines: bool = False
 
     @property
     def fewest_samples(self) -> int:
         """Samples that make a group."""
         drawn = self.samples_per_group
+        if self.whole_groups:
+            return drawn
         return max(math.ceil(_LEAST_SHARE * drawn), min(_LEAST_SAMPLES, drawn))
 
 
@@ -85,6 +91,14 @@ def _group_problems(group: TrainGroup, terms: BatchTerms) -> Iterator[str]:
         yield f"sample indices {indices} repeat"
     if not group.prompt_token_ids.size:
         yield "the prompt holds no tokens"
+    if group.baseline_reward is not None and not math.isfinite(group.baseline_reward):
+        yield f"its baseline_reward is {group.baseline_reward}"
+    if group.baseline_reward is None and terms.with_baselines:
+        yield (
+            "it has no baseline_reward, the greedy response's reward that the run's "
+            "algorithm.adv_estimator needs of every group; run the reward service with the same "
+            "configuration"
+        )
 
 
 def _sample_problems(

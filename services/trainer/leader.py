@@ -40,8 +40,14 @@ from services.trainer.servicer import TrainerServicer
 from services.trainer.weight_publisher import WeightPublisher
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.concurrency.shutdown import stop_on_signals
-from sluice.config.derived import checkpoint_folder, total_training_steps, world_size
-from sluice.config.endpoints import peer_address
+from sluice.config.derived import (
+    checkpoint_folder,
+    message_mb,
+    total_training_steps,
+    world_size,
+)
+from sluice.config.endpoints import advertised_host, peer_address
+from sluice.config.group_needs import needs_greedy_baseline, needs_whole_groups
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device, transfer_device
 from sluice.rpc.channel import open_channel
@@ -151,7 +157,7 @@ async def _connect_reward(
     config: RunConfig, incarnation: str, stack: AsyncExitStack
 ) -> RewardClient:
     address = peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint")
-    limit = config.sluice.max_message_mb << 20
+    limit = message_mb(config) << 20
     channel = await stack.enter_async_context(open_channel(address, max_message_bytes=limit))
     return RewardClient(reward_stub(channel), incarnation, config.sluice.trainer.batch_timeout_s)
 
@@ -166,7 +172,7 @@ async def _serve(config: RunConfig, fleet: Fleet, state: RunState, stack: AsyncE
         (_SERVICE,),
         host=service.endpoint.host,
         port=service.endpoint.port,
-        max_message_bytes=config.sluice.max_message_mb << 20,
+        max_message_bytes=message_mb(config) << 20,
     )
     await server.start()
     stack.push_async_callback(server.stop, _LAST_ANSWERS_S)
@@ -199,7 +205,7 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
 def _publisher(config: RunConfig, fleet: Fleet, trained: _Trained) -> WeightPublisher:
     weights, endpoint = config.sluice.weights, config.sluice.trainer.endpoint
     device = transfer_device(config.trainer.device, weights.backend)
-    reachable_at = (endpoint.advertise or endpoint.host).rsplit(":", 1)[0]
+    reachable_at = advertised_host(endpoint)
 
     num_buckets = len(plan_transfer(trained.tensors, weights.bucket_mb << 20).buckets)
     transfer_timeout_s = (num_buckets + 1) * weights.timeout_s  # one more for the trailer
@@ -216,7 +222,7 @@ def _publisher(config: RunConfig, fleet: Fleet, trained: _Trained) -> WeightPubl
     def connect(replica: ReplicaInfo) -> ReplicaClient:
         return ReplicaClient(
             replica,
-            max_message_bytes=config.sluice.max_message_mb << 20,
+            max_message_bytes=message_mb(config) << 20,
             timeout_s=weights.timeout_s,
             transfer_timeout_s=transfer_timeout_s,
         )
@@ -247,5 +253,7 @@ def _loop_settings(config: RunConfig, dataset_rows: int) -> LoopSettings:
             config.data.train_batch_size,
             config.actor_rollout_ref.rollout.n,
             config.sluice.asynchrony.max_staleness,
+            whole_groups=needs_whole_groups(config),
+            with_baselines=needs_greedy_baseline(config),
         ),
     )

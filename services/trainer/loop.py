@@ -98,9 +98,10 @@ class TrainLoop:
         self._settings = settings
         self._policy, self._data, self._record = parts.policy, parts.data, parts.record
         self._publisher, self._fleet, self._state = parts.publisher, parts.fleet, parts.state
-        self._progress = resume_from
+        # Of finished steps, for checkpoints; and with the batch in hand, for the reward service.
+        self._progress = self._progress_in_hand = resume_from
         self._announcer = PolicyAnnouncer(
-            parts.data.announce, parts.fleet, parts.state, lambda: self._progress
+            parts.data.announce, parts.fleet, parts.state, lambda: self._progress_in_hand
         )
         self._evaluation: asyncio.Task[None] | None = None
         self._evaluation_error: SluiceError | None = None
@@ -155,6 +156,7 @@ class TrainLoop:
         if batch is None:
             return
         check_batch(batch, self._settings.terms, step)
+        self._progress_in_hand = batch.progress
         taken_s = time.monotonic()
         self._state.enter(RunPhase.TRAINING)
         learner = await self._policy.train(batch, step)

@@ -33,10 +33,10 @@ class TrainData(Protocol):
         self,
         version: int,
         replicas: Sequence[ReplicaInfo],
-        resume_from: DataProgress | None,
+        progress: Callable[[], DataProgress | None],
         /,
     ) -> None:
-        """Tells the current version, who serves it and where the data set stands."""
+        """Tells the current version, who serves it and where the data set stands by then."""
         ...
 
     async def take_batch(self, step: int, version: int) -> TrainBatch:

@@ -22,10 +22,10 @@ class AnnounceCall(Protocol):
         self,
         version: int,
         replicas: Sequence[ReplicaInfo],
-        resume_from: DataProgress | None,
+        progress: Callable[[], DataProgress | None],
         /,
     ) -> None:
-        """Makes the announcement known."""
+        """Makes the announcement known, again and with the latest progress to who forgot it."""
         ...
 
 
@@ -36,9 +36,10 @@ class PolicyAnnouncer:
         send: the reward service's end.
         fleet: who serves.
         state: which version.
-        progress: where the data set stands after the version announced, told every time: a
-            reward service that starts anew goes on from there, any other one ignores it. None
-            before the first batch of a run from the start.
+        progress: where the data set stands, with the batch in hand counted as trained; told every
+            time. A reward service that starts anew goes on from there and draws no prompt of that
+            batch again; any other one ignores it. None before the first batch of a run from the
+            start.
     """
 
     def __init__(
@@ -68,5 +69,5 @@ class PolicyAnnouncer:
             current = (version, self._fleet.in_state(MemberState.SERVING))
             if current == self._last:
                 return
-            await self._send(*current, self._progress())
+            await self._send(*current, self._progress)
             self._last = current

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import socket
 from types import TracebackType
 from typing import Self
 
-from sluice.errors import ConfigError
+from sluice.rpc.bound_socket import bound_socket
 
 
 class PortReservation:
@@ -22,15 +20,7 @@ class PortReservation:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            if port:
-                self._socket.bind((host, port))
-        except OSError as error:
-            self._socket.close()
-            raise _refused(host, port, error) from error
+        self._socket = bound_socket(host, port) if port else None
 
     def __enter__(self) -> Self:
         return self
@@ -45,16 +35,5 @@ class PortReservation:
 
     def release(self) -> None:
         """Frees the port for the server itself. Repeating it does nothing."""
-        self._socket.close()
-
-
-def _refused(host: str, port: int, error: OSError) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(
-            f"port {port} on {host} is in use; end the process that holds it, or set another port "
-            "(0 lets the system choose)"
-        )
-    return ConfigError(
-        f"host {host}, port {port}: cannot listen there ({error.strerror}); "
-        "use an address of this machine"
-    )
+        if self._socket is not None:
+            self._socket.close()

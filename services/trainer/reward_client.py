@@ -8,12 +8,18 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.trainer.progress_deadline import while_progressing
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.codec.batch import progress_to_proto, train_batch_from_proto
 from sluice.codec.fleet import replica_to_proto
-from sluice.errors import DeadlineError, InvalidRequestError, NotFoundError, PeerError
+from sluice.concurrency.progress_deadline import while_progressing
+from sluice.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    NotFoundError,
+    PeerDefectError,
+    PeerError,
+)
 from sluice.rpc.call import unary_call
 from sluice.types import DataProgress, ReplicaInfo, TrainBatch
 
@@ -22,8 +28,8 @@ logger = logging.getLogger(__name__)
 _PEER = "reward service"
 _POLL_S = 15.0
 _PAUSE_S = 0.5
-# What ends an evaluation is that nothing moves; a call has to have some deadline all the same.
-_LONGEST_EVALUATION_S = 7 * 86_400.0
+# In a row; a service that answers in this way does not get well by itself.
+_MAX_DEFECTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,7 @@ class RewardClient:
     ) -> None:
         self._stub, self._incarnation = stub, incarnation
         self._batch_timeout_s, self._absence_s = batch_timeout_s, absence_s
-        self._announced: reward.AnnouncePolicyRequest | None = None
+        self._announced: Callable[[], reward.AnnouncePolicyRequest] | None = None
 
     async def wait_until_up(self, timeout_s: float) -> int:
         """Rows of the training data set, as soon as the service answers.
@@ -85,21 +91,33 @@ class RewardClient:
         self,
         version: int,
         replicas: Sequence[ReplicaInfo],
-        resume_from: DataProgress | None = None,
+        progress: Callable[[], DataProgress | None] = lambda: None,
     ) -> None:
         """Tells the current version, who serves it and where the data set stands.
+
+        A service that starts anew before the next announcement is told this one again.
+
+        Args:
+            version: the current one.
+            replicas: who serves it.
+            progress: where the data set stands; asked each time this is told.
 
         Raises:
             DeadlineError, PeerError: the service was out of reach for `absence_s`.
         """
-        request = reward.AnnouncePolicyRequest(
-            trainer_incarnation=self._incarnation,
-            policy_version=version,
-            replicas=[replica_to_proto(replica, version) for replica in replicas],
-            resume_from=progress_to_proto(resume_from) if resume_from else None,
-        )
+        told = [replica_to_proto(replica, version) for replica in replicas]
+
+        def request() -> reward.AnnouncePolicyRequest:
+            stands_at = progress()
+            return reward.AnnouncePolicyRequest(
+                trainer_incarnation=self._incarnation,
+                policy_version=version,
+                replicas=told,
+                resume_from=progress_to_proto(stands_at) if stands_at else None,
+            )
+
         self._announced = request
-        await self._until_reached(lambda: self._announce(request))
+        await self._until_reached(lambda: self._announce(request()))
 
     async def take_batch(self, step: int, version: int) -> TrainBatch:
         """The next batch. Waits as long as the service makes progress.
@@ -109,10 +127,11 @@ class RewardClient:
         Raises:
             BatchUnfillableError: it says that no batch can be filled any more.
             PeerError: what it sent is no batch.
+            PeerDefectError: it answered several times in a row that it is broken.
             DeadlineError: nothing moved for `batch_timeout_s`; says what the service waits for.
         """
         request = reward.TakeBatchRequest(step=step, policy_version=version)
-        seen, seen_s, why = "", time.monotonic(), ""
+        seen, seen_s, why, defects = "", time.monotonic(), "", 0
         while True:
             try:
                 answer = await unary_call(
@@ -123,11 +142,13 @@ class RewardClient:
                     phase=f"taking the batch of step {step}",
                     deadline_s=_POLL_S,
                 )
-            except DeadlineError as error:
+            except (DeadlineError, PeerError) as error:
+                defects = defects + 1 if isinstance(error, PeerDefectError) else 0
+                if defects == _MAX_DEFECTS:
+                    raise
                 why = str(error)
-            except PeerError as error:
-                why = str(error)
-                await asyncio.sleep(_PAUSE_S)
+                if isinstance(error, PeerError):
+                    await asyncio.sleep(_PAUSE_S)
             else:
                 return _decoded(answer.batch, step)
             now_s = time.monotonic()
@@ -182,7 +203,6 @@ class RewardClient:
                 name="RewardService/Evaluate",
                 peer=_PEER,
                 phase=phase,
-                deadline_s=_LONGEST_EVALUATION_S,
             ),
             progress,
             stall_s=self._batch_timeout_s,
@@ -257,7 +277,7 @@ class RewardClient:
             status = await self._status()
             if self._announced is not None and not status.HasField("policy_version"):
                 logger.warning("the reward service has started anew; it is told the policy again")
-                await self._announce(self._announced)
+                await self._announce(self._announced())
         except (DeadlineError, PeerError):
             return ""
         ended = sorted(status.prompts_by_end.items())

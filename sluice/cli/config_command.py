@@ -23,10 +23,11 @@ from sluice.cli.up import split_arguments
 from sluice.config.check_report import check_report
 from sluice.config.coverage import coverage
 from sluice.config.diff import diff_configs
-from sluice.config.explain import all_keys, explain_key, launch_notices
+from sluice.config.explain import all_keys, explain_key, keys_of_section, launch_notices
 from sluice.config.key_settings import KeySettings, keys_as_set
 from sluice.config.loader import load_config
 from sluice.config.memory.shape_reading import find_shape, unknown_shape
+from sluice.config.remarks import remarks
 from sluice.config.run import RunConfig
 
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -80,7 +81,7 @@ def check(
     file, overrides = _parts(arguments or [])
     config = load_config(file, overrides)
     settings = KeySettings(config, keys_as_set(file, overrides))
-    notices = [notice.text for notice in launch_notices(file, overrides)]
+    notices = [notice.text for notice in launch_notices(file, overrides)] + remarks(config)
     shape = find_shape(config.actor_rollout_ref.model.path, model_config)
     report = check_report(
         config,
@@ -105,19 +106,21 @@ def check(
 @config_commands.command("explain")
 def explain(
     key: Annotated[
-        str | None, typer.Argument(help="A key in any accepted spelling; none: all keys.")
+        str | None,
+        typer.Argument(help="A key or section, in any spelling; none: all keys."),
     ] = None,
     *,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a key means, takes and does here; without a key list all of them.
+    """Say what a key means, takes and does here; list the keys of a section, or all of them.
 
     \b
     Example:
       sluice config explain actor_rollout_ref.actor.clip_ratio_high
+      sluice config explain algorithm.rollout_correction
     """
-    if key is None:
-        keys = all_keys()
+    keys = all_keys() if key is None else keys_of_section(key)
+    if key is None or keys:
         if as_json:
             typer.echo(json.dumps([description_as_json(one) for one in keys], sort_keys=True))
         else:
@@ -136,7 +139,7 @@ def cover(
     *,
     as_json: AsJson = False,
 ) -> None:
-    """Count what becomes of every key in launch files.
+    """Count what becomes of every key in launch files, and list what is not simply honoured.
 
     The exit code is 1 if a key is unknown.
 

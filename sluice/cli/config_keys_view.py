@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import yaml
@@ -10,10 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from sluice.cli.plain_table import print_table
-from sluice.config.catalogue.entry import ABSENT
+from sluice.config.catalogue.entry import ABSENT, Status
 from sluice.config.coverage import Coverage
 from sluice.config.diff import Difference
-from sluice.config.explain import KeyDescription
+from sluice.config.explain import KeyDescription, explain_key
 
 
 def print_keys(console: Console, keys: Sequence[KeyDescription]) -> None:
@@ -38,7 +39,6 @@ def print_description(console: Console, key: KeyDescription) -> None:
         ("advice", key.advice),
         ("sets", ", ".join(key.targets)),
         ("also spelled", ", ".join(key.spellings)),
-        ("engines", ", ".join(key.engines)),
     ]
     console.print(Text(key.path, style="bold"), soft_wrap=True)
     if key.asked != key.path:
@@ -49,24 +49,46 @@ def print_description(console: Console, key: KeyDescription) -> None:
 
 
 def print_coverage(console: Console, found: Coverage) -> None:
-    """Every key of every file with its status, and the sums."""
-    for file in found.files:
+    """What is not simply honoured, key by key and with the reason; then the sums."""
+    rest = {
+        key: status
+        for file in found.files
+        for key, status in file.keys.items()
+        if status is not Status.HONOURED
+    }
+    if rest:
         print_table(
             console,
-            str(file.file),
-            ("key", "status"),
-            ((key, str(status)) for key, status in file.keys.items()),
+            "Keys that are not simply honoured",
+            ("key", "status", "what happens"),
+            ((key, str(status), _happens(key, status)) for key, status in rest.items()),
         )
+    for file in found.files:
         for sentence in file.unknown:
-            console.print(Text(f"unknown: {sentence}", style="red"), soft_wrap=True)
-    rows = [(str(status), str(count)) for status, count in found.counts.items()]
+            console.print(Text(f"{file.file}: {sentence}", style="red"), soft_wrap=True)
+    rows = [
+        (str(file.file), *_counts(Counter(file.keys.values())), str(len(file.unknown)))
+        for file in found.files
+    ]
+    totals = ("all, each key once", *_counts(found.counts), str(found.num_unknown))
+    columns = (*map(str, Status), "unknown")
     print_table(
-        console,
-        "Distinct keys over all files",
-        ("status", "keys"),
-        [*rows, ("unknown", str(found.num_unknown))],
-        right=("keys",),
+        console, "Keys by what becomes of them", ("file", *columns), [*rows, totals], right=columns
     )
+
+
+def _counts(found: Mapping[Status, int]) -> list[str]:
+    return [str(found.get(status, 0)) for status in Status]
+
+
+def _happens(key: str, status: Status) -> str:
+    """The row's own words; of a key that is honoured otherwise, where it goes or why not."""
+    described = explain_key(key)
+    if described.instead:
+        return described.instead
+    if status is Status.MAPPED:
+        return f"is read as {described.path}"
+    return described.advice or described.meaning
 
 
 def print_differences(

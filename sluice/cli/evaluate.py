@@ -43,7 +43,9 @@ def evaluate(
         raise typer.Exit(_EXIT_INTERRUPTED)
     step, result = evaluated
     typer.echo(f"policy after step {step}")
-    for name, value in sorted(result.metrics.items()):
+    # The figures that verl calls core come first.
+    by_rank = sorted(result.metrics.items(), key=lambda item: ("val-core/" not in item[0], item[0]))
+    for name, value in by_rank:
         typer.echo(f"{name}: {value:.4f}")
 
 

@@ -9,8 +9,10 @@ from typing import Annotated
 import typer
 
 from sluice.cli.config_command import config_commands
+from sluice.cli.data_command import data_commands
 from sluice.cli.evaluate import evaluate
 from sluice.cli.generate import generate
+from sluice.cli.merge_command import merge
 from sluice.cli.quickstart import quickstart
 from sluice.cli.status import status
 from sluice.cli.submit import submit
@@ -54,7 +56,9 @@ commands.command("status")(status)
 commands.command("generate")(generate)
 commands.command("submit")(submit)
 commands.command("eval")(evaluate)
+commands.command("merge")(merge)
 commands.add_typer(config_commands, name="config")
+commands.add_typer(data_commands, name="data")
 
 
 def app() -> None:

@@ -21,6 +21,7 @@ from sluice.config.dump import write_config
 from sluice.config.endpoints import peer_address
 from sluice.config.explain import launch_notices
 from sluice.config.loader import load_config
+from sluice.config.remarks import remarks
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 from sluice.launch.reward_function_check import check_reward_function
@@ -69,8 +70,8 @@ def train(arguments: ConfigAndOverrides = None, *, logs: ShowLogs = False) -> No
 def _run(arguments: list[str] | None, *, logs: bool) -> None:
     file, overrides = split_arguments(arguments or [])
     console, config = Console(), load_config(file, overrides)
-    for notice in launch_notices(file, overrides):
-        console.print(f"notice: {notice.text}", soft_wrap=True, markup=False, highlight=False)
+    for line in (*(one.text for one in launch_notices(file, overrides)), *remarks(config)):
+        console.print(f"notice: {line}", soft_wrap=True, markup=False, highlight=False)
     end = start_run(config, console, logs=logs)
     raise typer.Exit(end.exit_code)
 

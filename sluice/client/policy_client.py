@@ -11,10 +11,16 @@ from typing import Self
 from sluice.api.reward.v1 import reward_pb2
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.codec.rollout import chat_prompt_to_proto, rollout_from_proto, sampling_to_proto
+from sluice.concurrency.progress_deadline import while_progressing
+from sluice.errors import DeadlineError, PeerError
 from sluice.rpc.call import stream_call, unary_call
 from sluice.rpc.channel import open_channel
 from sluice.rpc.stubs import reward_stub, rollout_stub
 from sluice.types import ChatMessage, Rollout, SamplingParams
+
+# A group of the longest responses may take this long; a service that has died is noticed at once.
+_STALL_S = 1800.0
+_LOOK_EVERY_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +116,58 @@ class PolicyClient:
                 yield _event(answer)
 
     async def evaluate(
-        self, policy_version: int, *, n: int | None, temperature: float | None
+        self,
+        policy_version: int,
+        *,
+        n: int | None,
+        temperature: float | None,
+        stall_s: float = _STALL_S,
     ) -> ValidationResult:
-        """Validates the announced policy, which must be `policy_version`."""
-        stub = reward_stub(self._channel)
-        answer = await unary_call(
-            stub.Evaluate,
-            reward_pb2.EvaluateRequest(policy_version=policy_version, n=n, temperature=temperature),
-            name="RewardService/Evaluate",
+        """Validates the announced policy. Waits as long as the reward service makes progress.
+
+        Args:
+            policy_version: the announced one; another one is refused.
+            n: responses per prompt; None: as configured.
+            temperature: of sampling; None: as configured.
+            stall_s: longest time without any group that is finished, seconds.
+
+        Raises:
+            DeadlineError: nothing moved for `stall_s`.
+            SluiceError: as the service failed.
+        """
+        stub, phase = reward_stub(self._channel), f"evaluating version {policy_version}"
+        order = reward_pb2.EvaluateRequest(
+            policy_version=policy_version, n=n, temperature=temperature
+        )
+        answer = await while_progressing(
+            unary_call(
+                stub.Evaluate,
+                order,
+                name="RewardService/Evaluate",
+                peer=self._address,
+                phase=phase,
+            ),
+            self._progress,
+            stall_s=stall_s,
+            interval_s=min(_LOOK_EVERY_S, stall_s / 4),
             peer=self._address,
-            phase="evaluating",
+            phase=phase,
         )
         return ValidationResult(dict(answer.metrics))
+
+    async def _progress(self) -> object:
+        """Something that differs whenever the reward service got on; None if it cannot be asked."""
+        try:
+            status = await unary_call(
+                reward_stub(self._channel).GetStatus,
+                reward_pb2.GetStatusRequest(),
+                name="RewardService/GetStatus",
+                peer=self._address,
+                phase="asking for its status",
+            )
+        except (DeadlineError, PeerError):
+            return None
+        return dict(status.prompts_by_end), status.groups_kept, dict(status.statistics)
 
 
 async def _requests(

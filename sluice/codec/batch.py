@@ -60,6 +60,7 @@ def train_group_to_proto(group: TrainGroup) -> reward.TrainGroup:
         rollouts=[rollout_to_proto(rollout) for rollout in group.rollouts],
         scores=[score_to_proto(scored) for scored in group.scores],
         data_source=group.data_source,
+        baseline_reward=group.baseline_reward,
     )
 
 
@@ -82,6 +83,7 @@ def train_group_from_proto(message: reward.TrainGroup) -> TrainGroup:
         rollouts=tuple(rollout_from_proto(rollout) for rollout in message.rollouts),
         scores=tuple(score_from_proto(score) for score in message.scores),
         data_source=message.data_source,
+        baseline_reward=(message.baseline_reward if message.HasField("baseline_reward") else None),
     )
 
 

@@ -64,9 +64,7 @@ class ActorConfig(Section, frozen=True):
     ] = 16384
     clip_ratio: Annotated[
         PositiveFloat,
-        Meta(
-            description="Symmetric clip; takes the place of clip_ratio_low and _high set to null."
-        ),
+        Meta(description="Both bounds of the clip in one number."),
     ] = 0.2
     clip_ratio_low: Annotated[
         PositiveFloat, Meta(description="Lower clip: ratios below 1 - this are clipped.")
@@ -89,14 +87,6 @@ class ActorConfig(Section, frozen=True):
     entropy_coeff: Annotated[float, Meta(description="Weight of the entropy bonus.")] = 0.0
     calculate_entropy: Annotated[
         bool, Meta(description="Report the entropy of the update's pass although its weight is 0.")
-    ] = False
-    calculate_sum_pi_squared: Annotated[
-        bool,
-        Meta(
-            description=(
-                "Sum the squared probabilities at every token; optimal_token_baseline needs them."
-            )
-        ),
     ] = False
     use_kl_loss: Annotated[
         bool, Meta(description="Add the divergence from a reference model to the loss.")

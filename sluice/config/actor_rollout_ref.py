@@ -8,7 +8,6 @@ from sluice.config.actor import ActorConfig, AggregationMode, FloatDtype, FsdpCo
 from sluice.config.model import ModelConfig
 from sluice.config.optim import OptimConfig
 from sluice.config.policy_loss import PolicyLossConfig
-from sluice.config.ref import RefConfig
 from sluice.config.rollout import RolloutConfig, ValKwargs
 from sluice.config.section import Section
 
@@ -21,16 +20,14 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "PolicyLossConfig",
-    "RefConfig",
     "RolloutConfig",
     "ValKwargs",
 ]
 
 
 class ActorRolloutRefConfig(Section, frozen=True):
-    """Policy, optimizer, reference and sampling."""
+    """Policy, optimizer and sampling. verl's `ref` has no field: the reference follows them."""
 
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
     actor: ActorConfig = msgspec.field(default_factory=ActorConfig)
-    ref: RefConfig = msgspec.field(default_factory=RefConfig)
     rollout: RolloutConfig = msgspec.field(default_factory=RolloutConfig)

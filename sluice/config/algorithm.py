@@ -93,20 +93,6 @@ class RolloutCorrectionConfig(Section, frozen=True):
     ] = "ppo_clip"
 
 
-class PfPpoConfig(Section, frozen=True):
-    """Policy filtration (Shen & Zhang 2024): which rows are drawn for the update."""
-
-    reweight_method: Annotated[
-        Literal["pow", "max_min", "max_random"],
-        Meta(
-            description=(
-                "Chance of a row: a power of its reward; the best and worst only; mostly the best."
-            )
-        ),
-    ] = "pow"
-    weight_pow: Annotated[float, Meta(description="pow: the exponent.")] = 2.0
-
-
 class AlgorithmConfig(Section, frozen=True):
     """How rewards become gradients."""
 
@@ -147,7 +133,6 @@ class AlgorithmConfig(Section, frozen=True):
     use_pf_ppo: Annotated[
         bool, Meta(description="gae: draw the batch's rows anew by their rewards.")
     ] = False
-    pf_ppo: PfPpoConfig = msgspec.field(default_factory=PfPpoConfig)
     filter_groups: FilterGroupsConfig = msgspec.field(default_factory=FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = msgspec.field(
         default_factory=RolloutCorrectionConfig

@@ -116,13 +116,14 @@ def _quantities(
 def _log_prob_quantity(one: LogProbPass, verl: BatchPlan, own: BatchPlan) -> Quantity:
     policy = "old-policy" if one.section == ROLLOUT else "reference"
     name = f"{policy} logprob micro-batches"
+    here = quotient(own.rows_per_replica, own.micro_rows)
     if one.dynamic:
-        return Quantity(name, "by token budget", None, None)
+        return Quantity(name, "by token budget", None, here)
     return Quantity(
         name,
-        "responses per rank / log_prob_micro_batch_size_per_gpu (here: or the actor's)",
+        "responses per rank / log_prob_micro_batch_size_per_gpu (here: / the update's)",
         quotient(verl.rows_per_replica, one.micro_rows),
-        quotient(own.rows_per_replica, one.micro_rows or own.micro_rows),
+        here,
     )
 
 

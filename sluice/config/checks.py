@@ -12,12 +12,14 @@ from sluice.algorithm.advantages.registry import BATCH_ESTIMATORS
 from sluice.algorithm.losses.registry import POLICY_OBJECTIVES
 from sluice.config import derived
 from sluice.config.actor_rollout_ref import ActorConfig
+from sluice.config.algorithm_rules import algorithm_problems
 from sluice.config.file_checks import file_problems
 from sluice.config.key_settings import KeySettings
 from sluice.config.memory.model_shape import ModelShape
 from sluice.config.model_rules import engine_violations, shape_violations
 from sluice.config.problems import raise_problems
 from sluice.config.run import RunConfig
+from sluice.config.service import MOST_MESSAGE_MB
 from sluice.config.verl_reading import verl_run
 from sluice.config.verl_rules import verl_violations
 from sluice.config.verl_run import ACTOR, ROLLOUT
@@ -66,6 +68,7 @@ def violations(
     if shape is not None:
         broken += shape_violations(run, shape)
     broken += [Violation(_name(check), text) for check in _CHECKS for text in check(config)]
+    broken += [Violation("algorithm", text) for text in algorithm_problems(config)]
     broken += [*_correction(config), *_message_size(config)]
     if files:
         broken += [Violation("files", text) for text in file_problems(config)]
@@ -118,19 +121,6 @@ def _names(config: RunConfig) -> Iterator[str]:
     ):
         if value is not None and value not in known:
             yield f"{key} = {value!r} is unknown; known: {', '.join(known)}"
-
-
-def _always_on(config: RunConfig) -> Iterator[str]:
-    if not config.actor_rollout_ref.model.use_remove_padding:
-        yield (
-            "actor_rollout_ref.model.use_remove_padding = false: sluice always packs tokens "
-            "without padding; set it to true or leave it out"
-        )
-    if not config.actor_rollout_ref.rollout.calculate_log_probs:
-        yield (
-            f"{ROLLOUT}.calculate_log_probs = false: behaviour logprobs are always returned; "
-            "set it to true or leave it out"
-        )
 
 
 def _clip(config: RunConfig) -> Iterator[str]:
@@ -208,10 +198,41 @@ def _correction(config: RunConfig) -> Iterator[Violation]:
 
 
 def _validation_files(config: RunConfig) -> Iterator[str]:
-    if config.data.val_files is None and config.trainer.test_freq > 0:
+    trainer = config.trainer
+    if config.data.val_files is None and trainer.test_freq > 0:
         yield (
-            f"trainer.test_freq = {config.trainer.test_freq} with data.val_files = null: there is "
+            f"trainer.test_freq = {trainer.test_freq} with data.val_files = null: there is "
             "nothing to validate on; give val_files or set test_freq=-1"
+        )
+    if config.data.val_files is None and trainer.val_only:
+        yield (
+            "trainer.val_only = true with data.val_files = null: there is nothing to validate on; "
+            "give val_files"
+        )
+    if trainer.val_only and not trainer.val_before_train:
+        yield (
+            "trainer.val_only = true with trainer.val_before_train = false would do nothing; set "
+            "val_before_train=true"
+        )
+
+
+def _reward_model(config: RunConfig) -> Iterator[str]:
+    model, key = config.reward.reward_model, "reward.reward_model"
+    if model.enable and not model.base_url:
+        yield (
+            f"{key}.enable = true with {key}.base_url = null: sluice starts no server for a reward "
+            "model; start one with OpenAI's chat completions and give its address, or grade with "
+            "reward.custom_reward_function"
+        )
+    if model.enable and not model.model_path:
+        yield (
+            f"{key}.enable = true with {key}.model_path = null: give the model's name as its "
+            "server knows it"
+        )
+    if model.min_score > model.max_score:
+        yield (
+            f"{key}.min_score = {model.min_score:g} is above max_score = {model.max_score:g}; swap "
+            "them"
         )
 
 
@@ -269,14 +290,19 @@ def _heartbeats(config: RunConfig) -> Iterator[str]:
 
 
 def _message_size(config: RunConfig) -> Iterator[Violation]:
-    needed = derived.largest_batch_mb(config)
-    if needed > config.sluice.max_message_mb:
+    needed, most = derived.largest_batch_mb(config), derived.message_mb(config)
+    batch = f"a train batch of {derived.rows_per_batch(config)} rows can reach"
+    if needed > MOST_MESSAGE_MB:
         yield Violation(
             "message-size",
-            f"sluice.max_message_mb = {config.sluice.max_message_mb} is less than the {needed} MiB "
-            f"a train batch of {derived.rows_per_batch(config)} rows can reach; raise it to "
-            f"{needed}",
-            (f"sluice.max_message_mb={needed}",),
+            f"the {needed} MiB {batch} are more than a message can hold ({MOST_MESSAGE_MB} MiB); "
+            "lower data.train_batch_size or data.max_response_length",
+        )
+    elif needed > most:
+        yield Violation(
+            "message-size",
+            f"sluice.max_message_mb = {most} is less than the {needed} MiB {batch}; leave it out",
+            ("sluice.max_message_mb=null",),
         )
 
 
@@ -284,12 +310,12 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _idle_ranks,
     _group_size,
     _names,
-    _always_on,
     _clip,
     _sampling,
     _optimizer,
     _overlong,
     _validation_files,
+    _reward_model,
     _resume,
     _endpoints,
     _heartbeats,

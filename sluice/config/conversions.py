@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from sluice.config.catalogue.entry import ABSENT
 from sluice.config.settings_tree import SettingsTree, value_at
-from sluice.errors import ConfigError
 
-_ACTOR, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+_ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT, _V1 = "actor_rollout_ref.rollout", "trainer.v1"
 _FILTER, _ENGINE = "algorithm.filter_groups", f"{_ROLLOUT}.checkpoint_engine"
 _STALENESS = "sluice.asynchrony.max_staleness"
@@ -43,11 +42,7 @@ class _Settings:
 
 
 def convert_settings(tree: SettingsTree, defaults: Mapping[str, object]) -> None:
-    """Applies every conversion in place. Types must have been checked before.
-
-    Raises:
-        ConfigError: a setting needs another one.
-    """
+    """Applies every conversion in place. Types must have been checked before."""
     settings = _Settings(tree, defaults)
     for convert in _CONVERSIONS:
         convert(settings)
@@ -82,10 +77,7 @@ def _micro_batches(settings: _Settings) -> None:
     ranks = int(settings.number("trainer.nnodes") * settings.number("trainer.n_gpus_per_node"))
     for key in (
         f"{_ACTOR}.ppo_micro_batch_size",
-        f"{_REF}.log_prob_micro_batch_size",
-        f"{_ROLLOUT}.log_prob_micro_batch_size",
         "critic.ppo_micro_batch_size",
-        "critic.forward_micro_batch_size",
     ):
         rows = settings.given(key)
         if isinstance(rows, int):
@@ -161,15 +153,12 @@ def _group_scale(settings: _Settings) -> None:
         settings.put("algorithm.norm_adv_by_std_in_grpo", bool(scale))
 
 
-def _reward_model(settings: _Settings) -> None:
-    if settings.given("reward.reward_model.enable") is not True:
-        return
-    if settings.given("reward.reward_model.base_url") is None:
-        raise ConfigError(
-            "reward.reward_model.enable = true without reward.reward_model.base_url: sluice starts "
-            "no server for a reward model; start one with OpenAI's chat completions and give its "
-            "address, or grade with reward.custom_reward_function"
-        )
+def _adpo(settings: _Settings) -> None:
+    """Its estimator and its loss go together; either one asks for both."""
+    pair = ("algorithm.adv_estimator", f"{_ACTOR}.policy_loss.loss_mode")
+    if "adpo" in map(settings.given, pair):
+        for key in pair:
+            settings.put(key, "adpo")
 
 
 _CONVERSIONS: tuple[Callable[[_Settings], None], ...] = (
@@ -183,5 +172,5 @@ _CONVERSIONS: tuple[Callable[[_Settings], None], ...] = (
     _reward_workers,
     _retention,
     _group_scale,
-    _reward_model,
+    _adpo,
 )

@@ -14,7 +14,7 @@ from sluice.config.overrides import apply_overrides, parse_override
 from sluice.config.schema import KeyPath
 from sluice.config.settings_tree import SettingsTree, tree_of
 from sluice.config.spelling import canonical, full_form
-from sluice.config.standing import chosen_engine, standing
+from sluice.config.standing import standing
 from sluice.config.unknown_keys import unknown_key
 
 
@@ -82,16 +82,11 @@ class _Given:
 
 
 def _set_keys(settings: SettingsTree) -> Iterator[tuple[str, str, Status]]:
-    engine = chosen_engine(settings)
     for path, value in settings.leaves():
         found, spelled, proper = find_key(path), settings.written(path), ".".join(path)
         if found is not None:
             renamed = spelled != proper
-            yield (
-                proper,
-                spelled,
-                standing(found, path, value, engine=engine, renamed=renamed),
-            )
+            yield proper, spelled, standing(found, path, value, renamed=renamed)
 
 
 def _bare_keys(paths: Sequence[KeyPath]) -> Iterator[tuple[str, str, Status]]:

@@ -35,20 +35,12 @@ class CriticConfig(Section, frozen=True):
     ppo_micro_batch_size_per_gpu: Annotated[
         PositiveInt | None, Meta(description="Rows per pass; none: the actor's.")
     ] = None
-    forward_micro_batch_size_per_gpu: Annotated[
-        PositiveInt | None,
-        Meta(description="Rows per pass without gradients; none: ppo_micro_batch_size_per_gpu."),
-    ] = None
     use_dynamic_bsz: Annotated[
         bool | None, Meta(description="Cut micro-batches by tokens; none: as the actor.")
     ] = None
     ppo_max_token_len_per_gpu: Annotated[
         PositiveInt, Meta(description="Token budget of a micro-batch.")
     ] = 32768
-    forward_max_token_len_per_gpu: Annotated[
-        PositiveInt | None,
-        Meta(description="Token budget without gradients; none: ppo_max_token_len_per_gpu."),
-    ] = None
     ppo_epochs: Annotated[
         PositiveInt | None, Meta(description="Passes over one train batch; none: the actor's.")
     ] = None

@@ -8,6 +8,8 @@ from sluice.config.actor_rollout_ref import ActorConfig, OptimConfig
 from sluice.config.data import DataConfig
 from sluice.config.run import RunConfig
 
+DEFAULT_MESSAGE_MB = 64
+
 
 def world_size(config: RunConfig) -> int:
     """Trainer ranks: machines times ranks per machine."""
@@ -97,6 +99,17 @@ def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
 def checkpoint_folder(config: RunConfig) -> str:
     """Folder that holds ``global_step_N``."""
     return config.trainer.default_local_dir or f"{config.sluice.run_dir}/checkpoints"
+
+
+def uses_critic(config: RunConfig) -> bool:
+    """``critic.enable``; if it is null, whether the estimator needs values."""
+    enable = config.critic.enable
+    return config.algorithm.adv_estimator == "gae" if enable is None else enable
+
+
+def message_mb(config: RunConfig) -> int:
+    """Largest gRPC message, MiB; by default 64, and more where a train batch can be larger."""
+    return config.sluice.max_message_mb or max(DEFAULT_MESSAGE_MB, largest_batch_mb(config))
 
 
 def largest_batch_mb(config: RunConfig) -> int:

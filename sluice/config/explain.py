@@ -17,8 +17,8 @@ from sluice.config.loader import defaults, read_settings, settings_of
 from sluice.config.schema import KeyPath, annotation_at, description_of
 from sluice.config.settings_tree import SettingsTree, value_at
 from sluice.config.spelling import canonical, full_form, other_spellings
-from sluice.config.standing import chosen_engine, standing
-from sluice.config.structure import shown
+from sluice.config.standing import standing
+from sluice.config.structure import caveat_of, shown
 from sluice.config.unknown_keys import is_known, keys_below, unknown_key
 from sluice.errors import ConfigError
 
@@ -41,7 +41,6 @@ class KeyDescription:
         instead: conversion, replacement or reason, by `status`; empty where honoured.
         targets: keys that a mapped key sets.
         spellings: other names under which the key is accepted, as dotted paths.
-        engines: engines that honour the key; empty: all.
         is_block: any keys may stand below.
     """
 
@@ -58,7 +57,6 @@ class KeyDescription:
     instead: str
     targets: tuple[str, ...]
     spellings: tuple[str, ...]
-    engines: tuple[str, ...]
     is_block: bool
 
 
@@ -99,6 +97,13 @@ def explain_key(path: str) -> KeyDescription:
     return _describe(found.entry, ".".join(asked))
 
 
+def keys_of_section(path: str) -> list[KeyDescription]:
+    """Every key below a section, in any accepted spelling of it; none if it is no section."""
+    asked = tuple(path.strip().split("."))
+    prefix = f"{'.'.join(canonical(asked))}."
+    return [key for key in all_keys() if key.path.startswith(prefix)]
+
+
 def all_keys() -> list[KeyDescription]:
     """Every key that is accepted, in the order of the sections, old spellings not repeated."""
     return [_describe(entry, entry.path) for entry in CATALOGUE.values()]
@@ -129,27 +134,29 @@ def launch_notices(path: Path | None, overrides: Sequence[str]) -> list[Notice]:
 
 def notices_of(settings: SettingsTree) -> list[Notice]:
     """The notices for settings that were read already, in their order."""
-    engine = chosen_engine(settings)
-    found = (_notice(settings, path, value, engine) for path, value in settings.leaves())
+    found = (_notice(settings, path, value) for path, value in settings.leaves())
     return [notice for notice in found if notice is not None]
 
 
-def _notice(settings: SettingsTree, path: KeyPath, value: object, engine: str) -> Notice | None:
+def _notice(settings: SettingsTree, path: KeyPath, value: object) -> Notice | None:
     found, spelled, proper = find_key(path), settings.written(path), ".".join(path)
     if found is None:
         return None
     renamed = spelled != proper
-    status = standing(found, path, value, engine=engine, renamed=renamed)
+    status = standing(found, path, value, renamed=renamed)
     if status in (Status.HONOURED, Status.REFUSED):
         return None
     setting = f"{spelled}={shown(value)}"
-    if status is Status.NOT_APPLICABLE:
-        text = f"{setting} has no effect: {found.entry.instead}"
+    caveat = caveat_of(found.entry, value)
+    if caveat:
+        says = f"cannot be had: {caveat}"
+    elif status is Status.NOT_APPLICABLE:
+        says = f"has no effect: {found.entry.instead}"
     elif found.entry.status is Status.MAPPED:
-        text = f"{setting} {found.entry.instead}"
+        says = found.entry.instead
     else:
-        text = f"{setting} is read as {proper}"
-    return Notice(proper, spelled, status, text)
+        says = f"is read as {proper}"
+    return Notice(proper, spelled, status, f"{setting} {says}")
 
 
 def _describe(entry: Entry, asked: str) -> KeyDescription:
@@ -170,6 +177,5 @@ def _describe(entry: Entry, asked: str) -> KeyDescription:
         instead=entry.instead,
         targets=entry.targets,
         spellings=other_spellings(entry.path),
-        engines=entry.engines,
         is_block=entry.is_block,
     )

@@ -28,7 +28,3 @@ class ModelConfig(Section, frozen=True):
             )
         ),
     ] = False
-    use_remove_padding: Annotated[
-        bool,
-        Meta(description="Pack tokens without padding. Always on in sluice; False is refused."),
-    ] = True

@@ -25,9 +25,15 @@ class OptimConfig(Section, frozen=True):
         Share, Meta(description="Warm-up as a share of the total.")
     ] = 0.0
     lr_scheduler_type: Annotated[
-        Literal["constant", "cosine", "linear"], Meta(description="Shape after the warm-up.")
+        Literal["constant", "cosine", "linear", "inverse_square_root"],
+        Meta(description="Shape after the warm-up."),
     ] = "constant"
-    min_lr_ratio: Annotated[Share, Meta(description="Final multiplier of cosine and linear.")] = 0.0
+    min_lr_ratio: Annotated[
+        Share, Meta(description="Least multiplier after the warm-up, of all but constant.")
+    ] = 0.0
+    num_cycles: Annotated[
+        PositiveFloat, Meta(description="Waves of cosine; 0.5 is a single descent.")
+    ] = 0.5
     total_training_steps: Annotated[
         int, Meta(description="Length of the schedule in train batches; -1: the run's.")
     ] = -1

@@ -29,7 +29,7 @@ class ValKwargs(Section, frozen=True):
 class RolloutConfig(Section, frozen=True):
     """The inference engine and how training responses are drawn."""
 
-    name: Annotated[str, Meta(description="Engine: torch, vllm or sglang.")] = "torch"
+    name: Annotated[str, Meta(description="Inference engine of the replicas.")] = "torch"
     n: Annotated[PositiveInt, Meta(description="Responses per prompt (group size).")] = 1
     temperature: Annotated[
         PositiveFloat,
@@ -49,19 +49,6 @@ class RolloutConfig(Section, frozen=True):
         Meta(description="Dtype of the engine's weights and of the weights on the wire."),
     ] = "bfloat16"
     seed: Annotated[NonNegativeInt, Meta(description="Base of all sampling seeds.")] = 0
-    calculate_log_probs: Annotated[
-        bool, Meta(description="Behaviour logprobs are always returned; False is refused.")
-    ] = True
-    log_prob_micro_batch_size_per_gpu: Annotated[
-        PositiveInt | None,
-        Meta(description="Rows per forward pass of the old logprobs; none: the actor's."),
-    ] = None
-    log_prob_use_dynamic_bsz: Annotated[
-        bool | None, Meta(description="Cut that pass by tokens; none: as the actor.")
-    ] = None
-    log_prob_max_token_len_per_gpu: Annotated[
-        PositiveInt | None, Meta(description="Token budget then; none: the actor's.")
-    ] = None
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1, description="Share of the device's memory that the engine takes.")
     ] = 0.5

@@ -10,6 +10,8 @@ from msgspec import Meta
 from sluice.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
+MOST_MESSAGE_MB = 2047  # a protobuf ends below 2 GiB
+MessageSize = Annotated[int, Meta(ge=1, le=MOST_MESSAGE_MB)]
 
 
 class AsynchronyConfig(Section, frozen=True):
@@ -171,7 +173,10 @@ class ServiceConfig(Section, frozen=True):
     reward: RewardServiceConfig = msgspec.field(default_factory=RewardServiceConfig)
     trainer: TrainerServiceConfig = msgspec.field(default_factory=TrainerServiceConfig)
     weights: WeightsConfig = msgspec.field(default_factory=WeightsConfig)
-    max_message_mb: Annotated[PositiveInt, Meta(description="Largest gRPC message, MiB.")] = 64
+    max_message_mb: Annotated[
+        MessageSize | None,
+        Meta(description="Largest gRPC message, MiB; none: 64, or a whole train batch if larger."),
+    ] = None
     shutdown_grace_s: Annotated[
         PositiveFloat, Meta(description="Seconds a service may take to end in order.")
     ] = 15.0

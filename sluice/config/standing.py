@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from sluice.config.catalogue.entry import ABSENT, Entry, Status
+from sluice.config.catalogue.entry import Entry, Status
 from sluice.config.key_lookup import FoundKey
 from sluice.config.schema import KeyPath
-from sluice.config.settings_tree import SettingsTree
-from sluice.config.structure import refusal_of
-
-ENGINE_KEY = "actor_rollout_ref.rollout.name"
-_DEFAULT_ENGINE = "torch"
+from sluice.config.structure import caveat_of, refusal_of
 
 
-def chosen_engine(tree: SettingsTree) -> str:
-    """The inference engine that the settings ask for."""
-    name = tree.get(ENGINE_KEY)
-    return _DEFAULT_ENGINE if name is ABSENT else str(name)
-
-
-def standing(
-    found: FoundKey, path: KeyPath, value: object, *, engine: str, renamed: bool
-) -> Status:
+def standing(found: FoundKey, path: KeyPath, value: object, *, renamed: bool) -> Status:
     """What becomes of `value` at `path`.
 
     A value that asks for what happens anyway counts as honoured. `renamed`: the key was written
@@ -31,7 +19,7 @@ def standing(
         return Status.REFUSED
     if is_silent(entry, path, value):
         return Status.HONOURED
-    if entry.engines and engine not in entry.engines:
+    if caveat_of(entry, value):
         return Status.NOT_APPLICABLE
     if entry.is_block and not entry.in_schema:
         return Status.NOT_APPLICABLE

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from sluice.config.catalogue.entry import Entry
+from sluice.config.catalogue.entry import Entry, Refusal
 from sluice.config.expectation import expectation
 from sluice.config.key_lookup import find_key, is_section
 from sluice.config.schema import KeyPath
@@ -40,7 +40,16 @@ def _leaf_problems(tree: SettingsTree, path: KeyPath, value: object) -> Iterator
 
 def refusal_of(entry: Entry, value: object) -> str:
     """Why the value is an error for this key; empty if it is none."""
-    return next((r.reason for r in entry.refusals if r.applies(value)), "")
+    return _first_reason(entry.refusals, value)
+
+
+def caveat_of(entry: Entry, value: object) -> str:
+    """Why the value does not do what it asks for; empty if it does."""
+    return _first_reason(entry.caveats, value)
+
+
+def _first_reason(refusals: Iterable[Refusal], value: object) -> str:
+    return next((one.reason for one in refusals if one.applies(value)), "")
 
 
 def _type_problem(written: str, value: object, annotation: object) -> Iterator[str]:

@@ -54,9 +54,6 @@ class TrainerConfig(Section, frozen=True):
     critic_warmup: Annotated[
         NonNegativeInt, Meta(description="First steps in which only the critic is updated.")
     ] = 0
-    balance_batch: Annotated[
-        bool, Meta(description="Share rows over ranks so that each has about the same work.")
-    ] = True
     resume_mode: Annotated[
         Literal["auto", "disable", "resume_path"],
         Meta(description="Whether to go on from a checkpoint."),

@@ -6,7 +6,16 @@ from sluice.config.batch_plan import BatchPlan, ParallelSplit
 from sluice.config.derived import max_row_tokens
 from sluice.config.key_settings import KeySettings
 from sluice.config.run import RunConfig
-from sluice.config.verl_run import ACTOR, MEGATRON, REF, ROLLOUT, EnginePlan, LogProbPass, VerlRun
+from sluice.config.verl_run import (
+    ACTOR,
+    MEGATRON,
+    MODEL,
+    REF,
+    ROLLOUT,
+    EnginePlan,
+    LogProbPass,
+    VerlRun,
+)
 
 VERL_MAX_BATCHED_TOKENS = 8192
 
@@ -26,11 +35,12 @@ def verl_run(config: RunConfig, settings: KeySettings) -> VerlRun:
         engine=_engine(config, settings),
         ep=settings.whole(f"{MEGATRON}.expert_model_parallel_size", otherwise=1),
         etp=expert_tensor_parallel(settings),
-        remove_padding=config.actor_rollout_ref.model.use_remove_padding,
+        remove_padding=settings.flag(f"{MODEL}.use_remove_padding", otherwise=True),
         filters_groups=config.algorithm.filter_groups.enable,
         val_do_sample=settings.flag(f"{ROLLOUT}.val_kwargs.do_sample", otherwise=False),
         temperature=rollout.temperature,
         num_generations=settings.whole_or_none("algorithm.num_generations"),
+        adpo=actor.policy_loss.loss_mode == "adpo",
     )
 
 

@@ -251,6 +251,7 @@ def _generation(run: VerlRun) -> Iterator[Violation]:
             f"algorithm.num_generations = {run.num_generations} differs from {ROLLOUT}.n = "
             f"{batch.responses}",
             f"algorithm.num_generations={batch.responses}",
+            here=run.adpo,
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sluice.config.batch_plan import BatchPlan
 
 ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
 REF = "actor_rollout_ref.ref"
 MEGATRON = f"{ACTOR}.megatron"
@@ -65,6 +66,7 @@ class VerlRun:
         global_micro_rows: actor.ppo_micro_batch_size as set; deprecated.
         log_prob_passes: the old policy's, and the reference's if the run has one.
         num_generations: ADPO's group size; `None`: rollout.n.
+        adpo: whether the loss is ADPO's.
     """
 
     batch: BatchPlan
@@ -82,3 +84,4 @@ class VerlRun:
     val_do_sample: bool
     temperature: float
     num_generations: int | None
+    adpo: bool

@@ -15,9 +15,11 @@ from sluice.errors import ConfigError
 
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
-_INT = re.compile(r"^(?:[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+)$")
+# Underscores part thousands only, so that "1_5" stays the band of thresholds that it is.
+_WHOLE = r"(?:[0-9]+|[0-9]{1,3}(?:_[0-9]{3})+)"
+_INT = re.compile(rf"^(?:[-+]?{_WHOLE}|0x[0-9a-fA-F]+|0o[0-7]+)$")
 _FLOAT = re.compile(
-    r"^(?:[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+    rf"^(?:[-+]?(?:\.[0-9]+|{_WHOLE}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
 # In order: an integer matches the pattern of floats too.

@@ -110,23 +110,26 @@ def _converted(
 ) -> Iterator[tuple[str, VerlRow]]:
     """Places and rows to write."""
     seen: set[int] = set()
+    index = 0
     for row in _all_rows(order.inputs):
         made.num_read += 1
         if on_rows is not None:
             on_rows(made.num_read)
         try:
-            converted = published.convert(row.values(), row.place, len(seen), order.wishes)
+            converted = published.convert(row.values(), row.place, index, order.wishes)
         except DataError as error:
             if not order.skip_bad:
                 raise DataError(f"{error}; repair the row or use --skip-bad") from error
             made.num_bad += 1
             made.problems += [str(error)] if len(made.problems) < MAX_PROBLEMS_KEPT else []
             continue
-        digest = digest_of(_identity(converted)) if order.deduplicate else made.num_read
-        if digest in seen:
-            made.num_duplicates += 1
-            continue
-        seen.add(digest)
+        if order.deduplicate:
+            digest = digest_of(_identity(converted))
+            if digest in seen:
+                made.num_duplicates += 1
+                continue
+            seen.add(digest)
+        index += 1
         yield row.place, converted
 
 

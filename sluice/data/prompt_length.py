@@ -6,22 +6,10 @@ from typing import Literal
 
 import numpy as np
 
-from sluice.errors import InvalidRequestError
+from sluice.errors import PromptTooLongError
 from sluice.types import TokenIds
 
 Truncation = Literal["error", "left", "right", "middle"]
-
-
-class PromptTooLongError(InvalidRequestError):
-    """A prompt has more tokens than data.max_prompt_length and is not to be cut."""
-
-    def __init__(self, num_tokens: int, limit: int) -> None:
-        self.num_tokens, self.limit = num_tokens, limit
-        super().__init__(
-            f"prompt: {num_tokens} tokens exceed data.max_prompt_length={limit}; shorten it, raise "
-            "the limit, set data.truncation to left, right or middle, or leave such prompts out "
-            "with data.filter_overlong_prompts=true"
-        )
 
 
 def fit_prompt(ids: TokenIds, limit: int, truncation: Truncation) -> TokenIds:
@@ -44,4 +32,4 @@ def fit_prompt(ids: TokenIds, limit: int, truncation: Truncation) -> TokenIds:
             head = limit // 2
             return np.concatenate([ids[:head], ids[ids.size - (limit - head) :]])
         case _:
-            raise PromptTooLongError(int(ids.size), limit)
+            raise PromptTooLongError.of(int(ids.size), limit)

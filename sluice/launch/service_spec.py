@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from sluice.config.host_port import split_host_port
 from sluice.config.run import RunConfig
+from sluice.rpc.bound_socket import bound_socket
 
 _ROLLOUT_RESTARTS = 5
 
@@ -88,9 +90,10 @@ def _trainer_ranks(
     command = _module("services.trainer", "--config", file)
     if ranks == 1:
         return (ServiceSpec("trainer", command, threads, ends_run=True),)
+    host = split_host_port(config.sluice.trainer.endpoint.host)[0]
     rendezvous = {
-        "MASTER_ADDR": config.sluice.trainer.endpoint.host,
-        "MASTER_PORT": str(_free_ports([config.sluice.trainer.endpoint.host])[0]),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(_free_ports([host])[0]),
         "WORLD_SIZE": str(ranks),
     }
     return tuple(
@@ -110,8 +113,10 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
 
 def _free_ports(hosts: list[str]) -> list[int]:
     """One free port per host; all are held until all are known, so that they differ."""
-    held = [socket.create_server((host, 0)) for host in hosts]
-    ports = [server.getsockname()[1] for server in held]
-    for server in held:
-        server.close()
-    return ports
+    with ExitStack() as held:
+        ports: list[int] = []
+        for host in hosts:
+            server = held.enter_context(bound_socket(host, 0))
+            server.listen()
+            ports.append(server.getsockname()[1])
+        return ports

@@ -39,7 +39,8 @@ CALL_POLICIES: dict[str, CallPolicy] = {
     "RewardService/AcknowledgeBatch": _QUICK,
     "RewardService/AnnouncePolicy": _QUICK,
     "RewardService/Score": CallPolicy(deadline_s=120.0, attempts=2),
-    "RewardService/Evaluate": CallPolicy(deadline_s=1800.0),
+    # Its callers end it when nothing moves any more; this only bounds it at all.
+    "RewardService/Evaluate": CallPolicy(deadline_s=604_800.0),
     "RewardService/GetStatus": _QUICK,
     "TrainerService/RegisterReplica": _QUICK,
     "TrainerService/Heartbeat": CallPolicy(deadline_s=3.0),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import socket
 from collections.abc import Callable, Sequence
 
 import grpc
@@ -12,7 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from sluice.errors import ConfigError
+from sluice.config.host_port import join_host_port
+from sluice.rpc.bound_socket import check_bindable, port_in_use
 from sluice.rpc.channel import message_limits
 from sluice.rpc.interceptors import ErrorInterceptor
 
@@ -64,7 +63,7 @@ class RpcServer:
     @property
     def address(self) -> str:
         """host:port of the bound socket."""
-        return f"{_bracketed(self._host)}:{self.port}"
+        return join_host_port(self._host, self.port)
 
     async def start(self, *, serving: bool = True) -> None:
         """Binds and serves.
@@ -72,13 +71,12 @@ class RpcServer:
         Raises:
             ConfigError: the port is taken or the interface does not exist.
         """
-        _check_bindable(self._host, self._wanted_port)
+        check_bindable(self._host, self._wanted_port)
+        wanted = join_host_port(self._host, self._wanted_port)
         try:
-            self.port = self._server.add_insecure_port(
-                f"{_bracketed(self._host)}:{self._wanted_port}"
-            )
+            self.port = self._server.add_insecure_port(wanted)
         except RuntimeError as error:
-            raise _in_use(self._host, self._wanted_port) from error
+            raise port_in_use(self._host, self._wanted_port) from error
         await self._server.start()
         await self.set_serving(serving=serving)
         logger.info("listening on %s", self.address)
@@ -94,31 +92,3 @@ class RpcServer:
         """Refuses new calls, lets running ones end for `grace_s` seconds, then cancels them."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
-
-
-def _bracketed(host: str) -> str:
-    """IPv6 addresses stand in brackets before a port."""
-    return f"[{host}]" if ":" in host else host
-
-
-def _check_bindable(host: str, port: int) -> None:
-    """Binding says why it fails; grpc's own message does not."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise _in_use(host, port) from error
-            raise ConfigError(
-                f"host {host}, port {port}: cannot listen there ({error.strerror}); "
-                "use an address of this machine"
-            ) from error
-
-
-def _in_use(host: str, port: int) -> ConfigError:
-    return ConfigError(
-        f"port {port} on {host} is in use; end the process that holds it, or set another port "
-        "(0 lets the system choose)"
-    )

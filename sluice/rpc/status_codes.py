@@ -18,6 +18,7 @@ CLASS_KEY = "sluice-error"
 _LONGEST_DETAILS = 2000
 
 _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
+    (errors.PromptTooLongError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.NotFoundError, grpc.StatusCode.NOT_FOUND),
     (errors.NotReadyError, grpc.StatusCode.UNAVAILABLE),
@@ -25,6 +26,8 @@ _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
     (errors.BatchUnfillableError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.WeightSyncError, grpc.StatusCode.ABORTED),
+    # Above its base: the first class that fits counts.
+    (errors.PeerDefectError, grpc.StatusCode.INTERNAL),
     (errors.PeerError, grpc.StatusCode.UNAVAILABLE),
     (errors.EngineError, grpc.StatusCode.INTERNAL),
     (errors.ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
@@ -34,7 +37,11 @@ _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
 
 # Codes that alone do not say which error it was: grpc itself gives RESOURCE_EXHAUSTED to a message
 # over the limit, and repeating that one helps nobody.
-_CLASS_NEEDED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED)
+_CLASS_NEEDED = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
 _ERROR_BY_NAME = {
     (kind.__name__, code): kind for kind, code in _CODE_BY_ERROR if code in _CLASS_NEEDED
 }
@@ -69,7 +76,8 @@ def error_of(
     """The exception a caller sees for a failed call to `peer` while `phase`.
 
     A peer that is not ready counts as one that failed (`PeerError`): the remedy, asking again, is
-    the same. So does any status the table cannot place.
+    the same. So does any status the table cannot place. INTERNAL, whatever raised it there, is a
+    `PeerDefectError`.
 
     Args:
         code: of the status.
@@ -91,5 +99,7 @@ def error_of(
             return errors.DeadlineError(peer, phase, deadline_s, details)
         case grpc.StatusCode.ABORTED:
             return errors.WeightSyncError(peer, phase, details)
+        case grpc.StatusCode.INTERNAL:
+            return errors.PeerDefectError(peer, phase, f"{code.name}: {details}")
         case _:
             return errors.PeerError(peer, phase, f"{code.name}: {details}")

@@ -29,6 +29,7 @@ def modules_of(*folders: str) -> list[str]:
     [
         ("services/reward",),
         ("sluice/config",),
+        ("sluice/data",),
         ("sluice/client", "sluice/rpc", "sluice/codec"),
         ("sluice/concurrency", "sluice/telemetry"),
     ],

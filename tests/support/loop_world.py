@@ -73,6 +73,8 @@ class World:
         self.uncounted: set[str] = set()
         self.prompts = {"submitted": 9.0, "trained": 4.0, "pending": 5.0}
         self.published: int | None = None
+        # What a reward service that starts anew would be told.
+        self.told_progress: Callable[[], DataProgress | None] = lambda: None
 
     def loop(self, resume_from: DataProgress | None = None, **settings: Any) -> TrainLoop:
         parts = LoopParts(self, self, self, Record(self), self.fleet, self.state)
@@ -108,10 +110,15 @@ class World:
     # the reward service
 
     async def announce(
-        self, version: int, replicas: Sequence[ReplicaInfo], resume_from: DataProgress | None, /
+        self,
+        version: int,
+        replicas: Sequence[ReplicaInfo],
+        progress: Callable[[], DataProgress | None],
+        /,
     ) -> None:
         names = "".join(info.name for info in replicas)
-        resuming = f" from {resume_from.low_water}" if resume_from else ""
+        self.told_progress, stands_at = progress, progress()
+        resuming = f" from {stands_at.low_water}" if stands_at else ""
         await self.happens(f"announce {version} on {names}{resuming}")
 
     async def take_batch(self, step: int, version: int) -> TrainBatch:

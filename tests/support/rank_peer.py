@@ -1,8 +1,9 @@
 """One trainer rank: rank 0 obeys lines of standard input, the others follow it.
 
-Lines: ``train STEP`` (answers with the metrics), ``weights FILE``, ``save FOLDER``,
-``load FOLDER``; the end of input stops all ranks. Every answer is one line of JSON; an error ends
-the process with its text as the last line.
+All ranks wait for a line ``go`` once they are ready, so that none runs into a short deadline while
+another one still loads. Rank 0's further lines are ``train STEP`` (answers with the metrics),
+``weights FILE``, ``save FOLDER``, ``load FOLDER``; the end of input stops all ranks. Every answer
+is one line of JSON; an error ends the process with its text as the last line.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ def obey(leader: RankLeader, learner: Learner) -> None:
     leader.stop()
 
 
-def run(model: Path, timeout_s: float, actor: dict[str, object]) -> None:
+def run(model: Path, timeout_s: float, forming_timeout_s: float, actor: dict[str, object]) -> None:
     parallel: DataParallel = SingleProcess()
     if os.environ["WORLD_SIZE"] != "1":
-        parallel = TorchDistributed(select_device("cpu"), timeout_s)
+        parallel = TorchDistributed(select_device("cpu"), timeout_s, forming_timeout_s)
     learner = Learner(make_config(model, NUM_GROUPS, **actor), parallel, total_steps=10)
     answer("ready")
+    assert sys.stdin.readline() == "go\n"
     if parallel.rank == 0:
         obey(RankLeader(learner, parallel, timeout_s), learner)
     else:
@@ -64,7 +66,7 @@ def main() -> int:
     torch.set_num_threads(1)
     arguments = json.loads(sys.argv[1])
     try:
-        run(Path(arguments["model"]), arguments["timeout_s"], arguments["actor"])
+        run(Path(arguments.pop("model")), **arguments)
     except SluiceError as error:
         answer(f"{type(error).__name__}: {error}")
         # A broken group may hold its threads; the trainer's ranks leave the same way.

@@ -64,11 +64,29 @@ def _numbers(step: int) -> dict[str, float]:
     return {name: value for name, value in STEPS[step - 1].items() if value is not None}
 
 
+@dataclass
 class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
-    """Accepts every prompt but those named ``bad``, and trains the accepted ones in step 1."""
+    """Accepts every prompt but those named ``bad``, and trains the accepted ones in step 1.
+
+    A validation ends at the `looks_to_evaluate`-th status call, each of which finds another group
+    validated as long as the service `moves`.
+    """
+
+    looks_to_evaluate: int = 0
+    moves: bool = True
+    looks: int = 0
+    was_cancelled: bool = False
+    looked: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
-        return reward_pb2.GetStatusResponse(prompts_submitted=3, prompts_pending=1)
+        self.looks += 1
+        self.looked.set()
+        validated = float(self.looks if self.moves else 0)
+        return reward_pb2.GetStatusResponse(
+            prompts_submitted=3,
+            prompts_pending=1,
+            statistics={"reward/validation_groups": validated},
+        )
 
     async def SubmitPrompts(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
         accepted = []
@@ -85,6 +103,13 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
             )
 
     async def Evaluate(self, request: Any, context: Any) -> Any:
+        try:
+            while self.looks < self.looks_to_evaluate:
+                self.looked.clear()
+                await self.looked.wait()
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
         return reward_pb2.EvaluateResponse(metrics={"version": request.policy_version})
 
 

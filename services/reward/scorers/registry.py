@@ -15,6 +15,7 @@ from services.reward.scorers import (
     multiple_choice,
     symbolic_math,
 )
+from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
 from sluice.errors import ConfigError, DataError
 
 Rule = Callable[[str, str], object]
@@ -58,32 +59,6 @@ TAILS: Mapping[str, int] = {
     **dict.fromkeys(("gsm8k", "gsm8k_flexible"), gsm8k.SCORED_CHARACTERS),
 }
 """Scorers that look at the last characters of a response only, and at how many."""
-
-ANY_ENDING = "*"
-DEFAULT_ROUTES: Mapping[str, str] = {
-    "openai/gsm8k": "gsm8k",
-    **dict.fromkeys(
-        ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
-        "math_boxed",
-    ),
-    **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning", "aime*"), "math_dapo"),
-    **dict.fromkeys(
-        (
-            *("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime"),
-            *("numina_synthetic_amc", "numina_cn_k12", "numina_olympiads"),
-        ),
-        MATH_VERIFY,
-    ),
-    "hiyouga/geometry3k": "geo3k",
-    **dict.fromkeys(
-        (
-            *("searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa"),
-            *("searchR1_2wikimultihopqa", "searchR1_musique", "searchR1_bamboogle"),
-        ),
-        "exact_match",
-    ),
-}
-"""verl's routing. A key that ends in ``*`` holds for every source that begins like it."""
 
 CODE_SOURCES = frozenset({"codecontests", "apps", "codeforces", "taco"})
 
@@ -137,18 +112,7 @@ def _rule(name: str) -> Rule:
 
 
 def _name(data_source: str, routes: Mapping[str, str]) -> str | None:
-    return _route(data_source, routes) or _route(data_source, DEFAULT_ROUTES)
-
-
-def _route(data_source: str, routes: Mapping[str, str]) -> str | None:
-    if data_source in routes:
-        return routes[data_source]
-    beginnings = [
-        key
-        for key in routes
-        if key.endswith(ANY_ENDING) and data_source.startswith(key.removesuffix(ANY_ENDING))
-    ]
-    return routes[max(beginnings, key=len)] if beginnings else None
+    return scorer_name(data_source, routes) or scorer_name(data_source, DEFAULT_ROUTES)
 
 
 def _no_route(data_source: str) -> str:

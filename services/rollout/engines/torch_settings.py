@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sluice.config.derived import batch_invariant, max_model_len
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 
@@ -56,24 +57,16 @@ def torch_settings(config: RunConfig) -> TorchEngineSettings:
     """The part of a run configuration that concerns this engine."""
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     service = config.sluice.rollout
-    length = rollout.max_model_len
-    invariant = service.batch_invariant
     return TorchEngineSettings(
         model_path=model.path,
         trust_remote_code=model.trust_remote_code,
         device=service.device,
         dtype=rollout.dtype,
         slots=rollout.max_num_seqs,
-        max_model_len=(
-            config.data.max_prompt_length + config.data.max_response_length
-            if length is None
-            else length
-        ),
+        max_model_len=max_model_len(config),
         max_queued=service.max_queued,
         torch_threads=service.torch_threads,
-        batch_invariant=(
-            config.sluice.asynchrony.max_staleness == 0 if invariant is None else invariant
-        ),
+        batch_invariant=batch_invariant(config),
         weights_backend=config.sluice.weights.backend,
         recompute_kv=config.sluice.weights.recompute_kv,
     )

@@ -14,6 +14,8 @@ from sluice.algorithm.advantages.registry import batch_estimator
 from sluice.algorithm.advantages.token_rewards import last_token_rewards
 from sluice.algorithm.kl.controller import KlController
 from sluice.algorithm.kl.reward_penalty import penalize_rewards
+from sluice.config.group_needs import GREEDY_BASELINE_ESTIMATORS
+from sluice.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,23 @@ def token_advantages(
         old_logprobs=evidence.old_logprobs,
         sum_pi_squared=evidence.sum_pi_squared,
         reward_components=components,
+        baselines=_baselines(table, rules.estimator),
     )
     found = batch_estimator(rules.estimator)(inputs, rules.constants)
     metrics |= _metrics(rewards, found.advantages, found.returns, table.mask)
     return TokenAdvantages(found.advantages, found.returns, metrics, controller)
+
+
+def _baselines(table: BatchTable, estimator: str) -> Tensor | None:
+    if estimator not in GREEDY_BASELINE_ESTIMATORS:
+        return None
+    if table.group_without_baseline is not None:
+        raise ConfigError(
+            f"algorithm.adv_estimator={estimator}: {table.group_without_baseline} has no "
+            "baseline_reward, the reward of a greedy response; run the reward service with the "
+            "same configuration, or choose another estimator"
+        )
+    return table.baselines
 
 
 def _metrics(

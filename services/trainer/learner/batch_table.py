@@ -25,6 +25,8 @@ class BatchTable:
     scores: Tensor  # float32 [rows], shaped rewards
     group_index: Tensor  # int64 [rows]
     mask: Tensor  # bool [rows, W], true at response tokens
+    baselines: Tensor  # float32 [rows], reward of the prompt's greedy response; nan: none given
+    group_without_baseline: str | None  # batch and group of the first
 
     @property
     def width(self) -> int:
@@ -43,7 +45,25 @@ def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
         ),
         group_index=torch.tensor([g for g, _ in rows], device=device),
         mask=torch.arange(width, device=device) < lengths[:, None],
+        baselines=_baselines(batch, device),
+        group_without_baseline=_group_without_baseline(batch),
     )
+
+
+def _group_without_baseline(batch: TrainBatch) -> str | None:
+    without = (group.prompt_id for group in batch.groups if group.baseline_reward is None)
+    first = next(without, None)
+    return None if first is None else f"batch {batch.batch_id}, group {first}"
+
+
+def _baselines(batch: TrainBatch, device: torch.device) -> Tensor:
+    nothing = float("nan")
+    found = [
+        nothing if group.baseline_reward is None else group.baseline_reward
+        for group in batch.groups
+        for _ in group.rollouts
+    ]
+    return torch.tensor(found, dtype=torch.float32, device=device)
 
 
 def reward_components(

@@ -1,8 +1,9 @@
 """Checkpoints on disk: written aside and renamed when complete, so that none is ever half there.
 
 <root>/latest_checkpointed_iteration.txt   step of the newest, replaced after the rename
-<root>/global_step_<N>/actor/              what `Learner.save` writes
+<root>/global_step_<N>/actor/, critic/     what `Learner.save` writes
 <root>/global_step_<N>/data.json           data progress, counters, and the size of every file
+<root>/.global_step_<N>.partial            under way, or being deleted; removed at the next save
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from services.trainer.learner.checkpoint_retention import (
+    ACTOR_FOLDER,
+    CRITIC_FOLDER,
+    StoredCheckpoint,
+    delete_folder,
+    delete_roles,
+    superfluous_roles,
+)
 from sluice.config.trainer import TrainerConfig
 from sluice.errors import CheckpointError, ConfigError
 from sluice.types import DataProgress
@@ -24,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 DATA_FILE = "data.json"
-ACTOR_FOLDER = "actor"
+VERL_DATA_FILE = "data.pt"
 _FOLDER_NAME = re.compile(r"global_step_(\d+)")
 _PARTIAL, _REPLACED = ".partial", ".replaced"
 
@@ -44,11 +54,13 @@ class CheckpointStore:
 
     Args:
         root: ``trainer.default_local_dir``, made when first saved to.
-        keep: newest checkpoints left on disk after a save; ``None`` keeps all.
+        keep: newest policies left on disk after a save; ``None`` keeps all.
+        keep_critic: the same for critics. A folder goes when neither is left in it.
     """
 
-    def __init__(self, root: Path, keep: int | None = None) -> None:
-        self._root, self._keep = root, keep
+    def __init__(self, root: Path, keep: int | None = None, keep_critic: int | None = None) -> None:
+        self._root = root
+        self._keep = {ACTOR_FOLDER: keep, CRITIC_FOLDER: keep_critic}
 
     def save(
         self,
@@ -67,31 +79,31 @@ class CheckpointStore:
 
         Returns:
             the checkpoint's folder.
+
+        Raises:
+            CheckpointError: the disk is full or cannot be written.
         """
-        self._root.mkdir(parents=True, exist_ok=True)
-        partial = self._root / f".global_step_{step}{_PARTIAL}"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        write_actor(partial / ACTOR_FOLDER)
-        _write_data(partial, step, progress, counters)
-        _sync_tree(partial)
-        folder = self._folder(step)
-        replaced = self._root / f".global_step_{step}{_REPLACED}"
-        if folder.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            folder.rename(replaced)
-        partial.rename(folder)
-        _sync(self._root)
-        self._write_tracker(step)
-        shutil.rmtree(replaced, ignore_errors=True)
-        self._delete_old(folder)
-        return folder
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._clean_up()
+            self._put(step, self._write_partial(step, write_actor, progress, counters))
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} cannot be written to {self._root} ({error}); free "
+                "space there, or lower trainer.max_actor_ckpt_to_keep"
+            ) from error
+        try:
+            self._delete_old(self._folder(step))
+        except OSError as error:  # the new one is safe, and that is what counts
+            logger.warning("old checkpoints in %s cannot be deleted: %s", self._root, error)
+        return self._folder(step)
 
     def latest(self) -> Checkpoint | None:
         """The checkpoint the tracker names; ``None`` if there is no tracker.
 
         Raises:
-            CheckpointError: the tracker is no number, or its checkpoint is missing or incomplete.
+            CheckpointError: the tracker is no number, or its checkpoint is missing or incomplete;
+                names the newest complete one that is there.
         """
         tracker = self._root / TRACKER_FILE
         if not tracker.exists():
@@ -108,6 +120,46 @@ class CheckpointStore:
     def _folder(self, step: int) -> Path:
         return self._root / f"global_step_{step}"
 
+    def _write_partial(
+        self,
+        step: int,
+        write_actor: Callable[[Path], None],
+        progress: DataProgress,
+        counters: Mapping[str, float],
+    ) -> Path:
+        partial = self._root / f".global_step_{step}{_PARTIAL}"
+        partial.mkdir()
+        try:
+            write_actor(partial / ACTOR_FOLDER)
+            _write_data(partial, step, progress, counters)
+            _sync_tree(partial)
+        except Exception:
+            shutil.rmtree(partial, ignore_errors=True)  # half a checkpoint is a lot of disk
+            raise
+        return partial
+
+    def _put(self, step: int, partial: Path) -> None:
+        """Move a written checkpoint to its place and name it in the tracker."""
+        folder = self._folder(step)
+        replaced = self._root / f".global_step_{step}{_REPLACED}"
+        if folder.exists():
+            folder.rename(replaced)
+        partial.rename(folder)
+        _sync(self._root)
+        self._write_tracker(step)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _clean_up(self) -> None:
+        """Remove what a process left that was killed while it saved or deleted."""
+        for path in self._root.glob(f".global_step_*{_REPLACED}"):
+            original = path.with_name(path.name[1 : -len(_REPLACED)])
+            if original.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.rename(original)
+        for path in self._root.glob(f".global_step_*{_PARTIAL}"):
+            shutil.rmtree(path, ignore_errors=True)
+
     def _undo_interrupted_replacement(self, step: int) -> None:
         """Put back a checkpoint that was moved away for a newer one that never took its place."""
         replaced = self._root / f".global_step_{step}{_REPLACED}"
@@ -123,20 +175,32 @@ class CheckpointStore:
 
     def _delete_old(self, newest: Path) -> None:
         """Keep the last saved ones, by what is on disk, whichever process wrote them."""
-        if self._keep is None:
-            return
-        complete = [
-            folder
-            for folder in self._root.iterdir()
-            if _FOLDER_NAME.fullmatch(folder.name) and (folder / DATA_FILE).exists()
-        ]
-        complete.sort(key=lambda folder: (folder / DATA_FILE).stat().st_mtime_ns, reverse=True)
-        complete.sort(key=lambda folder: folder != newest)
-        for folder in complete[self._keep :]:
-            doomed = folder.with_name(f".{folder.name}{_PARTIAL}")
-            folder.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
-            logger.info("checkpoint %s deleted (trainer.max_actor_ckpt_to_keep)", folder.name)
+        stored = sorted(stored_checkpoints(self._root), key=lambda one: one.folder != newest)
+        superfluous = superfluous_roles(stored, self._keep)
+        for one in stored:
+            roles = superfluous.get(one.folder, frozenset())
+            if roles and roles == one.roles:
+                delete_folder(one.folder)
+                logger.info("checkpoint %s deleted (trainer.max_*_ckpt_to_keep)", one.folder.name)
+            elif roles:
+                delete_roles(one, roles, _unlist)
+                logger.info("%s of checkpoint %s deleted", ", ".join(roles), one.folder.name)
+
+
+def stored_checkpoints(root: Path) -> list[StoredCheckpoint]:
+    """All complete checkpoints below `root`, the last saved first."""
+    found: list[tuple[int, StoredCheckpoint]] = []
+    for folder in root.iterdir() if root.is_dir() else ():
+        if _FOLDER_NAME.fullmatch(folder.name):
+            try:
+                names = _read_data(folder)["files"]
+                saved_ns = (folder / DATA_FILE).stat().st_mtime_ns
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            roles = frozenset(name.partition("/")[0] for name in names if "/" in name)
+            found.append((saved_ns, StoredCheckpoint(folder, roles)))
+    found.sort(key=lambda pair: pair[0], reverse=True)
+    return [stored for _, stored in found]
 
 
 def resume_point(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint | None:
@@ -153,7 +217,7 @@ def resume_point(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint |
         if found is None:
             logger.info("no checkpoint to resume from: starting at step 0")
         return found
-    path = Path(trainer.resume_from_path or "")
+    path = Path(trainer.resume_from_path or "").absolute()
     if not _FOLDER_NAME.fullmatch(path.name):
         raise ConfigError(
             f"trainer.resume_from_path='{trainer.resume_from_path}': with resume_mode=resume_path "
@@ -168,27 +232,78 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: a file is missing or of another size, or the folder holds another step.
     """
-    remedy = "choose another with trainer.resume_mode=resume_path, or start anew with disable"
     try:
-        data = json.loads((folder / DATA_FILE).read_text(encoding="utf-8"))
+        data = _read_data(folder)
         step, files = int(data["step"]), dict(data["files"])
         progress = DataProgress(
             int(data["progress"]["low_water"]), tuple(map(int, data["progress"]["ended_above"]))
         )
         counters = {str(name): float(value) for name, value in data["counters"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _refuse_verl(folder)
         raise CheckpointError(
-            f"{folder} is no complete checkpoint ({DATA_FILE}: {error!r}); {remedy}"
+            f"{folder} is no complete checkpoint ({DATA_FILE}: {error!r}); {resume_remedy(folder)}"
         ) from error
     if folder.name != f"global_step_{step}":
-        raise CheckpointError(f"{folder} holds step {step}; its folder was renamed; {remedy}")
+        raise CheckpointError(
+            f"{folder} holds step {step}; its folder was renamed; {resume_remedy(folder)}"
+        )
+    if not any(name.startswith(f"{ACTOR_FOLDER}/") for name in files):
+        raise CheckpointError(
+            f"{folder} holds no policy any more (trainer.max_actor_ckpt_to_keep); "
+            f"{resume_remedy(folder)}"
+        )
     for name, size in files.items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != size:
             raise CheckpointError(
-                f"{folder} is incomplete: {name} should be {size} bytes; {remedy}"
+                f"{folder} is incomplete: {name} should be {size} bytes; {resume_remedy(folder)}"
             )
     return Checkpoint(step, folder / ACTOR_FOLDER, progress, counters)
+
+
+def resume_remedy(folder: Path) -> str:
+    """What to do about a checkpoint that cannot be used; names the newest complete other one."""
+    for stored in stored_checkpoints(folder.parent):
+        if stored.folder != folder and ACTOR_FOLDER in stored.roles and _is_whole(stored.folder):
+            return (
+                "resume from the one before with trainer.resume_mode=resume_path "
+                f"trainer.resume_from_path={stored.folder}"
+            )
+    return "resume from another with trainer.resume_mode=resume_path, or start anew with disable"
+
+
+def _is_whole(folder: Path) -> bool:
+    sizes = _read_data(folder)["files"].items()
+    return all((folder / n).is_file() and (folder / n).stat().st_size == size for n, size in sizes)
+
+
+def _refuse_verl(folder: Path) -> None:
+    shards = (folder / ACTOR_FOLDER).glob("model_world_size_*.pt")
+    if (folder / VERL_DATA_FILE).exists() or any(shards):
+        raise CheckpointError(
+            f"{folder} is a checkpoint of verl, whose optimizer and data position are not taken "
+            f"over; start from its weights: `sluice merge {folder} OUT`, then set "
+            "actor_rollout_ref.model.path=OUT and another trainer.default_local_dir"
+        )
+
+
+def _read_data(folder: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((folder / DATA_FILE).read_text(encoding="utf-8"))
+    return data
+
+
+def _unlist(folder: Path, roles: frozenset[str]) -> None:
+    """Take the files of `roles` off the list, without making the checkpoint look newer."""
+    data, file = _read_data(folder), folder / DATA_FILE
+    data["files"] = {n: s for n, s in data["files"].items() if n.partition("/")[0] not in roles}
+    saved = file.stat()
+    fresh = folder / f".{DATA_FILE}{_PARTIAL}"
+    fresh.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    os.utime(fresh, ns=(saved.st_atime_ns, saved.st_mtime_ns))
+    _sync(fresh)
+    fresh.replace(file)
+    _sync(folder)
 
 
 def _write_data(

@@ -9,9 +9,12 @@ from msgspec import structs
 from services.trainer.learner.mini_batch import BatchCut
 from sluice.config.actor import FsdpConfig
 from sluice.config.critic import CriticConfig
+from sluice.config.derived import uses_critic
 from sluice.config.model import ModelConfig
 from sluice.config.optim import OptimConfig
 from sluice.config.run import RunConfig
+
+__all__ = ["CriticSettings", "critic_settings", "uses_critic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +30,6 @@ class CriticSettings:
     loss_agg_mode: str
     loss_scale_factor: float
     max_tokens: int
-
-
-def uses_critic(config: RunConfig) -> bool:
-    """``critic.enable``; if it is null, whether the estimator needs values."""
-    enable = config.critic.enable
-    return config.algorithm.adv_estimator == "gae" if enable is None else enable
 
 
 def critic_settings(config: RunConfig) -> CriticSettings:

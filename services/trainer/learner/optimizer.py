@@ -94,6 +94,7 @@ class PolicyOptimizer:
             warmup_steps=self._warmup_steps,
             total_steps=self._total_steps,
             min_lr_ratio=self._config.min_lr_ratio,
+            num_cycles=self._config.num_cycles,
         )
         for group in self._adamw.param_groups:
             group["lr"] = rate

@@ -7,8 +7,9 @@ group is broken, and the rank that notices ends the run with an error naming its
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Protocol
@@ -18,8 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from services.trainer.learner.rank_rendezvous import (
+    FORMING,
+    LATE_REMEDY,
+    RankPlace,
+    RankRendezvous,
+    rank_place,
+)
 from sluice.device.protocol import Device
-from sluice.errors import ConfigError, DeadlineError, PeerError
+from sluice.errors import DeadlineError, PeerError, WeightSyncError
 
 
 class DataParallel(Protocol):
@@ -83,34 +91,40 @@ class SingleProcess:
 
 
 class TorchDistributed:
-    """Ranks started by torchrun, which gives RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """Ranks that are told RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT by whoever starts them.
+
+    They meet at a store that rank 0 opens there (`rank_rendezvous`). A torchrun that has a store of
+    its own at that address (TORCHELASTIC_USE_AGENT_STORE) offers this one instead: torch's
+    ``env://``.
 
     Args:
         device: where gradients live; decides the backend.
-        timeout_s: deadline of forming the group and of every collective.
+        timeout_s: deadline of every collective.
+        forming_timeout_s: deadline of meeting the other ranks; by default `timeout_s`.
 
     Raises:
-        ConfigError: torchrun's environment variables are not there.
+        ConfigError: the environment variables are not there, or rank 0 cannot listen.
+        DeadlineError: a rank did not come in time.
         PeerError: the group did not form.
     """
 
-    def __init__(self, device: Device, timeout_s: float) -> None:
+    def __init__(
+        self, device: Device, timeout_s: float, forming_timeout_s: float | None = None
+    ) -> None:
         self._timeout_s = timeout_s
         backend = device.collective_backend
         if backend != "gloo":
             backend = f"cpu:gloo,{device.torch_device.type}:{backend}"
         device.set_device()
+        place = rank_place(os.environ)
+        self._rendezvous: RankRendezvous | None = None
+        if not _has_agent_store(os.environ):
+            self._rendezvous = RankRendezvous(place, forming_timeout_s or timeout_s)
         try:
-            dist.init_process_group(
-                backend, init_method="env://", timeout=timedelta(seconds=timeout_s)
-            )
-        except ValueError as error:
-            raise ConfigError(
-                f"several trainer ranks need torchrun's environment ({error}); start them with "
-                "torchrun or sluice up"
-            ) from error
-        except RuntimeError as error:
-            raise PeerError("trainer ranks", "forming their process group", str(error)) from error
+            self._form(backend, place)
+        except BaseException:
+            self._leave_rendezvous()
+            raise
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
 
@@ -140,6 +154,26 @@ class TorchDistributed:
     def close(self) -> None:
         """Destroy the process group."""
         dist.destroy_process_group()
+        self._leave_rendezvous()
+
+    def _form(self, backend: str, place: RankPlace) -> None:
+        form = partial(dist.init_process_group, backend, timeout=timedelta(seconds=self._timeout_s))
+        try:
+            if self._rendezvous is None:
+                form(init_method="env://")
+            else:
+                store = self._rendezvous.store
+                form(store=store, rank=place.rank, world_size=place.world_size)
+        except DeadlineError as error:
+            raise DeadlineError(error.peer, FORMING, error.seconds, LATE_REMEDY) from error
+        except WeightSyncError as error:
+            raise PeerError(place.store_name, FORMING, error.detail) from error
+        except RuntimeError as error:
+            raise PeerError("trainer ranks", FORMING, str(error)) from error
+
+    def _leave_rendezvous(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.close()
 
     def _run(self, start: Callable[[], dist.Work | None], phase: str) -> None:
         began_s = time.monotonic()
@@ -151,11 +185,10 @@ class TorchDistributed:
             peer = f"a trainer rank, seen from rank {self.rank} of {self.world_size}"
             # Gloo tells a deadline from a lost connection by its text alone, the clock for sure.
             if time.monotonic() - began_s >= 0.9 * self._timeout_s:
-                raise DeadlineError(
-                    peer,
-                    phase,
-                    self._timeout_s,
-                    "see the other ranks' logs; raise sluice.trainer.command_timeout_s if one of "
-                    "them was only slow",
-                ) from error
+                raise DeadlineError(peer, phase, self._timeout_s, LATE_REMEDY) from error
             raise PeerError(peer, phase, str(error)) from error
+
+
+def _has_agent_store(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun's agent listens at MASTER_ADDR:MASTER_PORT, so that no rank can."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

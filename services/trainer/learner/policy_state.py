@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from services.trainer.learner.checkpoint import resume_remedy
 from services.trainer.learner.optimizer import PolicyOptimizer
 from sluice.errors import CheckpointError
 
@@ -52,14 +53,22 @@ def save_policy_state(
         model: weights are written in their dtype.
         optimizer: of that model.
         model_path: where the model was first read from; the tokenizer's files are copied.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
     """
     huggingface = directory / HUGGINGFACE_FOLDER
-    model.save_pretrained(huggingface)
+    try:
+        model.save_pretrained(huggingface)
+        tensors = {
+            name: t.detach().cpu().contiguous() for name, t in optimizer.state_tensors().items()
+        }
+        save_file(tensors, directory / OPTIMIZER_FILE)
+    except SafetensorError as error:  # its own form of a full disk
+        raise OSError(f"{directory}: {error}") from error
     for pattern in TOKENIZER_FILES:
         for file in Path(model_path).glob(pattern):
             shutil.copyfile(file, huggingface / file.name)
-    tensors = {name: t.detach().cpu().contiguous() for name, t in optimizer.state_tensors().items()}
-    save_file(tensors, directory / OPTIMIZER_FILE)
     for file in directory.rglob("*.safetensors"):
         file.chmod(_READABLE)  # safetensors lets only the owner read them
     extra = {"random_state": _random_state(), "skipped_updates": optimizer.skipped_updates}
@@ -80,12 +89,14 @@ def load_policy_state(directory: Path, model: PreTrainedModel, optimizer: Policy
         _restore_random_state(extra["random_state"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{directory / EXTRA_STATE_FILE} cannot be read ({error}); choose another checkpoint"
+            f"{directory / EXTRA_STATE_FILE} cannot be read ({error}); "
+            f"{resume_remedy(directory.parent)}"
         ) from error
 
 
 def _load_weights(folder: Path, model: PreTrainedModel) -> None:
     """Reload through transformers, which knows about shards and renamed or fused weights."""
+    _refuse_another_family(folder, model)
     try:
         loading: object = type(model).from_pretrained(
             folder,
@@ -96,7 +107,8 @@ def _load_weights(folder: Path, model: PreTrainedModel) -> None:
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
-            f"{folder} cannot be loaded ({error}); choose another checkpoint"
+            f"{_damaged_file(folder) or folder} cannot be read ({error}); "
+            f"{resume_remedy(folder.parents[1])}"
         ) from error
     saved, report = cast("tuple[PreTrainedModel, Mapping[str, Collection[str]]]", loading)
     trained, loaded = dict(model.named_parameters()), dict(saved.named_parameters())
@@ -113,12 +125,40 @@ def _load_weights(folder: Path, model: PreTrainedModel) -> None:
             parameter.copy_(loaded[name])
 
 
+def _refuse_another_family(folder: Path, model: PreTrainedModel) -> None:
+    """transformers would try to squeeze one family's weights into another's layers."""
+    file = folder / "config.json"
+    try:
+        family = json.loads(file.read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read ({error}); {resume_remedy(folder.parents[1])}"
+        ) from error
+    if family != model.config.model_type:
+        raise CheckpointError(
+            f"{folder} holds a {family} model and actor_rollout_ref.model.path a "
+            f"{model.config.model_type}; resume with the model that was trained, or start anew "
+            "with trainer.resume_mode=disable"
+        )
+
+
+def _damaged_file(folder: Path) -> Path | None:
+    """The first weights file whose header or length is wrong."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError):
+            return file
+    return None
+
+
 def _read_tensors(file: Path) -> Mapping[str, Tensor]:
     try:
         tensors: Mapping[str, Tensor] = load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{file} cannot be read ({error}); choose another checkpoint"
+            f"{file} cannot be read ({error}); {resume_remedy(file.parents[1])}"
         ) from error
     return tensors
 

@@ -128,11 +128,6 @@ def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
 
 def _refuse_unavailable(config: RunConfig) -> None:
     algorithm = config.algorithm
-    if algorithm.adv_estimator == "remax":
-        raise ConfigError(
-            "algorithm.adv_estimator=remax needs a greedy response to every prompt, which the "
-            "rollout service does not draw; rloo is the nearest estimator without one"
-        )
     if algorithm.use_pf_ppo:
         raise ConfigError(
             "algorithm.use_pf_ppo=true: rows are not drawn anew in sluice's trainer; set it to "

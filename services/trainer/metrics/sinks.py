@@ -123,7 +123,14 @@ def _open(name: str, kind: _Kind, target: SinkTarget) -> MetricSink:
         )
     except ImportError as error:
         raise ConfigError(f"{_remedy(name, kind)} ({error})") from error
-    guarded = GuardedSink(name, sink_type(target))
+    try:
+        opened = sink_type(target)
+    except Exception as error:
+        raise ConfigError(
+            f"trainer.logger: {name} cannot be opened ({type(error).__name__}: {error}); mend it, "
+            f"or remove {name} from trainer.logger"
+        ) from error
+    guarded = GuardedSink(name, opened)
     return BackgroundSink(name, guarded) if kind.is_remote else guarded
 
 

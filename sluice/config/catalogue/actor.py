@@ -6,6 +6,8 @@ from typing import Literal
 
 from sluice.config.catalogue.entry import (
     Entry,
+    Status,
+    Texts,
     block,
     group,
     honoured,
@@ -19,9 +21,29 @@ _KEY = "actor_rollout_ref.actor"
 _FULL = refused_if(
     "full", "it needs the whole distribution of both models, which verl does not support either"
 )
+_LOG_PROB_KEYS: tuple[tuple[str, object, str, Texts], ...] = (
+    ("log_prob_micro_batch_size", int | None, "Rows per pass over all ranks.", {"unit": "rows"}),
+    ("log_prob_micro_batch_size_per_gpu", int | None, "Rows per pass.", {"unit": "rows"}),
+    ("log_prob_use_dynamic_bsz", bool | None, "Cut by tokens instead of rows.", {}),
+    ("log_prob_max_token_len_per_gpu", int | None, "Token budget then.", {"unit": "tokens"}),
+)
 _PARTS = list[Literal["model", "optimizer", "extra", "hf_model"]]
 STRATEGY = "every trainer rank holds the whole model (data parallel only), whatever the backend"
 PER_GPU = "sets, divided by the number of trainer ranks, the key that ends in _per_gpu"
+
+
+_ON_UPDATES_CUT = (
+    "all passes over a train batch run on the update's micro-batches "
+    "(actor.ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu); results do not depend on it"
+)
+
+
+def log_prob_entries(prefix: str) -> tuple[Entry, ...]:
+    """Forward passes of the reference, and those of the old policy."""
+    return tuple(
+        inapplicable(f"{prefix}.{name}", kind, None, meaning, _ON_UPDATES_CUT, **more)
+        for name, kind, meaning, more in _LOG_PROB_KEYS
+    )
 
 
 def checkpoint_entries(prefix: str) -> tuple[Entry, ...]:
@@ -105,9 +127,12 @@ ENTRIES: tuple[Entry, ...] = (
         effect="Peak memory of the update; larger is faster",
         advice="At least the longest row, two to three times it where memory allows",
     ),
-    honoured(
+    Entry(
         f"{_KEY}.clip_ratio",
-        advice="Without effect unless clip_ratio_low or clip_ratio_high is null, as in verl",
+        Status.MAPPED,
+        instead="sets clip_ratio_low and clip_ratio_high where they are null, as in verl",
+        targets=(f"{_KEY}.clip_ratio_low", f"{_KEY}.clip_ratio_high"),
+        silent=(0.2,),
     ),
     honoured(f"{_KEY}.clip_ratio_low", advice="0.2"),
     honoured(
@@ -128,7 +153,16 @@ ENTRIES: tuple[Entry, ...] = (
         advice="0; a falling actor/entropy is better met by clip_ratio_high",
     ),
     honoured(f"{_KEY}.calculate_entropy"),
-    honoured(f"{_KEY}.calculate_sum_pi_squared", effect="One more pass over the logits"),
+    inapplicable(
+        f"{_KEY}.calculate_sum_pi_squared",
+        bool,
+        False,
+        "Sum the squared probabilities at every token.",
+        "they are summed if algorithm.adv_estimator needs them (optimal_token_baseline and "
+        "tir_optimal_token_baseline)",
+        silent=(False,),
+        effect="One more pass over the logits",
+    ),
     honoured(
         f"{_KEY}.use_kl_loss",
         effect="A reference model: its weights in memory and one more forward pass of every row",
@@ -148,7 +182,10 @@ ENTRIES: tuple[Entry, ...] = (
         effect="Saves one forward pass of every row",
         advice="The ratio then includes the difference between engine and trainer",
     ),
-    honoured(f"{_KEY}.policy_loss.loss_mode"),
+    honoured(
+        f"{_KEY}.policy_loss.loss_mode",
+        advice="vanilla. adpo sets algorithm.adv_estimator to adpo too, where that is left out",
+    ),
     honoured(f"{_KEY}.policy_loss.clip_cov_ratio"),
     honoured(f"{_KEY}.policy_loss.clip_cov_lb"),
     honoured(f"{_KEY}.policy_loss.clip_cov_ub"),

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from sluice.config.catalogue.entry import (
     Entry,
+    Status,
+    group,
     honoured,
     inapplicable,
     mapped,
     refused,
+    refused_unless,
 )
 
 _KEY = "algorithm"
 _CORRECTION = f"{_KEY}.rollout_correction"
 _FILTER = f"{_KEY}.filter_groups"
+_NOT_DRAWN_ANEW = "every row of a batch is trained on; rows are not drawn anew by their rewards"
 
 ENTRIES: tuple[Entry, ...] = (
     honoured(
         f"{_KEY}.adv_estimator",
         verl_default="gae",
         effect="gae trains a critic: another model in memory and another update",
-        advice="grpo for DAPO and GRPO",
+        advice=(
+            "grpo for DAPO and GRPO. adpo sets actor.policy_loss.loss_mode to adpo too, where that "
+            "is left out"
+        ),
     ),
     honoured(f"{_KEY}.gamma"),
     honoured(f"{_KEY}.lam"),
@@ -96,9 +103,19 @@ ENTRIES: tuple[Entry, ...] = (
         "Version 0.6: log-likelihood loss in bypass mode.",
         "use loss_type=reinforce",
     ),
-    honoured(f"{_KEY}.use_pf_ppo"),
-    honoured(f"{_KEY}.pf_ppo.reweight_method"),
-    honoured(f"{_KEY}.pf_ppo.weight_pow"),
+    Entry(
+        f"{_KEY}.use_pf_ppo",
+        Status.REFUSED,
+        instead=f"{_NOT_DRAWN_ANEW}; leave the key out",
+        silent=(False,),
+        refusals=refused_unless(False, f"{_NOT_DRAWN_ANEW}; leave the key out"),
+    ),
+    *group(
+        f"{_KEY}.pf_ppo",
+        {"reweight_method": "pow", "weight_pow": 2.0},
+        "Policy filtration (Shen & Zhang 2024): which rows are drawn for the update.",
+        _NOT_DRAWN_ANEW,
+    ),
     mapped(
         f"{_KEY}.scale_rewards",
         bool | str,

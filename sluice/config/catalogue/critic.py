@@ -45,17 +45,21 @@ ENTRIES: tuple[Entry, ...] = (
         targets=(f"{_KEY}.ppo_micro_batch_size_per_gpu",),
     ),
     honoured(f"{_KEY}.ppo_micro_batch_size_per_gpu", unit="rows"),
-    mapped(
-        f"{_KEY}.forward_micro_batch_size",
-        int | None,
-        None,
-        "Rows per pass over all ranks.",
-        PER_GPU,
-        unit="rows",
-        targets=(f"{_KEY}.forward_micro_batch_size_per_gpu",),
-    ),
-    honoured(
-        f"{_KEY}.forward_micro_batch_size_per_gpu", unit="rows", advice="May be twice the update's"
+    *(
+        inapplicable(
+            f"{_KEY}.{name}",
+            int | None,
+            None,
+            meaning,
+            "values are computed on the micro-batches of the critic's update; they do not depend "
+            "on it",
+            unit=unit,
+        )
+        for name, meaning, unit in (
+            ("forward_micro_batch_size", "Rows per pass over all ranks, no gradients.", "rows"),
+            ("forward_micro_batch_size_per_gpu", "Rows per pass without gradients.", "rows"),
+            ("forward_max_token_len_per_gpu", "Token budget without gradients.", "tokens"),
+        )
     ),
     honoured(f"{_KEY}.use_dynamic_bsz"),
     honoured(
@@ -63,7 +67,6 @@ ENTRIES: tuple[Entry, ...] = (
         unit="tokens",
         advice="At least twice the actor's: a value head is small",
     ),
-    honoured(f"{_KEY}.forward_max_token_len_per_gpu", unit="tokens"),
     honoured(f"{_KEY}.ppo_epochs"),
     honoured(f"{_KEY}.shuffle"),
     honoured(f"{_KEY}.data_loader_seed"),

@@ -53,6 +53,7 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(
         "data.train_batch_size",
         unit="prompts",
+        effect="Time of a step grows with it; memory of the trainer does not",
         advice="At least actor.ppo_mini_batch_size and a multiple of it; 64 to 512 is usual",
     ),
     inapplicable(

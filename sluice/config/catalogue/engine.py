@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from sluice.config.catalogue.entry import Entry, Texts, inapplicable, refused
+from sluice.config.catalogue.entry import Entry, Status, Texts, inapplicable, refused
 
 _KEY = "actor_rollout_ref.rollout"
-ENGINES = ("vllm", "sglang")
-_TORCH = "it applies when actor_rollout_ref.rollout.name is vllm or sglang"
+_TORCH = (
+    "it tunes vllm and sglang, which this version does not run; `sluice config check` takes it "
+    "into its estimate for them"
+)
 
 
 def _tuning(name: str, **more: Unpack[Texts]) -> Entry:
-    return Entry(f"{_KEY}.{name}", engines=ENGINES, instead=_TORCH, **more)
+    return Entry(f"{_KEY}.{name}", Status.NOT_APPLICABLE, instead=_TORCH, **more)
 
 
 def _fixed(name: str, annotation: object, default: object, meaning: str, instead: str) -> Entry:

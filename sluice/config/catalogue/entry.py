@@ -28,7 +28,7 @@ ABSENT = _Absent()
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Values that are an error, with the reason and the remedy as half a sentence."""
+    """Values that do not do what they ask for, with reason and remedy as half a sentence."""
 
     applies: Callable[[object], bool]
     reason: str
@@ -50,8 +50,7 @@ class Entry:
         verl_default: verl's default where it differs from ours.
         silent: values that ask for what happens anyway and so need no notice.
         refusals: values that are errors.
-        engines: values of `actor_rollout_ref.rollout.name` with which the key is honoured;
-            empty: with all.
+        caveats: values that are taken although nothing here does what they ask for.
         is_block: any keys may stand below; they share this row.
     """
 
@@ -68,7 +67,7 @@ class Entry:
     verl_default: str | None = None
     silent: tuple[object, ...] = ()
     refusals: tuple[Refusal, ...] = ()
-    engines: tuple[str, ...] = ()
+    caveats: tuple[Refusal, ...] = ()
     is_block: bool = False
 
     @property
@@ -107,6 +106,7 @@ class Texts(TypedDict, total=False):
     verl_default: str | None
     silent: tuple[object, ...]
     refusals: tuple[Refusal, ...]
+    caveats: tuple[Refusal, ...]
 
 
 def honoured(path: str, **more: Unpack[Texts]) -> Entry:

@@ -171,9 +171,14 @@ ENTRIES: tuple[Entry, ...] = (
         effect="30 to 50 % less activation memory, 10 to 20 % slower",
         advice="On for anything that does not fit easily",
     ),
-    honoured(
+    inapplicable(
         f"{_ROOT}.model.use_remove_padding",
-        effect="No work for padding; rows of different length cost what they hold",
+        bool,
+        True,
+        "Pack tokens without padding.",
+        "rows are always packed, so that no work is done for padding",
+        silent=(True,),
+        verl_default="false before version 0.7",
     ),
     honoured(f"{_ROOT}.model.trust_remote_code"),
     *model_entries(f"{_ROOT}.model"),

@@ -20,11 +20,12 @@ _ONLY_ADAM = (
         "AdamW is the only optimizer; leave the key out",
     ),
 )
-_DECAY_STYLES = ("constant", "linear", "cosine")
+_DECAY_STYLES = ("constant", "linear", "cosine", "inverse_square_root")
 _ONLY_DECAY = (
     Refusal(
         lambda value: value not in _DECAY_STYLES,
-        "the learning rate may be constant, linear or cosine after its warm-up",
+        "the learning rate may be constant, linear, cosine or inverse_square_root after its "
+        "warm-up",
     ),
 )
 _STATE_ON_HOST = "the optimizer's state stays on the device of its rank"
@@ -44,13 +45,7 @@ _SHARED: tuple[Entry, ...] = (
     honoured("lr_scheduler_type"),
     honoured("min_lr_ratio"),
     honoured("total_training_steps", unit="train batches"),
-    refused(
-        "num_cycles",
-        float,
-        0.5,
-        "Waves of the cosine schedule.",
-        "the cosine schedule is one half wave; leave the key out",
-    ),
+    honoured("num_cycles"),
     inapplicable(
         "optimizer",
         str,

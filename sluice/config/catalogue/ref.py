@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sluice.config.catalogue.actor import PER_GPU, STRATEGY
-from sluice.config.catalogue.entry import Entry, block, group, honoured, inapplicable, mapped
+from sluice.config.catalogue.actor import STRATEGY, log_prob_entries
+from sluice.config.catalogue.entry import Entry, block, group, inapplicable
 
 _KEY = "actor_rollout_ref.ref"
 
@@ -16,24 +16,7 @@ ENTRIES: tuple[Entry, ...] = (
         STRATEGY,
         verl_default="the actor's",
     ),
-    mapped(
-        f"{_KEY}.log_prob_micro_batch_size",
-        int | None,
-        None,
-        "Rows per forward pass over all ranks.",
-        PER_GPU,
-        unit="rows",
-        targets=(f"{_KEY}.log_prob_micro_batch_size_per_gpu",),
-    ),
-    honoured(
-        f"{_KEY}.log_prob_micro_batch_size_per_gpu",
-        unit="rows",
-        advice="May be twice the update's: there is no backward pass",
-    ),
-    honoured(f"{_KEY}.log_prob_use_dynamic_bsz"),
-    honoured(
-        f"{_KEY}.log_prob_max_token_len_per_gpu", unit="tokens", advice="At least the longest row"
-    ),
+    *log_prob_entries(_KEY),
     inapplicable(
         f"{_KEY}.use_torch_compile",
         bool,

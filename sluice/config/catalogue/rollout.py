@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from sluice.config.catalogue.actor import PER_GPU
+from sluice.config.catalogue.actor import log_prob_entries
 from sluice.config.catalogue.entry import (
     Entry,
+    Refusal,
     block,
     group,
     honoured,
@@ -16,6 +17,15 @@ from sluice.config.catalogue.entry import (
 )
 
 _KEY = "actor_rollout_ref.rollout"
+ENGINES = ("torch",)
+"""Engines that replicas can run."""
+_NO_SUCH_ENGINE = (
+    Refusal(
+        lambda value: value not in ENGINES,
+        f"replicas of this version run {', '.join(ENGINES)} only and refuse to start with another "
+        f"engine; set {_KEY}.name=torch",
+    ),
+)
 _ONE_TURN = "every rollout is one turn of one response"
 _OWN = "each replica is a service of its own that takes requests at any time"
 
@@ -23,7 +33,8 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(
         f"{_KEY}.name",
         verl_default="none, it has to be set",
-        advice="vllm or sglang on accelerators; torch is for small models and for tests",
+        advice="torch; vllm and sglang are read but replicas of this version do not run them",
+        caveats=_NO_SUCH_ENGINE,
     ),
     inapplicable(
         f"{_KEY}.mode",
@@ -69,27 +80,16 @@ ENTRIES: tuple[Entry, ...] = (
         targets=("data.max_response_length",),
     ),
     honoured(f"{_KEY}.dtype", effect="bfloat16: 2 bytes a parameter, also on the wire"),
-    honoured(f"{_KEY}.calculate_log_probs", verl_default="true (false before version 0.7)"),
-    mapped(
-        f"{_KEY}.log_prob_micro_batch_size",
-        int | None,
-        None,
-        "Rows per forward pass over all ranks.",
-        PER_GPU,
-        unit="rows",
-        targets=(f"{_KEY}.log_prob_micro_batch_size_per_gpu",),
+    inapplicable(
+        f"{_KEY}.calculate_log_probs",
+        bool,
+        True,
+        "Return the engine's logprobs.",
+        "behaviour logprobs are always returned",
+        silent=(True,),
+        verl_default="true (false before version 0.7)",
     ),
-    honoured(
-        f"{_KEY}.log_prob_micro_batch_size_per_gpu",
-        unit="rows",
-        advice="May be twice the update's: there is no backward pass",
-    ),
-    honoured(f"{_KEY}.log_prob_use_dynamic_bsz"),
-    honoured(
-        f"{_KEY}.log_prob_max_token_len_per_gpu",
-        unit="tokens",
-        advice="A multiple of the longest row",
-    ),
+    *log_prob_entries(_KEY),
     honoured(
         f"{_KEY}.val_kwargs.n", advice="1 early on; more for small sets such as AIME (32, 64)"
     ),

@@ -56,7 +56,12 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(f"{_KEY}.weights.probe_timeout_s", unit="seconds"),
     honoured(f"{_KEY}.weights.backend"),
     honoured(f"{_KEY}.weights.recompute_kv"),
-    honoured(f"{_KEY}.max_message_mb", unit="MiB"),
+    honoured(
+        f"{_KEY}.max_message_mb",
+        unit="MiB",
+        effect="None before messages grow: it is a bound",
+        advice="null, the same at all services; a train batch is the largest message",
+    ),
     honoured(f"{_KEY}.shutdown_grace_s", unit="seconds"),
     honoured(f"{_KEY}.log_level"),
 )

@@ -21,7 +21,15 @@ _HDFS = refused_prefix("hdfs://", "nothing is read from or written to HDFS; give
 _ASYNC = "sluice.asynchrony.max_staleness"
 
 ENTRIES: tuple[Entry, ...] = (
-    honoured(f"{_KEY}.balance_batch", effect="Ranks wait less for each other"),
+    inapplicable(
+        f"{_KEY}.balance_batch",
+        bool,
+        True,
+        "Share rows over ranks so that each has about the same work.",
+        "the rows of every mini-batch are shared so",
+        silent=(True,),
+        effect="Ranks wait less for each other",
+    ),
     honoured(f"{_KEY}.total_epochs"),
     honoured(f"{_KEY}.total_training_steps", unit="train batches"),
     honoured(f"{_KEY}.project_name", verl_default="verl_examples"),

@@ -199,12 +199,21 @@ def test_a_key_is_explained_and_all_are_listed() -> None:
     assert f"\n{ACTOR}.clip_ratio_high" in invoke("explain")[1]
 
 
+def test_the_keys_of_a_section_are_listed_in_any_spelling_of_it() -> None:
+    code, text = invoke("explain", "reward_model.overlong_buffer")
+    assert code == 0
+    assert text.startswith("4 keys\n")
+    assert "\nreward.reward_kwargs.overlong_buffer_cfg.penalty_factor " in text
+    assert invoke("explain", "no.section")[0] == 1
+
+
 def test_coverage_counts_keys_and_is_exit_code_1_with_an_unknown_one(tmp_path: Path) -> None:
     file = tmp_path / "launch.overrides"
     file.write_text(f"{ROLLOUT}.n=8\n{ACTOR}.megatron.tensor_model_parallel_size=2\n")
     code, text = invoke("coverage", str(file))
     assert code == 0
-    assert f"{ROLLOUT}.n " in text
+    assert f"{ACTOR}.megatron.tensor_model_parallel_size  not applicable  every" in text
+    assert [str(file), "1", "0", "1", "0", "0"] in [line.split() for line in text.splitlines()]
     file.write_text(f"{ROLLOUT}.n=8\ntainer.device=npu\n")
     code, text = invoke("coverage", str(file), "--json")
     assert code == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 from hypothesis import given
@@ -16,13 +16,16 @@ from sluice.types import (
     Rollout,
     SamplingParams,
     TrainBatch,
+    TrainGroup,
     TransferGroupSpec,
 )
 from tests.support.domain_values import (
+    finite,
     replicas,
     rollouts,
     samplings,
     train_batches,
+    train_groups,
     transfer_groups,
     words,
 )
@@ -47,6 +50,15 @@ def test_a_rollout_comes_back(value: Rollout) -> None:
 @given(train_batches)
 def test_a_train_batch_comes_back_from_its_bytes(value: TrainBatch) -> None:
     assert same(batch.train_batch_from_bytes(batch.train_batch_to_bytes(value)), value)
+
+
+@given(train_groups(), st.none() | finite)
+def test_a_group_comes_back_with_its_baseline_or_without_one(
+    value: TrainGroup, baseline: float | None
+) -> None:
+    group = replace(value, baseline_reward=baseline)
+    found = batch.train_group_from_proto(batch.train_group_to_proto(group))
+    assert same(found, group)
 
 
 @given(samplings)

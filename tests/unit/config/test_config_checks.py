@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sluice.config import derived
 from sluice.config.checks import check_config, relation_problems
 from sluice.config.loader import load_config
 from sluice.errors import ConfigError
@@ -20,6 +21,7 @@ SOUND = (
     "sluice.asynchrony.max_staleness=1",
 )
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+JUDGE = "reward.reward_model"
 SHAPING = "reward.reward_kwargs.overlong_buffer_cfg"
 
 
@@ -40,15 +42,13 @@ def test_a_sound_configuration_has_no_problem() -> None:
         ([f"~{ACTOR}.ppo_micro_batch_size_per_gpu"], "use_dynamic_bsz is false"),
         ([f"{ROLLOUT}.n=1"], "a group of one has no advantage"),
         (
-            [f"{ROLLOUT}.n=300", "sluice.max_message_mb=128"],
+            [f"{ROLLOUT}.n=300"],
             "is more than sluice.rollout.max_n = 256",
         ),
         ([f"{ROLLOUT}.val_kwargs.n=300"], "val_kwargs.n = 300 is more than"),
         (["algorithm.adv_estimator=gae2"], "algorithm.adv_estimator = 'gae2' is unknown"),
         ([f"{ACTOR}.policy_loss.loss_mode=best"], "loss_mode = 'best' is unknown"),
         (["trainer.device=tpu"], "trainer.device = 'tpu' is unknown; known: cpu, cuda, npu"),
-        (["actor_rollout_ref.model.use_remove_padding=false"], "use_remove_padding = false"),
-        ([f"{ROLLOUT}.calculate_log_probs=false"], "calculate_log_probs = false"),
         ([f"{ROLLOUT}.max_model_len=1000"], "set it to at least 1024, or to null"),
         ([f"{ROLLOUT}.top_k=-3"], "top_k = -3: expected -1 (off) or at least 1"),
         ([f"{ROLLOUT}.val_kwargs.top_k=-2"], "val_kwargs.top_k = -2"),
@@ -82,7 +82,19 @@ def test_a_sound_configuration_has_no_problem() -> None:
             "all replicas would take one port",
         ),
         (["sluice.trainer.replica_ttl_s=1.5"], "is less than two heartbeats"),
-        (["data.max_response_length=20480"], "raise it to 121"),
+        (["sluice.max_message_mb=3"], "is less than the 4 MiB a train batch of 512 rows can reach"),
+        (["data.max_response_length=350000"], "are more than a message can hold (2047 MiB)"),
+        (["trainer.val_only=true"], "there is nothing to validate on; give val_files"),
+        (
+            ["trainer.val_only=true", "trainer.val_before_train=false", "data.val_files=v.parquet"],
+            "would do nothing; set val_before_train=true",
+        ),
+        (["reward_model.enable=true", f"{JUDGE}.model_path=m"], "base_url = null: sluice starts"),
+        (
+            ["reward_model.enable=true", f"{JUDGE}.base_url=u"],
+            "model_path = null: give",
+        ),
+        ([f"{JUDGE}.min_score=2"], "min_score = 2 is above max_score = 1"),
     ],
 )
 def test_a_contradiction_is_named_with_its_remedy(overrides: list[str], named: str) -> None:
@@ -103,6 +115,14 @@ def test_a_contradiction_is_named_with_its_remedy(overrides: list[str], named: s
 )
 def test_what_only_verl_refuses_does_not_keep_a_run_from_starting(overrides: list[str]) -> None:
     assert problems(*overrides) == []
+
+
+def test_a_message_is_as_large_as_a_train_batch_can_be_unless_told_otherwise() -> None:
+    long = "data.max_response_length=20480"
+    assert problems(long) == []
+    assert derived.message_mb(load_config(None, [*SOUND])) == 64
+    assert derived.message_mb(load_config(None, [*SOUND, long])) == 121
+    assert derived.message_mb(load_config(None, [*SOUND, long, "sluice.max_message_mb=9"])) == 9
 
 
 def test_the_filter_needs_groups_of_two_with_any_estimator() -> None:

@@ -65,8 +65,8 @@ def value(config: RunConfig, key: str) -> object:
             4,
         ),
         (
-            ["actor_rollout_ref.ref.log_prob_micro_batch_size=64", "trainer.n_gpus_per_node=8"],
-            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+            ["critic.ppo_micro_batch_size=64", "trainer.n_gpus_per_node=8"],
+            "critic.ppo_micro_batch_size_per_gpu",
             8,
         ),
         (["critic.ppo_micro_batch_size=3"], "critic.ppo_micro_batch_size_per_gpu", 3),
@@ -132,13 +132,25 @@ def test_a_value_that_does_not_fit_after_conversion_is_an_error() -> None:
         load_config(None, [f"{ROLLOUT}.response_length=0"])
 
 
-def test_a_reward_model_needs_the_address_of_its_server() -> None:
-    with pytest.raises(ConfigError, match=r"enable = true without reward.reward_model.base_url"):
-        load_config(None, ["reward_model.enable=True"])
-    config = load_config(
-        None, ["reward_model.enable=True", "reward.reward_model.base_url=http://judge:8000/v1"]
-    )
-    assert config.reward.reward_model.enable
+@pytest.mark.parametrize(
+    ("overrides", "estimator", "loss"),
+    [
+        (["algorithm.adv_estimator=adpo"], "adpo", "adpo"),
+        ([f"{ACTOR}.policy_loss.loss_mode=adpo"], "adpo", "adpo"),
+        (
+            ["algorithm.adv_estimator=adpo", f"{ACTOR}.policy_loss.loss_mode=vanilla"],
+            "adpo",
+            "vanilla",
+        ),
+        (["algorithm.adv_estimator=rloo"], "rloo", "vanilla"),
+    ],
+)
+def test_adpos_estimator_and_its_loss_ask_for_each_other(
+    overrides: list[str], estimator: str, loss: str
+) -> None:
+    config = load_config(None, overrides)
+    found = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    assert (config.algorithm.adv_estimator, found) == (estimator, loss)
 
 
 def test_without_any_key_nothing_is_converted() -> None:

@@ -97,10 +97,14 @@ def test_a_notice_is_one_line_with_the_key_as_written_and_what_happens_instead()
     )
 
 
-@pytest.mark.parametrize(("engine", "expected"), [("torch", 1), ("vllm", 0), ("sglang", 0)])
-def test_keys_of_an_engine_are_noticed_where_another_one_runs(engine: str, expected: int) -> None:
-    overrides = [f"{ROLLOUT}.name={engine}", f"{ROLLOUT}.gpu_memory_utilization=0.8"]
-    assert len(notices(overrides)) == expected
+@pytest.mark.parametrize(("engine", "expected"), [("torch", 0), ("vllm", 1), ("sglang", 1)])
+def test_an_engine_that_replicas_cannot_run_is_noticed(engine: str, expected: int) -> None:
+    found = notices([f"{ROLLOUT}.name={engine}"])
+    assert len(found) == expected
+    for one in found:
+        assert one.status is Status.NOT_APPLICABLE
+        assert "run torch only" in one.text
+        assert one.text.endswith(f"set {ROLLOUT}.name=torch")
 
 
 def test_notices_of_a_launch_come_from_the_file_and_the_overrides(tmp_path: Path) -> None:
@@ -141,7 +145,7 @@ def test_coverage_takes_bare_keys_by_their_usual_standing(tmp_path: Path) -> Non
     assert found.keys == {
         "data.seed": Status.HONOURED,
         "reward_model.reward_manager": Status.MAPPED,
-        f"{ROLLOUT}.engine_kwargs.vllm": Status.HONOURED,
+        f"{ROLLOUT}.engine_kwargs.vllm": Status.NOT_APPLICABLE,
     }
     assert len(found.unknown) == 1
 

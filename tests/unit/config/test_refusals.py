@@ -54,7 +54,7 @@ def test_a_refused_key_may_be_null(entry: Entry) -> None:
         ("custom_reward_function.path=pkg://mine.scorer", "give the path of a Python file"),
         ("trainer.logger=['console','clearml']", "no logger clearml"),
         (f"{ACTOR}.optim.optimizer=muon", "AdamW is the only optimizer"),
-        (f"{ACTOR}.optim.lr_decay_style=inverse_square_root", "constant, linear or cosine"),
+        (f"{ACTOR}.optim.lr_decay_style=WSD", "constant, linear, cosine or inverse_square_root"),
     ],
 )
 def test_a_value_that_cannot_be_had_is_refused_with_the_reason(override: str, reason: str) -> None:

@@ -131,7 +131,7 @@ def test_references_may_be_relative_select_and_use_old_spellings(tmp_path: Path)
     text = (
         "critic:\n"
         "  ppo_max_token_len_per_gpu: 777\n"
-        "  forward_max_token_len_per_gpu: ${.ppo_max_token_len_per_gpu}\n"
+        "  ppo_epochs: ${.ppo_max_token_len_per_gpu}\n"
         "  ppo_mini_batch_size: ${oc.select:actor_rollout_ref.actor.ppo_mini_batch_size,1}\n"
         "  loss_scale_factor: ${oc.select:nothing.here,${oc.select:nor.there,12}}\n"
         "reward_model: {overlong_buffer: {len: 9}}\n"
@@ -139,7 +139,7 @@ def test_references_may_be_relative_select_and_use_old_spellings(tmp_path: Path)
         "data: {val_max_samples: '${trainer.esi_redundant_time}'}\n"
     )
     config = loaded(tmp_path, text)
-    assert config.critic.forward_max_token_len_per_gpu == 777
+    assert config.critic.ppo_epochs == 777
     assert config.critic.ppo_mini_batch_size == 256
     assert config.critic.loss_scale_factor == 12
     assert config.trainer.project_name == "w9"

@@ -283,6 +283,7 @@ def sound_run(**changes: object) -> VerlRun:
         "val_do_sample": False,
         "temperature": 1.0,
         "num_generations": None,
+        "adpo": False,
     }
     return VerlRun(**{**values, **changes})  # type: ignore[arg-type]
 

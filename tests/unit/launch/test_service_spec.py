@@ -10,6 +10,7 @@ from sluice.config.endpoints import peer_address
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.launch.service_spec import ServiceSpec, local_services, with_ports
+from tests.support.loopback import needs_ipv6
 
 FILE = Path("run.yaml")
 
@@ -49,6 +50,18 @@ def test_each_trainer_rank_is_told_who_it_is_and_where_to_meet() -> None:
     assert [rank["RANK"] for rank in ranks] == ["0", "1"]
     assert {rank["WORLD_SIZE"] for rank in ranks} == {"2"}
     assert len({(rank["MASTER_ADDR"], rank["MASTER_PORT"]) for rank in ranks}) == 1
+
+
+@needs_ipv6
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_services_on_ipv6_get_free_ports_there_and_addresses_with_brackets(host: str) -> None:
+    hosts = [f"sluice.{name}.endpoint.host='{host}'" for name in ("trainer", "reward")]
+    chosen = with_ports(config(*hosts))
+    endpoint = chosen.sluice.reward.endpoint
+    assert peer_address(endpoint, "reward") == f"[::1]:{endpoint.port}"
+    assert endpoint.port not in (0, chosen.sluice.trainer.endpoint.port)
+    rank = services("trainer.n_gpus_per_node=2", *hosts)["trainer-1"].environment
+    assert rank["MASTER_ADDR"] == "::1"
 
 
 @pytest.mark.parametrize("name", ["trainer", "rollout-0"])

@@ -12,12 +12,12 @@ from services.reward.dispatcher import GroupDispatcher, GroupRequest
 from services.reward.evaluation import Evaluation, EvaluationOrder
 from services.reward.generation_trace import GenerationTrace
 from services.reward.grading import Grader, SampleScorer
-from services.reward.prompt_rows import PromptRow
 from services.reward.prompts import Draw
 from services.reward.replica_queue import ReplicaQueue
 from services.reward.scorer_messages import ScoreItem
 from services.reward.validation_results import EvaluationResult, check_failures
-from sluice.errors import DeadlineError, EngineError, PeerError
+from sluice.data.prompt_rows import PromptRow
+from sluice.errors import DeadlineError, EngineError, PeerError, PromptTooLongError
 from sluice.types import ChatMessage, Failed, FailureKind, Outcome, SamplingParams, Scored
 from tests.support.reward_loop import InlineScorer, ScriptedClient, replica, settled
 
@@ -56,7 +56,7 @@ class World:
     ) -> None:
         self.trace = GenerationTrace(client)
         self.dispatcher = GroupDispatcher(
-            self.trace, ReplicaQueue(1.0, lambda: None), max_attempts=1
+            self.trace, ReplicaQueue(1.0, lambda: None), max_attempts=1, leave_out_overlong=True
         )
         self.evaluation = Evaluation(
             lambda: Rows(num_prompts),
@@ -142,3 +142,16 @@ async def test_an_evaluation_that_is_cancelled_ends_its_streams() -> None:
         running.cancel()
     assert len(client.cancelled) == 3
     assert len(world.trace) == 0
+
+
+async def test_a_prompt_that_is_too_long_is_no_part_of_the_validation_set() -> None:
+    client = ScriptedClient()
+
+    async def refuse(_name: str, request: GroupRequest, _index: int) -> None:
+        if request.prompt.prompt_id in ("validation-0", "validation-1"):
+            raise PromptTooLongError.of(9, 4)
+
+    client.before_sample = refuse
+    result = await World(client, num_prompts=3).run()
+    assert result.metrics["val-aux/num_prompts"] == 1
+    assert result.metrics["val-aux/num_failed_samples"] == 0

@@ -64,7 +64,7 @@ def rollout(index: int, num_tokens: int = 5, **changes: Any) -> Rollout:
 async def test_the_scorer_sees_text_and_reference() -> None:
     scorer = Scripted(right())
     await Grader(scorer, None).grade(group(rollout(0)))
-    assert scorer.items == [ScoreItem("math_dapo", "text 0", "7", {"index": 3})]
+    assert scorer.items == [ScoreItem("math_dapo", "text 0", "7", {"index": 3}, question="?")]
 
 
 async def test_the_overlong_penalty_changes_the_reward_and_not_the_score() -> None:
@@ -75,6 +75,16 @@ async def test_the_overlong_penalty_changes_the_reward_and_not_the_score() -> No
     assert [s.score for s in graded.scored] == [1.0, 1.0]
     assert graded.scored[1].metrics == {"acc": 1.0, "overlong_reward": -0.5, "overlong": 1.0}
     assert graded.scored[0].metrics["overlong"] == 0.0
+
+
+async def test_the_greedy_response_is_graded_and_shaped_as_the_samples_are() -> None:
+    scorer = Scripted(right(-1.0), right(-1.0), right())
+    graded = await Grader(scorer, SHAPING).grade(
+        group(rollout(0, 16), rollout(1, 18)), group(rollout(0, 17))
+    )
+    assert [s.reward for s in graded.scored] == [-1.0, -1.5]
+    assert graded.baseline_reward == 0.75
+    assert [item.response for item in scorer.items] == ["text 0", "text 1", "text 0"]
 
 
 async def test_a_failure_stays_a_failure_under_shaping() -> None:
@@ -133,6 +143,56 @@ def test_a_group_is_judged_by_what_could_be_scored(
     outcomes: list[Outcome], end: PromptEnd | None
 ) -> None:
     assert judge(graded_of(*outcomes), metric="acc").end is end
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "detail"),
+    [
+        ([right(), right(-1)], ""),
+        (
+            [right(), right(-1), right(), LOST],
+            "1 of 4 samples failed and the loss compares whole groups, the first: "
+            "scorer_crash: exit code 3",
+        ),
+    ],
+)
+def test_where_the_loss_compares_whole_groups_one_sample_lost_is_too_many(
+    outcomes: list[Outcome], detail: str
+) -> None:
+    verdict = judge(graded_of(*outcomes), metric="acc", whole_groups=True)
+    end = PromptEnd.DROPPED_FAILED if detail else None
+    assert (verdict.end, verdict.detail) == (end, detail)
+
+
+@pytest.mark.parametrize("greedy", [right(), right(-1)])
+@pytest.mark.parametrize(
+    ("outcomes", "end"),
+    [
+        ([right(), right(-1)], None),
+        ([right(), right()], PromptEnd.FILTERED_ALL_RIGHT),
+        ([right(-1), right(-1)], PromptEnd.FILTERED_ALL_WRONG),
+    ],
+)
+def test_a_group_is_not_filtered_by_its_greedy_response(
+    outcomes: list[Outcome], end: PromptEnd | None, greedy: Scored
+) -> None:
+    graded = replace(graded_of(*outcomes), greedy=graded_of(greedy))
+    assert judge(graded, metric="acc").end is end
+
+
+def test_a_group_without_the_score_of_its_greedy_response_has_failed() -> None:
+    graded = replace(graded_of(right(), right(-1)), greedy=graded_of(LOST))
+    verdict = judge(graded, metric="acc")
+    assert verdict.end is PromptEnd.DROPPED_FAILED
+    assert verdict.detail == (
+        "scorer_crash: no score of the greedy response, the baseline: exit code 3"
+    )
+
+
+def test_an_empty_greedy_response_is_a_baseline_as_any_other() -> None:
+    graded = replace(graded_of(right(), right(-1)), greedy=graded_of(right(-1), num_tokens=0))
+    assert judge(graded, metric="acc").end is None
+    assert (graded.baseline_reward, graded.oldest_version) == (-1.0, 0)
 
 
 def test_without_a_filter_uniform_groups_are_kept() -> None:

@@ -7,10 +7,22 @@ from dataclasses import replace
 
 import pytest
 
-from services.reward.dispatcher import GroupDispatcher, GroupFailedError, GroupRequest
+from services.reward.dispatcher import (
+    GroupDispatcher,
+    GroupFailedError,
+    GroupRequest,
+    OverlongPromptError,
+)
 from services.reward.fleet import Fleet, Wanted
 from services.reward.replica_queue import Priority, ReplicaQueue
-from sluice.errors import EngineError, ExhaustedError, InvalidRequestError, PeerError
+from sluice.errors import (
+    DataError,
+    EngineError,
+    ExhaustedError,
+    InvalidRequestError,
+    PeerError,
+    PromptTooLongError,
+)
 from sluice.types import (
     ChatMessage,
     FinishReason,
@@ -232,3 +244,28 @@ async def test_cancelling_a_group_gives_its_room_back_at_every_stage() -> None:
         await settled(lambda: setting.queue.num_waiting == 0)
         granted.cancel()
     assert setting.queue.num_free_sequences(0) == 4
+
+
+@pytest.mark.parametrize(
+    ("origin", "leave_out", "expected"),
+    [
+        (PromptOrigin.DATASET, False, DataError),
+        (PromptOrigin.DATASET, True, OverlongPromptError),
+        (PromptOrigin.CLIENT, False, OverlongPromptError),
+    ],
+)
+async def test_a_row_that_is_too_long_ends_the_run_unless_such_rows_are_left_out(
+    origin: PromptOrigin, leave_out: bool, expected: type[Exception]
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise PromptTooLongError.of(9, 4)
+
+    client = ScriptedClient()
+    client.before_sample = refuse
+    queue = ReplicaQueue(1.0, lambda: None)
+    dispatcher = GroupDispatcher(client, queue, max_attempts=3, leave_out_overlong=leave_out)
+    await dispatcher.announce([replica("a")])
+    asked = request()
+    prompt = replace(asked.prompt, origin=origin, place="a.parquet, row 7")
+    with pytest.raises(expected, match=r"a\.parquet, row 7: prompt: 9 tokens exceed"):
+        await dispatcher.generate(replace(asked, prompt=prompt))

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.reward.prompt_files import open_prompt_files
-from services.reward.prompt_rows import PromptColumns
-from services.reward.prompts import DrawOrder, PromptStream, training_files, training_stream
+from services.reward.prompts import (
+    DrawOrder,
+    PromptStream,
+    training_files,
+    training_stream,
+    validation_files,
+    validation_stream,
+)
 from sluice.config.data import DataConfig
+from sluice.data.prompt_files import open_prompt_files
+from sluice.data.prompt_rows import PromptColumns
 from sluice.errors import DataError
 from sluice.types import DataProgress
 from tests.support.prompt_parquet import prompt_rows, write_prompts
@@ -29,6 +38,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("data")
     rows = prompt_rows([f"row {i}" for i in range(ROWS)])
     first = write_prompts(folder / "a.parquet", rows[:23], row_group_size=7)
+    second = write_prompts(folder / "b.parquet", rows[23:], row_group_size=11)
+    return [str(first), str(second)]
+
+
+@pytest.fixture(scope="module")
+def mixed_files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The same rows, the first of them as JSON lines."""
+    folder = tmp_path_factory.mktemp("mixed")
+    rows = prompt_rows([f"row {i}" for i in range(ROWS)])
+    first = folder / "a.jsonl"
+    first.write_text("".join(json.dumps(row) + "\n" for row in rows[:23]), encoding="utf-8")
     second = write_prompts(folder / "b.parquet", rows[23:], row_group_size=11)
     return [str(first), str(second)]
 
@@ -100,6 +120,67 @@ def test_blocks_lose_no_draw(files: list[str]) -> None:
     assert [d for _ in range(50) for d in drawn(source, 3)] == drawn(stream(files))
 
 
+def test_json_lines_and_parquet_follow_each_other(mixed_files: list[str]) -> None:
+    assert drawn(stream(mixed_files, shuffle=False, epochs=1)) == [(p, p) for p in range(ROWS)]
+    shuffled = drawn(stream(mixed_files, epochs=2))
+    assert [sorted(row for _, row in part) for part in (shuffled[:ROWS], shuffled[ROWS:])] == [
+        list(range(ROWS))
+    ] * 2
+    assert drawn(stream(mixed_files, epochs=2, progress=DataProgress(61))) == shuffled[61:]
+
+
+def copies(tmp_path: Path) -> DataConfig:
+    """Twenty rows, of which each fifth is the same."""
+    rows = [prompt_rows(["same"])[0] if i % 5 == 0 else row for i, row in enumerate(numbered(20))]
+    path = write_prompts(tmp_path / "a.parquet", rows, row_group_size=6)
+    return DataConfig(train_files=str(path), val_files=str(path), shuffle=False, seed=3)
+
+
+def numbered(count: int) -> list[dict[str, object]]:
+    return prompt_rows([f"row {i}" for i in range(count)])
+
+
+def test_copies_are_drawn_once_an_epoch_where_that_is_asked_for(tmp_path: Path) -> None:
+    data = copies(tmp_path)
+    opened = training_files(data, deduplicate=True)
+    assert opened is not None
+    source = training_stream(opened, data, total_epochs=2, progress=DataProgress(0))
+    rows = [row for _, row in drawn(source)]
+    expected = [0, *(i for i in range(20) if i % 5)]
+    assert source.rows_per_epoch == len(expected)
+    assert rows == expected * 2
+    resumed = training_stream(opened, data, total_epochs=2, progress=DataProgress(20))
+    assert [row for _, row in drawn(resumed)] == (expected * 2)[20:]
+
+
+def test_max_samples_counts_rows_that_are_left_without_copies(tmp_path: Path) -> None:
+    data = msgspec.structs.replace(copies(tmp_path), train_max_samples=7)
+    opened = training_files(data, deduplicate=True)
+    assert opened is not None
+    source = training_stream(opened, data, total_epochs=1, progress=DataProgress(0))
+    assert [row for _, row in drawn(source)] == [0, 1, 2, 3, 4, 6, 7]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("validation_shuffle", [True, False])
+def test_validation_is_chosen_as_training_and_ordered_on_its_own(
+    files: list[str], shuffle: bool, validation_shuffle: bool
+) -> None:
+    data = DataConfig(
+        val_files=files,
+        seed=5,
+        shuffle=shuffle,
+        validation_shuffle=validation_shuffle,
+        val_max_samples=20,
+    )
+    opened = validation_files(data)
+    assert opened is not None
+    rows, again = ([row for _, row in drawn(validation_stream(opened, data))] for _ in range(2))
+    assert rows == again
+    assert (set(rows) == set(range(20))) is not shuffle
+    assert (rows == sorted(rows)) is not validation_shuffle
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_max_samples_uses_the_same_rows_in_every_epoch(files: list[str], shuffle: bool) -> None:
     source = stream(files, shuffle=shuffle, max_samples=20)
@@ -115,6 +196,7 @@ def test_a_row_keeps_all_that_scorers_need(files: list[str]) -> None:
     assert draw.row.messages[0].content == "row 0"
     assert (draw.row.data_source, draw.row.ground_truth) == ("math_dapo", "0")
     assert draw.row.extra_info == {"index": 0, "split": "train"}
+    assert draw.row.place == f"{files[0]}, row 0"
 
 
 def test_configured_keys_name_the_columns(tmp_path: Path) -> None:
@@ -158,10 +240,17 @@ def test_an_unusable_file_is_refused_before_any_row_is_read(
 def test_what_is_no_parquet_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_text("not parquet")
+    table, empty = tmp_path / "a.csv", tmp_path / "b.parquet"
+    table.write_text("a,b")
+    empty.touch()
     with pytest.raises(DataError, match=r"a\.parquet is no readable parquet file"):
         open_prompt_files([str(path)], COLUMNS, config_key="data.train_files")
     with pytest.raises(DataError, match="no file /nowhere"):
         open_prompt_files(["/nowhere"], COLUMNS, config_key="data.train_files")
+    with pytest.raises(DataError, match=r"a\.csv ends in '\.csv'; give a \.parquet"):
+        open_prompt_files([str(table)], COLUMNS, config_key="data.train_files")
+    with pytest.raises(DataError, match=r"b\.parquet is empty \(0 bytes\)"):
+        open_prompt_files([str(empty)], COLUMNS, config_key="data.train_files")
 
 
 @pytest.mark.parametrize(

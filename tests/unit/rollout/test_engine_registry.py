@@ -7,6 +7,8 @@ import pytest
 from services.rollout.engines.registry import ENGINES, create_engine, find_engine
 from services.rollout.engines.torch_engine import TorchEngine
 from services.rollout.engines.torch_settings import TorchEngineSettings, torch_settings
+from sluice.config.catalogue.rollout import ENGINES as ENGINES_THAT_RUN
+from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 
@@ -35,7 +37,25 @@ def test_settings_follow_from_the_run_configuration() -> None:
     settings = torch_settings(RunConfig())
     data = RunConfig().data
     assert settings.max_model_len == data.max_prompt_length + data.max_response_length
-    assert not settings.batch_invariant  # asynchronous by default
+    assert settings.max_queued == RunConfig().sluice.rollout.max_queued
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("sluice.asynchrony.max_staleness=0", True),
+        ("sluice.asynchrony.max_staleness=1", False),
+        ("sluice.rollout.batch_invariant=false", False),
+    ],
+)
+def test_a_synchronous_run_is_batch_invariant_unless_told_otherwise(
+    override: str, expected: bool
+) -> None:
+    assert torch_settings(load_config(None, [override])).batch_invariant is expected
+
+
+def test_the_configuration_page_names_the_engines_that_exist() -> None:
+    assert set(ENGINES_THAT_RUN) == set(ENGINES)
 
 
 @pytest.mark.parametrize("field", ["slots", "max_model_len", "max_queued", "torch_threads"])

@@ -16,6 +16,7 @@ from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.errors import ConfigError, ExhaustedError
 from sluice.rpc.channel import open_channel
 from sluice.rpc.stubs import reward_stub
+from tests.support.loopback import needs_ipv6
 from tests.support.rpc_server import LIMIT_BYTES, REWARD, TRAINER, connected, rpc_server, serving
 
 
@@ -118,6 +119,17 @@ async def test_a_port_in_use_is_one_clear_error() -> None:
         port = held.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use; .*set another"):
             await rpc_server(port=port).start()
+
+
+@needs_ipv6
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+async def test_a_server_on_ipv6_is_reached_at_the_address_it_names(host: str) -> None:
+    async with serving(host=host) as server:
+        assert server.address == f"[::1]:{server.port}"
+        async with open_channel(server.address, max_message_bytes=LIMIT_BYTES) as channel:
+            assert await health(channel, REWARD) == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(ConfigError, match=r"on \[?::1\]? is in use"):
+            await rpc_server(host=host, port=server.port).start()
 
 
 async def test_two_servers_never_share_a_port() -> None:

@@ -20,7 +20,7 @@ ALL_ERRORS = [
 def example(kind: type[errors.SluiceError]) -> errors.SluiceError:
     if kind is errors.DeadlineError:
         return errors.DeadlineError("rollout-3", "counting", 2.0)
-    if kind in (errors.PeerError, errors.WeightSyncError):
+    if issubclass(kind, errors.PeerError | errors.WeightSyncError):
         return kind("rollout-3", "counting", "it fell over")
     return kind("field x: 7 is too much; use 5")
 
@@ -46,15 +46,18 @@ def test_every_error_has_a_code_of_its_own_or_carries_its_class(
     assert dict(status.trailing_metadata) == {CLASS_KEY: kind.__name__}
 
 
-# A peer that is not ready, or whose engine fails, has failed us: callers ask elsewhere or again.
-AS_PEER_ERROR = {errors.NotReadyError, errors.EngineError, errors.PeerError}
+# A peer that is not ready has failed us, and one whose engine fails is broken.
+ARRIVES_AS = {
+    errors.NotReadyError: errors.PeerError,
+    errors.EngineError: errors.PeerDefectError,
+}
 
 
 @pytest.mark.parametrize("kind", ALL_ERRORS)
 def test_an_error_arrives_as_what_it_was_with_its_words(kind: type[errors.SluiceError]) -> None:
     sent = example(kind)
     arrived = over_the_wire(sent)
-    assert type(arrived) is (errors.PeerError if kind in AS_PEER_ERROR else kind)
+    assert type(arrived) is ARRIVES_AS.get(kind, kind)
     assert str(sent) in str(arrived)
 
 
@@ -72,7 +75,6 @@ def test_a_subclass_travels_as_the_class_in_the_table() -> None:
         (grpc.StatusCode.FAILED_PRECONDITION, ""),
         (grpc.StatusCode.FAILED_PRECONDITION, "InvalidRequestError"),  # of another code
         (grpc.StatusCode.FAILED_PRECONDITION, "KeyboardInterrupt"),
-        (grpc.StatusCode.INTERNAL, "BatchUnfillableError"),
         (grpc.StatusCode.UNAVAILABLE, "BatchUnfillableError"),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, None),  # grpc's own: a message over the limit
         (grpc.StatusCode.CANCELLED, None),
@@ -85,6 +87,17 @@ def test_a_class_that_the_table_does_not_give_this_code_is_not_believed(
     error = error_of(code, "words", claimed, peer="trainer", phase="asking", deadline_s=1.0)
     assert type(error) is errors.PeerError
     assert str(error) == f"trainer: failed while asking: {code.name}: words"
+
+
+@pytest.mark.parametrize("claimed", [None, "BatchUnfillableError", "EngineError"])
+def test_an_internal_error_is_a_defect_of_the_peer_and_still_an_error_of_it(
+    claimed: str | None,
+) -> None:
+    code = grpc.StatusCode.INTERNAL
+    error = error_of(code, "words", claimed, peer="trainer", phase="asking", deadline_s=1.0)
+    assert type(error) is errors.PeerDefectError
+    assert isinstance(error, errors.PeerError)
+    assert str(error) == "trainer: failed while asking: INTERNAL: words"
 
 
 def test_details_are_cut_to_what_metadata_can_carry() -> None:

@@ -105,6 +105,10 @@ REFUSED: dict[str, tuple[Callable[[], TrainBatch], str]] = {
         lambda: batch(good("p"), group("q", rollout(0, 5), rollout(1, 5), reward=float("nan"))),
         "group q, sample 0: its reward is nan",
     ),
+    "a baseline that is no number": (
+        lambda: batch(good("p"), replace(good("q"), baseline_reward=float("nan"))),
+        "group q: its baseline_reward is nan",
+    ),
 }
 
 
@@ -126,6 +130,22 @@ def test_a_group_may_have_lost_samples_and_a_response_may_be_empty() -> None:
 def test_a_group_of_one_sample_is_whole_where_one_is_drawn() -> None:
     alone = group("p", rollout(0, 5))
     check_batch(batch(alone), BatchTerms(1, samples_per_group=1, max_staleness=0), STEP)
+
+
+def test_a_loss_over_whole_groups_refuses_one_that_lost_a_sample() -> None:
+    terms = replace(TERMS, whole_groups=True)
+    check_batch(batch(good("p"), good("q")), terms, STEP)
+    lost = group("q", *(rollout(i, 5) for i in range(3)))
+    with pytest.raises(PeerError, match=r"batch b-1, group q: 3 samples, expected 4\.\.4"):
+        check_batch(batch(good("p"), lost), terms, STEP)
+
+
+def test_an_estimator_with_baselines_refuses_a_group_without_one() -> None:
+    terms = replace(TERMS, with_baselines=True)
+    given = [replace(good(name), baseline_reward=0.0) for name in ("p", "q")]
+    check_batch(batch(*given), terms, STEP)
+    with pytest.raises(PeerError, match="batch b-1, group q: it has no baseline_reward"):
+        check_batch(batch(given[0], good("q")), terms, STEP)
 
 
 @given(versions=st.lists(st.integers(0, 8), min_size=1, max_size=6), bound=st.integers(0, 5))

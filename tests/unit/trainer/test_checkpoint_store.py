@@ -210,3 +210,45 @@ def test_progress_and_counters_are_readable_json(tmp_path: Path) -> None:
     data = json.loads((save(CheckpointStore(tmp_path), 4) / "data.json").read_text("utf-8"))
     assert data["progress"] == {"low_water": 7, "ended_above": [9, 12]}
     assert data["counters"] == {"policy_version": 4.0}
+
+
+def test_a_checkpoint_of_verl_is_refused_with_the_way_to_its_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "global_step_100"
+    (folder / "actor").mkdir(parents=True)
+    (folder / "actor" / "model_world_size_8_rank_0.pt").write_bytes(b"")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100", encoding="ascii")
+    with pytest.raises(CheckpointError, match=r"a checkpoint of verl.* `sluice merge .* OUT`"):
+        resume_point(TrainerConfig(), CheckpointStore(tmp_path))
+
+
+def test_a_relative_resume_path_is_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(CheckpointStore(tmp_path / "checkpoints"), 4)
+    monkeypatch.chdir(tmp_path)
+    trainer = TrainerConfig(
+        resume_mode="resume_path", resume_from_path="checkpoints/global_step_4/"
+    )
+    found = resume_point(trainer, CheckpointStore(tmp_path / "elsewhere"))
+    assert found is not None
+    assert found.actor == tmp_path / "checkpoints" / "global_step_4" / "actor"
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"of step 1 cannot be written to .*file"):
+        save(CheckpointStore(tmp_path / "file" / "checkpoints"), 1)
+
+
+def test_a_full_disk_leaves_the_former_checkpoint_and_no_half_one(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+
+    def fill(folder: Path) -> None:
+        write_actor(folder)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match=r"step 2 cannot be written .*No space left"):
+        store.save(2, fill, PROGRESS, {})
+    assert latest(store).step == 1
+    assert steps_on_disk(tmp_path) == ["global_step_1"]

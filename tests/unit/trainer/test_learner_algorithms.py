@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ from sluice.types import TrainBatch
 from tests.support.tiny_policy import make_batch, make_config, save_model
 
 CUT_DEPENDENT = {"geo_mean", "clip_cov", "kl_cov"}  # defined over the micro-batch, as in verl
-UNAVAILABLE = {"remax"}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def configured(
     policy_loss: dict[str, object] | None = None,
     critic: dict[str, object] | None = None,
     critic_warmup: int = 0,
-    **actor: object,
+    **actor: Any,
 ) -> RunConfig:
     config = make_config(model_folder, **actor)
     section = structs.replace(
@@ -76,13 +76,18 @@ def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in learner.named_weights()}
 
 
-@pytest.mark.parametrize("name", sorted(set(BATCH_ESTIMATORS) - UNAVAILABLE))
+def with_baselines(batch: TrainBatch, reward: float = 0.5) -> TrainBatch:
+    groups = tuple(replace(group, baseline_reward=reward) for group in batch.groups)
+    return replace(batch, groups=groups)
+
+
+@pytest.mark.parametrize("name", sorted(BATCH_ESTIMATORS))
 def test_every_estimator_trains(model_folder: Path, name: str) -> None:
     algorithm: dict[str, object] = {"adv_estimator": name}
     if name == "gdpo":
         algorithm["gdpo_reward_keys"] = ["acc"]
     config = configured(model_folder, algorithm=algorithm)
-    _, metrics = train(config, make_batch(), make_batch(seed=1))
+    _, metrics = train(config, *(with_baselines(make_batch(seed=seed)) for seed in (0, 1)))
     assert metrics["actor/grad_norm"] > 0.0
     assert math.isfinite(metrics["critic/advantages/mean"])
     assert ("critic/vf_loss" in metrics) == (name == "gae")
@@ -91,7 +96,7 @@ def test_every_estimator_trains(model_folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", sorted(POLICY_OBJECTIVES))
 def test_every_loss_trains_and_does_not_depend_on_the_cut(model_folder: Path, name: str) -> None:
     loss: dict[str, object] = {"loss_mode": name, "dro_beta": 0.1}
-    cuts: list[dict[str, object]] = [
+    cuts: list[dict[str, Any]] = [
         {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 10_000},
         {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 60},
     ]
@@ -110,9 +115,22 @@ def test_every_loss_trains_and_does_not_depend_on_the_cut(model_folder: Path, na
     assert metrics["actor/pg_loss"] == pytest.approx(expected["actor/pg_loss"], rel=1e-3, abs=1e-6)
 
 
-def test_an_estimator_that_needs_what_is_not_drawn_is_refused(model_folder: Path) -> None:
-    with pytest.raises(ConfigError, match="adv_estimator=remax needs a greedy response"):
-        train(configured(model_folder, algorithm={"adv_estimator": "remax"}))
+def test_remax_compares_each_reward_with_the_greedy_responses(model_folder: Path) -> None:
+    config = configured(model_folder, algorithm={"adv_estimator": "remax"})
+    _, metrics = train(config, with_baselines(make_batch(), 0.5))  # rewards are -1 and 1
+    found = {name: metrics[f"critic/{name}"] for name in ("advantages/max", "advantages/min")}
+    assert found == {"advantages/max": 0.5, "advantages/min": -1.5}
+    assert (metrics["critic/returns/max"], metrics["critic/returns/min"]) == (1.0, -1.0)
+
+
+def test_remax_refuses_a_batch_without_baselines_and_names_the_group(model_folder: Path) -> None:
+    config = configured(model_folder, algorithm={"adv_estimator": "remax"})
+    given = with_baselines(make_batch())
+    lacking = replace(given.groups[2], baseline_reward=None)
+    batch = replace(given, groups=(*given.groups[:2], lacking, *given.groups[3:]))
+    message = r"adv_estimator=remax: batch batch-0, group prompt-2 has no baseline_reward"
+    with pytest.raises(ConfigError, match=message):
+        train(config, batch)
 
 
 def test_the_divergence_from_the_reference_is_0_before_the_first_step(model_folder: Path) -> None:

@@ -18,6 +18,7 @@ from services.trainer.learner.micro_batch import (
 )
 from services.trainer.learner.packed_attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.learner.packing_probe import check_packing
+from services.trainer.learner.prepared import first_of_rows
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.errors import ConfigError
 from tests.support.tiny_policy import make_group, make_model
@@ -134,3 +135,12 @@ def test_a_sliding_window_shorter_than_a_sequence_is_refused() -> None:
     model.set_attn_implementation(PACKED_ATTENTION)
     with pytest.raises(ConfigError, match="MistralAttention uses sliding_window"):
         token_outputs(model, pack(rows()), temperature=1.0)
+
+
+def test_the_value_of_a_row_is_that_of_its_first_token() -> None:
+    some = training_rows([make_group(0, (3, 0, 1))], [range(3)])
+    (plan,) = plan_micro_batches([row.size for row in some], range(3), rows_per_micro=3)
+    micro_batch = build_micro_batch(some, plan, torch.device("cpu"))
+    assert micro_batch is not None
+    values = torch.tensor([5.0, 6.0, 7.0, 8.0])
+    assert first_of_rows(values, micro_batch).tolist() == [5.0, 0.0, 8.0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -28,11 +28,15 @@ class Desk:
         self.announcer = PolicyAnnouncer(self.send, self.fleet, self.state, lambda: self.progress)
 
     async def send(
-        self, version: int, replicas: Sequence[ReplicaInfo], resume_from: DataProgress | None, /
+        self,
+        version: int,
+        replicas: Sequence[ReplicaInfo],
+        progress: Callable[[], DataProgress | None],
+        /,
     ) -> None:
         if self.fault is not None:
             raise self.fault
-        self.sent.append((version, tuple(info.name for info in replicas), resume_from))
+        self.sent.append((version, tuple(info.name for info in replicas), progress()))
         if self.hold is not None:
             await self.hold.wait()
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.parallel import SingleProcess
 from services.trainer.learner.worker import Learner
 from sluice.errors import CheckpointError
+from sluice.types import DataProgress
 from tests.support.tiny_policy import make_batch, make_config, save_model
 
 PRECISIONS: list[dict[str, object]] = [
@@ -102,6 +104,12 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, model_folder: 
         make_learner(model_folder).load(tmp_path / "actor")
 
 
+def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    make_learner(save_model(tmp_path / "other", family="llama")).save(tmp_path / "actor")
+    with pytest.raises(CheckpointError, match=r"holds a llama model and .* a qwen3; resume with"):
+        make_learner(model_folder).load(tmp_path / "actor")
+
+
 @pytest.mark.parametrize("file", ["optimizer.safetensors", "extra_state.json"])
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, model_folder: Path, file: str) -> None:
     learner = make_learner(model_folder)
@@ -109,3 +117,19 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, model_folder: Path, fil
     (tmp_path / "actor" / file).write_bytes(b"not it")
     with pytest.raises(CheckpointError, match=f"{file} cannot be read"):
         learner.load(tmp_path / "actor")
+
+
+@pytest.mark.parametrize("file", ["huggingface/model.safetensors", "optimizer.safetensors"])
+def test_a_truncated_file_is_named_with_the_checkpoint_to_use_instead(
+    tmp_path: Path, model_folder: Path, file: str
+) -> None:
+    learner = make_learner(model_folder)
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        store.save(step, learner.save, DataProgress(step), {})
+    damaged = tmp_path / "global_step_2" / "actor" / file
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match=rf"{file} .*resume_from_path=.*global_step_1"):
+        store.latest()  # by its size
+    with pytest.raises(CheckpointError, match=rf"{file} cannot be .*resume_from_path=.*_step_1"):
+        learner.load(tmp_path / "global_step_2" / "actor")  # and by its content

@@ -17,6 +17,7 @@ from sluice.errors import (
     BatchUnfillableError,
     DeadlineError,
     NotFoundError,
+    PeerDefectError,
     PeerError,
     SluiceError,
 )
@@ -25,6 +26,7 @@ from sluice.rpc.status_codes import status_of
 from sluice.types import DataProgress
 
 UNAVAILABLE, DEADLINE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
+INTERNAL = grpc.StatusCode.INTERNAL
 
 
 class Clock:
@@ -157,18 +159,40 @@ async def test_a_service_that_stands_still_ends_the_wait_for_a_batch(
 async def test_a_service_that_fails_at_once_is_not_asked_without_a_pause(
     client: RewardClient, stub: Stub
 ) -> None:
-    stub.answers["TakeBatch"] = [grpc.StatusCode.INTERNAL]
+    stub.answers["TakeBatch"] = [grpc.StatusCode.CANCELLED]
     stub.answers["GetStatus"] = [status(prompts_submitted=5)]
     with pytest.raises(DeadlineError, match="while filling the batch of step 4"):
         await client.take_batch(4, 3)
     assert len(stub.requests["TakeBatch"]) <= 125  # 60 s, twice a second
 
 
+async def test_a_service_that_says_three_times_in_a_row_that_it_is_broken_ends_the_wait(
+    client: RewardClient, stub: Stub
+) -> None:
+    stub.answers["TakeBatch"] = [INTERNAL]
+    stub.answers["GetStatus"] = [status(prompts_submitted=n) for n in range(200)]
+    with pytest.raises(PeerDefectError, match="taking the batch of step 4: INTERNAL: scripted"):
+        await client.take_batch(4, 3)
+    assert len(stub.requests["TakeBatch"]) == 3
+
+
+@pytest.mark.parametrize("between", [[DEADLINE], [UNAVAILABLE] * 3])
+async def test_a_defect_now_and_then_is_waited_out(
+    client: RewardClient, stub: Stub, between: list[grpc.StatusCode]
+) -> None:
+    stub.answers["TakeBatch"] = [
+        *[INTERNAL, INTERNAL, *between] * 3,
+        reward_pb2.TakeBatchResponse(batch=reward_pb2.TrainBatch(batch_id="b")),
+    ]
+    stub.answers["GetStatus"] = [status(prompts_submitted=n) for n in range(200)]
+    assert (await client.take_batch(4, 3)).batch_id == "b"
+
+
 async def test_a_service_that_started_anew_while_a_batch_is_awaited_is_told_the_policy_again(
     client: RewardClient, stub: Stub
 ) -> None:
     stub.answers["AnnouncePolicy"] = [reward_pb2.AnnouncePolicyResponse()]
-    await client.announce(3, [], DataProgress(40))
+    await client.announce(3, [], lambda: DataProgress(40))
     stub.answers["TakeBatch"] = [
         *[UNAVAILABLE] * 6,
         reward_pb2.TakeBatchResponse(batch=reward_pb2.TrainBatch(batch_id="b")),
@@ -179,6 +203,24 @@ async def test_a_service_that_started_anew_while_a_batch_is_awaited_is_told_the_
     first, again = stub.requests["AnnouncePolicy"]
     assert again == first
     assert again.resume_from.low_water == 40
+
+
+async def test_a_service_that_started_anew_is_told_where_the_data_set_stands_by_then(
+    client: RewardClient, stub: Stub
+) -> None:
+    stands_at = DataProgress(40)
+    stub.answers["AnnouncePolicy"] = [reward_pb2.AnnouncePolicyResponse()]
+    await client.announce(3, [], lambda: stands_at)
+    stands_at = DataProgress(48, (50,))
+    stub.answers["TakeBatch"] = [
+        DEADLINE,
+        reward_pb2.TakeBatchResponse(batch=reward_pb2.TrainBatch(batch_id="b")),
+    ]
+    stub.answers["GetStatus"] = [status()]
+    await client.take_batch(4, 3)
+    _, again = stub.requests["AnnouncePolicy"]
+    assert again.policy_version == 3
+    assert (again.resume_from.low_water, list(again.resume_from.ended_above)) == (48, [50])
 
 
 async def test_what_is_no_batch_is_an_error_that_names_it(client: RewardClient, stub: Stub) -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from services.trainer.metrics import sinks as sinks_module
+from services.trainer.metrics.background_sink import BackgroundSink
+from services.trainer.metrics.console_sink import ConsoleSink
+from services.trainer.metrics.generations import Generation, choose_generations
+from services.trainer.metrics.guarded_sink import GuardedSink
+from services.trainer.metrics.jsonl_sink import JsonlSink
 from services.trainer.metrics.reporter import Reporter
-from services.trainer.metrics.sinks import (
-    ConsoleSink,
-    JsonlSink,
-    TensorBoardSink,
-    open_sinks,
-)
+from services.trainer.metrics.sinks import SinkTarget, check_sinks, open_sinks, sink_problems
 from services.trainer.reward_client import Evaluation, Example
 from sluice.errors import ConfigError
 
@@ -26,7 +28,7 @@ def lines(file: Path) -> list[dict[str, object]]:
 
 
 def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "deep" / "metrics.jsonl")
+    sink = JsonlSink(SinkTarget(tmp_path / "deep"))
     sink.write(3, {"b": 2.0, "a": 1.5})
     text = (tmp_path / "deep" / "metrics.jsonl").read_text(encoding="utf-8")
     assert text == '{"step": 3, "a": 1.5, "b": 2.0}\n'
@@ -34,7 +36,7 @@ def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
 
 
 def test_what_is_no_number_is_null_so_that_every_reader_can_parse_it(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink = JsonlSink(SinkTarget(tmp_path))
     sink.write(1, {"nan": float("nan"), "inf": float("-inf"), "one": 1.0})
     sink.close()
     text = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
@@ -44,7 +46,7 @@ def test_what_is_no_number_is_null_so_that_every_reader_can_parse_it(tmp_path: P
 
 def test_a_resumed_run_appends(tmp_path: Path) -> None:
     for step in (1, 2):
-        sink = JsonlSink(tmp_path / "metrics.jsonl")
+        sink = JsonlSink(SinkTarget(tmp_path))
         sink.write(step, {})
         sink.close()
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
@@ -60,18 +62,81 @@ def test_the_console_gets_one_line_a_step_in_verls_form(
 
 def test_sinks_are_opened_once_each_below_the_run_folder(tmp_path: Path) -> None:
     sinks = open_sinks(["jsonl", "console", "jsonl"], tmp_path)
-    assert [type(sink) for sink in sinks] == [JsonlSink, ConsoleSink]
+    assert len(sinks) == 2
     for sink in sinks:
+        sink.write(1, {"m": 1.0})
         sink.close()
-    assert (tmp_path / "metrics.jsonl").exists()
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "m": 1.0}]
 
 
-def test_a_missing_tensorboard_is_an_error_that_says_what_to_install(
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "swanlab", "trackio"])
+def test_a_missing_package_is_an_error_that_says_what_to_install(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks_module, "find_spec", lambda _: None)
+    extra = "train" if name == "tensorboard" else name
+    with pytest.raises(ConfigError, match=rf"trainer\.logger: .*pip install 'sluice\[{extra}\]'"):
+        check_sinks(["console", name])
+    with pytest.raises(ConfigError, match=r"trainer\.logger"):
+        open_sinks([name], tmp_path)
+    assert sink_problems(["console", "jsonl"]) == []
+
+
+def test_a_folder_that_a_vendor_left_behind_is_not_taken_for_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"trainer\.logger: .* install sluice\[train\]"):
-        TensorBoardSink(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (tmp_path / "wandb" / "offline-run").mkdir(parents=True)
+    assert len(sink_problems(["wandb"])) == 1
+
+
+def test_an_unknown_logger_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="'vemlp_wandb' is unknown; choose from console, jsonl"):
+        check_sinks(["vemlp_wandb"])
+
+
+def test_a_torn_line_never_runs_into_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st', encoding="utf-8")
+    sink = JsonlSink(SinkTarget(tmp_path))
+    sink.write(2, {})
+    sink.close()
+    found = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert found == ['{"step": 1}', '{"st', '{"step": 2}']
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_warning_and_not_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    (sink,) = open_sinks(["jsonl"], tmp_path)
+    for step in range(3):
+        sink.write(step, {"m": 1.0})
+    sink.close()
+    told = [record.message for record in caplog.records]
+    assert len(told) == 2
+    assert "No space left" in told[0]
+    assert told[1] == "logger jsonl: 3 writes failed"
+
+
+def test_validation_samples_are_lines_too(tmp_path: Path) -> None:
+    (sink,) = open_sinks(["jsonl"], tmp_path)
+    sink.write_generations(5, [Generation("1 + 1", "2\n", 1.0)])
+    sink.close()
+    found = lines(tmp_path / "generations.jsonl")
+    assert found == [{"step": 5, "input": "1 + 1", "output": "2\n", "score": 1.0}]
+
+
+def test_the_same_prompts_are_shown_at_every_validation() -> None:
+    first = [Generation(f"prompt {i}", "a", 0.0) for i in range(20)]
+    later = [Generation(f"prompt {i}", "b", 1.0) for i in reversed(range(20))]
+    shown = [one.input for one in choose_generations(first, 5)]
+    assert len(set(shown)) == 5
+    assert shown == [one.input for one in choose_generations(later, 5)]
+    assert shown != [f"prompt {i}" for i in range(5)]
+    assert len(choose_generations(first, 50)) == 20
+    assert choose_generations(first, 0) == []
 
 
 class Kept:
@@ -84,8 +149,65 @@ class Kept:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self.written.append((step, metrics))
 
+    def write_generations(self, step: int, generations: object) -> None:
+        """Not looked at here."""
+
     def close(self) -> None:
         self.is_closed = True
+
+
+class Failing(Kept):
+    """Refuses everything."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        raise ConnectionError("network gone")
+
+
+def test_a_sink_that_fails_warns_once_and_counts(caplog: pytest.LogCaptureFixture) -> None:
+    sink = GuardedSink("wandb", Failing())
+    for step in range(4):
+        sink.write(step, {})
+    assert sink.num_dropped == 4
+    (told,) = caplog.records
+    assert "logger wandb failed" in told.message
+    assert "network gone" in told.message
+
+
+def test_a_slow_sink_never_holds_up_the_loop_and_gets_all_in_order() -> None:
+    released, kept = threading.Event(), Kept()
+
+    class Slow(Kept):
+        def write(self, step: int, metrics: Mapping[str, float]) -> None:
+            assert released.wait(30)
+            kept.write(step, metrics)
+
+    slow = Slow()
+    sink = BackgroundSink("wandb", GuardedSink("wandb", slow))
+    for step in range(50):
+        sink.write(step, {"m": float(step)})
+    assert kept.written == []
+    released.set()
+    sink.close()
+    assert kept.written == [(step, {"m": float(step)}) for step in range(50)]
+    assert slow.is_closed
+
+
+def test_what_a_hanging_sink_leaves_is_dropped_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    released = threading.Event()
+
+    class Hanging(Kept):
+        def write(self, step: int, metrics: Mapping[str, float]) -> None:
+            released.wait(30)
+
+    sink = BackgroundSink("wandb", GuardedSink("wandb", Hanging()), close_timeout_s=0.05)
+    for step in range(300):
+        sink.write(step, {})
+    sink.close()
+    assert sink.num_dropped >= 300 - 257
+    assert any("did not finish within" in record.message for record in caplog.records)
+    released.set()
 
 
 def test_every_sink_gets_every_step_and_is_closed(tmp_path: Path) -> None:

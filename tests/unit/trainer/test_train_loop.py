@@ -156,6 +156,32 @@ async def test_nothing_is_announced_between_a_publication_and_its_acknowledgemen
         world.holds["acknowledge 1"].set()
 
 
+async def test_an_announcement_during_a_step_counts_its_batch_as_trained(world: World) -> None:
+    world.holds["train 2"] = asyncio.Event()
+    lost = world.register("b")
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(world.loop()))
+        await until(lambda: "train 2" in world.events)
+        world.fleet.expel(lost, "silent")
+        await until(lambda: "announce 1 on a from 20" in world.events)
+        world.holds["train 2"].set()
+    assert "announce 1 on ab from 10" in world.events
+
+
+async def test_a_service_that_starts_anew_during_a_step_is_told_that_its_batch_is_in_hand(
+    world: World,
+) -> None:
+    world.holds |= {"train 2": asyncio.Event(), "take 3": asyncio.Event()}
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(world.loop()))
+        await until(lambda: "train 2" in world.events)
+        assert world.told_progress() == DataProgress(20)
+        world.holds["train 2"].set()
+        await until(lambda: "take 3" in world.events)
+        assert world.told_progress() == DataProgress(20)
+        world.holds["take 3"].set()
+
+
 async def test_too_few_replicas_within_the_deadline_end_the_run_with_a_remedy() -> None:
     with only(DeadlineError) as caught:
         await run(World().loop(replica_wait_timeout_s=0.05, min_replicas=2))

@@ -40,7 +40,9 @@ class _PromptEndEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     PROMPT_END_DROPPED_STALE: _PromptEnd.ValueType  # 5
     """Its oldest token grew older than the staleness bound."""
     PROMPT_END_DROPPED_FAILED: _PromptEnd.ValueType  # 6
-    """Too many of its samples failed."""
+    """Too many of its samples failed (one is too many where the loss compares whole groups), or its
+    greedy response did.
+    """
 
 class PromptEnd(_PromptEnd, metaclass=_PromptEndEnumTypeWrapper):
     """How an accepted prompt ended."""
@@ -58,7 +60,9 @@ PROMPT_END_FILTERED_UNIFORM: PromptEnd.ValueType  # 4
 PROMPT_END_DROPPED_STALE: PromptEnd.ValueType  # 5
 """Its oldest token grew older than the staleness bound."""
 PROMPT_END_DROPPED_FAILED: PromptEnd.ValueType  # 6
-"""Too many of its samples failed."""
+"""Too many of its samples failed (one is too many where the loss compares whole groups), or its
+greedy response did.
+"""
 global___PromptEnd = PromptEnd
 
 @typing.final
@@ -205,12 +209,17 @@ class TrainGroup(google.protobuf.message.Message):
     ROLLOUTS_FIELD_NUMBER: builtins.int
     SCORES_FIELD_NUMBER: builtins.int
     DATA_SOURCE_FIELD_NUMBER: builtins.int
+    BASELINE_REWARD_FIELD_NUMBER: builtins.int
     prompt_id: builtins.str
     """The prompt's id."""
     prompt_token_ids_u32: builtins.bytes
     """Prompt tokens, little-endian uint32."""
     data_source: builtins.str
     """Where the prompt came from."""
+    baseline_reward: builtins.float
+    """Reward of one greedy response (temperature 0) to the prompt, graded and shaped as the samples
+    are; finite. Absent unless the run's advantage estimator needs it (remax).
+    """
     @property
     def rollouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.Rollout]:
         """Samples in order of index."""
@@ -227,8 +236,11 @@ class TrainGroup(google.protobuf.message.Message):
         rollouts: collections.abc.Iterable[sluice.api.common.v1.common_pb2.Rollout] | None = ...,
         scores: collections.abc.Iterable[sluice.api.common.v1.common_pb2.Score] | None = ...,
         data_source: builtins.str = ...,
+        baseline_reward: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data_source", b"data_source", "prompt_id", b"prompt_id", "prompt_token_ids_u32", b"prompt_token_ids_u32", "rollouts", b"rollouts", "scores", b"scores"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_baseline_reward", b"_baseline_reward", "baseline_reward", b"baseline_reward"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_baseline_reward", b"_baseline_reward", "baseline_reward", b"baseline_reward", "data_source", b"data_source", "prompt_id", b"prompt_id", "prompt_token_ids_u32", b"prompt_token_ids_u32", "rollouts", b"rollouts", "scores", b"scores"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_baseline_reward", b"_baseline_reward"]) -> typing.Literal["baseline_reward"] | None: ...
 
 global___TrainGroup = TrainGroup
 

@@ -1,0 +1,66 @@
+"""Metrics to an MLflow server, or to its local files."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mlflow.entities import Metric, Param
+from mlflow.tracking import MlflowClient
+
+from services.trainer.metrics.generations import TABLE_COLUMNS, Generation
+from services.trainer.metrics.mlflow_names import mlflow_name
+
+if TYPE_CHECKING:
+    from services.trainer.metrics.sinks import SinkTarget
+
+_METRICS_A_CALL, _PARAMS_A_CALL = 1000, 100
+_LONGEST_PARAM = 500
+
+
+class MlflowSink:
+    """One run in the experiment named after the project, at ``MLFLOW_TRACKING_URI``.
+
+    Without that variable files are written to ``<run dir>/mlruns``.
+    """
+
+    def __init__(self, target: SinkTarget) -> None:
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            # The store of plain files needs no database, and MLflow wants it confirmed.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            uri = (target.run_dir.absolute() / "mlruns").as_uri()
+        self._client = MlflowClient(tracking_uri=uri)
+        experiment = self._client.get_experiment_by_name(target.project)
+        experiment_id = (
+            experiment.experiment_id
+            if experiment is not None
+            else self._client.create_experiment(target.project)
+        )
+        run = self._client.create_run(experiment_id, run_name=target.experiment)
+        self._run_id: str = run.info.run_id
+        params = [
+            Param(mlflow_name(name), str(value)[:_LONGEST_PARAM])
+            for name, value in target.settings.items()
+        ]
+        for start in range(0, len(params), _PARAMS_A_CALL):
+            self._client.log_batch(self._run_id, params=params[start : start + _PARAMS_A_CALL])
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs the step; ``@`` in a name becomes ``_at_`` as under verl."""
+        now_ms = int(time.time() * 1000)
+        rows = [Metric(mlflow_name(n), float(v), now_ms, step) for n, v in metrics.items()]
+        for start in range(0, len(rows), _METRICS_A_CALL):
+            self._client.log_batch(self._run_id, metrics=rows[start : start + _METRICS_A_CALL])
+
+    def write_generations(self, step: int, generations: Sequence[Generation]) -> None:
+        """Keeps a table as the artifact ``val_generations/<step>.json``."""
+        rows = [[step, one.input, one.output, one.score] for one in generations]
+        table = {"columns": list(TABLE_COLUMNS), "data": rows}
+        self._client.log_dict(self._run_id, table, f"val_generations/{step}.json")
+
+    def close(self) -> None:
+        """Marks the run as finished."""
+        self._client.set_terminated(self._run_id)

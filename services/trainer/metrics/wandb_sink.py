@@ -1,0 +1,71 @@
+"""Metrics to Weights & Biases, or to its offline files."""
+
+from __future__ import annotations
+
+import logging
+import netrc
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+from urllib.parse import urlparse
+
+import wandb
+
+from services.trainer.metrics.generations import TABLE_COLUMNS, Generation
+
+if TYPE_CHECKING:
+    from services.trainer.metrics.sinks import SinkTarget
+
+logger = logging.getLogger(__name__)
+
+_REFUSED_IN_PROJECTS = re.compile(r"[/\\#?%:,\s]+")
+_LONGEST_NAME = 128
+_HOST = "https://api.wandb.ai"
+
+
+class WandbSink:
+    """One run in the project. Never asks for a login: without ``WANDB_MODE`` and without a key it
+    writes offline below the run's folder, for ``wandb sync``.
+    """
+
+    def __init__(self, target: SinkTarget) -> None:
+        asks = not os.environ.get("WANDB_MODE") and not _has_key()
+        if asks:
+            logger.info(
+                "no key for wandb: it writes offline to %s; send it with wandb sync", target.run_dir
+            )
+        target.run_dir.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=_REFUSED_IN_PROJECTS.sub("-", target.project)[:_LONGEST_NAME],
+            name=target.experiment[:_LONGEST_NAME],
+            dir=str(target.run_dir),
+            mode="offline" if asks else None,  # None: as WANDB_MODE says, or online
+            config=dict(target.settings),
+            settings=wandb.Settings(console="off"),
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs the step; several writes of one step become one row."""
+        self._run.log(dict(metrics), step=step)
+
+    def write_generations(self, step: int, generations: Sequence[Generation]) -> None:
+        """Logs a table ``val/generations``."""
+        rows = [[step, one.input, one.output, one.score] for one in generations]
+        table = wandb.Table(columns=list(TABLE_COLUMNS), data=rows)
+        self._run.log({"val/generations": table}, step=step)
+
+    def close(self) -> None:
+        """Sends or writes what is left."""
+        self._run.finish()
+
+
+def _has_key() -> bool:
+    """Whether wandb would find a key without asking."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", _HOST)).hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

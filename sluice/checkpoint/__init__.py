@@ -1,0 +1,1 @@
+"""Turning a trainer's checkpoint into an ordinary Hugging Face model directory."""

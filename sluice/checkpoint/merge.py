@@ -1,0 +1,123 @@
+"""Writes the model of a checkpoint as one Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from sluice.checkpoint.model_assembly import assemble_model
+from sluice.checkpoint.safetensors_files import copy_weights, is_weight_file
+from sluice.checkpoint.source import CheckpointFormat, CheckpointSource
+from sluice.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+EMBEDDING_OUTPUT = "lm_head.weight"
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "keep": None,
+}
+
+OnTensor = Callable[[int, int], None]
+DtypeName = Literal["bfloat16", "float16", "float32", "keep"]
+
+
+@dataclass(frozen=True, slots=True)
+class MergeOptions:
+    """How the directory is written.
+
+    Args:
+        dtype: of the weights; ``keep`` leaves them as saved.
+        is_value_model: the model has a value head (a critic), whatever its configuration says.
+        tie_word_embeddings: leave out ``lm_head.weight``, which must equal the input embedding.
+        trust_remote_code: run model code that ships with the checkpoint.
+    """
+
+    dtype: DtypeName = "bfloat16"
+    is_value_model: bool = False
+    tie_word_embeddings: bool = False
+    trust_remote_code: bool = False
+
+
+def merge_checkpoint(
+    source: CheckpointSource, target: Path, options: MergeOptions, on_tensor: OnTensor
+) -> None:
+    """Write weights, configuration and tokenizer; `target` appears when it is complete.
+
+    Args:
+        source: from `find_source`.
+        target: new, or an empty folder.
+        options: how.
+        on_tensor: called with (tensors done, tensors in all).
+
+    Raises:
+        CheckpointError: `target` holds something, or the checkpoint cannot be read or is none of
+            the model its configuration describes.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is not empty; name a new folder for the model")
+    if not (source.huggingface / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{source.huggingface / CONFIG_FILE} is missing, and the model cannot be built without "
+            "it; copy the configuration and tokenizer of the base model there"
+        )
+    partial = target.absolute().with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _write(source, partial, options, on_tensor)
+        if target.exists():
+            target.rmdir()
+        os.replace(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(
+    source: CheckpointSource, target: Path, options: MergeOptions, on_tensor: OnTensor
+) -> None:
+    for file in sorted(source.huggingface.iterdir()):
+        if file.is_file() and not is_weight_file(file):
+            shutil.copyfile(file, target / file.name)
+    _edit_config(target, options)
+    dtype = _DTYPES[options.dtype]
+    dropped = {EMBEDDING_OUTPUT} if options.tie_word_embeddings else set()
+    if source.format is CheckpointFormat.HUGGING_FACE:
+        copy_weights(source.huggingface, target, dtype, dropped, on_tensor)
+    else:
+        assemble_model(
+            source.role,
+            target,
+            dtype,
+            dropped,
+            trust_remote_code=options.trust_remote_code,
+            on_tensor=on_tensor,
+        )
+
+
+def _edit_config(target: Path, options: MergeOptions) -> None:
+    file = target / CONFIG_FILE
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        architecture = str((config.get("architectures") or [""])[0])
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"{CONFIG_FILE} of the checkpoint cannot be read ({error}); copy the base model's there"
+        ) from error
+    if options.dtype != "keep":
+        config.pop("torch_dtype", None)  # the former spelling
+        config["dtype"] = options.dtype
+    if options.tie_word_embeddings:
+        config["tie_word_embeddings"] = True
+    if options.is_value_model and "ForTokenClassification" not in architecture:
+        config["architectures"] = [f"{architecture.partition('For')[0]}ForTokenClassification"]
+        config["id2label"], config["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,124 @@
+"""Copies safetensors weights file by file, in another dtype if asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sluice.errors import CheckpointError
+
+INDEX_FILE = "model.safetensors.index.json"
+_READABLE = 0o644
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+
+
+def is_weight_file(file: Path) -> bool:
+    """Whether `file` holds weights, in any of the formats that lie in model directories."""
+    return file.suffix in {".safetensors", ".bin", ".pt", ".pth"} or file.name.endswith(
+        ".index.json"
+    )
+
+
+def tensor_names(folder: Path) -> dict[str, Path]:
+    """The file of every tensor in `folder`.
+
+    Raises:
+        CheckpointError: a file is damaged, or one that the index names is missing.
+    """
+    files = {file.name for file in folder.glob("*.safetensors")}
+    index = folder / INDEX_FILE
+    if index.is_file():
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if named - files:
+            raise CheckpointError(f"{folder} lacks {min(named - files)}, which {INDEX_FILE} names")
+        files = named
+    found: dict[str, Path] = {}
+    for name in sorted(files):
+        try:
+            with safe_open(folder / name, framework="pt") as opened:
+                found.update(dict.fromkeys(opened.keys(), folder / name))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{folder / name} is damaged ({error}); copy it again, or take another checkpoint"
+            ) from error
+    return found
+
+
+def copy_weights(
+    source: Path,
+    target: Path,
+    dtype: torch.dtype | None,
+    dropped: Collection[str],
+    on_tensor: Callable[[int, int], None],
+) -> None:
+    """Copy all weights, with an index if they lie in several files.
+
+    Args:
+        source: with ``*.safetensors``.
+        target: existing folder.
+        dtype: what floating-point weights become; ``None`` leaves them.
+        dropped: tied outputs to leave out; each must equal the input embedding.
+        on_tensor: called with (tensors done, tensors in all).
+
+    Raises:
+        CheckpointError: a file is damaged, or what is to be dropped differs from the embedding.
+    """
+    where = tensor_names(source)
+    if dropped & where.keys():
+        _check_tied(where, sorted(dropped & where.keys()))
+    weight_map: dict[str, str] = {}
+    num_bytes = 0
+    for file in sorted(set(where.values())):
+        tensors: dict[str, Tensor] = {}
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - safetensors' handle is no mapping
+                if name not in dropped:
+                    tensor = opened.get_tensor(name)
+                    is_cast = dtype is not None and tensor.is_floating_point()
+                    tensors[name] = tensor.to(dtype) if is_cast else tensor
+                    weight_map[name] = file.name
+                    num_bytes += tensors[name].nbytes
+                    on_tensor(len(weight_map), len(where))
+        save_file(tensors, target / file.name, metadata={"format": "pt"})
+        (target / file.name).chmod(_READABLE)  # safetensors lets only the owner read it
+    if (source / INDEX_FILE).is_file():
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        (target / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def read_tensor(where: Path, name: str) -> Tensor:
+    """One tensor of a file, on the CPU."""
+    with safe_open(where, framework="pt") as opened:
+        tensor: Tensor = opened.get_tensor(name)
+    return tensor
+
+
+def check_equal_embeddings(output: Tensor, embedding: Tensor | None, name: str) -> None:
+    """Refuse to drop an output matrix that is trained separately.
+
+    Raises:
+        CheckpointError: they differ, or there is no embedding.
+    """
+    if embedding is None or not torch.equal(output, embedding):
+        raise CheckpointError(
+            f"{name} differs from the input embedding, so leaving it out would change the model; "
+            "merge without --tie-word-embedding"
+        )
+
+
+def embedding_name(names: Collection[str]) -> str | None:
+    """The input embedding among a causal language model's tensor names."""
+    return next((name for name in sorted(names) if name.endswith(_EMBEDDINGS)), None)
+
+
+def _check_tied(where: dict[str, Path], dropped: list[str]) -> None:
+    embedding = embedding_name(where)
+    for name in dropped:
+        tied = read_tensor(where[embedding], embedding) if embedding else None
+        check_equal_embeddings(read_tensor(where[name], name), tied, name)

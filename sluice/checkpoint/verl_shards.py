@@ -1,0 +1,207 @@
+"""verl's FSDP checkpoints: one torch file a rank, joined into whole tensors.
+
+``model_world_size_W_rank_R.pt`` maps parameter names to DTensors (or, for what is not sharded,
+tensors). Under hybrid sharding every group of ranks holds all shards; the first group is read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from sluice.checkpoint.source import SHARD_NAME
+from sluice.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FSDP_CONFIG_FILE = "fsdp_config.json"
+_MESH_NAMES = (("fsdp",), ("ddp", "fsdp"))
+# torch itself allows the classes of a DTensor under their present names; before 2.5 they had these.
+_FORMER_PACKAGE = "torch.distributed._tensor"
+_FORMER_NAMES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+    (DTensor, f"{_FORMER_PACKAGE}.api.DTensor"),
+    *((kind, f"{_FORMER_PACKAGE}.placement_types.{kind.__name__}") for kind in (Shard, Replicate)),
+    *(
+        (kind, f"{_FORMER_PACKAGE}.{module}.{kind.__name__}")
+        for kind in (DTensorSpec, TensorMeta)
+        for module in ("placement_types", "_dtensor_spec")
+    ),
+]
+
+Shape = tuple[int, ...]
+
+
+def read_world_size(folder: Path) -> int:
+    """Ranks of the run that saved `folder`, from ``fsdp_config.json`` or else the file names.
+
+    Raises:
+        CheckpointError: unreadable, or the file names disagree.
+    """
+    file = folder / FSDP_CONFIG_FILE
+    if file.is_file():
+        try:
+            return int(json.loads(file.read_text(encoding="utf-8"))["world_size"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{file} holds no world_size ({error!r}); copy it again"
+            ) from error
+    sizes = {int(m[1]) for m in map(SHARD_NAME.fullmatch, _names(folder)) if m is not None}
+    if len(sizes) != 1:
+        raise CheckpointError(
+            f"{folder}: files of runs with {sorted(sizes)} ranks; leave those of one run there"
+        )
+    return sizes.pop()
+
+
+def read_shards(
+    folder: Path,
+    dtype: torch.dtype | None,
+    shapes: Mapping[str, Shape],
+    on_tensor: Callable[[int, int], None],
+) -> dict[str, Tensor]:
+    """All weights, whole, on the CPU.
+
+    The files are opened with ``weights_only``: they can hold tensors and the classes of a DTensor,
+    and cannot run code.
+
+    Args:
+        folder: with ``model_world_size_W_rank_R.pt`` of all ranks.
+        dtype: what floating-point weights become; ``None`` leaves them.
+        shapes: of the model by name, to tell a copied tensor from a cut one; may lack names.
+        on_tensor: called with (tensors done, tensors in all).
+
+    Raises:
+        CheckpointError: a rank's file is missing or damaged, or the sharding is another one.
+    """
+    world_size = read_world_size(folder)
+    first = _load(_file(folder, world_size, 0))
+    num_shards = _num_shards(folder, first, world_size)
+    files = [_file(folder, world_size, rank) for rank in range(num_shards)]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of {num_shards} shards, first {missing[0]}; collect "
+            "the files of all machines in one folder"
+        )
+    states = [first, *(_load(file) for file in files[1:])]
+    merged: dict[str, Tensor] = {}
+    for number, name in enumerate(first, 1):
+        parts = [_part(state, name, file) for state, file in zip(states, files, strict=True)]
+        whole = join_parts(name, parts, shapes.get(name))
+        merged[name] = whole.to(dtype) if dtype and whole.is_floating_point() else whole.clone()
+        on_tensor(number, len(first))
+    return merged
+
+
+def join_parts(name: str, parts: Sequence[Tensor], shape: Shape | None = None) -> Tensor:
+    """One whole tensor from those of all shards, in order of rank.
+
+    Sharded DTensors are joined on their dimension and replicated ones taken once. Tensors that are
+    no DTensors are joined on dimension 0, unless each has the model's `shape` already.
+
+    Raises:
+        CheckpointError: partial sums, mixed kinds, or a result that is not of the saved shape.
+    """
+    sharded = parts[0]
+    if isinstance(sharded, DTensor):
+        placement = sharded.placements[-1]
+        local = [_local(part, name) for part in parts]
+        if any(list(p.placements) != list(sharded.placements) for p in parts):  # type: ignore[attr-defined]
+            raise CheckpointError(f"{name}: ranks shard it differently; save the checkpoint again")
+        if isinstance(placement, Partial):
+            raise CheckpointError(f"{name} holds partial sums, which are no weights")
+        whole = local[0] if isinstance(placement, Replicate) else _joined(placement, local, name)
+        expected: Shape | None = tuple(sharded.shape)
+    else:
+        is_whole = not sharded.dim() or tuple(sharded.shape) == shape or len(parts) == 1
+        whole = sharded if is_whole else torch.cat([*parts], dim=0)
+        expected = shape
+    if expected is not None and tuple(whole.shape) != expected:
+        raise CheckpointError(
+            f"{name}: the shards give shape {tuple(whole.shape)} instead of {expected}; files of "
+            "different runs are mixed, or some are missing"
+        )
+    return whole
+
+
+def _joined(placement: object, local: Sequence[Tensor], name: str) -> Tensor:
+    if not isinstance(placement, Shard):
+        raise CheckpointError(f"{name}: placement {placement} is not known; merge it with verl")
+    return torch.cat([*local], dim=placement.dim)
+
+
+def _local(part: Tensor, name: str) -> Tensor:
+    if not isinstance(part, DTensor):
+        raise CheckpointError(f"{name}: a DTensor on one rank and none on another")
+    return part._local_tensor  # to_local() would ask for the process group of the run
+
+
+def _num_shards(folder: Path, state: Mapping[str, Tensor], world_size: int) -> int:
+    """Ranks that hold different shards: all, or one group of hybrid sharding."""
+    sharded = next((tensor for tensor in state.values() if isinstance(tensor, DTensor)), None)
+    if sharded is None:
+        return world_size
+    # Attributes by name: files of older versions of torch fill others than the present class reads.
+    mesh = vars(sharded._spec.mesh)
+    names = tuple(mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names") or ("fsdp",))
+    if names not in _MESH_NAMES or len(sharded.placements) != len(names):
+        raise CheckpointError(
+            f"{folder} is sharded over {names}, and only {_MESH_NAMES} are joined here; merge it "
+            "with `python -m verl.model_merger merge --backend fsdp`"
+        )
+    if len(names) == 1:
+        return world_size
+    ranks = mesh.get("mesh")
+    return int(ranks.shape[-1]) if ranks is not None else int(sharded._spec.mesh.shape[-1])
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing; collect the files of all machines in one folder")
+    try:
+        with torch.serialization.safe_globals(_FORMER_NAMES), _no_process_group_warnings():
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251 - other people's files; weights_only runs no code
+    except Exception as error:  # whatever is wrong with other people's file
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{file} cannot be read ({reason}); copy it again, or take another checkpoint"
+        ) from error
+    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+        raise CheckpointError(f"{file} does not map names to tensors; it is no model state of verl")
+    return state
+
+
+@contextmanager
+def _no_process_group_warnings() -> Iterator[None]:
+    """torch warns for every DTensor read outside of the run that wrote it."""
+    loud = logging.getLogger("torch.distributed.device_mesh")
+    level = loud.level
+    loud.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        loud.setLevel(level)
+
+
+def _part(state: Mapping[str, Tensor], name: str, file: Path) -> Tensor:
+    if name not in state:
+        raise CheckpointError(f"{file} lacks {name}, which rank 0 has; files of runs are mixed")
+    return state[name]
+
+
+def _file(folder: Path, world_size: int, rank: int) -> Path:
+    return folder / f"model_world_size_{world_size}_rank_{rank}.pt"
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())

@@ -1,0 +1,23 @@
+"""What the configured algorithm needs of every group, for whoever makes groups and who trains."""
+
+from __future__ import annotations
+
+from sluice.algorithm.losses.registry import GROUP_LOSSES
+from sluice.config.run import RunConfig
+
+GREEDY_BASELINE_ESTIMATORS = frozenset({"remax"})
+"""Advantage estimators whose baseline is the reward of a greedy response to the prompt."""
+
+
+def needs_greedy_baseline(config: RunConfig) -> bool:
+    """Whether every group carries the reward of a greedy response."""
+    return config.algorithm.adv_estimator in GREEDY_BASELINE_ESTIMATORS
+
+
+def needs_whole_groups(config: RunConfig) -> bool:
+    """Whether no sample of a group may be missing: the loss compares all ``rollout.n`` of them.
+
+    Bypass mode has a loss of its own, which compares none.
+    """
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    return loss_mode in GROUP_LOSSES and not config.algorithm.rollout_correction.bypass_mode

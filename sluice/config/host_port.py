@@ -1,0 +1,61 @@
+"""host:port as people and gRPC write it, and the two apart as sockets want them."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from sluice.errors import ConfigError
+
+_LARGEST_PORT = 65535
+
+
+def join_host_port(host: str, port: int) -> str:
+    """host:port, with brackets around an address of IPv6 whether or not `host` has them."""
+    bare = host.removeprefix("[").removesuffix("]")
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def split_host_port(address: str) -> tuple[str, int | None]:
+    """The host, without brackets, and the port; None where there is none.
+
+    Takes names, addresses of IPv4 and IPv6, the latter in brackets if a port follows.
+
+    Raises:
+        ConfigError: `address` is none of these.
+    """
+    host, port = _parts(address)
+    if not host or any(sign in host for sign in "[]/"):
+        raise _refused(address)
+    if ":" in host:
+        _check_ipv6(host, address)
+    if port is None:
+        return host, None
+    if not (port.isascii() and port.isdigit() and 0 < int(port) <= _LARGEST_PORT):
+        raise _refused(address)
+    return host, int(port)
+
+
+def _parts(address: str) -> tuple[str, str | None]:
+    if address.startswith("["):
+        host, closing, rest = address[1:].partition("]")
+        if not closing or ":" not in host or rest[:1] not in {"", ":"}:
+            raise _refused(address)
+        return host, rest[1:] if rest else None
+    if address.count(":") == 1:
+        host, _, port = address.partition(":")
+        return host, port
+    return address, None
+
+
+def _check_ipv6(host: str, address: str) -> None:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError as error:
+        raise _refused(address) from error
+
+
+def _refused(address: str) -> ConfigError:
+    return ConfigError(
+        f"address {address!r} is not host:port; write name:7001, 10.0.0.1:7001 or [fd00::1]:7001 "
+        f"(ports 1 to {_LARGEST_PORT})"
+    )

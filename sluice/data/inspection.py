@@ -1,0 +1,143 @@
+"""What a file of prompts holds: sources, lengths, copies, and rows that cannot be used."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from sluice.data.duplicates import digest_of
+from sluice.data.prompt_files import PromptFiles, SlabReader
+from sluice.data.prompt_rows import PromptRow
+from sluice.errors import SluiceError
+from sluice.types import ChatMessage
+
+MAX_PROBLEMS_KEPT = 20
+QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+
+MeasureTokens = Callable[[Sequence[ChatMessage]], int]
+Lengths = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Inspection:
+    """Findings. Memory: 16 bytes a row, and the rows of `head`.
+
+    Attributes:
+        num_rows: rows of the file.
+        sources: usable rows by data source.
+        characters: of each usable row, over all its messages.
+        tokens: of each usable row, the chat template included; empty without a tokenizer.
+        num_duplicates: usable rows whose messages and ground truth came before.
+        num_images: images of usable rows.
+        num_bad: rows that cannot be used.
+        problems: the first of them, in words with file and row.
+        head: the first rows.
+    """
+
+    num_rows: int
+    sources: Counter[str] = field(default_factory=Counter)
+    characters: Lengths = field(default_factory=lambda: np.empty(0, np.int64))
+    tokens: Lengths = field(default_factory=lambda: np.empty(0, np.int64))
+    num_duplicates: int = 0
+    num_images: int = 0
+    num_bad: int = 0
+    problems: list[str] = field(default_factory=list)
+    head: list[PromptRow] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Columns:
+    """One number a usable row."""
+
+    digests: array[int] = field(default_factory=lambda: array("Q"))
+    characters: array[int] = field(default_factory=lambda: array("I"))
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+
+
+def inspect_files(
+    files: PromptFiles,
+    *,
+    measure_tokens: MeasureTokens | None = None,
+    num_head: int = 0,
+    on_rows: Callable[[int], None] | None = None,
+) -> Inspection:
+    """Read every row once.
+
+    Args:
+        files: files whose columns were checked.
+        measure_tokens: tokens of a prompt; its errors make a row a bad one.
+        num_head: usable rows to keep.
+        on_rows: told how many rows more were read.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    found, columns, reader = Inspection(files.num_rows), _Columns(), SlabReader()
+    for block in files.blocks:
+        for slab in reader.read(block):
+            for index in range(len(slab)):
+                try:
+                    row = slab.decode(index, files.columns)
+                    num_tokens = measure_tokens(row.messages) if measure_tokens else 0
+                except SluiceError as error:
+                    _note_problem(found, error)
+                    continue
+                columns.tokens.append(num_tokens)
+                _add(found, columns, row)
+                if len(found.head) < num_head:
+                    found.head.append(row)
+            if on_rows is not None:
+                on_rows(len(slab))
+    found.characters = np.asarray(columns.characters, np.int64)
+    found.tokens = np.asarray(columns.tokens if measure_tokens else [], np.int64)
+    found.num_duplicates = len(columns.digests) - int(np.unique(columns.digests).size)
+    return found
+
+
+def _note_problem(found: Inspection, error: SluiceError) -> None:
+    found.num_bad += 1
+    if len(found.problems) < MAX_PROBLEMS_KEPT:
+        found.problems.append(str(error))
+
+
+def _add(found: Inspection, columns: _Columns, row: PromptRow) -> None:
+    found.sources[row.data_source] += 1
+    found.num_images += len(row.images)
+    turns = [(message.role, message.content) for message in row.messages]
+    columns.digests.append(digest_of(msgspec.json.encode((turns, row.ground_truth)).decode()))
+    columns.characters.append(sum(len(message.content) for message in row.messages))
+
+
+def quantiles(lengths: Lengths) -> tuple[int, ...]:
+    """`QUANTILES` of lengths that really occur; empty if there are none."""
+    if lengths.size == 0:
+        return ()
+    return tuple(int(one) for one in np.quantile(lengths, QUANTILES, method="inverted_cdf"))
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Lengths in ``[low, high]``."""
+
+    low: int
+    high: int
+    count: int
+
+
+def histogram(lengths: Lengths, num_bins: int = 10) -> tuple[Bin, ...]:
+    """Bins of equal width, which together hold every length; fewer than asked if there are few."""
+    if lengths.size == 0:
+        return ()
+    low, high = int(lengths.min()), int(lengths.max())
+    width = -(-(high - low + 1) // num_bins)
+    counts = np.bincount((lengths - low) // width)
+    return tuple(
+        Bin(low + i * width, min(low + (i + 1) * width - 1, high), int(count))
+        for i, count in enumerate(counts)
+    )

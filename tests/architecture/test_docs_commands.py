@@ -1,0 +1,106 @@
+"""Every `sluice …` command and every configuration key that a document quotes exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from sluice.cli.main import commands as application
+from sluice.config.explain import all_keys, explain_key
+from sluice.config.unknown_keys import is_known
+from sluice.errors import ConfigError
+from tests.support.documents import DOCUMENTS, code_words, commands
+from tests.support.source_tree import ROOT, name_of
+
+KEY = re.compile(
+    r"(?:data|actor_rollout_ref|algorithm|reward|reward_model|custom_reward_function|critic|trainer"
+    r"|distillation|sluice)(?:\.[a-z_][a-zA-Z0-9_]*)+(?:\.\*)?"
+)
+HAND_WRITTEN = [d for d in DOCUMENTS if d.name != "configuration.md"]
+COLUMNS = {"reward_model.ground_truth", "reward_model.style"}
+FILES = {
+    ".py",
+    ".md",
+    ".yaml",
+    ".yml",
+    ".parquet",
+    ".jsonl",
+    ".json",
+    ".proto",
+    ".log",
+    ".html",
+    ".pt",
+}
+
+
+def problem_of(words: list[str]) -> str | None:
+    """What is wrong with a command line; nothing is run."""
+    command = get_command(application)
+    context = command.make_context("sluice", [], resilient_parsing=True)
+    context.resilient_parsing = False  # else the parser passes over unknown options
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        if words[0] not in command.commands:
+            return f"no command '{words[0]}'"
+        command, words = command.commands[words[0]], words[1:]
+    try:
+        command.make_parser(context).parse_args(list(words))
+    except Exception as error:  # noqa: BLE001 - typer bundles its own click, whose errors are private
+        return str(error)
+    return None
+
+
+def is_a_module(word: str) -> bool:
+    """Whether it names a module of ours or something in one, not a key."""
+    parts = word.split(".")
+    for end in range(len(parts), 1, -1):
+        path = ROOT.joinpath(*parts[:end])
+        if path.is_dir() or path.with_suffix(".py").is_file():
+            return True
+    return False
+
+
+def quoted_keys(document: Path) -> set[str]:
+    words = {word for word in code_words(document) if KEY.fullmatch(word)} - COLUMNS
+    return {w for w in words if Path(w).suffix not in FILES and not is_a_module(w)}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_quoted_command_parses(document: Path) -> None:
+    wrong = [f"sluice {' '.join(w)}: {p}" for w in commands(document) if (p := problem_of(w))]
+    assert not wrong
+
+
+@pytest.mark.parametrize("document", HAND_WRITTEN, ids=name_of)
+def test_every_quoted_key_is_known(document: Path) -> None:
+    unknown = []
+    for key in sorted(quoted_keys(document)):
+        section = tuple(key.removesuffix(".*").split("."))
+        try:
+            explain_key(key)
+        except ConfigError as error:
+            if not is_known(section):
+                unknown.append(str(error))
+    assert not unknown
+
+
+def test_a_wrong_command_or_option_is_seen() -> None:
+    assert problem_of(["config", "check", "run.yaml", "--device-memory", "80"]) is None
+    assert problem_of(["generate", "hello", "-n", "4"]) is None
+    assert problem_of(["config", "lint"]) is not None
+    assert problem_of(["train", "--no-such-option"]) is not None
+    assert problem_of(["config", "check", "--device-memory"]) is not None
+
+
+def test_the_documents_quote_commands_and_keys() -> None:
+    assert sum(len(commands(document)) for document in DOCUMENTS) > 20
+    assert len({key for document in HAND_WRITTEN for key in quoted_keys(document)}) > 60
+    assert "data.train_batch_size" in {key.path for key in all_keys()}
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    pages = (ROOT / "docs").glob("*.md")
+    assert not [page.name for page in pages if f"(docs/{page.name})" not in readme]

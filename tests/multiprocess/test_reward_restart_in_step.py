@@ -1,0 +1,83 @@
+"""A reward service that dies while a batch of its is trained: no prompt twice, none left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sluice.types import DataProgress, TrainBatch
+from tests.support.reward_process import RewardProcess, reward_process
+from tests.support.reward_scenarios import mixed
+from tests.support.scripted_rollout import ScriptedReplica, scripted_replicas
+
+BATCH = 8
+
+
+def positions(batches: list[TrainBatch]) -> list[int]:
+    return sorted(int(g.prompt_id.removeprefix("data-")) for b in batches for g in b.groups)
+
+
+async def trained(
+    service: RewardProcess, replica: ScriptedReplica, first_step: int, steps: int
+) -> list[TrainBatch]:
+    """Steps of a trainer that has announced itself."""
+    batches = []
+    for step in range(first_step, first_step + steps):
+        batches.append(await service.take(step, step - 1))
+        await service.acknowledge(batches[-1], step)
+        await service.announce(step, [replica], resume_from=batches[-1].progress)
+    return batches
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_the_batch_in_hand_is_not_drawn_again_when_it_is_told_as_trained(
+    configure: Callable[..., Path], max_staleness: int
+) -> None:
+    replica = ScriptedReplica()
+    config = configure(
+        mixed(64), data__shuffle=False, sluice__asynchrony__max_staleness=max_staleness
+    )
+    async with scripted_replicas(replica):
+        async with reward_process(config) as service:
+            await service.announce(0, [replica])
+            before = await trained(service, replica, 1, 2)
+            in_hand = await service.take(3, 2)
+            service.process.kill()
+            await service.wait()
+        async with reward_process(config) as service:
+            # Still version 2, during step 3: as the trainer's announcer tells it.
+            await service.announce(2, [replica], resume_from=in_hand.progress)
+            await service.announce(3, [replica], resume_from=in_hand.progress)
+            after = await trained(service, replica, 4, 3)
+    assert positions([*before, in_hand, *after]) == list(range(6 * BATCH))
+
+
+async def test_a_trainer_that_dies_in_that_step_gets_its_prompts_again_after_its_resume(
+    configure: Callable[..., Path],
+) -> None:
+    replica = ScriptedReplica()
+    config = configure(mixed(64), data__shuffle=False)
+    async with scripted_replicas(replica):
+        async with reward_process(config) as service:
+            await service.announce(0, [replica])
+            before = await trained(service, replica, 1, 2)
+            in_hand = await service.take(3, 2)
+            service.process.kill()
+            await service.wait()
+        async with reward_process(config) as service:
+            await service.announce(2, [replica], resume_from=in_hand.progress)
+            # The step is never finished: another trainer goes on from the checkpoint of step 2.
+            checkpoint: DataProgress = before[-1].progress
+            await service.announce(2, [replica], incarnation="trainer-2", resume_from=checkpoint)
+            again = await service.take(3, 2)
+            await service.acknowledge(again, 3)
+            await service.announce(
+                3, [replica], incarnation="trainer-2", resume_from=again.progress
+            )
+            after = [await service.take(4, 3)]
+            status = await service.status()
+    assert positions([again]) == positions([in_hand])
+    assert positions([*before, again, *after]) == list(range(4 * BATCH))
+    assert status.statistics["reward/prompts_lost"] == 0

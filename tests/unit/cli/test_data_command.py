@@ -1,0 +1,168 @@
+"""`sluice data`: files converted, findings shown, exit codes."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from sluice.cli.data_command import SetName, data_commands
+from sluice.data.inspection import histogram, quantiles
+from sluice.data.published_rows import PUBLISHED_SETS
+from sluice.errors import ConfigError, DataError
+from sluice.quickstart.problems import draw_problem, task_named
+from sluice.quickstart.tokenizer import save_tokenizer, train_tokenizer
+from sluice.quickstart.worked_answers import make_dialogues
+from tests.support.prompt_parquet import prompt_rows, write_prompts
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(data_commands, [str(one) for one in arguments], terminal_width=100)
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> Path:
+    rows = [
+        *prompt_rows(["a" * 10, "b" * 20, "c" * 30]),
+        *prompt_rows(["verse"], data_source="poetry"),
+    ]
+    return write_prompts(tmp_path / "train.parquet", [*rows, rows[0]])
+
+
+def test_inspect_shows_sources_with_scorers_lengths_and_copies(rows_file: Path) -> None:
+    result = invoke("inspect", rows_file)
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.output.splitlines()]
+    assert ["math_dapo", "4", "math_dapo"] in lines
+    assert ["poetry", "1", "none"] in lines
+    assert ["duplicates", "1", "(20.0%)"] in lines
+    assert ["characters", "5", "10", "10", "20", "30", "30", "30"] in lines
+    assert "data_source, prompt, ability, reward_model, extra_info" in result.output
+    assert "no built-in scorer for poetry; name one with reward.scorer_routes" in result.output
+
+
+def test_inspect_as_json_says_the_same(rows_file: Path) -> None:
+    found = json.loads(invoke("inspect", rows_file, "--json").output)
+    assert found["num_rows"] == 5
+    assert found["num_duplicates"] == 1
+    assert found["data_sources"]["poetry"] == {"rows": 1, "scorer": None}
+    assert found["characters"]["most"] == 30
+    assert found["tokens"] == {}
+
+
+def test_unusable_rows_are_listed_by_number_and_make_the_exit_code_1(tmp_path: Path) -> None:
+    rows = prompt_rows([f"{i}" for i in range(30)])
+    for row in rows[3:]:
+        row["prompt"] = []
+    path = write_prompts(tmp_path / "a.parquet", rows)
+    result = invoke("inspect", path)
+    assert result.exit_code == 1
+    assert f"problem: {path}, row 3: 'prompt' holds no message" in result.output
+    assert "and 7 more" in result.output
+
+
+def test_a_broken_line_does_not_hide_the_other_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    good = json.dumps(prompt_rows(["a"])[0])
+    path.write_text(f"{good}\n{{broken\n{good}\n", encoding="utf-8")
+    result = invoke("inspect", path, "--json")
+    found = json.loads(result.output)
+    assert result.exit_code == 1
+    assert (found["num_bad"], found["num_duplicates"]) == (1, 1)
+    assert "row 1: no JSON object" in found["problems"][0]
+
+
+def test_a_column_that_is_missing_ends_it_with_the_column(rows_file: Path) -> None:
+    result = invoke("inspect", rows_file, "--prompt-key", "turns")
+    assert isinstance(result.exception, DataError)
+    assert "no column 'turns' (found: data_source, prompt" in str(result.exception)
+
+
+def test_head_shows_prompts_without_obeying_what_they_hold(tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "a.parquet", prompt_rows(["\x1b[31m[red] a", "b"]))
+    text = invoke("inspect", path, "--head", 1).output
+    assert r"user: \x1b[31m[red] a" in text
+    assert "ground truth: 0" in text
+    assert "user: b" not in text
+
+
+def test_a_tokenizer_measures_prompts_as_the_rollout_does(tmp_path: Path, rows_file: Path) -> None:
+    rng, task = random.Random(0), task_named("quickstart")
+    problems = [draw_problem(rng, task) for _ in range(50)]
+    save_tokenizer(train_tokenizer(make_dialogues(problems, rng, 0.1)), tmp_path / "model", 512)
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
+    text = invoke("inspect", rows_file, "--tokenizer", tmp_path / "model").output
+    assert "prompts by tokens" in text
+    found = json.loads(
+        invoke("inspect", rows_file, "--tokenizer", tmp_path / "model", "--json").output
+    )
+    from services.rollout.prompt_encoder import PromptEncoder
+    from sluice.types import ChatMessage
+
+    encoder = PromptEncoder(tmp_path / "model", max_prompt_length=512, truncation="error")
+    assert found["tokens"]["most"] == encoder.encode_chat([ChatMessage("user", "c" * 30)]).size
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path, rows_file: Path) -> None:
+    result = invoke("inspect", rows_file, "--tokenizer", tmp_path)
+    assert isinstance(result.exception, ConfigError)
+    assert f"--tokenizer: {tmp_path} holds no tokenizer" in str(result.exception)
+
+
+def test_prepare_writes_a_file_that_inspect_finds_whole(tmp_path: Path) -> None:
+    source = tmp_path / "original.jsonl"
+    rows = [{"question": f"q{i % 3}", "answer": "#### 1"} for i in range(9)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    made = invoke(
+        *("prepare", "gsm8k", "--input", source, "--output", tmp_path / "data"),
+        *("--deduplicate", "--split", "test"),
+    )
+    output = tmp_path / "data" / "gsm8k-test.parquet"
+    assert made.output == f"{output}: 3 rows of 9 read, left out 6 duplicates\n"
+    found = json.loads(invoke("inspect", output, "--json").output)
+    assert found["data_sources"] == {"openai/gsm8k": {"rows": 3, "scorer": "gsm8k"}}
+    assert (found["num_bad"], found["num_duplicates"]) == (0, 0)
+
+
+def test_rows_of_ones_own_take_their_names_from_the_command(tmp_path: Path) -> None:
+    source = tmp_path / "mine.jsonl"
+    source.write_text('{"ask": "q", "right": 4}\n', encoding="utf-8")
+    made = invoke(
+        *("prepare", "jsonl", "--input", source, "--output", tmp_path),
+        *("--prompt-field", "ask", "--answer-field", "right", "--data-source", "math_dapo"),
+    )
+    assert made.exit_code == 0, made.output
+    shown = invoke("inspect", tmp_path / "mine-train.parquet", "--head", 1).output
+    assert "user: q" in shown
+    assert "ground truth: 4" in shown
+
+
+def test_every_set_can_be_named() -> None:
+    assert set(get_args(SetName)) == set(PUBLISHED_SETS)
+
+
+@pytest.mark.parametrize("name", ["prepare", "inspect"])
+def test_help_shows_an_example_and_says_what_every_option_does(name: str) -> None:
+    text = invoke(name, "--help").output
+    assert f"\n    sluice data {name}" in text
+    group = typer.main.get_command(data_commands)
+    command = group.commands[name]  # type: ignore[attr-defined]
+    assert all(getattr(parameter, "help", None) for parameter in command.params)
+
+
+def test_bins_hold_every_length_once() -> None:
+    import numpy as np
+
+    lengths = np.random.default_rng(0).integers(3, 900, 500)
+    bins = histogram(lengths)
+    assert sum(one.count for one in bins) == 500
+    assert (bins[0].low, bins[-1].high) == (lengths.min(), lengths.max())
+    for one in bins:
+        assert one.count == ((lengths >= one.low) & (lengths <= one.high)).sum()
+    assert histogram(np.asarray([5, 5]))[0].count == 2
+    assert quantiles(np.asarray([1, 2, 3, 4])) == (1, 1, 2, 3, 4, 4, 4)

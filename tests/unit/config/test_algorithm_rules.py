@@ -1,0 +1,106 @@
+"""Estimators, losses, critics and corrections that cannot work together are named with a remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from sluice.config.algorithm_rules import algorithm_problems
+from sluice.config.checks import relation_problems
+from sluice.config.loader import load_config
+from sluice.config.remarks import remarks
+
+LOSS = "actor_rollout_ref.actor.policy_loss"
+CORRECTION = "algorithm.rollout_correction"
+SOUND = (
+    "data.train_batch_size=64",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.n=8",
+)
+ADPO, GAE = "algorithm.adv_estimator=adpo", "algorithm.adv_estimator=gae"
+KL_IN_REWARD, KL_IN_LOSS = (
+    "algorithm.use_kl_in_reward=true",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+)
+
+
+def problems(*overrides: str) -> list[str]:
+    return algorithm_problems(load_config(None, [*SOUND, *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ([ADPO, f"{LOSS}.loss_mode=vanilla"], "set both to adpo or neither"),
+        (["algorithm.adv_estimator=grpo", f"{LOSS}.loss_mode=adpo"], "set both to adpo or neither"),
+        ([ADPO, f"{CORRECTION}.bypass_mode=true"], "in the place of adpo"),
+        ([GAE, "critic.enable=false"], "set critic.enable=null, or another estimator"),
+        (
+            [GAE, "critic.ppo_mini_batch_size=24"],
+            "no multiple of critic.ppo_mini_batch_size = 24",
+        ),
+        (
+            [
+                GAE,
+                "actor_rollout_ref.actor.use_dynamic_bsz=true",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null",
+                "critic.use_dynamic_bsz=false",
+            ],
+            "critic.ppo_micro_batch_size_per_gpu = null",
+        ),
+        (["algorithm.adv_estimator=gdpo"], "name the values of the scorer"),
+        (
+            ["algorithm.gdpo_reward_keys=[a,b]", "algorithm.gdpo_reward_weights=[1.0]"],
+            "1 entries for 2",
+        ),
+        ([f"{LOSS}.loss_mode=dro"], "dro_beta = null with loss_mode = dro"),
+        ([f"{CORRECTION}.rollout_is_threshold=2_0.5"], "the lower bound is above the upper"),
+        ([f"{CORRECTION}.rollout_rs=token_k9"], "rollout_rs = 'token_k9': expected one or more"),
+        ([f"{CORRECTION}.rollout_rs=token_k1"], "rollout_rs_threshold = None: expected one"),
+        ([f"{CORRECTION}.rollout_rs_threshold=2.0"], "has no effect while rollout_rs is null"),
+    ],
+)
+def test_what_does_not_go_together_is_named_with_its_remedy(
+    overrides: list[str], named: str
+) -> None:
+    (found,) = problems(*overrides)
+    assert named in found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [ADPO],
+        [GAE],
+        [GAE, "critic.enable=true"],
+        [KL_IN_REWARD, KL_IN_LOSS],
+        [f"{LOSS}.loss_mode=dro", f"{LOSS}.dro_beta=0.1"],
+        [f"{CORRECTION}.rollout_rs='token_k1,seq_mean_k3'", f"{CORRECTION}.rollout_rs_threshold=2"],
+    ],
+)
+def test_what_goes_together_is_let_through(overrides: list[str]) -> None:
+    assert problems(*overrides) == []
+
+
+def test_the_groups_of_adpo_are_those_that_are_drawn() -> None:
+    other = "algorithm.num_generations=4"
+    (found,) = relation_problems(load_config(None, [*SOUND, ADPO, other]))
+    assert "algorithm.num_generations = 4 differs from" in found
+    assert relation_problems(load_config(None, [*SOUND, other])) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([], []),
+        ([KL_IN_LOSS], ["a reference model is kept"]),
+        ([KL_IN_REWARD], ["a reference model is kept"]),
+        ([KL_IN_LOSS, KL_IN_REWARD], ["counts twice", "a reference model is kept"]),
+        ([ADPO], ["each sets the other"]),
+    ],
+)
+def test_what_a_configuration_leads_to_is_told(overrides: list[str], told: list[str]) -> None:
+    found = remarks(load_config(None, [*SOUND, *overrides]))
+    assert len(found) == len(told)
+    assert all(words in remark for words, remark in zip(told, found, strict=True))

@@ -1,0 +1,31 @@
+"""The table of data sources that the reward service routes by."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.reward.scorers import registry
+from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
+
+
+def test_every_route_leads_to_a_scorer_of_the_reward_service() -> None:
+    assert set(DEFAULT_ROUTES.values()) <= set(registry.RULES)
+
+
+@pytest.mark.parametrize(
+    ("source", "scorer"),
+    [
+        ("openai/gsm8k", "gsm8k"),
+        ("aime_2024", "math_dapo"),
+        ("aime", "math_dapo"),
+        ("HuggingFaceH4/MATH-500", "math_boxed"),
+        ("poetry", None),
+    ],
+)
+def test_a_source_leads_to_its_scorer(source: str, scorer: str | None) -> None:
+    assert scorer_name(source) == scorer
+
+
+def test_an_exact_name_wins_and_then_the_longest_beginning() -> None:
+    routes = {"a*": "one", "ab*": "two", "abc": "three"}
+    assert [scorer_name(name, routes) for name in ("abc", "abd", "ac")] == ["three", "two", "one"]

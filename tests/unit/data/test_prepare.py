@@ -1,0 +1,223 @@
+"""Published data sets become rows of verl's format that the loop can read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from sluice.data.known_sources import scorer_name
+from sluice.data.prepare import ROWS_PER_GROUP, Preparation, Prepared, prepare
+from sluice.data.prompt_files import SlabReader, open_prompt_files
+from sluice.data.prompt_rows import PromptColumns, PromptRow
+from sluice.data.published_rows import PUBLISHED_SETS, Wishes, last_boxed
+from sluice.errors import DataError
+from tests.support.prompt_parquet import prompt_rows
+
+IMAGE = {"bytes": b"png", "path": None}
+DAPO_ROW = {
+    "data_source": "math_dapo",
+    "prompt": [{"content": "Solve. 1 + 1?", "role": "user"}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "2", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "9a9b6eb4"},
+}
+ORIGINALS: dict[str, dict[str, Any]] = {
+    "dapo-math-17k": DAPO_ROW,
+    "aime-2024": {"id": 60, "problem": "1 + 1?", "answer": 2, "year": 2024},
+    "math-500": {
+        "problem": "1 + 1?",
+        "solution": r"It is $\boxed{2}$.",
+        "answer": "2",
+        "subject": "Algebra",
+        "level": 1,
+        "unique_id": "test/1.json",
+    },
+    "gsm8k": {"question": "1 + 1?", "answer": "one and one <<1+1=2>>\n#### 2"},
+    "geo3k": {"images": [IMAGE], "problem": "<image>1 + 1?", "answer": "2"},
+    "dianjin": {"instruction": "1 + 1? A. 2 C. 4", "reasoning": "hm", "answer": r"\boxed{C, A}"},
+    "jsonl": {"prompt": "1 + 1?", "answer": "2"},
+}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def order(name: str, source: Path, **changes: Any) -> Preparation:
+    wishes = Wishes("train", PUBLISHED_SETS[name].data_source or "mine")
+    output = source.parent / "out" / "made.parquet"
+    return replace(Preparation(name, (source,), output, wishes), **changes)
+
+
+def made_rows(made: Preparation) -> list[PromptRow]:
+    columns = PromptColumns(images="images")
+    files = open_prompt_files([str(made.output)], columns, config_key="made")
+    slabs = [slab for block in files.blocks for slab in SlabReader().read(block)]
+    return [slab.decode(i, columns) for slab in slabs for i in range(len(slab))]
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_every_published_set_becomes_a_file_the_loop_reads(tmp_path: Path, name: str) -> None:
+    source = write(tmp_path / "original.parquet", [ORIGINALS[name]])
+    made = order(name, source)
+    assert prepare(made) == Prepared(num_read=1, num_written=1)
+    (row,) = made_rows(made)
+    assert "1 + 1?" in row.messages[0].content
+    assert row.messages[0].role == "user"
+    assert row.ground_truth == ("AC" if name == "dianjin" else "2")
+    assert row.data_source == (PUBLISHED_SETS[name].data_source or "mine")
+    assert set(ORIGINALS) == set(PUBLISHED_SETS)
+
+
+def test_each_set_with_a_built_in_scorer_has_the_source_that_leads_to_it() -> None:
+    names = {one.data_source: scorer_name(one.data_source) for one in PUBLISHED_SETS.values()}
+    assert names == {
+        "math_dapo": "math_dapo",
+        "aime_2024": "math_dapo",
+        "HuggingFaceH4/MATH-500": "math_boxed",
+        "openai/gsm8k": "gsm8k",
+        "hiyouga/geometry3k": "geo3k",
+        "dianjin": None,
+        "": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt"),
+    [
+        ("dapo-math-17k", "Solve. 1 + 1?"),
+        (
+            "gsm8k",
+            '1 + 1? Let\'s think step by step and output the final answer after "####".',
+        ),
+        (
+            "math-500",
+            r"1 + 1? Let's think step by step and output the final answer within \boxed{}.",
+        ),
+    ],
+)
+def test_what_is_asked_is_what_verl_asks(tmp_path: Path, name: str, prompt: str) -> None:
+    made = order(name, write(tmp_path / "a.parquet", [ORIGINALS[name]]))
+    prepare(made)
+    assert made_rows(made)[0].messages[0].content == prompt
+
+
+def test_rows_in_verls_format_keep_what_else_they_say(tmp_path: Path) -> None:
+    made = order("dapo-math-17k", write(tmp_path / "a.parquet", [DAPO_ROW]))
+    prepare(made)
+    assert made_rows(made)[0].extra_info == {"split": "train", "index": "9a9b6eb4"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"), [("a\n#### 1,234", "1234"), ("#### -3", "-3"), ("#### $5 ", "5")]
+)
+def test_gsm8k_numbers_lose_commas_and_signs_of_money(
+    tmp_path: Path, answer: str, truth: str
+) -> None:
+    source = write(tmp_path / "a.jsonl", [{"question": "q", "answer": answer}])
+    made = order("gsm8k", source)
+    prepare(made)
+    assert made_rows(made)[0].ground_truth == truth
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed"),
+    [
+        (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{1", None),
+        ("none", None),
+    ],
+)
+def test_the_last_box_is_found_by_its_braces(text: str, boxed: str | None) -> None:
+    assert last_boxed(text) == boxed
+
+
+def test_images_travel_with_their_marks(tmp_path: Path) -> None:
+    row = ORIGINALS["geo3k"] | {"images": [IMAGE, IMAGE], "problem": "which?"}
+    made = order("geo3k", write(tmp_path / "a.parquet", [row]))
+    prepare(made)
+    (found,) = made_rows(made)
+    assert found.images == (b"png", b"png")
+    assert found.messages[0].content.startswith("<image><image>which?")
+
+
+def test_copies_are_left_out_on_request_and_the_limit_counts_what_is_written(
+    tmp_path: Path,
+) -> None:
+    rows = [{"question": f"q{i % 5}", "answer": "#### 1"} for i in range(100)]
+    source = write(tmp_path / "a.jsonl", rows)
+    made = order("gsm8k", source, deduplicate=True)
+    assert prepare(made) == Prepared(num_read=100, num_written=5, num_duplicates=95)
+    assert [row.extra_info["index"] for row in made_rows(made)] == [0, 1, 2, 3, 4]
+    limited = order("gsm8k", source, deduplicate=True, limit=3)
+    assert prepare(limited).num_written == 3
+    assert len(made_rows(limited)) == 3
+
+
+def test_row_groups_are_small_enough_to_shuffle(tmp_path: Path) -> None:
+    count = 2 * ROWS_PER_GROUP + 1
+    rows = [{"question": f"q{i}", "answer": "#### 1"} for i in range(count)]
+    made = order("gsm8k", write(tmp_path / "a.jsonl", rows))
+    prepare(made)
+    metadata = pq.read_metadata(made.output)
+    sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    assert sizes == [ROWS_PER_GROUP, ROWS_PER_GROUP, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("gsm8k", {"question": "q", "answer": "2"}, "no number after ####"),
+        ("gsm8k", {"question": None, "answer": "#### 2"}, "'question' is None, not a text"),
+        ("math-500", {"problem": "p", "solution": "none"}, r"nor a \\boxed{} in 'solution'"),
+        ("dianjin", {"instruction": "q", "answer": "unsure"}, "no letters A to G"),
+        ("geo3k", {"problem": "p", "answer": "1", "images": []}, r"'images' is \[\]"),
+        ("jsonl", {"prompt": "q", "answer": None}, "'answer': the answer is None"),
+        ("dapo-math-17k", DAPO_ROW | {"prompt": "text"}, "not a list of messages"),
+    ],
+)
+def test_a_row_that_cannot_be_used_ends_it_by_name_and_leaves_no_file(
+    tmp_path: Path, name: str, row: dict[str, Any], message: str
+) -> None:
+    good = ORIGINALS[name] | {"images": ["a.png"]} if name == "geo3k" else ORIGINALS[name]
+    source = write(tmp_path / "a.jsonl", [good, row])
+    made = order(name, source)
+    with pytest.raises(DataError, match=message) as error:
+        prepare(made)
+    assert f"{source}, row 1: " in str(error.value)
+    assert list(made.output.parent.iterdir()) == []
+    found = prepare(order(name, source, skip_bad=True))
+    assert (found.num_written, found.num_bad, len(found.problems)) == (1, 1, 1)
+
+
+def test_a_file_of_another_set_is_refused_with_the_columns(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", [ORIGINALS["gsm8k"]])
+    with pytest.raises(DataError, match=r"question, answer are not those of geo3k \(images, "):
+        prepare(order("geo3k", source))
+
+
+def test_fields_that_only_later_rows_have_are_not_lost_silently(tmp_path: Path) -> None:
+    rows = prompt_rows([f"{i}" for i in range(ROWS_PER_GROUP + 1)])
+    rows[-1]["extra_info"] = {"index": 0, "split": "train", "hint": "new"}
+    source = write(tmp_path / "a.jsonl", rows)
+    made = order("jsonl", source)
+    with pytest.raises(DataError, match=rf"row {ROWS_PER_GROUP}: field hint is in none of"):
+        prepare(made)
+    assert list(made.output.parent.iterdir()) == []
+
+
+def test_a_field_whose_type_changes_is_refused(tmp_path: Path) -> None:
+    rows = prompt_rows(["a", "b"])
+    rows[1]["extra_info"] = {"index": "x", "split": "train"}
+    with pytest.raises(DataError, match="give each field one type"):
+        prepare(order("jsonl", write(tmp_path / "a.jsonl", rows)))
