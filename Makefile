@@ -11,7 +11,7 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 # build, which on Linux brings several GB of CUDA and works as well.
 TORCH ?= torch==$(TORCH_VERSION)
 
-.PHONY: help quickstart test lint format protos bench-quickstart bench-algorithms clean
+.PHONY: help quickstart test test-loggers lint format protos bench-quickstart bench-algorithms clean
 .DEFAULT_GOAL := help
 
 help:  ## List the commands
@@ -22,6 +22,10 @@ quickstart: $(VENV)/.installed-train  ## Train a tiny model on this machine's CP
 
 test: $(VENV)/.installed-dev  ## Run every check and every test
 	@$(PY) tools/run_checks.py
+
+test-loggers:  ## Test the loggers of other vendors, in an environment of its own (VENV-loggers)
+	@$(MAKE) --no-print-directory VENV=$(VENV)-loggers $(VENV)-loggers/.installed-dev,loggers
+	@$(VENV)-loggers/bin/python -m pytest -q tests/unit/trainer/test_vendor_sinks.py
 
 lint: $(VENV)/.installed-dev  ## Run the checks that read only: style, types, imports, protos, spelling
 	@$(PY) tools/run_checks.py --static

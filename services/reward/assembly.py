@@ -25,6 +25,7 @@ from services.reward.prompts import (
     validation_stream,
 )
 from services.reward.replica_queue import ReplicaQueue
+from services.reward.sample_dumps import SampleDumps, sample_dumps
 from services.reward.sampling import greedy_sampling, training_sampling
 from services.reward.score_requests import ScoreRequests
 from services.reward.scorers.registry import check_routes, scorer_for
@@ -57,6 +58,7 @@ class RewardLoop:
     batcher: Batcher
     queue: ReplicaQueue
     recorder: OutcomeRecorder
+    dumps: SampleDumps
     dataset_rows: int
 
     def statistics(self) -> dict[str, float]:
@@ -108,11 +110,13 @@ def assemble(
         ledger, pipeline.submit, check_data_source, config.sluice.reward.max_client_pending
     )
     endings.listener = submissions.ended
+    dumps = sample_dumps(config.trainer)
     evaluation = Evaluation(
         _validation_opener(config, sets.validation),
         parts.dispatcher,
         parts.grader,
         parts.trace,
+        dumps,
         lambda: pipeline.policy_version,
     )
     return RewardLoop(
@@ -124,6 +128,7 @@ def assemble(
         parts.batcher,
         parts.queue,
         parts.recorder,
+        dumps,
         open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0,
     )
 

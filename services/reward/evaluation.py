@@ -22,6 +22,7 @@ from services.reward.grading import Grader
 from services.reward.prompt_source import DrawStream
 from services.reward.prompts import Draw
 from services.reward.replica_queue import Priority
+from services.reward.sample_dumps import SampleDumps
 from services.reward.sampling import for_prompt
 from services.reward.validation_results import (
     EvaluationResult,
@@ -65,6 +66,7 @@ class Evaluation:
         dispatcher: where groups are generated, before any training group.
         grader: grades them as in training.
         trace: who generated them.
+        dumps: get the responses.
         announced_version: the version announced last.
     """
 
@@ -74,10 +76,11 @@ class Evaluation:
         dispatcher: GroupDispatcher,
         grader: Grader,
         trace: GenerationTrace,
+        dumps: SampleDumps,
         announced_version: Callable[[], int | None],
     ) -> None:
         self._open_stream, self._dispatcher, self._grader = open_stream, dispatcher, grader
-        self._trace, self._announced_version = trace, announced_version
+        self._trace, self._dumps, self._announced_version = trace, dumps, announced_version
         self.num_graded_groups = 0
 
     async def run(self, order: EvaluationOrder, seconds: float) -> EvaluationResult:
@@ -100,6 +103,7 @@ class Evaluation:
         phase = f"evaluating version {order.policy_version}"
         async with deadline(seconds, peer="rollout fleet", phase=phase):
             validated = await self._grade_all(stream, order)
+        await self._dumps.validated(validated, order.policy_version)
         check_failures([o for v in validated for o in v.outcomes], phase)
         return evaluation_result(validated, order.num_examples)
 

@@ -82,7 +82,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward.AcknowledgeBatchRequest, context: Context
     ) -> reward.AcknowledgeBatchResponse:
         """Closes a lease."""
-        self._loop.pipeline.batches.acknowledge(request.batch_id, request.step)
+        groups = self._loop.pipeline.batches.acknowledge(request.batch_id, request.step)
+        await self._loop.dumps.trained(groups, request.step)
         return reward.AcknowledgeBatchResponse()
 
     async def AnnouncePolicy(

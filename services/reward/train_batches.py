@@ -80,19 +80,23 @@ class TrainBatches:
         finally:
             self._num_asking -= 1
 
-    def acknowledge(self, batch_id: str, step: int) -> None:
+    def acknowledge(self, batch_id: str, step: int) -> tuple[GradedGroup, ...]:
         """Close a lease: its prompts are trained. Repeating it is harmless.
+
+        Returns:
+            the batch's groups, none if it was closed before.
 
         Raises:
             NotFoundError: no such lease.
         """
         lease = self._batcher.acknowledge(batch_id)
         if lease is None:
-            return
+            return ()
         self._recorder.acknowledged(len(lease.groups))
         for graded in lease.groups:
             self._recorder.ended(graded.group.prompt, PromptEnd.TRAINED, graded=graded, step=step)
         self._changes.notify()
+        return lease.groups
 
     def fail(self, error: SluiceError) -> None:
         """Nothing can be trained any more; whoever takes a batch is told why."""

@@ -10,7 +10,7 @@ from sluice.config.verl_run import MEGATRON, ROLLOUT, VerlRun
 from sluice.config.violation import Violation, violation
 
 _SHARED_ENGINES = ("vllm", "sglang")
-"""Engines that sluice drives too, so that what they refuse keeps sluice from running."""
+"""Engines with limits of their own: what these refuse is no rule of verl's alone."""
 
 
 def engine_violations(run: VerlRun) -> list[Violation]:

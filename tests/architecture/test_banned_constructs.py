@@ -78,10 +78,17 @@ RULES = (
 )
 
 
+# verl keeps its shards as pickles; they are read with `weights_only`, which runs no code.
+EXCEPTIONS = {(allowed_pickles, "sluice/checkpoint/verl_shards.py")}
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_no_source_file_holds(rule: Rule) -> None:
     found = [
-        f"{name_of(path)}:{node.lineno}" for path in SOURCES for node in rule(syntax_tree(path))
+        f"{name_of(path)}:{node.lineno}"
+        for path in SOURCES
+        if (rule, name_of(path)) not in EXCEPTIONS
+        for node in rule(syntax_tree(path))
     ]
     assert not found
 

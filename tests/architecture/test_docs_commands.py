@@ -10,9 +10,10 @@ from typer.main import get_command
 
 from sluice.cli.main import commands as application
 from sluice.config.explain import all_keys, explain_key
+from sluice.config.loader import load_config
 from sluice.config.unknown_keys import is_known
 from sluice.errors import ConfigError
-from tests.support.documents import DOCUMENTS, code_words, commands
+from tests.support.documents import DOCUMENTS, blocks, code_words, commands
 from tests.support.source_tree import ROOT, name_of
 
 KEY = re.compile(
@@ -84,6 +85,16 @@ def test_every_quoted_key_is_known(document: Path) -> None:
             if not is_known(section):
                 unknown.append(str(error))
     assert not unknown
+
+
+@pytest.mark.parametrize("document", HAND_WRITTEN, ids=name_of)
+def test_every_quoted_configuration_has_known_keys_and_values_of_their_types(
+    document: Path, tmp_path: Path
+) -> None:
+    for number, block in enumerate(blocks(document, "yaml")):
+        file = tmp_path / f"block-{number}.yaml"
+        file.write_text(block, encoding="utf-8")
+        load_config(file, [])
 
 
 def test_a_wrong_command_or_option_is_seen() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.documents import DOCUMENTS
 from tests.support.source_tree import ROOT, name_of
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"```.*?```", re.DOTALL)
 HEADING = re.compile(r"^#+\s+(.*)$", re.MULTILINE)

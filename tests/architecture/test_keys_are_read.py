@@ -15,8 +15,13 @@ from tests.support.attribute_reads import attribute_reads
 from tests.support.source_tree import ROOT, python_files, syntax_tree
 
 _ENGINE = "tunes engines that replicas cannot run; the estimate of their memory takes it by name"
+_TEXT = "images are not read"
 _ROLLOUT = "actor_rollout_ref.rollout"
 EXCEPTIONS: dict[str, str] = {
+    "data.image_key": _TEXT,
+    "data.image_patch_size": _TEXT,
+    "data.mm_processor_kwargs": _TEXT,
+    "data.trust_remote_code": "the model's key decides for its tokenizer too",
     "actor_rollout_ref.actor.clip_ratio": "put into clip_ratio_low and _high while loading",
     f"{_ROLLOUT}.cudagraph_capture_sizes": _ENGINE,
     f"{_ROLLOUT}.data_parallel_size": _ENGINE,
@@ -26,6 +31,7 @@ EXCEPTIONS: dict[str, str] = {
     f"{_ROLLOUT}.engine_kwargs": _ENGINE,
     f"{_ROLLOUT}.expert_parallel_size": _ENGINE,
     f"{_ROLLOUT}.gpu_memory_utilization": _ENGINE,
+    f"{_ROLLOUT}.ignore_eos": "a setting of single requests; training and validation end texts",
     f"{_ROLLOUT}.max_num_batched_tokens": _ENGINE,
     f"{_ROLLOUT}.quantization": _ENGINE,
     f"{_ROLLOUT}.tensor_model_parallel_size": _ENGINE,

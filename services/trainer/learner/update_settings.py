@@ -90,7 +90,6 @@ def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     batch_estimator(algorithm.adv_estimator)
-    _refuse_unavailable(config)
     plan_minibatches(config.data.train_batch_size, actor.ppo_mini_batch_size)
     correction = _correction(config)
     plan = correction_plan(correction, loss_mode=actor.policy_loss.loss_mode)
@@ -124,15 +123,6 @@ def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
         max_prompt_tokens=config.data.max_prompt_length,
         max_response_tokens=config.data.max_response_length,
     )
-
-
-def _refuse_unavailable(config: RunConfig) -> None:
-    algorithm = config.algorithm
-    if algorithm.use_pf_ppo:
-        raise ConfigError(
-            "algorithm.use_pf_ppo=true: rows are not drawn anew in sluice's trainer; set it to "
-            "false (`sluice.algorithm.advantages.pf_ppo` has the formula)"
-        )
 
 
 def _cut(actor: ActorConfig, loss_mode: str) -> BatchCut:

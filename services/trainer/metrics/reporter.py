@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from services.trainer.metrics.generations import Generation, choose_generations
 from services.trainer.metrics.sinks import MetricSink
 from services.trainer.reward_client import Evaluation
 
@@ -16,10 +17,14 @@ class Reporter:
     Args:
         sinks: take every metric.
         run_dir: gets `validation/<step>.jsonl` and `accounts.json`.
+        shown_generations: validation samples that sinks show (``trainer.log_val_generations``).
     """
 
-    def __init__(self, sinks: Sequence[MetricSink], run_dir: Path) -> None:
+    def __init__(
+        self, sinks: Sequence[MetricSink], run_dir: Path, shown_generations: int = 0
+    ) -> None:
         self._sinks, self._run_dir = tuple(sinks), run_dir
+        self._shown_generations = shown_generations
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records a finished step."""
@@ -39,6 +44,13 @@ class Reporter:
         ]
         lines = "".join(json.dumps({**row, "step": step}) + "\n" for row in rows)
         (folder / f"{step}.jsonl").write_text(lines, encoding="utf-8")
+        self._show(step, evaluation)
+
+    def _show(self, step: int, evaluation: Evaluation) -> None:
+        samples = [Generation(e.prompt, e.response, e.score) for e in evaluation.examples]
+        shown = choose_generations(samples, self._shown_generations)
+        for sink in self._sinks if shown else ():
+            sink.write_generations(step, shown)
 
     def evaluation_failed(self, step: int, seconds: float) -> None:
         """Records that the version after `step` could not be validated."""

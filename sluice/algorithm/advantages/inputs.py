@@ -16,7 +16,7 @@ _PROVIDERS: Mapping[str, str] = MappingProxyType(
         "values": "switch the critic on (critic.enable=true)",
         "baselines": "give the reward of one greedy response a prompt",
         "old_logprobs": "give the logprobs of the policy before the batch",
-        "sum_pi_squared": "set actor_rollout_ref.actor.calculate_sum_pi_squared=true",
+        "sum_pi_squared": "give the sums of squared probabilities",
         "reward_components": (
             "set algorithm.gdpo_reward_keys to values that the reward function reports"
         ),

@@ -9,9 +9,11 @@ from sluice.config.catalogue.entry import (
     inapplicable,
     refused,
     refused_prefix,
+    unread,
 )
 
 _HDFS = refused_prefix("hdfs://", "nothing is fetched from HDFS; copy the files to a local disk")
+_TEXT_ONLY = "images are not read; a prompt is its text alone"
 _CHAT = "rows always keep their messages; the rollout service applies the chat template"
 
 ENTRIES: tuple[Entry, ...] = (
@@ -107,11 +109,15 @@ ENTRIES: tuple[Entry, ...] = (
         "Processes that read data.",
         "one reader streams the Parquet files",
     ),
-    honoured("data.image_key"),
-    honoured("data.image_patch_size", unit="pixels"),
+    unread("data.image_key", _TEXT_ONLY, silent=("images",)),
+    unread("data.image_patch_size", _TEXT_ONLY, unit="pixels", silent=(14,)),
     honoured("data.apply_chat_template_kwargs"),
-    honoured("data.mm_processor_kwargs"),
-    honoured("data.trust_remote_code"),
+    unread("data.mm_processor_kwargs", _TEXT_ONLY, silent=({},)),
+    unread(
+        "data.trust_remote_code",
+        "actor_rollout_ref.model.trust_remote_code decides, for model and tokenizer",
+        silent=(False,),
+    ),
     refused(
         "data.video_key",
         str,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from sluice.config.catalogue.entry import Entry, Status, Texts, inapplicable, refused
+from sluice.config.catalogue.entry import Entry, Texts, inapplicable, refused, unread
 
 _KEY = "actor_rollout_ref.rollout"
 _TORCH = (
@@ -14,7 +14,7 @@ _TORCH = (
 
 
 def _tuning(name: str, **more: Unpack[Texts]) -> Entry:
-    return Entry(f"{_KEY}.{name}", Status.NOT_APPLICABLE, instead=_TORCH, **more)
+    return unread(f"{_KEY}.{name}", _TORCH, **more)
 
 
 def _fixed(name: str, annotation: object, default: object, meaning: str, instead: str) -> Entry:

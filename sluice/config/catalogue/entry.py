@@ -114,6 +114,11 @@ def honoured(path: str, **more: Unpack[Texts]) -> Entry:
     return Entry(path, **more)
 
 
+def unread(path: str, instead: str, **more: Unpack[Texts]) -> Entry:
+    """A key of the schema that no service reads; its value is checked, and kept for estimates."""
+    return Entry(path, Status.NOT_APPLICABLE, instead=instead, **more)
+
+
 def inapplicable(
     path: str,
     annotation: object,

@@ -14,6 +14,7 @@ from sluice.config.catalogue.entry import (
     inapplicable,
     mapped,
     refused,
+    unread,
 )
 
 _KEY = "actor_rollout_ref.rollout"
@@ -107,7 +108,12 @@ ENTRIES: tuple[Entry, ...] = (
     inapplicable(
         f"{_KEY}.do_sample", bool, True, "Sample.", "rollout.temperature decides", silent=(True,)
     ),
-    honoured(f"{_KEY}.ignore_eos"),
+    unread(
+        f"{_KEY}.ignore_eos",
+        "responses for training and validation end with the model's end of text; a request of the "
+        "rollout service may ask for it (sampling.ignore_eos)",
+        silent=(False,),
+    ),
     inapplicable(
         f"{_KEY}.free_cache_engine",
         bool,

@@ -59,7 +59,6 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(
         f"{_KEY}.max_message_mb",
         unit="MiB",
-        effect="None before messages grow: it is a bound",
         advice="null, the same at all services; a train batch is the largest message",
     ),
     honoured(f"{_KEY}.shutdown_grace_s", unit="seconds"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from services.reward.generation_trace import GenerationTrace
 from services.reward.grading import Grader, SampleScorer
 from services.reward.prompts import Draw
 from services.reward.replica_queue import ReplicaQueue
+from services.reward.sample_dumps import SampleDumps
 from services.reward.scorer_messages import ScoreItem
 from services.reward.validation_results import EvaluationResult, check_failures
 from sluice.data.prompt_rows import PromptRow
@@ -52,7 +55,11 @@ class World:
     """An evaluation of `num_prompts` on one replica."""
 
     def __init__(
-        self, client: ScriptedClient, num_prompts: int, scorer: SampleScorer | None = None
+        self,
+        client: ScriptedClient,
+        num_prompts: int,
+        scorer: SampleScorer | None = None,
+        dumps: SampleDumps | None = None,
     ) -> None:
         self.trace = GenerationTrace(client)
         self.dispatcher = GroupDispatcher(
@@ -63,6 +70,7 @@ class World:
             self.dispatcher,
             Grader(scorer or InlineScorer(), None),
             self.trace,
+            dumps or SampleDumps(None, None),
             lambda: 0,
         )
 
@@ -155,3 +163,23 @@ async def test_a_prompt_that_is_too_long_is_no_part_of_the_validation_set() -> N
     result = await World(client, num_prompts=3).run()
     assert result.metrics["val-aux/num_prompts"] == 1
     assert result.metrics["val-aux/num_failed_samples"] == 0
+
+
+async def test_every_graded_response_is_written_where_asked(tmp_path: Path) -> None:
+    world = World(ScriptedClient(), 3, dumps=SampleDumps(None, tmp_path))
+    await world.run()
+    rows = [json.loads(line) for line in (tmp_path / "0.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 * SAMPLES
+    assert {"input", "output", "gts", "score", "step", "uid"} <= rows[0].keys()
+
+
+async def test_a_folder_that_cannot_be_written_is_told_once_and_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    world = World(ScriptedClient(), 2, dumps=SampleDumps(None, blocked))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert (await world.run()).metrics
+    assert caplog.text.count("samples are not written") == 1

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from services.reward.scorer_answer import answer_of
 from services.reward.scorer_messages import ScorerNumber
 from services.reward.scorers.registry import (
-    DEFAULT_ROUTES,
     MATH_VERIFY,
     RULES,
     TAILS,
@@ -21,6 +20,7 @@ from services.reward.scorers.registry import (
     scored_characters,
     scorer_for,
 )
+from sluice.data.known_sources import DEFAULT_ROUTES
 from sluice.errors import ConfigError, DataError
 
 RIGHT = {
