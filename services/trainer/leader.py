@@ -29,7 +29,7 @@ from services.trainer.loop import LoopParts, LoopSettings, TrainLoop
 from services.trainer.metrics.memory import memory_metrics
 from services.trainer.metrics.reporter import Reporter
 from services.trainer.metrics.sequence_balance import balance_metrics, rank_cut
-from services.trainer.metrics.sinks import open_sinks
+from services.trainer.metrics.sinks import JSONL, SinkTarget, check_sinks, open_sinks
 from services.trainer.metrics.step_metrics import RunScale
 from services.trainer.port_reservation import PortReservation
 from services.trainer.replica_client import ReplicaClient
@@ -46,6 +46,7 @@ from sluice.config.derived import (
     total_training_steps,
     world_size,
 )
+from sluice.config.dump import flat_settings
 from sluice.config.endpoints import advertised_host, peer_address
 from sluice.config.group_needs import needs_greedy_baseline, needs_whole_groups
 from sluice.config.run import RunConfig
@@ -98,6 +99,7 @@ async def _cancel_on(stop: asyncio.Event, running: asyncio.Task[None]) -> None:
 
 async def _lead(config: RunConfig) -> None:
     incarnation = str(uuid.uuid4())
+    check_sinks(config.trainer.logger)
     _warn(config)
     async with AsyncExitStack() as stack:
         endpoint = config.sluice.trainer.endpoint
@@ -149,8 +151,13 @@ async def _expire_silent(fleet: Fleet) -> None:
 
 
 def _open_record(config: RunConfig) -> Reporter:
-    run_dir = Path(config.sluice.run_dir)
-    return Reporter(open_sinks(config.trainer.logger, run_dir), run_dir)
+    trainer, run_dir = config.trainer, Path(config.sluice.run_dir)
+    target = SinkTarget(
+        run_dir, trainer.project_name, trainer.experiment_name, flat_settings(config)
+    )
+    # `sluice status` and the report read the JSONL file, whatever else is written.
+    names = list(dict.fromkeys([JSONL, *trainer.logger]))
+    return Reporter(open_sinks(names, target), run_dir, trainer.log_val_generations)
 
 
 async def _connect_reward(
@@ -182,7 +189,11 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
     share_total_steps(parallel, total_steps)
     learner = Learner(config, parallel, total_steps)
     leader = RankLeader(learner, parallel, config.sluice.trainer.command_timeout_s)
-    store = CheckpointStore(Path(checkpoint_folder(config)), config.trainer.max_actor_ckpt_to_keep)
+    store = CheckpointStore(
+        Path(checkpoint_folder(config)),
+        config.trainer.max_actor_ckpt_to_keep,
+        config.trainer.max_critic_ckpt_to_keep,
+    )
     resumed = resume_point(config.trainer, store)
     if resumed is not None:
         leader.load(resumed.actor)
@@ -247,7 +258,7 @@ def _loop_settings(config: RunConfig, dataset_rows: int) -> LoopSettings:
         validates=config.data.val_files is not None,
         min_replicas=service.min_replicas,
         replica_wait_timeout_s=service.replica_wait_timeout_s,
-        examples=_NUM_EXAMPLES,
+        examples=max(_NUM_EXAMPLES, config.trainer.log_val_generations),
         scale=RunScale(world_size(config), dataset_rows),
         terms=BatchTerms(
             config.data.train_batch_size,

@@ -130,9 +130,6 @@ class AlgorithmConfig(Section, frozen=True):
         KlEstimator, Meta(description="Its estimator; the names of actor.kl_loss_type.")
     ] = "kl"
     kl_ctrl: KlControlConfig = msgspec.field(default_factory=KlControlConfig)
-    use_pf_ppo: Annotated[
-        bool, Meta(description="gae: draw the batch's rows anew by their rewards.")
-    ] = False
     filter_groups: FilterGroupsConfig = msgspec.field(default_factory=FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = msgspec.field(
         default_factory=RolloutCorrectionConfig

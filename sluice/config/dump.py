@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,19 @@ def dump_config(config: RunConfig) -> str:
     """The whole tree with every default written out, in the order of the schema."""
     # Escapes stay on: PyYAML writes some control characters raw otherwise and reads them as spaces.
     return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False, width=100)
+
+
+def flat_settings(config: RunConfig) -> dict[str, object]:
+    """Every value by its dotted key; lists stay whole."""
+    return dict(_leaves("", msgspec.to_builtins(config)))
+
+
+def _leaves(prefix: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{prefix}.{name}" if prefix else str(name), inner)
+    else:
+        yield prefix, value
 
 
 def write_config(config: RunConfig, path: Path) -> None:

@@ -65,9 +65,10 @@ class _Kind:
     is_remote: bool = False
 
 
+JSONL = "jsonl"
 _KINDS: Mapping[str, _Kind] = {
     "console": _Kind("console_sink:ConsoleSink"),
-    "jsonl": _Kind("jsonl_sink:JsonlSink"),
+    JSONL: _Kind("jsonl_sink:JsonlSink"),
     "tensorboard": _Kind("tensorboard_sink:TensorBoardSink", "tensorboard", "train"),
     "wandb": _Kind("wandb_sink:WandbSink", "wandb", "wandb", is_remote=True),
     "mlflow": _Kind("mlflow_sink:MlflowSink", "mlflow", "mlflow", is_remote=True),

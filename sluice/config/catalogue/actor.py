@@ -220,12 +220,13 @@ ENTRIES: tuple[Entry, ...] = (
         "Do not train the image encoder.",
         "all weights are trained; leave the key out",
     ),
-    refused(
+    inapplicable(
         f"{_KEY}.use_prefix_grouper",
         bool,
         False,
         "Compute a group's prompt once.",
-        "every row holds its prompt; leave the key out, results are the same",
+        "always so: a prompt is computed once for all of its rows in a micro-batch",
+        silent=(True,),
     ),
     refused(
         f"{_KEY}.router_replay.mode",

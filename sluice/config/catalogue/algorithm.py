@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from sluice.config.catalogue.entry import (
     Entry,
-    Status,
     group,
     honoured,
     inapplicable,
     mapped,
     refused,
-    refused_unless,
 )
 
 _KEY = "algorithm"
@@ -103,12 +101,12 @@ ENTRIES: tuple[Entry, ...] = (
         "Version 0.6: log-likelihood loss in bypass mode.",
         "use loss_type=reinforce",
     ),
-    Entry(
+    refused(
         f"{_KEY}.use_pf_ppo",
-        Status.REFUSED,
-        instead=f"{_NOT_DRAWN_ANEW}; leave the key out",
-        silent=(False,),
-        refusals=refused_unless(False, f"{_NOT_DRAWN_ANEW}; leave the key out"),
+        bool,
+        False,
+        "gae: draw the batch's rows anew by their rewards.",
+        f"{_NOT_DRAWN_ANEW}; leave the key out",
     ),
     *group(
         f"{_KEY}.pf_ppo",

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import msgspec
 from hypothesis import given
 
-from sluice.config.dump import dump_config, write_config
+from sluice.config.dump import dump_config, flat_settings, write_config
 from sluice.config.loader import load_config
 from sluice.config.overrides import value_at
 from sluice.config.run import RunConfig
@@ -63,3 +63,10 @@ def test_loading_a_configuration_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_settings_are_listed_by_their_dotted_keys() -> None:
+    settings = flat_settings(RunConfig())
+    assert settings["data.train_batch_size"] == RunConfig().data.train_batch_size
+    assert settings["trainer.logger"] == list(RunConfig().trainer.logger)
+    assert not any(isinstance(value, dict) and value for value in settings.values())
