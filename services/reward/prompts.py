@@ -17,9 +17,11 @@ import numpy as np
 
 from sluice.config.data import DataConfig, FileList
 from sluice.data.duplicates import without_duplicates
+from sluice.data.image_columns import first_file_with_images
 from sluice.data.prompt_files import PromptFiles, SlabReader, open_prompt_files
 from sluice.data.prompt_rows import PromptColumns, PromptRow
 from sluice.data.row_blocks import RowBlock, RowIndexes, Slab
+from sluice.errors import DataError
 from sluice.types import DataProgress
 
 UNSHUFFLED_WINDOW_ROWS = 1024
@@ -148,14 +150,14 @@ class _Cutter:
         return pieces
 
 
-def training_files(data: DataConfig, *, deduplicate: bool = False) -> PromptFiles | None:
+def training_files(data: DataConfig) -> PromptFiles | None:
     """The checked training files; ``None`` if only clients give prompts.
 
-    With `deduplicate` all rows are read once, to leave out those whose messages and ground truth
-    came before.
+    With ``data.deduplicate`` all rows are read once, to leave out those whose messages and ground
+    truth came before.
     """
     files = _files(data, data.train_files, "data.train_files")
-    return without_duplicates(files) if files is not None and deduplicate else files
+    return without_duplicates(files) if files is not None and data.deduplicate else files
 
 
 def validation_files(data: DataConfig) -> PromptFiles | None:
@@ -194,8 +196,16 @@ def _order(data: DataConfig, *, shuffle: bool, max_samples: int) -> DrawOrder:
 def _files(data: DataConfig, paths: FileList | None, key: str) -> PromptFiles | None:
     if not paths:
         return None
+    names = [paths] if isinstance(paths, str) else paths
     columns = PromptColumns(data.prompt_key, data.reward_fn_key)
-    return open_prompt_files([paths] if isinstance(paths, str) else paths, columns, config_key=key)
+    files = open_prompt_files(names, columns, config_key=key)
+    with_images = first_file_with_images(names, data.image_key)
+    if with_images is not None:
+        raise DataError(
+            f"{key}: {with_images} holds images (column '{data.image_key}'), and this version "
+            "trains on text only; give a data set without images"
+        )
+    return files
 
 
 def _selection(files: PromptFiles, order: DrawOrder) -> RowIndexes | None:

@@ -13,6 +13,8 @@ from sluice.config.derived import world_size
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device
 
+REWARD_START_TIMEOUT_S = 120.0
+
 
 def join_ranks(config: RunConfig) -> DataParallel:
     """This rank's place among all trainer ranks."""
@@ -20,7 +22,9 @@ def join_ranks(config: RunConfig) -> DataParallel:
     if world_size(config) == 1:
         return SingleProcess()
     device = select_device(config.trainer.device)
-    return TorchDistributed(device, config.sluice.trainer.command_timeout_s)
+    timeout_s = config.sluice.trainer.command_timeout_s
+    # Rank 0 comes only when the reward service has answered.
+    return TorchDistributed(device, timeout_s, REWARD_START_TIMEOUT_S + timeout_s)
 
 
 def share_total_steps(parallel: DataParallel, total_steps: int | None) -> int:

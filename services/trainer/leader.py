@@ -19,7 +19,7 @@ import torch
 
 from services.trainer.batch_check import BatchTerms
 from services.trainer.fleet import Fleet
-from services.trainer.follower import join_ranks, share_total_steps
+from services.trainer.follower import REWARD_START_TIMEOUT_S, join_ranks, share_total_steps
 from services.trainer.learner.checkpoint import Checkpoint, CheckpointStore, resume_point
 from services.trainer.learner.parallel import DataParallel
 from services.trainer.learner.rank_command import RankLeader
@@ -63,7 +63,6 @@ from sluice.weights.snapshot import SnapshotBuffers
 logger = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 0.5
-_REWARD_START_TIMEOUT_S = 120.0
 _NUM_EXAMPLES = 16
 _LAST_ANSWERS_S = 1.0
 _SERVICE = "sluice.api.trainer.v1.TrainerService"
@@ -105,7 +104,7 @@ async def _lead(config: RunConfig) -> None:
         endpoint = config.sluice.trainer.endpoint
         port = stack.enter_context(PortReservation(endpoint.host, endpoint.port))
         reward = await _connect_reward(config, incarnation, stack)
-        dataset_rows = await reward.wait_until_up(_REWARD_START_TIMEOUT_S)
+        dataset_rows = await reward.wait_until_up(REWARD_START_TIMEOUT_S)
         # Forming the ranks and loading block; nothing else needs the loop yet.
         parallel = join_ranks(config)
         stack.callback(parallel.close)

@@ -14,16 +14,19 @@ from sluice.config import derived
 from sluice.config.actor_rollout_ref import ActorConfig
 from sluice.config.algorithm_rules import algorithm_problems
 from sluice.config.file_checks import file_problems
+from sluice.config.host_port import bare_host, split_host_port
 from sluice.config.key_settings import KeySettings
 from sluice.config.memory.model_shape import ModelShape
 from sluice.config.model_rules import engine_violations, shape_violations
 from sluice.config.problems import raise_problems
+from sluice.config.rollout import ENGINES
 from sluice.config.run import RunConfig
-from sluice.config.service import MOST_MESSAGE_MB
+from sluice.config.service import MOST_MESSAGE_MB, EndpointConfig
 from sluice.config.verl_reading import verl_run
 from sluice.config.verl_rules import verl_violations
 from sluice.config.verl_run import ACTOR, ROLLOUT
 from sluice.config.violation import Violation
+from sluice.errors import ConfigError
 
 DEVICES = ("cpu", "cuda", "npu")
 _OF_GROUPS = ("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo_vectorized", "adpo")
@@ -37,10 +40,21 @@ def check_config(config: RunConfig, *, files: bool = True) -> None:
     Raises:
         ConfigError: lists every violation, each with its remedy.
     """
-    problems = relation_problems(config)
+    problems = [*relation_problems(config), *_engine(config)]
     if files:
         problems += file_problems(config)
     raise_problems(problems, "checks before the start")
+
+
+def _engine(config: RunConfig) -> Iterator[str]:
+    """Refused before replicas start and refuse it; `violations` leaves the launch of a cluster
+    with another engine alone, whose other rules are worth knowing."""
+    name = config.actor_rollout_ref.rollout.name
+    if name not in ENGINES:
+        yield (
+            f"{ROLLOUT}.name = {name!r}: replicas of this version run {', '.join(ENGINES)} only; "
+            f"set {ROLLOUT}.name=torch"
+        )
 
 
 def relation_problems(config: RunConfig) -> list[str]:
@@ -266,16 +280,25 @@ def _endpoints(config: RunConfig) -> Iterator[str]:
                 "one chosen"
             )
         taken.setdefault(where, name)
-        if endpoint.host in {"0.0.0.0", "::"} and endpoint.advertise is None:  # noqa: S104
-            yield (
-                f"sluice.{name}.endpoint.host = {endpoint.host} is no address that peers can "
-                f"reach; set sluice.{name}.endpoint.advertise to host:port"
-            )
+        yield from _advertised(f"sluice.{name}.endpoint", endpoint)
     replicas, port = services.rollout.replicas, services.rollout.endpoint.port
     if port and replicas > 1:
         yield (
             f"sluice.rollout.endpoint.port = {port} with sluice.rollout.replicas = {replicas}: "
             "all replicas would take one port; set the port to 0"
+        )
+
+
+def _advertised(key: str, endpoint: EndpointConfig) -> Iterator[str]:
+    if endpoint.advertise is not None:
+        try:
+            split_host_port(endpoint.advertise)
+        except ConfigError as error:
+            yield f"{key}.advertise: {error}"
+    elif bare_host(endpoint.host) in {"0.0.0.0", "::"}:  # noqa: S104
+        yield (
+            f"{key}.host = {endpoint.host} is no address that peers can reach; set "
+            f"{key}.advertise to host:port"
         )
 
 

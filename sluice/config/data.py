@@ -78,6 +78,10 @@ class DataConfig(Section, frozen=True):
     val_max_samples: Annotated[
         int, Meta(description="Use at most this many validation rows; -1: all.")
     ] = -1
+    deduplicate: Annotated[
+        bool,
+        Meta(description="Draw rows whose messages and ground truth came before only once."),
+    ] = False
     shuffle_buffer_rows: Annotated[
         NonNegativeInt,
         Meta(

@@ -9,9 +9,14 @@ from sluice.errors import ConfigError
 _LARGEST_PORT = 65535
 
 
+def bare_host(host: str) -> str:
+    """A host as sockets want it: an IPv6 address without the brackets that URLs put around it."""
+    return host.removeprefix("[").removesuffix("]")
+
+
 def join_host_port(host: str, port: int) -> str:
     """host:port, with brackets around an address of IPv6 whether or not `host` has them."""
-    bare = host.removeprefix("[").removesuffix("]")
+    bare = bare_host(host)
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 

@@ -16,6 +16,9 @@ from sluice.config.section import (
     Section,
 )
 
+ENGINES = ("torch",)
+"""Engines that replicas can run (`rollout.name`)."""
+
 
 class ValKwargs(Section, frozen=True):
     """Sampling during validation."""

@@ -43,7 +43,8 @@ class EndpointConfig(Section, frozen=True):
     host: Annotated[str, Meta(description="Interface to listen on.")] = "127.0.0.1"
     port: Annotated[Port, Meta(description="Port to listen on; 0: chosen by the launcher.")] = 0
     advertise: Annotated[
-        str | None, Meta(description="host:port that peers use; none: host and port above.")
+        str | None,
+        Meta(description="host or host:port that peers use; none, or without a port: those above."),
     ] = None
 
 

@@ -10,10 +10,11 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 
+from sluice.config.host_port import bare_host, join_host_port
 from sluice.errors import ConfigError
 from sluice.types import TransferGroupSpec
 from sluice.weights.key_table import KeyTable
-from sluice.weights.store_link import StoreLink, bare_host, shown_address
+from sluice.weights.store_link import StoreLink
 from sluice.weights.store_messages import Answer, Question, Write, from_body, to_frame
 from sluice.weights.store_server import StoreServer
 
@@ -95,6 +96,6 @@ def _listen(address: str, port: int) -> socket.socket:
         )
     except OSError as error:
         raise ConfigError(
-            f"rendezvous store {shown_address(address, port)}: cannot listen ({error}); "
+            f"rendezvous store {join_host_port(address, port)}: cannot listen ({error}); "
             "use an address of this host and a free port, or port 0"
         ) from error

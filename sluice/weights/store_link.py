@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
+from sluice.config.host_port import bare_host, join_host_port
 from sluice.errors import DeadlineError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.weights.owner_thread import StopReason
@@ -48,7 +49,7 @@ class StoreLink:
     def __init__(self, spec: TransferGroupSpec, phase: str, stop_reason: StopReason) -> None:
         self._epoch, self._timeout_s = spec.epoch, spec.timeout_s
         self._phase, self._stop_reason = phase, stop_reason
-        self._store = f"store {shown_address(spec.host, spec.port)}"
+        self._store = f"store {join_host_port(spec.host, spec.port)}"
         self._address: tuple[str, int] = (bare_host(spec.host), spec.port)
         with self._connect() as connection:
             self._address = connection.getpeername()[:2]
@@ -116,17 +117,6 @@ class StoreLink:
             raise WeightSyncError(self._store, self._phase, f"cannot connect: {error}") from error
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
-
-
-def bare_host(host: str) -> str:
-    """A host as sockets want it: an IPv6 address without the brackets that URLs put around it."""
-    return host.removeprefix("[").removesuffix("]")
-
-
-def shown_address(host: str, port: int) -> str:
-    """host:port as people read it, with brackets around an IPv6 address."""
-    bare = bare_host(host)
-    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
 def _exchange(connection: socket.socket, frame: bytes, timeout_s: float) -> bytes:

@@ -18,7 +18,6 @@ _ENGINE = "tunes engines that replicas cannot run; the estimate of their memory 
 _TEXT = "images are not read"
 _ROLLOUT = "actor_rollout_ref.rollout"
 EXCEPTIONS: dict[str, str] = {
-    "data.image_key": _TEXT,
     "data.image_patch_size": _TEXT,
     "data.mm_processor_kwargs": _TEXT,
     "data.trust_remote_code": "the model's key decides for its tokenizer too",

@@ -16,10 +16,9 @@ from sluice.config.catalogue.entry import (
     refused,
     unread,
 )
+from sluice.config.rollout import ENGINES
 
 _KEY = "actor_rollout_ref.rollout"
-ENGINES = ("torch",)
-"""Engines that replicas can run."""
 _NO_SUCH_ENGINE = (
     Refusal(
         lambda value: value not in ENGINES,

@@ -30,8 +30,9 @@ def peak_mib():
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 before = peak_mib()
-data = DataConfig(train_files=sys.argv[1], shuffle_buffer_rows=4096)
-files = training_files(data, deduplicate=sys.argv[2] == "deduplicated")
+once = sys.argv[2] == "deduplicated"
+data = DataConfig(train_files=sys.argv[1], shuffle_buffer_rows=4096, deduplicate=once)
+files = training_files(data)
 stream = training_stream(files, data, total_epochs=1, progress=DataProgress(0))
 drawn = 0
 while draws := stream.take(64):

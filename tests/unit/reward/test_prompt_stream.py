@@ -133,7 +133,9 @@ def copies(tmp_path: Path) -> DataConfig:
     """Twenty rows, of which each fifth is the same."""
     rows = [prompt_rows(["same"])[0] if i % 5 == 0 else row for i, row in enumerate(numbered(20))]
     path = write_prompts(tmp_path / "a.parquet", rows, row_group_size=6)
-    return DataConfig(train_files=str(path), val_files=str(path), shuffle=False, seed=3)
+    return DataConfig(
+        train_files=str(path), val_files=str(path), shuffle=False, seed=3, deduplicate=True
+    )
 
 
 def numbered(count: int) -> list[dict[str, object]]:
@@ -142,7 +144,7 @@ def numbered(count: int) -> list[dict[str, object]]:
 
 def test_copies_are_drawn_once_an_epoch_where_that_is_asked_for(tmp_path: Path) -> None:
     data = copies(tmp_path)
-    opened = training_files(data, deduplicate=True)
+    opened = training_files(data)
     assert opened is not None
     source = training_stream(opened, data, total_epochs=2, progress=DataProgress(0))
     rows = [row for _, row in drawn(source)]
@@ -155,7 +157,7 @@ def test_copies_are_drawn_once_an_epoch_where_that_is_asked_for(tmp_path: Path) 
 
 def test_max_samples_counts_rows_that_are_left_without_copies(tmp_path: Path) -> None:
     data = msgspec.structs.replace(copies(tmp_path), train_max_samples=7)
-    opened = training_files(data, deduplicate=True)
+    opened = training_files(data)
     assert opened is not None
     source = training_stream(opened, data, total_epochs=1, progress=DataProgress(0))
     assert [row for _, row in drawn(source)] == [0, 1, 2, 3, 4, 6, 7]
@@ -274,3 +276,17 @@ def test_a_bad_row_is_named_by_file_and_row(
     with pytest.raises(DataError, match=message) as error:
         source.take(3)
     assert f"{path}, row 1" in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_data_set_that_holds_images_is_refused(tmp_path: Path, suffix: str) -> None:
+    rows = [{**row, "images": ["a.png"]} for row in prompt_rows(["<image> how many?", "more"])]
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    data = DataConfig(train_files=str(path))
+    with pytest.raises(DataError, match=r"holds images \(column 'images'\).*text only"):
+        training_files(data)
+    assert training_files(msgspec.structs.replace(data, image_key="others")) is not None

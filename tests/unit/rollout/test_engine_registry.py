@@ -7,8 +7,8 @@ import pytest
 from services.rollout.engines.registry import ENGINES, create_engine, find_engine
 from services.rollout.engines.torch_engine import TorchEngine
 from services.rollout.engines.torch_settings import TorchEngineSettings, torch_settings
-from sluice.config.catalogue.rollout import ENGINES as ENGINES_THAT_RUN
 from sluice.config.loader import load_config
+from sluice.config.rollout import ENGINES as ENGINES_THAT_RUN
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 

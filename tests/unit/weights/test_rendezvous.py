@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import sluice.weights
+from sluice.config.host_port import join_host_port
 from sluice.device.cpu import CpuDevice
 from sluice.errors import DeadlineError, WeightSyncError
 from sluice.weights.owner_thread import wait_for_retired_threads
@@ -20,7 +21,7 @@ from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import WeightReceiver
 from sluice.weights.rendezvous import RendezvousStore, gather
 from sluice.weights.sender import WeightSender
-from sluice.weights.store_link import StoreLink, shown_address
+from sluice.weights.store_link import StoreLink
 from tests.support.weight_rendezvous import link_to, make_spec
 
 _WEIGHTS = {"w": torch.arange(9.0)}
@@ -136,7 +137,7 @@ def test_a_store_that_is_gone_is_named_with_the_phase() -> None:
     [("10.0.0.1", "10.0.0.1:7"), ("::1", "[::1]:7"), ("[::1]", "[::1]:7"), ("node-3", "node-3:7")],
 )
 def test_addresses_are_shown_as_people_write_them(host: str, shown: str) -> None:
-    assert shown_address(host, 7) == shown
+    assert join_host_port(host, 7) == shown
 
 
 def test_torchs_tcp_store_is_not_used() -> None:

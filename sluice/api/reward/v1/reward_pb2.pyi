@@ -398,8 +398,9 @@ class AnnouncePolicyRequest(google.protobuf.message.Message):
 
     @property
     def resume_from(self) -> sluice.api.common.v1.common_pb2.DataProgress:
-        """Where the data set stands at this version; absent before the first batch of a run from the
-        start. A service that has no position yet continues from here, any other one ignores it.
+        """Where the data set stands at this version, the batch being trained counted as trained; absent
+        before the first batch of a run from the start. A service that has no position yet continues
+        from here, any other one ignores it.
         """
 
     def __init__(
