@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.batch_table import BatchTable
+from sluice.algorithm.advantages.gdpo import gdpo_metrics
 from sluice.algorithm.advantages.inputs import AdvantageInputs, AdvantageSettings
 from sluice.algorithm.advantages.registry import batch_estimator
 from sluice.algorithm.advantages.token_rewards import last_token_rewards
@@ -94,6 +95,7 @@ def token_advantages(
     )
     found = batch_estimator(rules.estimator)(inputs, rules.constants)
     metrics |= _metrics(rewards, found.advantages, found.returns, table.mask)
+    metrics |= gdpo_metrics(inputs)
     return TokenAdvantages(found.advantages, found.returns, metrics, controller)
 
 

@@ -91,6 +91,7 @@ def test_every_estimator_trains(model_folder: Path, name: str) -> None:
     assert metrics["actor/grad_norm"] > 0.0
     assert math.isfinite(metrics["critic/advantages/mean"])
     assert ("critic/vf_loss" in metrics) == (name == "gae")
+    assert ("gdpo/acc/mean" in metrics) == (name == "gdpo")
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_OBJECTIVES))
