@@ -52,6 +52,10 @@ class BatchUnfillableError(SluiceError):
     """No train batch can be formed any more (data exhausted, or almost no group is mixed)."""
 
 
+class DataExhaustedError(BatchUnfillableError):
+    """The data set has ended before the next train batch was full; for a run by epochs its end."""
+
+
 class DeadlineError(SluiceError):
     """A wait ran out.
 

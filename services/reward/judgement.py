@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from sluice.algorithm.group_completeness import fewest_samples
 from sluice.algorithm.group_filter import filter_group
 from sluice.errors import ConfigError
 from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, PromptOrigin
-
-LEAST_SCORED_SHARE = 0.5
-LEAST_SCORED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +24,8 @@ class Judgement:
 def judge(graded: GradedGroup, *, metric: str | None, whole_groups: bool = False) -> Judgement:
     """Apply the group filter to what could be scored.
 
-    A group fails when fewer than half of its samples (or, of more than one, fewer than two) were
-    scored: what is left would be another comparison than the one that was asked for. It fails as
-    well when its greedy response, if it has one, was not scored. That response is not filtered by.
+    A group fails when fewer than `fewest_samples` were scored. It fails as well when its greedy
+    response, if it has one, was not scored. That response is not filtered by.
 
     Args:
         graded: the group.
@@ -56,8 +52,7 @@ def judge(graded: GradedGroup, *, metric: str | None, whole_groups: bool = False
 def _failure(graded: GradedGroup, *, whole_groups: bool) -> str:
     """Why a group is of no use whatever its scores say; empty if it is of use."""
     num_samples, num_scored = len(graded.outcomes), len(graded.scored)
-    half = max(math.ceil(LEAST_SCORED_SHARE * num_samples), min(LEAST_SCORED, num_samples))
-    if num_scored < (num_samples if whole_groups else half):
+    if num_scored < fewest_samples(num_samples, whole_groups=whole_groups):
         first = next(o for o in graded.outcomes if isinstance(o, Failed))
         return (
             f"{num_samples - num_scored} of {num_samples} samples failed"

@@ -133,6 +133,7 @@ class OutcomeRecorder:
 
     def left_out(self, prompt: Prompt, detail: str) -> None:
         """A prompt that is too long ends; it says nothing about the yield of the others."""
+        self._guard.left_out(detail)
         self._left_behind(prompt)
         logger.info("prompt %s left out: %s", prompt.prompt_id, detail)
         self._totals["reward/prompts_overlong"] += 1

@@ -102,6 +102,15 @@ def frame(message: msgspec.Struct) -> bytes:
     return FRAME_HEADER.pack(len(body)) + body
 
 
+def encoding_error(message: msgspec.Struct) -> str | None:
+    """Why a message cannot be sent, such as an integer outside 64 bits; ``None``: it can be."""
+    try:
+        msgspec.msgpack.encode(message)
+    except (OverflowError, TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        return str(error)
+    return None
+
+
 def note_progress(page: mmap, item: int, started_at: float) -> None:
     """Write who is being scored."""
     _PROGRESS.pack_into(page, 0, item, started_at)

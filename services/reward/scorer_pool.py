@@ -18,7 +18,13 @@ from functools import lru_cache, partial
 
 import msgspec
 
-from services.reward.scorer_messages import ScoreItem, ScorerAnswer, ScorerRefusal, ScorerSetup
+from services.reward.scorer_messages import (
+    ScoreItem,
+    ScorerAnswer,
+    ScorerRefusal,
+    ScorerSetup,
+    encoding_error,
+)
 from services.reward.scorer_worker import ScorerFault, ScorerWorker, start_worker
 from services.reward.scorers.registry import scored_characters
 from services.reward.scorers.reward_model_settings import RewardModelSettings, configured_settings
@@ -99,16 +105,21 @@ class ScorerPool:
     async def score(self, items: Sequence[ScoreItem]) -> tuple[Scored | Failed, ...]:
         """Grade responses; the reward of a scored one is its score.
 
-        Requests wait for a process in turn; those who ask bound how many do.
+        Requests wait for a process in turn; those who ask bound how many do. An item that cannot
+        be sent is unscorable.
         """
-        outcomes: dict[int, Scored | Failed] = {}
-        remaining = list(range(len(items)))
+        sent = [self._shortened(item) for item in items]
+        outcomes: dict[int, Scored | Failed] = _unsendable(sent)
+        remaining = [i for i in range(len(items)) if i not in outcomes]
         num_unexplained = 0
         while remaining:
             try:
-                answers = await self._ask([self._shortened(items[i]) for i in remaining])
+                answers = await self._ask([sent[i] for i in remaining])
             except ScorerFault as fault:
-                logger.warning("scorer replaced (item %s): %s", fault.item, fault.detail)
+                logger.warning(
+                    "scorer replaced (item %s; %d replaced so far): %s",
+                    *(fault.item, self.num_replaced, fault.detail),
+                )
                 failure = Failed(fault.kind, fault.detail)
                 num_unexplained += fault.item is None
                 if fault.item is not None:
@@ -192,6 +203,20 @@ def _tail_chars(routes: Mapping[str, str]) -> Callable[[str], int | None]:
 
 def _whole(_data_source: str) -> int | None:
     return None
+
+
+def _unsendable(items: Sequence[ScoreItem]) -> dict[int, Scored | Failed]:
+    """Failures of the items that cannot be encoded, by index; any data file may hold such a row."""
+    errors = {i: encoding_error(item) for i, item in enumerate(items)}
+    return {
+        i: Failed(
+            FailureKind.UNSCORABLE,
+            f"it cannot be sent to a scorer process: {error}; repair the row's extra_info "
+            "(integers of 64 bits, shallow lists and mappings)",
+        )
+        for i, error in errors.items()
+        if error is not None
+    }
 
 
 def _outcome(answer: ScorerAnswer) -> Scored | Failed:

@@ -66,6 +66,7 @@ class TrainBatches:
         """Lease the batch for `version`; the same again until it is acknowledged.
 
         Raises:
+            DataExhaustedError: the data set has ended before the batch was full.
             BatchUnfillableError: none can be formed any more.
             DeadlineError: not within `seconds`; names what is waited for.
             SluiceError: what stopped the loop.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from sluice.errors import BatchUnfillableError
+from sluice.errors import BatchUnfillableError, DataExhaustedError
 from sluice.types import PromptEnd
 
 KEPT = "kept"
@@ -23,6 +23,7 @@ class YieldGuard:
         self._window: deque[str] = deque()
         self._counts: Counter[str] = Counter()
         self._last_failure = ""
+        self._num_left_out, self._last_left_out = 0, ""
 
     def ended(self, end: PromptEnd | None, detail: str) -> None:
         """Note how a group ended; ``None``: it was kept."""
@@ -34,28 +35,47 @@ class YieldGuard:
         if end is PromptEnd.DROPPED_FAILED:
             self._last_failure = detail
 
+    def left_out(self, detail: str) -> None:
+        """Note a prompt that was not generated for: it is longer than data.max_prompt_length."""
+        self._num_left_out += 1
+        self._last_left_out = detail
+
     def check_yield(self) -> None:
-        """Raises `BatchUnfillableError` if too few of the last groups were kept."""
+        """Raises `BatchUnfillableError` if too few of the last groups were kept.
+
+        The first words are verl's, which its users look for in a log (verl-semantics, filtering).
+        """
         if len(self._window) < self._num_groups or not self._min_yield:
             return
         share = self._counts[KEPT] / self._num_groups
         if share < self._min_yield:
             raise BatchUnfillableError(
-                f"only {share:.2%} of the last {self._num_groups} groups were kept, below "
+                f"Generated too many groups for those kept: only {share:.2%} of the last "
+                f"{self._num_groups} groups were kept, below "
                 f"algorithm.filter_groups.min_yield = {self._min_yield:g}{self._story()}; choose "
                 "prompts the policy solves sometimes, draw more samples "
-                "(actor_rollout_ref.rollout.n), or lower min_yield"
+                "(actor_rollout_ref.rollout.n), or lower min_yield (raise max_num_gen_batches if "
+                "that was given)"
             )
 
-    def exhausted(self, num_kept: int, batch_size: int) -> BatchUnfillableError:
+    def exhausted(self, num_kept: int, batch_size: int) -> DataExhaustedError:
         """The error for a data set that ended before the batch was full."""
-        return BatchUnfillableError(
+        if self._num_left_out and not self._window:
+            remedy = "raise data.max_prompt_length, set data.truncation, or give shorter prompts"
+        else:
+            remedy = (
+                "raise trainer.total_epochs, give more rows in data.train_files, or lower "
+                "data.train_batch_size"
+            )
+        return DataExhaustedError(
             f"the data set is exhausted with {num_kept} of {batch_size} groups for the next batch"
-            f"{self._story()}; raise trainer.total_epochs, give more rows in data.train_files, or "
-            "lower data.train_batch_size"
+            f"{self._story()}; {remedy}"
         )
 
     def _story(self) -> str:
         counts = ", ".join(f"{n} {name}" for name, n in sorted(self._counts.items()) if n)
         failure = f"; last failure: {self._last_failure}" if self._last_failure else ""
-        return f" (last {len(self._window)} groups: {counts or 'none'}{failure})"
+        left_out = ""
+        if self._num_left_out:
+            left_out = f"; {self._num_left_out} left out as too long, last: {self._last_left_out}"
+        return f" (last {len(self._window)} groups: {counts or 'none'}{left_out}{failure})"

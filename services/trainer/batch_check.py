@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sluice.algorithm.group_completeness import fewest_samples
 from sluice.errors import PeerError
 from sluice.types import Rollout, Scored, TrainBatch, TrainGroup
-
-_LEAST_SHARE = 0.5
-_LEAST_SAMPLES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +20,7 @@ class BatchTerms:
     Args:
         num_groups: groups in a batch (``data.train_batch_size``).
         samples_per_group: samples drawn for a prompt (``rollout.n``). A group may hold fewer,
-            since samples can fail, but at least half of them and, of several, two.
+            since samples can fail, but at least `fewest_samples`.
         max_staleness: versions that a sample's oldest token may lag behind the version updated.
         whole_groups: no sample may be missing, since the loss compares all of a group's.
         with_baselines: every group carries the reward of a greedy response.
@@ -37,10 +35,7 @@ class BatchTerms:
     @property
     def fewest_samples(self) -> int:
         """Samples that make a group."""
-        drawn = self.samples_per_group
-        if self.whole_groups:
-            return drawn
-        return max(math.ceil(_LEAST_SHARE * drawn), min(_LEAST_SAMPLES, drawn))
+        return fewest_samples(self.samples_per_group, whole_groups=self.whole_groups)
 
 
 def check_batch(batch: TrainBatch, terms: BatchTerms, step: int) -> None:

@@ -16,6 +16,8 @@ Unblocked by: a registration; the reward service's answer or its deadline; the l
 Produces: one policy version per step (version = finished steps), metrics, checkpoints.
 On failure: the error ends the run with exit code 1; the last checkpoint stands. A validation that
     fails is recorded and the run goes on; if it was the last one, the run fails after its end.
+At the end of the data set: the run ends like at its last step if any step was trained, else with
+    the error; kept groups that fill no batch stay pending in the accounts.
 On shutdown: a `Stop` call lets the step under way end like the last one. SIGTERM cancels: an update
     under way still ends in the learner's thread but is not published, and nothing is saved.
 """
@@ -44,7 +46,7 @@ from services.trainer.prompt_accounts import acknowledged_groups, settled_accoun
 from services.trainer.run_state import RunPhase, RunState, StepRecord
 from services.trainer.weight_publisher import PublishReport
 from sluice.concurrency.deadline import deadline
-from sluice.errors import SluiceError
+from sluice.errors import DataExhaustedError, SluiceError
 from sluice.types import DataProgress, TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -148,11 +150,7 @@ class TrainLoop:
 
     async def _step(self, tasks: asyncio.TaskGroup, step: int) -> None:
         began_s, fleet_began = time.monotonic(), self._fleet.totals()
-        batch = await self._under_control(
-            self._data.take_batch(step, step - 1),
-            RunPhase.WAITING_FOR_BATCH,
-            lambda: self._is_stopped() or self._state.is_paused,
-        )
+        batch = await self._next_batch(step)
         if batch is None:
             return
         check_batch(batch, self._settings.terms, step)
@@ -190,6 +188,22 @@ class TrainLoop:
             step, self._settings.test_freq, self._state.is_over
         ):
             self._start_evaluation(tasks, step)
+
+    async def _next_batch(self, step: int) -> TrainBatch | None:
+        """The batch of `step`; None if a control call or the end of the data set came first."""
+        batch = None
+        try:
+            batch = await self._under_control(
+                self._data.take_batch(step, step - 1),
+                RunPhase.WAITING_FOR_BATCH,
+                lambda: self._is_stopped() or self._state.is_paused,
+            )
+        except* DataExhaustedError as ended:
+            if self._state.step == 0:
+                raise
+            logger.info("no batch for step %d: %s", step, ended.exceptions[0])
+            self._state.stop(f"the data set has ended after {self._state.step} steps")
+        return batch
 
     async def _acknowledge(self, batch: TrainBatch, step: int) -> None:
         await self._data.acknowledge(batch.batch_id, step)

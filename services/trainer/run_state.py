@@ -49,14 +49,14 @@ class RunState:
         self.incarnation, self.total_steps, self.step = incarnation, total_steps, step
         self.version: int | None = None
         self.phase = RunPhase.STARTING
-        self.is_paused = False
         self.stop_reason: str | None = None
         self._phase_since_s = time.monotonic()
         self._seconds_by_phase: dict[RunPhase, float] = {}
         self._records: deque[StepRecord] = deque(maxlen=_STEPS_KEPT)
         self._advanced = asyncio.Condition()
         self._control = asyncio.Event()
-        self._pause_end: asyncio.TimerHandle | None = None
+        # The end of each holder's lease; None: it has no end.
+        self._holds: dict[str, asyncio.TimerHandle | None] = {}
         self._save_requests: list[asyncio.Future[tuple[int, str]]] = []
 
     def enter(self, phase: RunPhase) -> None:
@@ -78,6 +78,11 @@ class RunState:
         return totals
 
     @property
+    def is_paused(self) -> bool:
+        """Whether anybody holds the run."""
+        return bool(self._holds)
+
+    @property
     def is_over(self) -> bool:
         """Whether no further step is begun."""
         return self.step >= self.total_steps or self.stop_reason is not None
@@ -87,31 +92,35 @@ class RunState:
         """Metrics of the last finished step; empty before the first."""
         return self._records[-1].metrics if self._records else {}
 
-    def pause(self, lease_s: float | None = None) -> None:
+    def pause(self, lease_s: float | None = None, holder: str = "") -> None:
         """Holds the run after the current step.
 
         Args:
-            lease_s: seconds after which the run goes on by itself, unless called again. None:
-                it is held until `resume`, which no later lease shortens.
+            lease_s: seconds after which this hold ends by itself, unless called again. None:
+                it lasts until `resume`, which no later lease of this holder shortens.
+            holder: whose hold it is; empty: the operator's.
         """
-        if self.is_paused and self._pause_end is None and lease_s is not None:
+        if lease_s is not None and holder in self._holds and self._holds[holder] is None:
             return
-        self._end_lease()
-        if lease_s is not None:
-            self._pause_end = asyncio.get_running_loop().call_later(lease_s, self.resume)
-        self.is_paused = True
+        self._end(holder)
+        self._holds[holder] = (
+            None
+            if lease_s is None
+            else asyncio.get_running_loop().call_later(lease_s, self.resume, holder)
+        )
         self.wake()
 
-    def resume(self) -> None:
-        """Lets a paused run go on."""
-        self._end_lease()
-        self.is_paused = False
+    def resume(self, holder: str = "") -> None:
+        """Ends one holder's hold; the run goes on when none is left."""
+        self._end(holder)
         self.wake()
 
     def stop(self, reason: str) -> None:
         """Ends the run after the current step, one that waits or is paused at once."""
         self.stop_reason = reason
-        self.resume()
+        for holder in tuple(self._holds):
+            self._end(holder)
+        self.wake()
 
     async def control_call(self) -> None:
         """Waits for the next call that a paused or waiting run has to look at."""
@@ -170,10 +179,10 @@ class RunState:
             )
             return tuple(record for record in self._records if record.step >= step)
 
-    def _end_lease(self) -> None:
-        if self._pause_end is not None:
-            self._pause_end.cancel()
-            self._pause_end = None
+    def _end(self, holder: str) -> None:
+        lease_end = self._holds.pop(holder, None)
+        if lease_end is not None:
+            lease_end.cancel()
 
     def _take_save_requests(self) -> list[asyncio.Future[tuple[int, str]]]:
         requests, self._save_requests = self._save_requests, []

@@ -106,20 +106,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer.SaveCheckpointResponse(step=step, path=path)
 
     async def Pause(self, request: trainer.PauseRequest, context: Context) -> trainer.PauseResponse:
-        """Holds training after the current step, for good or on a lease."""
+        """Holds training after the current step for one holder, for good or on a lease."""
         lease_s = request.lease_seconds if request.HasField("lease_seconds") else None
         if lease_s is not None and not lease_s > 0.0:
             raise InvalidRequestError(
                 f"lease_seconds: {lease_s} is not above 0; leave it out to pause until Resume"
             )
-        self._state.pause(lease_s)
+        self._state.pause(lease_s, request.holder)
         return trainer.PauseResponse(step=self._state.step)
 
     async def Resume(
         self, request: trainer.ResumeRequest, context: Context
     ) -> trainer.ResumeResponse:
-        """Goes on."""
-        self._state.resume()
+        """Ends one holder's hold."""
+        self._state.resume(request.holder)
         return trainer.ResumeResponse(step=self._state.step)
 
     async def Stop(self, request: trainer.StopRequest, context: Context) -> trainer.StopResponse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ _DTYPES = {
 
 OnTensor = Callable[[int, int], None]
 DtypeName = Literal["bfloat16", "float16", "float32", "keep"]
+
+_HEAD = re.compile(r"(For\w+|LMHeadModel)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,7 @@ def _edit_config(target: Path, options: MergeOptions) -> None:
     if options.tie_word_embeddings:
         config["tie_word_embeddings"] = True
     if options.is_value_model and "ForTokenClassification" not in architecture:
-        config["architectures"] = [f"{architecture.partition('For')[0]}ForTokenClassification"]
+        family = _HEAD.sub("", architecture)
+        config["architectures"] = [f"{family}ForTokenClassification"]
         config["id2label"], config["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -25,6 +25,15 @@ def is_weight_file(file: Path) -> bool:
     )
 
 
+def _named_files(index: Path) -> set[str]:
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index} cannot be read ({error!r}); copy it again, or choose another checkpoint"
+        ) from error
+
+
 def tensor_names(folder: Path) -> dict[str, Path]:
     """The file of every tensor in `folder`.
 
@@ -34,7 +43,7 @@ def tensor_names(folder: Path) -> dict[str, Path]:
     files = {file.name for file in folder.glob("*.safetensors")}
     index = folder / INDEX_FILE
     if index.is_file():
-        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        named = _named_files(index)
         if named - files:
             raise CheckpointError(f"{folder} lacks {min(named - files)}, which {INDEX_FILE} names")
         files = named

@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from sluice.cli.running_run import ask_run
+from sluice.cli.terminal_text import printable
 from sluice.client.policy_client import NewPrompt, PolicyClient, PromptEvent
 from sluice.errors import DataError
 from sluice.types import ChatMessage
@@ -87,7 +88,7 @@ async def _submit(run: Path, prompts: list[NewPrompt], *, watch: bool) -> int:
     client = PolicyClient(location.reward)
     async with client, aclosing(client.submit(prompts)) as events:
         async for event in events:
-            typer.echo(_line(event))
+            typer.echo(printable(_line(event)))
             if event.event in {"accepted", "refused"}:
                 receipts += 1
                 refused += event.event == "refused"

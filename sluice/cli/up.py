@@ -15,6 +15,7 @@ from rich.text import Text
 
 from sluice.cli.live_view import LiveView
 from sluice.cli.run_location import CONFIG_NAME
+from sluice.cli.terminal_text import printable
 from sluice.client.run_monitor import RunMonitor
 from sluice.config.checks import check_config
 from sluice.config.dump import write_config
@@ -107,7 +108,7 @@ def start_run(config: RunConfig, console: Console, *, logs: bool) -> RunEnd:
     _show_launcher_messages(console)
     end = asyncio.run(_supervise(config, config_file, console, logs=logs))
     for failure in end.failures:
-        console.print(Text("failed: ", style="red") + Text(failure), soft_wrap=True)
+        console.print(Text("failed: ", style="red") + Text(printable(failure)), soft_wrap=True)
     if end.failures:
         console.print(f"all log lines: {config_file.parent / 'logs'}", soft_wrap=True)
     if end.exit_code == EXIT_INTERRUPTED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -122,8 +123,9 @@ class RunMonitor:
     async def held(self, timeout_s: float) -> AsyncIterator[RunSnapshot]:
         """Holds training between two steps while the block runs, and gives the held state.
 
-        A run that was held before stays so afterwards. The hold is a lease that is renewed while
-        the block runs, so that it ends soon after a holder that was killed.
+        Others' holds are left alone: a run that somebody else holds afterwards stays held. The
+        hold is a lease that is renewed while the block runs, so that it ends soon after a holder
+        that was killed.
 
         Args:
             timeout_s: longest wait for the step under way to end, seconds.
@@ -132,15 +134,12 @@ class RunMonitor:
             NotReadyError: the run is ending.
             DeadlineError: the step takes longer.
         """
-        before = await self.snapshot()
-        if before.phase == _HELD:
-            yield before
-            return
-        await self._lease()
+        holder = str(uuid.uuid4())
+        await self._lease(holder)
         failure: Exception | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                renewing = tasks.create_task(self._renew(), name="lease of the pause")
+                renewing = tasks.create_task(self._renew(holder), name="lease of the pause")
                 try:
                     yield await self._until_held(timeout_s)
                 except Exception as error:  # noqa: BLE001 - raised below, outside of the group
@@ -148,18 +147,19 @@ class RunMonitor:
                 finally:
                     renewing.cancel()
         finally:
-            await self._control(self._trainer.Resume, trainer_pb2.ResumeRequest(), "Resume")
+            request = trainer_pb2.ResumeRequest(holder=holder)
+            await self._control(self._trainer.Resume, request, "Resume")
         if failure is not None:
             raise failure
 
-    async def _lease(self) -> None:
-        request = trainer_pb2.PauseRequest(lease_seconds=_LEASE_S)
+    async def _lease(self, holder: str) -> None:
+        request = trainer_pb2.PauseRequest(lease_seconds=_LEASE_S, holder=holder)
         await self._control(self._trainer.Pause, request, "Pause")
 
-    async def _renew(self) -> None:
+    async def _renew(self, holder: str) -> None:
         while True:
             await asyncio.sleep(_LEASE_S / _RENEWALS_PER_LEASE)
-            await self._lease()
+            await self._lease(holder)
 
     async def _until_held(self, timeout_s: float) -> RunSnapshot:
         phase = "waiting for the step under way to end"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sluice.algorithm.rollout_correction.plan import RolloutCorrectionSettings
+from sluice.algorithm.rollout_correction.plan import BYPASS_LOSS_MODE, RolloutCorrectionSettings
 from sluice.config import derived
 from sluice.config.run import RunConfig
 from sluice.config.verl_run import ACTOR
@@ -15,7 +15,7 @@ _CORRECTION = "algorithm.rollout_correction"
 
 def algorithm_problems(config: RunConfig) -> list[str]:
     """A sentence with the remedy for every pair of settings that cannot work together."""
-    checks = (_adpo, _critic, _gdpo, _dro, _thresholds)
+    checks = (_adpo, _bypass, _critic, _gdpo, _dro, _thresholds)
     return [text for check in checks for text in check(config)]
 
 
@@ -28,10 +28,18 @@ def _adpo(config: RunConfig) -> Iterator[str]:
             f"algorithm.adv_estimator = {estimator} with {ACTOR}.policy_loss.loss_mode = {loss}: "
             "adpo's estimator and its loss belong together; set both to adpo or neither"
         )
-    if loss == "adpo" and config.algorithm.rollout_correction.bypass_mode:
+
+
+def _bypass(config: RunConfig) -> Iterator[str]:
+    """Bypass mode has a loss of its own, a clipped ratio to the engine's policy or REINFORCE."""
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    replaces = config.algorithm.rollout_correction.bypass_mode
+    if replaces and loss not in ("vanilla", BYPASS_LOSS_MODE):
         yield (
-            f"{_CORRECTION}.bypass_mode = true puts a loss of its own in the place of adpo; set it "
-            "to false"
+            f"{_CORRECTION}.bypass_mode = true puts a loss of its own in the place of "
+            f"{ACTOR}.policy_loss.loss_mode = {loss}; set bypass_mode=false (and {ACTOR}."
+            "use_rollout_log_probs=true to compare with the engine's policy all the same), or "
+            "loss_mode=vanilla"
         )
 
 

@@ -13,6 +13,7 @@ from sluice.algorithm.losses.registry import POLICY_OBJECTIVES
 from sluice.config import derived
 from sluice.config.actor_rollout_ref import ActorConfig
 from sluice.config.algorithm_rules import algorithm_problems
+from sluice.config.correction_rules import correction_violations
 from sluice.config.file_checks import file_problems
 from sluice.config.host_port import bare_host, split_host_port
 from sluice.config.key_settings import KeySettings
@@ -29,7 +30,7 @@ from sluice.config.violation import Violation
 from sluice.errors import ConfigError
 
 DEVICES = ("cpu", "cuda", "npu")
-_OF_GROUPS = ("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo_vectorized", "adpo")
+_NEEDS_OTHERS = ("grpo_passk", "rloo_vectorized", "adpo")  # the others keep a lone raw reward
 
 
 def check_config(config: RunConfig, *, files: bool = True) -> None:
@@ -83,7 +84,7 @@ def violations(
         broken += shape_violations(run, shape)
     broken += [Violation(_name(check), text) for check in _CHECKS for text in check(config)]
     broken += [Violation("algorithm", text) for text in algorithm_problems(config)]
-    broken += [*_correction(config), *_message_size(config)]
+    broken += [*correction_violations(config), *_message_size(config)]
     if files:
         broken += [Violation("files", text) for text in file_problems(config)]
     return broken
@@ -106,7 +107,7 @@ def _idle_ranks(config: RunConfig) -> Iterator[str]:
 def _group_size(config: RunConfig) -> Iterator[str]:
     n, most = config.actor_rollout_ref.rollout.n, config.sluice.rollout.max_n
     estimator = config.algorithm.adv_estimator
-    if n == 1 and estimator in _OF_GROUPS:
+    if n == 1 and estimator in _NEEDS_OTHERS:
         yield (
             f"{ROLLOUT}.n = 1 with algorithm.adv_estimator = {estimator}: a group of one has no "
             "advantage; set n to 2 or more (8 and 16 are usual)"
@@ -187,28 +188,6 @@ def _overlong(config: RunConfig) -> Iterator[str]:
         yield f"{key}.len = {shaping.len}: expected 1 to the response limit of {limit} tokens"
     if shaping.penalty_factor == 0:
         yield f"{key}.penalty_factor = 0 would have no effect; DAPO uses 1.0"
-
-
-def _correction(config: RunConfig) -> Iterator[Violation]:
-    staleness = config.sluice.asynchrony.max_staleness
-    if staleness and not derived.is_corrected(config):
-        yield Violation(
-            "correction",
-            f"sluice.asynchrony.max_staleness = {staleness} with {ACTOR}.use_rollout_log_probs = "
-            "false and algorithm.rollout_correction.rollout_is = null: nothing corrects for "
-            "samples of an older policy; set rollout_is=token (or use_rollout_log_probs=true), or "
-            "max_staleness=0",
-            ("algorithm.rollout_correction.rollout_is=token",),
-        )
-    correction = config.algorithm.rollout_correction
-    if correction.rollout_is and config.actor_rollout_ref.actor.use_rollout_log_probs:
-        yield Violation(
-            "correction",
-            f"algorithm.rollout_correction.rollout_is = {correction.rollout_is} with "
-            f"{ACTOR}.use_rollout_log_probs = true would have no effect, since old and behaviour "
-            "logprobs are then the same; set one of the two",
-            ("algorithm.rollout_correction.rollout_is=null",),
-        )
 
 
 def _validation_files(config: RunConfig) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from sluice.algorithm.rollout_correction.plan import BYPASS_LOSS_MODE
 from sluice.config.actor_rollout_ref import ActorConfig, OptimConfig
 from sluice.config.data import DataConfig
 from sluice.config.run import RunConfig
@@ -24,11 +25,6 @@ def rows_per_batch(config: RunConfig) -> int:
 def mini_batches_per_batch(data: DataConfig, actor: ActorConfig) -> int:
     """Mini-batches in one pass over a train batch; `checks` makes sure that they divide it."""
     return data.train_batch_size // actor.ppo_mini_batch_size
-
-
-def optimizer_steps_per_batch(data: DataConfig, actor: ActorConfig) -> int:
-    """Optimizer steps from one train batch: mini-batches times passes."""
-    return mini_batches_per_batch(data, actor) * actor.ppo_epochs
 
 
 def max_row_tokens(data: DataConfig) -> int:
@@ -65,20 +61,28 @@ def batch_invariant(config: RunConfig) -> bool:
     return is_synchronous(config) if chosen is None else chosen
 
 
+def is_bypassed(config: RunConfig) -> bool:
+    """Whether the loss is ``bypass_mode``, asked for by the correction's key or by its own name."""
+    named = config.actor_rollout_ref.actor.policy_loss.loss_mode == BYPASS_LOSS_MODE
+    return named or config.algorithm.rollout_correction.bypass_mode
+
+
 def is_corrected(config: RunConfig) -> bool:
     """Whether the loss accounts for the difference between behaviour and trained policy.
 
     Either the ratio's denominator is the behaviour policy itself, or truncated importance weights
-    are applied.
+    are applied. A loss without a ratio (``gpg``, ``reinforce`` in bypass mode) needs the weights,
+    a loss that reads no weights (``adpo``) the denominator.
     """
-    correction = config.algorithm.rollout_correction
-    behaviour = config.actor_rollout_ref.actor.use_rollout_log_probs or correction.bypass_mode
-    return behaviour or correction.rollout_is is not None
-
-
-def max_groups_in_flight(config: RunConfig) -> int:
-    """Groups between issue and published weights, at most: (max staleness + 1) train batches."""
-    return (config.sluice.asynchrony.max_staleness + 1) * config.data.train_batch_size
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    behaviour, weighed = actor.use_rollout_log_probs, correction.rollout_is is not None
+    if is_bypassed(config):
+        return weighed or correction.loss_type == "ppo_clip"
+    if actor.policy_loss.loss_mode == "adpo":
+        return behaviour
+    if actor.policy_loss.loss_mode == "gpg":
+        return weighed and not behaviour
+    return behaviour or weighed
 
 
 def total_training_steps(config: RunConfig, dataset_rows: int) -> int:

@@ -5,12 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sluice.config.run import RunConfig
-from sluice.config.verl_run import ACTOR
+from sluice.config.verl_run import ACTOR, ROLLOUT
+
+_KEEPS_LONE_REWARDS = frozenset(
+    {
+        "grpo",
+        "grpo_vectorized",
+        "gdpo",
+        "rloo",
+        "opo",
+        "gpg",
+        "reinforce_plus_plus_baseline",
+        "optimal_token_baseline",
+        "tir_optimal_token_baseline",
+    }
+)
 
 
 def remarks(config: RunConfig) -> list[str]:
     """Sentences without a full stop, for the console at the start."""
-    return [*_divergence(config), *_adpo(config)]
+    return [*_divergence(config), *_adpo(config), *_lone_responses(config)]
 
 
 def _divergence(config: RunConfig) -> Iterator[str]:
@@ -33,4 +47,13 @@ def _adpo(config: RunConfig) -> Iterator[str]:
         yield (
             f"algorithm.adv_estimator and {ACTOR}.policy_loss.loss_mode are both adpo: each sets "
             "the other where that is left out"
+        )
+
+
+def _lone_responses(config: RunConfig) -> Iterator[str]:
+    estimator = config.algorithm.adv_estimator
+    if config.actor_rollout_ref.rollout.n == 1 and estimator in _KEEPS_LONE_REWARDS:
+        yield (
+            f"{ROLLOUT}.n = 1 with algorithm.adv_estimator = {estimator}: a group of one has "
+            "nothing to be compared with, so advantages are made of the raw rewards, as in verl"
         )

@@ -52,7 +52,8 @@ class TrainerConfig(Section, frozen=True):
         Meta(description="Folder for every validation sample, <step>.jsonl; none: not written."),
     ] = None
     critic_warmup: Annotated[
-        NonNegativeInt, Meta(description="First steps in which only the critic is updated.")
+        NonNegativeInt,
+        Meta(description="Step from which the policy is updated; before it only the critic is."),
     ] = 0
     resume_mode: Annotated[
         Literal["auto", "disable", "resume_path"],

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from sluice.config.batch_plan import BatchPlan, ParallelSplit
-from sluice.config.derived import max_row_tokens
+from sluice.config.derived import max_row_tokens, uses_critic
 from sluice.config.key_settings import KeySettings
 from sluice.config.run import RunConfig
 from sluice.config.verl_run import (
     ACTOR,
+    CRITIC,
     MEGATRON,
     MODEL,
     REF,
     ROLLOUT,
+    CriticPass,
     EnginePlan,
     LogProbPass,
     VerlRun,
@@ -32,6 +34,7 @@ def verl_run(config: RunConfig, settings: KeySettings) -> VerlRun:
         micro_rows=_rows_per_device(settings, f"{ACTOR}.ppo_micro_batch_size"),
         global_micro_rows=settings.whole_or_none(f"{ACTOR}.ppo_micro_batch_size"),
         log_prob_passes=_passes(config, settings),
+        critic=_critic(config, settings) if uses_critic(config) else None,
         engine=_engine(config, settings),
         ep=settings.whole(f"{MEGATRON}.expert_model_parallel_size", otherwise=1),
         etp=expert_tensor_parallel(settings),
@@ -139,6 +142,22 @@ def _log_prob_pass(config: RunConfig, settings: KeySettings, section: str) -> Lo
             f"{section}.log_prob_max_token_len_per_gpu", otherwise=actor.ppo_max_token_len_per_gpu
         ),
         sp=shared,
+    )
+
+
+def _critic(config: RunConfig, settings: KeySettings) -> CriticPass:
+    critic, name = config.critic, "ulysses_sequence_parallel_size"
+    dynamic = critic.use_dynamic_bsz
+    shared = (
+        settings.whole(f"{CRITIC}.megatron.context_parallel_size", otherwise=1)
+        if is_megatron(settings)
+        else settings.whole(f"{CRITIC}.{name}", f"{CRITIC}.fsdp.{name}", otherwise=1)
+    )
+    return CriticPass(
+        dynamic=config.actor_rollout_ref.actor.use_dynamic_bsz if dynamic is None else dynamic,
+        token_budget=critic.ppo_max_token_len_per_gpu,
+        sp=shared,
+        remove_padding=settings.flag(f"{CRITIC}.model.use_remove_padding", otherwise=True),
     )
 
 

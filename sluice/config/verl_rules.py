@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable, Iterator
 
 from sluice.config.batch_plan import BatchPlan, largest_divisor, next_multiple
-from sluice.config.verl_run import ACTOR, MEGATRON, REF, ROLLOUT, VerlRun
+from sluice.config.verl_run import ACTOR, CRITIC, MEGATRON, REF, ROLLOUT, VerlRun
 from sluice.config.violation import Violation, violation
 
 MINI, MICRO = f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_micro_batch_size_per_gpu"
 TRAIN, GLOBAL_MICRO = "data.train_batch_size", f"{ACTOR}.ppo_micro_batch_size"
 SP = f"{ACTOR}.ulysses_sequence_parallel_size"
+CRITIC_SP = f"{CRITIC}.ulysses_sequence_parallel_size"
 RANKS = "trainer.n_gpus_per_node"
 
 
@@ -45,6 +46,17 @@ def _world(run: VerlRun) -> Iterator[Violation]:
             f"{ACTOR}.fsdp_config.fsdp_size = {split.fsdp_size} does not divide the {split.world} "
             "trainer ranks",
             f"{ACTOR}.fsdp_config.fsdp_size={largest_divisor(split.world, split.fsdp_size)}",
+        )
+
+
+def _critic_world(run: VerlRun) -> Iterator[Violation]:
+    world = run.batch.split.world
+    if run.critic is not None and not run.batch.split.megatron and world % run.critic.sp:
+        yield violation(
+            "critic-world-divides",
+            f"trainer.nnodes * {RANKS} = {world} ranks cannot be divided into replicas of "
+            f"{CRITIC_SP} = {run.critic.sp} ranks",
+            f"{CRITIC_SP}={largest_divisor(world, run.critic.sp)}",
         )
 
 
@@ -143,6 +155,14 @@ def _remove_padding(run: VerlRun) -> Iterator[Violation]:
                 "can only be cut once they are packed",
                 "actor_rollout_ref.model.use_remove_padding=true",
             )
+    critic = run.critic
+    if critic is not None and critic.sp > 1 and not critic.remove_padding:
+        yield violation(
+            "sp-needs-packing",
+            f"{CRITIC_SP} = {critic.sp} with {CRITIC}.model.use_remove_padding = false: sequences "
+            "can only be cut once they are packed",
+            f"{CRITIC}.model.use_remove_padding=true",
+        )
 
 
 def _log_prob_sp(run: VerlRun) -> Iterator[tuple[str, int]]:
@@ -214,6 +234,9 @@ def _token_budget(run: VerlRun) -> Iterator[Violation]:
         (f"{one.section}.log_prob_max_token_len_per_gpu", one.dynamic, one.token_budget, one.sp)
         for one in run.log_prob_passes
     ]
+    if (critic := run.critic) is not None:
+        key = f"{CRITIC}.ppo_max_token_len_per_gpu"
+        budgets.append((key, critic.dynamic, critic.token_budget, critic.sp))
     for key, dynamic, budget, ranks in budgets:
         if dynamic and budget * ranks < run.longest_row:
             shared = f" * {ranks} ranks that share a row" if ranks > 1 else ""
@@ -286,6 +309,7 @@ def _fitting_micro(batch: BatchPlan) -> int:
 
 _RULES: tuple[Callable[[VerlRun], Iterator[Violation]], ...] = (
     _world,
+    _critic_world,
     _real_batch,
     _log_prob_micro,
     _mini_in_train,

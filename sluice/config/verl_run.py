@@ -9,6 +9,7 @@ from sluice.config.batch_plan import BatchPlan
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
+CRITIC = "critic"
 REF = "actor_rollout_ref.ref"
 MEGATRON = f"{ACTOR}.megatron"
 
@@ -32,6 +33,23 @@ class LogProbPass:
     dynamic: bool
     token_budget: int
     sp: int
+
+
+@dataclass(frozen=True, slots=True)
+class CriticPass:
+    """The critic's update.
+
+    Args:
+        dynamic: critic.use_dynamic_bsz; unset it follows the actor.
+        token_budget: critic.ppo_max_token_len_per_gpu.
+        sp: ranks that share a row.
+        remove_padding: critic.model.use_remove_padding.
+    """
+
+    dynamic: bool
+    token_budget: int
+    sp: int
+    remove_padding: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +83,7 @@ class VerlRun:
         micro_rows: actor.ppo_micro_batch_size_per_gpu as set.
         global_micro_rows: actor.ppo_micro_batch_size as set; deprecated.
         log_prob_passes: the old policy's, and the reference's if the run has one.
+        critic: `None` in a run without one.
         num_generations: ADPO's group size; `None`: rollout.n.
         adpo: whether the loss is ADPO's.
     """
@@ -76,6 +95,7 @@ class VerlRun:
     micro_rows: int | None
     global_micro_rows: int | None
     log_prob_passes: tuple[LogProbPass, ...]
+    critic: CriticPass | None
     engine: EnginePlan
     ep: int
     etp: int

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -109,9 +108,10 @@ def _note_problem(found: Inspection, error: SluiceError) -> None:
 def _add(found: Inspection, columns: _Columns, row: PromptRow) -> None:
     found.sources[row.data_source] += 1
     found.num_images += len(row.images)
-    turns = [(message.role, message.content) for message in row.messages]
-    columns.digests.append(digest_of(msgspec.json.encode((turns, row.ground_truth)).decode()))
-    columns.characters.append(sum(len(message.content) for message in row.messages))
+    roles = [message.role for message in row.messages]
+    contents = [message.content for message in row.messages]
+    columns.digests.append(digest_of(roles, contents, row.ground_truth))
+    columns.characters.append(sum(map(len, contents)))
 
 
 def quantiles(lengths: Lengths) -> tuple[int, ...]:

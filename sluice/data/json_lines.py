@@ -9,7 +9,7 @@ from itertools import islice
 import msgspec
 
 from sluice.data.prompt_rows import GROUND_TRUTH, PromptColumns, check_column_names
-from sluice.data.row_blocks import ROWS_PER_READ, RowBlock, RowIndexes
+from sluice.data.row_blocks import ROWS_PER_READ, PromptAndTruth, RowBlock, RowIndexes
 from sluice.errors import DataError
 
 LONGEST_LINE_BYTES = 64 << 20
@@ -42,13 +42,15 @@ class LineRows:
         """Columns of one row; `DataError` if the line is no JSON object."""
         return parse_line(self.path, self._number(index), self.lines[index])
 
-    def prompts_and_truths(self, columns: PromptColumns) -> Iterator[str]:
-        """Of each row one text."""
+    def prompts_and_truths(self, columns: PromptColumns) -> Iterator[PromptAndTruth]:
+        """Of each row what tells it from others."""
         for index in range(len(self)):
             values = self.values(index)
-            reward_model = values.get(columns.reward_model)
-            truth = reward_model.get(GROUND_TRUTH) if isinstance(reward_model, Mapping) else None
-            yield msgspec.json.encode([values.get(columns.prompt), truth]).decode()
+            turns = values.get(columns.prompt)
+            turns = turns if isinstance(turns, list) else []
+            truth = _text(values.get(columns.reward_model), GROUND_TRUTH)
+            roles = tuple(_text(turn, "role") for turn in turns)
+            yield PromptAndTruth(roles, tuple(_text(turn, "content") for turn in turns), truth)
 
     def _number(self, index: int) -> int:
         return self.first + index if self.numbers is None else self.numbers[index]
@@ -91,7 +93,7 @@ def parse_line(path: str, row: int, line: bytes) -> dict[str, object]:
     """The object on a line; `DataError` naming file and row otherwise."""
     try:
         return msgspec.json.decode(line, type=dict[str, object])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if row == 0 and line.lstrip().startswith(b"["):
             problem = "the file is one JSON array; write one object a line (jq -c '.[]')"
         else:
@@ -113,3 +115,8 @@ def lines_of(path: str, first_byte: int = 0) -> Iterator[bytes]:
                 yield line
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}; restore the file") from error
+
+
+def _text(found: object, key: str) -> str | None:
+    value = found.get(key) if isinstance(found, Mapping) else None
+    return value if isinstance(value, str) else None

@@ -9,11 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sluice.data.prompt_rows import GROUND_TRUTH, PromptColumns, check_columns
-from sluice.data.row_blocks import ROWS_PER_READ, RowBlock, RowIndexes
+from sluice.data.row_blocks import ROWS_PER_READ, PromptAndTruth, RowBlock, RowIndexes
 from sluice.errors import DataError
 
 READ_BUFFER_BYTES = 1 << 20
-_SEPARATOR = "\x1e"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +37,11 @@ class ArrowRows:
         row: Mapping[str, object] = self.batch.slice(index, 1).to_pylist()[0]
         return row
 
-    def prompts_and_truths(self, columns: PromptColumns) -> Iterator[str]:
-        """Of each row one text; reads children as whole columns, which is many times faster."""
+    def prompts_and_truths(self, columns: PromptColumns) -> Iterator[PromptAndTruth]:
+        """Of each row what tells it from others.
+
+        Reads children as whole columns, which is many times faster.
+        """
         turns = self.batch.column(columns.prompt)
         offsets = turns.offsets.to_pylist()
         roles = turns.values.field("role").to_pylist()
@@ -47,8 +49,7 @@ class ArrowRows:
         truths = self.batch.column(columns.reward_model).field(GROUND_TRUTH).to_pylist()
         for row, truth in enumerate(truths):
             part = slice(offsets[row], offsets[row + 1])
-            texts = (*roles[part], *contents[part], truth)
-            yield _SEPARATOR.join("" if text is None else text for text in texts)
+            yield PromptAndTruth(roles[part], contents[part], truth)
 
 
 def parquet_blocks(path: str, columns: PromptColumns, start: int) -> Iterator[RowBlock]:

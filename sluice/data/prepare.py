@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sluice.data.duplicates import digest_of
+from sluice.data.prompt_rows import GROUND_TRUTH
 from sluice.data.published_rows import PUBLISHED_SETS, PublishedSet, Row, VerlRow, Wishes
 from sluice.data.raw_rows import RawRow, check_raw_file, raw_rows
 from sluice.errors import DataError
@@ -124,7 +124,7 @@ def _converted(
             made.problems += [str(error)] if len(made.problems) < MAX_PROBLEMS_KEPT else []
             continue
         if order.deduplicate:
-            digest = digest_of(_identity(converted))
+            digest = _digest(converted)
             if digest in seen:
                 made.num_duplicates += 1
                 continue
@@ -138,10 +138,12 @@ def _all_rows(paths: tuple[Path, ...]) -> Iterator[RawRow]:
         yield from raw_rows(path)
 
 
-def _identity(row: Row) -> str:
-    reward_model = row["reward_model"]
+def _digest(row: Row) -> int:
+    turns, reward_model = row["prompt"], row["reward_model"]
+    assert isinstance(turns, list)
     assert isinstance(reward_model, dict)
-    return msgspec.json.encode([row["prompt"], reward_model["ground_truth"]]).decode()
+    roles, contents = ([turn[key] for turn in turns] for key in ("role", "content"))
+    return digest_of(roles, contents, reward_model[GROUND_TRUTH])
 
 
 def _write(path: Path, rows: Iterator[tuple[str, VerlRow]], made: Prepared) -> None:

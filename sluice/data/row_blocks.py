@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,14 @@ from sluice.data.prompt_rows import PromptColumns, PromptRow, decode_row
 ROWS_PER_READ = 1024
 
 RowIndexes = npt.NDArray[np.int64]
+
+
+class PromptAndTruth(NamedTuple):
+    """What tells a row from others; ``None`` where it holds no text, which no usable row does."""
+
+    roles: Sequence[str | None]
+    contents: Sequence[str | None]
+    truth: str | None
 
 
 class Rows(Protocol):
@@ -35,8 +43,8 @@ class Rows(Protocol):
         """Columns of one row; `DataError` if the row cannot be read."""
         ...
 
-    def prompts_and_truths(self, columns: PromptColumns) -> Iterator[str]:
-        """Of each row one text that holds its messages and its ground truth."""
+    def prompts_and_truths(self, columns: PromptColumns) -> Iterator[PromptAndTruth]:
+        """Of each row its messages and its ground truth."""
         ...
 
 

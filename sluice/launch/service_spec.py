@@ -93,7 +93,7 @@ def _trainer_ranks(
     host = split_host_port(config.sluice.trainer.endpoint.host)[0]
     rendezvous = {
         "MASTER_ADDR": host,
-        "MASTER_PORT": str(_free_ports([host])[0]),
+        "MASTER_PORT": str(_rendezvous_port(config, host)),
         "WORLD_SIZE": str(ranks),
     }
     return tuple(
@@ -105,6 +105,16 @@ def _trainer_ranks(
         )
         for rank in range(ranks)
     )
+
+
+def _rendezvous_port(config: RunConfig, host: str) -> int:
+    """A free port that no service is going to take."""
+    services = config.sluice
+    taken = {services.reward.endpoint.port, services.trainer.endpoint.port}
+    taken.add(services.rollout.endpoint.port)
+    while (port := _free_ports([host])[0]) in taken:
+        continue
+    return port
 
 
 def _module(name: str, *arguments: str) -> tuple[str, ...]:

@@ -23,10 +23,12 @@ _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
     (errors.NotFoundError, grpc.StatusCode.NOT_FOUND),
     (errors.NotReadyError, grpc.StatusCode.UNAVAILABLE),
     (errors.ExhaustedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    # Above its base: the first class that fits counts.
+    (errors.DataExhaustedError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.BatchUnfillableError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.WeightSyncError, grpc.StatusCode.ABORTED),
-    # Above its base: the first class that fits counts.
+    # Above its base, too.
     (errors.PeerDefectError, grpc.StatusCode.INTERNAL),
     (errors.PeerError, grpc.StatusCode.UNAVAILABLE),
     (errors.EngineError, grpc.StatusCode.INTERNAL),

@@ -29,6 +29,8 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     steps_to_hold: int = 2
     controls: list[str] = field(default_factory=list)
     leases_s: list[float] = field(default_factory=list)
+    holders: set[str] = field(default_factory=set)
+    held_elsewhere: bool = False
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
         if self.controls[-1:] == ["pause"]:
@@ -52,11 +54,14 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Pause(self, request: Any, context: Any) -> Any:
         self.controls += ["pause"] if self.controls[-1:] != ["pause"] else []
         self.leases_s.append(request.lease_seconds)
+        self.holders.add(request.holder)
         return trainer_pb2.PauseResponse(step=self.step)
 
     async def Resume(self, request: Any, context: Any) -> Any:
         self.controls.append("resume")
-        self.phase = WAITING
+        self.holders.remove(request.holder)
+        if not (self.holders or self.held_elsewhere):
+            self.phase = WAITING
         return trainer_pb2.ResumeResponse(step=self.step)
 
 

@@ -36,6 +36,7 @@ class BatchEvidence:
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
     sum_pi_squared: Tensor | None = None
+    importance_weights: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +91,7 @@ def token_advantages(
         values=evidence.values,
         old_logprobs=evidence.old_logprobs,
         sum_pi_squared=evidence.sum_pi_squared,
+        importance_weights=evidence.importance_weights,
         reward_components=components,
         baselines=_baselines(table, rules.estimator),
     )

@@ -222,6 +222,7 @@ class PolicyUpdate:
         old = [(p.micro_batch, p.old_logprobs) for p in prepared if p.old_logprobs is not None]
         ref = [(p.micro_batch, p.ref_logprobs) for p in prepared if p.ref_logprobs is not None]
         with_reference = self._settings.advantages.kl_kind is not None
+        weights = [(p.micro_batch, p.weights) for p in prepared if p.weights is not None]
         gather, parallel = gather_tokens, self._parallel
         return BatchEvidence(
             old_logprobs=gather(old, table, parallel, "gathering old logprobs"),
@@ -232,6 +233,11 @@ class PolicyUpdate:
             ),
             values=values,
             sum_pi_squared=sum_pi_squared,
+            importance_weights=(
+                gather(weights, table, parallel, "gathering importance weights")
+                if self._settings.weighs_baselines
+                else None
+            ),
         )
 
     def _advantages(
@@ -259,7 +265,8 @@ class PolicyUpdate:
     def _policy_steps(
         self, mini_batches: Sequence[PreparedMiniBatch], tally: UpdateTally, step: int
     ) -> dict[str, float]:
-        rate = self._optimizer.begin_batch(step - 1)
+        # The schedule begins with the policy's first update, which a warm-up of the critic delays.
+        rate = self._optimizer.begin_batch(step - max(1, self._settings.critic_warmup))
         norms = [
             self._optimizer_step(mini_batch, tally, seed, first_pass=epoch == 0)
             for epoch in range(self._actor.ppo_epochs)

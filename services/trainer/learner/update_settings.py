@@ -72,6 +72,12 @@ class UpdateSettings:
         )
 
     @property
+    def weighs_baselines(self) -> bool:
+        """Whether the estimator reads importance weights, and there are some."""
+        weighs = self.correction.rollout_is is not None and not self.old_is_behavior
+        return self.needs_sum_pi_squared and weighs
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a term measures the divergence from a reference model."""
         return self.advantages.kl_kind is not None or self.actor.use_kl_loss
@@ -105,6 +111,7 @@ def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
                 lam=algorithm.lam,
                 norm_by_std=algorithm.norm_adv_by_std_in_grpo,
                 gdpo_reward_weights=None if weights is None else tuple(weights),
+                scale_rewards=algorithm.norm_adv_by_std_in_grpo,
             ),
             algorithm.kl_penalty if algorithm.use_kl_in_reward else None,
         ),
@@ -115,7 +122,7 @@ def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
             target_kl=algorithm.kl_ctrl.target_kl,
             horizon=algorithm.kl_ctrl.horizon,
         ),
-        loss=_loss(config, correction, vocab_size),
+        loss=_loss(config, correction, plan, vocab_size),
         plan=plan,
         correction=correction,
         critic_warmup=config.trainer.critic_warmup,
@@ -154,7 +161,10 @@ def _correction(config: RunConfig) -> RolloutCorrectionSettings:
 
 
 def _loss(
-    config: RunConfig, correction: RolloutCorrectionSettings, vocab_size: int
+    config: RunConfig,
+    correction: RolloutCorrectionSettings,
+    plan: CorrectionPlan,
+    vocab_size: int,
 ) -> PolicyLossSettings:
     actor = config.actor_rollout_ref.actor
     constants = actor.policy_loss
@@ -173,7 +183,7 @@ def _loss(
         tau_pos=actor.tau_pos,
         tau_neg=actor.tau_neg,
         bypass_loss=correction.loss_type,
-        bypass_corrector=bypass_corrector(correction) if correction.bypass_mode else None,
+        bypass_corrector=bypass_corrector(correction) if plan.corrects_in_loss else None,
         adpo=_adpo(config, vocab_size),
     )
 

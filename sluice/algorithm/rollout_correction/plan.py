@@ -88,16 +88,16 @@ class CorrectionPlan:
 def correction_plan(settings: RolloutCorrectionSettings, *, loss_mode: str) -> CorrectionPlan:
     """The plan for a configuration.
 
-    In bypass mode the loss is verl's ``bypass_mode``: with ``ppo_clip`` the ratio to the engine's
-    policy corrects by itself and is not weighted again, ``reinforce`` has no ratio and takes the
-    weights. Rejection applies in both.
+    In bypass mode, also where only the loss is named, the loss is verl's ``bypass_mode``: with
+    ``ppo_clip`` the ratio to the engine's policy corrects by itself and is not weighted again,
+    ``reinforce`` has no ratio and takes the weights. Rejection applies in both.
 
     Args:
         settings: of `algorithm.rollout_correction`.
         loss_mode: `actor.policy_loss.loss_mode`, used unless bypassed.
     """
     weighs = settings.rollout_is is not None
-    if settings.bypass_mode:
+    if settings.bypass_mode or loss_mode == BYPASS_LOSS_MODE:
         return CorrectionPlan(
             old_logprobs=OldLogprobs.ROLLOUT,
             corrects_old_policy=False,

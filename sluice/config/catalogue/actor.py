@@ -175,7 +175,10 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(f"{_KEY}.tau_pos"),
     honoured(f"{_KEY}.tau_neg"),
     honoured(f"{_KEY}.ppo_epochs", advice="1; more passes make samples older"),
-    honoured(f"{_KEY}.shuffle"),
+    honoured(
+        f"{_KEY}.shuffle",
+        effect="Permutes the prompts once a batch; verl permutes rows, anew in every pass",
+    ),
     honoured(f"{_KEY}.data_loader_seed"),
     honoured(
         f"{_KEY}.use_rollout_log_probs",

@@ -54,7 +54,8 @@ ENTRIES: tuple[Entry, ...] = (
         f"{_FILTER}.max_num_gen_batches",
         int,
         0,
-        "Generation rounds a step may take before verl gives up; 0 or less: any number.",
+        "Generation rounds a step may take before verl gives up; 0 or less: any number. Left out: "
+        "a run whose last 2000 groups kept fewer than 0.5 % stops (min_yield).",
         "sets min_yield and min_yield_groups: give up when fewer than train_batch_size of the "
         "last max_num_gen_batches * gen_batch_size groups were kept",
         targets=(f"{_FILTER}.min_yield", f"{_FILTER}.min_yield_groups"),
@@ -78,7 +79,11 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(f"{_CORRECTION}.rollout_is_batch_normalize"),
     honoured(f"{_CORRECTION}.rollout_rs"),
     honoured(f"{_CORRECTION}.rollout_rs_threshold"),
-    honoured(f"{_CORRECTION}.bypass_mode", effect="Saves one forward pass of every row"),
+    honoured(
+        f"{_CORRECTION}.bypass_mode",
+        effect="Saves one forward pass of every row; the loss is bypass_mode instead of vanilla",
+        advice="Refused with any other actor.policy_loss.loss_mode, which it would replace",
+    ),
     honoured(f"{_CORRECTION}.loss_type"),
     refused(
         f"{_CORRECTION}.rollout_rs_threshold_lower",

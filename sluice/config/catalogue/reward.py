@@ -11,7 +11,6 @@ from sluice.config.catalogue.entry import (
     mapped,
     refused,
     refused_if,
-    refused_prefix,
 )
 
 _KEY = "reward"
@@ -58,10 +57,7 @@ ENTRIES: tuple[Entry, ...] = (
         "Further arguments of verl's reward manager.",
         "managers take overlong_buffer_cfg and max_resp_len only",
     ),
-    honoured(
-        f"{_FUNCTION}.path",
-        refusals=refused_prefix("pkg://", "give the path of a Python file"),
-    ),
+    honoured(f"{_FUNCTION}.path", advice="A Python file, or pkg://package.module"),
     honoured(f"{_FUNCTION}.name"),
     honoured(f"{_FUNCTION}.reward_kwargs"),
     mapped(

@@ -62,10 +62,21 @@ async def test_a_failure_while_it_is_held_lets_go_too() -> None:
 
 
 async def test_a_run_that_somebody_else_holds_stays_held() -> None:
-    trainer = ScriptedTrainer(step=1, phase=PAUSED)
+    trainer = ScriptedTrainer(step=1, phase=PAUSED, held_elsewhere=True)
     async with monitored(trainer) as monitor, monitor.held(20):
         pass
-    assert trainer.controls == []
+    assert trainer.phase == PAUSED
+
+
+async def test_two_who_hold_a_run_at_once_have_a_hold_each() -> None:
+    trainer = ScriptedTrainer(step=1)
+    async with monitored(trainer) as monitor, monitor.held(20):
+        async with monitor.held(20):
+            assert len(trainer.holders) == 2
+            assert "" not in trainer.holders  # the operator's
+        assert len(trainer.holders) == 1
+        assert trainer.phase == PAUSED
+    assert trainer.phase != PAUSED
 
 
 async def test_a_step_that_does_not_end_is_a_deadline_and_the_run_goes_on() -> None:

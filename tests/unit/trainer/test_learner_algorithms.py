@@ -18,7 +18,7 @@ from sluice.algorithm.advantages.registry import BATCH_ESTIMATORS
 from sluice.algorithm.losses.registry import POLICY_OBJECTIVES
 from sluice.config.run import RunConfig
 from sluice.errors import CheckpointError, ConfigError
-from sluice.types import TrainBatch
+from sluice.types import Scored, TrainBatch
 from tests.support.tiny_policy import make_batch, make_config, save_model
 
 CUT_DEPENDENT = {"geo_mean", "clip_cov", "kl_cov"}  # defined over the micro-batch, as in verl
@@ -244,6 +244,51 @@ def test_bypass_mode_takes_the_engines_logprobs_for_the_old_ones(model_folder: P
     one, other = train(bypass, make_batch())[1], train(by_hand, make_batch())[1]
     for name in ("actor/pg_loss", "actor/grad_norm", "actor/ppo_kl"):
         assert one[name] == pytest.approx(other[name], rel=1e-5)
+
+
+def test_the_bypass_loss_alone_corrects_like_bypass_mode(model_folder: Path) -> None:
+    correction = {"rollout_is": "token", "loss_type": "reinforce"}
+    named = configured(
+        model_folder, correction=correction, policy_loss={"loss_mode": "bypass_mode"}
+    )
+    switched = configured(model_folder, correction={**correction, "bypass_mode": True})
+    one, other = train(named, make_batch())[1], train(switched, make_batch())[1]
+    assert one["actor/grad_norm"] == other["actor/grad_norm"]
+    assert one["rollout_corr/rollout_is_mean"] == other["rollout_corr/rollout_is_mean"]
+
+
+def test_token_baselines_weigh_energies_with_the_importance_weights(model_folder: Path) -> None:
+    algorithm: dict[str, object] = {"adv_estimator": "optimal_token_baseline"}
+    plain = configured(model_folder, algorithm=algorithm)
+    weighted = configured(model_folder, algorithm=algorithm, correction={"rollout_is": "token"})
+    one, other = (train(config, make_batch())[1] for config in (plain, weighted))
+    assert one["critic/advantages/mean"] != other["critic/advantages/mean"]
+
+
+@pytest.mark.parametrize(("scale", "largest"), [(True, 1.5), (False, 0.75)])
+def test_adpo_divides_by_the_deviation_only_where_asked(
+    model_folder: Path, scale: bool, largest: float
+) -> None:
+    algorithm: dict[str, object] = {"adv_estimator": "adpo", "norm_adv_by_std_in_grpo": scale}
+    config = configured(model_folder, algorithm=algorithm)
+    groups = tuple(
+        replace(group, scores=tuple(Scored(r, r, {}) for r in (1.0, 0.0, 0.0, 0.0)))
+        for group in make_batch().groups
+    )
+    _, metrics = train(config, replace(make_batch(), groups=groups))
+    assert metrics["critic/advantages/max"] == pytest.approx(largest)
+
+
+def test_the_policys_schedule_begins_with_its_first_update(model_folder: Path) -> None:
+    config = configured(
+        model_folder,
+        algorithm={"adv_estimator": "gae"},
+        critic_warmup=3,
+        optim={"lr": 0.5, "lr_warmup_steps": 4},
+    )
+    learner = Learner(config, SingleProcess(), total_steps=10)
+    found = [learner.train_step(make_batch(), step).get("actor/lr") for step in range(1, 6)]
+    assert found == [None, None, 0.0, 0.125, 0.25]
 
 
 def test_off_policy_metrics_are_there_without_any_correction(model_folder: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from services.trainer.loop import TrainLoop
 from services.trainer.run_state import RunPhase
 from sluice.concurrency.exception_leaves import leaves
-from sluice.errors import BatchUnfillableError, DeadlineError
+from sluice.errors import BatchUnfillableError, DataExhaustedError, DeadlineError
 from sluice.types import DataProgress
 from tests.support.loop_world import WAIT_S, World, run, until
 
@@ -196,6 +196,34 @@ async def test_an_unfillable_batch_ends_the_run_with_its_own_message(world: Worl
     with only(BatchUnfillableError):
         await run(world.loop())
     assert world.events.count("accounts") == 1  # those before the first step
+    assert "accounts" not in world.recorded
+
+
+ENDED = DataExhaustedError("the data set is exhausted with 1 of 4 groups")
+
+
+async def test_the_end_of_the_data_set_is_the_end_of_a_run_that_has_trained(world: World) -> None:
+    world.faults["take 3"] = ENDED
+    await run(world.loop(save_freq=100, validates=True, test_freq=100))
+    assert "save 2 at 20" in world.events
+    assert {"evaluation 2", "accounts"} <= world.recorded.keys()
+    assert world.state.stop_reason == "the data set has ended after 2 steps"
+    assert world.state.phase is RunPhase.FINISHED
+
+
+async def test_a_run_that_resumes_at_the_end_of_its_data_set_only_ends() -> None:
+    world = World(steps=4, step=2)
+    world.register("a")
+    world.faults["take 3"] = ENDED
+    await run(world.loop(DataProgress(20), save_freq=1))
+    assert world.state.stop_reason == "the data set has ended after 2 steps"
+    assert not [event for event in world.events if event.startswith("save")]
+
+
+async def test_a_data_set_that_ends_before_the_first_step_is_an_error(world: World) -> None:
+    world.faults["take 1"] = ENDED
+    with only(DataExhaustedError):
+        await run(world.loop())
     assert "accounts" not in world.recorded
 
 

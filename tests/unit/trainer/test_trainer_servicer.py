@@ -115,6 +115,33 @@ async def test_pause_resume_and_stop_answer_with_the_finished_steps(service: Ser
     assert not service.state.is_paused
 
 
+async def test_a_resume_ends_only_the_callers_own_hold(service: Service) -> None:
+    await service.Pause(trainer.PauseRequest(), CONTEXT)
+    for holder in ("a", "b"):
+        await service.Pause(trainer.PauseRequest(lease_seconds=60, holder=holder), CONTEXT)
+    for holder in ("a", "", "never held"):
+        await service.Resume(trainer.ResumeRequest(holder=holder), CONTEXT)
+        assert service.state.is_paused
+    await service.Resume(trainer.ResumeRequest(holder="b"), CONTEXT)
+    assert not service.state.is_paused
+
+
+async def test_a_lease_that_ends_leaves_other_holds_alone(service: Service) -> None:
+    await service.Pause(trainer.PauseRequest(lease_seconds=0.01, holder="a"), CONTEXT)
+    await service.Pause(trainer.PauseRequest(lease_seconds=60, holder="b"), CONTEXT)
+    await asyncio.sleep(0.05)
+    assert service.state.is_paused
+    await service.Resume(trainer.ResumeRequest(holder="b"), CONTEXT)
+    assert not service.state.is_paused
+
+
+async def test_a_stop_ends_every_hold(service: Service) -> None:
+    await service.Pause(trainer.PauseRequest(), CONTEXT)
+    await service.Pause(trainer.PauseRequest(lease_seconds=60, holder="a"), CONTEXT)
+    await service.Stop(trainer.StopRequest(), CONTEXT)
+    assert not service.state.is_paused
+
+
 async def test_a_pause_on_lease_ends_by_itself_and_needs_a_time_above_0(service: Service) -> None:
     await service.Pause(trainer.PauseRequest(lease_seconds=0.01), CONTEXT)
     assert service.state.is_paused

@@ -401,17 +401,23 @@ class PauseRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LEASE_SECONDS_FIELD_NUMBER: builtins.int
+    HOLDER_FIELD_NUMBER: builtins.int
     lease_seconds: builtins.float
     """Seconds after which training goes on by itself unless Pause is called again before; above 0.
     Absent: until Resume, which no later lease shortens.
+    """
+    holder: builtins.str
+    """Who holds it, a name that no other caller uses: everybody's hold ends by itself. Empty or
+    absent: the operator.
     """
     def __init__(
         self,
         *,
         lease_seconds: builtins.float | None = ...,
+        holder: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_lease_seconds", b"_lease_seconds", "lease_seconds", b"lease_seconds"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_lease_seconds", b"_lease_seconds", "lease_seconds", b"lease_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_lease_seconds", b"_lease_seconds", "holder", b"holder", "lease_seconds", b"lease_seconds"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_lease_seconds", b"_lease_seconds"]) -> typing.Literal["lease_seconds"] | None: ...
 
 global___PauseRequest = PauseRequest
@@ -436,19 +442,25 @@ global___PauseResponse = PauseResponse
 
 @typing.final
 class ResumeRequest(google.protobuf.message.Message):
-    """Goes on."""
+    """Ends one hold."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    HOLDER_FIELD_NUMBER: builtins.int
+    holder: builtins.str
+    """Whose hold ends, as in PauseRequest."""
     def __init__(
         self,
+        *,
+        holder: builtins.str = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["holder", b"holder"]) -> None: ...
 
 global___ResumeRequest = ResumeRequest
 
 @typing.final
 class ResumeResponse(google.protobuf.message.Message):
-    """Training goes on."""
+    """The hold has ended; training goes on unless somebody else holds it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -125,7 +125,7 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Goes on after Pause.
+        """Ends the caller's hold; training goes on when nobody holds it any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -63,7 +63,7 @@ class TrainerServiceStub:
         sluice.api.trainer.v1.trainer_pb2.ResumeRequest,
         sluice.api.trainer.v1.trainer_pb2.ResumeResponse,
     ]
-    """Goes on after Pause."""
+    """Ends the caller's hold; training goes on when nobody holds it any more."""
 
     Stop: grpc.UnaryUnaryMultiCallable[
         sluice.api.trainer.v1.trainer_pb2.StopRequest,
@@ -118,7 +118,7 @@ class TrainerServiceAsyncStub:
         sluice.api.trainer.v1.trainer_pb2.ResumeRequest,
         sluice.api.trainer.v1.trainer_pb2.ResumeResponse,
     ]
-    """Goes on after Pause."""
+    """Ends the caller's hold; training goes on when nobody holds it any more."""
 
     Stop: grpc.aio.UnaryUnaryMultiCallable[
         sluice.api.trainer.v1.trainer_pb2.StopRequest,
@@ -187,7 +187,7 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.trainer.v1.trainer_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.trainer.v1.trainer_pb2.ResumeResponse, collections.abc.Awaitable[sluice.api.trainer.v1.trainer_pb2.ResumeResponse]]:
-        """Goes on after Pause."""
+        """Ends the caller's hold; training goes on when nobody holds it any more."""
 
     @abc.abstractmethod
     def Stop(

@@ -1,0 +1,23 @@
+"""How many samples of a group must be left for it to be trained."""
+
+from __future__ import annotations
+
+import math
+
+LEAST_SHARE = 0.5
+LEAST_SAMPLES = 2
+
+
+def fewest_samples(n: int, *, whole_groups: bool) -> int:
+    """Scored samples that make a group.
+
+    Half of those drawn and, of several, two: with fewer, what is left would be another comparison
+    than the one that was asked for.
+
+    Args:
+        n: samples drawn for a prompt, >= 1.
+        whole_groups: no sample may be missing, since the loss compares all of a group's.
+    """
+    if whole_groups:
+        return n
+    return max(math.ceil(LEAST_SHARE * n), min(LEAST_SAMPLES, n))

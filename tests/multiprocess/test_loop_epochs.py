@@ -1,0 +1,55 @@
+"""Runs whose length is given in epochs: they end with their data set."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.small_run import GROUPS, TRAIN_ROWS, Assets, Record, run_to_end
+
+NEVER_BEFORE_THE_END = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def filtered(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """One epoch, of which filtering takes groups, with room for more steps than it can fill."""
+    return run_to_end(
+        small_assets,
+        tmp_path_factory.mktemp("epochs") / "run",
+        [
+            "trainer.total_training_steps=null",
+            "trainer.total_epochs=1",
+            f"trainer.save_freq={NEVER_BEFORE_THE_END}",
+            f"trainer.test_freq={NEVER_BEFORE_THE_END}",
+            "sluice.rollout.replicas=1",
+        ],
+    )
+
+
+def test_a_filtered_run_ends_in_order_when_its_data_set_ends(filtered: Record) -> None:
+    assert filtered.end.exit_code == 0, filtered.end.failures
+    last = len(filtered.steps)
+    assert 0 < last < TRAIN_ROWS // GROUPS
+    log = filtered.log("trainer")
+    assert f"the run ends at step {last}: the data set has ended after {last} steps" in log
+    assert filtered.left_running == ()
+
+
+def test_the_last_step_before_the_end_of_the_data_set_is_saved_and_validated(
+    filtered: Record,
+) -> None:
+    last = len(filtered.steps)
+    assert filtered.data(last)["step"] == last
+    assert (filtered.run_dir / "validation" / f"{last}.jsonl").is_file()
+
+
+def test_the_accounts_hold_every_prompt_of_the_epoch_and_the_groups_without_a_batch(
+    filtered: Record,
+) -> None:
+    accounts = filtered.accounts
+    ended = {n: c for n, c in accounts.items() if re.match("trained|filtered_|dropped_", n)}
+    assert accounts["submitted"] == TRAIN_ROWS == sum(ended.values()) + accounts["pending"]
+    assert accounts["trained"] == len(filtered.steps) * GROUPS
+    assert 0 <= accounts["pending"] < GROUPS
+    assert accounts["prompts_lost"] == 0
