@@ -2,12 +2,15 @@
 
 A sample that could not be drawn or graded, after all its retries, has a failure for an outcome: it
 is counted and left out of the means; too many of them end the evaluation (`validation_results`).
+
+One evaluation runs at a time; another waits for its end, within its own deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,9 +29,10 @@ from services.reward.sample_dumps import SampleDumps
 from services.reward.sampling import for_prompt
 from services.reward.validation_results import (
     EvaluationResult,
-    ValidatedGroup,
+    ValidatedPrompt,
+    ValidationRun,
     check_failures,
-    evaluation_result,
+    example_of,
 )
 from sluice.concurrency.deadline import deadline
 from sluice.errors import InvalidRequestError, NotReadyError, PeerError, SluiceError
@@ -81,6 +85,7 @@ class Evaluation:
     ) -> None:
         self._open_stream, self._dispatcher, self._grader = open_stream, dispatcher, grader
         self._trace, self._dumps, self._announced_version = trace, dumps, announced_version
+        self._turn = asyncio.Lock()
         self.num_graded_groups = 0
 
     async def run(self, order: EvaluationOrder, seconds: float) -> EvaluationResult:
@@ -91,9 +96,23 @@ class Evaluation:
             NotReadyError: another version is announced.
             PeerError: a replica sampled with another version meanwhile, or more than
                 `MAX_FAILED_SHARE` of the samples failed.
-            DeadlineError: not within `seconds`.
+            DeadlineError: not within `seconds`, the wait for another evaluation included.
         """
-        stream = self._opened()
+        open_stream = self._open_stream
+        if open_stream is None:
+            raise InvalidRequestError("there is no validation set; set data.val_files")
+        ends_at = time.monotonic() + seconds
+        phase = f"waiting to evaluate version {order.policy_version} after another evaluation"
+        async with deadline(seconds, peer="reward service", phase=phase):
+            await self._turn.acquire()
+        try:
+            return await self._run(open_stream(), order, ends_at - time.monotonic())
+        finally:
+            self._turn.release()
+
+    async def _run(
+        self, stream: DrawStream, order: EvaluationOrder, seconds: float
+    ) -> EvaluationResult:
         announced = self._announced_version()
         if announced != order.policy_version:
             raise NotReadyError(
@@ -102,33 +121,27 @@ class Evaluation:
             )
         phase = f"evaluating version {order.policy_version}"
         async with deadline(seconds, peer="rollout fleet", phase=phase):
-            validated = await self._grade_all(stream, order)
-        await self._dumps.validated(validated, order.policy_version)
-        check_failures([o for v in validated for o in v.outcomes], phase)
-        return evaluation_result(validated, order.num_examples)
+            found = await self._grade_all(stream, order)
+        prompts = found.prompts
+        await self._dumps.validated([s for p in prompts for s in p.samples], order.policy_version)
+        check_failures([o for p in prompts for o in p.outcomes], phase)
+        return found.result()
 
-    def _opened(self) -> DrawStream:
-        if self._open_stream is None:
-            raise InvalidRequestError("there is no validation set; set data.val_files")
-        return self._open_stream()
-
-    async def _grade_all(self, stream: DrawStream, order: EvaluationOrder) -> list[ValidatedGroup]:
-        """All groups in the order of the file."""
-        validated: dict[int, ValidatedGroup] = {}
+    async def _grade_all(self, stream: DrawStream, order: EvaluationOrder) -> ValidationRun:
+        """All groups."""
+        found = ValidationRun(order.num_examples)
         room = asyncio.Semaphore(MAX_GROUPS_AT_ONCE)
         async with asyncio.TaskGroup() as tasks:
             while draws := await asyncio.to_thread(stream.take, DRAWS_PER_READ):
                 for draw in draws:
                     await room.acquire()
                     task = tasks.create_task(
-                        self._validate(draw, order, validated), name=f"validation {draw.position}"
+                        self._validate(draw, order, found), name=f"validation {draw.position}"
                     )
                     task.add_done_callback(lambda _: room.release())
-        return [validated[position] for position in sorted(validated)]
+        return found
 
-    async def _validate(
-        self, draw: Draw, order: EvaluationOrder, validated: dict[int, ValidatedGroup]
-    ) -> None:
+    async def _validate(self, draw: Draw, order: EvaluationOrder, found: ValidationRun) -> None:
         """Adds the outcomes of one prompt."""
         prompt = _prompt(draw)
         try:
@@ -139,11 +152,13 @@ class Evaluation:
         except GroupFailedError as error:
             failed = Failed(FailureKind.ENGINE_ERROR, str(error))
             outcomes: tuple[Outcome, ...] = (failed,) * order.samples_per_prompt
-            validated[draw.position] = ValidatedGroup(prompt, outcomes, None)
+            found.add(draw.position, ValidatedPrompt(prompt.data_source, outcomes), None)
             self._note_failure(prompt, failed)
         else:
             outcomes = await self._graded(group)
-            validated[draw.position] = ValidatedGroup(prompt, outcomes, group)
+            samples = self._dumps.of_validation(group, outcomes)
+            kept = ValidatedPrompt(prompt.data_source, outcomes, group.num_response_tokens, samples)
+            found.add(draw.position, kept, example_of(group, outcomes))
         finally:
             self._trace.take(prompt.prompt_id, Priority.EVALUATION)
         self.num_graded_groups += 1

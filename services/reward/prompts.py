@@ -17,11 +17,10 @@ import numpy as np
 
 from sluice.config.data import DataConfig, FileList
 from sluice.data.duplicates import without_duplicates
-from sluice.data.image_columns import first_file_with_images
+from sluice.data.image_columns import first_row_with_images
 from sluice.data.prompt_files import PromptFiles, SlabReader, open_prompt_files
-from sluice.data.prompt_rows import PromptColumns, PromptRow
+from sluice.data.prompt_rows import PromptColumns, PromptRow, images_refused
 from sluice.data.row_blocks import RowBlock, RowIndexes, Slab
-from sluice.errors import DataError
 from sluice.types import DataProgress
 
 UNSHUFFLED_WINDOW_ROWS = 1024
@@ -197,14 +196,13 @@ def _files(data: DataConfig, paths: FileList | None, key: str) -> PromptFiles | 
     if not paths:
         return None
     names = [paths] if isinstance(paths, str) else paths
-    columns = PromptColumns(data.prompt_key, data.reward_fn_key)
+    columns = PromptColumns(
+        data.prompt_key, data.reward_fn_key, refused_images=data.image_key or None
+    )
     files = open_prompt_files(names, columns, config_key=key)
-    with_images = first_file_with_images(names, data.image_key)
+    with_images = first_row_with_images(names, data.image_key)
     if with_images is not None:
-        raise DataError(
-            f"{key}: {with_images} holds images (column '{data.image_key}'), and this version "
-            "trains on text only; give a data set without images"
-        )
+        raise images_refused(f"{key}: {with_images}", data.image_key)
     return files
 
 

@@ -11,10 +11,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.reward.validation_results import ValidatedGroup
 from sluice.config.trainer import TrainerConfig
 from sluice.telemetry.sample_dump import DumpedSample, write_dump
-from sluice.types import GradedGroup, Outcome, Prompt, Rollout, Scored
+from sluice.types import GradedGroup, Outcome, Prompt, Rollout, RolloutGroup, Scored
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +40,17 @@ class SampleDumps:
             ]
             await self._write(self._training, samples, step)
 
-    async def validated(self, groups: Sequence[ValidatedGroup], step: int) -> None:
+    def of_validation(
+        self, group: RolloutGroup, outcomes: Sequence[Outcome]
+    ) -> tuple[DumpedSample, ...]:
+        """What `validated` is to be given of a group; nothing if validations are not written."""
+        if self._validation is None:
+            return ()
+        return tuple(_samples(group.prompt, group.rollouts, outcomes))
+
+    async def validated(self, samples: list[DumpedSample], step: int) -> None:
         """Write a validation of the version after `step`; a later one of it replaces it."""
         if self._validation is not None:
-            samples = [
-                sample
-                for validated in groups
-                if validated.group is not None
-                for sample in _samples(
-                    validated.prompt, validated.group.rollouts, validated.outcomes
-                )
-            ]
             await self._write(self._validation, samples, step)
 
     async def _write(self, folder: Path, samples: list[DumpedSample], step: int) -> None:

@@ -8,19 +8,28 @@ from dataclasses import dataclass
 
 from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
 from sluice.errors import PeerError
-from sluice.types import Failed, FailureKind, Outcome, Prompt, RolloutGroup, Scored
+from sluice.telemetry.sample_dump import DumpedSample
+from sluice.types import Failed, FailureKind, Outcome, RolloutGroup, Scored
 
 MAX_FAILED_SHARE = 0.1
 """Beyond this share of failed samples the means would be those of another set of prompts."""
 
 
 @dataclass(frozen=True, slots=True)
-class ValidatedGroup:
-    """One outcome per sample asked for; `group` is ``None`` if it could not be generated."""
+class ValidatedPrompt:
+    """What is kept of a prompt until the means are taken: no tokens, and texts only if asked for.
 
-    prompt: Prompt
+    Attributes:
+        data_source: of the prompt.
+        outcomes: one per sample asked for.
+        num_response_tokens: generated; 0 if the group could not be generated.
+        samples: to be written to a file.
+    """
+
+    data_source: str
     outcomes: tuple[Outcome, ...]
-    group: RolloutGroup | None
+    num_response_tokens: int = 0
+    samples: tuple[DumpedSample, ...] = ()
 
     @property
     def scored(self) -> tuple[Scored, ...]:
@@ -66,27 +75,53 @@ def check_failures(outcomes: Sequence[Outcome], phase: str) -> None:
     )
 
 
-def evaluation_result(validated: Sequence[ValidatedGroup], num_examples: int) -> EvaluationResult:
-    """verl's metrics over what could be scored, and `num_examples` responses at most."""
-    scored = [ValidationPrompt(v.prompt.data_source, v.scored) for v in validated if v.scored]
-    num_failed = sum(len(v.outcomes) - len(v.scored) for v in validated)
-    counts = {
-        "val-aux/num_prompts": float(len(scored)),
-        "val-aux/num_failed_samples": float(num_failed),
-    }
-    examples = map(_example, validated[:num_examples])
-    return EvaluationResult(
-        validation_metrics(scored) | counts,
-        [example for example in examples if example is not None],
-        sum(v.group.num_response_tokens for v in validated if v.group),
-    )
+class ValidationRun:
+    """The validated prompts of one run, by position, and the examples of the first of them.
+
+    Args:
+        num_examples: responses to look at, at most.
+    """
+
+    def __init__(self, num_examples: int) -> None:
+        self._num_examples = num_examples
+        self._prompts: dict[int, ValidatedPrompt] = {}
+        self._examples: dict[int, EvaluationExample] = {}
+
+    @property
+    def prompts(self) -> list[ValidatedPrompt]:
+        """In the order of their positions."""
+        return [self._prompts[position] for position in sorted(self._prompts)]
+
+    def add(
+        self, position: int, prompt: ValidatedPrompt, example: EvaluationExample | None
+    ) -> None:
+        """Note a prompt; of the examples those of the lowest positions stay."""
+        self._prompts[position] = prompt
+        if example is not None:
+            self._examples[position] = example
+            if len(self._examples) > self._num_examples:
+                del self._examples[max(self._examples)]
+
+    def result(self) -> EvaluationResult:
+        """verl's metrics over what could be scored, and the examples."""
+        prompts = self.prompts
+        scored = [ValidationPrompt(p.data_source, p.scored) for p in prompts if p.scored]
+        num_failed = sum(len(p.outcomes) - len(p.scored) for p in prompts)
+        counts = {
+            "val-aux/num_prompts": float(len(scored)),
+            "val-aux/num_failed_samples": float(num_failed),
+        }
+        return EvaluationResult(
+            validation_metrics(scored) | counts,
+            [self._examples[position] for position in sorted(self._examples)],
+            sum(p.num_response_tokens for p in prompts),
+        )
 
 
-def _example(validated: ValidatedGroup) -> EvaluationExample | None:
-    if validated.group is None:
-        return None
-    prompt = validated.prompt
-    for rollout, outcome in zip(validated.group.rollouts, validated.outcomes, strict=True):
+def example_of(group: RolloutGroup, outcomes: Sequence[Outcome]) -> EvaluationExample | None:
+    """The first response that was scored; ``None``: none was."""
+    prompt = group.prompt
+    for rollout, outcome in zip(group.rollouts, outcomes, strict=True):
         if isinstance(outcome, Scored):
             asked = prompt.messages[-1].content
             return EvaluationExample(asked, rollout.text, prompt.ground_truth, outcome.score)

@@ -65,6 +65,7 @@ logger = logging.getLogger(__name__)
 _WATCH_INTERVAL_S = 0.5
 _NUM_EXAMPLES = 16
 _LAST_ANSWERS_S = 1.0
+_LOGGERS_SHARE_OF_GRACE = 0.5
 _SERVICE = "sluice.api.trainer.v1.TrainerService"
 
 
@@ -116,8 +117,8 @@ async def _lead(config: RunConfig) -> None:
         step = trained.resumed.step if trained.resumed else 0
         state = RunState(incarnation, trained.total_steps, step)
         fleet = Fleet(layout_digest(trained.tensors), config.sluice.trainer.replica_ttl_s)
-        record = _open_record(config)
-        stack.callback(record.close)
+        record = await _open_record(config)
+        stack.push_async_callback(record.close)
         publisher = _publisher(config, fleet, trained)
         stack.push_async_callback(publisher.close)
         port.release()
@@ -149,14 +150,16 @@ async def _expire_silent(fleet: Fleet) -> None:
         fleet.expire(time.monotonic())
 
 
-def _open_record(config: RunConfig) -> Reporter:
+async def _open_record(config: RunConfig) -> Reporter:
     trainer, run_dir = config.trainer, Path(config.sluice.run_dir)
     target = SinkTarget(
         run_dir, trainer.project_name, trainer.experiment_name, flat_settings(config)
     )
     # `sluice status` and the report read the JSONL file, whatever else is written.
     names = list(dict.fromkeys([JSONL, *trainer.logger]))
-    return Reporter(open_sinks(names, target), run_dir, trainer.log_val_generations)
+    close_timeout_s = config.sluice.shutdown_grace_s * _LOGGERS_SHARE_OF_GRACE
+    sinks = await open_sinks(names, target, close_timeout_s=close_timeout_s)
+    return Reporter(sinks, run_dir, trainer.log_val_generations)
 
 
 async def _connect_reward(
@@ -243,6 +246,7 @@ def _publisher(config: RunConfig, fleet: Fleet, trained: _Trained) -> WeightPubl
         trained.tensors,
         make_sender=make_sender,
         connect=connect,
+        timeout_s=weights.timeout_s,
         probe_timeout_s=weights.probe_timeout_s,
     )
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -194,7 +194,7 @@ class TrainLoop:
         batch = None
         try:
             batch = await self._under_control(
-                self._data.take_batch(step, step - 1),
+                self._data.take_batch(step, step - 1, self._generated_tokens),
                 RunPhase.WAITING_FOR_BATCH,
                 lambda: self._is_stopped() or self._state.is_paused,
             )
@@ -261,7 +261,7 @@ class TrainLoop:
         self._evaluation_error = None
         try:
             evaluation = await self._data.evaluate(
-                step, self._settings.examples, lambda: self._fleet.totals()[0]
+                step, self._settings.examples, self._generated_tokens
             )
         except SluiceError as error:
             logger.error("no validation of version %d: %s", step, error)  # noqa: TRY400 - no bug
@@ -307,7 +307,20 @@ class TrainLoop:
             raise self._evaluation_error
 
     async def _final_accounts(self) -> dict[str, float]:
-        counted, before = await self._data.accounts(), self._acknowledged_before
+        tokens, busy_s = self._fleet.totals()
+        phases = {
+            f"trainer_s/{phase}": spent for phase, spent in self._state.seconds_by_phase().items()
+        }
+        known = {"generated_tokens": tokens, "rollout_busy_s": busy_s, **phases}
+        try:
+            counted = await self._data.accounts()
+        except SluiceError as error:
+            logger.warning("accounts.json holds only what the trainer knows: %s", error)
+            return {"groups_trained": float(self._groups_trained), **known}
+        return {**self._settled(counted), **known}
+
+    def _settled(self, counted: Mapping[str, float]) -> dict[str, float]:
+        before = self._acknowledged_before
         accounts = settled_accounts(
             counted,
             groups_trained=self._groups_trained,
@@ -321,11 +334,10 @@ class TrainLoop:
                 accounts["groups_trained"],
                 accounts["groups_acknowledged"],
             )
-        tokens, busy_s = self._fleet.totals()
-        phases = {
-            f"trainer_s/{phase}": spent for phase, spent in self._state.seconds_by_phase().items()
-        }
-        return {**accounts, "generated_tokens": tokens, "rollout_busy_s": busy_s, **phases}
+        return accounts
+
+    def _generated_tokens(self) -> int:
+        return self._fleet.totals()[0]
 
     def _fleet_interval(self, began: tuple[int, float]) -> FleetInterval:
         tokens, busy_s = self._fleet.totals()

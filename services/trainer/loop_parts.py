@@ -39,8 +39,10 @@ class TrainData(Protocol):
         """Tells the current version, who serves it and where the data set stands by then."""
         ...
 
-    async def take_batch(self, step: int, version: int) -> TrainBatch:
-        """The next batch."""
+    async def take_batch(
+        self, step: int, version: int, generated_tokens: Callable[[], int], /
+    ) -> TrainBatch:
+        """The next batch, as long as there is progress."""
         ...
 
     async def acknowledge(self, batch_id: str, step: int) -> None:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
@@ -22,6 +23,8 @@ from sluice.errors import (
 )
 from sluice.rpc.call import unary_call
 from sluice.types import DataProgress, ReplicaInfo, TrainBatch
+
+AnswerT = TypeVar("AnswerT")
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +81,19 @@ class RewardClient:
 
         Raises:
             DeadlineError: it does not answer in time.
+            PeerDefectError: it answered several times in a row that it is broken.
         """
-        ends_s = time.monotonic() + timeout_s
+        ends_s, defects = time.monotonic() + timeout_s, 0
         while True:
             try:
                 return (await self._status()).dataset_rows
             except (PeerError, DeadlineError) as error:
+                defects = defects + 1 if isinstance(error, PeerDefectError) else 0
+                if defects == _MAX_DEFECTS:
+                    raise
                 if time.monotonic() > ends_s:
                     raise DeadlineError(_PEER, "starting", timeout_s, str(error)) from error
+            await asyncio.sleep(_PAUSE_S)
 
     async def announce(
         self,
@@ -119,12 +127,20 @@ class RewardClient:
         self._announced = request
         await self._until_reached(lambda: self._announce(request()))
 
-    async def take_batch(self, step: int, version: int) -> TrainBatch:
-        """The next batch. Waits as long as the service makes progress.
+    async def take_batch(
+        self, step: int, version: int, generated_tokens: Callable[[], int]
+    ) -> TrainBatch:
+        """The next batch. Waits as long as the service, or the fleet for it, makes progress.
 
         Cancelling the wait loses nothing: asked again, the service gives the batch it has leased.
 
+        Args:
+            step: to be trained with it.
+            version: the announced one.
+            generated_tokens: tokens the fleet has generated so far.
+
         Raises:
+            DataExhaustedError: the data set has ended before the batch was full.
             BatchUnfillableError: it says that no batch can be filled any more.
             PeerError: what it sent is no batch.
             PeerDefectError: it answered several times in a row that it is broken.
@@ -153,7 +169,8 @@ class RewardClient:
                 return _decoded(answer.batch, step)
             now_s = time.monotonic()
             progress = await self._progress()
-            if progress and progress != seen:
+            # Tokens for a service that cannot be asked bring no batch.
+            if progress and (progress := f"{generated_tokens()} {progress}") != seen:
                 seen, seen_s = progress, now_s
             if now_s - seen_s > self._batch_timeout_s:
                 raise DeadlineError(_PEER, f"filling the batch of step {step}", now_s - seen_s, why)
@@ -221,8 +238,11 @@ class RewardClient:
 
         Where the service tells them: ``groups_acknowledged``, groups of batches that trainers have
         acknowledged, and ``prompts_lost``, prompts that it has lost itself.
+
+        Raises:
+            DeadlineError, PeerError: the service was out of reach for `absence_s`.
         """
-        status = await self._status()
+        status = await self._until_reached(self._status)
         told = {
             name: status.statistics[f"reward/{name}"]
             for name in ("groups_acknowledged", "prompts_lost")
@@ -245,21 +265,19 @@ class RewardClient:
             phase="announcing a policy",
         )
 
-    async def _until_reached(self, call: Callable[[], Awaitable[object]]) -> None:
+    async def _until_reached(self, call: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
         """Repeats an idempotent call over a short absence of the service."""
         ends_s = time.monotonic() + self._absence_s
         is_told = False
         while True:
             try:
-                await call()
+                return await call()
             except (PeerError, DeadlineError) as error:
                 if time.monotonic() > ends_s:
                     raise
                 if not is_told:
                     logger.warning("trying on for %g s: %s", self._absence_s, error)
                 is_told = True
-            else:
-                return
             await asyncio.sleep(_PAUSE_S)
 
     async def _status(self) -> reward.GetStatusResponse:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.trainer.fan_out import Answers, fan_out
+from sluice.concurrency.deadline import deadline
 from sluice.errors import InvalidRequestError, WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
 from sluice.weights.sender import BroadcastReport, WeightSender
@@ -81,6 +82,7 @@ class WeightLane:
         connect: opens the control calls to a replica.
         tensors: the weights as they travel.
         next_epoch: numbers that rise, over all lanes.
+        timeout_s: seconds our own part of a collective has to end after a failure.
         probe_timeout_s: seconds a replica has to answer after a failure.
     """
 
@@ -90,10 +92,13 @@ class WeightLane:
         connect: Callable[[ReplicaInfo], ReplicaCalls],
         tensors: Sequence[TensorSpec],
         next_epoch: Callable[[], int],
+        *,
+        timeout_s: float,
         probe_timeout_s: float,
     ) -> None:
         self._sender, self._connect, self._tensors = sender, connect, tuple(tensors)
-        self._next_epoch, self._probe_timeout_s = next_epoch, probe_timeout_s
+        self._next_epoch = next_epoch
+        self._timeout_s, self._probe_timeout_s = timeout_s, probe_timeout_s
         self._epoch = 0
         self._members: tuple[ReplicaInfo, ...] = ()
         self._clients: dict[ReplicaInfo, ReplicaCalls] = {}
@@ -180,7 +185,8 @@ class WeightLane:
             stop.set()
             self._sender.abandon("a member failed")
             await self._abort(members)
-            await we_are_out.wait()  # soon, since it watches `stop`
+            async with deadline(self._timeout_s, peer="trainer", phase="leaving a failed epoch"):
+                await we_are_out.wait()
 
         try:
             return await fan_out((None, *members), enter, on_failure=end_it)

@@ -51,6 +51,7 @@ class WeightPublisher:
         tensors: the weights as they travel.
         make_sender: a new rank 0 with its own rendezvous store.
         connect: opens the control calls to a replica.
+        timeout_s: seconds our own part of a collective has to end after a failure.
         probe_timeout_s: seconds a replica has to answer after a failure.
     """
 
@@ -62,11 +63,12 @@ class WeightPublisher:
         *,
         make_sender: Callable[[], WeightSender],
         connect: Callable[[ReplicaInfo], ReplicaCalls],
+        timeout_s: float,
         probe_timeout_s: float,
     ) -> None:
         self._fleet, self._snapshots, self._tensors = fleet, snapshots, tuple(tensors)
         self._make_sender, self._connect = make_sender, connect
-        self._probe_timeout_s = probe_timeout_s
+        self._timeout_s, self._probe_timeout_s = timeout_s, probe_timeout_s
         self._epochs = itertools.count(1)
         self._main = self._make_lane()
         # Incarnations that a delivery is under way to: a replica is in one group at a time.
@@ -123,7 +125,8 @@ class WeightPublisher:
             self._connect,
             self._tensors,
             lambda: next(self._epochs),
-            self._probe_timeout_s,
+            timeout_s=self._timeout_s,
+            probe_timeout_s=self._probe_timeout_s,
         )
 
     def _free(self, *states: MemberState) -> tuple[ReplicaInfo, ...]:

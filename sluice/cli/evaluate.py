@@ -30,8 +30,9 @@ def evaluate(
 ) -> None:
     """Run the validation set through the present policy of a run that is going on.
 
-    Training is held after the step under way, and goes on afterwards: the numbers are of one
-    policy version. Without options the run's own validation settings hold.
+    Training is held after the step under way and goes on afterwards, unless somebody else holds it
+    too: the numbers are of one policy version. Without options the run's own validation settings
+    hold.
 
     \b
     Example:

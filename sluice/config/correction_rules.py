@@ -1,4 +1,4 @@
-"""Whether the loss corrects for samples of an older policy, and whether what is set has an effect."""
+"""Whether the loss corrects for samples of an older policy, and what has no effect on it."""
 
 from __future__ import annotations
 
@@ -76,4 +76,5 @@ def _without_effect(config: RunConfig) -> Iterator[Violation]:
             f"{_CORRECTION}.{name} = {str(value).lower()} with {_BEHAVIOUR} = true would have no "
             "effect, since old and behaviour logprobs are then the same; set one of the two",
             *remedy,
+            here=True,
         )

@@ -173,10 +173,10 @@ def _schema(chunk: list[tuple[str, VerlRow]]) -> pa.Schema:
 def _inferred(extra: list[object], place: str) -> pa.DataType:
     try:
         kind = pa.array(extra).type
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OverflowError) as error:
         raise DataError(
             f"{place} and those after it: fields of extra_info change their type ({error}); give "
-            "each field one type"
+            "each field one type, and numbers within 64 bits"
         ) from error
     parts = [kind.field(i) for i in range(kind.num_fields)]
     return pa.struct([(p.name, _TEXT if pa.types.is_null(p.type) else p.type) for p in parts])
@@ -198,10 +198,10 @@ def _check_fields(place: str, row: Row, schema: pa.Schema) -> None:
 def _table(chunk: list[tuple[str, VerlRow]], schema: pa.Schema) -> pa.Table:
     try:
         return pa.Table.from_pylist([row for _, row in chunk], schema=schema)
-    except (pa.ArrowException, TypeError) as error:
+    except (pa.ArrowException, TypeError, OverflowError) as error:
         raise DataError(
             f"{chunk[0][0]} and the {len(chunk) - 1} rows after it: extra_info changes its types "
-            f"({error}); give each field one type"
+            f"({error}); give each field one type, and numbers within 64 bits"
         ) from error
 
 

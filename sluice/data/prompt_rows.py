@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from reprlib import repr as short_repr  # bounded, however deep or long what a file holds
 
 import pyarrow as pa
 
@@ -20,13 +21,18 @@ ImageSource = bytes | str
 
 @dataclass(frozen=True, slots=True)
 class PromptColumns:
-    """Names of columns. Rows are read with images only if `images` names their column."""
+    """Names of columns.
+
+    Rows are read with images only if `images` names their column; rows that hold some in the
+    column `refused_images` are refused.
+    """
 
     prompt: str = "prompt"
     data_source: str = "data_source"
     reward_model: str = "reward_model"
     extra_info: str = "extra_info"
     images: str | None = None
+    refused_images: str | None = None
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -117,17 +123,28 @@ def decode_row(
     reward_model = values.get(columns.reward_model)
     truth = reward_model.get(GROUND_TRUTH) if isinstance(reward_model, Mapping) else None
     if not isinstance(truth, str):
-        problem = f"'{columns.reward_model}.{GROUND_TRUTH}' is {truth!r}, not a string"
+        problem = f"'{columns.reward_model}.{GROUND_TRUTH}' is {short_repr(truth)}, not a string"
         raise _bad_row(place, problem)
     data_source = values.get(columns.data_source)
     if not isinstance(data_source, str) or not data_source:
-        raise _bad_row(place, f"'{columns.data_source}' is {data_source!r}, not a name")
+        raise _bad_row(place, f"'{columns.data_source}' is {short_repr(data_source)}, not a name")
     extra_info = values.get(columns.extra_info)
     if extra_info is not None and not isinstance(extra_info, dict):
-        raise _bad_row(place, f"'{columns.extra_info}' is {extra_info!r}, not a mapping")
+        found = short_repr(extra_info)
+        raise _bad_row(place, f"'{columns.extra_info}' is {found}, not a mapping")
+    if columns.refused_images and values.get(columns.refused_images):
+        raise images_refused(place, columns.refused_images)
     messages = tuple(_message(turn, place, columns.prompt) for turn in turns)
     images = _images(values, columns, messages, place)
     return PromptRow(messages, data_source, truth, extra_info or {}, place, images)
+
+
+def images_refused(place: str, column: str) -> DataError:
+    """The error for a row with images where text alone is trained on."""
+    return DataError(
+        f"{place} holds images (column '{column}'), and this version trains on text only; give a "
+        "data set without images"
+    )
 
 
 def _message(turn: object, place: str, column: str) -> ChatMessage:
@@ -135,7 +152,8 @@ def _message(turn: object, place: str, column: str) -> ChatMessage:
     content = turn.get("content") if isinstance(turn, Mapping) else None
     if not isinstance(role, str) or not role or not isinstance(content, str):
         raise _bad_row(
-            place, f"'{column}' holds a message without role or content as text: {turn!r}"
+            place,
+            f"'{column}' holds a message without role or content as text: {short_repr(turn)}",
         )
     return ChatMessage(role, content)
 

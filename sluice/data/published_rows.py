@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from reprlib import repr as short_repr
 
 from sluice.data.prompt_rows import GROUND_TRUTH, IMAGE_MARK
 from sluice.errors import DataError
@@ -227,5 +228,5 @@ def _image(found: object, place: str) -> dict[str, object]:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = short_repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

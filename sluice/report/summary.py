@@ -21,12 +21,13 @@ class RunSummary:
     also for groups that no step used and for prompts still pending at the end;
     `validation_tokens` comes on top. `groups_kept` counts groups that went into batches,
     `prompts_lost` what the accounts cannot explain, also groups that the trainer trained and the
-    reward service does not count as trained. `seconds_total` is the whole command,
+    reward service does not count as trained. `accuracy_before` is ``None`` where the untrained
+    policy was not validated. `seconds_total` is the whole command,
     `seconds_services` from the start of the services to their end, `seconds_dapo` the training
     steps with all their waits.
     """
 
-    accuracy_before: float
+    accuracy_before: float | None
     accuracy_after: float
     seconds_total: float
     seconds_services: float
@@ -49,9 +50,10 @@ class RunSummary:
 
     def as_text(self) -> str:
         """A few lines for the console."""
+        before = "" if self.accuracy_before is None else f"{self.accuracy_before:.3f} -> "
         ratio = self.generated_tokens / max(self.trained_tokens, 1)
         return (
-            f"held-out accuracy {self.accuracy_before:.3f} -> {self.accuracy_after:.3f} in "
+            f"held-out accuracy {before}{self.accuracy_after:.3f} in "
             f"{self.steps} steps ({self.seconds_dapo:.0f} s of DAPO, "
             f"{self.seconds_total:.0f} s in all)\n"
             f"tokens: {self.generated_tokens:,} generated, {self.trained_tokens:,} trained "
@@ -84,7 +86,7 @@ def summarize(run_dir: Path, *, seconds_total: float, seconds_services: float) -
     validation_tokens = int(record.total_of_validations("val/generated_tokens"))
     trained, filtered, dropped = count("trained"), count(*_FILTERED), count(*_DROPPED)
     return RunSummary(
-        accuracy_before=accuracies[0].accuracy,
+        accuracy_before=accuracies[0].accuracy if accuracies[0].step == 0 else None,
         accuracy_after=accuracies[-1].accuracy,
         seconds_total=round(seconds_total, 2),
         seconds_services=round(seconds_services, 2),

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import re
 
+import pyarrow.parquet as pq
 import pytest
 
-from tests.support.small_run import GROUPS, TRAIN_ROWS, Assets, Record, run_to_end
+from tests.support.small_run import GROUPS, Assets, Record, run_to_end
 
 NEVER_BEFORE_THE_END = 1_000_000
+ROWS = 40
 
 
 @pytest.fixture(scope="module")
 def filtered(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Record:
     """One epoch, of which filtering takes groups, with room for more steps than it can fill."""
+    folder = tmp_path_factory.mktemp("epochs")
+    rows = pq.read_table(small_assets.config.parent / "train.parquet").slice(0, ROWS)
+    pq.write_table(rows, folder / "short.parquet")
     return run_to_end(
         small_assets,
-        tmp_path_factory.mktemp("epochs") / "run",
+        folder / "run",
         [
+            f"data.train_files={folder / 'short.parquet'}",
             "trainer.total_training_steps=null",
             "trainer.total_epochs=1",
             f"trainer.save_freq={NEVER_BEFORE_THE_END}",
@@ -30,7 +36,7 @@ def filtered(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_a_filtered_run_ends_in_order_when_its_data_set_ends(filtered: Record) -> None:
     assert filtered.end.exit_code == 0, filtered.end.failures
     last = len(filtered.steps)
-    assert 0 < last < TRAIN_ROWS // GROUPS
+    assert 0 < last < ROWS // GROUPS
     log = filtered.log("trainer")
     assert f"the run ends at step {last}: the data set has ended after {last} steps" in log
     assert filtered.left_running == ()
@@ -49,7 +55,7 @@ def test_the_accounts_hold_every_prompt_of_the_epoch_and_the_groups_without_a_ba
 ) -> None:
     accounts = filtered.accounts
     ended = {n: c for n, c in accounts.items() if re.match("trained|filtered_|dropped_", n)}
-    assert accounts["submitted"] == TRAIN_ROWS == sum(ended.values()) + accounts["pending"]
+    assert accounts["submitted"] == ROWS == sum(ended.values()) + accounts["pending"]
     assert accounts["trained"] == len(filtered.steps) * GROUPS
     assert 0 <= accounts["pending"] < GROUPS
     assert accounts["prompts_lost"] == 0

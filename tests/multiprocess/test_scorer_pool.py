@@ -74,6 +74,29 @@ async def test_the_other_samples_of_a_group_are_scored_when_one_hangs_and_one_di
         assert kinds(await pool.score(items("dddd"))) == [4.0]
 
 
+def nested(depth: int) -> object:
+    found: object = 1
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    "value", [2**80, -(2**63) - 1, nested(5000)], ids=["large", "small", "deep"]
+)
+async def test_an_item_that_cannot_be_sent_is_unscorable_and_the_others_are_graded(
+    custom: CustomRewardFunctionConfig, value: object
+) -> None:
+    asked = [*items("a", "bb"), ScoreItem("mine", "ccc", "", {"id": value}), *items("dddd")]
+    async with running_scorer_pool(LIMITS, custom) as pool:
+        outcomes = await pool.score(asked)
+        assert kinds(outcomes) == [1.0, 2.0, FailureKind.UNSCORABLE, 4.0]
+        assert kinds(await pool.score(asked[2:3])) == [FailureKind.UNSCORABLE]
+        assert pool.num_replaced == 0
+    assert isinstance(outcomes[2], Failed)
+    assert "extra_info" in outcomes[2].detail
+
+
 async def test_many_slow_samples_have_a_deadline_each_and_not_together(tmp_path: Path) -> None:
     path = tmp_path / "slow.py"
     path.write_text("import time\ndef compute_score(**kw):\n    time.sleep(0.2)\n    return 1.0\n")

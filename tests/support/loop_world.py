@@ -121,8 +121,11 @@ class World:
         resuming = f" from {stands_at.low_water}" if stands_at else ""
         await self.happens(f"announce {version} on {names}{resuming}")
 
-    async def take_batch(self, step: int, version: int) -> TrainBatch:
+    async def take_batch(
+        self, step: int, version: int, generated_tokens: Callable[[], int], /
+    ) -> TrainBatch:
         assert version == step - 1
+        assert generated_tokens() >= 0
         await self.happens(f"take {step}")
         return self.batch_of(step)
 

@@ -105,6 +105,7 @@ class Trainer:
                 device=CpuDevice(), bucket_bytes=1 << 20, timeout_s=timeout_s
             ),
             connect=lambda info: self.replicas[info.incarnation],
+            timeout_s=5.0,
             probe_timeout_s=1.0,
         )
 

@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +32,8 @@ KEY = "reward.custom_reward_function"
 class CustomScorer:
     """A user's function, sync or async, behind a plain call.
 
-    One event loop serves all calls, so that an async function may keep connections open.
+    One event loop serves all calls, so that an async function may keep connections open. It is
+    closed with the scorer, at the latest when the process ends.
 
     Args:
         function: what the user's file defines.
@@ -49,12 +51,8 @@ class CustomScorer:
             return returned
         if self._runner is None:
             self._runner = asyncio.Runner()
+            weakref.finalize(self, self._runner.close)
         return self._runner.run(_result(returned))
-
-    def close(self) -> None:
-        """Close the event loop, if one was needed."""
-        if self._runner is not None:
-            self._runner.close()
 
 
 async def _result(waiting: Awaitable[object]) -> object:

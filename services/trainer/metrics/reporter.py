@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,9 +12,11 @@ from services.trainer.metrics.generations import Generation, choose_generations
 from services.trainer.metrics.sinks import MetricSink
 from services.trainer.reward_client import Evaluation
 
+logger = logging.getLogger(__name__)
+
 
 class Reporter:
-    """The run's record on disk.
+    """The run's record on disk. A file that cannot be written is a warning, not the run's end.
 
     Args:
         sinks: take every metric.
@@ -25,6 +29,7 @@ class Reporter:
     ) -> None:
         self._sinks, self._run_dir = tuple(sinks), run_dir
         self._shown_generations = shown_generations
+        self._has_warned = False
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records a finished step."""
@@ -36,14 +41,12 @@ class Reporter:
         metrics = {**evaluation.metrics, "timing_s/testing": seconds, "val/failed": 0.0}
         metrics["val/generated_tokens"] = float(evaluation.generated_tokens)
         self.step(step, metrics)
-        folder = self._run_dir / "validation"
-        folder.mkdir(parents=True, exist_ok=True)
         rows = [
             {"input": e.prompt, "output": e.response, "gts": e.ground_truth, "score": e.score}
             for e in evaluation.examples
         ]
         lines = "".join(json.dumps({**row, "step": step}) + "\n" for row in rows)
-        (folder / f"{step}.jsonl").write_text(lines, encoding="utf-8")
+        self._keep(self._run_dir / "validation" / f"{step}.jsonl", lines)
         self._show(step, evaluation)
 
     def _show(self, step: int, evaluation: Evaluation) -> None:
@@ -59,9 +62,19 @@ class Reporter:
     def accounts(self, accounts: Mapping[str, float]) -> None:
         """Records how the run's prompts and tokens ended."""
         text = json.dumps(dict(accounts), indent=2, sort_keys=True)
-        (self._run_dir / "accounts.json").write_text(text + "\n", encoding="utf-8")
+        self._keep(self._run_dir / "accounts.json", text + "\n")
 
-    def close(self) -> None:
-        """Closes all sinks."""
-        for sink in self._sinks:
-            sink.close()
+    async def close(self) -> None:
+        """Closes all sinks at once and beside the event loop; each gives up by its own limit."""
+        async with asyncio.TaskGroup() as tasks:
+            for sink in self._sinks:
+                tasks.create_task(asyncio.to_thread(sink.close), name="closing a logger")
+
+    def _keep(self, file: Path, text: str) -> None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            if not self._has_warned:
+                logger.warning("%s is not written and the run goes on: %s", file, error)
+            self._has_warned = True

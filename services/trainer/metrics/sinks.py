@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Protocol, cast
 from services.trainer.metrics.background_sink import BackgroundSink
 from services.trainer.metrics.generations import Generation
 from services.trainer.metrics.guarded_sink import GuardedSink
+from sluice.concurrency.deadline import deadline
 from sluice.errors import ConfigError
 
 
@@ -56,7 +58,7 @@ class _SinkType(Protocol):
 class _Kind:
     """`sink` is ``module:class`` beside this file; `package` and `extra` are what it needs.
 
-    `is_remote` sinks may talk to a server, so they are fed from a thread.
+    `is_remote` sinks may talk to a server, so they live in a thread.
     """
 
     sink: str
@@ -65,6 +67,7 @@ class _Kind:
     is_remote: bool = False
 
 
+_OPEN_TIMEOUT_S = 60.0
 JSONL = "jsonl"
 _KINDS: Mapping[str, _Kind] = {
     "console": _Kind("console_sink:ConsoleSink"),
@@ -100,22 +103,59 @@ def sink_problems(names: Sequence[str]) -> list[str]:
     return problems
 
 
-def open_sinks(names: Sequence[str], target: SinkTarget | Path) -> tuple[MetricSink, ...]:
+async def open_sinks(
+    names: Sequence[str],
+    target: SinkTarget | Path,
+    *,
+    open_timeout_s: float = _OPEN_TIMEOUT_S,
+    close_timeout_s: float = 60.0,
+) -> tuple[MetricSink, ...]:
     """The sinks that `trainer.logger` names, once each. A sink that fails later only warns.
 
     Args:
         names: by ``trainer.logger``.
         target: of the run; a path alone is its folder.
+        open_timeout_s: seconds a server has to answer each of them; they are opened at once.
+        close_timeout_s: seconds each of them has to send what is queued when it is closed.
 
     Raises:
-        ConfigError: a name is unknown, or the package is not installed or does not import.
+        ConfigError: a name is unknown, the package is not installed or does not import, or it
+            refuses to start.
+        DeadlineError: a server does not answer.
     """
     check_sinks(names)
     place = SinkTarget(target) if isinstance(target, Path) else target
-    return tuple(_open(name, _KINDS[name], place) for name in dict.fromkeys(names))
+    sinks = {
+        name: _start(name, _KINDS[name], place, close_timeout_s) for name in dict.fromkeys(names)
+    }
+    remote = {name: sink for name, sink in sinks.items() if isinstance(sink, BackgroundSink)}
+    try:
+        for name, sink in remote.items():
+            await _opened(name, sink, open_timeout_s)
+    except BaseException:
+        for name in sinks.keys() - remote.keys():
+            sinks[name].close()
+        raise
+    return tuple(sinks.values())
 
 
-def _open(name: str, kind: _Kind, target: SinkTarget) -> MetricSink:
+def _start(name: str, kind: _Kind, target: SinkTarget, close_timeout_s: float) -> MetricSink:
+    if not kind.is_remote:
+        return _open(name, kind, target)
+    return BackgroundSink(name, lambda: _open(name, kind, target), close_timeout_s)
+
+
+async def _opened(name: str, sink: BackgroundSink, seconds: float) -> None:
+    async with deadline(
+        seconds,
+        peer=f"logger {name}",
+        phase="opening it",
+        remedy=f"look after its server and its key, or remove {name} from trainer.logger",
+    ):
+        await asyncio.wrap_future(sink.opening)
+
+
+def _open(name: str, kind: _Kind, target: SinkTarget) -> GuardedSink:
     module, _, attribute = kind.sink.partition(":")
     package = __name__.rpartition(".")[0]
     try:
@@ -131,8 +171,7 @@ def _open(name: str, kind: _Kind, target: SinkTarget) -> MetricSink:
             f"trainer.logger: {name} cannot be opened ({type(error).__name__}: {error}); mend it, "
             f"or remove {name} from trainer.logger"
         ) from error
-    guarded = GuardedSink(name, opened)
-    return BackgroundSink(name, guarded) if kind.is_remote else guarded
+    return GuardedSink(name, opened)
 
 
 def _is_installed(package: str) -> bool:

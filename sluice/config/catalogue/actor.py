@@ -177,7 +177,7 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(f"{_KEY}.ppo_epochs", advice="1; more passes make samples older"),
     honoured(
         f"{_KEY}.shuffle",
-        effect="Permutes the prompts once a batch; verl permutes rows, anew in every pass",
+        advice="It permutes prompts, once a batch; in verl rows, anew in every pass",
     ),
     honoured(f"{_KEY}.data_loader_seed"),
     honoured(

@@ -81,8 +81,11 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(f"{_CORRECTION}.rollout_rs_threshold"),
     honoured(
         f"{_CORRECTION}.bypass_mode",
-        effect="Saves one forward pass of every row; the loss is bypass_mode instead of vanilla",
-        advice="Refused with any other actor.policy_loss.loss_mode, which it would replace",
+        effect="Saves one forward pass of every row",
+        advice=(
+            "It turns the loss vanilla into bypass_mode, and is refused with any other "
+            "actor.policy_loss.loss_mode"
+        ),
     ),
     honoured(f"{_CORRECTION}.loss_type"),
     refused(

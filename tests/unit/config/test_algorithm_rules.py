@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sluice.algorithm.advantages.registry import BATCH_ESTIMATORS
 from sluice.config.algorithm_rules import algorithm_problems
 from sluice.config.checks import relation_problems
 from sluice.config.loader import load_config
@@ -18,6 +19,7 @@ SOUND = (
     "actor_rollout_ref.rollout.n=8",
 )
 ADPO, GAE = "algorithm.adv_estimator=adpo", "algorithm.adv_estimator=gae"
+LONE = "actor_rollout_ref.rollout.n=1"
 KL_IN_REWARD, KL_IN_LOSS = (
     "algorithm.use_kl_in_reward=true",
     "actor_rollout_ref.actor.use_kl_loss=true",
@@ -33,7 +35,11 @@ def problems(*overrides: str) -> list[str]:
     [
         ([ADPO, f"{LOSS}.loss_mode=vanilla"], "set both to adpo or neither"),
         (["algorithm.adv_estimator=grpo", f"{LOSS}.loss_mode=adpo"], "set both to adpo or neither"),
-        ([ADPO, f"{CORRECTION}.bypass_mode=true"], "in the place of adpo"),
+        ([ADPO, f"{CORRECTION}.bypass_mode=true"], "loss_mode = adpo; set bypass_mode=false"),
+        (
+            [f"{LOSS}.loss_mode=gspo", f"{CORRECTION}.bypass_mode=true"],
+            "loss_mode = gspo; set bypass_mode=false",
+        ),
         ([GAE, "critic.enable=false"], "set critic.enable=null, or another estimator"),
         (
             [GAE, "critic.ppo_mini_batch_size=24"],
@@ -76,6 +82,8 @@ def test_what_does_not_go_together_is_named_with_its_remedy(
         [GAE, "critic.enable=true"],
         [KL_IN_REWARD, KL_IN_LOSS],
         [f"{LOSS}.loss_mode=dro", f"{LOSS}.dro_beta=0.1"],
+        [f"{CORRECTION}.bypass_mode=true"],
+        [f"{LOSS}.loss_mode=bypass_mode", f"{CORRECTION}.bypass_mode=true"],
         [f"{CORRECTION}.rollout_rs='token_k1,seq_mean_k3'", f"{CORRECTION}.rollout_rs_threshold=2"],
     ],
 )
@@ -98,9 +106,27 @@ def test_the_groups_of_adpo_are_those_that_are_drawn() -> None:
         ([KL_IN_REWARD], ["a reference model is kept"]),
         ([KL_IN_LOSS, KL_IN_REWARD], ["counts twice", "a reference model is kept"]),
         ([ADPO], ["each sets the other"]),
+        ([LONE], ["advantages are made of the raw rewards"]),
+        ([LONE, "algorithm.adv_estimator=remax"], []),
+        ([LONE, "algorithm.adv_estimator=rloo_vectorized"], []),
     ],
 )
 def test_what_a_configuration_leads_to_is_told(overrides: list[str], told: list[str]) -> None:
     found = remarks(load_config(None, [*SOUND, *overrides]))
     assert len(found) == len(told)
     assert all(words in remark for words, remark in zip(told, found, strict=True))
+
+
+NEEDS = {"gdpo": ["algorithm.gdpo_reward_keys=[a]"], "gae": ["critic.enable=true"]}
+
+
+@pytest.mark.parametrize("estimator", sorted(set(BATCH_ESTIMATORS)))
+def test_an_estimator_over_groups_either_refuses_groups_of_one_or_says_what_they_get(
+    estimator: str,
+) -> None:
+    one = [*SOUND, LONE, f"algorithm.adv_estimator={estimator}", *NEEDS.get(estimator, [])]
+    config = load_config(None, one)
+    refused = any("a group of one has no" in text for text in relation_problems(config))
+    told = any("nothing to be compared with" in text for text in remarks(config))
+    over_rows = {"gae", "remax", "reinforce_plus_plus"}
+    assert (refused, told).count(True) == (0 if estimator in over_rows else 1)

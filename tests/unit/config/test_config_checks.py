@@ -40,7 +40,10 @@ def test_a_sound_configuration_has_no_problem() -> None:
         ([f"{ACTOR}.ppo_mini_batch_size=24"], "is no multiple of"),
         (["trainer.n_gpus_per_node=512"], "leaves some of 512 trainer ranks without work"),
         ([f"~{ACTOR}.ppo_micro_batch_size_per_gpu"], "use_dynamic_bsz is false"),
-        ([f"{ROLLOUT}.n=1"], "a group of one has no advantage"),
+        (
+            [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=rloo_vectorized"],
+            "a group of one has no advantage",
+        ),
         (
             [f"{ROLLOUT}.n=300"],
             "is more than sluice.rollout.max_n = 256",
@@ -130,26 +133,6 @@ def test_the_filter_needs_groups_of_two_with_any_estimator() -> None:
     assert any("set n to 2 or more" in problem for problem in relation_problems(config))
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["sluice.asynchrony.max_staleness=0", "algorithm.rollout_correction.rollout_is=null"],
-        [
-            f"{ACTOR}.use_rollout_log_probs=true",
-            "algorithm.rollout_correction.rollout_is=null",
-        ],
-        [
-            "algorithm.rollout_correction.bypass_mode=true",
-            "algorithm.rollout_correction.rollout_is=null",
-        ],
-    ],
-)
-def test_staleness_needs_no_weights_where_nothing_is_stale_or_the_ratio_corrects(
-    overrides: list[str],
-) -> None:
-    assert problems(*overrides) == []
-
-
 def make_model(folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -178,6 +161,7 @@ def test_every_missing_file_is_named_together_with_the_contradictions(tmp_path: 
         [
             *SOUND,
             f"{ROLLOUT}.n=1",
+            "algorithm.adv_estimator=grpo_passk",
             f"actor_rollout_ref.model.path={tmp_path / 'model'}",
             f"data.train_files={tmp_path / 'train.parquet'}",
             f"data.val_files=[{tmp_path / 'a.parquet'}, {tmp_path / 'b.parquet'}]",

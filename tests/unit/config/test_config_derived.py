@@ -27,11 +27,10 @@ def config_with(*overrides: str) -> RunConfig:
     )
 
 
-def test_rows_and_optimizer_steps_follow_from_prompts() -> None:
-    config = config_with(f"{ACTOR}.ppo_epochs=3")
+def test_rows_and_mini_batches_follow_from_prompts() -> None:
+    config = config_with()
     assert derived.rows_per_batch(config) == 512
     assert derived.mini_batches_per_batch(config.data, config.actor_rollout_ref.actor) == 2
-    assert derived.optimizer_steps_per_batch(config.data, config.actor_rollout_ref.actor) == 6
 
 
 def test_lengths_default_to_the_data_limits_and_yield_to_their_own_keys() -> None:
@@ -52,11 +51,6 @@ def test_batch_invariance_defaults_to_the_synchronous_mode(
         f"sluice.asynchrony.max_staleness={staleness}", f"sluice.rollout.batch_invariant={chosen}"
     )
     assert derived.batch_invariant(config) is expected
-
-
-def test_groups_in_flight_are_bounded_by_staleness() -> None:
-    assert derived.max_groups_in_flight(config_with("sluice.asynchrony.max_staleness=0")) == 64
-    assert derived.max_groups_in_flight(config_with("sluice.asynchrony.max_staleness=2")) == 192
 
 
 def test_the_length_of_the_run_counts_full_batches_over_all_epochs() -> None:

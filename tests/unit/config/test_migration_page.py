@@ -112,23 +112,30 @@ BASE = (
 )
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 CORRECTION = "algorithm.rollout_correction"
+USES_ENGINE = "actor_rollout_ref.actor.use_rollout_log_probs=true"
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         ("sluice.asynchrony.max_staleness=1",),
-        (
-            f"{CORRECTION}.rollout_is=token",
-            "actor_rollout_ref.actor.use_rollout_log_probs=true",
-        ),
+        (f"{CORRECTION}.rollout_is=token", USES_ENGINE),
         ("algorithm.adv_estimator=adpo", f"{LOSS}=vanilla"),
         ("algorithm.adv_estimator=grpo", f"{LOSS}=adpo"),
         ("algorithm.adv_estimator=adpo", f"{LOSS}=adpo", f"{CORRECTION}.bypass_mode=true"),
         ("algorithm.adv_estimator=gae", "critic.enable=false"),
         ("algorithm.adv_estimator=gdpo",),
         (f"{LOSS}=dro",),
-        ("actor_rollout_ref.rollout.n=1",),
+        ("actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=grpo_passk"),
+        ("actor_rollout_ref.rollout.n=1", "algorithm.filter_groups.enable=true"),
+        (f"{LOSS}=gspo", f"{CORRECTION}.bypass_mode=true"),
+        ("sluice.asynchrony.max_staleness=1", f"{LOSS}=gpg", USES_ENGINE),
+        ("sluice.asynchrony.max_staleness=1", f"{LOSS}=adpo", f"{CORRECTION}.rollout_is=token"),
+        (
+            f"{CORRECTION}.rollout_rs=seq_mean_k3",
+            f"{CORRECTION}.rollout_rs_threshold=2",
+            USES_ENGINE,
+        ),
         (f"{CORRECTION}.rollout_rs_threshold=2.0",),
         ("actor_rollout_ref.actor.kl_loss_type=full",),
     ],

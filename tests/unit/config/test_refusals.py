@@ -51,7 +51,6 @@ def test_a_refused_key_may_be_null(entry: Entry) -> None:
         ("actor_rollout_ref.model.path=hdfs://model", "nothing is fetched from HDFS"),
         ("trainer.resume_from_path=hdfs://run/global_step_1", "nothing is read from"),
         ("reward_model.reward_manager=batch", "write a scorer for one response"),
-        ("custom_reward_function.path=pkg://mine.scorer", "give the path of a Python file"),
         ("trainer.logger=['console','clearml']", "no logger clearml"),
         (f"{ACTOR}.optim.optimizer=muon", "AdamW is the only optimizer"),
         (f"{ACTOR}.optim.lr_decay_style=WSD", "constant, linear, cosine or inverse_square_root"),
@@ -61,6 +60,12 @@ def test_a_value_that_cannot_be_had_is_refused_with_the_reason(override: str, re
     found = message(override)
     assert override.partition("=")[0] in found
     assert reason in found
+
+
+@pytest.mark.parametrize("path", ["pkg://mine.scorer", "file:///mine/scorer.py"])
+def test_a_scorer_may_be_named_by_module_or_by_file(path: str) -> None:
+    config = load_config(None, [f"custom_reward_function.path={path}"])
+    assert config.reward.custom_reward_function.path == path
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ DYNAMIC = (
     "data.max_response_length=3000",
     f"{ACTOR}.ppo_max_token_len_per_gpu=4000",
 )
+PPO = ("algorithm.adv_estimator=gae",)
 CUT = (f"{ACTOR}.strategy=megatron", f"{MEGATRON}.tensor_model_parallel_size=2")
 
 
@@ -51,7 +52,7 @@ def broken(*overrides: str, shape: ModelShape | None = None) -> list[Violation]:
     )
 
 
-@pytest.mark.parametrize("more", [(), DYNAMIC, CUT])
+@pytest.mark.parametrize("more", [(), DYNAMIC, CUT, PPO, (*DYNAMIC, *PPO)])
 def test_the_sound_variants_break_no_rule(more: tuple[str, ...]) -> None:
     assert broken(*more, shape=DENSE) == []
 
@@ -164,6 +165,35 @@ def test_the_sound_variants_break_no_rule(more: tuple[str, ...]) -> None:
             "ref.log_prob_max_token_len_per_gpu = 100",
         ),
         (
+            "token-budget",
+            [*DYNAMIC, *PPO, "critic.ppo_max_token_len_per_gpu=3999"],
+            "critic.ppo_max_token_len_per_gpu = 3999 cannot hold",
+        ),
+        (
+            "token-budget",
+            [
+                *DYNAMIC,
+                *PPO,
+                "critic.ppo_max_token_len_per_gpu=1999",
+                "critic.ulysses_sequence_parallel_size=2",
+            ],
+            "critic.ppo_max_token_len_per_gpu = 1999 * 2 ranks",
+        ),
+        (
+            "critic-world-divides",
+            [*PPO, "critic.ulysses_sequence_parallel_size=3"],
+            "replicas of critic.ulysses_sequence_parallel_size = 3 ranks",
+        ),
+        (
+            "sp-needs-packing",
+            [
+                *PPO,
+                "critic.ulysses_sequence_parallel_size=2",
+                "critic.model.use_remove_padding=false",
+            ],
+            "critic.model.use_remove_padding = false",
+        ),
+        (
             "rows-divide",
             [
                 *DYNAMIC,
@@ -260,6 +290,13 @@ def test_all_broken_rules_are_told_at_once() -> None:
     }
 
 
+def test_rules_of_the_critic_hold_only_where_there_is_one() -> None:
+    alone = ("critic.ppo_max_token_len_per_gpu=10", "critic.ulysses_sequence_parallel_size=3")
+    assert broken(*DYNAMIC, *alone) == []
+    rows = "critic.use_dynamic_bsz=false"
+    assert {one.rule for one in broken(*DYNAMIC, *PPO, *alone, rows)} == {"critic-world-divides"}
+
+
 def test_sizes_decide_for_megatron_only_without_a_strategy() -> None:
     pipeline = f"{MEGATRON}.pipeline_model_parallel_size=3"
     assert [one.rule for one in broken(pipeline)] == ["world-divides"]
@@ -275,6 +312,7 @@ def sound_run(**changes: object) -> VerlRun:
         "micro_rows": 4,
         "global_micro_rows": None,
         "log_prob_passes": (),
+        "critic": None,
         "engine": EnginePlan("vllm", "async", 1, 1, 1, 1, True, 8192, 1024),
         "ep": 1,
         "etp": 1,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sluice.data.inspection import inspect_files
 from sluice.data.prompt_files import SlabReader, open_prompt_files
 from sluice.data.prompt_rows import PromptColumns
 from sluice.data.row_blocks import ROWS_PER_READ
@@ -101,6 +102,31 @@ def test_a_cell_of_another_type_is_named_by_file_and_row(
     with pytest.raises(DataError, match=message) as error:
         read_truths(path)
     assert f"{path}, row 1: " in str(error.value)
+
+
+@pytest.mark.parametrize("depth", [900, 960, 100_000])
+@pytest.mark.parametrize("field", ["prompt", "data_source", "extra_info", "reward_model"])
+def test_a_deeply_nested_line_is_a_bad_row_and_no_defect(
+    tmp_path: Path, field: str, depth: int
+) -> None:
+    good = prompt_rows(["a", "b"])
+    deep = "[" * depth + "]" * depth
+    bad = json.dumps(good[1] | {field: "DEEP"}).replace('"DEEP"', deep)
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{json.dumps(good[0])}\n{bad}\n", encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        read_truths(path)
+    assert str(error.value).startswith(f"{path}, row 1: ")
+    found = inspect_files(open_prompt_files([str(path)], COLUMNS, config_key="file"))
+    assert found.num_bad == 1
+    assert f"{path}, row 1: " in found.problems[0]
+
+
+def test_a_first_line_that_is_deeply_nested_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"a\.jsonl, row 0: no JSON object"):
+        open_prompt_files([str(path)], COLUMNS, config_key="data.train_files")
 
 
 def test_a_file_that_shrank_is_named(tmp_path: Path) -> None:

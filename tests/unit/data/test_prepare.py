@@ -200,6 +200,17 @@ def test_a_row_that_cannot_be_used_ends_it_by_name_and_leaves_no_file(
     assert (found.num_written, found.num_bad, len(found.problems)) == (1, 1, 1)
 
 
+@pytest.mark.parametrize("depth", [900, 960, 100_000])
+def test_a_deeply_nested_line_is_a_bad_row(tmp_path: Path, depth: int) -> None:
+    deep = json.dumps(DAPO_ROW | {"prompt": "DEEP"}).replace('"DEEP"', "[" * depth + "]" * depth)
+    source = tmp_path / "a.jsonl"
+    source.write_text(f"{json.dumps(DAPO_ROW)}\n{deep}\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"a\.jsonl, row 1: "):
+        prepare(order("dapo-math-17k", source))
+    found = prepare(order("dapo-math-17k", source, skip_bad=True))
+    assert (found.num_written, found.num_bad) == (1, 1)
+
+
 def test_a_file_of_another_set_is_refused_with_the_columns(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", [ORIGINALS["gsm8k"]])
     with pytest.raises(DataError, match=r"question, answer are not those of geo3k \(images, "):
@@ -221,3 +232,12 @@ def test_a_field_whose_type_changes_is_refused(tmp_path: Path) -> None:
     rows[1]["extra_info"] = {"index": "x", "split": "train"}
     with pytest.raises(DataError, match="give each field one type"):
         prepare(order("jsonl", write(tmp_path / "a.jsonl", rows)))
+
+
+@pytest.mark.parametrize("index", [0, ROWS_PER_GROUP])
+def test_a_number_outside_64_bits_is_refused_with_its_place(tmp_path: Path, index: int) -> None:
+    rows = prompt_rows([f"{i}" for i in range(ROWS_PER_GROUP + 1)])
+    rows[index]["extra_info"] = {"index": 2**80, "split": "train"}
+    source = write(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError, match=rf"a\.jsonl, row {index} and .*within 64 bits"):
+        prepare(order("jsonl", source))

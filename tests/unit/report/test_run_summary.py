@@ -45,6 +45,12 @@ def test_the_summary_adds_up_the_record(tmp_path: Path) -> None:
     }
 
 
+def test_a_policy_that_was_not_validated_untrained_has_no_accuracy_before(tmp_path: Path) -> None:
+    found = summary(tmp_path, validations=VALIDATIONS[1:])
+    assert found.accuracy_before is None
+    assert found.as_text().startswith("held-out accuracy 0.750 in 2 steps")
+
+
 @pytest.mark.parametrize(("submitted", "lost"), [(23, 3), (19, -1)])
 def test_prompts_that_the_accounts_cannot_explain_are_lost(
     tmp_path: Path, submitted: int, lost: int

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,8 +23,9 @@ from services.reward.scorer_messages import ScoreItem
 from services.reward.validation_results import EvaluationResult, check_failures
 from sluice.data.prompt_rows import PromptRow
 from sluice.errors import DeadlineError, EngineError, PeerError, PromptTooLongError
-from sluice.types import ChatMessage, Failed, FailureKind, Outcome, SamplingParams, Scored
+from sluice.types import ChatMessage, Failed, FailureKind, Outcome, Rollout, SamplingParams, Scored
 from tests.support.reward_loop import InlineScorer, ScriptedClient, replica, settled
+from tests.support.scripted_rollout import rollout_of
 
 SAMPLES = 2
 RIGHT = Scored(1.0, 1.0, {})
@@ -32,8 +35,8 @@ class Rows:
     """A validation set whose prompts are answered right by the first sample only."""
 
     def __init__(self, count: int) -> None:
-        content = (ChatMessage("user", "answer=1 right=1"),)
-        self._draws = [Draw(i, PromptRow(content, "math_dapo", "1")) for i in range(count)]
+        asked = [(ChatMessage("user", f"answer=1 right=1 number={i}"),) for i in range(count)]
+        self._draws = [Draw(i, PromptRow(a, "math_dapo", "1")) for i, a in enumerate(asked)]
 
     def take(self, count: int) -> list[Draw]:
         taken, self._draws = self._draws[:count], self._draws[count:]
@@ -74,10 +77,11 @@ class World:
             lambda: 0,
         )
 
-    async def run(self) -> EvaluationResult:
+    async def run(self, num_examples: int = 0, seconds: float = 10.0) -> EvaluationResult:
         await self.dispatcher.announce([replica("a")])
         sampling = SamplingParams(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=8, seed=1)
-        return await self.evaluation.run(EvaluationOrder(0, SAMPLES, sampling, 0), 10.0)
+        order = EvaluationOrder(0, SAMPLES, sampling, num_examples)
+        return await self.evaluation.run(order, seconds)
 
 
 async def test_a_prompt_that_cannot_be_generated_is_counted_and_left_out_of_the_mean(
@@ -134,6 +138,75 @@ def test_a_tenth_of_the_samples_may_fail(num_failed: int, fails: bool) -> None:
         return
     with pytest.raises(PeerError, match=r"scorer pool: .*version 7: 2 of 10 .*\(2 unscorable\)"):
         check_failures(outcomes, "evaluating version 7")
+
+
+class HeldPrompts:
+    """Holds every sample of one prompt back until it is let go."""
+
+    def __init__(self, prompt_id: str) -> None:
+        self.prompt_id, self.gate = prompt_id, asyncio.Event()
+
+    async def __call__(self, _name: str, request: GroupRequest, _index: int) -> None:
+        if request.prompt.prompt_id == self.prompt_id:
+            await self.gate.wait()
+
+
+async def test_tokens_are_let_go_as_soon_as_a_group_is_graded() -> None:
+    def make(name: str, request: GroupRequest, index: int) -> Rollout:
+        rollout = rollout_of("Answer: 1", index, 0, request.sampling.seed, 8)
+        tokens.append(weakref.ref(rollout.token_ids))
+        return rollout
+
+    held = HeldPrompts("validation-19")
+    tokens: list[weakref.ref[object]] = []
+    world = World(ScriptedClient(before_sample=held, make=make), 20)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(world.run(num_examples=3))
+        await settled(lambda: world.evaluation.num_graded_groups == 19)
+        gc.collect()
+        assert len(tokens) == 19 * SAMPLES
+        assert [token for token in tokens if token() is not None] == []
+        held.gate.set()
+    result = running.result()
+    assert result.num_generated_tokens == 20 * SAMPLES * 8
+    assert len(result.examples) == 3
+
+
+async def test_the_examples_are_those_of_the_first_prompts_whoever_is_graded_first() -> None:
+    held = HeldPrompts("validation-0")
+    world = World(ScriptedClient(before_sample=held), 6)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(world.run(num_examples=2))
+        await settled(lambda: world.evaluation.num_graded_groups == 5)
+        held.gate.set()
+    assert [example.prompt[-1] for example in running.result().examples] == ["0", "1"]
+
+
+async def test_a_second_evaluation_starts_after_the_first_has_ended() -> None:
+    held = HeldPrompts("validation-2")
+    client = ScriptedClient(before_sample=held)
+    world = World(client, 3)
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(world.run()) for _ in range(2)]
+        await settled(lambda: world.evaluation.num_graded_groups == 2)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(client.calls) == 3
+        held.gate.set()
+    assert len(client.calls) == 6
+    assert [task.result().metrics["val-aux/num_prompts"] for task in running] == [3.0, 3.0]
+
+
+async def test_an_evaluation_waits_for_another_no_longer_than_its_deadline() -> None:
+    held = HeldPrompts("validation-0")
+    world = World(ScriptedClient(before_sample=held), 1)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(world.run())
+        await settled(lambda: len(world.trace) == 1)
+        with pytest.raises(DeadlineError, match="after another evaluation"):
+            await world.run(seconds=0.05)
+        held.gate.set()
+    assert running.result().metrics["val-aux/num_prompts"] == 1.0
 
 
 async def test_an_evaluation_that_is_cancelled_ends_its_streams() -> None:

@@ -290,3 +290,25 @@ def test_a_data_set_that_holds_images_is_refused(tmp_path: Path, suffix: str) ->
     with pytest.raises(DataError, match=r"holds images \(column 'images'\).*text only"):
         training_files(data)
     assert training_files(msgspec.structs.replace(data, image_key="others")) is not None
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_images_of_a_later_row_are_refused_before_it_is_trained_on(
+    tmp_path: Path, suffix: str
+) -> None:
+    rows = [{**row, "images": []} for row in prompt_rows(["a", "<image> how many?"])]
+    rows[1]["images"] = ["a.png"]
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    data = DataConfig(train_files=str(path), shuffle=False)
+    with pytest.raises(DataError, match=rf"a\.{suffix}, row 1 holds images"):
+        drawn_all(data)
+
+
+def drawn_all(data: DataConfig) -> None:
+    files = training_files(data)
+    assert files is not None
+    training_stream(files, data, total_epochs=1, progress=DataProgress(0)).take(10)

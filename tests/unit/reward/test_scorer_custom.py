@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
 import pytest
 
-from services.reward.scorers.custom import CustomScorer, load_custom_scorer
+from services.reward.scorers.custom import MODULE_NAME, load_custom_scorer
 from services.reward.scorers.registry import Scorer
 from sluice.errors import ConfigError
 
@@ -59,17 +60,25 @@ model = Model()
 )
 def test_a_function_may_be_async_in_any_dress(tmp_path: Path, name: str, worth: float) -> None:
     scorer = load_custom_scorer(write(tmp_path, ASYNC), name, {})
-    assert isinstance(scorer, CustomScorer)
     assert [grade(scorer) for _ in range(2)] == [worth, worth]
-    scorer.close()
 
 
 def test_all_calls_of_an_async_function_share_one_event_loop(tmp_path: Path) -> None:
     source = "import asyncio\nasync def loop_id(**call):\n    return id(asyncio.get_running_loop())"
     scorer = load_custom_scorer(write(tmp_path, source), "loop_id", {})
     assert grade(scorer) == grade(scorer)
-    assert isinstance(scorer, CustomScorer)
-    scorer.close()
+
+
+def test_the_event_loop_is_closed_with_the_scorer(tmp_path: Path) -> None:
+    source = "import asyncio\nloops = []\nasync def note(**call):\n"
+    source += "    loops.append(asyncio.get_running_loop())\n    return 1.0"
+    scorer = load_custom_scorer(write(tmp_path, source), "note", {})
+    grade(scorer)
+    (loop,) = sys.modules[MODULE_NAME].loops
+    assert not loop.is_closed()
+    del scorer
+    gc.collect()
+    assert loop.is_closed()
 
 
 def test_a_function_may_come_from_a_package(

@@ -154,6 +154,22 @@ async def test_groups_that_the_reward_service_does_not_know_as_trained_are_lost_
     assert "1 prompts are lost: 3 groups were trained" in caplog.text
 
 
+async def test_a_run_whose_reward_service_is_gone_at_its_end_records_what_the_trainer_knows(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(world.loop()))
+        await until(lambda: "take 2" in world.events)
+        world.faults["accounts"] = PeerError("reward service", "asking for its status", "gone")
+        world.holds["take 2"].set()
+    accounts = world.recorded["accounts"]
+    assert accounts["groups_trained"] == 3
+    assert "trainer_s/training" in accounts
+    assert "submitted" not in accounts
+    assert "accounts.json holds only what the trainer knows: reward service" in caplog.text
+    assert world.state.phase is RunPhase.FINISHED
+
+
 async def test_a_run_that_kept_its_books_has_lost_no_prompt(world: World) -> None:
     world.holds.clear()
     await run(world.loop())

@@ -130,6 +130,10 @@ async def test_a_lease_that_is_gone_is_told_and_no_error(
     assert len(stub.requests["AcknowledgeBatch"]) == 1
 
 
+def no_tokens() -> int:
+    return 0
+
+
 def status(**given: Any) -> reward_pb2.GetStatusResponse:
     return reward_pb2.GetStatusResponse(**given)
 
@@ -143,7 +147,7 @@ async def test_a_batch_is_waited_for_as_long_as_the_service_makes_progress(
     ]
     stub.answers["GetStatus"] = [status(prompts_submitted=n) for n in range(20)]
     began_s = clock.now_s
-    assert (await client.take_batch(1, 0)).batch_id == "b"
+    assert (await client.take_batch(1, 0, no_tokens)).batch_id == "b"
     assert clock.now_s - began_s > 2 * 60.0
 
 
@@ -153,7 +157,27 @@ async def test_a_service_that_stands_still_ends_the_wait_for_a_batch(
     stub.answers["TakeBatch"] = [DEADLINE]
     stub.answers["GetStatus"] = [status(prompts_submitted=5)]
     with pytest.raises(DeadlineError, match="while filling the batch of step 4"):
-        await client.take_batch(4, 3)
+        await client.take_batch(4, 3, no_tokens)
+
+
+async def test_a_batch_of_long_responses_is_waited_for_as_long_as_the_fleet_draws_tokens(
+    client: RewardClient, stub: Stub, clock: Clock
+) -> None:
+    stub.answers["TakeBatch"] = [
+        *[DEADLINE] * 20,
+        reward_pb2.TakeBatchResponse(batch=reward_pb2.TrainBatch(batch_id="b")),
+    ]
+    stub.answers["GetStatus"] = [status(prompts_submitted=5)]
+    assert (await client.take_batch(1, 0, lambda: int(clock.now_s))).batch_id == "b"
+
+
+async def test_tokens_do_not_lengthen_the_wait_for_a_service_that_is_gone(
+    client: RewardClient, stub: Stub, clock: Clock
+) -> None:
+    stub.answers["TakeBatch"] = [UNAVAILABLE]
+    stub.answers["GetStatus"] = [UNAVAILABLE]
+    with pytest.raises(DeadlineError, match="while filling the batch of step 1"):
+        await client.take_batch(1, 0, lambda: int(clock.now_s))
 
 
 async def test_a_service_that_fails_at_once_is_not_asked_without_a_pause(
@@ -162,7 +186,7 @@ async def test_a_service_that_fails_at_once_is_not_asked_without_a_pause(
     stub.answers["TakeBatch"] = [grpc.StatusCode.CANCELLED]
     stub.answers["GetStatus"] = [status(prompts_submitted=5)]
     with pytest.raises(DeadlineError, match="while filling the batch of step 4"):
-        await client.take_batch(4, 3)
+        await client.take_batch(4, 3, no_tokens)
     assert len(stub.requests["TakeBatch"]) <= 125  # 60 s, twice a second
 
 
@@ -172,7 +196,7 @@ async def test_a_service_that_says_three_times_in_a_row_that_it_is_broken_ends_t
     stub.answers["TakeBatch"] = [INTERNAL]
     stub.answers["GetStatus"] = [status(prompts_submitted=n) for n in range(200)]
     with pytest.raises(PeerDefectError, match="taking the batch of step 4: INTERNAL: scripted"):
-        await client.take_batch(4, 3)
+        await client.take_batch(4, 3, no_tokens)
     assert len(stub.requests["TakeBatch"]) == 3
 
 
@@ -185,7 +209,7 @@ async def test_a_defect_now_and_then_is_waited_out(
         reward_pb2.TakeBatchResponse(batch=reward_pb2.TrainBatch(batch_id="b")),
     ]
     stub.answers["GetStatus"] = [status(prompts_submitted=n) for n in range(200)]
-    assert (await client.take_batch(4, 3)).batch_id == "b"
+    assert (await client.take_batch(4, 3, no_tokens)).batch_id == "b"
 
 
 async def test_a_service_that_started_anew_while_a_batch_is_awaited_is_told_the_policy_again(
@@ -199,7 +223,7 @@ async def test_a_service_that_started_anew_while_a_batch_is_awaited_is_told_the_
     ]
     known = status(policy_version=3)
     stub.answers["GetStatus"] = [known, status(), known]
-    assert (await client.take_batch(4, 3)).batch_id == "b"
+    assert (await client.take_batch(4, 3, no_tokens)).batch_id == "b"
     first, again = stub.requests["AnnouncePolicy"]
     assert again == first
     assert again.resume_from.low_water == 40
@@ -217,7 +241,7 @@ async def test_a_service_that_started_anew_is_told_where_the_data_set_stands_by_
         reward_pb2.TakeBatchResponse(batch=reward_pb2.TrainBatch(batch_id="b")),
     ]
     stub.answers["GetStatus"] = [status()]
-    await client.take_batch(4, 3)
+    await client.take_batch(4, 3, no_tokens)
     _, again = stub.requests["AnnouncePolicy"]
     assert again.policy_version == 3
     assert (again.resume_from.low_water, list(again.resume_from.ended_above)) == (48, [50])
@@ -236,14 +260,14 @@ async def test_what_is_no_batch_is_an_error_that_names_it(client: RewardClient, 
     batch = reward_pb2.TrainBatch(batch_id="b-7", groups=[group])
     stub.answers["TakeBatch"] = [reward_pb2.TakeBatchResponse(batch=batch)]
     with pytest.raises(PeerError, match=r"batch b-7: rollout 1: .* the batch is refused"):
-        await client.take_batch(1, 0)
+        await client.take_batch(1, 0, no_tokens)
     assert len(stub.requests["TakeBatch"]) == 1
 
 
 async def test_an_unfillable_batch_is_not_asked_for_again(client: RewardClient, stub: Stub) -> None:
     stub.answers["TakeBatch"] = [BatchUnfillableError("almost no group is mixed")]
     with pytest.raises(BatchUnfillableError):
-        await client.take_batch(1, 0)
+        await client.take_batch(1, 0, no_tokens)
     assert len(stub.requests["TakeBatch"]) == 1
 
 
@@ -255,6 +279,26 @@ async def test_the_start_of_the_service_is_waited_for_within_a_deadline(
     stub.answers["GetStatus"] = [UNAVAILABLE]
     with pytest.raises(DeadlineError, match="reward service: no answer within 2 s while starting"):
         await client.wait_until_up(2.0)
+
+
+async def test_a_service_that_is_broken_at_its_start_is_asked_three_times_with_pauses(
+    client: RewardClient, stub: Stub, clock: Clock
+) -> None:
+    stub.answers["GetStatus"] = [grpc.StatusCode.CANCELLED]
+    with pytest.raises(DeadlineError, match="while starting"):
+        await client.wait_until_up(10.0)
+    assert len(stub.requests["GetStatus"]) <= 25  # 10 s, twice a second
+    stub.answers["GetStatus"], stub.requests["GetStatus"] = [INTERNAL], []
+    with pytest.raises(PeerDefectError, match="INTERNAL: scripted"):
+        await client.wait_until_up(10.0)
+    assert len(stub.requests["GetStatus"]) == 3
+
+
+async def test_a_short_absence_is_waited_out_when_the_accounts_are_asked_for(
+    client: RewardClient, stub: Stub
+) -> None:
+    stub.answers["GetStatus"] = [*[UNAVAILABLE] * 20, status(prompts_submitted=9)]
+    assert (await client.accounts())["submitted"] == 9.0
 
 
 async def test_accounts_are_one_number_for_each_way_a_prompt_can_end(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -18,9 +20,15 @@ from services.trainer.metrics.generations import Generation, choose_generations
 from services.trainer.metrics.guarded_sink import GuardedSink
 from services.trainer.metrics.jsonl_sink import JsonlSink
 from services.trainer.metrics.reporter import Reporter
-from services.trainer.metrics.sinks import SinkTarget, check_sinks, open_sinks, sink_problems
+from services.trainer.metrics.sinks import (
+    MetricSink,
+    SinkTarget,
+    check_sinks,
+    open_sinks,
+    sink_problems,
+)
 from services.trainer.reward_client import Evaluation, Example
-from sluice.errors import ConfigError
+from sluice.errors import ConfigError, DeadlineError
 
 
 def lines(file: Path) -> list[dict[str, object]]:
@@ -60,8 +68,8 @@ def test_the_console_gets_one_line_a_step_in_verls_form(
     assert [record.message for record in caplog.records] == ["step:12 - a/one:1.23457 - b/two:2"]
 
 
-def test_sinks_are_opened_once_each_below_the_run_folder(tmp_path: Path) -> None:
-    sinks = open_sinks(["jsonl", "console", "jsonl"], tmp_path)
+async def test_sinks_are_opened_once_each_below_the_run_folder(tmp_path: Path) -> None:
+    sinks = await open_sinks(["jsonl", "console", "jsonl"], tmp_path)
     assert len(sinks) == 2
     for sink in sinks:
         sink.write(1, {"m": 1.0})
@@ -70,7 +78,7 @@ def test_sinks_are_opened_once_each_below_the_run_folder(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "swanlab", "trackio"])
-def test_a_missing_package_is_an_error_that_says_what_to_install(
+async def test_a_missing_package_is_an_error_that_says_what_to_install(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sinks_module, "find_spec", lambda _: None)
@@ -78,7 +86,7 @@ def test_a_missing_package_is_an_error_that_says_what_to_install(
     with pytest.raises(ConfigError, match=rf"trainer\.logger: .*pip install 'sluice\[{extra}\]'"):
         check_sinks(["console", name])
     with pytest.raises(ConfigError, match=r"trainer\.logger"):
-        open_sinks([name], tmp_path)
+        await open_sinks([name], tmp_path)
     assert sink_problems(["console", "jsonl"]) == []
 
 
@@ -106,11 +114,11 @@ def test_a_torn_line_never_runs_into_the_next_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_one_warning_and_not_the_end(
+async def test_a_full_disk_is_one_warning_and_not_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    (sink,) = open_sinks(["jsonl"], tmp_path)
+    (sink,) = await open_sinks(["jsonl"], tmp_path)
     for step in range(3):
         sink.write(step, {"m": 1.0})
     sink.close()
@@ -120,8 +128,8 @@ def test_a_full_disk_is_one_warning_and_not_the_end(
     assert told[1] == "logger jsonl: 3 writes failed"
 
 
-def test_validation_samples_are_lines_too(tmp_path: Path) -> None:
-    (sink,) = open_sinks(["jsonl"], tmp_path)
+async def test_validation_samples_are_lines_too(tmp_path: Path) -> None:
+    (sink,) = await open_sinks(["jsonl"], tmp_path)
     sink.write_generations(5, [Generation("1 + 1", "2\n", 1.0)])
     sink.close()
     found = lines(tmp_path / "generations.jsonl")
@@ -182,7 +190,7 @@ def test_a_slow_sink_never_holds_up_the_loop_and_gets_all_in_order() -> None:
             kept.write(step, metrics)
 
     slow = Slow()
-    sink = BackgroundSink("wandb", GuardedSink("wandb", slow))
+    sink = BackgroundSink("wandb", lambda: GuardedSink("wandb", slow))
     for step in range(50):
         sink.write(step, {"m": float(step)})
     assert kept.written == []
@@ -201,7 +209,7 @@ def test_what_a_hanging_sink_leaves_is_dropped_and_counted(
         def write(self, step: int, metrics: Mapping[str, float]) -> None:
             released.wait(30)
 
-    sink = BackgroundSink("wandb", GuardedSink("wandb", Hanging()), close_timeout_s=0.05)
+    sink = BackgroundSink("wandb", lambda: GuardedSink("wandb", Hanging()), close_timeout_s=0.05)
     for step in range(300):
         sink.write(step, {})
     sink.close()
@@ -210,12 +218,106 @@ def test_what_a_hanging_sink_leaves_is_dropped_and_counted(
     released.set()
 
 
-def test_every_sink_gets_every_step_and_is_closed(tmp_path: Path) -> None:
+async def test_every_sink_gets_every_step_and_is_closed(tmp_path: Path) -> None:
     sinks = [Kept(), Kept()]
     record = Reporter(sinks, tmp_path)
     record.step(1, {"m": 1.0})
-    record.close()
+    await record.close()
     assert all(sink.written == [(1, {"m": 1.0})] and sink.is_closed for sink in sinks)
+
+
+async def test_loggers_that_hang_are_closed_at_once_and_beside_the_loop(tmp_path: Path) -> None:
+    all_closing, went_on = threading.Barrier(3), threading.Event()
+
+    class Hanging(Kept):
+        def close(self) -> None:
+            all_closing.wait(30)
+            assert went_on.wait(30)
+            self.is_closed = True
+
+    async def go_on() -> None:
+        await asyncio.to_thread(all_closing.wait, 30)
+        went_on.set()
+
+    sinks = [Hanging(), Hanging()]
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(Reporter(sinks, tmp_path).close())
+        tasks.create_task(go_on())
+    assert [sink.is_closed for sink in sinks] == [True, True]
+
+
+def remote(monkeypatch: pytest.MonkeyPatch, opening: Callable[[SinkTarget], MetricSink]) -> None:
+    """Makes wandb a logger that opens as told."""
+    monkeypatch.setattr(sinks_module, "_is_installed", lambda _: True)
+    module = ModuleType("wandb_sink")
+    vars(module)["WandbSink"] = opening
+    monkeypatch.setitem(sys.modules, "services.trainer.metrics.wandb_sink", module)
+
+
+async def test_a_server_that_does_not_answer_when_it_is_opened_ends_the_start_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+
+    def hang(target: SinkTarget) -> MetricSink:
+        released.wait(30)
+        return Kept()
+
+    remote(monkeypatch, hang)
+    with pytest.raises(DeadlineError, match=r"logger wandb: .*remove wandb from trainer\.logger"):
+        await open_sinks(["jsonl", "wandb"], tmp_path, open_timeout_s=0.05)
+    released.set()
+
+
+async def test_a_server_that_refuses_ends_the_start_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(target: SinkTarget) -> MetricSink:
+        raise PermissionError("no key")
+
+    remote(monkeypatch, refuse)
+    with pytest.raises(ConfigError, match=r"wandb cannot be opened .*no key.*remove wandb"):
+        await open_sinks(["wandb"], tmp_path)
+
+
+async def test_a_logger_is_opened_fed_and_closed_in_one_thread_that_is_not_the_loops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    class Noting(Kept):
+        def __init__(self, target: SinkTarget) -> None:
+            super().__init__()
+            seen.append(threading.get_ident())
+
+        def write(self, step: int, metrics: Mapping[str, float]) -> None:
+            seen.append(threading.get_ident())
+
+        def close(self) -> None:
+            seen.append(threading.get_ident())
+
+    remote(monkeypatch, Noting)
+    (sink,) = await open_sinks(["wandb"], tmp_path)
+    sink.write(1, {})
+    sink.close()
+    assert len(seen) == 3
+    assert len(set(seen)) == 1
+    assert seen[0] != threading.get_ident()
+
+
+def test_a_record_that_cannot_be_written_is_one_warning_and_not_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "validation").write_text("in the way", encoding="utf-8")
+    (tmp_path / "accounts.json").mkdir()
+    sink = Kept()
+    record = Reporter([sink], tmp_path)
+    for step in (1, 2):
+        record.evaluation(step, Evaluation({"m": 0.5}, (), 1), 1.0)
+    record.accounts({"submitted": 3.0})
+    assert [step for step, _ in sink.written] == [1, 2]
+    (told,) = caplog.records
+    assert "1.jsonl is not written and the run goes on" in told.message
 
 
 def test_a_validation_leaves_its_numbers_and_its_examples(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import struct
@@ -45,21 +46,21 @@ def no_settings_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("SWANLAB_SAVE_DIR", str(tmp_path / "swanlab"))
 
 
-def write_run(name: str, run_dir: Path) -> None:
+async def write_run(name: str, run_dir: Path) -> None:
     """Two steps, with a name that vendors refuse, and one validation sample."""
     target = SinkTarget(run_dir, "dapo/qwen3 math", "run/1", SETTINGS)
-    (sink,) = open_sinks([name], target)
+    (sink,) = await open_sinks([name], target)
     sink.write(1, METRICS)
     sink.write(2, {**METRICS, "actor/pg_loss": float("nan")})
     sink.write_generations(2, [Generation("1 + 1 | 2\nx", "out 2", 1.0)])
     sink.close()
 
 
-def test_tensorboard_reads_the_scalars_back(tmp_path: Path) -> None:
+async def test_tensorboard_reads_the_scalars_back(tmp_path: Path) -> None:
     vendor("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    write_run("tensorboard", tmp_path)
+    await write_run("tensorboard", tmp_path)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert set(events.Tags()["scalars"]) == METRICS.keys()
@@ -85,12 +86,20 @@ def leveldb_records(file: Path) -> Iterator[bytes]:
             whole = b""
 
 
-def test_wandb_writes_offline_without_a_key_and_without_asking(tmp_path: Path) -> None:
+async def wait_until_larger(file: Path, size: int) -> None:
+    """wandb's own process may write its file a moment after the run has been finished."""
+    async with asyncio.timeout(20.0):
+        while file.stat().st_size <= size:
+            await asyncio.sleep(0.05)
+
+
+async def test_wandb_writes_offline_without_a_key_and_without_asking(tmp_path: Path) -> None:
     vendor("wandb")
     from wandb.proto import wandb_internal_pb2
 
-    write_run("wandb", tmp_path)
+    await write_run("wandb", tmp_path)
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    await wait_until_larger(file, 7)
     run, rows = None, {}
     for payload in leveldb_records(file):
         record = wandb_internal_pb2.Record.FromString(payload)
@@ -111,11 +120,11 @@ def test_wandb_writes_offline_without_a_key_and_without_asking(tmp_path: Path) -
     assert found["data"] == [[2, "1 + 1 | 2\nx", "out 2", 1.0]]
 
 
-def test_mlflow_reads_the_run_back(tmp_path: Path) -> None:
+async def test_mlflow_reads_the_run_back(tmp_path: Path) -> None:
     vendor("mlflow")
     from mlflow.tracking import MlflowClient
 
-    write_run("mlflow", tmp_path)
+    await write_run("mlflow", tmp_path)
     client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
     experiment = client.get_experiment_by_name("dapo/qwen3 math")
     assert experiment is not None
@@ -128,12 +137,12 @@ def test_mlflow_reads_the_run_back(tmp_path: Path) -> None:
     assert json.loads(table.read_text())["data"] == [[2, "1 + 1 | 2\nx", "out 2", 1.0]]
 
 
-def test_a_second_run_of_an_mlflow_experiment_joins_it(tmp_path: Path) -> None:
+async def test_a_second_run_of_an_mlflow_experiment_joins_it(tmp_path: Path) -> None:
     vendor("mlflow")
     from mlflow.tracking import MlflowClient
 
-    write_run("mlflow", tmp_path)
-    write_run("mlflow", tmp_path)
+    await write_run("mlflow", tmp_path)
+    await write_run("mlflow", tmp_path)
     client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
     experiment = client.get_experiment_by_name("dapo/qwen3 math")
     assert experiment is not None
@@ -154,9 +163,9 @@ def test_a_name_that_mlflow_refuses_is_mapped(name: str, mapped: str) -> None:
     assert mlflow_name(name) == mapped
 
 
-def test_swanlab_writes_offline_without_a_key(tmp_path: Path) -> None:
+async def test_swanlab_writes_offline_without_a_key(tmp_path: Path) -> None:
     vendor("swanlab")
-    write_run("swanlab", tmp_path)
+    await write_run("swanlab", tmp_path)
     (file,) = (tmp_path / "swanlog").glob("run-*/backup.swanlab")
     data = file.read_bytes().decode(errors="replace")
     assert '"name": "dapo-qwen3-math"' in data
@@ -167,14 +176,16 @@ def test_swanlab_writes_offline_without_a_key(tmp_path: Path) -> None:
     assert '"key": "val/generations"' in data
 
 
-def test_trackio_reads_its_database_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_trackio_reads_its_database_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Trackio fixes its folder when it is imported, which another test may have done.
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     vendor("trackio")
     from trackio import utils
     from trackio.sqlite_storage import SQLiteStorage
 
-    write_run("trackio", tmp_path)
+    await write_run("trackio", tmp_path)
     project = "dapo-qwen3-math"
     assert (Path(utils.TRACKIO_DIR) / f"{project}.db").is_file()
     assert SQLiteStorage.get_runs(project) == ["run/1"]

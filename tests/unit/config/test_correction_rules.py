@@ -1,0 +1,84 @@
+"""Staleness needs a correction that the loss reads; a correction that nothing reads is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from sluice.config.correction_rules import correction_violations
+from sluice.config.loader import load_config
+
+ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+STALE = "sluice.asynchrony.max_staleness=1"
+ENGINE, WEIGHTS = f"{ACTOR}.use_rollout_log_probs=true", f"{CORRECTION}.rollout_is=token"
+BYPASS, REINFORCE = f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=reinforce"
+NORMALISED = f"{CORRECTION}.rollout_is_batch_normalize=true"
+REJECTED = (f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2")
+
+
+def loss(name: str) -> str:
+    return f"{ACTOR}.policy_loss.loss_mode={name}"
+
+
+def texts(*overrides: str) -> list[str]:
+    return [one.text for one in correction_violations(load_config(None, list(overrides)))]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        (REINFORCE, BYPASS),
+        (STALE, WEIGHTS),
+        (STALE, ENGINE),
+        (STALE, BYPASS),
+        (STALE, loss("bypass_mode")),
+        (STALE, BYPASS, REINFORCE, WEIGHTS),
+        (STALE, loss("adpo"), ENGINE),
+        (STALE, loss("gpg"), WEIGHTS),
+        (STALE, loss("gspo"), ENGINE),
+        (ENGINE, BYPASS, REINFORCE, WEIGHTS, *REJECTED),
+        (WEIGHTS, NORMALISED, *REJECTED),
+    ],
+)
+def test_what_is_on_policy_or_corrected_passes(overrides: tuple[str, ...]) -> None:
+    assert texts(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ((), "use_rollout_log_probs = false and"),
+        ((loss("gspo"),), "rollout_is = null"),
+        ((BYPASS, REINFORCE), "reinforce, which has no ratio"),
+        ((loss("bypass_mode"), REINFORCE), "reinforce, which has no ratio"),
+        ((loss("adpo"),), "adpo, which reads no importance weights"),
+        ((loss("adpo"), WEIGHTS), "adpo, which reads no importance weights"),
+        ((loss("gpg"),), "gpg, which has no ratio"),
+        ((loss("gpg"), ENGINE), "gpg, which has no ratio"),
+    ],
+)
+def test_staleness_that_the_loss_does_not_correct_for_is_refused_with_a_remedy_that_does(
+    overrides: tuple[str, ...], named: str
+) -> None:
+    (found,) = correction_violations(load_config(None, [STALE, *overrides]))
+    assert found.here
+    assert "nothing corrects for samples" in found.text
+    assert named in found.text
+    assert texts(STALE, *overrides, *found.remedy) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ((WEIGHTS,), "rollout_is = token"),
+        ((NORMALISED,), "rollout_is_batch_normalize = true"),
+        (REJECTED, "rollout_rs = token_k1"),
+    ],
+)
+def test_a_correction_of_logprobs_that_are_the_same_is_refused_and_its_remedy_mends_it(
+    overrides: tuple[str, ...], key: str
+) -> None:
+    (found,) = correction_violations(load_config(None, [ENGINE, *overrides]))
+    assert found.here
+    assert f"{CORRECTION}.{key} with" in found.text
+    assert texts(ENGINE, *overrides, *found.remedy) == []

@@ -1,0 +1,87 @@
+"""A row with images is refused by file and row, wherever it is, without reading what has none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from sluice.data.image_columns import first_row_with_images
+from sluice.data.prompt_files import SlabReader, open_prompt_files
+from sluice.data.prompt_rows import PromptColumns
+from sluice.errors import DataError
+from tests.support.prompt_parquet import prompt_rows
+
+STRUCTS = pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+PATHS = pa.list_(pa.string())
+
+
+def write(path: Path, images: list[object], kind: pa.DataType, *, with_counts: bool = True) -> str:
+    table = pa.table({"images": pa.array(images, kind), "n": range(len(images))})
+    pq.write_table(table, path, row_group_size=20, write_statistics=with_counts)
+    return str(path)
+
+
+@pytest.mark.parametrize("with_counts", [True, False])
+@pytest.mark.parametrize("place", [0, 19, 20, 57])
+@pytest.mark.parametrize(
+    ("kind", "images"),
+    [
+        (STRUCTS, [{"bytes": b"png", "path": None}]),
+        (STRUCTS, [{"bytes": None, "path": "a.png"}] * 2),
+        (PATHS, ["a.png"]),
+    ],
+)
+def test_a_row_with_images_is_found_wherever_it_is(
+    tmp_path: Path, kind: pa.DataType, images: object, place: int, with_counts: bool
+) -> None:
+    rows: list[object] = [[] if i % 2 else None for i in range(60)]
+    rows[place] = images
+    path = write(tmp_path / "a.parquet", rows, kind, with_counts=with_counts)
+    assert first_row_with_images([path], "images") == f"{path}, row {place}"
+
+
+@pytest.mark.parametrize("with_counts", [True, False])
+@pytest.mark.parametrize("kind", [STRUCTS, PATHS, pa.null()])
+def test_a_column_of_empty_lists_holds_no_images(
+    tmp_path: Path, kind: pa.DataType, with_counts: bool
+) -> None:
+    rows: list[object] = [[] if i % 2 and not pa.types.is_null(kind) else None for i in range(60)]
+    path = write(tmp_path / "a.parquet", rows, kind, with_counts=with_counts)
+    assert first_row_with_images([path], "images") is None
+    assert first_row_with_images([path], "others") is None
+
+
+def test_row_groups_without_images_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[list[int]] = []
+    real = pq.ParquetFile.iter_batches
+
+    def watched(file: pq.ParquetFile, *args: object, **kwargs: object) -> object:
+        read.append(kwargs["row_groups"])  # type: ignore[arg-type]
+        return real(file, *args, **kwargs)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", watched)
+    rows: list[object] = [[] for _ in range(60)]
+    rows[45] = ["a.png"]
+    path = write(tmp_path / "a.parquet", rows, PATHS)
+    assert first_row_with_images([path], "images") == f"{path}, row 45"
+    assert read == [[2]]
+
+
+def test_a_later_line_with_images_is_refused_when_it_is_drawn(tmp_path: Path) -> None:
+    rows = prompt_rows(["a", "<image> which?", "c"])
+    rows[0]["images"], rows[1]["images"] = [], ["a.png"]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    columns = PromptColumns(refused_images="images")
+    files = open_prompt_files([str(path)], columns, config_key="data.train_files")
+    (slab,) = SlabReader().read(files.blocks[0])
+    assert slab.decode(0, columns).messages[0].content == "a"
+    with pytest.raises(DataError, match="row 1 holds images \\(column 'images'\\)"):
+        slab.decode(1, columns)
+    assert slab.decode(2, columns).messages[0].content == "c"
