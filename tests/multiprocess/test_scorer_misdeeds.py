@@ -104,6 +104,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return globals()[solution_str]() if solution_str in globals() else float(len(solution_str))
 """
 LIMITS = ScorerPoolConfig(num_workers=1, timeout_s=2.0, memory_mb=600)
+PATIENT = ScorerPoolConfig(num_workers=1, timeout_s=20.0, memory_mb=600)
 GOOD = ("a", "bb", "ccc", "dddd")
 TIMEOUT = (FailureKind.SCORER_TIMEOUT,)
 CRASH = (FailureKind.SCORER_CRASH,)
@@ -146,7 +147,8 @@ def told(outcomes: tuple[Scored | Failed, ...]) -> list[object]:
 async def test_a_misdeed_costs_its_own_sample_and_no_other(
     custom: CustomRewardFunctionConfig, deed: str, kinds: tuple[FailureKind, ...]
 ) -> None:
-    async with running_scorer_pool(LIMITS, custom) as pool:
+    # Only a deed without an end has to wait for the limit.
+    async with running_scorer_pool(LIMITS if kinds == TIMEOUT else PATIENT, custom) as pool:
         outcomes = told(await pool.score(items("a", deed, "ccc")))
         assert [outcomes[0], outcomes[2]] == [1.0, 3.0]
         assert outcomes[1] in kinds

@@ -114,7 +114,7 @@ ENTRIES: tuple[Entry, ...] = (
         "Processes that read data.",
         "one reader streams the Parquet files",
     ),
-    honoured("data.image_key", advice="a data set that holds images is refused"),
+    honoured("data.image_key", advice="a data set that holds images is refused, by file and row"),
     unread("data.image_patch_size", _TEXT_ONLY, unit="pixels", silent=(14,)),
     honoured("data.apply_chat_template_kwargs"),
     unread("data.mm_processor_kwargs", _TEXT_ONLY, silent=({},)),

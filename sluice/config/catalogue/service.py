@@ -61,6 +61,10 @@ ENTRIES: tuple[Entry, ...] = (
         unit="MiB",
         advice="null, the same at all services; a train batch is the largest message",
     ),
-    honoured(f"{_KEY}.shutdown_grace_s", unit="seconds"),
+    honoured(
+        f"{_KEY}.shutdown_grace_s",
+        unit="seconds",
+        advice="half of it is what loggers with a server get to send what is queued",
+    ),
     honoured(f"{_KEY}.log_level"),
 )

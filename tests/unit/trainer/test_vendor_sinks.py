@@ -86,11 +86,13 @@ def leveldb_records(file: Path) -> Iterator[bytes]:
             whole = b""
 
 
-async def wait_until_larger(file: Path, size: int) -> None:
-    """wandb's own process may write its file a moment after the run has been finished."""
+async def settled(file: Path) -> None:
+    """wandb's own process may go on writing for a moment after the run has been finished."""
     async with asyncio.timeout(20.0):
-        while file.stat().st_size <= size:
-            await asyncio.sleep(0.05)
+        before = -1
+        while (size := file.stat().st_size) != before or size <= 7:
+            before = size
+            await asyncio.sleep(0.5)
 
 
 async def test_wandb_writes_offline_without_a_key_and_without_asking(tmp_path: Path) -> None:
@@ -99,7 +101,7 @@ async def test_wandb_writes_offline_without_a_key_and_without_asking(tmp_path: P
 
     await write_run("wandb", tmp_path)
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    await wait_until_larger(file, 7)
+    await settled(file)
     run, rows = None, {}
     for payload in leveldb_records(file):
         record = wandb_internal_pb2.Record.FromString(payload)
