@@ -127,3 +127,11 @@ def test_groups_that_were_stale_or_failed_are_drawn_as_other(tmp_path: Path) -> 
     drawn = charts(read_run(run_folder(tmp_path, steps=stale)))[2]
     assert drawn.title == "What the sampled groups were"
     assert "other" in Page(drawn.svg).text
+
+
+def test_a_run_that_validated_only_at_its_end_has_a_page_too(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, validations=VALIDATIONS[1:])
+    summary = summarize(folder, seconds_total=1.0, seconds_services=1.0)
+    assert summary.accuracy_before is None
+    write_report(folder, summary, folder / "report.html")
+    assert "0.750" in Page((folder / "report.html").read_text(encoding="utf-8")).text
