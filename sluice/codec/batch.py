@@ -19,7 +19,6 @@ PROMPT_END_TO_PROTO = {
     PromptEnd.DROPPED_STALE: reward.PROMPT_END_DROPPED_STALE,
     PromptEnd.DROPPED_FAILED: reward.PROMPT_END_DROPPED_FAILED,
 }
-PROMPT_END_FROM_PROTO = {value: key for key, value in PROMPT_END_TO_PROTO.items()}
 
 
 def score_to_proto(scored: Scored) -> common.Score:

@@ -87,7 +87,7 @@ def test_a_conversation_comes_back(turns: list[ChatMessage]) -> None:
 
 def test_every_end_of_a_prompt_has_its_own_number() -> None:
     assert set(batch.PROMPT_END_TO_PROTO) == set(PromptEnd)
-    assert len(batch.PROMPT_END_FROM_PROTO) == len(PromptEnd)
+    assert len(set(batch.PROMPT_END_TO_PROTO.values())) == len(PromptEnd)
 
 
 def test_arrays_travel_as_little_endian_32_bit_values_and_are_read_only() -> None:
