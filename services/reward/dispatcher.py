@@ -16,8 +16,8 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.reward.fleet import AnnouncedReplica, Grant, Member, Wanted
 from services.reward.replica_queue import Priority, ReplicaQueue
+from sluice.algorithm.routing import AnnouncedReplica, Grant, Member, Wanted
 from sluice.errors import (
     DataError,
     EngineError,

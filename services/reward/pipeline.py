@@ -39,7 +39,6 @@ from services.reward.dispatcher import (
     GroupRequest,
     OverlongPromptError,
 )
-from services.reward.fleet import AnnouncedReplica
 from services.reward.generation_trace import GenerationTrace
 from services.reward.grading import Grader
 from services.reward.greedy_response import generate_group
@@ -56,6 +55,7 @@ from services.reward.statistics import Discard
 from services.reward.train_batches import BatchParts, TrainBatches
 from services.reward.yield_guard import YieldGuard
 from sluice.algorithm.admission import groups_to_admit
+from sluice.algorithm.routing import AnnouncedReplica
 from sluice.concurrency.deadline import deadline
 from sluice.errors import SluiceError
 from sluice.types import DataProgress, GradedGroup, Prompt, PromptEnd, SamplingParams

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
-from services.reward.fleet import AnnouncedReplica, Fleet, Grant, Member, Wanted
+from sluice.algorithm.routing import AnnouncedReplica, Fleet, Grant, Member, Wanted
 
 _TIMER_SLACK_S = 0.001
 

@@ -11,12 +11,12 @@ from google.protobuf.json_format import MessageToDict
 
 from services.reward.assembly import RewardLoop
 from services.reward.evaluation import EvaluationOrder
-from services.reward.fleet import AnnouncedReplica
 from services.reward.outcomes import PromptOutcome
 from services.reward.sampling import validation_sampling
 from services.reward.scorer_messages import ScoreItem
 from services.reward.submissions import Receipt, Submission, SubmissionSession
 from services.reward.validation_results import EvaluationResult
+from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc

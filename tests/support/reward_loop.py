@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from services.reward.assembly import PromptSets, RewardLoop, assemble
 from services.reward.dispatcher import GenerateEvent, GroupRequest
-from services.reward.fleet import AnnouncedReplica
 from services.reward.scorer_messages import ScoreItem
 from services.reward.scorers.math_dapo import compute_score
 from services.reward.submissions import Submission, SubmissionSession
+from sluice.algorithm.routing import AnnouncedReplica
 from sluice.config.run import RunConfig
 from sluice.types import ChatMessage, Failed, ReplicaInfo, Rollout, Scored
 from tests.support.scripted_rollout import PROMPT_TOKENS, answer_text, rollout_of

@@ -13,8 +13,8 @@ from services.reward.dispatcher import (
     GroupRequest,
     OverlongPromptError,
 )
-from services.reward.fleet import Fleet, Wanted
 from services.reward.replica_queue import Priority, ReplicaQueue
+from sluice.algorithm.routing import Fleet, Wanted
 from sluice.errors import (
     DataError,
     EngineError,

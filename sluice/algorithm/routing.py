@@ -1,7 +1,7 @@
 """Which replica gets the next group: announced replicas, their load and their failures.
 
-State without a clock or I/O; `dispatcher` drives it. Capacity is counted in sequences: a replica
-holds up to ``slots * slack``, or one group of any size.
+State without a clock or I/O; the reward service and the simulator drive it. Capacity is counted in
+sequences: a replica holds up to ``slots * slack``, or one group of any size.
 """
 
 from __future__ import annotations
