@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from sluice.errors import ConfigError
 
 DEFAULT_Z = 3.0
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +113,19 @@ def groups_to_admit(
     """
     room = (max_staleness + 1) * train_batch_size - num_in_training - num_kept
     by_fleet = max_in_flight - num_in_flight
-    if max_staleness == 0:
-        return max(0, min(room - num_in_flight, by_fleet))
-    admitted = 0
-    step = 1 << max(by_fleet, 0).bit_length()
-    while step:
-        # Greedy over binary digits: the bound grows with the number of groups.
-        total = num_in_flight + admitted + step
-        if admitted + step <= by_fleet and kept_upper_bound(total, estimate, z) <= room:
-            admitted += step
-        step >>= 1
-    return admitted
+    most = room if max_staleness == 0 else most_in_flight(room, estimate, z)
+    return max(0, min(most - num_in_flight, by_fleet))
+
+
+def most_in_flight(room: int, estimate: YieldEstimate, z: float = DEFAULT_Z) -> int:
+    """Most running groups n whose `kept_upper_bound` is at most `room`; 0 without room.
+
+    With ``x = sqrt(n)`` the bound ``r x^2 + z sqrt(r (1 - r)) x`` is a parabola, whose larger root
+    is at `room`.
+    """
+    if room <= 0:
+        return 0
+    rate = estimate.upper(z)
+    half = z * math.sqrt(rate * (1.0 - rate)) / 2.0
+    root = (math.sqrt(half * half + rate * room) - half) / rate
+    return max(room, math.floor(root * root + _ROUNDING))

@@ -70,7 +70,7 @@ def metric_value(scored: Scored, metric: str) -> float:
 
 
 def _uniform_end(scores: Sequence[Scored]) -> PromptEnd:
-    grades = {_is_right(scored) for scored in scores}
+    grades = {is_right(scored) for scored in scores}
     if grades == {True}:
         return PromptEnd.FILTERED_ALL_RIGHT
     if grades == {False}:
@@ -78,8 +78,8 @@ def _uniform_end(scores: Sequence[Scored]) -> PromptEnd:
     return PromptEnd.FILTERED_UNIFORM
 
 
-def _is_right(scored: Scored) -> bool | None:
-    """Right, wrong, or neither (partial credit). Scores come as 0 / 1 or as -1 / +1."""
+def is_right(scored: Scored) -> bool | None:
+    """Right, wrong, or ``None``: neither (partial credit). Scores are 0 / 1 or -1 / +1."""
     grade = float(scored.metrics.get(ACCURACY_METRIC, scored.score))
     if grade >= 1.0:
         return True

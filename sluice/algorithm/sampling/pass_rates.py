@@ -1,0 +1,122 @@
+"""What is believed of prompts' pass rates: a distribution over a grid, learnt as groups end.
+
+The population's distribution is the prior of every prompt; a prompt's own samples, of earlier
+visits and of this one, make its posterior (answers are independent given the pass rate p, so the
+likelihood of r right and w wrong ones is ``p^r (1 - p)^w``). The population is learnt by
+incremental expectation maximisation: each ended group adds its posterior to the weights, whose past
+decays. That stays right when a group was stopped after its first samples, since stopping depends on
+nothing but the samples seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from sluice.errors import ConfigError
+
+HARD_BELOW = 0.1
+"""Prompts with a pass rate below this are hard."""
+
+DECAY_PER_GROUP = 0.998
+PRIOR_WEIGHT = 24.0
+
+Weights = npt.NDArray[np.float64]  # [grid], sums to 1
+
+_LOGITS = np.linspace(-6.2, 6.2, 41)
+GRID: Weights = 1.0 / (1.0 + np.exp(-_LOGITS))
+"""Pass rates, 0.002 to 0.998, evenly spaced in log odds: nobody is hopeless or sure for ever."""
+
+_LOG_RIGHT, _LOG_WRONG = np.log(GRID), np.log1p(-GRID)
+_HARD = (GRID < HARD_BELOW).astype(np.float64)
+# U-shaped, as pass rates are: log odds between those of "almost never" and "almost always".
+_PRIOR = np.full(GRID.size, 1.0 / GRID.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Graded samples of one prompt. Counts may be fractions: what is old counts less."""
+
+    num_right: float = 0.0
+    num_wrong: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_right < 0.0 or self.num_wrong < 0.0:
+            raise ConfigError(f"counts of samples must not be negative: {self}")
+
+    def __add__(self, other: Evidence) -> Evidence:
+        return Evidence(self.num_right + other.num_right, self.num_wrong + other.num_wrong)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassRateBelief:
+    """The population's pass rates; starts even in log odds."""
+
+    counts: Weights = field(default_factory=lambda: np.zeros(GRID.size))
+
+    @property
+    def population(self) -> Weights:
+        """Weights of the grid for a prompt of which nothing is known."""
+        total = self.counts + PRIOR_WEIGHT * _PRIOR
+        return np.asarray(total / total.sum(), dtype=np.float64)
+
+    def posterior(self, evidence: Evidence) -> Weights:
+        """Weights of the grid for a prompt with some graded samples."""
+        return posterior(self.population, evidence)
+
+    def learn(self, seen: list[tuple[Evidence, float]]) -> PassRateBelief:
+        """The belief after some more groups ended, in any order.
+
+        Args:
+            seen: evidence on each group's prompt, and how many prompts of the population the group
+                stands for (the inverse of the probability that it was drawn).
+        """
+        if not seen:
+            return self
+        population = self.population
+        added = sum(
+            (weight * posterior(population, evidence) for evidence, weight in seen),
+            start=np.zeros(GRID.size),
+        )
+        return PassRateBelief(self.counts * DECAY_PER_GROUP ** len(seen) + added)
+
+
+def posterior(population: Weights, evidence: Evidence) -> Weights:
+    """Weights of the grid given a prior and some graded samples of one prompt."""
+    log_likelihood = evidence.num_right * _LOG_RIGHT + evidence.num_wrong * _LOG_WRONG
+    weights = population * np.exp(log_likelihood - log_likelihood.max())
+    return np.asarray(weights / weights.sum(), dtype=np.float64)
+
+
+def hard_probability(weights: Weights) -> float:
+    """Probability that the pass rate is below `HARD_BELOW`."""
+    return float(weights @ _HARD)
+
+
+def mean_pass_rate(weights: Weights) -> float:
+    """Expected pass rate."""
+    return float(weights @ GRID)
+
+
+def all_right_probability(weights: Weights, num_samples: int) -> float:
+    """Probability that all of `num_samples` further samples are right."""
+    return float(weights @ _powers(num_samples)[0])
+
+
+def all_wrong_probability(weights: Weights, num_samples: int) -> float:
+    """Probability that all of `num_samples` further samples are wrong."""
+    return float(weights @ _powers(num_samples)[1])
+
+
+def mixed_probability(weights: Weights, num_samples: int) -> float:
+    """Probability that `num_samples` further samples are neither all right nor all wrong."""
+    right, wrong = _powers(num_samples)
+    return float(1.0 - weights @ (right + wrong)) if num_samples else 0.0
+
+
+@lru_cache(maxsize=64)
+def _powers(num_samples: int) -> tuple[Weights, Weights]:
+    return GRID**num_samples, (1.0 - GRID) ** num_samples

@@ -1,0 +1,65 @@
+"""What earlier visits of one prompt showed, and how much of it still holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KEPT_PER_VERSION = 0.995
+"""A visit counts this much less for each version since: half after about 140 versions. The policy
+learns, so that old samples say less about what it would answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptHistory:
+    """Earlier visits of a prompt, as of `version`.
+
+    `num_right` and `num_wrong` are discounted counts of graded samples, `mean_tokens` the mean
+    length of their responses.
+    """
+
+    num_right: float
+    num_wrong: float
+    mean_tokens: float
+    version: int
+    num_visits: int
+
+    def aged(self, version: int) -> PromptHistory:
+        """The same with the counts discounted to `version`; never grows if `version` is older."""
+        factor = KEPT_PER_VERSION ** max(0, version - self.version)
+        return PromptHistory(
+            self.num_right * factor,
+            self.num_wrong * factor,
+            self.mean_tokens,
+            max(version, self.version),
+            self.num_visits,
+        )
+
+
+def remembered(
+    history: PromptHistory | None,
+    *,
+    num_right: int,
+    num_scored: int,
+    mean_tokens: float,
+    version: int,
+) -> PromptHistory:
+    """The history after one more visit, whose `num_scored` samples were graded.
+
+    Args:
+        history: of the visits before; ``None``: there was none.
+        num_right: right samples.
+        num_scored: samples with a grade.
+        mean_tokens: mean response length of the visit, tokens.
+        version: policy version at the end of the visit.
+    """
+    before = (history or PromptHistory(0.0, 0.0, 0.0, version, 0)).aged(version)
+    weight_before = before.num_right + before.num_wrong
+    total = weight_before + num_scored
+    mean = (before.mean_tokens * weight_before + mean_tokens * num_scored) / total if total else 0.0
+    return PromptHistory(
+        before.num_right + num_right,
+        before.num_wrong + num_scored - num_right,
+        mean,
+        before.version,
+        before.num_visits + 1,
+    )

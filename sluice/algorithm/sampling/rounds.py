@@ -1,0 +1,73 @@
+"""verl's dynamic sampling: waves of prompts, each awaited whole, until a batch is full.
+
+One wave is `gen_batch_size` prompts. When all of its groups have ended and fewer than
+`train_batch_size` are kept, another wave is drawn, up to `max_num_gen_batches` of them (0 or less:
+no bound). When enough are kept, the first `train_batch_size` are trained and the surplus is thrown
+away; the next wave is drawn under the new policy. (verl 0.6, `RayDAPOTrainer.fit`.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sluice.errors import BatchUnfillableError
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Waves drawn for the batch under way.
+
+    Args:
+        gen_batch_size: prompts of a wave.
+        train_batch_size: groups of a batch.
+        max_num_gen_batches: most waves for one batch; 0 or less: no bound.
+        num_waves: waves begun.
+        num_drawn: prompts of the last wave that were drawn.
+    """
+
+    gen_batch_size: int
+    train_batch_size: int
+    max_num_gen_batches: int
+    num_waves: int = 0
+    num_drawn: int = 0
+
+    def drew(self) -> Rounds:
+        """One more prompt of the wave was drawn; the first one begins a wave."""
+        if self.num_waves == 0 or self.num_drawn >= self.gen_batch_size:
+            return replace(self, num_waves=self.num_waves + 1, num_drawn=1)
+        return replace(self, num_drawn=self.num_drawn + 1)
+
+    def gave_back(self) -> Rounds:
+        """A prompt of the wave was broken off and will be drawn again."""
+        return replace(self, num_drawn=max(0, self.num_drawn - 1))
+
+    def batch_formed(self) -> Rounds:
+        """The batch is full: the next wave is another batch's first."""
+        return replace(self, num_waves=0, num_drawn=0)
+
+    def has_ended(self, num_in_flight: int) -> bool:
+        """Whether the last wave is drawn and all of its groups have ended."""
+        is_drawn = self.num_waves > 0 and self.num_drawn == self.gen_batch_size
+        return is_drawn and num_in_flight == 0
+
+    def num_to_draw(self, *, num_in_flight: int, num_kept: int, num_in_training: int) -> int:
+        """Prompts of the wave that are still to be drawn; of a new wave where one is due.
+
+        Raises:
+            BatchUnfillableError: the last wave that is allowed left the batch unfilled.
+        """
+        if num_in_training:
+            return 0
+        if self.num_waves and self.num_drawn < self.gen_batch_size:
+            return self.gen_batch_size - self.num_drawn
+        if num_in_flight or num_kept >= self.train_batch_size:
+            return 0
+        if 0 < self.max_num_gen_batches <= self.num_waves:
+            raise BatchUnfillableError(
+                f"num_gen_batches = {self.num_waves} >= max_num_gen_batches = "
+                f"{self.max_num_gen_batches}. Generated too many: {num_kept} of "
+                f"{self.train_batch_size} groups were kept. Please check if your data are too "
+                "difficult (or too easy); raise algorithm.filter_groups.max_num_gen_batches, set "
+                "it to 0 for no bound, or choose sluice.sampling.strategy=stream"
+            )
+        return self.gen_batch_size

@@ -1,0 +1,64 @@
+"""The strategies of over-generation, and what they have to know of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class StrategyName(StrEnum):
+    """How prompts are drawn until a batch of mixed groups is full.
+
+    ``rounds`` is verl's way: waves of prompts, each awaited whole, the surplus thrown away.
+    ``stream`` refills continuously and carries surplus over. ``staged`` draws a few samples of a
+    group first. ``memory`` passes prompts by whose earlier visits promise nothing.
+    ``staged_memory`` does both.
+    """
+
+    ROUNDS = "rounds"
+    STREAM = "stream"
+    STAGED = "staged"
+    MEMORY = "memory"
+    STAGED_MEMORY = "staged_memory"
+
+    @property
+    def uses_probes(self) -> bool:
+        """Whether a group's first samples decide about the rest."""
+        return self in (StrategyName.STAGED, StrategyName.STAGED_MEMORY)
+
+    @property
+    def uses_memory(self) -> bool:
+        """Whether earlier visits of a prompt decide about this one."""
+        return self in (StrategyName.MEMORY, StrategyName.STAGED_MEMORY)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRules:
+    """What a strategy is made of.
+
+    Args:
+        strategy: which one.
+        train_batch_size: B, groups in a train batch.
+        max_staleness: S, versions a group may be behind when it is trained; 0 for ``rounds``.
+        samples_per_group: n, samples drawn for a prompt.
+        gen_batch_size: prompts of a wave; ``rounds`` only.
+        max_num_gen_batches: waves after which an unfilled batch is an error, 0 or less for
+            unlimited; ``rounds`` only.
+        probe_samples: samples of a group drawn first, below n; strategies with probes only.
+        exploration: least probability, above 0, with which a prompt or a group that is not worth
+            its tokens is drawn all the same.
+        coverage_guard: keep the share of hard prompts among the kept ones what it is without
+            probes and memory.
+        seed: decides the draws of `exploration`.
+    """
+
+    strategy: StrategyName
+    train_batch_size: int
+    max_staleness: int
+    samples_per_group: int
+    gen_batch_size: int = 0
+    max_num_gen_batches: int = 0
+    probe_samples: int = 4
+    exploration: float = 0.1
+    coverage_guard: bool = True
+    seed: int = 0

@@ -1,0 +1,219 @@
+"""A strategy at work: how many groups to start, which, and how many samples of each.
+
+State without a clock or I/O; the reward service and the simulator drive the same object. What ended
+groups teach is taken in when a version is announced, in the order of issue: so decisions do not
+depend on which of two groups ended first, and a synchronous run repeats.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from sluice.algorithm.admission import YieldEstimate, groups_to_admit
+from sluice.algorithm.sampling.choice import Knowledge, choose_rest, choose_visit
+from sluice.algorithm.sampling.coverage_guard import CoverageGuard, Side
+from sluice.algorithm.sampling.pass_rates import Evidence, PassRateBelief
+from sluice.algorithm.sampling.prompt_memory import PromptHistory, remembered
+from sluice.algorithm.sampling.rounds import Rounds
+from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
+from sluice.algorithm.sampling.visit import Visit, VisitEnd
+
+
+@dataclass(frozen=True, slots=True)
+class LoopLoad:
+    """Groups by where they are.
+
+    `num_in_flight` started and did not end, `num_kept` wait for a batch, `num_in_training` are
+    leased and their new policy is not announced yet; `room` is how many more the fleet could take.
+    """
+
+    num_in_flight: int
+    num_kept: int
+    num_in_training: int
+    room: int
+
+
+class SamplingStrategy:
+    """Decides for one run.
+
+    Args:
+        rules: which strategy, and its settings.
+    """
+
+    def __init__(self, rules: SamplingRules) -> None:
+        self._rules = rules
+        self._rounds = Rounds(
+            rules.gen_batch_size, rules.train_batch_size, rules.max_num_gen_batches
+        )
+        guard = CoverageGuard(rules.exploration, is_on=rules.coverage_guard)
+        self._knowledge = Knowledge.of(PassRateBelief(), guard, rules.samples_per_group)
+        self._ends: list[VisitEnd] = []
+        self._counts: Counter[str] = Counter()
+        self.estimate = YieldEstimate()
+
+    @property
+    def rules(self) -> SamplingRules:
+        """What it was made of."""
+        return self._rules
+
+    @property
+    def discards_surplus(self) -> bool:
+        """Whether kept groups beyond a batch are thrown away."""
+        return self._rules.strategy is StrategyName.ROUNDS
+
+    def num_to_start(self, load: LoopLoad) -> int:
+        """Groups to start now.
+
+        Raises:
+            BatchUnfillableError: ``rounds`` used up its waves.
+        """
+        if self.discards_surplus:
+            wanted = self._rounds.num_to_draw(
+                num_in_flight=load.num_in_flight,
+                num_kept=load.num_kept,
+                num_in_training=load.num_in_training,
+            )
+            return min(wanted, load.room)
+        return groups_to_admit(
+            train_batch_size=self._rules.train_batch_size,
+            max_staleness=self._rules.max_staleness,
+            num_in_flight=load.num_in_flight,
+            num_kept=load.num_kept,
+            num_in_training=load.num_in_training,
+            estimate=self.estimate,
+            max_in_flight=load.num_in_flight + load.room,
+        )
+
+    def visit(self, key: str, sequence: int, history: PromptHistory | None, version: int) -> Visit:
+        """Decide about a prompt that was drawn; `started` or `skipped` has to follow.
+
+        Args:
+            key: names the prompt across visits.
+            sequence: its place in the order of issue.
+            history: of its earlier visits; ignored by strategies without memory.
+            version: announced now.
+        """
+        uses_probes = self._rules.strategy.uses_probes
+        first = self._rules.probe_samples if uses_probes else self._rules.samples_per_group
+        known = history if self._rules.strategy.uses_memory else None
+        return choose_visit(
+            self._knowledge, self._rules, Visit(key, sequence, known, first), version
+        )
+
+    def started(self, visit: Visit) -> None:
+        """The group of a visit starts."""
+        self._rounds = self._rounds.drew()
+        self._counts["visits"] += 1
+        self._counts["explored"] += visit.side is not Side.SURE
+
+    def skipped(self, visit: Visit) -> None:
+        """A prompt was passed by."""
+        self._counts["skipped"] += 1
+        self._counts[f"skipped_{visit.side}"] += 1
+
+    def restarted(self, visit: Visit) -> None:
+        """A group was broken off and its prompt waits again, to be visited anew."""
+        self._rounds = self._rounds.gave_back()
+        self._counts["visits"] -= 1
+        self._counts["explored"] -= visit.side is not Side.SURE
+
+    def after_probes(
+        self, visit: Visit, *, num_right: int, num_scored: int, version: int
+    ) -> Visit | None:
+        """Decide about the rest of a group; ``None``: it ends here as filtered."""
+        goes_on = choose_rest(
+            self._knowledge,
+            self._rules,
+            visit,
+            num_right=num_right,
+            num_scored=num_scored,
+            version=version,
+        )
+        if goes_on is None:
+            self._counts["stopped"] += 1
+            self._counts["stopped_easy" if num_right else "stopped_hard"] += 1
+        return goes_on
+
+    def ended(
+        self,
+        visit: Visit,
+        *,
+        num_right: int,
+        num_scored: int,
+        mean_tokens: float,
+        kept: bool,
+        version: int,
+    ) -> None:
+        """A group was kept or filtered (a stopped one is filtered). One that failed is not told.
+
+        Args:
+            visit: as `after_probes` returned it, if it went on.
+            num_right: right samples.
+            num_scored: graded samples.
+            mean_tokens: mean response length.
+            kept: whether it waits for a batch.
+            version: announced now.
+        """
+        self.estimate = self.estimate.observe(kept)
+        evidence = Evidence(float(num_right), float(num_scored - num_right))
+        self._ends.append(VisitEnd(visit, evidence, mean_tokens, kept, version))
+
+    def may_form(self, load: LoopLoad) -> bool:
+        """Whether a full batch may be taken from the kept groups."""
+        return not self.discards_surplus or self._rounds.has_ended(load.num_in_flight)
+
+    def batch_formed(self) -> None:
+        """A batch was taken from the kept groups."""
+        self._rounds = self._rounds.batch_formed()
+
+    def new_version(self) -> list[tuple[str, PromptHistory]]:
+        """Learn from the groups that ended since the version before.
+
+        Returns:
+            what to remember, by key; none without memory. A later entry of a key replaces earlier
+            ones.
+        """
+        ends, self._ends = sorted(self._ends, key=lambda end: end.visit.sequence), []
+        if not (self._rules.strategy.uses_probes or self._rules.strategy.uses_memory):
+            return []
+        self._knowledge = self._knowledge.after(ends, self._rules.samples_per_group)
+        if not self._rules.strategy.uses_memory:
+            return []
+        return [(end.visit.key, _remembered(end)) for end in ends]
+
+    def statistics(self) -> dict[str, float]:
+        """Gauges and counts since the start, by metric name."""
+        gauges = {"sampling/yield": self.estimate.mean}
+        if self._rules.strategy.uses_probes or self._rules.strategy.uses_memory:
+            gauges |= _of_knowledge(self._knowledge)
+            gauges |= {
+                f"sampling/{name}": float(self._counts[name])
+                for name in (
+                    *("visits", "explored", "skipped", "skipped_easy", "skipped_hard"),
+                    *("stopped", "stopped_easy", "stopped_hard"),
+                )
+            }
+        return gauges
+
+
+def _remembered(end: VisitEnd) -> PromptHistory:
+    return remembered(
+        end.visit.history,
+        num_right=int(end.evidence.num_right),
+        num_scored=int(end.evidence.num_right + end.evidence.num_wrong),
+        mean_tokens=end.mean_tokens,
+        version=end.version,
+    )
+
+
+def _of_knowledge(knowledge: Knowledge) -> dict[str, float]:
+    guard = knowledge.guard
+    return {
+        "sampling/price": knowledge.price,
+        "sampling/hard_share": guard.share,
+        "sampling/hard_share_plain": guard.plain_share,
+        "sampling/hard_share_ratio": guard.ratio,
+        "sampling/draw_probability_easy": guard.probability(Side.EASY),
+        "sampling/draw_probability_hard": guard.probability(Side.HARD),
+    }

@@ -1,0 +1,98 @@
+"""Whether a prompt, or the rest of a group, is worth its samples.
+
+A group is trained only if it is mixed: then all n samples are. Drawing prompts as they come, m of
+whose groups are mixed on average, costs ``1 / m`` samples for each that is trained. That is the
+price: what costs more is better spent on the next prompt. With P the probability that a group will
+be mixed, given what is known of it, and k samples drawn already, the rest is worth drawing if
+
+    (n - k) <= n * P / m
+
+A visit is worth it if what it is expected to cost, probes included, is at most what it is expected
+to train, times the price. Lengths cancel out: a prompt's trained samples are as long as those that
+are drawn for it. Prices above plain drawing's are paid by nobody; below them everybody is drawn, so
+that the choice does not run away towards the few prompts that are mixed for sure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sluice.algorithm.sampling.pass_rates import (
+    Evidence,
+    Weights,
+    all_right_probability,
+    all_wrong_probability,
+    mixed_probability,
+    posterior,
+)
+
+CERTAIN_GROUPS_PRICE = 1.0
+
+
+def plain_price(population: Weights, samples_per_group: int) -> float:
+    """Samples drawn for each that is trained when prompts are drawn as they come; at least 1."""
+    mixed = mixed_probability(population, samples_per_group)
+    return max(CERTAIN_GROUPS_PRICE, 1.0 / max(mixed, 1e-6))
+
+
+@dataclass(frozen=True, slots=True)
+class Stakes:
+    """What may still come of a visit, in samples."""
+
+    cost: float
+    gain: float
+
+    def worth(self, price: float) -> float:
+        """What is expected to be trained, times the price, over what is expected to be drawn.
+
+        From 1 on the samples to be trained are had at no more than `price` each.
+        """
+        return self.gain * price / self.cost
+
+
+def rest_of_group(
+    before_probes: Weights, *, num_right: int, num_probes: int, samples_per_group: int
+) -> Stakes:
+    """The rest of a group whose probes were all right or all wrong.
+
+    Args:
+        before_probes: weights of the grid for its prompt before them.
+        num_right: right probes: all or none.
+        num_probes: graded probes.
+        samples_per_group: n.
+    """
+    evidence = Evidence(float(num_right), float(num_probes - num_right))
+    after = posterior(before_probes, evidence)
+    rest = samples_per_group - num_probes
+    stays_uniform = all_right_probability if num_right else all_wrong_probability
+    mixed = 1.0 - stays_uniform(after, rest)
+    return Stakes(float(rest), samples_per_group * mixed)
+
+
+def whole_visit(
+    weights: Weights, *, probe_samples: int | None, samples_per_group: int, price: float
+) -> Stakes:
+    """A visit to a prompt, its probes included.
+
+    Args:
+        weights: weights of the grid for the prompt.
+        probe_samples: samples drawn first; ``None``: all at once.
+        samples_per_group: n.
+        price: decides whether groups with uniform probes go on.
+    """
+    n = samples_per_group
+    if probe_samples is None:
+        return Stakes(float(n), n * mixed_probability(weights, n))
+    rest = n - probe_samples
+    goes_on = mixed_probability(weights, probe_samples)
+    cost, gain = probe_samples + rest * goes_on, n * goes_on
+    for num_right, chance in (
+        (probe_samples, all_right_probability(weights, probe_samples)),
+        (0, all_wrong_probability(weights, probe_samples)),
+    ):
+        stakes = rest_of_group(
+            weights, num_right=num_right, num_probes=probe_samples, samples_per_group=n
+        )
+        if stakes.worth(price) >= 1.0:
+            cost, gain = cost + chance * stakes.cost, gain + chance * stakes.gain
+    return Stakes(cost, gain)

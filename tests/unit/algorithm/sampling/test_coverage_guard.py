@@ -1,0 +1,85 @@
+"""The coverage guard: shares of hard prompts, and the probabilities that keep them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.algorithm.sampling.coverage_guard import CoverageGuard, Side
+
+
+def kept_like(
+    guard: CoverageGuard, generator: np.random.Generator, num_visits: int
+) -> tuple[CoverageGuard, int, int]:
+    """Groups drawn as the guard says: 50 % sure (4 % of them hard), 30 % easy, 20 % hard."""
+    kept = hard = 0
+    for _ in range(num_visits):
+        side = (Side.SURE, Side.EASY, Side.HARD)[int(generator.choice(3, p=[0.5, 0.3, 0.2]))]
+        hardness = {Side.SURE: generator.random() < 0.04, Side.EASY: False, Side.HARD: True}[side]
+        probability = guard.probability(side, 0.8)
+        if generator.random() < probability:
+            guard = guard.kept(side, hardness=float(hardness), worth=0.8, probability=probability)
+            kept, hard = kept + 1, hard + int(hardness)
+    return guard, kept, hard
+
+
+def test_what_met_no_choice_is_always_drawn() -> None:
+    assert CoverageGuard(0.1).probability(Side.SURE) == 1.0
+
+
+def test_hard_prompts_are_all_drawn_until_shares_are_known() -> None:
+    assert CoverageGuard(0.1).probability(Side.HARD, 0.3) == 1.0
+
+
+def test_the_easy_side_is_drawn_as_rarely_as_allowed() -> None:
+    assert CoverageGuard(0.1).probability(Side.EASY, 0.9) == 0.1
+
+
+def test_without_the_guard_both_sides_are_explored_alike() -> None:
+    guard = CoverageGuard(0.2, is_on=False)
+    assert guard.probability(Side.EASY) == guard.probability(Side.HARD) == 0.2
+
+
+def test_the_share_of_hard_prompts_stays_what_plain_drawing_gives() -> None:
+    generator = np.random.default_rng(0)
+    guard, _, _ = kept_like(CoverageGuard(0.1), generator, 3000)
+    _, kept, hard = kept_like(guard, generator, 8000)
+    assert hard / kept == pytest.approx(0.22, rel=0.1)
+
+
+def test_without_the_guard_the_share_would_fall() -> None:
+    generator = np.random.default_rng(0)
+    _, kept, hard = kept_like(CoverageGuard(0.1, is_on=False), generator, 8000)
+    assert hard / kept < 0.22 * 0.6
+
+
+def test_the_share_of_plain_drawing_is_estimated_though_groups_are_drawn_unevenly() -> None:
+    generator = np.random.default_rng(2)
+    guard, _, _ = kept_like(CoverageGuard(0.25), generator, 8000)
+    assert guard.plain_share == pytest.approx(0.22, rel=0.15)
+
+
+def test_too_many_hard_prompts_raise_the_easy_side_instead() -> None:
+    guard = CoverageGuard(0.1)
+    for _ in range(200):
+        guard = guard.kept(Side.SURE, hardness=0.3, worth=1.0, probability=1.0)
+        guard = guard.kept(Side.EASY, hardness=0.0, worth=0.9, probability=0.2)
+    assert guard.probability(Side.EASY, 0.9) > 0.1
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(list(Side)), st.floats(0, 1), st.floats(0, 1), st.floats(0.05, 1))
+    ),
+    st.floats(0, 1),
+)
+def test_probabilities_lie_between_exploration_and_one(
+    groups: list[tuple[Side, float, float, float]], worth: float
+) -> None:
+    guard = CoverageGuard(0.05)
+    for side, hardness, its_worth, probability in groups:
+        guard = guard.kept(side, hardness=hardness, worth=its_worth, probability=probability)
+    for side in Side:
+        assert 0.05 <= guard.probability(side, worth) <= 1.0

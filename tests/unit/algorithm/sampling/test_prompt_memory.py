@@ -1,0 +1,56 @@
+"""What is remembered of a prompt."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.algorithm.sampling.prompt_memory import PromptHistory, remembered
+
+
+def visit(history: PromptHistory | None, right: int, scored: int, version: int) -> PromptHistory:
+    return remembered(
+        history, num_right=right, num_scored=scored, mean_tokens=100.0, version=version
+    )
+
+
+def test_a_first_visit_is_remembered_as_it_was() -> None:
+    assert visit(None, 3, 16, 7) == PromptHistory(3.0, 13.0, 100.0, 7, 1)
+
+
+def test_visits_of_the_same_version_add_up() -> None:
+    assert visit(visit(None, 3, 16, 7), 1, 4, 7) == PromptHistory(4.0, 16.0, 100.0, 7, 2)
+
+
+def test_what_is_old_counts_less() -> None:
+    aged = PromptHistory(8.0, 8.0, 50.0, 0, 1).aged(140)
+    assert aged.num_right == pytest.approx(4.0, rel=0.02)
+    assert aged.mean_tokens == 50.0
+
+
+def test_an_older_version_does_not_make_a_history_younger() -> None:
+    history = PromptHistory(8.0, 8.0, 50.0, 10, 1)
+    assert history.aged(3) == history
+
+
+def test_lengths_are_averaged_by_samples() -> None:
+    before = PromptHistory(4.0, 4.0, 100.0, 5, 1)
+    after = remembered(before, num_right=0, num_scored=8, mean_tokens=200.0, version=5)
+    assert after.mean_tokens == pytest.approx(150.0)
+
+
+def test_a_visit_without_a_graded_sample_leaves_the_counts() -> None:
+    assert visit(PromptHistory(4.0, 4.0, 100.0, 5, 1), 0, 0, 5).num_right == 4.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 16), st.integers(0, 50)), max_size=20))
+def test_counts_are_never_more_than_the_samples_seen(visits: list[tuple[int, int]]) -> None:
+    history: PromptHistory | None = None
+    version = 0
+    for right, later in visits:
+        version += later
+        history = visit(history, right, 16, version)
+    if history is not None:
+        assert history.num_right + history.num_wrong <= 16 * len(visits) + 1e-9
+        assert history.num_visits == len(visits)

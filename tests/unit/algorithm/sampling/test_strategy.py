@@ -1,0 +1,206 @@
+"""Strategies at work, on a population with known pass rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from sluice.algorithm.sampling.prompt_memory import PromptHistory
+from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
+from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
+from sluice.algorithm.sampling.visit import Visit
+
+N = 16
+RULES = SamplingRules(
+    StrategyName.STREAM, 64, 1, N, gen_batch_size=128, max_num_gen_batches=3, seed=5
+)
+
+
+def strategy(name: StrategyName, **changes: object) -> SamplingStrategy:
+    return SamplingStrategy(replace(RULES, strategy=name, **changes))  # type: ignore[arg-type]
+
+
+def load(in_flight: int = 0, kept: int = 0, training: int = 0, room: int = 10_000) -> LoopLoad:
+    return LoopLoad(in_flight, kept, training, room)
+
+
+@dataclass
+class Totals:
+    drawn: int = 0
+    kept: int = 0
+    hard: int = 0
+
+    @property
+    def per_trained(self) -> float:
+        return self.drawn / (N * self.kept)
+
+
+class World:
+    """Prompts of known pass rates, visited epoch after epoch."""
+
+    def __init__(self, chosen: SamplingStrategy, seed: int = 0) -> None:
+        self.strategy, self._generator = chosen, np.random.default_rng(seed)
+        parts = self._generator.choice(3, p=[0.3, 0.35, 0.35], size=2048)
+        beta = self._generator.beta
+        self.rates = np.choose(
+            parts, [beta(0.3, 6, 2048), beta(1.2, 1.2, 2048), beta(6, 0.3, 2048)]
+        )
+        self.memory: dict[str, PromptHistory] = {}
+        self._sequence = 0
+
+    def run(self, num_batches: int, warm_up: int) -> Totals:
+        totals = Totals()
+        for version in range(num_batches):
+            kept = 0
+            while kept < RULES.train_batch_size:
+                found = self._visit(version)
+                kept += found.kept
+                if version >= warm_up:
+                    totals.drawn += found.drawn
+                    totals.kept += found.kept
+                    totals.hard += found.hard
+            self.strategy.batch_formed()
+            self.memory.update(self.strategy.new_version())
+        return totals
+
+    def _visit(self, version: int) -> Totals:
+        prompt = self._sequence % self.rates.size
+        self._sequence += 1
+        key = str(prompt)
+        visit = self.strategy.visit(key, self._sequence, self.memory.get(key), version)
+        if visit.is_skipped:
+            self.strategy.skipped(visit)
+            return Totals()
+        self.strategy.started(visit)
+        answers = self._generator.random(N) < self.rates[prompt]
+        seen = answers[: visit.first_samples]
+        goes_on: Visit | None = visit
+        if visit.first_samples < N:
+            goes_on = self.strategy.after_probes(
+                visit, num_right=int(seen.sum()), num_scored=seen.size, version=version
+            )
+            seen = answers if goes_on else seen
+        kept = seen.size == N and 0 < seen.sum() < N
+        self.strategy.ended(
+            goes_on or visit,
+            num_right=int(seen.sum()),
+            num_scored=seen.size,
+            mean_tokens=100.0,
+            kept=bool(kept),
+            version=version,
+        )
+        return Totals(seen.size, int(kept), int(kept and self.rates[prompt] < 0.1))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Totals:
+    return World(strategy(StrategyName.STREAM)).run(120, 40)
+
+
+@pytest.mark.parametrize(
+    "name", [StrategyName.STAGED, StrategyName.MEMORY, StrategyName.STAGED_MEMORY]
+)
+def test_probes_and_memory_save_samples_and_keep_the_share_of_hard_prompts(
+    name: StrategyName, plain: Totals
+) -> None:
+    found = World(strategy(name)).run(160, 40)
+    assert found.per_trained < 0.97 * plain.per_trained
+    assert found.hard / found.kept == pytest.approx(plain.hard / plain.kept, rel=0.1)
+
+
+def test_without_the_guard_hard_prompts_are_lost(plain: Totals) -> None:
+    unguarded = strategy(StrategyName.STAGED_MEMORY, coverage_guard=False)
+    found = World(unguarded).run(120, 40)
+    assert found.hard / found.kept < 0.8 * plain.hard / plain.kept
+
+
+def test_mixed_probes_always_go_on() -> None:
+    chosen = strategy(StrategyName.STAGED)
+    visit = chosen.visit("a", 0, None, 0)
+    assert visit.first_samples == RULES.probe_samples
+    assert chosen.after_probes(visit, num_right=1, num_scored=4, version=0) is visit
+
+
+def test_probes_that_could_not_be_graded_do_not_stop_a_group() -> None:
+    chosen = strategy(StrategyName.STAGED)
+    visit = chosen.visit("a", 0, None, 0)
+    assert chosen.after_probes(visit, num_right=0, num_scored=0, version=0) is visit
+
+
+def test_stream_draws_every_prompt_whole_whatever_its_history() -> None:
+    history = PromptHistory(160.0, 0.0, 100.0, 0, 10)
+    visit = strategy(StrategyName.STREAM).visit("a", 0, history, 0)
+    assert visit.first_samples == N
+    assert visit.history is None
+
+
+def test_a_prompt_that_was_always_right_is_mostly_passed_by_but_explored_at_times() -> None:
+    chosen = strategy(StrategyName.MEMORY)
+    history = PromptHistory(64.0, 0.0, 100.0, 0, 4)
+    visits = [chosen.visit(str(i), i, history, 0) for i in range(1000)]
+    num_drawn = sum(not visit.is_skipped for visit in visits)
+    assert 60 <= num_drawn <= 140  # exploration 0.1
+    assert all(visit.probability == pytest.approx(0.1) for visit in visits)
+
+
+def test_choices_depend_on_the_visit_alone() -> None:
+    history = PromptHistory(64.0, 0.0, 100.0, 0, 4)
+    first, second = strategy(StrategyName.MEMORY), strategy(StrategyName.MEMORY)
+    forward = [first.visit(str(i), i, history, 0).is_skipped for i in range(200)]
+    backward = [second.visit(str(i), i, history, 0).is_skipped for i in reversed(range(200))]
+    assert forward == backward[::-1]
+
+
+def test_what_is_learnt_does_not_depend_on_which_group_ended_first() -> None:
+    learnt = []
+    for order in (1, -1):
+        chosen = strategy(StrategyName.STAGED_MEMORY)
+        visits = [chosen.visit(str(i), i, None, 0) for i in range(100)][::order]
+        for visit in visits:
+            chosen.ended(
+                visit,
+                num_right=visit.sequence % 17,
+                num_scored=N,
+                mean_tokens=10.0,
+                kept=visit.sequence % 17 not in {0, 16},
+                version=0,
+            )
+        histories = dict(chosen.new_version())
+        learnt.append((histories, chosen.statistics()["sampling/price"]))
+    assert learnt[0] == learnt[1]
+
+
+def test_nothing_is_learnt_before_a_version_is_announced() -> None:
+    chosen = strategy(StrategyName.STAGED)
+    before = chosen.statistics()["sampling/price"]
+    visit = chosen.visit("a", 0, None, 0)
+    chosen.ended(visit, num_right=0, num_scored=4, mean_tokens=1.0, kept=False, version=0)
+    assert chosen.statistics()["sampling/price"] == before
+    assert chosen.new_version() == []  # staged remembers no prompts
+    assert chosen.statistics()["sampling/price"] != before
+
+
+def test_rounds_waits_for_the_whole_wave_and_throws_the_surplus_away() -> None:
+    chosen = strategy(StrategyName.ROUNDS, max_staleness=0)
+    assert chosen.discards_surplus
+    assert chosen.num_to_start(load()) == 128
+    for i in range(128):
+        chosen.started(chosen.visit(str(i), i, None, 0))
+    assert chosen.num_to_start(load(in_flight=1, kept=70)) == 0
+    assert not chosen.may_form(load(in_flight=1, kept=70))
+    assert chosen.may_form(load(kept=70))
+
+
+def test_stream_carries_surplus_over_and_forms_whenever_there_are_enough() -> None:
+    chosen = strategy(StrategyName.STREAM)
+    assert not chosen.discards_surplus
+    assert chosen.may_form(load(in_flight=5, kept=64))
+
+
+def test_no_more_groups_start_than_the_fleet_has_room_for() -> None:
+    for name in StrategyName:
+        chosen = strategy(name, max_staleness=0)
+        assert chosen.num_to_start(load(room=3)) == 3
+        assert chosen.num_to_start(load(room=0)) == 0
