@@ -11,7 +11,7 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 # build, which on Linux brings several GB of CUDA and works as well.
 TORCH ?= torch==$(TORCH_VERSION)
 
-.PHONY: help quickstart test test-loggers lint format protos bench-quickstart bench-algorithms clean
+.PHONY: help quickstart test test-loggers lint format protos bench-quickstart bench-algorithms bench-sampling clean
 .DEFAULT_GOAL := help
 
 help:  ## List the commands
@@ -42,6 +42,9 @@ bench-quickstart: $(VENV)/.installed-dev  ## Measure the quickstart over three s
 
 bench-algorithms: $(VENV)/.installed-train  ## Measure PPO with a critic and GRPO with a KL loss on the quickstart job
 	@$(PY) benchmarks/bench_algorithms.py $(ARGS)
+
+bench-sampling: $(VENV)/.installed-train  ## Measure the strategies of over-generation, simulated and real
+	@$(PY) benchmarks/bench_sampling.py $(ARGS)
 
 clean:  ## Remove the environment and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \

@@ -15,9 +15,15 @@ from sluice.algorithm.sampling.pass_rates import (
 )
 from sluice.algorithm.sampling.rules import SamplingRules
 from sluice.algorithm.sampling.visit import Visit, VisitEnd
-from sluice.algorithm.sampling.worth import plain_price, rest_of_group, whole_visit
+from sluice.algorithm.sampling.worth import (
+    plain_price,
+    rest_of_group,
+    saved_by_probes,
+    whole_visit,
+)
 
 _EASY_FROM = 0.5
+_LEAST_SAVING = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,14 +61,23 @@ class Knowledge:
 
 
 def choose_visit(knowledge: Knowledge, rules: SamplingRules, visit: Visit, version: int) -> Visit:
-    """Draw a prompt or pass it by, by what earlier visits showed."""
+    """Draw a prompt or pass it by, by what earlier visits showed; and with probes or without.
+
+    Probes cost time, since the rest of a group starts later. They are left out where they would
+    save fewer than `_LEAST_SAVING` samples.
+    """
     if visit.history is None or not rules.strategy.uses_memory:
         return visit
     weights = posterior(knowledge.population, visit.known(version))
+    n, probes = rules.samples_per_group, rules.probe_samples
+    if rules.strategy.uses_probes and saved_by_probes(
+        weights, probe_samples=probes, samples_per_group=n, price=knowledge.price
+    ) < _LEAST_SAVING:
+        visit = replace(visit, first_samples=n)
     stakes = whole_visit(
         weights,
-        probe_samples=rules.probe_samples if rules.strategy.uses_probes else None,
-        samples_per_group=rules.samples_per_group,
+        probe_samples=None if visit.first_samples == n else probes,
+        samples_per_group=n,
         price=knowledge.price,
     )
     worth = stakes.worth(knowledge.price)

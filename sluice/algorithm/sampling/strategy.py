@@ -26,12 +26,14 @@ class LoopLoad:
 
     `num_in_flight` started and did not end, `num_kept` wait for a batch, `num_in_training` are
     leased and their new policy is not announced yet; `room` is how many more the fleet could take.
+    `num_sure` of those in flight will be kept unless they fail: their samples differ already.
     """
 
     num_in_flight: int
     num_kept: int
     num_in_training: int
     room: int
+    num_sure: int = 0
 
 
 class SamplingStrategy:
@@ -78,11 +80,12 @@ class SamplingStrategy:
         return groups_to_admit(
             train_batch_size=self._rules.train_batch_size,
             max_staleness=self._rules.max_staleness,
-            num_in_flight=load.num_in_flight,
-            num_kept=load.num_kept,
+            # What is sure to be kept takes a place as if it were.
+            num_in_flight=load.num_in_flight - load.num_sure,
+            num_kept=load.num_kept + load.num_sure,
             num_in_training=load.num_in_training,
             estimate=self.estimate,
-            max_in_flight=load.num_in_flight + load.room,
+            max_in_flight=load.num_in_flight - load.num_sure + load.room,
         )
 
     def visit(self, key: str, sequence: int, history: PromptHistory | None, version: int) -> Visit:

@@ -15,6 +15,7 @@ that the choice does not run away towards the few prompts that are mixed for sur
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sluice.algorithm.sampling.pass_rates import (
@@ -86,13 +87,37 @@ def whole_visit(
     rest = n - probe_samples
     goes_on = mixed_probability(weights, probe_samples)
     cost, gain = probe_samples + rest * goes_on, n * goes_on
+    for chance, stakes in _uniform_probes(weights, probe_samples, n):
+        if stakes.worth(price) >= 1.0:
+            cost, gain = cost + chance * stakes.cost, gain + chance * stakes.gain
+    return Stakes(cost, gain)
+
+
+def saved_by_probes(
+    weights: Weights, *, probe_samples: int, samples_per_group: int, price: float
+) -> float:
+    """Samples that probes are expected to save, by stopping groups whose rest is not worth them."""
+    return sum(
+        chance * stakes.cost
+        for chance, stakes in _uniform_probes(weights, probe_samples, samples_per_group)
+        if stakes.worth(price) < 1.0
+    )
+
+
+def _uniform_probes(
+    weights: Weights, probe_samples: int, samples_per_group: int
+) -> Iterator[tuple[float, Stakes]]:
+    """How likely probes are all right, and what is then at stake; then the same for all wrong."""
     for num_right, chance in (
         (probe_samples, all_right_probability(weights, probe_samples)),
         (0, all_wrong_probability(weights, probe_samples)),
     ):
-        stakes = rest_of_group(
-            weights, num_right=num_right, num_probes=probe_samples, samples_per_group=n
+        yield (
+            chance,
+            rest_of_group(
+                weights,
+                num_right=num_right,
+                num_probes=probe_samples,
+                samples_per_group=samples_per_group,
+            ),
         )
-        if stakes.worth(price) >= 1.0:
-            cost, gain = cost + chance * stakes.cost, gain + chance * stakes.gain
-    return Stakes(cost, gain)

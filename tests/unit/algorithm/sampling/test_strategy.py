@@ -204,3 +204,20 @@ def test_no_more_groups_start_than_the_fleet_has_room_for() -> None:
         chosen = strategy(name, max_staleness=0)
         assert chosen.num_to_start(load(room=3)) == 3
         assert chosen.num_to_start(load(room=0)) == 0
+
+
+def test_a_group_sure_to_be_kept_takes_a_whole_place() -> None:
+    chosen = strategy(StrategyName.STAGED)
+    for sequence in range(400):
+        visit = chosen.visit(str(sequence), sequence, None, 0)
+        chosen.ended(visit, num_right=0, num_scored=4, mean_tokens=1.0, kept=False, version=0)
+    unsure = chosen.num_to_start(LoopLoad(100, 0, 0, room=10_000))
+    sure = chosen.num_to_start(LoopLoad(100, 0, 0, room=10_000, num_sure=100))
+    assert sure < unsure
+    assert chosen.num_to_start(LoopLoad(128, 0, 0, room=10_000, num_sure=128)) == 0
+
+
+def test_a_prompt_known_to_be_in_between_is_drawn_without_probes() -> None:
+    history = PromptHistory(8.0, 8.0, 100.0, 0, 1)
+    visit = strategy(StrategyName.STAGED_MEMORY).visit("a", 0, history, 0)
+    assert visit.first_samples == N

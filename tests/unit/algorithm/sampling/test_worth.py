@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.algorithm.sampling.pass_rates import GRID, Evidence, PassRateBelief, mixed_probability
-from sluice.algorithm.sampling.worth import Stakes, plain_price, rest_of_group, whole_visit
+from sluice.algorithm.sampling.worth import (
+    Stakes,
+    plain_price,
+    rest_of_group,
+    saved_by_probes,
+    whole_visit,
+)
 
 N = 16
 
@@ -69,3 +75,12 @@ def test_a_visit_never_costs_more_than_a_group_nor_gains_more_than_plain_drawing
     assert probes <= stakes.cost + 1e-9
     assert stakes.cost <= N + 1e-9
     assert -1e-9 <= stakes.gain <= N * mixed_probability(weights, N) + 1e-6
+
+
+def test_probes_save_most_on_prompts_that_are_sure_to_be_uniform() -> None:
+    def saved(rate: float) -> float:
+        return saved_by_probes(all_at(rate), probe_samples=4, samples_per_group=N, price=1.8)
+
+    assert saved(0.998) > 11.0
+    assert saved(0.002) > 11.0
+    assert saved(0.5) == 0.0

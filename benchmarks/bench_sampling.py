@@ -1,0 +1,105 @@
+"""`make bench-sampling`: what the strategies of over-generation cost and gain.
+
+Simulated: every strategy on the three mixtures of docs/simulator.md, G = 16, 64 groups a batch.
+Real: the quickstart's harder task on the embedded engine, one run a strategy, then synchronous
+against asynchronous training with one thread on each side, and the asynchronous run against its
+simulation. The last line printed is one JSON object; docs/benchmarks.md explains the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.admission_speed import admissions_per_second
+from benchmarks.sampling_real import (
+    RealRun,
+    accuracy_of_end,
+    measure_strategies,
+    measure_synchrony,
+    twin_errors,
+)
+from benchmarks.sampling_simulated import SimulatedFigures, simulate_mixtures
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the benchmark; the exit status."""
+    parsed = _parse(arguments)
+    parsed.output.mkdir(parents=True, exist_ok=True)
+    simulated = simulate_mixtures(seeds=parsed.seeds, steps=parsed.simulated_steps)
+    report: dict[str, object] = {**_simulated(simulated)}
+    report["admissions_per_s"] = round(admissions_per_second(num_in_flight=10_000))
+    if parsed.real:
+        report |= _real(parsed)
+    line = json.dumps(report)
+    (parsed.output / "bench.json").write_text(line + "\n", encoding="utf-8")
+    sys.stdout.write(line + "\n")
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Measures the strategies of over-generation, simulated and real.",
+        epilog="example: python benchmarks/bench_sampling.py --seeds 0 1 2 --no-real",
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="simulated")
+    parser.add_argument("--simulated-steps", type=int, default=240)
+    parser.add_argument("--real", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--steps", type=int, default=24, help="batches of each real run")
+    parser.add_argument("--pairs", type=int, default=3, help="synchronous/asynchronous pairs")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "sampling")
+    return parser.parse_args(arguments)
+
+
+def _simulated(figures: Mapping[str, SimulatedFigures]) -> dict[str, object]:
+    mixtures = figures.items()
+    return {
+        "gen_per_trained": {mixture: f.gen_per_trained for mixture, f in mixtures},
+        "fill_time_ratio_stream": {mixture: f.fill_time_ratio_stream for mixture, f in mixtures},
+        "surplus_discarded": sum(f.surplus_discarded for f in figures.values()),
+        "staleness_exceeded": sum(f.staleness_exceeded for f in figures.values()),
+        "tokens_discarded_wait": sum(f.tokens_discarded_wait for f in figures.values()),
+        "long_prompt_ratio": min(f.long_prompt_ratio for f in figures.values()),
+        "hard_share_ratio": {mixture: f.hard_share_ratio for mixture, f in mixtures},
+    }
+
+
+def _real(parsed: argparse.Namespace) -> dict[str, object]:
+    strategies = measure_strategies(parsed.output, steps=parsed.steps)
+    pairs = [
+        measure_synchrony(parsed.output, steps=parsed.steps, seed=seed)
+        for seed in range(parsed.pairs)
+    ]
+    speedups = [sync.seconds / overlapped.seconds for sync, overlapped in pairs]
+    errors = [twin_errors(overlapped) for _, overlapped in pairs]
+    return {
+        "real_gen_per_trained": {run.name: run.gen_per_trained for run in strategies},
+        "real_surplus_discarded": {run.name: run.surplus_discarded for run in strategies},
+        "real_hard_share_ratio": {run.name: run.hard_share_ratio for run in strategies},
+        "real_seconds": {run.name: round(run.seconds, 2) for run in strategies},
+        "async_speedup": round(statistics.median(speedups), 3),
+        "async_speedups": [round(speedup, 3) for speedup in speedups],
+        "accuracy_sync": _accuracies([sync for sync, _ in pairs]),
+        "accuracy_async": _accuracies([overlapped for _, overlapped in pairs]),
+        "twin_error": {
+            name: round(statistics.median(error[name] for error in errors), 3)
+            for name in ("step_time", "idle", "waste")
+        },
+        "twin_errors": errors,
+    }
+
+
+def _accuracies(runs: Sequence[RealRun]) -> float:
+    return round(statistics.median(accuracy_of_end(run) for run in runs), 4)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

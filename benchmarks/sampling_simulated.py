@@ -1,0 +1,93 @@
+"""The strategies on the simulator's mixtures: medians over seeds."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
+from sluice.simulate.comparison import Compared, compare
+from sluice.simulate.mixtures import MIXTURES, MixtureWorkload
+from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
+
+BATCH, GROUP, STALENESS = 64, 16, 4
+GEN_BATCH = 2 * BATCH
+"""Prompts of a wave of `rounds`: about what fills a batch at the mixtures' yields."""
+
+FLEET = FleetSettings(num_replicas=16, slots=128)
+TRAINER = TrainerSettings(train_s=60.0, spread_s=5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedFigures:
+    """One mixture; ratios are to ``rounds`` (times, tokens) or ``stream`` (hard prompts)."""
+
+    gen_per_trained: Mapping[str, float]
+    fill_time_ratio_stream: float
+    surplus_discarded: int
+    staleness_exceeded: int
+    tokens_discarded_wait: float
+    long_prompt_ratio: float
+    hard_share_ratio: Mapping[str, float]
+
+
+def simulate_mixtures(seeds: Sequence[int], steps: int) -> dict[str, SimulatedFigures]:
+    """All strategies on all mixtures; prints a table."""
+    figures = {}
+    for mixture in MIXTURES:
+        sys.stdout.write(f"simulating mixture {mixture}, seeds {list(seeds)}\n")
+        sys.stdout.flush()
+        runs = [_compare(mixture, seed, steps) for seed in seeds]
+        figures[mixture] = _figures(runs)
+    Console().print(_table(figures))
+    return figures
+
+
+def _compare(mixture: str, seed: int, steps: int) -> dict[str, Compared]:
+    rules = SamplingRules(StrategyName.STREAM, BATCH, STALENESS, GROUP, GEN_BATCH, seed=seed)
+    settings = SimulationSettings(rules, fleet=FLEET, trainer=TRAINER, num_steps=steps, seed=seed)
+    found = compare(settings, lambda: MixtureWorkload(mixture, seed))
+    return {compared.result.strategy: compared for compared in found}
+
+
+def _figures(runs: Sequence[Mapping[str, Compared]]) -> SimulatedFigures:
+    ours = [name for name in runs[0] if name != StrategyName.ROUNDS.value]
+    waiting = [run[name].result for run in runs for name in ours]
+    return SimulatedFigures(
+        gen_per_trained={
+            name: _median(run[name].result.gen_per_trained for run in runs) for name in runs[0]
+        },
+        fill_time_ratio_stream=_median(run["stream"].fill_speedup for run in runs),
+        surplus_discarded=sum(result.num_kept_discarded for result in waiting),
+        staleness_exceeded=sum(result.num_staleness_exceeded for result in waiting),
+        tokens_discarded_wait=sum(result.accounts["stale"] for result in waiting),
+        long_prompt_ratio=min(result.long_prompt_ratio for result in waiting),
+        hard_share_ratio={
+            name: _median(run[name].hard_share_ratio for run in runs) for name in ours
+        },
+    )
+
+
+def _median(values: Iterable[float]) -> float:
+    return round(statistics.median(values), 3)
+
+
+def _table(figures: Mapping[str, SimulatedFigures]) -> Table:
+    table = Table(title="generated / trained tokens (ratio to rounds), hard share / stream's")
+    strategies = list(next(iter(figures.values())).gen_per_trained)
+    for column in ("mixture", *strategies, "fill time, rounds / stream"):
+        table.add_column(column, justify="left" if column == "mixture" else "right")
+    for mixture, found in figures.items():
+        base = found.gen_per_trained["rounds"]
+        cells = [
+            f"{found.gen_per_trained[name]:.2f} ({found.gen_per_trained[name] / base:.2f}), "
+            f"{found.hard_share_ratio.get(name, float('nan')):.2f}"
+            for name in strategies
+        ]
+        table.add_row(mixture, *cells, f"{found.fill_time_ratio_stream:.2f}")
+    return table
