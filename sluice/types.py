@@ -237,7 +237,12 @@ class GradedGroup:
 
 
 class PromptEnd(StrEnum):
-    """How an accepted prompt ended (invariant 1): exactly one of these, or it is pending."""
+    """How an accepted prompt ended (invariant 1): exactly one of these, or it is pending.
+
+    ``DROPPED_SURPLUS`` is a kept group beyond the batch, which only the strategy `rounds` throws
+    away. ``SKIPPED`` is a data-set prompt for which nothing was generated, since its earlier visits
+    promise too little.
+    """
 
     TRAINED = "trained"
     FILTERED_ALL_RIGHT = "filtered_all_right"
@@ -245,6 +250,8 @@ class PromptEnd(StrEnum):
     FILTERED_UNIFORM = "filtered_uniform"
     DROPPED_STALE = "dropped_stale"
     DROPPED_FAILED = "dropped_failed"
+    DROPPED_SURPLUS = "dropped_surplus"
+    SKIPPED = "skipped"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

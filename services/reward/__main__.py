@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from services.reward.assembly import RewardLoop, assemble, open_prompt_sets
 from services.reward.rollout_client import RolloutClient
+from services.reward.run_files import open_run_files
 from services.reward.scorer_pool import configured_scorer_pool
 from services.reward.servicer import RewardServicer
 from sluice.api.reward.v1 import reward_pb2_grpc
@@ -50,12 +51,13 @@ async def _serve(config: RunConfig) -> None:
         linger_ms=config.sluice.reward.linger_ms,
         timeout_s=config.sluice.reward.generate_timeout_s,
         max_message_bytes=limit,
+        partial_interval_ms=config.sluice.reward.partial_interval_ms,
     )
     stop = asyncio.Event()
     pool = configured_scorer_pool(config.reward)
-    with stop_on_signals(stop):
+    with stop_on_signals(stop), open_run_files(config) as files:
         async with client, pool as scorers:
-            loop = assemble(config, sets, scorers, client)
+            loop = assemble(config, sets, scorers, client, files)
             server = _server(config, loop, limit)
             await server.start()
             try:

@@ -13,8 +13,8 @@ from services.reward.evaluation import Evaluation
 from services.reward.generation_trace import GenerationTrace
 from services.reward.grading import Grader, SampleScorer, overlong_shaping
 from services.reward.ledger import MemoryLedger, PromptLedger
-from services.reward.outcomes import OutcomeRecorder, PromptOutcome
-from services.reward.pipeline import Pipeline, PipelineParts, PipelineSettings
+from services.reward.outcomes import Books, OutcomeRecorder, PromptOutcome
+from services.reward.pipeline import Pipeline, PipelineParts
 from services.reward.prompt_audit import prompts_lost
 from services.reward.prompt_source import PromptSource
 from services.reward.prompts import (
@@ -24,13 +24,20 @@ from services.reward.prompts import (
     validation_files,
     validation_stream,
 )
+from services.reward.received_tokens import ReceivedTokens
 from services.reward.replica_queue import ReplicaQueue
+from services.reward.run_files import RunFiles, no_run_files
 from services.reward.sample_dumps import SampleDumps, sample_dumps
 from services.reward.sampling import greedy_sampling, training_sampling
 from services.reward.score_requests import ScoreRequests
 from services.reward.scorers.registry import check_routes, scorer_for
+from services.reward.settings import PipelineSettings
+from services.reward.straggler_settings import straggler_rules
+from services.reward.strategy_settings import round_size, sampling_rules
 from services.reward.submissions import Submissions
+from services.reward.token_accounts import TokenAccounts
 from services.reward.yield_guard import YieldGuard
+from sluice.algorithm.sampling.strategy import SamplingStrategy
 from sluice.config.group_needs import needs_greedy_baseline, needs_whole_groups
 from sluice.config.run import RunConfig
 from sluice.data.prompt_files import PromptFiles
@@ -58,6 +65,7 @@ class RewardLoop:
     batcher: Batcher
     queue: ReplicaQueue
     recorder: OutcomeRecorder
+    strategy: SamplingStrategy
     dumps: SampleDumps
     dataset_rows: int
 
@@ -65,11 +73,15 @@ class RewardLoop:
         """Counters since the start, and ``reward/prompts_lost``, which only a defect raises.
 
         ``reward/groups_acknowledged`` is what the trainer has said it trained; a trainer may
-        compare it with its own count since this service started.
+        compare it with its own count since this service started. ``reward/tokens/pending`` and the
+        uses beside it add up to ``reward/tokens/received``.
         """
+        totals = self.recorder.totals()
+        totals["reward/tokens/pending"] += self.evaluation.num_pending_tokens
         lost = prompts_lost(self.ledger.accounts(), self.pipeline.held)
         return {
-            **self.recorder.totals(),
+            **totals,
+            **self.strategy.statistics(),
             "reward/validation_groups": float(self.evaluation.num_graded_groups),
             "reward/prompts_lost": float(lost),
         }
@@ -86,7 +98,11 @@ def open_prompt_sets(config: RunConfig) -> PromptSets:
 
 
 def assemble(
-    config: RunConfig, sets: PromptSets, scorers: SampleScorer, client: GenerationClient
+    config: RunConfig,
+    sets: PromptSets,
+    scorers: SampleScorer,
+    client: GenerationClient,
+    files: RunFiles | None = None,
 ) -> RewardLoop:
     """Connect everything.
 
@@ -95,17 +111,19 @@ def assemble(
         sets: its data sets.
         scorers: the running pool.
         client: how replicas are called.
+        files: what it writes into the run's folder; ``None``: nothing.
 
     Raises:
         ConfigError: settings that cannot work together.
     """
     open_stream = _training_opener(config, sets.training)
     check_data_source = _data_source_check(config)
-    endings, rules = _Endings(), _batch_rules(config)
+    endings, rules, run_files = _Endings(), _batch_rules(config), files or no_run_files()
     ledger = MemoryLedger()
     source = PromptSource(ledger, open_stream, check_data_source)
-    parts = _stages(config, rules, ledger, source, scorers, client, endings)
-    pipeline = Pipeline(_settings(config, rules), parts)
+    parts = _stages(config, rules, ledger, source, scorers, client, endings, run_files)
+    rows = open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0
+    pipeline = Pipeline(_settings(config, rules, rows), parts)
     submissions = Submissions(
         ledger, pipeline.submit, check_data_source, config.sluice.reward.max_client_pending
     )
@@ -118,6 +136,7 @@ def assemble(
         parts.trace,
         dumps,
         lambda: pipeline.policy_version,
+        on_tokens=parts.recorder.evaluated,
     )
     return RewardLoop(
         pipeline,
@@ -128,8 +147,9 @@ def assemble(
         parts.batcher,
         parts.queue,
         parts.recorder,
+        parts.strategy,
         dumps,
-        open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0,
+        rows,
     )
 
 
@@ -141,28 +161,32 @@ def _stages(
     scorers: SampleScorer,
     client: GenerationClient,
     endings: _Endings,
+    files: RunFiles,
 ) -> PipelineParts:
     capacity = ChangeSignal()
     changes = ChangeSignal(then=capacity)
     batcher = Batcher(rules)
     queue = ReplicaQueue(config.sluice.reward.inflight_slack, capacity.notify)
-    trace = GenerationTrace(client)
+    received = ReceivedTokens(client)
+    trace = GenerationTrace(received)
     dispatcher = GroupDispatcher(
         trace,
         queue,
         max_attempts=config.sluice.reward.max_attempts,
         leave_out_overlong=config.data.filter_overlong_prompts,
+        rules=straggler_rules(config),
     )
     guard = YieldGuard(
         config.algorithm.filter_groups.min_yield, config.algorithm.filter_groups.min_yield_groups
     )
+    choice = sampling_rules(config)
+    strategy = SamplingStrategy(choice)
     recorder = OutcomeRecorder(
-        ledger,
-        batcher,
-        guard,
-        trace,
+        Books(ledger, batcher, guard, trace, received, TokenAccounts(), files.log),
+        round_size=round_size(choice),
         scorer_seconds=lambda: scorers.busy_seconds,
         on_end=endings.ended,
+        further_gauges=partial(_batch_gauges, strategy),
     )
     grader = Grader(scorers, overlong_shaping(config.reward, config.data.max_response_length))
     return PipelineParts(
@@ -174,10 +198,25 @@ def _stages(
         grader,
         batcher,
         guard,
+        strategy,
         recorder,
+        files.log,
+        files.memory,
         changes,
         capacity,
     )
+
+
+def _batch_gauges(strategy: SamplingStrategy) -> dict[str, float]:
+    """The strategy's gauges for a batch's row; in synchronous mode those that repeat with the run.
+
+    The measured yield weighs groups in the order they ended, which is a matter of timing; at
+    staleness 0 nothing is decided by it.
+    """
+    gauges = strategy.statistics()
+    if strategy.rules.max_staleness == 0:
+        gauges.pop("sampling/yield")
+    return gauges
 
 
 class _Endings:
@@ -196,9 +235,12 @@ def _batch_rules(config: RunConfig) -> BatchRules:
     return BatchRules(config.data.train_batch_size, asynchrony.max_staleness, asynchrony.on_stale)
 
 
-def _settings(config: RunConfig, rules: BatchRules) -> PipelineSettings:
+def _settings(config: RunConfig, rules: BatchRules, epoch_rows: int) -> PipelineSettings:
     rollout, group_filter = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
-    sampling = training_sampling(rollout, config.data.max_response_length)
+    sampling, choice = (
+        training_sampling(rollout, config.data.max_response_length),
+        sampling_rules(config),
+    )
     return PipelineSettings(
         rules,
         rollout.n,
@@ -206,6 +248,8 @@ def _settings(config: RunConfig, rules: BatchRules) -> PipelineSettings:
         group_filter.metric if group_filter.enable else None,
         greedy=greedy_sampling(sampling) if needs_greedy_baseline(config) else None,
         whole_groups=needs_whole_groups(config),
+        probe_samples=choice.probe_samples if choice.strategy.uses_probes else None,
+        epoch_rows=epoch_rows,
     )
 
 

@@ -1,7 +1,8 @@
 """Kept groups on their way into train batches: carried over, chosen, leased, acknowledged.
 
 State without a clock or I/O; `pipeline` drives it. A kept group leaves in one of two ways: in an
-acknowledged batch, or because it grew too stale. Being surplus is no reason to leave.
+acknowledged batch, or because it grew too stale. Being surplus is no reason to leave, but for the
+sampling strategy ``rounds``, which removes what a batch did not take (`train_batches`).
 """
 
 from __future__ import annotations
@@ -118,8 +119,12 @@ class Batcher:
         kept = tuple(self._kept.values())
         return tuple(kept[i] for i in indices)
 
+    def all_kept(self) -> tuple[GradedGroup, ...]:
+        """Every kept group that waits."""
+        return tuple(self._kept.values())
+
     def remove(self, prompt_id: str) -> GradedGroup:
-        """Give up a kept group (grown stale)."""
+        """Give up a kept group (grown stale, or surplus where nothing is carried over)."""
         del self._ages[prompt_id]
         return self._kept.pop(prompt_id)
 

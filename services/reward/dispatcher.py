@@ -1,113 +1,58 @@
 """Sends groups to replicas and brings their samples home, whatever happens to a replica.
 
 Consumes: groups to generate. Waits for: a replica with free capacity, then its stream. Unblocked
-by: an announcement, a finished sequence, the end of a pause, a failed or withdrawn stream.
-Produces: complete groups. On failure of a stream: the replica pauses and only the missing samples
-are generated elsewhere, up to `max_attempts` failures. On shutdown: cancelling a call cancels its
-stream, which frees the replica's slots.
+by: an announcement, a finished sequence, the end of a pause, a failed or withdrawn stream, one of
+which nothing comes, the group's own deadline. Produces: whole groups. On failure of a stream: the
+replica pauses and the missing samples continue elsewhere from the tokens that came, up to
+`max_attempts` failures. On shutdown: cancelling a call cancels its stream, which frees the
+replica's slots.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
 
+from services.reward.collected_group import CollectedGroup
+from services.reward.group_request import (
+    PHASE,
+    GenerateEvent,
+    GenerationClient,
+    GroupFailedError,
+    GroupRequest,
+    OverlongPromptError,
+    StartCallback,
+    first_samples,
+)
 from services.reward.replica_queue import Priority, ReplicaQueue
-from sluice.algorithm.routing import AnnouncedReplica, Grant, Member, Wanted
+from services.reward.stream_watch import StreamEnd, StreamWatch
+from sluice.algorithm.routing import AnnouncedReplica, Grant, Wanted
+from sluice.algorithm.stragglers import RateTable, StragglerRules
 from sluice.errors import (
     DataError,
     EngineError,
     ExhaustedError,
     InvalidRequestError,
-    PeerError,
     PromptTooLongError,
     SluiceError,
 )
-from sluice.types import (
-    FinishReason,
-    Prompt,
-    PromptOrigin,
-    ReplicaInfo,
-    Rollout,
-    RolloutGroup,
-    SamplingParams,
-    TokenIds,
-)
+from sluice.types import PromptOrigin, Rollout, RolloutGroup
+
+__all__ = [
+    "PHASE",
+    "GenerateEvent",
+    "GenerationClient",
+    "GroupDispatcher",
+    "GroupFailedError",
+    "GroupRequest",
+    "OverlongPromptError",
+    "StartCallback",
+    "first_samples",
+]
 
 logger = logging.getLogger(__name__)
-
-PHASE = "generating"
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRequest:
-    """A group to generate, on replicas of `lowest_version` up to `highest_version`."""
-
-    prompt: Prompt
-    num_samples: int
-    sampling: SamplingParams
-    priority: Priority
-    lowest_version: int
-    highest_version: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateEvent:
-    """Something a replica sent. `started` is set in the first event only."""
-
-    started: tuple[TokenIds, int] | None  # the prompt's tokens, and the version that starts
-    rollouts: tuple[Rollout, ...]
-
-
-class GenerationClient(Protocol):
-    """How replicas are called."""
-
-    def generate(
-        self, replica: ReplicaInfo, request: GroupRequest, sample_indexes: Sequence[int]
-    ) -> AsyncGenerator[GenerateEvent, None]:
-        """Stream samples; `SluiceError` on failure, `InvalidRequestError` if refused for good."""
-        ...
-
-    async def retain(self, addresses: Collection[str]) -> None:
-        """Forget replicas at all other addresses."""
-        ...
-
-
-class GroupFailedError(SluiceError):
-    """A group cannot be generated: refused by the engine, or failed too often."""
-
-
-class OverlongPromptError(GroupFailedError):
-    """A prompt is over data.max_prompt_length, and such prompts are left out."""
-
-
-StartCallback = Callable[[int | None], None]
-
-
-@dataclass(slots=True)
-class _Collected:
-    """Samples of one group so far."""
-
-    request: GroupRequest
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
-    prompt_token_ids: TokenIds | None = None
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        return tuple(i for i in range(self.request.num_samples) if i not in self.rollouts)
-
-    def oldest_version(self, *, or_version: int | None = None) -> int | None:
-        drawn_by = [rollout.oldest_version for rollout in self.rollouts.values()]
-        return min((v for v in (*drawn_by, or_version) if v is not None), default=None)
-
-    def group(self) -> RolloutGroup:
-        assert self.prompt_token_ids is not None
-        rollouts = tuple(self.rollouts[i] for i in sorted(self.rollouts))
-        return RolloutGroup(self.request.prompt, self.prompt_token_ids, rollouts)
 
 
 class GroupDispatcher:
@@ -118,6 +63,7 @@ class GroupDispatcher:
         queue: who gets room on which replica.
         max_attempts: failures after which a group is given up.
         leave_out_overlong: whether a row that is too long is left out, or an error of the data.
+        rules: when streams and groups are given up on; by default never.
     """
 
     def __init__(
@@ -127,71 +73,107 @@ class GroupDispatcher:
         *,
         max_attempts: int,
         leave_out_overlong: bool = False,
+        rules: StragglerRules | None = None,
     ) -> None:
         self._client, self._queue, self._max_attempts = client, queue, max_attempts
         self._leave_out_overlong = leave_out_overlong
-        self._streams: dict[asyncio.Timeout, Member] = {}
+        self._rules = rules or StragglerRules()
+        self._rates = RateTable()
+        self._streams: dict[StreamWatch, Grant] = {}
 
     async def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
         """Take on a new fleet; streams of replicas that are gone end, their groups go elsewhere."""
         gone = self._queue.announce(replicas)
-        now = asyncio.get_running_loop().time()
-        for scope, member in self._streams.items():
-            if member in gone:
-                scope.reschedule(now)
+        for watch, grant in self._streams.items():
+            if grant.member in gone:
+                watch.withdrawn(_now())
+        self._rates.retain({replica.info.name for replica in replicas})
         await self._client.retain({replica.info.address for replica in replicas})
 
     async def generate(
         self, request: GroupRequest, on_start: StartCallback | None = None
     ) -> RolloutGroup:
-        """Generate a whole group.
+        """Generate the samples asked for.
+
+        A training group that has taken its time or its tokens (`StragglerRules`) comes home with
+        its unfinished samples ``ABORTED``, which hold the tokens that came of them.
 
         Args:
-            request: the group.
+            request: the samples.
             on_start: told the oldest version in the group whenever it changes; ``None`` while the
                 group holds nothing and waits.
 
         Raises:
-            GroupFailedError: the engine refuses the prompt (`OverlongPromptError`: as too long), or
-                too many attempts failed.
+            GroupFailedError: the engine refuses the prompt (`OverlongPromptError`: as too long),
+                too many attempts failed, or no sample finished before the group was over.
             DataError: a row is too long, and such rows are not to be left out.
         """
-        collected = _Collected(request)
+        collected = CollectedGroup(request)
         notify = on_start or _ignore
         rank = (int(request.priority), request.prompt.sequence)
         failures: list[str] = []
-        while missing := collected.missing:
+        while (missing := collected.missing) and not collected.is_over:
+            partials = collected.partials()
             notify(collected.oldest_version())
             wanted = Wanted(len(missing), request.lowest_version, request.highest_version)
-            async with self._queue.room(wanted, rank) as grant:
-                failure = await self._attempt(grant, collected, missing, notify)
-            failures += [failure] if failure else []
-            if len(failures) >= self._max_attempts:
-                raise GroupFailedError(f"{len(failures)} attempts failed, the last: {failure}")
+            async with AsyncExitStack() as held:
+                grant = await self._room(held, collected, wanted, rank)
+                if grant is not None:
+                    failure = await self._attempt(grant, collected, partials, notify)
+                    failures += [failure] if failure else []
+            if collected.missing and len(failures) >= self._max_attempts:
+                raise GroupFailedError(f"{len(failures)} attempts failed, the last: {failures[-1]}")
+        if collected.missing:
+            _end_early(collected)
         return collected.group()
+
+    def _over_at(self, collected: CollectedGroup) -> float | None:
+        """When a group has taken its time; validation is never cut short."""
+        if collected.request.priority is not Priority.TRAINING:
+            return None
+        return self._rules.over_at(collected.first_start)
+
+    async def _room(
+        self,
+        held: AsyncExitStack,
+        collected: CollectedGroup,
+        wanted: Wanted,
+        rank: tuple[int, int],
+    ) -> Grant | None:
+        """Room that `held` gives back; ``None`` when the group was over before there was any."""
+        try:
+            async with asyncio.timeout_at(self._over_at(collected)):
+                return await held.enter_async_context(self._queue.room(wanted, rank))
+        except TimeoutError:
+            collected.is_over = True
+            return None
 
     async def _attempt(
         self,
         grant: Grant,
-        collected: _Collected,
-        missing: tuple[int, ...],
+        collected: CollectedGroup,
+        partials: Sequence[Rollout],
         notify: StartCallback,
     ) -> str | None:
         """Receive one stream. Returns why it counts as a failure."""
         member = grant.member
+        name = member.announced.info.name
         try:
-            await self._receive(grant, collected, missing, notify)
+            return await self._receive(grant, collected, partials, notify)
         except PromptTooLongError as error:
             prompt = collected.request.prompt
             if prompt.origin is PromptOrigin.DATASET and not self._leave_out_overlong:
                 raise DataError(f"{prompt.place}: {error}") from error
             raise OverlongPromptError(f"{prompt.place or prompt.prompt_id}: {error}") from error
         except InvalidRequestError as error:
-            raise GroupFailedError(f"refused by {member.announced.info.name}: {error}") from error
+            raise GroupFailedError(f"refused by {name}: {error}") from error
         except ExhaustedError:
             self._queue.pause(member)  # full: neither the group's fault nor the replica's
         except SluiceError as error:
-            logger.warning("prompt %s: %s", collected.request.prompt.prompt_id, error)
+            logger.warning(
+                "prompt %s: %s (the group: %s)",
+                *(collected.request.prompt.prompt_id, error, collected.state()),
+            )
             self._queue.pause(member)
             return str(error)
         return None
@@ -199,54 +181,126 @@ class GroupDispatcher:
     async def _receive(
         self,
         grant: Grant,
-        collected: _Collected,
-        missing: tuple[int, ...],
+        collected: CollectedGroup,
+        partials: Sequence[Rollout],
         notify: StartCallback,
-    ) -> None:
-        """Store what one stream brings; returns early when its replica is withdrawn."""
-        info = grant.member.announced.info
-        events = self._client.generate(info, collected.request, missing)
-        try:
-            async with asyncio.timeout(None) as scope:
-                with self._registered(scope, grant.member):
-                    async with aclosing(events):
+    ) -> str | None:
+        """Store what one stream brings. Returns why its early end counts as a failure."""
+        info, missing = grant.member.announced.info, collected.missing
+        events = self._client.generate(info, collected.request, missing, partials)
+        async with aclosing(events):
+            try:
+                async with asyncio.timeout(None) as scope:
+                    over_at = self._over_at(collected)
+                    watch = StreamWatch(scope, grant.member, self._rules, over_at, missing, _now())
+                    with self._registered(watch, grant):
                         async for event in events:
-                            self._store(grant, collected, event, notify)
-        except TimeoutError:
-            if not grant.member.withdrawn:
-                raise
-            logger.info("%s left the fleet; its samples are generated elsewhere", info.name)
-            return
+                            self._store(grant, watch, collected, event, notify)
+                            if (end := self._judged(grant, watch, collected)) is not None:
+                                return self._ended(end, grant, watch, collected)
+            except TimeoutError:
+                if not scope.expired():
+                    raise
+                return self._ended(watch.why_expired(_now()), grant, watch, collected)
         if collected.missing:
             raise EngineError(
                 f"{info.name}: its stream ended without {len(collected.missing)} samples"
             )
+        return None
 
     def _store(
-        self, grant: Grant, collected: _Collected, event: GenerateEvent, notify: StartCallback
+        self,
+        grant: Grant,
+        watch: StreamWatch,
+        collected: CollectedGroup,
+        event: GenerateEvent,
+        notify: StartCallback,
     ) -> None:
+        now = _now()
         if event.started is not None:
             self._queue.answered(grant.member)
-            collected.prompt_token_ids, version = event.started
+            prompt_token_ids, version = event.started
+            collected.started(prompt_token_ids, now)
+            watch.accepted(self._over_at(collected), now)
             notify(collected.oldest_version(or_version=version))
-        name = grant.member.announced.info.name
-        if event.rollouts and collected.prompt_token_ids is None:
-            raise PeerError(name, PHASE, "it sent samples before the prompt's tokens")
-        finished = [r for r in event.rollouts if r.finish_reason is not FinishReason.ABORTED]
-        for rollout in finished:
-            if rollout.sample_index not in collected.missing:
-                raise PeerError(name, PHASE, f"sample {rollout.sample_index} was not asked for")
-            collected.rollouts[rollout.sample_index] = rollout
-        if finished:
-            self._queue.sequences_ended(grant, len(finished))
+        arrival = collected.take(event, grant.member.announced.info.name)
+        if arrival.num_finished:
+            self._queue.sequences_ended(grant, arrival.num_finished)
+        if event.deltas or event.rollouts:
+            watch.arrived(arrival, now)
+        elif event.engine_tokens is not None:
+            watch.engine_drew(event.engine_tokens, now)
+
+    def _judged(
+        self, grant: Grant, watch: StreamWatch, collected: CollectedGroup
+    ) -> StreamEnd | None:
+        """Why a stream that is well is ended all the same."""
+        request, missing = collected.request, collected.missing
+        if not missing:
+            return None
+        is_bounded = request.priority is Priority.TRAINING
+        if is_bounded and self._rules.is_spent(collected.num_tokens):
+            return StreamEnd.GROUP_OVER
+        name, rate = grant.member.announced.info.name, watch.pace.rate(_now())
+        if rate is None:
+            return None
+        self._rates.note(name, rate)
+        others = self._rates.median_of_others(name)
+        if collected.was_moved or not self._rules.is_slow(rate, others):
+            return None
+        wanted = Wanted(len(missing), request.lowest_version, request.highest_version)
+        return StreamEnd.SLOW if self._queue.has_room_beside(grant.member, wanted) else None
+
+    def _ended(
+        self, end: StreamEnd, grant: Grant, watch: StreamWatch, collected: CollectedGroup
+    ) -> str | None:
+        """Settle what follows from a stream's end. Returns why it counts as a failure."""
+        prompt_id, name = collected.request.prompt.prompt_id, grant.member.announced.info.name
+        state = watch.state(_now())
+        if end is StreamEnd.GROUP_OVER:
+            collected.is_over = True
+            logger.warning("prompt %s: over on replica %s: %s", prompt_id, name, state)
+            return None
+        level = logging.WARNING if end is StreamEnd.STALLED else logging.INFO
+        logger.log(
+            level,
+            "prompt %s: replica %s is %s, its samples continue elsewhere: %s; the group: %s",
+            *(prompt_id, name, end, state, collected.state()),
+        )
+        if end is StreamEnd.WITHDRAWN:
+            return None
+        self._queue.pause(grant.member)
+        if end is StreamEnd.SLOW:
+            collected.was_moved = True
+            return None
+        return f"{name}: stalled: {state}"
 
     @contextmanager
-    def _registered(self, scope: asyncio.Timeout, member: Member) -> Iterator[None]:
-        self._streams[scope] = member
+    def _registered(self, watch: StreamWatch, grant: Grant) -> Iterator[None]:
+        self._streams[watch] = grant
         try:
             yield
         finally:
-            del self._streams[scope]
+            del self._streams[watch]
+            if watch.pace.rate(_now()) is None and (least := watch.pace.least_rate()) is not None:
+                self._rates.note(grant.member.announced.info.name, least)
+
+
+def _end_early(collected: CollectedGroup) -> None:
+    """End a group that has taken its time or its tokens, as it stands."""
+    prompt_id, state = collected.request.prompt.prompt_id, collected.state()
+    limits = "sluice.reward.group_deadline_s or group_token_budget"
+    if not collected.has_finished_samples:
+        raise GroupFailedError(f"no sample finished within {limits}: {state}")
+    logger.warning(
+        "prompt %s: ended by %s without samples %s: %s",
+        *(prompt_id, limits, collected.missing, state),
+    )
+    collected.end_unfinished()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _ignore(_version: int | None) -> None:

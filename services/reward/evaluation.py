@@ -19,6 +19,7 @@ from services.reward.dispatcher import (
     GroupFailedError,
     GroupRequest,
     OverlongPromptError,
+    first_samples,
 )
 from services.reward.generation_trace import GenerationTrace
 from services.reward.grading import Grader
@@ -70,6 +71,7 @@ class Evaluation:
         dispatcher: where groups are generated, before any training group.
         grader: grades them as in training.
         trace: who generated them.
+        on_tokens: told how many tokens were generated for each group, whatever came of it.
         dumps: get the responses.
         announced_version: the version announced last.
     """
@@ -82,11 +84,19 @@ class Evaluation:
         trace: GenerationTrace,
         dumps: SampleDumps,
         announced_version: Callable[[], int | None],
+        on_tokens: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._open_stream, self._dispatcher, self._grader = open_stream, dispatcher, grader
         self._trace, self._dumps, self._announced_version = trace, dumps, announced_version
+        self._on_tokens = on_tokens
         self._turn = asyncio.Lock()
+        self._open: set[str] = set()  # prompts under way
         self.num_graded_groups = 0
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens generated for groups that have not ended."""
+        return sum(self._trace.of(key, Priority.EVALUATION).num_tokens for key in self._open)
 
     async def run(self, order: EvaluationOrder, seconds: float) -> EvaluationResult:
         """Sample and grade the whole validation set.
@@ -144,6 +154,7 @@ class Evaluation:
     async def _validate(self, draw: Draw, order: EvaluationOrder, found: ValidationRun) -> None:
         """Adds the outcomes of one prompt."""
         prompt = _prompt(draw)
+        self._open.add(prompt.prompt_id)
         try:
             group = await self._generated(prompt, order)
         except OverlongPromptError as error:
@@ -160,13 +171,14 @@ class Evaluation:
             kept = ValidatedPrompt(prompt.data_source, outcomes, group.num_response_tokens, samples)
             found.add(draw.position, kept, example_of(group, outcomes))
         finally:
-            self._trace.take(prompt.prompt_id, Priority.EVALUATION)
+            self._open.discard(prompt.prompt_id)
+            self._on_tokens(self._trace.take(prompt.prompt_id, Priority.EVALUATION).num_tokens)
         self.num_graded_groups += 1
 
     async def _generated(self, prompt: Prompt, order: EvaluationOrder) -> RolloutGroup:
         request = GroupRequest(
             prompt,
-            order.samples_per_prompt,
+            first_samples(order.samples_per_prompt),
             for_prompt(order.sampling, prompt, stage="validation"),
             Priority.EVALUATION,
             lowest_version=order.policy_version,

@@ -9,20 +9,55 @@ from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from services.reward.dispatcher import GenerateEvent, GenerationClient, GroupRequest
+from services.reward.group_request import GenerateEvent, GenerationClient, GroupRequest
 from services.reward.replica_queue import Priority
-from sluice.types import ReplicaInfo
+from sluice.types import ReplicaInfo, Rollout, SamplingParams
 
 
 @dataclass(slots=True)
 class GroupTrace:
-    """`replicas` by name in the order first asked; `num_tokens` of the samples they finished."""
+    """What arrived for one group.
+
+    Attributes:
+        replicas: by name in the order first asked.
+        num_tokens: tokens received, each once, however often a sample was broken off and in how
+            many messages it came.
+        num_thrown_away_tokens: those of them that no sample holds any more, since the sample was
+            not continued from them but started again.
+    """
 
     replicas: list[str] = field(default_factory=list)
     num_tokens: int = 0
+    num_thrown_away_tokens: int = 0
+    # Tokens held of each sample. One prompt may be asked for by several `SamplingParams`, each of
+    # which numbers its samples from 0; they are told apart as objects.
+    _held: dict[tuple[SamplingParams, int], int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return ", ".join(self.replicas) or "none"
+
+    def asked(
+        self, sampling: SamplingParams, sample_indexes: Sequence[int], partials: Sequence[Rollout]
+    ) -> None:
+        """Samples are drawn, of which `partials` are continued."""
+        continued = {partial.sample_index: partial.num_tokens for partial in partials}
+        for index in sample_indexes:
+            key, kept = (sampling, index), continued.get(index, 0)
+            self.num_thrown_away_tokens += max(0, self._held.get(key, 0) - kept)
+            self._held[key] = kept
+
+    def arrived(self, sampling: SamplingParams, event: GenerateEvent) -> None:
+        """Tokens came: a whole sample repeats those that came before it."""
+        for delta in event.deltas:
+            self._count(sampling, delta.sample_index, int(delta.token_ids.size))
+        for rollout in event.rollouts:
+            held = self._held.get((sampling, rollout.sample_index), 0)
+            self._count(sampling, rollout.sample_index, max(0, rollout.num_tokens - held))
+
+    def _count(self, sampling: SamplingParams, sample_index: int, num_new: int) -> None:
+        key = (sampling, sample_index)
+        self._held[key] = self._held.get(key, 0) + num_new
+        self.num_tokens += num_new
 
 
 class GenerationTrace:
@@ -42,16 +77,22 @@ class GenerationTrace:
         return len(self._traces)
 
     async def generate(
-        self, replica: ReplicaInfo, request: GroupRequest, sample_indexes: Sequence[int]
+        self,
+        replica: ReplicaInfo,
+        request: GroupRequest,
+        sample_indexes: Sequence[int],
+        partials: Sequence[Rollout],
     ) -> AsyncGenerator[GenerateEvent, None]:
         """As the client's."""
         key = (request.priority, request.prompt.prompt_id)
         trace = self._traces.setdefault(key, GroupTrace())
         if replica.name not in trace.replicas:
             trace.replicas.append(replica.name)
-        async with aclosing(self._client.generate(replica, request, sample_indexes)) as events:
+        trace.asked(request.sampling, sample_indexes, partials)
+        stream = self._client.generate(replica, request, sample_indexes, partials)
+        async with aclosing(stream) as events:
             async for event in events:
-                trace.num_tokens += sum(rollout.num_tokens for rollout in event.rollouts)
+                trace.arrived(request.sampling, event)
                 yield event
 
     async def retain(self, addresses: Collection[str]) -> None:

@@ -16,6 +16,7 @@ from services.reward.dispatcher import (
     GroupFailedError,
     GroupRequest,
     StartCallback,
+    first_samples,
 )
 from services.reward.sampling import for_prompt
 from sluice.concurrency.exception_leaves import leaves
@@ -63,7 +64,9 @@ async def generate_group(
     if greedy is None:
         return DrawnGroup(await dispatcher.generate(request, on_start))
     beside = replace(
-        request, num_samples=1, sampling=for_prompt(greedy, request.prompt, stage="greedy")
+        request,
+        sample_indexes=first_samples(1),
+        sampling=for_prompt(greedy, request.prompt, stage="greedy"),
     )
     oldest = _OldestStart(on_start)
     try:

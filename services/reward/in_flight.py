@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from enum import StrEnum
 
+from sluice.algorithm.sampling.visit import Visit
 from sluice.algorithm.staleness import InFlightGroup
 from sluice.types import Prompt
 
@@ -19,12 +20,21 @@ class Fate(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class InFlightItem:
-    """One group under way. `start_version` is ``None`` until a replica starts it."""
+    """One group under way.
+
+    `drawn_as` is what was decided when its prompt was drawn, `visit` the same after its probes;
+    `num_unasked` is how many sequences it will ask the fleet's room for and has not yet;
+    `start_version` is ``None`` until a replica starts it; `is_sure` once its samples differ.
+    """
 
     prompt: Prompt
+    drawn_as: Visit
+    visit: Visit
+    num_unasked: int
     task: asyncio.Task[None] | None = None
     start_version: int | None = None
     is_grading: bool = False
+    is_sure: bool = False
     fate: Fate = Fate.REQUEUED
     is_cancelled: bool = False
 
@@ -41,25 +51,42 @@ class InFlightTable:
     def __init__(self) -> None:
         self._items: dict[str, InFlightItem] = {}
         self.num_grading = 0
+        self.num_unasked = 0
+        self.num_sure = 0
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def add(self, prompt: Prompt) -> InFlightItem:
-        """Take on a group."""
-        item = InFlightItem(prompt)
+    def add(self, prompt: Prompt, visit: Visit, num_sequences: int) -> InFlightItem:
+        """Take on a group, whose task will ask for room for so many sequences when it runs."""
+        item = InFlightItem(prompt, visit, visit, num_sequences)
         self._items[prompt.prompt_id] = item
+        self.num_unasked += num_sequences
         return item
 
+    def asked(self, item: InFlightItem) -> None:
+        """A group's sequences run, or wait in the queue, which counts them from here on."""
+        self.num_unasked -= item.num_unasked
+        item.num_unasked = 0
+
     def start_grading(self, item: InFlightItem) -> None:
-        """All samples of a group are there."""
+        """All samples of a group that were asked for are there."""
         item.is_grading = True
         self.num_grading += 1
+
+    def go_on(self, item: InFlightItem, *, is_sure: bool) -> None:
+        """More samples of a graded group are generated; sure to be kept, if those before differ."""
+        self.num_grading -= item.is_grading
+        item.is_grading = False
+        item.is_sure = is_sure
+        self.num_sure += is_sure
 
     def remove(self, item: InFlightItem) -> None:
         """Its task ends."""
         del self._items[item.prompt.prompt_id]
         self.num_grading -= item.is_grading
+        self.num_sure -= item.is_sure
+        self.asked(item)
 
     def started(self) -> tuple[InFlightGroup, ...]:
         """The groups that hold tokens or are about to, with their oldest version."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sluice.algorithm.group_completeness import fewest_samples
+from sluice.algorithm.group_completeness import LEAST_SAMPLES, fewest_samples
 from sluice.algorithm.group_filter import filter_group
 from sluice.errors import ConfigError
 from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, PromptOrigin
@@ -36,9 +36,33 @@ def judge(graded: GradedGroup, *, metric: str | None, whole_groups: bool = False
         ConfigError: the scorer does not return `metric` for a prompt of the data set, as it then
             would for all of them. A client's prompt fails alone.
     """
-    prompt = graded.group.prompt
     if failure := _failure(graded, whole_groups=whole_groups):
         return Judgement(PromptEnd.DROPPED_FAILED, failure)
+    return _filtered(graded, metric)
+
+
+def judge_probes(
+    probes: GradedGroup, *, metric: str | None, whole_groups: bool = False
+) -> Judgement | None:
+    """What a group's first samples say about it; ``None``: the rest has to be drawn.
+
+    A judgement is how the group would end if no more were drawn: filtered, if all graded samples
+    are of one metric, or failed, if nothing that comes could make the group whole. A lone graded
+    sample says nothing, and neither do samples that differ.
+
+    Raises:
+        ConfigError: as `judge`.
+    """
+    if whole_groups and len(probes.scored) < len(probes.outcomes):
+        return judge(probes, metric=metric, whole_groups=True)
+    if len(probes.scored) < LEAST_SAMPLES:
+        return None
+    verdict = _filtered(probes, metric)
+    return None if verdict.end is None else verdict
+
+
+def _filtered(graded: GradedGroup, metric: str | None) -> Judgement:
+    prompt = graded.group.prompt
     try:
         return Judgement(filter_group(graded, metric=metric))
     except ConfigError as error:

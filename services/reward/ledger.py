@@ -1,14 +1,15 @@
 """Where every accepted prompt stands.
 
 Invariant 1: an accepted prompt is pending until it ends in exactly one `PromptEnd`; submitted =
-ended + pending at every instant. A prompt whose work is lost goes back to ``WAITING``; nothing
-else moves it backwards.
+ended + pending at every instant. A prompt whose work is lost goes back to ``WAITING``, one whose
+first samples were graded and the rest is wanted from ``GRADING`` to ``GENERATING``; nothing else
+moves it backwards. A prompt that is passed by ends as ``SKIPPED`` without being generated for.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -75,6 +76,10 @@ class PromptLedger(Protocol):
 
     def pending(self) -> tuple[Prompt, ...]:
         """Pending prompts in the order of issue."""
+        ...
+
+    def pending_ids(self) -> Collection[str]:
+        """Ids of the pending prompts, in no order."""
         ...
 
     def accounts(self) -> Accounts:
@@ -167,6 +172,10 @@ class MemoryLedger:
     def pending(self) -> tuple[Prompt, ...]:
         """Pending prompts in the order of issue."""
         return tuple(sorted(self._prompts.values(), key=lambda prompt: prompt.sequence))
+
+    def pending_ids(self) -> Collection[str]:
+        """Ids of the pending prompts, in no order."""
+        return self._prompts.keys()
 
     def accounts(self) -> Accounts:
         """The counts now."""

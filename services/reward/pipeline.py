@@ -1,8 +1,8 @@
 """The coordinator: prompts in, kept groups out.
 
 Consumes: prompts (clients' first come first served, then the data set) and the trainer's
-announcements. One task admits; each admitted prompt has a task of its own that generates, grades
-and judges its group.
+announcements. One task admits (`admission`); each admitted prompt has a task of its own that
+generates, grades and judges its group (`group_run`).
 
 Waits for                      unblocked by
   the first announcement         `announce`
@@ -11,12 +11,14 @@ Waits for                      unblocked by
   grades                         `scorer_pool`, within the prompt's own task
   a full batch                   `train_batches`, in the trainer's call: a kept group, its deadline
 
-Produces: kept groups for `train_batches`; one end for every prompt.
+Produces: kept groups for `train_batches`; one end for every prompt; at every new version, what the
+ended groups taught about their prompts, in the memory of prompts.
 
 On failure: what one group meets (replica gone, scorer killed, prompt refused) ends that prompt, in
 its own task, and frees its place. What all groups would meet (unreadable data, a metric that the
-scorer does not return) stops admission and is raised to whoever takes a batch. Anything else is a
-defect and ends the service.
+scorer does not return, a strategy that gives up) stops admission and is raised to whoever takes a
+batch. A memory of prompts that cannot be written is told in the log, and the run goes on. Anything
+else is a defect and ends the service.
 
 On shutdown: `run` is cancelled; its tasks cancel their streams, which frees the replicas' slots.
 """
@@ -30,35 +32,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from services.reward.admission import Admission, AdmissionParts
 from services.reward.awaited import Awaited, AwaitedClock, LoopFacts, awaited_now
-from services.reward.batcher import Batcher, BatchRules
+from services.reward.batcher import Batcher
 from services.reward.change_signal import ChangeSignal
-from services.reward.dispatcher import (
-    GroupDispatcher,
-    GroupFailedError,
-    GroupRequest,
-    OverlongPromptError,
-)
+from services.reward.dispatcher import GroupDispatcher
 from services.reward.generation_trace import GenerationTrace
 from services.reward.grading import Grader
-from services.reward.greedy_response import generate_group
+from services.reward.group_log import GroupLog
+from services.reward.group_run import GroupParts, GroupRun
 from services.reward.in_flight import Fate, InFlightItem, InFlightTable
-from services.reward.judgement import judge
 from services.reward.ledger import PromptLedger, PromptState
 from services.reward.outcomes import OutcomeRecorder
 from services.reward.prompt_audit import HeldPrompts
+from services.reward.prompt_memory_store import PromptMemoryStore
 from services.reward.prompt_source import PromptSource
-from services.reward.replica_queue import Priority, ReplicaQueue
-from services.reward.sampling import for_prompt
+from services.reward.replica_queue import ReplicaQueue
+from services.reward.settings import PipelineSettings
 from services.reward.stale_groups import StaleGroups
 from services.reward.statistics import Discard
 from services.reward.train_batches import BatchParts, TrainBatches
 from services.reward.yield_guard import YieldGuard
-from sluice.algorithm.admission import groups_to_admit
 from sluice.algorithm.routing import AnnouncedReplica
+from sluice.algorithm.sampling.strategy import SamplingStrategy
+from sluice.algorithm.sampling.visit import Visit
 from sluice.concurrency.deadline import deadline
-from sluice.errors import SluiceError
-from sluice.types import DataProgress, GradedGroup, Prompt, PromptEnd, SamplingParams
+from sluice.errors import DataError, SluiceError
+from sluice.types import DataProgress, Prompt, PromptEnd
 
 logger = logging.getLogger(__name__)
 
@@ -66,32 +66,11 @@ TAKE_OVER_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineSettings:
-    """What the loop needs of the configuration.
-
-    With `greedy` one more response to each prompt is drawn, as a baseline. With `whole_groups` a
-    group of which a sample failed is of no use.
-    """
-
-    rules: BatchRules
-    samples_per_group: int
-    sampling: SamplingParams
-    filter_metric: str | None
-    greedy: SamplingParams | None = None
-    whole_groups: bool = False
-
-    @property
-    def sequences_per_prompt(self) -> int:
-        """Responses drawn for a prompt."""
-        return self.samples_per_group + (self.greedy is not None)
-
-
-@dataclass(frozen=True, slots=True)
 class PipelineParts:
     """The stages the coordinator connects.
 
     `changes` is notified when a group moved on, `capacity` when there may be room for another
-    (which every change of a group may give too).
+    (which every change of a group may give too). `memory` is ``None`` for strategies without one.
     """
 
     ledger: PromptLedger
@@ -102,37 +81,45 @@ class PipelineParts:
     grader: Grader
     batcher: Batcher
     guard: YieldGuard
+    strategy: SamplingStrategy
     recorder: OutcomeRecorder
+    log: GroupLog
+    memory: PromptMemoryStore | None
     changes: ChangeSignal
     capacity: ChangeSignal
 
 
 class Pipeline:
-    """Admission and the way of each group; all methods run in one event loop."""
+    """The loop; all methods run in one event loop."""
 
     def __init__(self, settings: PipelineSettings, parts: PipelineParts) -> None:
         self._settings, self._parts = settings, parts
         self._in_flight = InFlightTable()
-        self._stale_groups = StaleGroups(parts.batcher, self._in_flight)
+        self._stale_groups = StaleGroups(
+            parts.batcher, self._in_flight, carries_over=not parts.strategy.discards_surplus
+        )
         self._awaited_clock = AwaitedClock()
         self._announce_lock = asyncio.Lock()
         self._trainer: str | None = None
         self._was_exhausted = False
         self.policy_version: int | None = None
-        self.batches = TrainBatches(
-            BatchParts(
-                parts.batcher,
-                parts.recorder,
-                parts.ledger,
-                self._in_flight,
-                self._stale_groups,
+        self._learned_version: int | None = None
+        self._memory_is_writable = True
+        self._admission = Admission(
+            settings,
+            AdmissionParts(
+                parts.strategy,
                 parts.source,
-                parts.guard,
-                parts.changes,
-                self._reason,
+                parts.queue,
+                parts.batcher,
+                self._in_flight,
+                parts.recorder,
+                parts.memory,
             ),
-            settings.rules.batch_size,
+            lambda: self.policy_version,
         )
+        self.batches = TrainBatches(self._batch_parts(), settings.rules.batch_size)
+        self._groups = GroupRun(settings, self._group_parts())
 
     @property
     def num_generating(self) -> int:
@@ -158,10 +145,12 @@ class Pipeline:
     async def run(self) -> None:
         """Admit prompts until cancelled."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._parts.log.run(), name="group log")
             while True:
                 change = self._parts.capacity.next_change()
                 try:
-                    await self._admit(tasks)
+                    if self.batches.error is None:
+                        await self._admit(tasks)
                 except SluiceError as error:
                     self.batches.fail(error)
                 self.awaited()
@@ -185,7 +174,9 @@ class Pipeline:
             if trainer != self._trainer:
                 self.policy_version = None  # nothing is admitted meanwhile
                 await self._take_over(trainer, resume_from)
-            self.policy_version = version
+            if version != self._learned_version:
+                await self._learn()
+            self._learned_version = self.policy_version = version
         await self._parts.dispatcher.announce(replicas)
         self._parts.batcher.published(version)
         logger.info("version %d on %d replicas", version, len(replicas))
@@ -199,16 +190,21 @@ class Pipeline:
         return [(wait, self._awaited_clock.seconds(wait, now)) for wait in found]
 
     async def _admit(self, tasks: asyncio.TaskGroup) -> None:
-        """Start as many groups as there is room for."""
-        while self._num_to_admit() > 0:
-            prompt = await self._parts.source.next_prompt()
-            if prompt is None:
-                self._note_exhaustion()
-                return
-            if not self._num_to_admit():  # things changed while the data set was read
-                self._parts.source.put(prompt)
-                return
-            self._start(tasks, prompt)
+        """Start as many groups as may."""
+        if await self._admission.admit(partial(self._start, tasks)):
+            self._note_exhaustion()
+
+    async def _learn(self) -> None:
+        """Take in what ended groups taught, before any prompt is drawn under the next version."""
+        histories = self._parts.strategy.new_version()
+        memory = self._parts.memory
+        if memory is None or not histories or not self._memory_is_writable:
+            return
+        try:
+            await asyncio.to_thread(memory.save, histories)
+        except DataError as error:
+            logger.warning("visits are no longer remembered: %s", error)
+            self._memory_is_writable = False
 
     def _note_exhaustion(self) -> None:
         """Whoever takes a batch learns, once, that the data set has ended."""
@@ -216,77 +212,54 @@ class Pipeline:
             self._parts.changes.notify()
         self._was_exhausted = self._parts.source.is_exhausted
 
-    def _num_to_admit(self) -> int:
-        if self.policy_version is None or self.batches.error is not None:
-            return 0
-        rules, num_in_flight = self._settings.rules, len(self._in_flight)
-        free = self._parts.queue.num_free_sequences(self.policy_version - rules.max_staleness)
-        more = max(0, free // self._settings.sequences_per_prompt)
-        if free > 0 and num_in_flight == 0:
-            more = max(1, more)  # a group larger than a replica must run as well
-        return groups_to_admit(
-            train_batch_size=rules.batch_size,
-            max_staleness=rules.max_staleness,
-            num_in_flight=num_in_flight,
-            num_kept=self._parts.batcher.num_kept,
-            num_in_training=self._parts.batcher.num_in_training,
-            estimate=self._parts.recorder.estimate,
-            max_in_flight=num_in_flight + more,
-        )
-
-    def _start(self, tasks: asyncio.TaskGroup, prompt: Prompt) -> None:
-        item = self._in_flight.add(prompt)
+    def _start(self, tasks: asyncio.TaskGroup, prompt: Prompt, visit: Visit) -> None:
+        self._parts.strategy.started(visit)
+        item = self._in_flight.add(prompt, visit, self._num_sequences(visit))
         self._parts.ledger.move(prompt.prompt_id, PromptState.GENERATING)
-        item.task = tasks.create_task(self._process(item), name=f"prompt {prompt.prompt_id}")
+        is_staged = visit.first_samples < self._settings.samples_per_group
+        self._parts.log.started(
+            prompt,
+            visit,
+            probes=visit.first_samples if is_staged else 0,
+            version=self.policy_version or 0,
+        )
+        item.task = tasks.create_task(self._groups.run(item), name=f"prompt {prompt.prompt_id}")
         item.task.add_done_callback(partial(self._left, item))
 
-    async def _process(self, item: InFlightItem) -> None:
-        """One prompt, from generation to its judgement."""
-        recorder = self._parts.recorder
-        try:
-            graded = await self._generate_and_grade(item)
-            verdict = judge(
-                graded,
-                metric=self._settings.filter_metric,
-                whole_groups=self._settings.whole_groups,
-            )
-        except OverlongPromptError as error:
-            recorder.left_out(item.prompt, str(error))
-            return
-        except SluiceError as error:
-            recorder.ended(item.prompt, PromptEnd.DROPPED_FAILED, detail=str(error))
-            if not isinstance(error, GroupFailedError):
-                self.batches.fail(error)
-            return
-        if verdict.end is None:
-            recorder.kept(graded)
-            self._stale_groups.check(self.policy_version, but_for=item.prompt.prompt_id)
-        else:
-            recorder.ended(item.prompt, verdict.end, graded=graded, detail=verdict.detail)
+    def _num_sequences(self, visit: Visit) -> int:
+        """Sequences that a group asks the fleet for at first."""
+        is_whole = visit.first_samples >= self._settings.samples_per_group
+        return visit.first_samples + (is_whole and self._settings.greedy is not None)
 
-    async def _generate_and_grade(self, item: InFlightItem) -> GradedGroup:
-        def note_start(version: int | None) -> None:
-            item.start_version = version
-            if version is not None:
-                self._stale_groups.check(self.policy_version)
-
-        drawn = await generate_group(
-            self._parts.dispatcher, self._request(item.prompt), self._settings.greedy, note_start
+    def _batch_parts(self) -> BatchParts:
+        parts = self._parts
+        return BatchParts(
+            parts.batcher,
+            parts.recorder,
+            parts.ledger,
+            self._in_flight,
+            self._stale_groups,
+            parts.source,
+            parts.guard,
+            parts.strategy,
+            self._admission.load,
+            parts.changes,
+            self._reason,
         )
-        self._parts.recorder.generated(drawn)
-        self._in_flight.start_grading(item)
-        graded = await self._parts.grader.grade(drawn.samples, drawn.greedy)
-        self._parts.recorder.graded(graded)
-        return graded
 
-    def _request(self, prompt: Prompt) -> GroupRequest:
-        version = self.policy_version or 0
-        return GroupRequest(
-            prompt,
-            self._settings.samples_per_group,
-            for_prompt(self._settings.sampling, prompt, stage="train"),
-            Priority.TRAINING,
-            lowest_version=version - self._settings.rules.max_staleness,
+    def _group_parts(self) -> GroupParts:
+        parts, stale = self._parts, self._stale_groups
+        return GroupParts(
+            parts.dispatcher,
+            parts.grader,
+            parts.recorder,
+            parts.strategy,
+            self._in_flight,
+            parts.log,
+            version=lambda: self.policy_version,
+            on_start=lambda: stale.check(self.policy_version),
+            on_kept=lambda item: stale.check(self.policy_version, but_for=item.prompt.prompt_id),
+            on_error=self.batches.fail,
         )
 
     def _left(self, item: InFlightItem, task: asyncio.Task[None]) -> None:
@@ -297,6 +270,7 @@ class Pipeline:
             detail = f"started under version {item.start_version}, too old to be trained"
             self._parts.recorder.ended(item.prompt, PromptEnd.DROPPED_STALE, detail=detail)
         elif task.cancelled():
+            self._parts.strategy.restarted(item.drawn_as)
             self._restart(item.prompt, Discard.STALE if was_stale else Discard.TAKEN_OVER)
         self._parts.changes.notify()
 
@@ -309,6 +283,7 @@ class Pipeline:
                 if running:
                     await asyncio.wait(running)
             self._give_back_kept(resume_from)
+            self._parts.strategy.batch_formed()  # waves of the batch under way count no more
         if self._trainer is None or resume_from is not None:
             progress = self._parts.ledger.restart_data(resume_from or DataProgress(0))
             self._parts.source.start_data(progress)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from heapq import heappop, heappush
 from typing import Protocol
 
@@ -46,6 +47,7 @@ class PromptSource:
         self._stream: DrawStream | None = None
         self._drawn: deque[Draw] = deque()
         self._at_end = False
+        self._num_in_hand = 0
 
     @property
     def has_dataset(self) -> bool:
@@ -54,13 +56,22 @@ class PromptSource:
 
     @property
     def num_waiting(self) -> int:
-        """Accepted prompts that wait to be issued."""
-        return len(self._waiting)
+        """Accepted prompts that wait to be issued, those in hand included."""
+        return len(self._waiting) + self._num_in_hand
 
     @property
     def is_exhausted(self) -> bool:
         """Whether the data set was read to its end and nothing waits."""
-        return self._at_end and not self._drawn and not self._waiting
+        return self._at_end and not self._drawn and not self.num_waiting
+
+    @contextmanager
+    def in_hand(self) -> Iterator[None]:
+        """A prompt that was issued is being decided about; it counts as waiting meanwhile."""
+        self._num_in_hand += 1
+        try:
+            yield
+        finally:
+            self._num_in_hand -= 1
 
     def start_data(self, progress: DataProgress) -> None:
         """Draw from `progress` on; what was read ahead is forgotten."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -83,6 +84,16 @@ class ReplicaQueue:
         for _ in range(count):
             self._fleet.sequence_ended(grant)
         self._capacity_changed()
+
+    def has_room_beside(self, member: Member, wanted: Wanted) -> bool:
+        """Whether another replica than `member` would take the group at once."""
+        if self._waiters:
+            return False
+        paused_until, member.paused_until = member.paused_until, math.inf
+        try:
+            return self._fleet.choose(wanted, time.monotonic()) is not None
+        finally:
+            member.paused_until = paused_until
 
     def pause(self, member: Member) -> None:
         """Avoid a replica that failed, until the next announcement or the end of a pause."""

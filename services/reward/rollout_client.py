@@ -7,14 +7,20 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, cast
 
-from services.reward.dispatcher import PHASE, GenerateEvent, GroupRequest
+from services.reward.group_request import PHASE, GenerateEvent, GroupRequest
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.codec.arrays import token_ids_from_bytes
-from sluice.codec.rollout import chat_prompt_to_proto, rollout_from_proto, sampling_to_proto
+from sluice.codec.rollout import (
+    chat_prompt_to_proto,
+    new_tokens_from_proto,
+    rollout_from_proto,
+    rollout_to_proto,
+    sampling_to_proto,
+)
 from sluice.errors import InvalidRequestError, PeerError
 from sluice.rpc.call import stream_call
 from sluice.rpc.channel import open_channel
-from sluice.types import ReplicaInfo
+from sluice.types import ReplicaInfo, Rollout
 
 if TYPE_CHECKING:
     import grpc
@@ -36,10 +42,19 @@ class RolloutClient:
         linger_ms: finished samples may wait this long to travel together.
         timeout_s: seconds one stream may take.
         max_message_bytes: largest message.
+        partial_interval_ms: tokens of unfinished samples come about so often; 0: never.
     """
 
-    def __init__(self, *, linger_ms: int, timeout_s: float, max_message_bytes: int) -> None:
+    def __init__(
+        self,
+        *,
+        linger_ms: int,
+        timeout_s: float,
+        max_message_bytes: int,
+        partial_interval_ms: int = 0,
+    ) -> None:
         self._linger_ms, self._timeout_s = linger_ms, timeout_s
+        self._partial_interval_ms = partial_interval_ms
         self._max_message_bytes = max_message_bytes
         self._channels: dict[str, _Channel] = {}
         self._wanted: frozenset[str] = frozenset()
@@ -59,12 +74,16 @@ class RolloutClient:
             await self._close_unwanted(address)
 
     async def generate(
-        self, replica: ReplicaInfo, request: GroupRequest, sample_indexes: Sequence[int]
+        self,
+        replica: ReplicaInfo,
+        request: GroupRequest,
+        sample_indexes: Sequence[int],
+        partials: Sequence[Rollout],
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Stream the samples of one group as they finish; leaving early cancels the call."""
+        """Stream the samples of one group as they come; leaving early cancels the call."""
         held = self._held(replica.address)
         held.num_streams += 1
-        messages = self._stream(held, replica, self._message(request, sample_indexes))
+        messages = self._stream(held, replica, self._message(request, sample_indexes, partials))
         try:
             async with aclosing(messages):
                 async for message in messages:
@@ -105,7 +124,7 @@ class RolloutClient:
             await held.channel.close()
 
     def _message(
-        self, request: GroupRequest, sample_indexes: Sequence[int]
+        self, request: GroupRequest, sample_indexes: Sequence[int], partials: Sequence[Rollout]
     ) -> rollout_pb2.GenerateRequest:
         return rollout_pb2.GenerateRequest(
             request_id=request.prompt.prompt_id[:MAX_REQUEST_ID_CHARACTERS],
@@ -114,6 +133,8 @@ class RolloutClient:
             sampling=sampling_to_proto(request.sampling),
             stream_mode=rollout_pb2.STREAM_MODE_SAMPLES,
             linger_ms=self._linger_ms,
+            partials=[rollout_to_proto(partial) for partial in partials],
+            partial_interval_ms=self._partial_interval_ms,
         )
 
 
@@ -124,7 +145,12 @@ def _decode(message: rollout_pb2.GenerateResponse, peer: str) -> GenerateEvent:
             accepted = message.accepted
             tokens = token_ids_from_bytes(accepted.prompt_token_ids_u32, "prompt_token_ids_u32")
             started = (tokens, accepted.policy_version)
-        return GenerateEvent(started, tuple(map(rollout_from_proto, message.rollouts)))
+        return GenerateEvent(
+            started,
+            tuple(map(rollout_from_proto, message.rollouts)),
+            tuple(map(new_tokens_from_proto, message.deltas)),
+            message.engine_tokens if message.HasField("engine_tokens") else None,
+        )
     except InvalidRequestError as error:
         # Ours to report as the replica's fault: the request was not what is invalid.
         raise PeerError(peer, PHASE, f"it sent what cannot be decoded: {error}") from error

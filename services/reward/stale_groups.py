@@ -3,6 +3,8 @@
 Consumes: each group that starts and each that is kept; these two events alone can leave a running
 group without a place. Produces: cancelled tasks, whose prompts wait again (a newer policy draws
 their samples anew) or, under ``on_stale: drop`` and beyond the bound already, end as stale.
+Under ``on_stale: wait`` admission leaves this to bad luck alone; the tokens are told in the log and
+counted as ``stale``.
 """
 
 from __future__ import annotations
@@ -19,10 +21,14 @@ class StaleGroups:
     Args:
         batcher: the kept groups and the rules.
         in_flight: the running ones.
+        carries_over: whether kept groups wait for later batches. Where they do not, a place is of
+            no use: running groups end, and what a batch does not take is thrown away.
     """
 
-    def __init__(self, batcher: Batcher, in_flight: InFlightTable) -> None:
-        self._batcher, self._in_flight = batcher, in_flight
+    def __init__(
+        self, batcher: Batcher, in_flight: InFlightTable, *, carries_over: bool = True
+    ) -> None:
+        self._batcher, self._in_flight, self._carries_over = batcher, in_flight, carries_over
         self._restarting: set[str] = set()
 
     def check(self, announced: int | None, *, but_for: str | None = None) -> None:
@@ -32,7 +38,7 @@ class StaleGroups:
             announced: the version announced; ``None``: nothing is decided meanwhile.
             but_for: a prompt that has left the running groups, though its task is at work still.
         """
-        if announced is None:
+        if announced is None or not self._carries_over:
             return
         next_version = self._batcher.next_version(announced)
         running = [group for group in self._in_flight.started() if group.prompt_id != but_for]
@@ -40,6 +46,8 @@ class StaleGroups:
 
     def cancel(self, doomed: Collection[str], next_version: int) -> None:
         """Cancel these groups; their fate is settled by the version of the next batch."""
+        if not self._carries_over:
+            return
         for group in self._in_flight.started():
             if group.prompt_id not in doomed:
                 continue

@@ -15,6 +15,8 @@ _NAME_BY_END = {
     PromptEnd.FILTERED_UNIFORM: "train/groups_uniform",
     PromptEnd.DROPPED_STALE: "train/groups_stale",
     PromptEnd.DROPPED_FAILED: "train/groups_failed",
+    PromptEnd.DROPPED_SURPLUS: "train/groups_surplus",
+    PromptEnd.SKIPPED: "train/prompts_skipped",
 }
 _FILTERED = (
     PromptEnd.FILTERED_ALL_RIGHT,
@@ -43,22 +45,26 @@ class IntervalStatistics:
     num_failed_samples: int = 0
     num_surplus_discarded: int = 0
     num_restarted: int = 0
-    num_generated_tokens: int = 0
+    num_greedy_tokens: int = 0
     discarded_tokens: Counter[Discard] = field(default_factory=Counter)
     ends: Counter[PromptEnd] = field(default_factory=Counter)
 
-    def metrics(self, now: float, *, batch_size: int, scorer_seconds: float) -> dict[str, float]:
+    def metrics(self, now: float, *, round_size: int, scorer_seconds: float) -> dict[str, float]:
         """The interval as metrics.
 
-        ``train/num_gen_batches`` is how many train batches' worth of groups were sampled.
+        Args:
+            now: on the clock of `started_at`.
+            round_size: groups that ``train/num_gen_batches`` counts as one round: those of a wave,
+                or of a train batch where there are no waves.
+            scorer_seconds: seconds that scorers have worked since the service's start.
         """
         num_filtered = sum(self.ends[end] for end in _FILTERED)
         num_ended = self.num_kept + num_filtered + self.ends[PromptEnd.DROPPED_FAILED]
         return {
             "train/groups_kept": float(self.num_kept),
             **{name: float(self.ends[end]) for end, name in _NAME_BY_END.items()},
-            "train/num_gen_batches": num_ended / batch_size,
-            "train/generated_tokens": float(self.num_generated_tokens),
+            "train/num_gen_batches": num_ended / round_size,
+            "train/greedy_tokens": float(self.num_greedy_tokens),
             **{
                 f"train/discarded_tokens/{why}": float(self.discarded_tokens[why])
                 for why in Discard

@@ -16,6 +16,7 @@ from services.reward.prompt_source import PromptSource
 from services.reward.stale_groups import StaleGroups
 from services.reward.yield_guard import YieldGuard
 from sluice.algorithm.admission import kept_upper_bound
+from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
 from sluice.algorithm.staleness import BatchDecision
 from sluice.concurrency.deadline import deadline
 from sluice.errors import DeadlineError, SluiceError
@@ -30,8 +31,9 @@ PEER = "reward service"
 class BatchParts:
     """What decides about a batch.
 
-    `source` tells whether more prompts can come, `guard` whether the yield is hopeless, `reason`
-    what is waited for; `changes` is notified at every change that may complete a batch.
+    `source` tells whether more prompts can come, `guard` whether the yield is hopeless, `strategy`
+    whether kept groups may be taken at a `load`, `reason` what is waited for; `changes` is notified
+    at every change that may complete a batch.
     """
 
     batcher: Batcher
@@ -41,6 +43,8 @@ class BatchParts:
     stale_groups: StaleGroups
     source: PromptSource
     guard: YieldGuard
+    strategy: SamplingStrategy
+    load: Callable[[int], LoopLoad]
     changes: ChangeSignal
     reason: Callable[[], str]
 
@@ -51,7 +55,8 @@ class TrainBatches:
     def __init__(self, parts: BatchParts, batch_size: int) -> None:
         self._batcher, self._recorder, self._ledger = parts.batcher, parts.recorder, parts.ledger
         self._in_flight, self._source, self._guard = parts.in_flight, parts.source, parts.guard
-        self._stale_groups = parts.stale_groups
+        self._stale_groups, self._strategy = parts.stale_groups, parts.strategy
+        self._load, self._was_taken_back = parts.load, False
         self._changes, self._reason = parts.changes, parts.reason
         self._batch_size = batch_size
         self._num_asking = 0
@@ -127,6 +132,7 @@ class TrainBatches:
         if lease.batch.policy_version == version:
             return lease.batch
         logger.warning("batch %s taken back: version %d asks", lease.batch.batch_id, version)
+        self._was_taken_back = True
         for graded in self._batcher.take_back_lease():
             self._ledger.move(graded.group.prompt.prompt_id, PromptState.KEPT)
         return None
@@ -135,14 +141,34 @@ class TrainBatches:
         decision = self._batcher.decide(
             version,
             self._in_flight.started(),
-            partial(kept_upper_bound, estimate=self._recorder.estimate),
+            partial(kept_upper_bound, estimate=self._strategy.estimate),
         )
         chosen = self._batcher.kept_groups(decision.chosen)
         self._drop_stale(decision, version)
-        if chosen:
+        if chosen and self._may_form(version):
+            self._drop_surplus(chosen)
             return self._form(chosen, version)
         self._check_fillable(decision)
         return None
+
+    def _may_form(self, version: int) -> bool:
+        """Whether the strategy lets kept groups go. The last wave of the data may be too small to
+        end by itself: its prompts are trained on all the same, where they fill a batch."""
+        is_last = self._source.is_exhausted and not len(self._in_flight)
+        return self._was_taken_back or is_last or self._strategy.may_form(self._load(version))
+
+    def _drop_surplus(self, chosen: tuple[GradedGroup, ...]) -> None:
+        """End what a batch does not take, where the strategy carries nothing over."""
+        if not self._strategy.discards_surplus:
+            return
+        taken = {graded.group.prompt.prompt_id for graded in chosen}
+        for graded in self._batcher.all_kept():
+            prompt = graded.group.prompt
+            if prompt.prompt_id not in taken:
+                self._batcher.remove(prompt.prompt_id)
+                detail = f"kept, and the batch was full with {self._batch_size} groups"
+                end = PromptEnd.DROPPED_SURPLUS
+                self._recorder.ended(prompt, end, graded=graded, detail=detail)
 
     def _drop_stale(self, decision: BatchDecision, version: int) -> None:
         for graded in self._batcher.kept_groups(decision.dropped):
@@ -158,6 +184,8 @@ class TrainBatches:
         prompts = [graded.group.prompt for graded in chosen]
         for prompt in prompts:
             self._ledger.move(prompt.prompt_id, PromptState.LEASED)
+        self._was_taken_back = False
+        self._strategy.batch_formed()
         batch = self._batcher.form(
             chosen,
             version=version,

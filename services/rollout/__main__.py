@@ -11,7 +11,7 @@ from pathlib import Path
 
 from services.rollout.engines.protocol import Engine
 from services.rollout.engines.registry import create_engine
-from services.rollout.generation import Generation
+from services.rollout.hand_over import CountedGeneration
 from services.rollout.prompt_encoder import PromptEncoder
 from services.rollout.registration import Registration
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer, WeightSyncServicer
@@ -98,7 +98,7 @@ def _server(
         identity,
         engine,
         encoder,
-        Generation(engine, encoder),
+        CountedGeneration(engine, encoder),
         engine_name=config.actor_rollout_ref.rollout.name,
         max_n=service.max_n,
     )

@@ -8,17 +8,19 @@ cancellation of the call, which closes the engine's iterator and so frees the sl
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
-import numpy as np
-
 from services.rollout.engines.protocol import Engine, GenerationRequest, SampleChunk
+from sluice.algorithm.growing_sample import GrowingSample
 from sluice.errors import EngineError
-from sluice.types import FinishReason, Rollout, TokenIds, VersionSpan
+from sluice.types import Rollout, TokenIds
+
+# Tokens that come at intervals come a little after them.
+SIGN_OF_LIFE_INTERVALS = 2
 
 
 class Detokenizer(Protocol):
@@ -39,43 +41,43 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationEvent:
-    """What is sent together."""
+    """What is sent together; `engine_tokens` when nothing came although the engine may work."""
 
     deltas: tuple[TextDelta, ...]
     rollouts: tuple[Rollout, ...]
+    engine_tokens: int | None = None
 
 
 Send = Callable[[GenerationEvent], Awaitable[None]]
 
 
-@dataclass(slots=True)
-class _Growing:
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How samples travel.
+
+    Attributes:
+        every_token: tokens are sent as they come, with their text.
+        partial_interval_s: the tokens of unfinished samples are sent about so often, without text;
+            and when nothing came for twice as long, whether the engine works. ``None``: never.
+        linger_s: finished samples wait this long for others to travel with.
+    """
+
+    every_token: bool = False
+    partial_interval_s: float | None = None
+    linger_s: float = 0.0
+
+    @property
+    def sends_tokens(self) -> bool:
+        """Whether anything but whole samples is sent."""
+        return self.every_token or self.partial_interval_s is not None
+
+
+@dataclass(slots=True, eq=False)
+class _Sample:
     """A sample under way."""
 
-    token_ids: list[TokenIds] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
-    num_tokens: int = 0
+    grown: GrowingSample = field(default_factory=GrowingSample)
     sent_text: str = ""
-
-    def append(self, chunk: SampleChunk) -> None:
-        size = int(chunk.token_ids.size)
-        if size == 0:
-            return
-        self.token_ids.append(chunk.token_ids)
-        self.logprobs.append(chunk.behavior_logprobs)
-        start, self.num_tokens = self.num_tokens, self.num_tokens + size
-        if self.spans and self.spans[-1].version == chunk.version:
-            start = self.spans.pop().start
-        self.spans.append(VersionSpan(chunk.version, start, self.num_tokens))
-
-    def ids(self) -> TokenIds:
-        empty = np.empty(0, dtype=np.uint32)
-        return np.concatenate(self.token_ids) if self.token_ids else empty
-
-    def finish(self, sample_index: int, reason: FinishReason, text: str) -> Rollout:
-        logprobs = np.concatenate(self.logprobs) if self.logprobs else np.empty(0, np.float32)
-        return Rollout(sample_index, self.ids(), logprobs, tuple(self.spans), reason, text)
 
 
 class Generation:
@@ -94,9 +96,7 @@ class Generation:
         self,
         request: GenerationRequest,
         partials: Iterable[Rollout],
-        *,
-        every_token: bool,
-        linger_s: float,
+        delivery: Delivery,
         send: Send,
     ) -> None:
         """Generates until every requested sample has finished.
@@ -104,47 +104,66 @@ class Generation:
         Args:
             request: the samples to draw.
             partials: the whole earlier part of samples that are continued.
-            every_token: send tokens as they come as well.
-            linger_s: finished samples wait this long for others to travel with.
+            delivery: what is sent when.
             send: takes each event; its pace slows the sending, never the engine.
 
         Raises:
             SluiceError: what the engine raised (inside an exception group).
         """
-        growing = {index: _Growing() for index in request.sample_indexes}
+        growing = {index: _Sample() for index in request.sample_indexes}
         for partial in partials:
             self._adopt(growing[partial.sample_index], partial)
         inbox: asyncio.Queue[tuple[SampleChunk, ...]] = asyncio.Queue()
         ended = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            pump = self._pump(request, inbox, ended, every_token=every_token)
-            tasks.create_task(pump, name="engine")
+            tasks.create_task(self._pump(request, inbox, ended, delivery), name="engine")
             while growing:
-                arrived = [await inbox.get()]
+                arrived = [await self._next(inbox, delivery, send)]
                 ends = any(chunk.finish_reason is not None for chunk in arrived[0])
-                if ends and linger_s > 0 and len(growing) > 1:
-                    await _linger(ended, linger_s)
+                if ends and delivery.linger_s > 0 and len(growing) > 1:
+                    await _linger(ended, delivery.linger_s)
                 while not inbox.empty():
                     arrived.append(inbox.get_nowait())
-                event = self._event(chain(*arrived), growing, every_token=every_token)
+                event = self._event(tuple(chain(*arrived)), growing, delivery)
                 if event.deltas or event.rollouts:
                     await send(event)
                 if growing and not all(arrived):
                     raise EngineError(f"the engine ended without {len(growing)} of the samples")
+
+    async def _next(
+        self, inbox: asyncio.Queue[tuple[SampleChunk, ...]], delivery: Delivery, send: Send
+    ) -> tuple[SampleChunk, ...]:
+        """The next chunks; while there are none, tells at intervals if the engine draws tokens."""
+        if delivery.partial_interval_s is None:
+            return await inbox.get()
+        seen: int | None = None
+        while True:
+            try:
+                async with asyncio.timeout(SIGN_OF_LIFE_INTERVALS * delivery.partial_interval_s):
+                    return await inbox.get()
+            except TimeoutError:
+                drawn = self._engine.load().generated_tokens
+                if drawn != seen:
+                    await send(GenerationEvent((), (), engine_tokens=drawn))
+                seen = drawn
 
     async def _pump(
         self,
         request: GenerationRequest,
         inbox: asyncio.Queue[tuple[SampleChunk, ...]],
         ended: asyncio.Event,
-        *,
-        every_token: bool,
+        delivery: Delivery,
     ) -> None:
         """Moves chunks into `inbox`, and nothing as a last item; then sets `ended`.
 
         The queue is bounded by the request: an engine yields at most one chunk a token.
         """
-        async with aclosing(self._engine.generate(request, every_token=every_token)) as stream:  # type: ignore[type-var]
+        chunks_of = self._engine.generate(
+            request,
+            every_token=delivery.every_token,
+            partial_interval_s=delivery.partial_interval_s,
+        )
+        async with aclosing(chunks_of) as stream:  # type: ignore[type-var]
             async for chunks in stream:
                 if chunks:
                     inbox.put_nowait(chunks)
@@ -152,45 +171,37 @@ class Generation:
         ended.set()
 
     def _event(
-        self, chunks: Iterable[SampleChunk], growing: dict[int, _Growing], *, every_token: bool
+        self, chunks: Sequence[SampleChunk], growing: dict[int, _Sample], delivery: Delivery
     ) -> GenerationEvent:
         deltas: list[TextDelta] = []
         rollouts: list[Rollout] = []
+        finished = {chunk.sample_index for chunk in chunks if chunk.finish_reason is not None}
         for chunk in chunks:
-            sample = growing[chunk.sample_index]
-            sample.append(chunk)
-            is_last = chunk.finish_reason is not None
-            if every_token:
-                text = self._new_text(sample, is_last=is_last)
+            index, sample = chunk.sample_index, growing[chunk.sample_index]
+            sample.grown.append(chunk.token_ids, chunk.behavior_logprobs, chunk.version)
+            if delivery.every_token:
+                text = self._new_text(sample, is_last=chunk.finish_reason is not None)
                 if text or chunk.token_ids.size:
                     deltas.append(TextDelta(chunk, text))
+            elif delivery.sends_tokens and index not in finished and chunk.token_ids.size:
+                deltas.append(TextDelta(chunk, ""))
             if chunk.finish_reason is not None:
-                text = self._detokenizer.decode(sample.ids())
-                rollouts.append(sample.finish(chunk.sample_index, chunk.finish_reason, text))
-                del growing[chunk.sample_index]
+                text = self._detokenizer.decode(sample.grown.token_ids())
+                rollouts.append(sample.grown.rollout(index, chunk.finish_reason, text))
+                del growing[index]
         return GenerationEvent(tuple(deltas), tuple(rollouts))
 
-    def _new_text(self, sample: _Growing, *, is_last: bool) -> str:
-        text = self._detokenizer.decode(sample.ids())
+    def _new_text(self, sample: _Sample, *, is_last: bool) -> str:
+        text = self._detokenizer.decode(sample.grown.token_ids())
         if text.endswith("\ufffd") and not is_last:  # in the middle of a multi-byte character
             return ""
         new = text[len(sample.sent_text) :]
         sample.sent_text = text
         return new
 
-    def _adopt(self, sample: _Growing, partial: Rollout) -> None:
+    def _adopt(self, sample: _Sample, partial: Rollout) -> None:
         """Starts from an earlier part, whose text the caller has already."""
-        for span in partial.version_spans:
-            part = slice(span.start, span.end)
-            sample.append(
-                SampleChunk(
-                    partial.sample_index,
-                    partial.token_ids[part],
-                    partial.behavior_logprobs[part],
-                    span.version,
-                    None,
-                )
-            )
+        sample.grown.adopt(partial)
         self._new_text(sample, is_last=False)
 
 

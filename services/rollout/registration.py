@@ -22,6 +22,7 @@ from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.codec.fleet import replica_to_proto
 from sluice.errors import DeadlineError, NotFoundError, PeerError, SluiceError
 from sluice.rpc.call import unary_call
+from sluice.telemetry.process_age import process_age_s
 from sluice.types import ReplicaInfo
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,11 @@ class Registration:
                 slots_busy=load.slots_busy,
                 queued=load.queued,
                 generated_tokens=load.generated_tokens,
+                unsent_tokens=load.unsent_tokens,
+                running_tokens=load.running_tokens,
                 busy_seconds=load.busy_seconds,
+                seconds_by_state=load.seconds_by_state,
+                wall_seconds=process_age_s(),
                 draining=draining,
             ),
             name="TrainerService/Heartbeat",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from services.rollout.engines.protocol import Engine, GenerationRequest, PartialSample
-from services.rollout.generation import Generation, GenerationEvent
+from services.rollout.generation import Delivery, Generation, GenerationEvent
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
 from sluice.api.rollout.v1 import rollout_pb2_grpc
@@ -23,6 +23,7 @@ from sluice.codec.rollout import (
     sampling_from_proto,
 )
 from sluice.errors import InvalidRequestError, NotReadyError
+from sluice.telemetry.process_age import process_age_s
 from sluice.types import ChatMessage, TokenIds
 
 if TYPE_CHECKING:
@@ -87,13 +88,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         async def send(event: GenerationEvent) -> None:
             await context.write(_event_to_proto(event))
 
-        await self._generation.run(
-            decoded,
-            partials,
-            every_token=request.stream_mode == rollout.STREAM_MODE_TOKENS,
-            linger_s=request.linger_ms / 1000,
-            send=send,
-        )
+        await self._generation.run(decoded, partials, _delivery(request), send)
 
     async def GetStatus(
         self, request: rollout.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -109,7 +104,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             slots_busy=load.slots_busy,
             queued=load.queued,
             generated_tokens=load.generated_tokens,
+            unsent_tokens=load.unsent_tokens,
+            running_tokens=load.running_tokens,
             busy_seconds=load.busy_seconds,
+            seconds_by_state=load.seconds_by_state,
+            wall_seconds=process_age_s(),
             engine=self._engine_name,
         )
 
@@ -172,6 +171,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return ids
 
 
+def _delivery(request: rollout.GenerateRequest) -> Delivery:
+    every_token = request.stream_mode == rollout.STREAM_MODE_TOKENS
+    interval_s = request.partial_interval_ms / 1000
+    return Delivery(
+        every_token=every_token,
+        partial_interval_s=interval_s if interval_s > 0 and not every_token else None,
+        linger_s=request.linger_ms / 1000,
+    )
+
+
 def _event_to_proto(event: GenerationEvent) -> rollout.GenerateResponse:
     return rollout.GenerateResponse(
         deltas=[
@@ -185,6 +194,7 @@ def _event_to_proto(event: GenerationEvent) -> rollout.GenerateResponse:
             for delta in event.deltas
         ],
         rollouts=[rollout_to_proto(sample) for sample in event.rollouts],
+        engine_tokens=event.engine_tokens,
     )
 
 

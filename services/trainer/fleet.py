@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from sluice.algorithm.accounts import ReplicaCounters, fleet_counters
 from sluice.errors import InvalidRequestError, NotFoundError
 from sluice.types import ReplicaInfo
 
@@ -27,12 +29,27 @@ class MemberState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Counters of one heartbeat."""
+    """What a replica tells of itself, in heartbeats and when it is asked."""
 
     slots_busy: int
     queued: int
     generated_tokens: int
     busy_seconds: float
+    unsent_tokens: int = 0
+    running_tokens: int = 0
+    wall_seconds: float = 0.0
+    seconds_by_state: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def counters(self) -> ReplicaCounters:
+        """What enters the run's books."""
+        return ReplicaCounters(
+            self.generated_tokens,
+            self.unsent_tokens,
+            self.running_tokens,
+            self.wall_seconds,
+            self.seconds_by_state,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +117,7 @@ class Fleet:
         tokens = load.generated_tokens - member.load.generated_tokens
         busy_s = load.busy_seconds - member.load.busy_seconds
         state = MemberState.DRAINING if draining else member.state
-        self._loads[incarnation] = load
+        self._note(incarnation, load)
         self._members[name] = replace(
             member,
             state=state,
@@ -112,6 +129,11 @@ class Fleet:
         if state is not member.state:
             logger.info("replica %s drains", name)
             self.changed.set()
+
+    def note_counters(self, info: ReplicaInfo, load: Load) -> None:
+        """Notes what a replica told when it was asked; that it lives, only heartbeats say."""
+        if info.incarnation in self._loads:
+            self._note(info.incarnation, load)
 
     def expire(self, now_s: float) -> tuple[ReplicaInfo, ...]:
         """Drops and returns the replicas that were silent for longer than the time to live."""
@@ -157,6 +179,23 @@ class Fleet:
         return sum(load.generated_tokens for load in loads), sum(
             load.busy_seconds for load in loads
         )
+
+    def counters(self) -> ReplicaCounters:
+        """Sums over all replicas that ever registered.
+
+        What those who have left had not sent by their last word, nobody gets any more.
+        """
+        present = {member.info.incarnation for member in self._members.values()}
+        return fleet_counters(
+            load.counters if incarnation in present else load.counters.abandoned()
+            for incarnation, load in self._loads.items()
+        )
+
+    def _note(self, incarnation: str, load: Load) -> None:
+        """Keeps the newest counters: answers and heartbeats overtake each other."""
+        known = self._loads.get(incarnation)
+        if known is None or load.wall_seconds >= known.wall_seconds:
+            self._loads[incarnation] = load
 
     def _find(self, name: str, incarnation: str) -> Member:
         member = self._members.get(name)

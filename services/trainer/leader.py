@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 
 from services.trainer.batch_check import BatchTerms
+from services.trainer.bookkeeper import Bookkeeper
+from services.trainer.counter_calls import ReplicaCounterCalls, RewardCounterCalls
 from services.trainer.fleet import Fleet
 from services.trainer.follower import REWARD_START_TIMEOUT_S, join_ranks, share_total_steps
 from services.trainer.learner.checkpoint import Checkpoint, CheckpointStore, resume_point
@@ -38,6 +40,7 @@ from services.trainer.run_state import RunState
 from services.trainer.sampling_notice import sampling_notice
 from services.trainer.servicer import TrainerServicer
 from services.trainer.weight_publisher import WeightPublisher
+from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.concurrency.shutdown import stop_on_signals
 from sluice.config.derived import (
@@ -54,6 +57,7 @@ from sluice.device.select import select_device, transfer_device
 from sluice.rpc.channel import open_channel
 from sluice.rpc.server import RpcServer
 from sluice.rpc.stubs import reward_stub
+from sluice.telemetry.process_age import process_age_s
 from sluice.types import ReplicaInfo, TensorSpec, TrainBatch
 from sluice.weights.layout import layout_digest
 from sluice.weights.plan import plan_transfer, tensor_specs
@@ -67,6 +71,7 @@ _NUM_EXAMPLES = 16
 _LAST_ANSWERS_S = 1.0
 _LOGGERS_SHARE_OF_GRACE = 0.5
 _SERVICE = "sluice.api.trainer.v1.TrainerService"
+_BOOKS_INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,8 @@ async def _lead(config: RunConfig) -> None:
     async with AsyncExitStack() as stack:
         endpoint = config.sluice.trainer.endpoint
         port = stack.enter_context(PortReservation(endpoint.host, endpoint.port))
-        reward = await _connect_reward(config, incarnation, stack)
+        stub = await _connect_reward(config, stack)
+        reward = RewardClient(stub, incarnation, config.sluice.trainer.batch_timeout_s)
         dataset_rows = await reward.wait_until_up(REWARD_START_TIMEOUT_S)
         # Forming the ranks and loading block; nothing else needs the loop yet.
         parallel = join_ranks(config)
@@ -115,7 +121,7 @@ async def _lead(config: RunConfig) -> None:
         names = (trainer.project_name, trainer.experiment_name)
         logger.info("%s / %s: %d steps", *names, trained.total_steps)
         step = trained.resumed.step if trained.resumed else 0
-        state = RunState(incarnation, trained.total_steps, step)
+        state = RunState(incarnation, trained.total_steps, step, process_age_s())
         fleet = Fleet(layout_digest(trained.tensors), config.sluice.trainer.replica_ttl_s)
         record = await _open_record(config)
         stack.push_async_callback(record.close)
@@ -125,10 +131,17 @@ async def _lead(config: RunConfig) -> None:
         await _serve(config, fleet, state, stack)
         # First of all at the end: whoever watches or waits for a checkpoint gets an answer.
         stack.push_async_callback(state.finish)
-        parts = LoopParts(trained.policy, reward, publisher, record, fleet, state)
+        replicas = ReplicaCounterCalls()
+        stack.push_async_callback(replicas.close)
+        books = Bookkeeper(
+            fleet, state, ask_replica=replicas.ask, ask_reward=RewardCounterCalls(stub).ask
+        )
+        parts = LoopParts(trained.policy, reward, publisher, record, books, fleet, state)
         resume_from = trained.resumed.progress if trained.resumed else None
-        settings = _loop_settings(config, dataset_rows)
-        await _run_loop(TrainLoop(settings, parts, resume_from), fleet)
+        loop = TrainLoop(_loop_settings(config, dataset_rows), parts, resume_from)
+        await _run_loop(loop, fleet, books, replicas)
+    # Once more, with the seconds of shutting down.
+    record.accounts(books.close(loop.accounts))
 
 
 def _warn(config: RunConfig) -> None:
@@ -137,17 +150,29 @@ def _warn(config: RunConfig) -> None:
         logger.warning("%s", notice)
 
 
-async def _run_loop(loop: TrainLoop, fleet: Fleet) -> None:
+async def _run_loop(
+    loop: TrainLoop, fleet: Fleet, books: Bookkeeper, replicas: ReplicaCounterCalls
+) -> None:
     async with asyncio.TaskGroup() as tasks:
         expiry = tasks.create_task(_expire_silent(fleet), name="heartbeats")
+        bookkeeping = tasks.create_task(_keep_books(books, fleet, replicas), name="books")
         await loop.run()
         expiry.cancel()
+        bookkeeping.cancel()
 
 
 async def _expire_silent(fleet: Fleet) -> None:
     while True:
         await asyncio.sleep(_WATCH_INTERVAL_S)
         fleet.expire(time.monotonic())
+
+
+async def _keep_books(books: Bookkeeper, fleet: Fleet, replicas: ReplicaCounterCalls) -> None:
+    """Takes the books also while a step lasts, for status calls."""
+    while True:
+        await books.take()
+        await replicas.forget_others([member.info for member in fleet.members()])
+        await asyncio.sleep(_BOOKS_INTERVAL_S)
 
 
 async def _open_record(config: RunConfig) -> Reporter:
@@ -163,12 +188,12 @@ async def _open_record(config: RunConfig) -> Reporter:
 
 
 async def _connect_reward(
-    config: RunConfig, incarnation: str, stack: AsyncExitStack
-) -> RewardClient:
+    config: RunConfig, stack: AsyncExitStack
+) -> reward_pb2_grpc.RewardServiceAsyncStub:
     address = peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint")
     limit = message_mb(config) << 20
     channel = await stack.enter_async_context(open_channel(address, max_message_bytes=limit))
-    return RewardClient(reward_stub(channel), incarnation, config.sluice.trainer.batch_timeout_s)
+    return reward_stub(channel)
 
 
 async def _serve(config: RunConfig, fleet: Fleet, state: RunState, stack: AsyncExitStack) -> None:

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from services.trainer.batch_check import BatchTerms, check_batch
+from services.trainer.bookkeeper import Bookkeeper
 from services.trainer.control import under_control
 from services.trainer.fleet import Fleet, MemberState
 from services.trainer.loop_parts import Policy, Publisher, RunRecord, TrainData
@@ -39,6 +40,7 @@ from services.trainer.metrics.step_metrics import (
     FleetInterval,
     RunScale,
     StepTimes,
+    account_metrics,
     step_metrics,
 )
 from services.trainer.policy_announcer import PolicyAnnouncer
@@ -81,6 +83,7 @@ class LoopParts:
     data: TrainData
     publisher: Publisher
     record: RunRecord
+    books: Bookkeeper
     fleet: Fleet
     state: RunState
 
@@ -100,6 +103,7 @@ class TrainLoop:
         self._settings = settings
         self._policy, self._data, self._record = parts.policy, parts.data, parts.record
         self._publisher, self._fleet, self._state = parts.publisher, parts.fleet, parts.state
+        self._books = parts.books
         # Of finished steps, for checkpoints; and with the batch in hand, for the reward service.
         self._progress = self._progress_in_hand = resume_from
         self._announcer = PolicyAnnouncer(
@@ -110,6 +114,12 @@ class TrainLoop:
         self._saved_step = self._evaluated_step = parts.state.step
         self._groups_trained = 0
         self._acknowledged_before: float | None = None
+        self._accounts: Mapping[str, float] = {}
+
+    @property
+    def accounts(self) -> Mapping[str, float]:
+        """What was recorded as the run's accounts; empty before its end."""
+        return self._accounts
 
     async def run(self) -> None:
         """From the first announcement to the last checkpoint.
@@ -156,6 +166,8 @@ class TrainLoop:
         check_batch(batch, self._settings.terms, step)
         self._progress_in_hand = batch.progress
         taken_s = time.monotonic()
+        # Beside training, so that a step does not wait for the answers.
+        books = tasks.create_task(self._books.take(), name=f"books-{step}")
         self._state.enter(RunPhase.TRAINING)
         learner = await self._policy.train(batch, step)
         trained_s = time.monotonic()
@@ -173,15 +185,18 @@ class TrainLoop:
             ended_s - published_s,
             ended_s - began_s,
         )
-        metrics = step_metrics(
-            step,
-            batch,
-            learner,
-            times,
-            self._fleet_interval(fleet_began),
-            scale=self._settings.scale,
-            stall_s=report.stall_s,
-        )
+        metrics = {
+            **step_metrics(
+                step,
+                batch,
+                learner,
+                times,
+                self._fleet_interval(fleet_began),
+                scale=self._settings.scale,
+                stall_s=report.stall_s,
+            ),
+            **account_metrics(await books),
+        }
         self._record.step(step, metrics)
         await self._state.record(StepRecord(step, metrics))
         if self._settings.validates and _is_due(
@@ -300,18 +315,17 @@ class TrainLoop:
             await self._await_evaluation()
         if self._state.is_save_wanted or (self._settings.save_freq > 0 and step > self._saved_step):
             await self._save(step)
-        self._record.accounts(await self._final_accounts())
+        self._accounts = await self._final_accounts()
+        self._record.accounts(self._accounts)
         logger.info("the run ends at step %d: %s", step, self._state.stop_reason or "the last one")
         await self._state.finish()
         if self._evaluation_error is not None:
             raise self._evaluation_error
 
     async def _final_accounts(self) -> dict[str, float]:
+        books = await self._books.settle()
         tokens, busy_s = self._fleet.totals()
-        phases = {
-            f"trainer_s/{phase}": spent for phase, spent in self._state.seconds_by_phase().items()
-        }
-        known = {"generated_tokens": tokens, "rollout_busy_s": busy_s, **phases}
+        known = {"generated_tokens": tokens, "rollout_busy_s": busy_s, **books}
         try:
             counted = await self._data.accounts()
         except SluiceError as error:

@@ -43,14 +43,20 @@ class RunState:
         incarnation: UUID of this start of the trainer.
         total_steps: steps of the whole run.
         step: finished steps (above 0 after a resume).
+        elapsed_s: seconds that starting has taken already.
+
+    `accounts` are the run's books as they were last taken, by the names of `accounts.json`.
     """
 
-    def __init__(self, incarnation: str, total_steps: int, step: int) -> None:
+    def __init__(
+        self, incarnation: str, total_steps: int, step: int, elapsed_s: float = 0.0
+    ) -> None:
         self.incarnation, self.total_steps, self.step = incarnation, total_steps, step
         self.version: int | None = None
         self.phase = RunPhase.STARTING
         self.stop_reason: str | None = None
-        self._phase_since_s = time.monotonic()
+        self.accounts: Mapping[str, float] = {}
+        self._phase_since_s = time.monotonic() - elapsed_s
         self._seconds_by_phase: dict[RunPhase, float] = {}
         self._records: deque[StepRecord] = deque(maxlen=_STEPS_KEPT)
         self._advanced = asyncio.Condition()

@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 
-from services.trainer.fleet import Fleet, Load, Member
+from services.trainer.counter_calls import load_from_proto
+from services.trainer.fleet import Fleet, Member
 from services.trainer.run_state import RunPhase, RunState
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
@@ -60,13 +61,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer.HeartbeatRequest, context: Context
     ) -> trainer.HeartbeatResponse:
         """Notes that a replica lives."""
-        load = Load(
-            request.slots_busy, request.queued, request.generated_tokens, request.busy_seconds
-        )
         self._fleet.heartbeat(
             request.name,
             request.incarnation,
-            load,
+            load_from_proto(request),
             draining=request.draining,
             now_s=time.monotonic(),
         )
@@ -86,6 +84,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             policy_version=state.version,
             replicas=[_member_to_proto(member, now_s) for member in self._fleet.members()],
             metrics=dict(state.last_metrics),
+            accounts=dict(state.accounts),
         )
 
     async def WatchSteps(

@@ -14,6 +14,7 @@ from sluice.cli.evaluate import evaluate
 from sluice.cli.generate import generate
 from sluice.cli.merge_command import merge
 from sluice.cli.quickstart import quickstart
+from sluice.cli.simulate import simulate
 from sluice.cli.status import status
 from sluice.cli.submit import submit
 from sluice.cli.up import train, up
@@ -57,6 +58,7 @@ commands.command("generate")(generate)
 commands.command("submit")(submit)
 commands.command("eval")(evaluate)
 commands.command("merge")(merge)
+commands.command("simulate")(simulate)
 commands.add_typer(config_commands, name="config")
 commands.add_typer(data_commands, name="data")
 

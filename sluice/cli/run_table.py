@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sluice.client.run_monitor import ReplicaSnapshot, RunSnapshot
+from sluice.report.accounts_view import AccountView, account_views
 from sluice.report.run_record import AccuracyPoint
 
 _WORTH_TELLING_S = 5.0
@@ -22,6 +23,9 @@ def run_table(snapshot: RunSnapshot, accuracy: AccuracyPoint | None) -> Renderab
     parts: list[RenderableType] = [_head(snapshot), _numbers(snapshot, accuracy)]
     if snapshot.replicas:
         parts.append(_fleet(snapshot.replicas))
+    views = account_views(snapshot.accounts)
+    if views:
+        parts.append(_accounts(views))
     parts += [
         Text(f"waiting for {a.peer}: {a.phase} ({a.seconds:.0f} s)", style="yellow")
         for a in snapshot.awaited
@@ -107,6 +111,17 @@ def _cells(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         ("rollout idle", number("rollout/idle_share", ".0%")),
         ("s/step", number("timing_s/step", ".2f")),
     ]
+
+
+def _accounts(views: tuple[AccountView, ...]) -> Table:
+    """Where tokens and seconds went since the start; long lines are wrapped in their column."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for view in views:
+        grid.add_row(view.title, view.total_text, view.parts_text)
+    return grid
 
 
 def _fleet(replicas: tuple[ReplicaSnapshot, ...]) -> Table:

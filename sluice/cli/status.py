@@ -24,7 +24,10 @@ def status(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show step, accuracy, group composition, idle shares and replicas of a run.
+    """Show step, accuracy, group composition, idle shares, replicas and books of a run.
+
+    The books tell what became of all tokens that were generated, and where the seconds of trainer
+    and replicas went. The residual is what they cannot explain.
 
     Of a run that is not going on it shows how far it came.
 

@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -49,7 +49,11 @@ class Awaited:
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """State of a run at one moment. `metrics` are those of the last finished step."""
+    """State of a run at one moment.
+
+    `metrics` are those of the last finished step. `accounts` are the run's books by the names of
+    `accounts.json`, some seconds old at most; empty before they were first taken.
+    """
 
     phase: str
     phase_seconds: float
@@ -60,6 +64,7 @@ class RunSnapshot:
     metrics: Mapping[str, float]
     prompts: Mapping[str, int]
     awaited: tuple[Awaited, ...]
+    accounts: Mapping[str, float] = field(default_factory=dict)
 
 
 class RunMonitor:
@@ -117,6 +122,7 @@ class RunMonitor:
             metrics=dict(run.metrics),
             prompts=prompts,
             awaited=awaited,
+            accounts=dict(run.accounts),
         )
 
     @asynccontextmanager

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sluice.algorithm.growing_sample import NewTokens
 from sluice.api.common.v1 import common_pb2 as common
+from sluice.api.rollout.v1 import rollout_pb2 as rollout
 from sluice.codec.arrays import (
     logprobs_from_bytes,
     logprobs_to_bytes,
@@ -62,6 +64,26 @@ def rollout_from_proto(message: common.Rollout) -> Rollout:
         )
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
+
+
+def new_tokens_from_proto(message: rollout.TokenDelta) -> NewTokens:
+    """Decodes tokens that continue a sample.
+
+    Raises:
+        InvalidRequestError: arrays of broken length, or of different ones.
+    """
+    tokens = NewTokens(
+        message.sample_index,
+        token_ids_from_bytes(message.token_ids_u32, "delta.token_ids_u32"),
+        logprobs_from_bytes(message.behavior_logprobs_f32, "delta.behavior_logprobs_f32"),
+        message.policy_version,
+    )
+    if tokens.token_ids.shape != tokens.behavior_logprobs.shape:
+        raise InvalidRequestError(
+            f"delta of sample {tokens.sample_index}: {tokens.token_ids.size} token ids against "
+            f"{tokens.behavior_logprobs.size} behavior logprobs"
+        )
+    return tokens
 
 
 def sampling_to_proto(sampling: SamplingParams) -> common.SamplingParams:

@@ -24,6 +24,15 @@ class FilterGroupsConfig(Section, frozen=True):
             description="acc, score, seq_reward, seq_final_reward, or any key the scorer returns."
         ),
     ] = "acc"
+    max_num_gen_batches: Annotated[
+        int,
+        Meta(
+            description=(
+                "sampling strategy rounds: waves of prompts a batch may take before the run gives "
+                "up; 0 or less: any number."
+            )
+        ),
+    ] = 0
     min_yield: Annotated[
         float,
         Meta(

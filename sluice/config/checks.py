@@ -23,6 +23,8 @@ from sluice.config.problems import raise_problems
 from sluice.config.rollout import ENGINES
 from sluice.config.run import RunConfig
 from sluice.config.service import MOST_MESSAGE_MB, EndpointConfig
+from sluice.config.straggler_limits import straggler_problems
+from sluice.config.strategy_rules import strategy_problems
 from sluice.config.verl_reading import verl_run
 from sluice.config.verl_rules import verl_violations
 from sluice.config.verl_run import ACTOR, ROLLOUT
@@ -84,6 +86,8 @@ def violations(
         broken += shape_violations(run, shape)
     broken += [Violation(_name(check), text) for check in _CHECKS for text in check(config)]
     broken += [Violation("algorithm", text) for text in algorithm_problems(config)]
+    broken += [Violation("stragglers", text) for text in straggler_problems(config)]
+    broken += [Violation("sampling-strategy", text) for text in strategy_problems(config)]
     broken += [*correction_violations(config), *_message_size(config)]
     if files:
         broken += [Violation("files", text) for text in file_problems(config)]

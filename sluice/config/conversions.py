@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from sluice.algorithm.sampling.rules import StrategyName
 from sluice.config.catalogue.entry import ABSENT
 from sluice.config.settings_tree import SettingsTree, value_at
 
@@ -57,11 +58,14 @@ def _lengths(settings: _Settings) -> None:
 
 
 def _generation_rounds(settings: _Settings) -> None:
-    """k rounds of g prompts that keep fewer than P: a yield below P / (k g) over k g groups."""
+    """k rounds of g prompts that keep fewer than P: a yield below P / (k g) over k g groups.
+
+    Where there are rounds they are counted themselves.
+    """
     rounds = settings.given(f"{_FILTER}.max_num_gen_batches")
     if not isinstance(rounds, int):
         return
-    if rounds <= 0:
+    if rounds <= 0 or settings.given("sluice.sampling.strategy") == StrategyName.ROUNDS:
         settings.put(f"{_FILTER}.min_yield", 0.0)
         return
     batch = settings.number("data.train_batch_size")

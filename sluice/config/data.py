@@ -40,6 +40,10 @@ class DataConfig(Section, frozen=True):
         PositiveInt,
         Meta(description="Prompts (groups) in one train batch; rows are this times rollout.n."),
     ] = 1024
+    gen_batch_size: Annotated[
+        PositiveInt | None,
+        Meta(description="sampling strategy rounds: prompts of a wave; none: train_batch_size."),
+    ] = None
     shuffle: Annotated[bool, Meta(description="Shuffle the training set anew in every epoch.")] = (
         True
     )

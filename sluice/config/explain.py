@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sluice.algorithm.sampling.rules import StrategyName
 from sluice.config.catalogue.entry import ABSENT, Entry, Status
 from sluice.config.catalogue.table import CATALOGUE
 from sluice.config.expectation import expectation
@@ -21,6 +22,10 @@ from sluice.config.standing import standing
 from sluice.config.structure import caveat_of, shown
 from sluice.config.unknown_keys import is_known, keys_below, unknown_key
 from sluice.errors import ConfigError
+
+_HONOURED_BY_ROUNDS = frozenset(
+    {"data.gen_batch_size", "algorithm.filter_groups.max_num_gen_batches"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +140,9 @@ def launch_notices(path: Path | None, overrides: Sequence[str]) -> list[Notice]:
 def notices_of(settings: SettingsTree) -> list[Notice]:
     """The notices for settings that were read already, in their order."""
     found = (_notice(settings, path, value) for path, value in settings.leaves())
-    return [notice for notice in found if notice is not None]
+    has_rounds = settings.get("sluice.sampling.strategy") == StrategyName.ROUNDS
+    silent = _HONOURED_BY_ROUNDS if has_rounds else frozenset()
+    return [notice for notice in found if notice is not None and notice.path not in silent]
 
 
 def _notice(settings: SettingsTree, path: KeyPath, value: object) -> Notice | None:

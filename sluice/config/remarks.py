@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sluice.config.run import RunConfig
+from sluice.config.strategy_rules import strategy_remark
 from sluice.config.verl_run import ACTOR, ROLLOUT
 
 _KEEPS_LONE_REWARDS = frozenset(
@@ -24,7 +25,9 @@ _KEEPS_LONE_REWARDS = frozenset(
 
 def remarks(config: RunConfig) -> list[str]:
     """Sentences without a full stop, for the console at the start."""
-    return [*_divergence(config), *_adpo(config), *_lone_responses(config)]
+    strategy = strategy_remark(config)
+    found = [*_divergence(config), *_adpo(config), *_lone_responses(config)]
+    return [*found, strategy] if strategy else found
 
 
 def _divergence(config: RunConfig) -> Iterator[str]:

@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from sluice.config.sampling import SamplingConfig
 from sluice.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
+SlowFactor = Annotated[float, Meta(gt=1)]
 MOST_MESSAGE_MB = 2047  # a protobuf ends below 2 GiB
 MessageSize = Annotated[int, Meta(ge=1, le=MOST_MESSAGE_MB)]
 
@@ -84,7 +86,12 @@ class RewardServiceConfig(Section, frozen=True):
     endpoint: EndpointConfig = msgspec.field(default_factory=EndpointConfig)
     generate_timeout_s: Annotated[
         PositiveFloat,
-        Meta(description="Seconds one group may take to generate before it is issued elsewhere."),
+        Meta(
+            description=(
+                "Seconds one replica may take for a group before its missing samples continue "
+                "elsewhere."
+            )
+        ),
     ] = 600.0
     max_attempts: Annotated[
         PositiveInt,
@@ -97,6 +104,51 @@ class RewardServiceConfig(Section, frozen=True):
     linger_ms: Annotated[
         NonNegativeInt, Meta(description="Finished samples wait this long to travel together.")
     ] = 20
+    partial_interval_ms: Annotated[
+        NonNegativeInt,
+        Meta(
+            description=(
+                "Tokens of unfinished samples come this often, so that another replica can "
+                "continue them; 0: never, and stalled or slow replicas are not noticed."
+            )
+        ),
+    ] = 500
+    stall_timeout_s: Annotated[
+        PositiveFloat,
+        Meta(
+            description=(
+                "Seconds without a token or sign of life after which a group's samples continue "
+                "on another replica."
+            )
+        ),
+    ] = 30.0
+    slow_factor: Annotated[
+        SlowFactor | None,
+        Meta(
+            description=(
+                "A group on a replica so many times slower than the others' median moves, once; "
+                "none: never."
+            )
+        ),
+    ] = 4.0
+    group_deadline_s: Annotated[
+        PositiveFloat | None,
+        Meta(
+            description=(
+                "Seconds after its start when a training group ends without its unfinished "
+                "samples; none: never."
+            )
+        ),
+    ] = None
+    group_token_budget: Annotated[
+        PositiveInt | None,
+        Meta(
+            description=(
+                "Response tokens at which a training group ends without its unfinished samples; "
+                "none: never."
+            )
+        ),
+    ] = None
     inflight_slack: Annotated[
         PositiveFloat,
         Meta(
@@ -109,6 +161,9 @@ class RewardServiceConfig(Section, frozen=True):
     max_client_pending: Annotated[
         PositiveInt, Meta(description="Unfinished prompts that clients may have submitted at once.")
     ] = 65536
+    group_log: Annotated[
+        bool, Meta(description="Write a line for every group that ended to groups.jsonl.")
+    ] = True
 
 
 class TrainerServiceConfig(Section, frozen=True):
@@ -170,6 +225,7 @@ class ServiceConfig(Section, frozen=True):
         "runs/default"
     )
     asynchrony: AsynchronyConfig = msgspec.field(default_factory=AsynchronyConfig)
+    sampling: SamplingConfig = msgspec.field(default_factory=SamplingConfig)
     rollout: RolloutServiceConfig = msgspec.field(default_factory=RolloutServiceConfig)
     reward: RewardServiceConfig = msgspec.field(default_factory=RewardServiceConfig)
     trainer: TrainerServiceConfig = msgspec.field(default_factory=TrainerServiceConfig)

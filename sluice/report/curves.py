@@ -70,7 +70,7 @@ def charts(record: RunRecord) -> tuple[Chart, ...]:
         ),
         (
             "Where the trainer's time went",
-            "Seconds of rank 0 from the moment its model was loaded to the end of the run.",
+            "Seconds of rank 0 from the start of its process to its end.",
             _draw_time,
         ),
         (

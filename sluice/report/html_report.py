@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from sluice.errors import ConfigError
+from sluice.report.accounts_view import account_views
 from sluice.report.curves import charts
 from sluice.report.run_record import RunRecord, read_run
 from sluice.report.summary import RunSummary
@@ -48,6 +49,7 @@ def write_report(run_dir: Path, summary: RunSummary, file: Path) -> None:
         charts=charts(record),
         validation=_validation(record),
         samples=sample_pairs(run_dir, record),
+        books=account_views(record.accounts),
     )
     file.write_text(page, encoding="utf-8")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sluice.errors import DataError
+from sluice.report.accounts_view import account_views
 from sluice.report.run_record import read_run
 
 _FILTERED = ("filtered_all_right", "filtered_all_wrong", "filtered_uniform")
@@ -24,7 +26,7 @@ class RunSummary:
     reward service does not count as trained. `accuracy_before` is ``None`` where the untrained
     policy was not validated. `seconds_total` is the whole command,
     `seconds_services` from the start of the services to their end, `seconds_dapo` the training
-    steps with all their waits.
+    steps with all their waits. `accounts` are the run's books by the names of `accounts.json`.
     """
 
     accuracy_before: float | None
@@ -47,6 +49,7 @@ class RunSummary:
     prompts_pending: int
     prompts_lost: int
     max_staleness_seen: int
+    accounts: Mapping[str, float]
 
     def as_text(self) -> str:
         """A few lines for the console."""
@@ -64,6 +67,14 @@ class RunSummary:
             f"{self.prompts_filtered} filtered + {self.prompts_dropped} dropped + "
             f"{self.prompts_pending} pending; {self.prompts_lost} lost\n"
             f"largest staleness: {self.max_staleness_seen}"
+            f"{self._books_text()}"
+        )
+
+    def _books_text(self) -> str:
+        what = {"tokens": "all tokens", "trainer": "trainer's time", "rollout": "replicas' time"}
+        return "".join(
+            f"\n{what[view.title]} ({view.total_text}): {view.parts_text}"
+            for view in account_views(self.accounts)
         )
 
 
@@ -106,6 +117,7 @@ def summarize(run_dir: Path, *, seconds_total: float, seconds_services: float) -
         prompts_pending=pending,
         prompts_lost=count("prompts_lost") or submitted - trained - filtered - dropped - pending,
         max_staleness_seen=int(record.largest("train/staleness_max")),
+        accounts=dict(accounts),
     )
 
 

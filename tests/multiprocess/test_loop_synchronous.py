@@ -23,7 +23,7 @@ SYNCHRONOUS = (
     "sluice.rollout.replicas=1",
     "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
 )
-MEASURED = ("timing", "perf/", "trainer/", "rollout/", "weights/", "train/scorer")
+MEASURED = ("timing", "perf/", "trainer/", "rollout/", "weights/", "train/scorer", "accounts/")
 
 
 @pytest.fixture(scope="module")

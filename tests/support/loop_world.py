@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from services.trainer.batch_check import BatchTerms
-from services.trainer.fleet import Fleet, MemberState
+from services.trainer.bookkeeper import Bookkeeper
+from services.trainer.fleet import Fleet, Load, MemberState
 from services.trainer.loop import LoopParts, LoopSettings, TrainLoop
 from services.trainer.metrics.step_metrics import RunScale
 from services.trainer.reward_client import Evaluation
@@ -72,12 +73,18 @@ class World:
         self.batch_of = batch_of
         self.uncounted: set[str] = set()
         self.prompts = {"submitted": 9.0, "trained": 4.0, "pending": 5.0}
+        # What replicas and the reward service tell of themselves when they are asked.
+        self.loads: dict[str, Load] = {}
+        self.told: dict[str, float] = {}
         self.published: int | None = None
         # What a reward service that starts anew would be told.
         self.told_progress: Callable[[], DataProgress | None] = lambda: None
 
     def loop(self, resume_from: DataProgress | None = None, **settings: Any) -> TrainLoop:
-        parts = LoopParts(self, self, self, Record(self), self.fleet, self.state)
+        books = Bookkeeper(
+            self.fleet, self.state, ask_replica=self.load_of, ask_reward=self.statistics
+        )
+        parts = LoopParts(self, self, self, Record(self), books, self.fleet, self.state)
         return TrainLoop(replace(SETTINGS, **settings), parts, resume_from)
 
     def register(self, name: str) -> ReplicaInfo:
@@ -147,6 +154,14 @@ class World:
     async def accounts(self) -> Mapping[str, float]:
         await self.happens("accounts")
         return dict(self.prompts)
+
+    async def statistics(self) -> Mapping[str, float]:
+        return self.told
+
+    # the replicas
+
+    async def load_of(self, replica: ReplicaInfo) -> Load:
+        return self.loads.get(replica.name, Load(0, 0, 0, 0.0))
 
     # the publisher
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from services.reward.assembly import PromptSets, RewardLoop, assemble
 from services.reward.dispatcher import GenerateEvent, GroupRequest
+from services.reward.run_files import RunFiles
 from services.reward.scorer_messages import ScoreItem
 from services.reward.scorers.math_dapo import compute_score
 from services.reward.submissions import Submission, SubmissionSession
@@ -37,7 +38,11 @@ class ScriptedClient:
     make: Callable[[str, GroupRequest, int], Rollout] | None = None
 
     async def generate(
-        self, replica: ReplicaInfo, request: GroupRequest, sample_indexes: Sequence[int]
+        self,
+        replica: ReplicaInfo,
+        request: GroupRequest,
+        sample_indexes: Sequence[int],
+        partials: Sequence[Rollout] = (),
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Stream scripted samples."""
         self.calls.append((replica.name, request.prompt.prompt_id, tuple(sample_indexes)))
@@ -77,9 +82,14 @@ class InlineScorer:
 
 
 @asynccontextmanager
-async def running_loop(config: RunConfig, client: ScriptedClient) -> AsyncIterator[RewardLoop]:
-    """A loop without a data set, its coordinator running."""
-    loop = assemble(config, PromptSets(None, None), InlineScorer(), client)
+async def running_loop(
+    config: RunConfig,
+    client: ScriptedClient,
+    sets: PromptSets | None = None,
+    files: RunFiles | None = None,
+) -> AsyncIterator[RewardLoop]:
+    """A loop, by default without a data set and without files, its coordinator running."""
+    loop = assemble(config, sets or PromptSets(None, None), InlineScorer(), client, files)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(loop.pipeline.run())
         yield loop

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import msgspec
@@ -20,8 +20,7 @@ from sluice.api.common.v1 import common_pb2
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.codec.batch import progress_to_proto, train_batch_from_proto
 from sluice.codec.fleet import replica_to_proto
-from sluice.types import DataProgress, TrainBatch
-from tests.support.scripted_rollout import ScriptedReplica
+from sluice.types import DataProgress, ReplicaInfo, TrainBatch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 60.0
@@ -32,6 +31,17 @@ def write_config(path: Path, tree: dict[str, Any]) -> Path:
     """A run configuration; YAML is a superset of JSON."""
     path.write_bytes(msgspec.json.encode(tree))
     return path
+
+
+class Announced(Protocol):
+    """A replica that a trainer would announce, with the version that it serves."""
+
+    version: int
+
+    @property
+    def info(self) -> ReplicaInfo:
+        """Where it is."""
+        ...
 
 
 @dataclass
@@ -66,7 +76,7 @@ class RewardProcess:
     async def announce(
         self,
         version: int,
-        replicas: Sequence[ScriptedReplica],
+        replicas: Sequence[Announced],
         *,
         incarnation: str = "trainer-1",
         resume_from: DataProgress | None = None,

@@ -24,7 +24,7 @@ def run_tree(tmp_path: Path, contents: list[str], **sections: Any) -> dict[str, 
         "actor_rollout_ref": {"rollout": {"n": SAMPLES, "max_num_seqs": 64}},
         "algorithm": {"filter_groups": {"enable": True}},
         "trainer": {"total_epochs": 1},
-        "sluice": {"asynchrony": {"max_staleness": 0}},
+        "sluice": {"run_dir": str(tmp_path / "run"), "asynchrony": {"max_staleness": 0}},
     }
     for key, value in sections.items():
         section = tree

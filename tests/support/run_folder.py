@@ -60,6 +60,23 @@ ACCOUNTS: Mapping[str, float] = {
     "trainer_s/training": 2.0,
     "trainer_s/waiting_for_batch": 1.5,
 }
+# The rest of 4 trainer seconds is residual.
+BOOKS: Mapping[str, float] = {
+    "tokens/trained": 1800.0,
+    "tokens/filtered_all_right": 750.0,
+    "tokens/pending": 450.0,
+    "tokens/surplus": 0.0,
+    "tokens_residual": 0.0,
+    "tokens_residual_share": 0.0,
+    "trainer_wall_s": 4.0,
+    "trainer_seconds_residual": 0.5,
+    "trainer_seconds_residual_share": 0.125,
+    "rollout_s/idle": 1.0,
+    "rollout_s/generating": 9.0,
+    "rollout_wall_s": 10.0,
+    "rollout_seconds_residual": 0.0,
+    "rollout_seconds_residual_share": 0.0,
+}
 
 
 def write_rows(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:

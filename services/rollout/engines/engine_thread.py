@@ -114,7 +114,7 @@ class EngineThread:
     def _work(self) -> None:
         loop = self._build()
         while not self._stopping:
-            for command, future in self._next_commands(idle=not loop.has_work):
+            for command, future in self._next_commands(loop.rest, idle=not loop.has_work):
                 self._execute(loop, command, future)
             if loop.has_work and not self._stopping:
                 loop.step()
@@ -123,8 +123,10 @@ class EngineThread:
         self._hand_over(loop)
         self._give_up(EngineError("the torch engine was stopped"))
 
-    def _next_commands(self, *, idle: bool) -> list[_Pending]:
+    def _next_commands(self, rest: Callable[[], None], *, idle: bool) -> list[_Pending]:
         with self._wake:
+            if idle and not self._commands:
+                rest()
             while idle and not self._commands and not self._stopping:
                 self._wake.wait()
             commands, self._commands = self._commands, []

@@ -7,9 +7,10 @@ step, and is drawn by the weights that serve at that moment.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,10 +20,12 @@ from services.rollout.engines.batch_invariance import DecodeShapes
 from services.rollout.engines.causal_lm import CausalLM
 from services.rollout.engines.counter_random import sample_keys
 from services.rollout.engines.decoder import Decoder, PrefilledPrompts, TokenRow
-from services.rollout.engines.protocol import GenerationRequest, SampleChunk
+from services.rollout.engines.protocol import GenerationRequest, SampleChunk, num_tokens
 from services.rollout.engines.row_table import RowTable, RunningSample
 from services.rollout.engines.sampling import SamplingPlan, draw, plan_sampling
 from services.rollout.engines.scheduler import Admission, GroupQueue, WaitingGroup, prefill_batches
+from services.rollout.engines.state_clock import EngineState, StateClock
+from sluice.telemetry.process_age import process_age_s
 from sluice.types import FinishReason
 
 __all__ = ["Delivery", "GenerationLoop", "Ticket"]
@@ -32,11 +35,17 @@ _PREFILL_TOKENS = 8192
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request in the engine; `remaining` samples have not ended."""
+    """A request in the engine; `remaining` samples have not ended.
+
+    `due` is when tokens of unfinished samples are handed out next, in seconds of
+    `time.perf_counter`: each `partial_interval_s` from the first step on; never if that is None.
+    """
 
     request: GenerationRequest
     every_token: bool
     remaining: int
+    partial_interval_s: float | None = None
+    due: float = math.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +63,9 @@ class GenerationLoop:
         version: the policy version that serves; ``None`` before the first weights.
         digest: of its weights.
         generated_tokens: drawn since the start.
+        dropped_tokens: those of them that were never delivered, their request being cancelled.
         busy_seconds: spent in steps since the start.
+        clock: the time since the process started, by what was done.
 
     Args:
         invariant_shapes: decode only in these shapes, and prefill each prompt alone.
@@ -82,10 +93,13 @@ class GenerationLoop:
         self._queue = GroupQueue(slots)
         self._plan = SamplingPlan()
         self._deliveries: dict[Ticket, Delivery] = {}
+        self._next_due = math.inf
         self.version: int | None = None
         self.digest = ""
         self.generated_tokens = 0
+        self.dropped_tokens = 0
         self.busy_seconds = 0.0
+        self.clock = StateClock(process_age_s())
 
     @property
     def slots_busy(self) -> int:
@@ -147,8 +161,16 @@ class GenerationLoop:
         for row in self._table.occupied():
             sample = self._table.samples[row]
             if sample is not None and sample.owner is ticket:
+                self.dropped_tokens += self._table.undelivered(row)
                 self._table.leave(row)
-        self._deliveries.pop(ticket, None)
+        delivery = self._deliveries.pop(ticket, None)
+        if delivery is not None:
+            self.dropped_tokens += num_tokens(delivery.chunks)
+
+    def rest(self) -> None:
+        """Notes that there is nothing to do until the next command."""
+        if self.clock.state is not EngineState.STARTING:
+            self.clock.enter(EngineState.IDLE)
 
     def abort_all(self) -> None:
         """Ends every sample with what it has."""
@@ -165,13 +187,23 @@ class GenerationLoop:
         Raises:
             WeightSyncError: the tensors do not fit the model; the old weights go on serving.
         """
+        interrupted = self.clock.state
+        if interrupted is not EngineState.STARTING:
+            self.clock.enter(EngineState.SWAPPING)
+        try:
+            self._exchange(tensors)
+            self.version, self.digest = version, digest
+            interrupted = EngineState.GENERATING if self.has_work else EngineState.IDLE
+        finally:
+            self.clock.enter(interrupted)
+
+    def _exchange(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._language_model.copy_weights(tensors)
         with torch.inference_mode():
             for row in self._table.occupied():
                 self._hand_out(row)
             self._decoder.refresh()
             self._queue.forget_prefilled()
-            self.version, self.digest = version, digest
             if self._recompute_kv:
                 self._recompute()
 
@@ -194,6 +226,7 @@ class GenerationLoop:
     def step(self) -> None:
         """Fills free slots and draws one token for every running sample."""
         started = time.perf_counter()
+        self.clock.enter(EngineState.GENERATING)
         with torch.inference_mode():
             self._admit()
             sources, targets = self._table.close_holes()
@@ -218,6 +251,7 @@ class GenerationLoop:
         if not samples:
             return
         rows = self._table.enter([sample for sample, _ in samples])
+        self._plan_partials({sample.owner for sample, _ in samples})
         inserts: dict[PrefilledPrompts, list[tuple[int, int]]] = {}
         for row, (_, state) in zip(rows.tolist(), samples, strict=True):
             if state is not None:
@@ -247,6 +281,34 @@ class GenerationLoop:
             self._finish(row, FinishReason.STOP if stopped[row] else FinishReason.LENGTH)
         for row in table.streaming_rows():
             self._hand_out(row)
+        now = time.perf_counter()
+        if now >= self._next_due:
+            self._hand_out_partials(now)
+
+    def _plan_partials(self, entered: Iterable[object]) -> None:
+        """Plans when requests whose samples enter hand out tokens of unfinished ones."""
+        for ticket in entered:
+            assert isinstance(ticket, Ticket)
+            if ticket.partial_interval_s is not None and math.isinf(ticket.due):
+                ticket.due = time.perf_counter() + ticket.partial_interval_s
+            self._next_due = min(self._next_due, ticket.due)
+
+    def _hand_out_partials(self, now: float) -> None:
+        """Hands out the tokens of unfinished samples whose request is due."""
+        running = [
+            (row, sample)
+            for row in self._table.occupied()
+            if (sample := self._table.samples[row]) is not None
+        ]
+        tickets = {sample.owner for _, sample in running}
+        due = {t for t in tickets if isinstance(t, Ticket) and t.due <= now}
+        for row, sample in running:
+            if sample.owner in due:
+                self._hand_out(row)
+        for ticket in due:
+            ticket.due = now + (ticket.partial_interval_s or math.inf)
+        waits = (t.due for t in tickets if isinstance(t, Ticket))
+        self._next_due = min(waits, default=math.inf)
 
     def _finish(self, row: int, reason: FinishReason) -> None:
         sample = self._table.samples[row]

@@ -8,8 +8,8 @@ one event loop; none may block it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from sluice.types import (
@@ -22,6 +22,7 @@ from sluice.types import (
 )
 
 __all__ = [
+    "CallTokens",
     "CommitResult",
     "Engine",
     "EngineLoad",
@@ -29,6 +30,8 @@ __all__ = [
     "PartialSample",
     "SampleChunk",
     "StagedVersion",
+    "TokenBooks",
+    "num_tokens",
 ]
 
 
@@ -40,12 +43,25 @@ class PartialSample:
     token_ids: TokenIds  # [tokens]
 
 
+@dataclass(slots=True, eq=False)
+class CallTokens:
+    """Tokens of one call on their way out; used from the event loop only.
+
+    Attributes:
+        yielded: by the engine, to whoever sends them on.
+        sent: to the caller.
+    """
+
+    yielded: int = 0
+    sent: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
     """Samples to draw for one prompt.
 
     Randomness of sample *i*, token *t* depends on (`sampling.seed`, i, t) only.
-    `sampling.max_tokens` counts a partial's tokens too.
+    `sampling.max_tokens` counts a partial's tokens too. `tokens` counts those on their way out.
     """
 
     request_id: str
@@ -53,6 +69,7 @@ class GenerationRequest:
     sample_indexes: tuple[int, ...]
     sampling: SamplingParams
     partials: tuple[PartialSample, ...] = ()
+    tokens: CallTokens = field(default_factory=CallTokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,15 +86,44 @@ class SampleChunk:
     finish_reason: FinishReason | None
 
 
+def num_tokens(chunks: Iterable[SampleChunk]) -> int:
+    """Tokens in all of the chunks."""
+    return sum(int(chunk.token_ids.size) for chunk in chunks)
+
+
+@dataclass(slots=True, eq=False)
+class TokenBooks:
+    """What became of the tokens that calls have got out of an engine, or left in it.
+
+    Used from the event loop only. `Engine.generate` enters what it was left with, whoever sends
+    tokens on the rest.
+
+    Attributes:
+        sent: to callers.
+        unsent: of calls that ended before.
+    """
+
+    sent: int = 0
+    unsent: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A snapshot of the engine's counters."""
+    """A snapshot of the engine's counters.
+
+    Every token that the engine drew (`generated_tokens`) was sent to its caller, was drawn in a
+    call that ended before it was sent (`unsent_tokens`), or waits in a call that goes on
+    (`running_tokens`). `seconds_by_state` adds up to the time since the process started.
+    """
 
     slots: int
     slots_busy: int
     queued: int
     generated_tokens: int
+    unsent_tokens: int
+    running_tokens: int
     busy_seconds: float
+    seconds_by_state: Mapping[str, float]
     version: int | None
     weight_digest: str
 
@@ -103,6 +149,11 @@ class CommitResult:
 
 class Engine(Protocol):
     """One replica's engine."""
+
+    @property
+    def books(self) -> TokenBooks:
+        """Where whoever sends the tokens on enters what became of them."""
+        ...
 
     @property
     def vocab_size(self) -> int:
@@ -136,12 +187,17 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, request: GenerationRequest, *, every_token: bool
+        self,
+        request: GenerationRequest,
+        *,
+        every_token: bool,
+        partial_interval_s: float | None = None,
     ) -> AsyncIterator[tuple[SampleChunk, ...]]:
         """Draws the samples; yields what has come since the last yield.
 
         With `every_token` false a sample's tokens come in few chunks, at the latest when it
-        finishes. Closing the iterator, or cancelling its consumer, aborts the samples and frees
+        finishes; with `partial_interval_s` also those of unfinished samples about once in so many
+        seconds. Closing the iterator, or cancelling its consumer, aborts the samples and frees
         their slots before the next decode step.
 
         Raises:

@@ -205,6 +205,10 @@ class RowTable:
         rows: list[int] = np.flatnonzero(self._streaming[: self.rows]).tolist()
         return rows
 
+    def undelivered(self, row: int) -> int:
+        """How many tokens of a row were not handed out yet."""
+        return int(self.position[row]) + 1 - int(self.delivered[row])
+
     def take(self, row: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]:
         """The tokens of a row that were not handed out yet, and their logprobs."""
         start, end = int(self.delivered[row]), int(self.position[row]) + 1

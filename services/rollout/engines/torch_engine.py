@@ -23,6 +23,8 @@ from services.rollout.engines.protocol import (
     GenerationRequest,
     SampleChunk,
     StagedVersion,
+    TokenBooks,
+    num_tokens,
 )
 from services.rollout.engines.request_rules import check_request
 from services.rollout.engines.torch_settings import TorchEngineSettings, torch_settings
@@ -58,6 +60,11 @@ class _Stream:
         self._error = error
         self._news.set()
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens that nobody has taken yet."""
+        return num_tokens(self._chunks)
+
     async def next(self) -> tuple[SampleChunk, ...]:
         """What has come since the last call; waits for something to come."""
         await self._news.wait()
@@ -80,6 +87,12 @@ class TorchEngine:
         self._streams: dict[Ticket, _Stream] = {}
         self._open_samples = 0
         self._broken: EngineError | None = None
+        self._books = TokenBooks()
+
+    @property
+    def books(self) -> TokenBooks:
+        """What became of the tokens that calls got out of this engine."""
+        return self._books
 
     @property
     def vocab_size(self) -> int:
@@ -169,29 +182,43 @@ class TorchEngine:
         return self._snapshot(self._loop)
 
     def _snapshot(self, loop: GenerationLoop) -> EngineLoad:
+        # In this order: whatever else ends meanwhile was drawn before.
+        sent = self._books.sent
+        unsent = self._books.unsent + loop.dropped_tokens
+        generated = loop.generated_tokens
         return EngineLoad(
             slots=self._settings.slots,
             slots_busy=loop.slots_busy,
             queued=loop.queued,
-            generated_tokens=loop.generated_tokens,
+            generated_tokens=generated,
+            unsent_tokens=unsent,
+            running_tokens=generated - unsent - sent,
             busy_seconds=loop.busy_seconds,
+            seconds_by_state=loop.clock.seconds_by_state(),
             version=loop.version,
             weight_digest=loop.digest,
         )
 
     async def generate(
-        self, request: GenerationRequest, *, every_token: bool
+        self,
+        request: GenerationRequest,
+        *,
+        every_token: bool,
+        partial_interval_s: float | None = None,
     ) -> AsyncGenerator[tuple[SampleChunk, ...], None]:
         """Draws the samples; see the protocol."""
         thread = self._admit(request)
         samples = len(request.sample_indexes)
-        ticket, stream = Ticket(request, every_token, samples), _Stream(samples)
+        ticket = Ticket(request, every_token, samples, partial_interval_s)
+        stream = _Stream(samples)
         thread.post(lambda loop: loop.submit(ticket))
         self._streams[ticket] = stream
         self._open_samples += samples
         try:
             while stream.open_samples:
-                yield await stream.next()
+                chunks = await stream.next()
+                request.tokens.yielded += num_tokens(chunks)
+                yield chunks
         finally:
             self._forget(ticket)
 
@@ -210,7 +237,10 @@ class TorchEngine:
 
     def _forget(self, ticket: Ticket) -> None:
         stream = self._streams.pop(ticket, None)
-        if stream is None or not stream.open_samples:
+        if stream is None:
+            return
+        self._books.unsent += stream.waiting_tokens
+        if not stream.open_samples:
             return
         self._open_samples -= stream.open_samples
         if self._thread is not None and self._thread.is_alive:
@@ -219,10 +249,12 @@ class TorchEngine:
     def _receive(self, deliveries: list[Delivery]) -> None:
         for delivery in deliveries:
             stream = self._streams.get(delivery.ticket)
-            if stream is not None:
-                before = stream.open_samples
-                stream.push(delivery.chunks)
-                self._open_samples -= before - stream.open_samples
+            if stream is None:
+                self._books.unsent += num_tokens(delivery.chunks)
+                continue
+            before = stream.open_samples
+            stream.push(delivery.chunks)
+            self._open_samples -= before - stream.open_samples
 
     def _fail_streams(self, error: EngineError) -> None:
         self._broken = error

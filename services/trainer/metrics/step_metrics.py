@@ -70,6 +70,11 @@ def step_metrics(
     }
 
 
+def account_metrics(accounts: Mapping[str, float]) -> dict[str, float]:
+    """The run's books by the names of `accounts.json`, as metrics of a step."""
+    return {f"accounts/{name}": value for name, value in accounts.items()}
+
+
 def _speed(batch: TrainBatch, times: StepTimes, ranks: int) -> dict[str, float]:
     response_tokens = sum(r.num_tokens for group in batch.groups for r in group.rollouts)
     prompt_tokens = sum(int(g.prompt_token_ids.size) * len(g.rollouts) for g in batch.groups)

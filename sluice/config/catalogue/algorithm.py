@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sluice.config.catalogue.entry import (
     Entry,
+    Status,
     group,
     honoured,
     inapplicable,
@@ -50,14 +51,13 @@ ENTRIES: tuple[Entry, ...] = (
         advice="true in DAPO; several launches that call themselves DAPO leave it off",
     ),
     honoured(f"{_FILTER}.metric", verl_default="null", advice="acc"),
-    mapped(
+    Entry(
         f"{_FILTER}.max_num_gen_batches",
-        int,
-        0,
-        "Generation rounds a step may take before verl gives up; 0 or less: any number. Left out: "
-        "a run whose last 2000 groups kept fewer than 0.5 % stops (min_yield).",
-        "sets min_yield and min_yield_groups: give up when fewer than train_batch_size of the "
-        "last max_num_gen_batches * gen_batch_size groups were kept",
+        Status.MAPPED,
+        instead="sets min_yield and min_yield_groups: give up when fewer than train_batch_size of "
+        "the last max_num_gen_batches * gen_batch_size groups were kept. With "
+        "sluice.sampling.strategy=rounds it is what it is in verl. Left out, a run whose last 2000 "
+        "groups kept fewer than 0.5 % stops (min_yield)",
         targets=(f"{_FILTER}.min_yield", f"{_FILTER}.min_yield_groups"),
         advice="10 in DAPO",
     ),

@@ -58,13 +58,11 @@ ENTRIES: tuple[Entry, ...] = (
         effect="Time of a step grows with it; memory of the trainer does not",
         advice="At least actor.ppo_mini_batch_size and a multiple of it; 64 to 512 is usual",
     ),
-    inapplicable(
+    unread(
         "data.gen_batch_size",
-        int | None,
-        None,
-        "Prompts per generation round in verl's DAPO recipe.",
-        "groups are issued one by one as slots become free, so there are no rounds; the value only "
-        "enters the conversion of algorithm.filter_groups.max_num_gen_batches",
+        "groups are issued one by one as slots become free, so there are no rounds, but with "
+        "sluice.sampling.strategy=rounds; else the value only enters the conversion of "
+        "algorithm.filter_groups.max_num_gen_batches",
         unit="prompts",
         verl_default="train_batch_size",
         advice="In verl two to three times train_batch_size while filtering; no need for it here",

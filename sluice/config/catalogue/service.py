@@ -25,6 +25,22 @@ ENTRIES: tuple[Entry, ...] = (
         ),
     ),
     honoured(f"{_KEY}.asynchrony.on_stale"),
+    honoured(
+        f"{_KEY}.sampling.strategy",
+        effect="How many tokens are drawn for each that is trained, and how fast a batch is full",
+        advice="stream; staged_memory where most groups are filtered; rounds to repeat a run of "
+        "verl's",
+    ),
+    honoured(f"{_KEY}.sampling.probe_samples", unit="samples", advice="4 of 16"),
+    honoured(
+        f"{_KEY}.sampling.exploration",
+        effect="Higher: more tokens on prompts that are filtered, and a quicker notice of those "
+        "that become solvable",
+    ),
+    honoured(
+        f"{_KEY}.sampling.coverage_guard",
+        advice="true; false is cheaper and trains fewer hard prompts",
+    ),
     *_endpoint("rollout"),
     honoured(f"{_KEY}.rollout.replicas", effect="Rollouts per second grow with it"),
     honoured(f"{_KEY}.rollout.torch_threads"),
@@ -41,8 +57,39 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     honoured(f"{_KEY}.reward.max_attempts"),
     honoured(f"{_KEY}.reward.linger_ms", unit="milliseconds"),
+    honoured(
+        f"{_KEY}.reward.partial_interval_ms",
+        unit="milliseconds",
+        effect="What a lost replica costs is at most one interval's tokens",
+    ),
+    honoured(
+        f"{_KEY}.reward.stall_timeout_s",
+        unit="seconds",
+        advice="well above the longest prefill and weight swap",
+    ),
+    honoured(
+        f"{_KEY}.reward.slow_factor",
+        advice="4; it rests where sluice.rollout.batch_invariant holds, to keep runs repeatable",
+    ),
+    honoured(
+        f"{_KEY}.reward.group_deadline_s",
+        unit="seconds",
+        effect="Cuts the longest answers off, which biases what is trained towards short ones",
+        advice="null, or several times the time of the longest response",
+    ),
+    honoured(
+        f"{_KEY}.reward.group_token_budget",
+        unit="tokens",
+        effect="As group_deadline_s",
+        advice="null",
+    ),
     honoured(f"{_KEY}.reward.inflight_slack"),
     honoured(f"{_KEY}.reward.max_client_pending", unit="prompts"),
+    honoured(
+        f"{_KEY}.reward.group_log",
+        effect="About 300 bytes of disk a group",
+        advice="true: sluice simulate learns pass rates, lengths and speeds from it",
+    ),
     *_endpoint("trainer"),
     honoured(f"{_KEY}.trainer.torch_threads"),
     honoured(f"{_KEY}.trainer.min_replicas"),

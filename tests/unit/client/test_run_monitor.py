@@ -9,6 +9,7 @@ import pytest
 from sluice.client import run_monitor
 from sluice.client.run_monitor import RunMonitor
 from sluice.errors import DeadlineError, NotReadyError, PeerError
+from tests.support.run_folder import BOOKS
 from tests.support.scripted_trainer import PAUSED, ScriptedTrainer, monitored
 
 
@@ -18,6 +19,7 @@ async def test_a_snapshot_joins_what_trainer_and_reward_service_say() -> None:
     assert (shot.phase, shot.step, shot.total_steps, shot.version) == ("waiting for batch", 2, 2, 2)
     assert [replica.name for replica in shot.replicas] == ["rollout-0"]
     assert shot.prompts == {"submitted": 3, "pending": 1}
+    assert shot.accounts == BOOKS
 
 
 async def test_without_a_trainer_there_is_no_snapshot() -> None:

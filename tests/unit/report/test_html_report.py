@@ -13,7 +13,14 @@ from sluice.report.curves import charts
 from sluice.report.html_report import write_report
 from sluice.report.run_record import read_run
 from sluice.report.summary import summarize
-from tests.support.run_folder import STEPS, VALIDATIONS, run_folder, write_examples
+from tests.support.run_folder import (
+    ACCOUNTS,
+    BOOKS,
+    STEPS,
+    VALIDATIONS,
+    run_folder,
+    write_examples,
+)
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -70,6 +77,13 @@ def test_the_page_shows_numbers_charts_and_samples(page: Page) -> None:
         assert words in page.text
     assert page.count("figcaption") == NUM_CHARTS
     assert page.text.index("first words") < page.text.index("last words")
+
+
+def test_the_page_tells_where_tokens_and_time_went(page: Page, tmp_path: Path) -> None:
+    told = report(tmp_path, accounts={**ACCOUNTS, **BOOKS})
+    assert "trained 60.0 %, filtered all right 25.0 %, pending 15.0 %; residual 0.0 %" in told.text
+    assert "generating 90.0 %" in told.text
+    assert "Where tokens and time went" not in page.text
 
 
 def test_hostile_text_stays_text(page: Page) -> None:

@@ -13,7 +13,7 @@ import pytest
 from sluice.errors import DataError
 from sluice.report.run_record import AccuracyPoint, accuracy_of, read_progress, read_run
 from sluice.report.summary import RunSummary, summarize, write_summary
-from tests.support.run_folder import ACCOUNTS, ACCURACY, STEPS, VALIDATIONS, run_folder
+from tests.support.run_folder import ACCOUNTS, ACCURACY, BOOKS, STEPS, VALIDATIONS, run_folder
 
 
 def summary(folder: Path, **record: Any) -> RunSummary:
@@ -42,6 +42,7 @@ def test_the_summary_adds_up_the_record(tmp_path: Path) -> None:
         "prompts_pending": 4,
         "prompts_lost": 0,
         "max_staleness_seen": 1,
+        "accounts": ACCOUNTS,
     }
 
 
@@ -74,6 +75,17 @@ def test_the_text_for_people_shows_the_sum_of_the_prompts(tmp_path: Path) -> Non
     text = summary(tmp_path).as_text()
     assert "0.250 -> 0.750 in 2 steps" in text
     assert "20 submitted = 8 trained + 6 filtered + 2 dropped + 4 pending; 0 lost" in text
+
+
+def test_the_text_for_people_tells_where_tokens_and_time_went(tmp_path: Path) -> None:
+    text = summary(tmp_path, accounts={**ACCOUNTS, **BOOKS}).as_text()
+    assert text.splitlines()[-3:] == [
+        "all tokens (3,000): trained 60.0 %, filtered all right 25.0 %, pending 15.0 %; "
+        "residual 0.0 %",
+        "trainer's time (4 s): training 50.0 %, waiting for batch 37.5 %; residual 12.5 %",
+        "replicas' time (10 s): generating 90.0 %, idle 10.0 %; residual 0.0 %",
+    ]
+    assert "all tokens" not in summary(tmp_path).as_text()
 
 
 def test_a_run_that_did_not_end_has_no_summary(tmp_path: Path) -> None:

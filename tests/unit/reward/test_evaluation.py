@@ -8,7 +8,9 @@ import json
 import logging
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from services.reward.evaluation import Evaluation, EvaluationOrder
 from services.reward.generation_trace import GenerationTrace
 from services.reward.grading import Grader, SampleScorer
 from services.reward.prompts import Draw
+from services.reward.received_tokens import ReceivedTokens
 from services.reward.replica_queue import ReplicaQueue
 from services.reward.sample_dumps import SampleDumps
 from services.reward.scorer_messages import ScoreItem
@@ -64,7 +67,9 @@ class World:
         scorer: SampleScorer | None = None,
         dumps: SampleDumps | None = None,
     ) -> None:
-        self.trace = GenerationTrace(client)
+        self.received = ReceivedTokens(client)
+        self.trace = GenerationTrace(self.received)
+        self.told_tokens: list[int] = []
         self.dispatcher = GroupDispatcher(
             self.trace, ReplicaQueue(1.0, lambda: None), max_attempts=1, leave_out_overlong=True
         )
@@ -75,6 +80,7 @@ class World:
             self.trace,
             dumps or SampleDumps(None, None),
             lambda: 0,
+            on_tokens=self.told_tokens.append,
         )
 
     async def run(self, num_examples: int = 0, seconds: float = 10.0) -> EvaluationResult:
@@ -99,6 +105,23 @@ async def test_a_prompt_that_cannot_be_generated_is_counted_and_left_out_of_the_
     )
     assert len(world.trace) == 0
     assert world.evaluation.num_graded_groups == 20
+
+
+async def hold_the_second_sample(_name: str, request: GroupRequest, index: int) -> None:
+    if request.prompt.prompt_id == "validation-5" and index == 1:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("before_sample", [BreakingPrompts("validation-3"), hold_the_second_sample])
+async def test_all_tokens_of_an_evaluation_are_told_even_if_it_does_not_end(
+    before_sample: Any,
+) -> None:
+    world = World(ScriptedClient(before_sample=before_sample), 20)
+    with suppress(DeadlineError):
+        await world.run(seconds=0.5)
+    assert sum(world.told_tokens) == world.received.total > 0
+    assert world.received.num_training == 0
+    assert world.evaluation.num_pending_tokens == 0
 
 
 class ScorerOutOfOrder(InlineScorer):

@@ -216,7 +216,7 @@ async def test_at_shutdown_both_streams_are_cancelled() -> None:
 
 
 PROMPT = Prompt("p", 0, (ChatMessage("user", "?"),), "s", "1", PromptOrigin.CLIENT, None)
-REQUEST = GroupRequest(PROMPT, 2, SAMPLING, Priority.TRAINING, lowest_version=0)
+REQUEST = GroupRequest(PROMPT, (0, 1), SAMPLING, Priority.TRAINING, lowest_version=0)
 Act = Callable[[GroupRequest, StartCallback], None]
 
 

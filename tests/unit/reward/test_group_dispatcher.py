@@ -50,7 +50,7 @@ def request(
         None,
     )
     bounds = {"lowest_version": 0} | versions
-    return GroupRequest(prompt, n, SAMPLING, priority, **bounds)
+    return GroupRequest(prompt, tuple(range(n)), SAMPLING, priority, **bounds)
 
 
 class Setting:

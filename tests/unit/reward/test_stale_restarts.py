@@ -17,7 +17,7 @@ from services.reward.ledger import PromptState
 from sluice.algorithm.admission import YieldEstimate
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError
-from sluice.types import ReplicaInfo, TrainBatch
+from sluice.types import ReplicaInfo, Rollout, TrainBatch
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
 
 MIXED = "answer=1 right=1"
@@ -86,7 +86,7 @@ async def test_no_kept_group_is_lost_to_the_bound_when_more_run_than_have_a_plac
     gates = Gates(("p3", 1), ("p4", 1), ("p5", 1))
     client = ScriptedClient(before_sample=gates)
     async with running_loop(config(on_stale=on_stale), client) as loop:
-        loop.recorder.estimate = RECKLESS
+        loop.strategy.estimate = RECKLESS
         submit(loop, [MIXED] * 6)
         await publish(loop, client, 0)
         await settled(lambda: len(client.calls) == 6)
@@ -106,7 +106,7 @@ async def test_places_that_the_leased_batch_has_taken_count_no_more() -> None:
     gates = Gates(("p2", 1), ("p3", 1), ("p4", 1))
     client = ScriptedClient(before_sample=gates)
     async with running_loop(config(), client) as loop:
-        loop.recorder.estimate = RECKLESS
+        loop.strategy.estimate = RECKLESS
         submit(loop, [MIXED] * 5)
         await publish(loop, client, 0)
         leased = await loop.pipeline.batches.take(1, 0, 5)
@@ -129,7 +129,11 @@ class LateStart(ScriptedClient):
         self.held, self.gate = held, asyncio.Event()
 
     async def generate(
-        self, replica: ReplicaInfo, request: GroupRequest, sample_indexes: Sequence[int]
+        self,
+        replica: ReplicaInfo,
+        request: GroupRequest,
+        sample_indexes: Sequence[int],
+        partials: Sequence[Rollout] = (),
     ) -> AsyncGenerator[GenerateEvent, None]:
         if request.prompt.prompt_id in self.held:
             await self.gate.wait()
@@ -141,7 +145,7 @@ class LateStart(ScriptedClient):
 async def test_a_group_that_starts_after_its_place_was_taken_starts_again() -> None:
     client = LateStart("p4")
     async with running_loop(config(), client) as loop:
-        loop.recorder.estimate = RECKLESS
+        loop.strategy.estimate = RECKLESS
         submit(loop, [MIXED] * 5)
         await publish(loop, client, 0)
         await settled(lambda: loop.batcher.num_kept == 4)
@@ -157,7 +161,7 @@ async def test_tokens_drawn_in_vain_are_booked_as_stale() -> None:
     gates = Gates(("p3", 1), ("p4", 1), ("p5", 0))
     client = ScriptedClient(before_sample=gates)
     async with running_loop(config(), client) as loop:
-        loop.recorder.estimate = RECKLESS
+        loop.strategy.estimate = RECKLESS
         submit(loop, [MIXED] * 6)
         await publish(loop, client, 0)
         await settled(lambda: len(client.calls) == 6)
@@ -197,7 +201,7 @@ async def test_a_batch_waits_for_as_many_running_groups_as_are_likely_to_be_kept
         await settled(lambda: loop.batcher.num_kept == 2)
         with pytest.raises(DeadlineError):  # were all three kept, one would find no place
             await loop.pipeline.batches.take(3, 2, 0.05)
-        loop.recorder.estimate = RECKLESS
+        loop.strategy.estimate = RECKLESS
         assert ids(await loop.pipeline.batches.take(3, 2, 5)) == ["p3", "p4"]
 
 
@@ -215,7 +219,7 @@ async def test_whatever_the_order_of_events_every_kept_group_is_trained_in_time(
         await publish(loop, client, 0)
         steps = 0
         while loop.ledger.accounts().num_pending >= 2 * (max_staleness + 2):
-            loop.recorder.estimate = RECKLESS
+            loop.strategy.estimate = RECKLESS
             batch = await loop.pipeline.batches.take(steps + 1, steps, 5)
             await turns(rng.randrange(60))
             loop.pipeline.batches.acknowledge(batch.batch_id, steps + 1)

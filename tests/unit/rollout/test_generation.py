@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
-from services.rollout.generation import Generation, GenerationEvent
+from services.rollout.generation import Delivery, Generation, GenerationEvent
 from sluice.errors import EngineError
 from sluice.types import FinishReason, Rollout, SamplingParams, TokenIds, VersionSpan
 
@@ -31,7 +31,11 @@ class ScriptedEngine:
         self.script, self.was_closed = script, False
 
     async def generate(
-        self, request: GenerationRequest, *, every_token: bool
+        self,
+        request: GenerationRequest,
+        *,
+        every_token: bool,
+        partial_interval_s: float | None = None,
     ) -> AsyncIterator[tuple[SampleChunk, ...]]:
         try:
             for item in self.script:
@@ -76,9 +80,8 @@ async def generate(
         await Generation(engine, Utf8()).run(  # type: ignore[arg-type]
             request_for(*indexes),
             partials,
-            every_token=every_token,
-            linger_s=linger_s,
-            send=send,
+            Delivery(every_token=every_token, linger_s=linger_s),
+            send,
         )
     return events
 
@@ -140,7 +143,7 @@ async def test_without_lingering_a_sample_leaves_while_others_still_run() -> Non
 
     async with asyncio.timeout(10):
         await Generation(engine, Utf8()).run(  # type: ignore[arg-type]
-            request_for(0, 1), (), every_token=False, linger_s=0.0, send=send
+            request_for(0, 1), (), Delivery(), send
         )
     assert sent == [0, 1]
 
@@ -235,6 +238,6 @@ async def test_a_receiver_that_goes_away_closes_the_engines_stream() -> None:
 
     with pytest.raises(ExceptionGroup):
         await Generation(engine, Utf8()).run(  # type: ignore[arg-type]
-            request_for(0, 1), (), every_token=False, linger_s=0.0, send=send
+            request_for(0, 1), (), Delivery(), send
         )
     assert engine.was_closed

@@ -83,7 +83,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def replica(trainer: Trainer, version: int | None = 3) -> Registration:
     def load() -> EngineLoad:
-        return EngineLoad(8, 5, 2, 1234, 6.5, version, "digest")
+        return EngineLoad(8, 5, 2, 1234, 30, 4, 6.5, {"idle": 2.0}, version, "digest")
 
     return Registration(trainer, REPLICA, "layout", load)  # type: ignore[arg-type]
 
@@ -109,6 +109,9 @@ async def test_a_replica_registers_and_then_sends_its_load_in_the_interval_it_wa
     assert (beat.name, beat.incarnation, beat.policy_version) == ("rollout-0", "incarnation-0", 3)
     assert (beat.slots_busy, beat.queued, beat.generated_tokens) == (5, 2, 1234)
     assert (beat.busy_seconds, beat.draining) == (6.5, False)
+    assert (beat.unsent_tokens, beat.running_tokens) == (30, 4)
+    assert dict(beat.seconds_by_state) == {"idle": 2.0}
+    assert beat.wall_seconds > 0
     assert clock.slept == [2.5, 2.5]
 
 

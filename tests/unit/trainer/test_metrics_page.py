@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from services.rollout.engines.state_clock import EngineState
 from services.trainer.learner.parallel import SingleProcess
 from services.trainer.learner.worker import Learner
 from services.trainer.metrics.memory import memory_metrics
@@ -19,8 +20,11 @@ from services.trainer.metrics.step_metrics import (
     FleetInterval,
     RunScale,
     StepTimes,
+    account_metrics,
     step_metrics,
 )
+from services.trainer.run_state import RunPhase
+from sluice.algorithm.accounts import RECEIVED, ReplicaCounters, run_books
 from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
 from sluice.device.cpu import CpuDevice
 from sluice.types import Scored
@@ -29,9 +33,9 @@ from tests.support.tiny_policy import make_batch, make_config, save_model
 
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 SECTIONS = (
-    "actor|adpo|critic|gdpo|global_seqlen|perf|prompt_length|response|response_length|"
-    "response_length_non_aborted|reward|rollout|rollout_corr|timing_per_token_ms|timing_s|train|"
-    "trainer|training|val|val-aux|val-core|weights"
+    "accounts|actor|adpo|critic|gdpo|global_seqlen|perf|prompt_length|response|response_length|"
+    "response_length_non_aborted|reward|rollout|rollout_corr|sampling|timing_per_token_ms|timing_s|"
+    "train|trainer|training|val|val-aux|val-core|weights"
 )
 NAME = re.compile(rf"(?:{SECTIONS})/[\w@/-]+")
 # What the code puts together from parts that end here.
@@ -85,6 +89,15 @@ def test_every_name_of_a_step_is_in_the_page(tmp_path: Path) -> None:
         stall_s=0.1,
     )
     assert len(emitted) > 60
+    assert [name for name in emitted if not is_documented(name)] == []
+
+
+def test_every_name_of_the_books_is_in_the_page() -> None:
+    fleet = ReplicaCounters(8, 4, 2, 1.0, dict.fromkeys(map(str, EngineState), 0.25))
+    phases = dict.fromkeys(map(str, RunPhase), 1.0)
+    books = run_books(fleet, dict.fromkeys(RECEIVED, 1.0), phases, 9.0)
+    emitted = account_metrics(books.as_mapping())
+    assert len(emitted) == len(RECEIVED) + 1 + len(RunPhase) + len(EngineState) + 3 * 3
     assert [name for name in emitted if not is_documented(name)] == []
 
 

@@ -137,3 +137,9 @@ def test_seconds_of_all_phases_add_up(state: RunState, monkeypatch: pytest.Monke
         RunPhase.PUBLISHING: 4.0,
     }
     assert state.phase_seconds == 8.0
+
+
+def test_what_starting_took_before_counts_as_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.trainer.run_state.time.monotonic", lambda: 100.0)
+    state = RunState("trainer-1", total_steps=5, step=0, elapsed_s=7.0)
+    assert state.seconds_by_phase() == {RunPhase.STARTING: 7.0}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from services.trainer.fleet import Load
 from services.trainer.loop import TrainLoop
 from services.trainer.run_state import RunPhase
 from sluice.concurrency.exception_leaves import leaves
@@ -59,6 +60,18 @@ async def test_the_record_holds_every_step_and_the_accounts(world: World) -> Non
     accounts = world.recorded["accounts"]
     assert accounts["submitted"] == 9.0
     assert {"trainer_s/training", "trainer_s/waiting_for_batch"} <= accounts.keys()
+
+
+async def test_steps_and_the_end_of_the_run_have_its_books(world: World) -> None:
+    world.loads["a"] = Load(0, 0, 70, 0.0, 10, 5, 3.0, {"idle": 3.0})
+    world.told = {"reward/tokens/received": 55.0, "reward/tokens/trained": 55.0}
+    await run(world.loop())
+    step, accounts = world.recorded["step 1"], world.recorded["accounts"]
+    for books in ({k.removeprefix("accounts/"): v for k, v in step.items()}, accounts):
+        assert books["tokens_residual"] == 0
+        assert (books["tokens/trained"], books["tokens/aborted"]) == (55, 10)
+        assert (books["generated_tokens"], books["rollout_s/idle"]) == (70, 3.0)
+    assert accounts["submitted"] == 9.0
 
 
 async def test_no_version_is_published_while_one_is_evaluated(world: World) -> None:

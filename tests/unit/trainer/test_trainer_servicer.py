@@ -10,6 +10,7 @@ import pytest
 from services.trainer.fleet import Fleet, MemberState
 from services.trainer.run_state import RunPhase, RunState, StepRecord
 from services.trainer.servicer import _PHASE_TO_PROTO, TrainerServicer
+from sluice.algorithm.accounts import ReplicaCounters
 from sluice.api.common.v1 import common_pb2
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.errors import InvalidRequestError, NotFoundError, NotReadyError
@@ -50,12 +51,21 @@ async def test_a_replica_with_other_weights_is_refused(service: Service) -> None
 async def test_a_heartbeat_carries_load_and_the_wish_to_drain(service: Service) -> None:
     await service.register()
     request = trainer.HeartbeatRequest(
-        name="a", incarnation="a-1", slots_busy=3, generated_tokens=40, draining=True
+        name="a",
+        incarnation="a-1",
+        slots_busy=3,
+        generated_tokens=40,
+        unsent_tokens=5,
+        running_tokens=2,
+        wall_seconds=3.0,
+        seconds_by_state={"idle": 3.0},
+        draining=True,
     )
     await service.Heartbeat(request, CONTEXT)
     (member,) = service.fleet.members()
     assert member.state is MemberState.DRAINING
     assert (member.load.slots_busy, member.load.generated_tokens) == (3, 40)
+    assert service.fleet.counters() == ReplicaCounters(40, 5, 2, 3.0, {"idle": 3.0})
     request.incarnation = "another"
     with pytest.raises(NotFoundError):
         await service.Heartbeat(request, CONTEXT)
@@ -67,12 +77,15 @@ async def test_the_status_tells_run_and_replicas(service: Service) -> None:
     empty = await service.GetStatus(trainer.GetStatusRequest(), CONTEXT)
     assert not empty.HasField("policy_version")
     service.state.version = 3
+    service.state.accounts = {"tokens/trained": 7.0}
     service.state.enter(RunPhase.TRAINING)
     await service.state.record(StepRecord(3, {"m": 1.0}))
     status = await service.GetStatus(trainer.GetStatusRequest(), CONTEXT)
     assert (status.step, status.total_steps, status.policy_version) == (3, 10, 3)
     assert status.phase == trainer.RUN_PHASE_TRAINING
     assert dict(status.metrics) == {"m": 1.0}
+    assert dict(empty.accounts) == {}
+    assert dict(status.accounts) == {"tokens/trained": 7.0}
     (replica,) = status.replicas
     assert (replica.replica.name, replica.state) == ("a", "serving")
     assert replica.replica.policy_version == 2

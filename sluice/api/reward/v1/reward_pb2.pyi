@@ -43,6 +43,10 @@ class _PromptEndEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """Too many of its samples failed (one is too many where the loss compares whole groups), or its
     greedy response did.
     """
+    PROMPT_END_DROPPED_SURPLUS: _PromptEnd.ValueType  # 7
+    """Its group was kept, but the batch was full and the sampling strategy carries nothing over."""
+    PROMPT_END_SKIPPED: _PromptEnd.ValueType  # 8
+    """Nothing was generated: its earlier visits promise too little. Never a client's prompt."""
 
 class PromptEnd(_PromptEnd, metaclass=_PromptEndEnumTypeWrapper):
     """How an accepted prompt ended."""
@@ -63,6 +67,10 @@ PROMPT_END_DROPPED_FAILED: PromptEnd.ValueType  # 6
 """Too many of its samples failed (one is too many where the loss compares whole groups), or its
 greedy response did.
 """
+PROMPT_END_DROPPED_SURPLUS: PromptEnd.ValueType  # 7
+"""Its group was kept, but the batch was full and the sampling strategy carries nothing over."""
+PROMPT_END_SKIPPED: PromptEnd.ValueType  # 8
+"""Nothing was generated: its earlier visits promise too little. Never a client's prompt."""
 global___PromptEnd = PromptEnd
 
 @typing.final

@@ -57,12 +57,17 @@ class GenerateRequest(google.protobuf.message.Message):
     STREAM_MODE_FIELD_NUMBER: builtins.int
     LINGER_MS_FIELD_NUMBER: builtins.int
     PARTIALS_FIELD_NUMBER: builtins.int
+    PARTIAL_INTERVAL_MS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the caller for logs and traces; at most 128 bytes. May be empty."""
     stream_mode: global___StreamMode.ValueType
     """What to stream. Default SAMPLES."""
     linger_ms: builtins.int
     """Finished samples may be held up to this long (ms) to travel together. Default 0."""
+    partial_interval_ms: builtins.int
+    """With SAMPLES: send the tokens of unfinished samples too, without text, at most every so many
+    ms, and say when the engine works while samples wait for it. 0: never. Default 0.
+    """
     @property
     def prompt(self) -> sluice.api.common.v1.common_pb2.PromptInput:
         """The prompt."""
@@ -89,9 +94,10 @@ class GenerateRequest(google.protobuf.message.Message):
         stream_mode: global___StreamMode.ValueType = ...,
         linger_ms: builtins.int = ...,
         partials: collections.abc.Iterable[sluice.api.common.v1.common_pb2.Rollout] | None = ...,
+        partial_interval_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prompt", b"prompt", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["linger_ms", b"linger_ms", "partials", b"partials", "prompt", b"prompt", "request_id", b"request_id", "sample_indexes", b"sample_indexes", "sampling", b"sampling", "stream_mode", b"stream_mode"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["linger_ms", b"linger_ms", "partial_interval_ms", b"partial_interval_ms", "partials", b"partials", "prompt", b"prompt", "request_id", b"request_id", "sample_indexes", b"sample_indexes", "sampling", b"sampling", "stream_mode", b"stream_mode"]) -> None: ...
 
 global___GenerateRequest = GenerateRequest
 
@@ -137,7 +143,9 @@ class TokenDelta(google.protobuf.message.Message):
     policy_version: builtins.int
     """The version that drew them."""
     text: builtins.str
-    """The text these tokens complete; may be empty in the middle of a character."""
+    """The text these tokens complete; may be empty in the middle of a character, and always is with
+    SAMPLES.
+    """
     def __init__(
         self,
         *,
@@ -160,17 +168,24 @@ class GenerateResponse(google.protobuf.message.Message):
     ACCEPTED_FIELD_NUMBER: builtins.int
     DELTAS_FIELD_NUMBER: builtins.int
     ROLLOUTS_FIELD_NUMBER: builtins.int
+    ENGINE_TOKENS_FIELD_NUMBER: builtins.int
+    engine_tokens: builtins.int
+    """With `partial_interval_ms`, when nothing came of these samples for some time although the
+    engine drew tokens: those it drew since the process started.
+    """
     @property
     def accepted(self) -> global___PromptAccepted:
         """Set in the first message only."""
 
     @property
     def deltas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenDelta]:
-        """New tokens; only with STREAM_MODE_TOKENS."""
+        """New tokens: of every sample with STREAM_MODE_TOKENS, of unfinished ones with
+        `partial_interval_ms`.
+        """
 
     @property
     def rollouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.Rollout]:
-        """Samples that finished."""
+        """Samples that finished, each with all of its tokens."""
 
     def __init__(
         self,
@@ -178,9 +193,11 @@ class GenerateResponse(google.protobuf.message.Message):
         accepted: global___PromptAccepted | None = ...,
         deltas: collections.abc.Iterable[global___TokenDelta] | None = ...,
         rollouts: collections.abc.Iterable[sluice.api.common.v1.common_pb2.Rollout] | None = ...,
+        engine_tokens: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["accepted", b"accepted"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "deltas", b"deltas", "rollouts", b"rollouts"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_engine_tokens", b"_engine_tokens", "accepted", b"accepted", "engine_tokens", b"engine_tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_engine_tokens", b"_engine_tokens", "accepted", b"accepted", "deltas", b"deltas", "engine_tokens", b"engine_tokens", "rollouts", b"rollouts"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_engine_tokens", b"_engine_tokens"]) -> typing.Literal["engine_tokens"] | None: ...
 
 global___GenerateResponse = GenerateResponse
 
@@ -202,6 +219,22 @@ class GetStatusResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class SecondsByStateEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     NAME_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     POLICY_VERSION_FIELD_NUMBER: builtins.int
@@ -212,6 +245,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: builtins.int
     BUSY_SECONDS_FIELD_NUMBER: builtins.int
     ENGINE_FIELD_NUMBER: builtins.int
+    UNSENT_TOKENS_FIELD_NUMBER: builtins.int
+    RUNNING_TOKENS_FIELD_NUMBER: builtins.int
+    SECONDS_BY_STATE_FIELD_NUMBER: builtins.int
+    WALL_SECONDS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Stable name of the replica."""
     incarnation: builtins.str
@@ -232,6 +269,18 @@ class GetStatusResponse(google.protobuf.message.Message):
     """Seconds the engine spent generating since the process started."""
     engine: builtins.str
     """Name of the engine: "torch", "vllm" or "sglang"."""
+    unsent_tokens: builtins.int
+    """Tokens drawn in calls that ended before those tokens were sent to the caller."""
+    running_tokens: builtins.int
+    """Tokens drawn and not sent yet, of calls that go on."""
+    wall_seconds: builtins.float
+    """Seconds since the process started, by another clock than the states' one."""
+    @property
+    def seconds_by_state(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Seconds of the process in each state: "starting" (until the first weights serve), "generating",
+        "idle" and "swapping" (weights are exchanged). They add up to wall_seconds.
+        """
+
     def __init__(
         self,
         *,
@@ -245,9 +294,13 @@ class GetStatusResponse(google.protobuf.message.Message):
         generated_tokens: builtins.int = ...,
         busy_seconds: builtins.float = ...,
         engine: builtins.str = ...,
+        unsent_tokens: builtins.int = ...,
+        running_tokens: builtins.int = ...,
+        seconds_by_state: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        wall_seconds: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "engine", b"engine", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "name", b"name", "policy_version", b"policy_version", "queued", b"queued", "slots", b"slots", "slots_busy", b"slots_busy", "weight_digest", b"weight_digest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "engine", b"engine", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "name", b"name", "policy_version", b"policy_version", "queued", b"queued", "running_tokens", b"running_tokens", "seconds_by_state", b"seconds_by_state", "slots", b"slots", "slots_busy", b"slots_busy", "unsent_tokens", b"unsent_tokens", "wall_seconds", b"wall_seconds", "weight_digest", b"weight_digest"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
 
 global___GetStatusResponse = GetStatusResponse

@@ -125,6 +125,22 @@ class HeartbeatRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class SecondsByStateEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     NAME_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     POLICY_VERSION_FIELD_NUMBER: builtins.int
@@ -133,6 +149,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: builtins.int
     BUSY_SECONDS_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    UNSENT_TOKENS_FIELD_NUMBER: builtins.int
+    RUNNING_TOKENS_FIELD_NUMBER: builtins.int
+    SECONDS_BY_STATE_FIELD_NUMBER: builtins.int
+    WALL_SECONDS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name."""
     incarnation: builtins.str
@@ -149,6 +169,18 @@ class HeartbeatRequest(google.protobuf.message.Message):
     """Seconds spent generating since its start."""
     draining: builtins.bool
     """True: it is going away and takes no more prompts."""
+    unsent_tokens: builtins.int
+    """Tokens drawn in calls that ended before those tokens were sent to the caller."""
+    running_tokens: builtins.int
+    """Tokens drawn and not sent yet, of calls that go on."""
+    wall_seconds: builtins.float
+    """Seconds since the process started, by another clock than the states' one."""
+    @property
+    def seconds_by_state(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Seconds of the process in each state: "starting" (until the first weights serve), "generating",
+        "idle" and "swapping" (weights are exchanged). They add up to wall_seconds.
+        """
+
     def __init__(
         self,
         *,
@@ -160,9 +192,13 @@ class HeartbeatRequest(google.protobuf.message.Message):
         generated_tokens: builtins.int = ...,
         busy_seconds: builtins.float = ...,
         draining: builtins.bool = ...,
+        unsent_tokens: builtins.int = ...,
+        running_tokens: builtins.int = ...,
+        seconds_by_state: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        wall_seconds: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "draining", b"draining", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "name", b"name", "policy_version", b"policy_version", "queued", b"queued", "slots_busy", b"slots_busy"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "draining", b"draining", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "name", b"name", "policy_version", b"policy_version", "queued", b"queued", "running_tokens", b"running_tokens", "seconds_by_state", b"seconds_by_state", "slots_busy", b"slots_busy", "unsent_tokens", b"unsent_tokens", "wall_seconds", b"wall_seconds"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
@@ -254,6 +290,22 @@ class GetStatusResponse(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class AccountsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     INCARNATION_FIELD_NUMBER: builtins.int
     PHASE_FIELD_NUMBER: builtins.int
     PHASE_SECONDS_FIELD_NUMBER: builtins.int
@@ -262,6 +314,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     POLICY_VERSION_FIELD_NUMBER: builtins.int
     REPLICAS_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
+    ACCOUNTS_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     """UUID of this start of the trainer."""
     phase: global___RunPhase.ValueType
@@ -282,6 +335,13 @@ class GetStatusResponse(google.protobuf.message.Message):
     def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Metrics of the last finished step by verl's names."""
 
+    @property
+    def accounts(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """The run's books, some seconds old at most: response tokens by what became of them, seconds of
+        trainer and replicas by what they did, and what is left over, by the names of accounts.json.
+        Empty before they were first taken.
+        """
+
     def __init__(
         self,
         *,
@@ -293,9 +353,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         policy_version: builtins.int | None = ...,
         replicas: collections.abc.Iterable[global___ReplicaStatus] | None = ...,
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        accounts: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "incarnation", b"incarnation", "metrics", b"metrics", "phase", b"phase", "phase_seconds", b"phase_seconds", "policy_version", b"policy_version", "replicas", b"replicas", "step", b"step", "total_steps", b"total_steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "accounts", b"accounts", "incarnation", b"incarnation", "metrics", b"metrics", "phase", b"phase", "phase_seconds", b"phase_seconds", "policy_version", b"policy_version", "replicas", b"replicas", "step", b"step", "total_steps", b"total_steps"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
 
 global___GetStatusResponse = GetStatusResponse

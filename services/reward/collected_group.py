@@ -1,0 +1,149 @@
+"""The samples of one group so far: those that ended, and the tokens of those that have not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.reward.group_request import PHASE, GenerateEvent, GroupRequest
+from sluice.algorithm.growing_sample import GrowingSample, NewTokens
+from sluice.errors import PeerError
+from sluice.types import FinishReason, Rollout, RolloutGroup, TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What one event added.
+
+    Attributes:
+        new_tokens: tokens that were not known before, by sample index.
+        ended: samples of which the stream brings no more, broken-off ones included.
+        num_finished: those of them that are complete.
+    """
+
+    new_tokens: dict[int, int]
+    ended: tuple[int, ...]
+    num_finished: int
+
+
+@dataclass(slots=True)
+class CollectedGroup:
+    """One group on its way home, whichever replicas its tokens come from.
+
+    Attributes:
+        num_tokens: response tokens that it holds, of unfinished samples too.
+        first_start: when a replica took it on first, in seconds of the event loop's clock.
+        was_moved: it was taken away from a slow replica.
+        is_over: it has taken its time or its tokens.
+    """
+
+    request: GroupRequest
+    num_tokens: int = 0
+    first_start: float | None = None
+    was_moved: bool = False
+    is_over: bool = False
+    _rollouts: dict[int, Rollout] = field(default_factory=dict)
+    _growing: dict[int, GrowingSample] = field(default_factory=dict)
+    _prompt_token_ids: TokenIds | None = None
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Samples that have not ended."""
+        return tuple(i for i in self.request.sample_indexes if i not in self._rollouts)
+
+    def oldest_version(self, *, or_version: int | None = None) -> int | None:
+        """The oldest version among its tokens and `or_version`; ``None``: neither is there."""
+        drawn_by = [rollout.oldest_version for rollout in self._rollouts.values()]
+        growing_by = [span.version for g in self._growing.values() for span in g.version_spans]
+        versions = (*drawn_by, *growing_by, or_version)
+        return min((v for v in versions if v is not None), default=None)
+
+    def started(self, prompt_token_ids: TokenIds, now: float) -> None:
+        """A replica took it on."""
+        self._prompt_token_ids = prompt_token_ids
+        self.first_start = now if self.first_start is None else self.first_start
+
+    def take(self, event: GenerateEvent, replica: str) -> Arrival:
+        """Store what a replica sent; raises `PeerError` if it is not what was asked for."""
+        if (event.rollouts or event.deltas) and self._prompt_token_ids is None:
+            raise PeerError(replica, PHASE, "it sent samples before the prompt's tokens")
+        new_tokens: dict[int, int] = {}
+        for delta in event.deltas:
+            size = self._grow(delta, replica)
+            new_tokens[delta.sample_index] = new_tokens.get(delta.sample_index, 0) + size
+        for rollout in event.rollouts:
+            size = self._end(rollout, replica)
+            new_tokens[rollout.sample_index] = new_tokens.get(rollout.sample_index, 0) + size
+        self.num_tokens += sum(new_tokens.values())
+        ended = tuple(rollout.sample_index for rollout in event.rollouts)
+        return Arrival(new_tokens, ended, sum(index in self._rollouts for index in ended))
+
+    def _grow(self, delta: NewTokens, replica: str) -> int:
+        self._check_asked(delta.sample_index, replica)
+        sample = self._growing.setdefault(delta.sample_index, GrowingSample())
+        sample.append(delta.token_ids, delta.behavior_logprobs, delta.version)
+        return int(delta.token_ids.size)
+
+    def _end(self, rollout: Rollout, replica: str) -> int:
+        index = rollout.sample_index
+        self._check_asked(index, replica)
+        known = self._growing.pop(index, GrowingSample())
+        if not np.array_equal(rollout.token_ids[: known.num_tokens], known.token_ids()):
+            self.num_tokens -= known.num_tokens  # whoever is wrong, the sample starts again
+            text = (
+                f"sample {index} came with {rollout.num_tokens} tokens that do not continue the "
+                f"{known.num_tokens} that came before"
+            )
+            raise PeerError(replica, PHASE, text)
+        if rollout.finish_reason is FinishReason.ABORTED:
+            self._growing[index] = GrowingSample()
+            self._growing[index].adopt(rollout)
+        else:
+            self._rollouts[index] = rollout
+        return rollout.num_tokens - known.num_tokens
+
+    def _check_asked(self, sample_index: int, replica: str) -> None:
+        if sample_index in self._rollouts or sample_index not in self.request.sample_indexes:
+            raise PeerError(replica, PHASE, f"sample {sample_index} was not asked for")
+
+    def partials(self) -> Sequence[Rollout]:
+        """What there is of unfinished samples, to be continued.
+
+        Samples with tokens of versions that the request excludes start again: their tokens are
+        thrown away here.
+        """
+        for index, sample in list(self._growing.items()):
+            if not all(self.request.accepts(span.version) for span in sample.version_spans):
+                del self._growing[index]
+                self.num_tokens -= sample.num_tokens
+        return [s.rollout(index) for index, s in sorted(self._growing.items()) if s.num_tokens]
+
+    def end_unfinished(self) -> None:
+        """End the samples that are missing as they stand."""
+        for index in self.missing:
+            self._rollouts[index] = self._growing.pop(index, GrowingSample()).rollout(index)
+
+    def state(self) -> str:
+        """How far it is, for the log."""
+        num_finished = sum(
+            rollout.finish_reason is not FinishReason.ABORTED for rollout in self._rollouts.values()
+        )
+        oldest = self.oldest_version()
+        version = "no version" if oldest is None else f"version {oldest}"
+        return (
+            f"{self.num_tokens} tokens, {num_finished} of {self.request.num_samples} samples "
+            f"finished, {version}"
+        )
+
+    @property
+    def has_finished_samples(self) -> bool:
+        """Whether any sample is complete."""
+        return any(r.finish_reason is not FinishReason.ABORTED for r in self._rollouts.values())
+
+    def group(self) -> RolloutGroup:
+        """The samples in order of their index; none may be missing."""
+        assert self._prompt_token_ids is not None
+        rollouts = tuple(self._rollouts[i] for i in sorted(self._rollouts))
+        return RolloutGroup(self.request.prompt, self._prompt_token_ids, rollouts)

@@ -1,0 +1,165 @@
+"""A line for every group that ended (`<run_dir>/groups.jsonl`): what a simulation learns from.
+
+A file that cannot be written never stops a run: it is told once, and nothing is lost but the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from services.reward.generation_trace import GroupTrace
+from sluice.algorithm.group_filter import is_right
+from sluice.algorithm.sampling.visit import Visit
+from sluice.types import GradedGroup, Prompt, PromptEnd
+
+logger = logging.getLogger(__name__)
+
+
+class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One group, as a line of the log.
+
+    Args:
+        prompt_id: its prompt.
+        key: the same for the same prompt drawn again (`prompt_key`).
+        end: how it ended, a `PromptEnd`.
+        right: graded samples that were right.
+        scored: graded samples.
+        tokens: response lengths in the order of samples; of what was graded, scored or not.
+        version: policy version announced when it started.
+        oldest_version: oldest version that drew a token; null if nothing was graded.
+        started_s: when it started, seconds since the service's start.
+        generated_s: when its last sample came; null if it never did.
+        ended_s: when it ended: a trained group when its batch was acknowledged.
+        replicas: who generated it, in the order first asked.
+        probes: samples that were drawn first, to decide about the rest; 0: all were drawn at once.
+        probability: with which it was drawn, given what was known of its prompt.
+    """
+
+    prompt_id: str
+    key: str
+    end: str
+    right: int
+    scored: int
+    tokens: list[int]
+    version: int
+    oldest_version: int | None
+    started_s: float
+    generated_s: float | None
+    ended_s: float
+    replicas: list[str]
+    probes: int
+    probability: float
+
+
+@dataclass(slots=True)
+class _Open:
+    visit: Visit
+    probes: int
+    version: int
+    started_s: float
+    generated_s: float | None = None
+
+
+class GroupLog:
+    """Follows groups from start to end and writes a line for each.
+
+    Args:
+        path: the file lines are appended to; ``None``: nothing is written.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._clock, self._start = path, clock, clock()
+        self._open: dict[str, _Open] = {}
+        self._lines: deque[GroupLine] = deque()
+        self._has_lines = asyncio.Event()
+        self._write_lock = threading.Lock()
+
+    def started(self, prompt: Prompt, visit: Visit, *, probes: int, version: int) -> None:
+        """A group starts."""
+        if self._path is not None:
+            self._open[prompt.prompt_id] = _Open(visit, probes, version, self._now())
+
+    def goes_on(self, prompt: Prompt, visit: Visit) -> None:
+        """A group's first samples were not its last."""
+        if (story := self._open.get(prompt.prompt_id)) is not None:
+            story.visit = visit
+
+    def generated(self, prompt: Prompt) -> None:
+        """Samples of a group have come."""
+        if (story := self._open.get(prompt.prompt_id)) is not None:
+            story.generated_s = self._now()
+
+    def restarted(self, prompt: Prompt) -> None:
+        """A group is forgotten: its prompt waits again."""
+        self._open.pop(prompt.prompt_id, None)
+
+    def ended(
+        self, prompt: Prompt, end: PromptEnd, graded: GradedGroup | None, trace: GroupTrace
+    ) -> None:
+        """A group ends; a prompt that never had one leaves no line."""
+        story = self._open.pop(prompt.prompt_id, None)
+        if story is None:
+            return
+        scored = graded.scored if graded else ()
+        rollouts = graded.group.rollouts if graded else ()
+        has_tokens = graded is not None and graded.group.num_response_tokens > 0
+        self._lines.append(
+            GroupLine(
+                prompt_id=prompt.prompt_id,
+                key=story.visit.key,
+                end=end.value,
+                right=sum(is_right(one) is True for one in scored),
+                scored=len(scored),
+                tokens=[rollout.num_tokens for rollout in rollouts],
+                version=story.version,
+                oldest_version=graded.oldest_version if graded and has_tokens else None,
+                started_s=story.started_s,
+                generated_s=story.generated_s,
+                ended_s=self._now(),
+                replicas=list(trace.replicas),
+                probes=story.probes,
+                probability=story.visit.probability,
+            )
+        )
+        self._has_lines.set()
+
+    async def run(self) -> None:
+        """Write lines, off the event loop, until cancelled; the last ones before it ends."""
+        try:
+            while True:
+                await self._has_lines.wait()
+                self._has_lines.clear()
+                await asyncio.to_thread(self._write)
+        finally:
+            self._write()
+
+    def _now(self) -> float:
+        return round(self._clock() - self._start, 4)
+
+    def _write(self) -> None:
+        """Append what is there; lines leave the queue only in here, so none is lost on the way."""
+        with self._write_lock:
+            text = bytearray()
+            while self._lines:
+                text += msgspec.json.encode(self._lines.popleft()) + b"\n"
+            if self._path is not None and text:
+                self._append(self._path, text)
+
+    def _append(self, path: Path, text: bytearray) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as file:
+                file.write(text)
+        except OSError as error:
+            self._path = None
+            logger.warning("groups are no longer logged: %s; free the disk or the folder", error)

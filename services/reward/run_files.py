@@ -1,0 +1,47 @@
+"""Files of the run folder that the service writes: the memory of prompts and the log of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.reward.group_log import GroupLog
+from services.reward.prompt_memory_store import PromptMemoryStore
+from sluice.algorithm.sampling.rules import StrategyName
+from sluice.config.run import RunConfig
+
+MEMORY_FILE = Path("reward") / "prompt_memory.sqlite"
+LOG_FILE = Path("groups.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """`memory` is ``None`` for strategies without one; `log` may be one that writes nothing."""
+
+    memory: PromptMemoryStore | None
+    log: GroupLog
+
+
+def no_run_files() -> RunFiles:
+    """For a loop that leaves no files."""
+    return RunFiles(None, GroupLog(None))
+
+
+@contextmanager
+def open_run_files(config: RunConfig) -> Iterator[RunFiles]:
+    """Open the files, which are appended to where they exist.
+
+    Raises:
+        DataError: the memory of prompts is damaged or of another program.
+    """
+    folder, uses_memory = Path(config.sluice.run_dir), _uses_memory(config)
+    log = GroupLog(folder / LOG_FILE if config.sluice.reward.group_log else None)
+    store = PromptMemoryStore(folder / MEMORY_FILE) if uses_memory else nullcontext()
+    with store as memory:
+        yield RunFiles(memory, log)
+
+
+def _uses_memory(config: RunConfig) -> bool:
+    return StrategyName(config.sluice.sampling.strategy).uses_memory

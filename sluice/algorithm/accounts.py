@@ -1,0 +1,160 @@
+"""The books of a run: where its tokens, and the time of trainer and replicas, went.
+
+Each of the three accounts compares a total with the sum of its parts, counted independently:
+tokens that replicas drew with what the reward service got of them and what never reached it, the
+processes' wall-clock with the seconds of their phases and states. What is left over is the
+residual.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["RECEIVED", "Account", "ReplicaCounters", "RunBooks", "fleet_counters", "run_books"]
+
+# What became of the tokens that the reward service received.
+RECEIVED = (
+    "trained",
+    "filtered_all_right",
+    "filtered_all_wrong",
+    "filtered_uniform",
+    "stale",
+    "failed",
+    "aborted",
+    "surplus",
+    "taken_over",
+    "evaluation",
+    "pending",
+)
+# Drawn in calls that go on at the replicas, and not sent yet.
+_UNDER_WAY = "under_way"
+_ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaCounters:
+    """Counters of one replica's process since its start, or sums of them.
+
+    Of `generated_tokens` the caller never got `unsent_tokens` and has not got `running_tokens`.
+    """
+
+    generated_tokens: int = 0
+    unsent_tokens: int = 0
+    running_tokens: int = 0
+    wall_s: float = 0.0
+    seconds_by_state: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def sent_tokens(self) -> int:
+        """Tokens that the caller got."""
+        return self.generated_tokens - self.unsent_tokens - self.running_tokens
+
+    def abandoned(self) -> ReplicaCounters:
+        """The same of a replica that has left: what it had not sent, nobody gets any more."""
+        return ReplicaCounters(
+            self.generated_tokens,
+            self.unsent_tokens + self.running_tokens,
+            0,
+            self.wall_s,
+            self.seconds_by_state,
+        )
+
+
+def fleet_counters(replicas: Iterable[ReplicaCounters]) -> ReplicaCounters:
+    """The sums over replicas."""
+    generated = unsent = running = 0
+    wall_s, seconds = 0.0, Counter[str]()
+    for replica in replicas:
+        generated += replica.generated_tokens
+        unsent += replica.unsent_tokens
+        running += replica.running_tokens
+        wall_s += replica.wall_s
+        seconds.update(replica.seconds_by_state)
+    return ReplicaCounters(generated, unsent, running, wall_s, dict(seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A total and its parts, in tokens or in seconds."""
+
+    total: float
+    parts: Mapping[str, float]
+
+    @property
+    def residual(self) -> float:
+        """What of the total no part explains; below 0 where the parts are more than the total."""
+        return self.total - sum(self.parts.values())
+
+    @property
+    def residual_share(self) -> float:
+        """Size of the residual over the total; 0 of nothing."""
+        residual = abs(self.residual)
+        return residual / max(self.total, residual) if residual else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunBooks:
+    """The accounts at one moment. `tokens` is ``None`` if the reward service's are not known."""
+
+    tokens: Account | None
+    trainer: Account
+    rollout: Account
+
+    def as_mapping(self) -> dict[str, float]:
+        """All numbers by the names of `accounts.json`, totals and residuals included."""
+        named = {
+            f"{prefix}/{part}": value
+            for prefix, account in (
+                ("tokens", self.tokens),
+                ("trainer_s", self.trainer),
+                ("rollout_s", self.rollout),
+            )
+            if account is not None
+            for part, value in account.parts.items()
+        }
+        totals = (
+            ("tokens", "generated_tokens", self.tokens),
+            ("trainer_seconds", "trainer_wall_s", self.trainer),
+            ("rollout_seconds", "rollout_wall_s", self.rollout),
+        )
+        for name, total, account in totals:
+            if account is not None:
+                named[total] = account.total
+                named[f"{name}_residual"] = account.residual
+                named[f"{name}_residual_share"] = account.residual_share
+        return named
+
+
+def run_books(
+    fleet: ReplicaCounters,
+    received: Mapping[str, float] | None,
+    trainer_s: Mapping[str, float],
+    trainer_wall_s: float,
+) -> RunBooks:
+    """Settles the three accounts.
+
+    Args:
+        fleet: sums over all replicas that ever took part, those that left as `abandoned`.
+        received: tokens that the reward service got, by what became of them (`RECEIVED`; missing
+            ones are 0, others are ignored); None: not known.
+        trainer_s: the trainer's seconds by phase.
+        trainer_wall_s: seconds since its process started, by another clock.
+
+    Returns:
+        Tokens that a replica drew for a call that ended before they were sent count as aborted,
+        like those of samples that the reward service broke off. Tokens of other clients' calls are
+        in the residual: no counter tells them apart.
+    """
+    tokens = None
+    if received is not None:
+        parts = {name: float(received.get(name, 0.0)) for name in RECEIVED}
+        parts[_ABORTED] += fleet.unsent_tokens
+        parts[_UNDER_WAY] = float(fleet.running_tokens)
+        tokens = Account(float(fleet.generated_tokens), parts)
+    return RunBooks(
+        tokens,
+        Account(trainer_wall_s, dict(trainer_s)),
+        Account(fleet.wall_s, dict(fleet.seconds_by_state)),
+    )

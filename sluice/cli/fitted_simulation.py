@@ -1,0 +1,78 @@
+"""A simulation of a run that has been, from its folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
+from sluice.cli.run_location import CONFIG_NAME
+from sluice.config.loader import load_config
+from sluice.config.run import RunConfig
+from sluice.errors import ConfigError
+from sluice.simulate.calibration import calibrated
+from sluice.simulate.comparison import OpenWorkload
+from sluice.simulate.fit import FittedRun, fit_run
+from sluice.simulate.fitted_workload import FittedWorkload
+from sluice.simulate.settings import SimulationSettings
+
+
+@dataclass(frozen=True, slots=True)
+class FittedSimulation:
+    """A run, and what simulates it."""
+
+    run: FittedRun
+    settings: SimulationSettings
+    open_workload: OpenWorkload
+
+
+def fitted_simulation(run: Path, steps: int | None, seed: int) -> FittedSimulation:
+    """Fits a simulation to a run's record.
+
+    Args:
+        run: the run's folder.
+        steps: batches to simulate; ``None``: as many as the run has trained.
+        seed: of everything random.
+
+    Raises:
+        ConfigError: nothing was started from there.
+        DataError: its record is missing, too short, or cannot be read.
+    """
+    file = run / CONFIG_NAME
+    if not file.is_file():
+        raise ConfigError(f"--run: {run} holds no {CONFIG_NAME}; give the folder of a started run")
+    config = load_config(file, ())
+    fitted = fit_run(
+        run,
+        slots=config.actor_rollout_ref.rollout.max_num_seqs,
+        slack=config.sluice.reward.inflight_slack,
+    )
+    settings = SimulationSettings(
+        _rules(config, seed),
+        on_stale=config.sluice.asynchrony.on_stale,
+        fleet=fitted.fleet,
+        trainer=fitted.trainer,
+        num_steps=max(2, steps or len(fitted.record.steps)),
+        # Steps of a short run are few: only the first one, which starts with nothing, is left out.
+        warmup_steps=0,
+        seed=seed,
+    )
+    settings = calibrated(fitted, settings)
+    return FittedSimulation(fitted, settings, partial(FittedWorkload, fitted.groups, seed))
+
+
+def _rules(config: RunConfig, seed: int) -> SamplingRules:
+    sampling, num_samples = config.sluice.sampling, config.actor_rollout_ref.rollout.n
+    return SamplingRules(
+        strategy=StrategyName(sampling.strategy),
+        train_batch_size=config.data.train_batch_size,
+        max_staleness=config.sluice.asynchrony.max_staleness,
+        samples_per_group=num_samples,
+        gen_batch_size=config.data.gen_batch_size or config.data.train_batch_size,
+        max_num_gen_batches=0,
+        probe_samples=max(1, min(sampling.probe_samples, num_samples - 1)),
+        exploration=sampling.exploration,
+        coverage_guard=sampling.coverage_guard,
+        seed=seed,
+    )

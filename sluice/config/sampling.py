@@ -1,0 +1,52 @@
+"""`sluice.sampling.*`: how many prompts and samples are drawn to fill a batch of mixed groups."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from sluice.config.section import PositiveInt, Section
+
+StrategyKey = Literal["rounds", "stream", "staged", "memory", "staged_memory"]
+"""The names of `sluice.algorithm.sampling.rules.StrategyName`."""
+
+
+class SamplingConfig(Section, frozen=True):
+    """Over-generation."""
+
+    strategy: Annotated[
+        StrategyKey,
+        Meta(
+            description=(
+                "rounds: verl's waves of prompts, surplus thrown away; stream: continuous refill, "
+                "surplus carried over; staged: a few samples of a group decide about the rest; "
+                "memory: earlier visits of a prompt decide whether it is drawn; staged_memory: "
+                "both."
+            )
+        ),
+    ] = "stream"
+    probe_samples: Annotated[
+        PositiveInt,
+        Meta(description="staged: samples of a group that are drawn first; below rollout.n."),
+    ] = 4
+    exploration: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description=(
+                "Least probability with which a prompt or group that is not worth its tokens is "
+                "drawn all the same."
+            ),
+        ),
+    ] = 0.1
+    coverage_guard: Annotated[
+        bool,
+        Meta(
+            description=(
+                "staged, memory: keep the share of hard prompts among trained groups what it is "
+                "without them."
+            )
+        ),
+    ] = True

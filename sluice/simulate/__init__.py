@@ -1,0 +1,1 @@
+"""The twin: a discrete-event simulation of a run, by the functions that the services run."""

@@ -1,0 +1,78 @@
+"""All strategies on one workload and fleet, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from sluice.algorithm.sampling.rules import StrategyName
+from sluice.simulate.result import SimulationResult, simulate
+from sluice.simulate.settings import IDEAL_TRAINER, SimulationSettings
+from sluice.simulate.workload import Workload
+
+OpenWorkload = Callable[[], Workload]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One strategy.
+
+    Args:
+        result: with the trainer as it is.
+        ideal: with a trainer that takes no time; its `fill_s_*` are the times to fill a batch.
+        fill_speedup: time that ``rounds`` takes to fill a batch over the time of this strategy.
+        gen_ratio: `gen_per_trained` over that of ``rounds``.
+        step_speedup: seconds of a step of ``rounds`` over those of this strategy.
+        hard_share_ratio: `hard_share` over that of ``stream``.
+    """
+
+    result: SimulationResult
+    ideal: SimulationResult
+    fill_speedup: float
+    gen_ratio: float
+    step_speedup: float
+    hard_share_ratio: float
+
+
+def compare(
+    settings: SimulationSettings,
+    open_workload: OpenWorkload,
+    strategies: Sequence[StrategyName] = tuple(StrategyName),
+    on_step: Callable[[int], None] | None = None,
+) -> tuple[Compared, ...]:
+    """Simulates each strategy twice: with the trainer, and with one that takes no time.
+
+    Args:
+        settings: of all; ``rounds`` is simulated synchronously (S = 0), as it runs.
+        open_workload: the same data set for each.
+        strategies: which, ``rounds`` and ``stream`` among them.
+        on_step: told after each step of each simulation.
+
+    Raises:
+        BatchUnfillableError: the workload is hopeless.
+    """
+    pairs = {}
+    for name in strategies:
+        real = of_strategy(settings, name)
+        ideal = replace(real, trainer=IDEAL_TRAINER)
+        result = simulate(real, open_workload(), on_step=on_step)
+        pairs[name] = (result, simulate(ideal, open_workload(), on_step=on_step))
+    base, base_ideal = pairs[StrategyName.ROUNDS]
+    plain, _ = pairs[StrategyName.STREAM]
+    return tuple(
+        Compared(
+            result,
+            ideal,
+            fill_speedup=base_ideal.fill_s_mean / ideal.fill_s_mean,
+            gen_ratio=result.gen_per_trained / base.gen_per_trained,
+            step_speedup=base.step_s / result.step_s,
+            hard_share_ratio=result.hard_share / plain.hard_share if plain.hard_share else 1.0,
+        )
+        for result, ideal in pairs.values()
+    )
+
+
+def of_strategy(settings: SimulationSettings, name: StrategyName) -> SimulationSettings:
+    """The same run with another strategy; ``rounds`` is synchronous."""
+    bound = 0 if name is StrategyName.ROUNDS else settings.rules.max_staleness
+    return replace(settings, rules=replace(settings.rules, strategy=name, max_staleness=bound))

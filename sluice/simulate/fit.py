@@ -1,0 +1,189 @@
+"""A simulation's fleet and trainer from a run's record: `groups.jsonl` and `metrics.jsonl`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median, pstdev
+
+import numpy as np
+import numpy.typing as npt
+
+from sluice.errors import DataError
+from sluice.report.run_record import RunRecord, read_progress
+from sluice.simulate.group_records import (
+    FILTERED_PREFIX,
+    GROUPS_NAME,
+    GroupRecord,
+    read_groups,
+)
+from sluice.simulate.settings import FleetSettings, TrainerSettings
+
+Floats = npt.NDArray[np.float64]
+
+_NUM_SAMPLE_GROUPS = 2000
+"""Groups that step times are fitted to: the last ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class FittedRun:
+    """What a run's record says of it.
+
+    Args:
+        groups: recorded groups.
+        record: the trainer's numbers.
+        fleet: replicas and step times.
+        trainer: times of a step.
+    """
+
+    groups: list[GroupRecord]
+    record: RunRecord
+    fleet: FleetSettings
+    trainer: TrainerSettings
+
+
+def fit_run(run_dir: Path, *, slots: int, slack: float) -> FittedRun:
+    """Fits the fleet and the trainer to a run.
+
+    Args:
+        run_dir: the run's folder.
+        slots: sequences that a replica generates at once, from the configuration.
+        slack: sequences in flight per slot, likewise.
+
+    Raises:
+        DataError: the record is missing, too short, or cannot be read.
+    """
+    groups, record = read_groups(run_dir / GROUPS_NAME), read_progress(run_dir)
+    if len(record.steps) < 2:
+        raise DataError(
+            f"{run_dir}: the record of {len(record.steps)} steps says too little; at least 2 are "
+            "needed"
+        )
+    num_replicas = max(1, round(record.largest("rollout/replicas")))
+    fleet = _fleet(groups, record, num_replicas, slots, slack)
+    return FittedRun(groups, record, fleet, _trainer(record))
+
+
+def _trainer(record: RunRecord) -> TrainerSettings:
+    """What is neither waiting nor training belongs to the publication: checkpoints too."""
+    train = [row.get("timing_s/train") or 0.0 for row in record.steps]
+    step, wait = record.total("timing_s/step"), record.total("timing_s/wait_batch")
+    publish_s = max(0.0, (step - wait) / len(train) - fmean(train))
+    stall_s = record.total("weights/stall_s") / len(train)
+    return TrainerSettings(fmean(train), pstdev(train), publish_s, min(stall_s, publish_s))
+
+
+def _fleet(
+    groups: Sequence[GroupRecord], record: RunRecord, num_replicas: int, slots: int, slack: float
+) -> FleetSettings:
+    profiles = _profiles(groups, slots)
+    base_s, per_sequence_s = _step_time(profiles)
+    measured = tokens_per_busy_s(record)
+    if measured is not None:
+        # Times of single groups hold waits for a slot; how fast replicas are together does not.
+        tokens = sum(profile.tokens(base_s, per_sequence_s) for profile in profiles)
+        scale = tokens / sum(profile.busy_s for profile in profiles) / measured
+        base_s, per_sequence_s = scale * base_s, scale * per_sequence_s
+    return FleetSettings(
+        num_replicas=num_replicas,
+        slots=slots,
+        slack=slack,
+        base_step_s=base_s,
+        per_sequence_s=per_sequence_s,
+        grading_s=_grading_s(groups),
+    )
+
+
+def _grading_s(groups: Sequence[GroupRecord]) -> float:
+    """Median, of filtered groups: kept ones end when they are trained."""
+    waits = [
+        group.ended_s - group.generated_s
+        for group in groups
+        if group.end.startswith(FILTERED_PREFIX)
+        and group.ended_s is not None
+        and group.generated_s is not None
+    ]
+    return max(0.0, median(waits)) if waits else 0.0
+
+
+def tokens_per_busy_s(record: RunRecord) -> float | None:
+    """Tokens that a replica drew in a second that it was busy; ``None``: that is not recorded."""
+    tokens = busy_s = 0.0
+    for row in record.steps:
+        step_s = row.get("timing_s/step") or 0.0
+        busy_share = 1.0 - (row.get("rollout/idle_share") or 0.0)
+        tokens += (row.get("rollout/tokens_per_s") or 0.0) * step_s
+        busy_s += busy_share * step_s * (row.get("rollout/replicas") or 1.0)
+    return tokens / busy_s if tokens and busy_s else None
+
+
+def _profiles(groups: Sequence[GroupRecord], slots: int) -> list[_Concurrency]:
+    by_replica: dict[str, list[GroupRecord]] = defaultdict(list)
+    for group in groups[-_NUM_SAMPLE_GROUPS:]:
+        by_replica[group.replicas[0] if group.replicas else ""].append(group)
+    return [_Concurrency(of_replica, slots) for of_replica in by_replica.values()]
+
+
+def _step_time(profiles: Sequence[_Concurrency]) -> tuple[float, float]:
+    """Seconds of a step, and those that each running sequence adds.
+
+    A group's time per token of its longest sample is the mean step time while it ran; a line
+    through these over the mean number of sequences beside it, least squares, no negative term.
+    """
+    points = [profile.point(group) for profile in profiles for group in profile.groups]
+    usable = np.array([point for point in points if point is not None], dtype=np.float64)
+    if not usable.size:
+        raise DataError("groups.jsonl: no group took any time; the step time cannot be fitted")
+    return _line(usable)
+
+
+def _line(points: Floats) -> tuple[float, float]:
+    """Intercept and slope through (sequences, seconds, weight), neither negative."""
+    x, y, weight = points.T
+    mean_x, mean_y = np.average(x, weights=weight), np.average(y, weights=weight)
+    spread = np.average((x - mean_x) ** 2, weights=weight)
+    slope = np.average((x - mean_x) * (y - mean_y), weights=weight) / spread if spread > 1e-9 else 0
+    slope = min(max(float(slope), 0.0), float(mean_y / max(mean_x, 1e-9)))
+    return float(mean_y - slope * mean_x), slope
+
+
+class _Concurrency:
+    """Sequences that ran on a replica over time: each as long as its share of the longest."""
+
+    def __init__(self, groups: Sequence[GroupRecord], slots: int) -> None:
+        self.groups = groups
+        starts, ends = [], []
+        for group in groups:
+            begin, end = _span(group)
+            longest = max(group.tokens)
+            starts += [begin] * len(group.tokens)
+            ends += [begin + (end - begin) * tokens / max(longest, 1) for tokens in group.tokens]
+        times = np.concatenate([starts, ends])
+        changes = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
+        order = np.argsort(times, kind="stable")
+        self._times = times[order]
+        self._running = np.minimum(np.cumsum(changes[order]), slots)[:-1]
+        self._spans = np.diff(self._times)
+        self._until = np.concatenate([[0.0], np.cumsum(self._running * self._spans)])
+        self.busy_s = float(self._spans[self._running > 0].sum())
+
+    def tokens(self, base_s: float, per_sequence_s: float) -> float:
+        """What would have been drawn with these step times."""
+        rates = self._running / np.maximum(base_s + per_sequence_s * self._running, 1e-12)
+        return float(rates @ self._spans)
+
+    def point(self, group: GroupRecord) -> tuple[float, float, float] | None:
+        """Mean sequences while a group ran, seconds per token, and its weight (tokens)."""
+        (begin, end), longest = _span(group), max(group.tokens)
+        if end <= begin or not longest:
+            return None
+        area = np.interp([begin, end], self._times, self._until)
+        return float(area[1] - area[0]) / (end - begin), (end - begin) / longest, float(longest)
+
+
+def _span(group: GroupRecord) -> tuple[float, float]:
+    assert group.generated_s is not None
+    begin = group.generated_s if group.started_s is None else group.started_s
+    return begin, max(begin, group.generated_s)

@@ -1,0 +1,73 @@
+"""A run's own groups as a workload: what happened is drawn again.
+
+A group is drawn whole, outcome and lengths together. Drawing its samples anew by its pass rate
+would find fewer mixed groups than there were: one right answer of 16 would come out as none of 16
+in more than a third of the cases, while no uniform group would ever come out mixed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+
+from sluice.simulate.group_records import GroupRecord
+from sluice.simulate.workload import DrawnSamples, SimulatedPrompt
+
+NUM_NEIGHBOURS = 128
+"""Groups that one is drawn from: those whose versions are nearest. The policy learns."""
+
+LONG_SHARE = 0.1
+
+
+class FittedWorkload:
+    """Recorded groups in the order they started; beyond these, draws from groups of about the same
+    version, with replacement.
+
+    Args:
+        records: at least one.
+        seed: decides which sample comes when, and what is drawn.
+    """
+
+    def __init__(self, records: Sequence[GroupRecord], seed: int = 0) -> None:
+        self._records = sorted(records, key=lambda record: record.started_s or 0.0)
+        self._by_version = sorted(range(len(records)), key=lambda number: self._version(number))
+        self._versions = [self._version(number) for number in self._by_version]
+        self._seed = seed
+        means = np.array([np.mean(record.tokens) for record in self._records])
+        self._are_long = means > np.quantile(means, 1.0 - LONG_SHARE)
+
+    def prompt(self, position: int, version: int) -> SimulatedPrompt:
+        """See `Workload`."""
+        is_recorded = position < len(self._records)
+        number = position if is_recorded else self._neighbour(position, version)
+        record = self._records[number]
+        return SimulatedPrompt(
+            record.key, record.right / record.scored, bool(self._are_long[number]), number
+        )
+
+    def _version(self, number: int) -> int:
+        return self._records[number].oldest_version or 0
+
+    def _neighbour(self, position: int, version: int) -> int:
+        size = min(NUM_NEIGHBOURS, len(self._records))
+        middle = bisect_left(self._versions, version)
+        last = bisect_left(self._versions, version + 1)
+        first = min(max(0, (middle + last - size) // 2), len(self._records) - size)
+        low, high = min(first, middle), max(first + size, last)
+        draws = np.random.default_rng([self._seed, 4, position])
+        return self._by_version[int(draws.integers(low, high))]
+
+    def samples(
+        self, prompt: SimulatedPrompt, position: int, attempt: int, num_samples: int
+    ) -> DrawnSamples:
+        """See `Workload`. Samples beyond those recorded are drawn from them again."""
+        record = self._records[prompt.number]
+        draws = np.random.default_rng([self._seed, 5, position, attempt])
+        num_recorded = min(len(record.tokens), record.scored)
+        order = draws.permutation(num_recorded)
+        more = draws.integers(0, num_recorded, max(0, num_samples - num_recorded))
+        chosen = np.concatenate([order, more])[:num_samples]
+        tokens = np.maximum(1, np.array(record.tokens))[chosen]
+        return DrawnSamples(tokens.tolist(), (chosen < record.right).tolist())

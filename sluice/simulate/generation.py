@@ -1,0 +1,151 @@
+"""Groups on their way to simulated replicas and back, by the routing of `algorithm.routing`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from heapq import heapify, heappop, heappush
+
+from sluice.algorithm.routing import AnnouncedReplica, Fleet, Wanted
+from sluice.simulate.event_queue import EventQueue
+from sluice.simulate.group import Sample, SimulatedGroup
+from sluice.simulate.replica import SimulatedReplica
+from sluice.simulate.settings import FleetSettings
+from sluice.types import ReplicaInfo
+
+
+class SimulatedFleet:
+    """Replicas and the groups that wait for them, served in order of issue.
+
+    Args:
+        settings: the replicas.
+        events: where ends are planned.
+        on_started: told when a group's first samples are at a replica.
+        on_generated: told when all samples that were asked for a group are there.
+    """
+
+    def __init__(
+        self,
+        settings: FleetSettings,
+        events: EventQueue,
+        on_started: Callable[[SimulatedGroup], None],
+        on_generated: Callable[[SimulatedGroup], None],
+    ) -> None:
+        self._settings, self._events = settings, events
+        self._on_started, self._on_generated = on_started, on_generated
+        self._routing = Fleet(settings.slack)
+        self._replicas = [SimulatedReplica(settings) for _ in range(settings.num_replicas)]
+        self._infos = [
+            ReplicaInfo(f"replica-{number}", "0", f"replica-{number}:0", settings.slots)
+            for number in range(settings.num_replicas)
+        ]
+        self._waiting: list[tuple[int, int, SimulatedGroup]] = []  # position, samples
+        self._num_waiting = 0
+
+    @property
+    def totals(self) -> tuple[float, float, float]:
+        """Tokens drawn, seconds that replicas were busy, seconds of busy slots, so far."""
+        for replica in self._replicas:
+            replica.advance(self._events.now)
+        return (
+            sum(replica.generated_tokens for replica in self._replicas),
+            sum(replica.busy_s for replica in self._replicas),
+            sum(replica.slot_s for replica in self._replicas),
+        )
+
+    def num_free(self, lowest_version: int) -> int:
+        """Sequences that could start now, less those that wait for a replica already."""
+        return self._routing.num_free(lowest_version, self._events.now) - self._num_waiting
+
+    def swap(self, version: int, stall_s: float) -> None:
+        """Replicas take on a version."""
+        for number, replica in enumerate(self._replicas):
+            replica.swap(self._events.now, version, stall_s)
+            self._plan(number)
+
+    def announce(self, version: int) -> None:
+        """Groups may go to replicas of `version`."""
+        self._routing.announce([AnnouncedReplica(info, version) for info in self._infos])
+        self.serve()
+
+    def ask(self, group: SimulatedGroup, num_samples: int) -> None:
+        """Draw the next `num_samples` samples of a group."""
+        heappush(self._waiting, (group.position, num_samples, group))
+        self._num_waiting += num_samples
+        self.serve()
+
+    def serve(self) -> None:
+        """Give room to those who wait, in order."""
+        while self._waiting:
+            _, num_samples, group = self._waiting[0]
+            # Any version will do: all replicas swap at once, and versions only grow.
+            member = self._routing.choose(Wanted(num_samples, 0), self._events.now)
+            if member is None:
+                return
+            heappop(self._waiting)
+            self._num_waiting -= num_samples
+            group.grant = self._routing.grant(member, num_samples)
+            self._start(group, num_samples, member.order)
+
+    def cancel(self, group: SimulatedGroup) -> float:
+        """Break a group off; returns the tokens it had drawn in unfinished samples."""
+        waiting = [entry for entry in self._waiting if entry[2] is group]
+        if waiting:
+            self._waiting.remove(waiting[0])
+            heapify(self._waiting)
+            self._num_waiting -= waiting[0][1]
+        if group.grant is None:
+            return 0.0
+        drawn = self._replicas[group.replica].abort(group.running, self._events.now)
+        self._give_back(group)
+        self._plan(group.replica)
+        return drawn
+
+    def num_drawn(self, group: SimulatedGroup) -> float:
+        """Tokens of a group's unfinished samples."""
+        if group.replica < 0:
+            return 0.0
+        return self._replicas[group.replica].drawn(group.running, self._events.now)
+
+    def _start(self, group: SimulatedGroup, num_samples: int, number: int) -> None:
+        replica, now = self._replicas[number], self._events.now
+        if group.start_version is None:
+            group.start_version, group.started_s = replica.version, now
+            self._on_started(group)
+        group.replica = number
+        tokens = group.samples.tokens[group.num_asked : group.num_asked + num_samples]
+        group.num_asked += num_samples
+        group.running = [Sample(group, count) for count in tokens]
+        if self._settings.prefill_s:
+            replica.stall(now, self._settings.prefill_s)
+        replica.add(group.running, now)
+        self._plan(number)
+
+    def _plan(self, number: int) -> None:
+        replica = self._replicas[number]
+        replica.plan += 1
+        end = replica.next_end(self._events.now)
+        if end is not None:
+            self._events.at(end, partial(self._end, number, replica.plan))
+
+    def _end(self, number: int, plan: int) -> None:
+        replica = self._replicas[number]
+        if plan != replica.plan:
+            return
+        for sample in replica.finished(self._events.now):
+            group = sample.group
+            group.num_finished += 1
+            group.finished_tokens += sample.tokens
+            group.sample_versions.append(sample.oldest_version)
+            assert group.grant is not None
+            self._routing.sequence_ended(group.grant)
+            if group.num_finished == group.num_asked:
+                self._give_back(group)
+                self._on_generated(group)
+        self._plan(number)
+        self.serve()
+
+    def _give_back(self, group: SimulatedGroup) -> None:
+        assert group.grant is not None
+        self._routing.give_back(group.grant)
+        group.grant = None

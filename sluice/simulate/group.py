@@ -1,0 +1,76 @@
+"""A group under way in the simulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sluice.algorithm.routing import Grant
+from sluice.algorithm.sampling.visit import Visit
+from sluice.simulate.workload import DrawnSamples, SimulatedPrompt
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One sequence at a replica. `start_clock` is ``None`` while it waits for a slot."""
+
+    group: SimulatedGroup
+    tokens: int
+    start_clock: float | None = None
+    oldest_version: int = -1
+    is_over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedGroup:
+    """A prompt that was issued, with all samples it would draw.
+
+    Args:
+        position: in the data set, over all epochs; the order of issue as well.
+        prompt: what it is about.
+        issued_version: announced when it was first issued.
+        visit: what the strategy decided.
+        samples: drawn in advance.
+        num_asked: samples asked of replicas so far.
+        num_finished: of those, finished.
+        start_version: of its oldest sample; ``None`` until a replica starts it.
+        attempt: how often it was broken off.
+    """
+
+    position: int
+    prompt: SimulatedPrompt
+    issued_version: int
+    visit: Visit
+    samples: DrawnSamples
+    attempt: int = 0
+    num_asked: int = 0
+    num_finished: int = 0
+    start_version: int | None = None
+    issued_s: float = 0.0
+    started_s: float = 0.0
+    generated_s: float = 0.0
+    finished_tokens: int = 0
+    sample_versions: list[int] = field(default_factory=list)
+    running: list[Sample] = field(default_factory=list)
+    grant: Grant | None = None
+    replica: int = -1
+    is_cancelled: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its prompt id."""
+        return str(self.position)
+
+    @property
+    def oldest_version(self) -> int:
+        """Of its oldest token."""
+        return min(self.sample_versions)
+
+    @property
+    def num_right(self) -> int:
+        """Right ones of the samples asked for."""
+        return sum(self.samples.are_right[: self.num_asked])
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the grades of the samples asked for differ."""
+        return self.num_asked == 1 or 0 < self.num_right < self.num_asked

@@ -1,0 +1,285 @@
+"""The simulated loop: prompts in, kept groups out, versions back.
+
+The reward service's decisions are taken by the same functions, in the same order, as its pipeline
+takes them: `SamplingStrategy` for what to start, `Fleet` for where, `staleness` for when a batch
+may be formed and what to break off. Only the waiting is replaced by a queue of events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from sluice.algorithm.sampling.prompt_memory import PromptHistory
+from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
+from sluice.errors import BatchUnfillableError
+from sluice.simulate.batching import Batching
+from sluice.simulate.event_queue import EventQueue
+from sluice.simulate.generation import SimulatedFleet
+from sluice.simulate.group import SimulatedGroup
+from sluice.simulate.prompt_feed import PromptFeed
+from sluice.simulate.recorder import LeaseMark, Recorder, StepTimes, TokenCause
+from sluice.simulate.settings import SimulationSettings
+from sluice.simulate.workload import Workload
+
+HOPELESS_BATCHES = 100
+"""Batches' worth of groups without a kept one after which the simulation gives up."""
+
+
+class SimulatedLoop:
+    """One run.
+
+    Args:
+        settings: what is simulated.
+        workload: the data set and its answers.
+        recorder: counts.
+        on_step: told of the number of batches leased.
+    """
+
+    def __init__(
+        self,
+        settings: SimulationSettings,
+        workload: Workload,
+        recorder: Recorder,
+        on_step: Callable[[int], None] | None = None,
+    ) -> None:
+        rules = settings.rules
+        self._settings, self._rules, self._workload = settings, rules, workload
+        self._recorder, self._on_step = recorder, on_step
+        self._events = EventQueue()
+        self._fleet = SimulatedFleet(settings.fleet, self._events, self._started, self._generated)
+        self._strategy = SamplingStrategy(rules)
+        self._batching = Batching(rules.train_batch_size, rules.max_staleness, settings.on_stale)
+        self._feed = PromptFeed()
+        self._histories: dict[str, PromptHistory] = {}
+        self._in_flight: dict[int, SimulatedGroup] = {}
+        self._train_times = np.random.default_rng([settings.seed, 3])
+        self._version = 0
+        self._asked_s: float | None = 0.0
+        self._trainer_wait_s = 0.0
+        self._ended_when_last_kept = 0
+        self._has_changed = True
+        self._is_over = False
+        self.num_samples = 0
+
+    def run(self) -> None:
+        """Until the last step is published.
+
+        Raises:
+            BatchUnfillableError: no group is kept any more, or ``rounds`` used up its waves.
+        """
+        self._fleet.announce(0)
+        self._settle()
+        while not self._is_over:
+            if not self._events.step():
+                raise BatchUnfillableError(
+                    f"the simulation stands still at {self._events.now:.0f} s with "
+                    f"{self._batching.num_kept} kept groups; report the settings"
+                )
+            if not self._is_over:
+                self._settle()
+
+    def statistics(self) -> dict[str, float]:
+        """What the strategy says of itself."""
+        return self._strategy.statistics()
+
+    def totals(self) -> tuple[float, float, float]:
+        """Tokens generated, busy seconds, slot seconds."""
+        return self._fleet.totals
+
+    def num_pending_tokens(self) -> float:
+        """Tokens of groups that run or wait for a batch."""
+        running = (g.finished_tokens + self._fleet.num_drawn(g) for g in self._in_flight.values())
+        return sum(running) + sum(group.finished_tokens for group in self._batching.kept)
+
+    def _settle(self) -> None:
+        """Take all decisions that the last event makes possible."""
+        self._admit()
+        while self._has_changed:
+            self._has_changed = False
+            if not self._strategy.discards_surplus:  # else a wave is awaited whole
+                self._cancel_doomed(self._batching.doomed(self._version))
+            self._admit()
+            self._form()
+
+    # ------------------------------------------------------------------------------ admission
+
+    def _room(self) -> int:
+        free = self._fleet.num_free(self._version - self._rules.max_staleness)
+        room = max(0, free // self._rules.samples_per_group)
+        return max(1, room) if free > 0 and not self._in_flight else room
+
+    def _load(self, room: int) -> LoopLoad:
+        return LoopLoad(
+            num_in_flight=len(self._in_flight),
+            num_kept=self._batching.num_kept,
+            num_in_training=self._batching.num_in_training,
+            room=room,
+        )
+
+    def _admit(self) -> None:
+        while (room := self._room()) and self._strategy.num_to_start(self._load(room)) > 0:
+            self._issue(self._feed.waiting())
+
+    def _issue(self, again: SimulatedGroup | None) -> None:
+        """Draw the next prompt, or that of a group that begins again."""
+        position = self._feed.next_position() if again is None else again.position
+        prompt = self._workload.prompt(position, self._version)
+        history = self._histories.get(prompt.key)
+        visit = self._strategy.visit(prompt.key, position, history, self._version)
+        if visit.is_skipped:
+            self._strategy.skipped(visit)
+            return
+        attempt, issued_version = 0, self._version
+        if again is not None:
+            attempt, issued_version = again.attempt + 1, again.issued_version
+        samples = self._workload.samples(prompt, position, attempt, self._rules.samples_per_group)
+        group = SimulatedGroup(position, prompt, issued_version, visit, samples, attempt)
+        group.issued_s = self._events.now
+        self._strategy.started(visit)
+        self._recorder.issued(group)
+        self._in_flight[position] = group
+        self._ask(group, visit.first_samples)
+
+    def _ask(self, group: SimulatedGroup, num_samples: int) -> None:
+        self.num_samples += num_samples
+        self._fleet.ask(group, num_samples)
+
+    # ------------------------------------------------------------------------------ groups
+
+    def _started(self, group: SimulatedGroup) -> None:
+        self._batching.started(group)
+        self._has_changed = True
+
+    def _generated(self, group: SimulatedGroup) -> None:
+        group.generated_s = self._events.now
+        if self._settings.fleet.grading_s:
+            graded = partial(self._graded, group)
+            self._events.after(self._settings.fleet.grading_s, graded)
+        else:
+            self._graded(group)
+
+    def _graded(self, group: SimulatedGroup) -> None:
+        if group.is_cancelled:
+            return
+        self._has_changed = True
+        rest = self._rules.samples_per_group - group.num_asked
+        if rest:
+            goes_on = self._strategy.after_probes(
+                group.visit,
+                num_right=group.num_right,
+                num_scored=group.num_asked,
+                version=self._version,
+            )
+            if goes_on is not None:
+                group.visit = goes_on
+                self._ask(group, rest)
+                return
+        self._judged(group)
+
+    def _judged(self, group: SimulatedGroup) -> None:
+        del self._in_flight[group.position]
+        self._batching.left(group)
+        is_kept = group.is_mixed
+        self._strategy.ended(
+            group.visit,
+            num_right=group.num_right,
+            num_scored=group.num_asked,
+            mean_tokens=group.finished_tokens / group.num_asked,
+            kept=is_kept,
+            version=self._version,
+        )
+        if is_kept:
+            self._batching.keep(group)
+            self._ended_when_last_kept = self._recorder.num_ended
+            return
+        self._recorder.filtered(group, self._events.now)
+        self._check_hope()
+
+    def _check_hope(self) -> None:
+        num_useless = self._recorder.num_ended - self._ended_when_last_kept
+        if num_useless > HOPELESS_BATCHES * self._rules.train_batch_size:
+            raise BatchUnfillableError(
+                f"none of the last {num_useless} simulated groups was mixed; choose prompts that "
+                "are solved sometimes, or draw more samples for each"
+            )
+
+    def _cancel_doomed(self, doomed: list[SimulatedGroup]) -> None:
+        next_version = self._batching.next_version(self._version)
+        for group in doomed:
+            assert group.start_version is not None
+            is_dropped = self._batching.drops(group.start_version, next_version)
+            group.is_cancelled = True
+            del self._in_flight[group.position]
+            self._batching.left(group)
+            tokens = group.finished_tokens + self._fleet.cancel(group)
+            self._recorder.broken_off(tokens, restarts=not is_dropped)
+            if not is_dropped:
+                self._strategy.restarted(group.visit)
+                self._feed.put(group)
+            self._has_changed = True
+        if doomed:
+            self._fleet.serve()
+
+    # ------------------------------------------------------------------------------ the trainer
+
+    def _form(self) -> None:
+        """Lease a batch to the trainer if it asks for one and the rules allow."""
+        if self._asked_s is None or not self._strategy.may_form(self._load(0)):
+            return
+        decision = self._batching.decide(self._version, self._strategy.estimate)
+        if decision is None:
+            return
+        kept = self._batching.kept
+        chosen = [kept[index] for index in decision.chosen]
+        for index in decision.dropped:
+            self._discard(kept[index], TokenCause.STALE)
+        self._cancel_doomed(self._batching.running(decision.doomed))
+        if chosen:
+            self._lease(chosen, self._asked_s)
+
+    def _discard(self, group: SimulatedGroup, cause: TokenCause) -> None:
+        self._batching.remove(group)
+        self._recorder.kept_discarded(group, cause, self._events.now)
+        self._has_changed = True
+
+    def _lease(self, groups: list[SimulatedGroup], asked_s: float) -> None:
+        now, trainer = self._events.now, self._settings.trainer
+        self._batching.lease(groups, self._version)
+        self._strategy.batch_formed()
+        if self._strategy.discards_surplus:
+            for group in self._batching.kept:
+                self._discard(group, TokenCause.SURPLUS)
+        self._trainer_wait_s += now - asked_s
+        self._recorder.leased(groups, self._version, now)
+        self._recorder.marks.append(self._mark(now))
+        self._asked_s, self._has_changed = None, True
+        spread = trainer.spread_s * float(self._train_times.standard_normal())
+        trained_s = now + max(0.0, trainer.train_s + spread)
+        swap_s = trained_s + trainer.publish_s - trainer.stall_s
+        self._events.at(swap_s, self._swap)
+        published = partial(self._published, asked_s, now, trained_s)
+        self._events.at(swap_s + trainer.stall_s, published)
+        if self._on_step is not None:
+            self._on_step(len(self._recorder.marks))
+
+    def _swap(self) -> None:
+        self._fleet.swap(self._version + 1, self._settings.trainer.stall_s)
+
+    def _published(self, asked_s: float, leased_s: float, trained_s: float) -> None:
+        generated, busy_s, _ = self._fleet.totals
+        now = self._events.now
+        self._recorder.steps.append(StepTimes(asked_s, leased_s, trained_s, now, generated, busy_s))
+        self._is_over = len(self._recorder.steps) == self._settings.num_steps
+        self._version += 1
+        self._histories.update(self._strategy.new_version())
+        self._batching.published(self._version)
+        self._fleet.announce(self._version)
+        self._asked_s, self._has_changed = now, not self._is_over
+
+    def _mark(self, now: float) -> LeaseMark:
+        generated, busy_s, slot_s = self._fleet.totals
+        trained = self._recorder.tokens[TokenCause.TRAINED]
+        return LeaseMark(now, generated, busy_s, slot_s, trained, self._trainer_wait_s)

@@ -1,0 +1,179 @@
+"""The figures of a simulation.
+
+All but `accounts`, `num_kept_discarded` and what counts violations are taken from the lease of the
+last batch of the warm-up to the lease of the last batch. What is carried over from batch to batch
+is the same at both ends, so it cancels out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sluice.simulate.loop import SimulatedLoop
+from sluice.simulate.recorder import Issue, Recorder, TokenCause
+from sluice.simulate.settings import SimulationSettings
+from sluice.simulate.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """What one strategy makes of a fleet and a workload.
+
+    Args:
+        strategy: its name.
+        num_steps: batches that the figures are of.
+        gen_per_trained: generated over trained response tokens.
+        fill_s_mean: seconds from the lease of one batch to the lease of the next. It is the time to
+            fill a batch where the trainer takes none.
+        fill_s_p50: its median.
+        fill_s_p99: its 99th percentile.
+        step_s: seconds of a step: the same mean, the trainer's part included.
+        steps_per_hour: steps at that rate.
+        trainer_idle_share: share of the time that the trainer waited for a batch.
+        fleet_idle_share: share of the time that a replica drew nothing, mean over replicas.
+        slots_used_share: share of slots in use, mean over time.
+        staleness_mean: versions that a trained sample's oldest token is behind.
+        staleness_p99: its 99th percentile.
+        staleness_max: its maximum.
+        num_staleness_exceeded: trained samples beyond the bound.
+        num_kept_discarded: kept groups that were never trained, as surplus or as stale.
+        num_surplus_discarded: those thrown away as surplus.
+        num_restarted: running groups that were broken off and began again.
+        long_prompt_ratio: of the issued groups that turned out mixed: share that was trained, for
+            long prompts over all. 1: scheduling does not favour short ones.
+        hard_share: share of hard prompts among trained groups.
+        num_samples: samples asked of replicas in the whole run.
+        accounts: response tokens of the whole run by what became of them. `pending` is of groups
+            that run or wait for a batch; `generated` is counted by the replicas.
+        strategy_statistics: the strategy's own gauges at the end.
+        staleness_counts: trained samples by staleness.
+        fill_times_s: all times that `fill_s_mean` is the mean of.
+    """
+
+    strategy: str
+    num_steps: int
+    gen_per_trained: float
+    fill_s_mean: float
+    fill_s_p50: float
+    fill_s_p99: float
+    step_s: float
+    steps_per_hour: float
+    trainer_idle_share: float
+    fleet_idle_share: float
+    slots_used_share: float
+    staleness_mean: float
+    staleness_p99: float
+    staleness_max: int
+    num_staleness_exceeded: int
+    num_kept_discarded: int
+    num_surplus_discarded: int
+    num_restarted: int
+    long_prompt_ratio: float
+    hard_share: float
+    num_samples: int
+    accounts: dict[str, float]
+    strategy_statistics: dict[str, float]
+    staleness_counts: dict[int, int]
+    fill_times_s: tuple[float, ...]
+
+
+def simulate(
+    settings: SimulationSettings,
+    workload: Workload,
+    recorder: Recorder | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> SimulationResult:
+    """Simulates one run.
+
+    Args:
+        settings: what is simulated.
+        workload: the data set and its answers.
+        recorder: counts; give one to look at it afterwards.
+        on_step: told of the number of batches leased so far.
+
+    Raises:
+        BatchUnfillableError: the workload is hopeless, or the strategy's limit was reached.
+    """
+    recorder = recorder or Recorder()
+    loop = SimulatedLoop(settings, workload, recorder, on_step)
+    loop.run()
+    return _result(settings, recorder, loop)
+
+
+def _result(
+    settings: SimulationSettings, recorder: Recorder, loop: SimulatedLoop
+) -> SimulationResult:
+    first, last = recorder.marks[settings.num_warmup], recorder.marks[-1]
+    seconds, num_replicas = last.time_s - first.time_s, settings.fleet.num_replicas
+    fills = np.diff([mark.time_s for mark in recorder.marks[settings.num_warmup :]])
+    step_s = float(fills.mean())
+    replica_s = max(seconds * num_replicas, 1e-12)
+    staleness = _spread(recorder.staleness)
+    bound = settings.rules.max_staleness
+    return SimulationResult(
+        strategy=settings.rules.strategy.value,
+        num_steps=len(fills),
+        gen_per_trained=(last.generated - first.generated) / (last.trained - first.trained),
+        fill_s_mean=step_s,
+        fill_s_p50=float(np.quantile(fills, 0.5)),
+        fill_s_p99=float(np.quantile(fills, 0.99)),
+        step_s=step_s,
+        steps_per_hour=3600.0 / max(step_s, 1e-12),
+        trainer_idle_share=(last.trainer_wait_s - first.trainer_wait_s) / max(seconds, 1e-12),
+        fleet_idle_share=max(0.0, 1.0 - (last.busy_s - first.busy_s) / replica_s),
+        slots_used_share=(last.slot_s - first.slot_s) / (replica_s * settings.fleet.slots),
+        staleness_mean=float(staleness.mean()),
+        staleness_p99=float(np.quantile(staleness, 0.99, method="higher")),
+        staleness_max=int(staleness.max()),
+        num_staleness_exceeded=sum(n for v, n in recorder.staleness.items() if v > bound),
+        num_kept_discarded=recorder.num_kept_discarded,
+        num_surplus_discarded=recorder.num_surplus,
+        num_restarted=recorder.num_restarted,
+        long_prompt_ratio=_long_prompt_ratio(settings, recorder),
+        hard_share=_hard_share(settings, recorder),
+        num_samples=loop.num_samples,
+        accounts=_accounts(recorder, loop),
+        strategy_statistics=loop.statistics(),
+        staleness_counts=dict(sorted(recorder.staleness.items())),
+        fill_times_s=tuple(float(fill) for fill in fills),
+    )
+
+
+def _spread(counts: Counter[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.repeat(np.array(list(counts)), np.array(list(counts.values())))
+
+
+def _long_prompt_ratio(settings: SimulationSettings, recorder: Recorder) -> float:
+    """Of prompts issued after the warm-up, and early enough for the bound to have trained them."""
+    last = settings.num_steps - 1 - settings.rules.max_staleness - 1
+    cohort = [
+        issue
+        for issue in recorder.issues.values()
+        if issue.is_mixed and min(settings.num_warmup, last) <= issue.version <= last
+    ]
+    share, long_share = _trained_share(cohort), _trained_share(i for i in cohort if i.is_long)
+    return long_share / share if share else 1.0
+
+
+def _trained_share(issues: Iterable[Issue]) -> float:
+    trained = [issue.is_trained for issue in issues]
+    return sum(trained) / len(trained) if trained else 1.0
+
+
+def _hard_share(settings: SimulationSettings, recorder: Recorder) -> float:
+    trained = sum(recorder.num_trained[settings.num_warmup + 1 :])
+    return sum(recorder.num_hard[settings.num_warmup + 1 :]) / trained
+
+
+def _accounts(recorder: Recorder, loop: SimulatedLoop) -> dict[str, float]:
+    by_cause = {cause.value: float(recorder.tokens[cause]) for cause in TokenCause}
+    by_cause[TokenCause.STALE.value] += recorder.stale_tokens
+    return {
+        **by_cause,
+        "pending": loop.num_pending_tokens(),
+        "generated": loop.totals()[0],
+    }

@@ -1,0 +1,115 @@
+"""What is simulated: the fleet, the trainer, the rules of the loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sluice.algorithm.sampling.rules import SamplingRules
+from sluice.algorithm.staleness import OnStale
+from sluice.errors import ConfigError
+
+DEFAULT_STEPS = 240
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """Replicas, all alike.
+
+    Args:
+        num_replicas: how many.
+        slots: sequences that one generates at once.
+        slack: sequences in flight per slot, at most (`sluice.reward.inflight_slack`).
+        base_step_s: seconds of a decoding step, however few sequences run.
+        per_sequence_s: seconds that each running sequence adds to a step.
+        prefill_s: seconds that a group's prompt holds up its replica's other sequences.
+        grading_s: seconds from a group's last sample to its grades.
+    """
+
+    num_replicas: int = 8
+    slots: int = 128
+    slack: float = 1.5
+    base_step_s: float = 0.02
+    per_sequence_s: float = 0.0001
+    prefill_s: float = 0.0
+    grading_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_replicas < 1 or self.slots * self.slack < 1.0:
+            raise ConfigError(
+                f"simulated fleet: {self.num_replicas} replicas with {self.slots} slots and slack "
+                f"{self.slack:g}; there must be room for a sequence"
+            )
+        delays = (self.base_step_s, self.per_sequence_s, self.prefill_s, self.grading_s)
+        if min(delays) < 0.0 or self.step_s(1) <= 0.0:
+            raise ConfigError(
+                f"simulated fleet: step times {delays} must not be negative, and a step with one "
+                "sequence must take time"
+            )
+
+    def step_s(self, num_running: int) -> float:
+        """Seconds of a decoding step: one token for each of `num_running` sequences."""
+        return self.base_step_s + self.per_sequence_s * num_running
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSettings:
+    """Seconds of a step.
+
+    Args:
+        train_s: mean time from a leased batch to its trained weights.
+        spread_s: standard deviation of `train_s` (normal, never below 0).
+        publish_s: from trained weights to the announcement; the stall is the end of it.
+        stall_s: how long replicas stand still to swap weights.
+    """
+
+    train_s: float = 60.0
+    spread_s: float = 0.0
+    publish_s: float = 2.0
+    stall_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        times = (self.train_s, self.spread_s, self.publish_s, self.stall_s)
+        if min(times) < 0.0 or self.stall_s > self.publish_s:
+            raise ConfigError(
+                f"simulated trainer: times {times} must not be negative, and the stall is part of "
+                "the publication"
+            )
+
+
+IDEAL_TRAINER = TrainerSettings(0.0, 0.0, 0.0, 0.0)
+"""A trainer that takes no time: what is left is the time to fill batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationSettings:
+    """One run.
+
+    Args:
+        rules: the strategy, its batch size and staleness.
+        on_stale: as `algorithm.staleness` has it.
+        fleet: the replicas.
+        trainer: the trainer.
+        num_steps: batches to train.
+        warmup_steps: batches before the figures count, below `num_steps`; ``None``: a third.
+        seed: of the workload's samples and the trainer's times.
+    """
+
+    rules: SamplingRules
+    on_stale: OnStale = "wait"
+    fleet: FleetSettings = field(default_factory=FleetSettings)
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    num_steps: int = DEFAULT_STEPS
+    warmup_steps: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 2 or not 0 <= self.num_warmup < self.num_steps - 1:
+            raise ConfigError(
+                f"simulation: {self.num_steps} steps, {self.num_warmup} of them to warm up; at "
+                "least two must be left"
+            )
+
+    @property
+    def num_warmup(self) -> int:
+        """Batches before the figures count."""
+        return self.num_steps // 3 if self.warmup_steps is None else self.warmup_steps

@@ -1,0 +1,94 @@
+"""A run and its simulation, figure by figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sluice.report.run_record import RunRecord
+from sluice.simulate.fit import FittedRun
+from sluice.simulate.fitted_workload import FittedWorkload
+from sluice.simulate.result import SimulationResult, simulate
+from sluice.simulate.settings import SimulationSettings
+
+
+@dataclass(frozen=True, slots=True)
+class TwinFigure:
+    """One figure, real and simulated.
+
+    Args:
+        name: step_time (seconds), trainer_idle and fleet_idle (shares), waste (generated over
+            trained tokens).
+        real: of the run.
+        simulated: of its twin.
+        error: of a share the difference, of others the difference over the real one.
+    """
+
+    name: str
+    real: float
+    simulated: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """A run's figures beside its simulation's."""
+
+    figures: tuple[TwinFigure, ...]
+    result: SimulationResult
+
+    def error(self, name: str) -> float:
+        """Absolute error of a figure."""
+        return next(abs(figure.error) for figure in self.figures if figure.name == name)
+
+
+def twin(
+    fitted: FittedRun,
+    settings: SimulationSettings,
+    on_step: Callable[[int], None] | None = None,
+) -> Twin:
+    """Simulates a run and sets its figures beside the real ones.
+
+    Args:
+        fitted: the run.
+        settings: the run's rules with the fitted fleet and trainer, and as many steps.
+        on_step: told after each step.
+
+    Raises:
+        BatchUnfillableError: the workload is hopeless.
+    """
+    result = simulate(settings, FittedWorkload(fitted.groups, settings.seed), on_step=on_step)
+    real = _real(fitted.record, settings.num_warmup + 1)
+    simulated = {
+        "step_time": result.step_s,
+        "trainer_idle": result.trainer_idle_share,
+        "fleet_idle": result.fleet_idle_share,
+        "waste": result.gen_per_trained,
+    }
+    figures = tuple(
+        TwinFigure(name, value, simulated[name], _error(name, value, simulated[name]))
+        for name, value in real.items()
+    )
+    return Twin(figures, result)
+
+
+def _real(record: RunRecord, skipped: int) -> dict[str, float]:
+    """Means of the steps after the warm-up; idle shares over time, waste over tokens."""
+    rows = record.steps[skipped:] or record.steps
+    seconds = [row.get("timing_s/step") or 0.0 for row in rows]
+    total_s = max(sum(seconds), 1e-12)
+    fleet_idle = [row.get("rollout/idle_share") or 0.0 for row in rows]
+    generated = sum(row.get("train/generated_tokens") or 0.0 for row in rows)
+    trained = sum(row.get("train/trained_tokens") or 0.0 for row in rows)
+    return {
+        "step_time": total_s / len(rows),
+        "trainer_idle": sum(row.get("timing_s/wait_batch") or 0.0 for row in rows) / total_s,
+        "fleet_idle": sum(i * s for i, s in zip(fleet_idle, seconds, strict=True)) / total_s,
+        "waste": generated / trained if trained else 0.0,
+    }
+
+
+def _error(name: str, real: float, simulated: float) -> float:
+    if name.endswith("_idle"):
+        return simulated - real
+    return simulated / real - 1.0 if real else 0.0

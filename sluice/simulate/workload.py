@@ -1,0 +1,57 @@
+"""What prompts bring: how often they are solved, and how long the answers are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from sluice.algorithm.sampling.pass_rates import HARD_BELOW
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedPrompt:
+    """A prompt as it is issued.
+
+    Args:
+        key: names it across visits.
+        pass_rate: true probability that a sample is right, now.
+        is_long: among the tenth of prompts with the longest expected responses.
+        number: its place in the workload.
+    """
+
+    key: str
+    pass_rate: float
+    is_long: bool
+    number: int
+
+    @property
+    def is_hard(self) -> bool:
+        """Whether it is hardly ever solved."""
+        return self.pass_rate < HARD_BELOW
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnSamples:
+    """All samples that a group would draw: tokens and whether each is right."""
+
+    tokens: list[int]
+    are_right: list[bool]
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the whole group would be kept: its grades differ."""
+        return len(self.are_right) == 1 or any(self.are_right) != all(self.are_right)
+
+
+class Workload(Protocol):
+    """A data set with a policy's answers to it; the same calls give the same answers."""
+
+    def prompt(self, position: int, version: int) -> SimulatedPrompt:
+        """The prompt drawn at `position` (0, 1, ... over all epochs) under a policy version."""
+        ...
+
+    def samples(
+        self, prompt: SimulatedPrompt, position: int, attempt: int, num_samples: int
+    ) -> DrawnSamples:
+        """The samples of a group; another `attempt` (0, 1, ...) draws others."""
+        ...

@@ -1,0 +1,162 @@
+"""The books of whole runs: every token and every second is somewhere, also when a replica dies."""
+
+from __future__ import annotations
+
+import signal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from sluice.algorithm.accounts import RECEIVED
+from sluice.api.common.v1 import common_pb2
+from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from sluice.api.trainer.v1 import trainer_pb2
+from tests.support.small_run import Assets, LiveRun, Record, run_to_end
+
+MOST = 0.01
+SHARES = (
+    "tokens_residual_share",
+    "trainer_seconds_residual_share",
+    "rollout_seconds_residual_share",
+)
+MANY_STEPS = 1_000_000
+# What is on its way when a replica dies has to be little beside it.
+ENOUGH_TOKENS = 40_000
+TWO_REPLICAS = (
+    "sluice.rollout.replicas=2",
+    "sluice.trainer.min_replicas=2",
+    "sluice.asynchrony.max_staleness=2",
+)
+
+
+def sums(accounts: dict[str, float]) -> dict[str, tuple[float, float]]:
+    """Total and sum of the parts of each account."""
+    totals = {"tokens/": "generated_tokens", "trainer_s/": "trainer_wall_s"}
+    totals["rollout_s/"] = "rollout_wall_s"
+    return {
+        prefix: (
+            accounts[total],
+            sum(value for name, value in accounts.items() if name.startswith(prefix)),
+        )
+        for prefix, total in totals.items()
+    }
+
+
+def residual_shares(accounts: dict[str, float]) -> dict[str, float]:
+    """By account, computed anew."""
+    return {prefix: abs(total - parts) / total for prefix, (total, parts) in sums(accounts).items()}
+
+
+@pytest.fixture(scope="module")
+def quiet(
+    small_assets: Assets, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Record, trainer_pb2.GetStatusResponse]:
+    """A run with validations and a checkpoint, and its status in between."""
+    seen: list[trainer_pb2.GetStatusResponse] = []
+
+    async def look(run: LiveRun) -> None:
+        await run.until_step(2)
+        seen.append(await run.status())
+
+    overrides = [*TWO_REPLICAS, "trainer.total_training_steps=12", "trainer.test_freq=4"]
+    folder = tmp_path_factory.mktemp("quiet") / "run"
+    record = run_to_end(small_assets, folder, [*overrides, "trainer.save_freq=12"], look)
+    assert record.end.exit_code == 0, record.end
+    return record, seen[0]
+
+
+Quiet = tuple[Record, trainer_pb2.GetStatusResponse]
+
+
+def test_a_whole_runs_tokens_and_seconds_are_all_accounted_for(quiet: Quiet) -> None:
+    accounts = quiet[0].accounts
+    assert max(residual_shares(accounts).values()) < MOST
+    for name, computed in zip(SHARES, residual_shares(accounts).values(), strict=True):
+        assert accounts[name] == pytest.approx(computed, abs=1e-9)
+    assert min(accounts[f"tokens/{name}"] for name in ("trained", "evaluation")) > 0
+    assert {f"tokens/{name}" for name in (*RECEIVED, "under_way")} <= accounts.keys()
+
+
+def test_tokens_that_trained_are_those_of_the_batches(quiet: Quiet) -> None:
+    trained = sum(step["train/trained_tokens"] for step in quiet[0].steps)
+    assert quiet[0].accounts["tokens/trained"] == trained
+
+
+def test_the_trainers_seconds_hold_setting_up_and_shutting_down(quiet: Quiet) -> None:
+    accounts = quiet[0].accounts
+    for phase in ("starting", "training", "publishing", "saving", "finished"):
+        assert accounts[f"trainer_s/{phase}"] > 0
+
+
+def test_the_replicas_seconds_hold_all_their_states(quiet: Quiet) -> None:
+    accounts = quiet[0].accounts
+    for state in ("starting", "generating", "idle", "swapping"):
+        assert accounts[f"rollout_s/{state}"] > 0
+
+
+def test_every_step_has_the_books_of_its_moment(quiet: Quiet) -> None:
+    steps = quiet[0].steps
+    assert all(f"accounts/{name}" in step for step in steps for name in SHARES)
+    generated = [step["accounts/generated_tokens"] for step in steps]
+    assert all(earlier <= later for earlier, later in pairwise(generated))
+    for name in SHARES[1:]:
+        assert max(step[f"accounts/{name}"] for step in steps) < MOST
+
+
+def test_a_status_call_tells_the_books_while_the_run_goes_on(quiet: Quiet) -> None:
+    accounts = dict(quiet[1].accounts)
+    assert set(SHARES) <= accounts.keys()
+    assert 0 < accounts["generated_tokens"] < quiet[0].accounts["generated_tokens"]
+
+
+def test_tokens_of_another_client_are_in_the_residual(small_assets: Assets, tmp_path: Path) -> None:
+    others: list[Any] = []
+
+    async def generate(run: LiveRun) -> None:
+        await run.until_step(1)
+        (replica, *_) = (await run.status()).replicas
+        async with grpc.aio.insecure_channel(replica.replica.address) as channel:
+            stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
+            request = rollout_pb2.GenerateRequest(
+                prompt=common_pb2.PromptInput(text="1 + 1 = ?"),
+                sample_indexes=range(3),
+                sampling=common_pb2.SamplingParams(max_tokens=5, ignore_eos=True),
+            )
+            async for answer in stub.Generate(request, timeout=30):
+                others.extend(answer.rollouts)
+        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
+
+    overrides = [f"trainer.total_training_steps={MANY_STEPS}", "trainer.total_epochs=1000"]
+    record = run_to_end(small_assets, tmp_path / "run", overrides, generate)
+    assert record.end.exit_code == 0, record.end
+    assert len(others) == 3
+    assert record.accounts["tokens_residual"] == 15
+
+
+def test_a_replica_that_is_killed_takes_few_tokens_out_of_the_books(
+    small_assets: Assets, tmp_path: Path
+) -> None:
+    """It has told its counters when a step began; what it sent after that only one side knows."""
+
+    async def kill(run: LiveRun) -> None:
+        await run.until_step(3)
+        run.send("rollout-1", signal.SIGKILL)
+
+        async def has_generated_enough() -> bool:
+            accounts = (await run.status()).accounts
+            return accounts["generated_tokens"] >= ENOUGH_TOKENS
+
+        await run.until(has_generated_enough, f"{ENOUGH_TOKENS} tokens")
+        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
+
+    overrides = [f"trainer.total_training_steps={MANY_STEPS}", "trainer.total_epochs=1000"]
+    record = run_to_end(small_assets, tmp_path / "run", [*TWO_REPLICAS, *overrides], kill)
+    assert record.end.exit_code == 0, record.end
+    accounts = record.accounts
+    assert max(residual_shares(accounts).values()) < MOST
+    generated = [step["accounts/generated_tokens"] for step in record.steps]
+    most_in_a_step = max(later - earlier for earlier, later in pairwise([0.0, *generated]))
+    assert abs(accounts["tokens_residual"]) <= most_in_a_step

@@ -1,0 +1,184 @@
+"""Samples of replicas that die, hang, lag behind or leave go on elsewhere, from what came of them.
+
+Real replicas, each with its engine and the same weights in float32, and the real reward service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sluice.types import TrainBatch
+from tests.support.causal_lms import save_config
+from tests.support.replica_process import ReplicaProcess, replica_process
+from tests.support.reward_process import RewardProcess, reward_process, write_config
+from tests.support.reward_scenarios import SAMPLES, identity, mixed, run_tree, train, until
+from tests.support.scripted_rollout import Call, ScriptedReplica, scripted_replicas
+
+GROUPS, MAX_TOKENS = 4, 100
+SETTINGS: dict[str, Any] = {
+    "data__train_batch_size": GROUPS,
+    "data__max_response_length": MAX_TOKENS,
+    "algorithm__filter_groups__enable": False,
+    # Under S = 0 no stream is moved for being slow.
+    "sluice__asynchrony__max_staleness": 1,
+    "sluice__reward__partial_interval_ms": 50,
+    "sluice__reward__linger_ms": 0,
+}
+_unbroken: list[list[tuple[str, list[list[int]]]]] = []
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_config("qwen3", tmp_path_factory.mktemp("model"))
+
+
+@dataclass
+class Run:
+    """A reward service and its replicas."""
+
+    service: RewardProcess
+    replicas: dict[str, ReplicaProcess]
+    batch: TrainBatch | None = None
+    status: Any = None
+    drawn: dict[str, int] = field(default_factory=dict)
+
+    async def announce(self, *names: str) -> None:
+        await self.service.announce(0, [self.replicas[name] for name in names])
+
+    async def take(self) -> None:
+        """Take the batch, and see what was needed for it."""
+        self.batch = await self.service.take(1, 0, timeout_s=60)
+        self.status = await self.service.status()
+        self.drawn["two"] = await self.replicas["two"].generated_tokens()
+
+    @property
+    def tokens(self) -> list[tuple[str, list[list[int]]]]:
+        assert self.batch is not None
+        return sorted(identity(self.batch))
+
+    def lines(self, *words: str) -> list[str]:
+        return [line for line in self.service.log if all(word in line for word in words)]
+
+
+@asynccontextmanager
+async def running(folder: Path, config: Path, **step_s: float) -> AsyncIterator[Run]:
+    """Replicas by name with the time that their steps take at least, and a reward service."""
+    async with AsyncExitStack() as stack:
+        started = [replica_process(folder, name, seconds) for name, seconds in step_s.items()]
+        replicas = {}
+        for replica in started:
+            process = await stack.enter_async_context(replica)
+            replicas[process.name] = process
+        service = await stack.enter_async_context(reward_process(config))
+        yield Run(service, replicas)
+
+
+def configuration(folder: Path, **settings: Any) -> Path:
+    return write_config(
+        folder / "run.yaml", run_tree(folder, mixed(GROUPS), **SETTINGS, **settings)
+    )
+
+
+@pytest.fixture
+async def unbroken(tmp_path: Path, model_folder: Path) -> list[tuple[str, list[list[int]]]]:
+    """What one replica draws that nothing happens to."""
+    if not _unbroken:
+        async with running(model_folder, configuration(tmp_path), two=0.0) as run:
+            await run.announce("two")
+            await run.take()
+        _unbroken.append(run.tokens)
+    return _unbroken[0]
+
+
+async def killed(run: Run) -> None:
+    await run.announce("one", "two")
+    run.replicas["one"].send(signal.SIGKILL)
+
+
+async def hung(run: Run) -> None:
+    await run.announce("one", "two")
+    run.replicas["one"].send(signal.SIGSTOP)
+
+
+async def drained(run: Run) -> None:
+    await run.announce("two")
+
+
+@pytest.mark.parametrize(
+    ("misfortune", "words"),
+    [
+        (killed, ("one: ", "the group: ", "tokens", "version 0")),
+        (hung, ("replica one is stalled", "nothing for ", " tokens; ", "running", "version 0")),
+        (drained, ("replica one is withdrawn", "its samples continue elsewhere")),
+    ],
+    ids=["killed", "hung", "drained"],
+)
+async def test_samples_go_on_elsewhere_token_for_token(
+    misfortune: Callable[[Run], Awaitable[None]],
+    words: tuple[str, ...],
+    tmp_path: Path,
+    model_folder: Path,
+    unbroken: list[tuple[str, list[list[int]]]],
+) -> None:
+    config = configuration(tmp_path, sluice__reward__stall_timeout_s=1.0)
+    async with running(model_folder, config, one=0.02, two=0.0) as run:
+        await run.announce("one")
+
+        async def some_tokens_came() -> bool:
+            return await run.replicas["one"].generated_tokens() > 20 * SAMPLES * GROUPS
+
+        await until(some_tokens_came)
+        await misfortune(run)
+        await run.take()
+    assert run.tokens == unbroken
+    for group in range(GROUPS):
+        assert run.lines(f"prompt data-{group}: ", *words)
+    assert sum(run.status.prompts_by_end.values()) == 0
+    assert run.status.statistics["reward/samples_failed"] == 0
+    # Without the tokens of replica one the other one would have had to draw all of them.
+    in_all = sum(len(tokens) for _, samples in run.tokens for tokens in samples)
+    assert 0 < run.drawn["two"] < 0.9 * in_all
+
+
+async def test_samples_of_a_slow_replica_move_to_a_faster_one(
+    tmp_path: Path, model_folder: Path, unbroken: list[tuple[str, list[list[int]]]]
+) -> None:
+    async with running(model_folder, configuration(tmp_path), one=0.5, two=0.01) as run:
+        await run.announce("one", "two")
+        await run.take()
+    assert run.tokens == unbroken
+    moved = run.lines("replica one is slow", "its samples continue elsewhere")
+    assert 1 <= len(moved) <= GROUPS
+    assert len({line.split("prompt ")[1].split(":")[0] for line in moved}) == len(moved)
+    assert not run.lines("stalled")
+    assert not run.lines("replica two is")
+
+
+async def test_a_group_with_a_stuck_sample_is_trained_with_the_others_at_its_deadline(
+    configure: Callable[..., Path],
+) -> None:
+    async def stick(_replica: ScriptedReplica, call: Call, index: int) -> None:
+        if index == SAMPLES - 1 and "answer=3 " in call.content:
+            await asyncio.Event().wait()
+
+    replica = ScriptedReplica(name="sticky", before_sample=stick)
+    config = configure(mixed(8), sluice__reward__group_deadline_s=1.0)
+    async with scripted_replicas(replica), reward_process(config) as service:
+        (batch,) = await train(service, [replica], 1)
+        status = await service.status()
+    assert {group.prompt_id: len(group.rollouts) for group in batch.groups} == {
+        f"data-{i}": SAMPLES - (i == 3) for i in range(8)
+    }
+    assert status.statistics["reward/samples_failed"] == 1
+    assert status.prompts_by_end["trained"] == 8
+    told = [line for line in service.log if "prompt data-3" in line]
+    assert any("replica sticky" in line and "nothing for" in line for line in told)
+    assert any("group_deadline_s" in line and "3 of 4 samples finished" in line for line in told)

@@ -1,0 +1,143 @@
+"""The books of a run add up, whatever happens in what order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.algorithm.accounts import (
+    RECEIVED,
+    Account,
+    ReplicaCounters,
+    fleet_counters,
+    run_books,
+)
+
+ENDS = [name for name in RECEIVED if name != "pending"]
+STATES = ("starting", "generating", "idle", "swapping")
+
+
+@dataclass
+class Replica:
+    """What happens at one replica."""
+
+    generated: int = 0
+    unsent: int = 0
+    running: int = 0
+    seconds: Counter[str] = field(default_factory=Counter)
+    has_left: bool = False
+
+    def counters(self) -> ReplicaCounters:
+        wall_s = sum(self.seconds.values())
+        known = ReplicaCounters(
+            self.generated, self.unsent, self.running, wall_s, dict(self.seconds)
+        )
+        return known.abandoned() if self.has_left else known
+
+
+events = st.lists(
+    st.tuples(
+        st.sampled_from(["draw", "send", "break off", "leave", "end"]),
+        st.integers(0, 3),
+        st.integers(0, 50),
+        st.sampled_from(ENDS),
+        st.sampled_from(STATES),
+    ),
+    max_size=200,
+)
+
+
+@given(events)
+def test_every_generated_token_is_in_exactly_one_category(
+    happenings: list[tuple[str, int, int, str, str]],
+) -> None:
+    """Tokens are drawn, sent or not, and end in any way; nothing is counted twice or not at all."""
+    replicas = [Replica() for _ in range(4)]
+    received = Counter[str]()
+    for what, number, size, end, state in happenings:
+        replica = replicas[number]
+        if what == "end":
+            ended = min(size, received["pending"])
+            received["pending"] -= ended
+            received[end] += ended
+        if replica.has_left:
+            continue
+        replica.seconds[state] += size
+        if what == "draw":
+            replica.generated += size
+            replica.running += size
+        elif what == "leave":
+            replica.has_left = True
+        else:
+            moved = min(size, replica.running)
+            replica.running -= moved
+            if what == "send":
+                received["pending"] += moved
+            elif what == "break off":
+                replica.unsent += moved
+            else:
+                replica.running += moved
+    fleet = fleet_counters(replica.counters() for replica in replicas)
+    books = run_books(fleet, received, {"training": 3.0, "saving": 1.0}, 4.0)
+    assert books.tokens is not None
+    assert books.tokens.residual == 0
+    assert books.tokens.total == sum(replica.generated for replica in replicas)
+    assert min(books.tokens.parts.values()) >= 0
+    assert books.tokens.parts["under_way"] == sum(r.running for r in replicas if not r.has_left)
+    assert books.rollout.residual == pytest.approx(0)
+    assert books.trainer.residual == 0
+    assert fleet.sent_tokens == received.total()
+
+
+@given(st.sampled_from([*RECEIVED, "unsent", "running"]), st.integers(1, 100))
+def test_a_token_that_one_side_forgets_is_in_the_residual(where: str, forgotten: int) -> None:
+    received = dict.fromkeys(RECEIVED, 200.0)
+    fleet = ReplicaCounters(len(RECEIVED) * 200 + 400, 200, 200)
+    if where == "unsent":
+        fleet = ReplicaCounters(fleet.generated_tokens, 200 - forgotten, 200)
+    elif where == "running":
+        fleet = ReplicaCounters(fleet.generated_tokens, 200, 200 - forgotten)
+    else:
+        received[where] -= forgotten
+    named = run_books(fleet, received, {}, 0.0).as_mapping()
+    assert named["tokens_residual"] == forgotten
+    assert named["tokens_residual_share"] == forgotten / fleet.generated_tokens
+
+
+def test_what_a_replica_that_left_had_not_sent_counts_as_aborted() -> None:
+    fleet = fleet_counters(
+        [ReplicaCounters(10, 1, 2), ReplicaCounters(20, 3, 4).abandoned(), ReplicaCounters()]
+    )
+    assert (fleet.generated_tokens, fleet.unsent_tokens, fleet.running_tokens) == (30, 8, 2)
+    named = run_books(fleet, {"aborted": 5.0, "trained": 15.0}, {}, 0.0).as_mapping()
+    assert named["tokens/aborted"] == 13.0
+    assert named["tokens/under_way"] == 2.0
+    assert named["tokens_residual"] == 0.0
+
+
+def test_without_the_reward_services_counts_there_is_no_account_of_tokens() -> None:
+    named = run_books(ReplicaCounters(10), None, {"training": 1.0}, 2.0).as_mapping()
+    assert named == {
+        "trainer_s/training": 1.0,
+        "trainer_wall_s": 2.0,
+        "trainer_seconds_residual": 1.0,
+        "trainer_seconds_residual_share": 0.5,
+        "rollout_wall_s": 0.0,
+        "rollout_seconds_residual": 0.0,
+        "rollout_seconds_residual_share": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("total", "part", "residual", "share"),
+    [(100.0, 90.0, 10.0, 0.1), (100.0, 110.0, -10.0, 0.1), (0.0, 0.0, 0.0, 0.0), (0.0, 5.0, -5, 1)],
+)
+def test_the_share_of_a_residual_is_its_size_over_the_total(
+    total: float, part: float, residual: float, share: float
+) -> None:
+    account = Account(total, {"a": part})
+    assert (account.residual, account.residual_share) == (residual, share)

@@ -1,0 +1,107 @@
+"""The fleet's choice is that of looking at every replica, whatever happened to it before."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.algorithm.routing import AnnouncedReplica, Fleet, Grant, Member, Wanted
+from sluice.types import ReplicaInfo
+
+SLACK = 1.5
+
+
+def announced(number: int, slots: int, version: int) -> AnnouncedReplica:
+    return AnnouncedReplica(ReplicaInfo(f"r{number}", "i", f"h:{number}", slots), version)
+
+
+def capacity(member: Member) -> int:
+    return math.floor(member.announced.info.slots * SLACK)
+
+
+def has_room(member: Member, wanted: Wanted, now: float) -> bool:
+    if not wanted.accepts(member.announced.policy_version) or member.paused_until > now:
+        return False
+    if member.num_groups == 0:
+        return True
+    fits = member.num_outstanding + wanted.num_sequences <= capacity(member)
+    return fits and not member.on_probation
+
+
+def expected(members: list[Member], wanted: Wanted, now: float) -> Member | None:
+    candidates = [m for m in members if has_room(m, wanted, now)]
+    return min(candidates, key=lambda m: m.load, default=None)
+
+
+def expected_free(members: list[Member], lowest: int, now: float) -> int:
+    return sum(
+        max(0, capacity(m) - m.num_outstanding)
+        for m in members
+        if m.announced.policy_version >= lowest and m.paused_until <= now
+    )
+
+
+FLEETS = st.lists(st.tuples(st.sampled_from([2, 4, 8]), st.integers(0, 2)), min_size=1, max_size=6)
+WANTED = st.builds(Wanted, st.integers(1, 9), st.integers(0, 2), st.sampled_from([None, 0, 1, 2]))
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["grant", "grant", "end", "end", "give_back", "fail", "answer", "announce"]
+        ),
+        WANTED,
+        st.integers(0, 50),
+    ),
+    max_size=60,
+)
+
+
+@given(fleet_of=FLEETS, then=FLEETS, actions=ACTIONS)
+def test_the_least_loaded_replica_with_room_is_chosen_whatever_happened_before(
+    fleet_of: list[tuple[int, int]], then: list[tuple[int, int]], actions: list[tuple]
+) -> None:
+    fleet = Fleet(SLACK)
+    members: list[Member] = []
+    grants: list[Grant] = []
+
+    def announce(replicas: list[tuple[int, int]]) -> None:
+        fleet.announce([announced(i, slots, v) for i, (slots, v) in enumerate(replicas)])
+        members[:] = list(fleet._members.values())
+
+    announce(fleet_of)
+    for now, (action, wanted, pick) in enumerate(actions):
+        chosen = fleet.choose(wanted, now)
+        assert chosen is expected(members, wanted, now)
+        assert fleet.num_free(wanted.lowest_version, now) == expected_free(
+            members, wanted.lowest_version, now
+        )
+        assert fleet.serves(wanted) == any(
+            wanted.accepts(m.announced.policy_version) for m in members
+        )
+        match action:
+            case "grant" if chosen is not None:
+                grants.append(fleet.grant(chosen, wanted.num_sequences))
+            case "end" if grants and grants[pick % len(grants)].num_missing:
+                fleet.sequence_ended(grants[pick % len(grants)])
+            case "give_back" if grants:
+                fleet.give_back(grants.pop(pick % len(grants)))
+            case "fail":
+                fleet.failed(members[pick % len(members)], now)
+            case "answer":
+                fleet.answered(members[pick % len(members)])
+            case "announce":
+                announce(then if pick % 2 else fleet_of)
+
+
+def test_room_of_a_withdrawn_replica_never_comes_back() -> None:
+    fleet = Fleet(1.0)
+    fleet.announce([announced(0, 4, 0), announced(1, 4, 0)])
+    wanted = Wanted(4, 0)
+    first = fleet.choose(wanted, 0.0)
+    assert first is not None
+    grant = fleet.grant(first, 4)
+    fleet.announce([announced(1, 4, 0)])
+    fleet.give_back(grant)
+    assert fleet.num_free(0, 0.0) == 4
+    assert fleet.choose(wanted, 0.0) is not first

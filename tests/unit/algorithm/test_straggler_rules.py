@@ -1,0 +1,117 @@
+"""When a stream is stalled or slow, and when a group is over."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.algorithm.stragglers import LEAST_ARRIVALS, RateTable, StragglerRules, StreamPace
+
+RULES = StragglerRules(stall_timeout_s=30, slow_factor=4, group_deadline_s=100)
+
+
+def begun(*samples: int, at: float = 0.0) -> StreamPace:
+    pace = StreamPace.begun(samples, at)
+    pace.accepted(at)
+    return pace
+
+
+def test_a_stream_is_stalled_when_nothing_came_since_its_last_token() -> None:
+    pace = StreamPace.begun((0, 1), 5.0)
+    assert RULES.stalled_at(pace) == 35
+    pace.accepted(6.0)
+    assert RULES.stalled_at(pace) == 36
+    pace.arrived({0: 3}, (), 20.0)
+    assert RULES.stalled_at(pace) == 50
+    assert StragglerRules().stalled_at(pace) is None
+
+
+def test_samples_that_wait_for_a_slot_are_not_stalled_while_the_engine_draws_tokens() -> None:
+    pace = begun(0, 1)
+    pace.arrived({0: 3}, (), 10.0)
+    for seconds, drawn in ((20.0, 500), (40.0, 900)):  # sample 1 still waits
+        pace.engine_drew(drawn, seconds)
+        assert RULES.stalled_at(pace) == seconds + 30
+    pace.engine_drew(900, 60.0)  # the engine stands still
+    assert RULES.stalled_at(pace) == 70
+
+
+def test_an_engine_that_works_for_others_is_no_sign_of_life_for_samples_with_a_slot() -> None:
+    pace = begun(0, 1)
+    pace.arrived({0: 3, 1: 3}, (), 10.0)
+    pace.engine_drew(500, 39.0)
+    assert RULES.stalled_at(pace) == 40
+
+
+def test_a_rate_is_tokens_a_second_and_running_sample_since_the_first_tokens() -> None:
+    pace = begun(0, 1)
+    pace.arrived({0: 50, 1: 50}, (), 20.0)  # whatever it waited for before
+    for arrival in range(1, LEAST_ARRIVALS):
+        pace.arrived({0: 10, 1: 10}, (), 20.0 + arrival)
+        assert pace.rate(20.0 + arrival) is None
+    pace.arrived({0: 10, 1: 10}, (), 20.0 + LEAST_ARRIVALS)
+    assert pace.rate(20.0 + LEAST_ARRIVALS) == pytest.approx(10)
+    assert pace.rate(20.0 + 2 * LEAST_ARRIVALS) == pytest.approx(5)  # nothing came since
+
+
+def test_samples_that_start_later_or_have_ended_do_not_lower_a_rate() -> None:
+    pace = begun(0, 1, 2)
+    pace.arrived({0: 1}, (), 0.0)
+    pace.arrived({0: 10, 1: 7}, (), 1.0)
+    pace.arrived({0: 10, 1: 10}, (0,), 2.0)
+    for seconds in range(3, 3 + LEAST_ARRIVALS):
+        pace.arrived({1: 10}, (), float(seconds))
+    assert pace.rate(2.0 + LEAST_ARRIVALS) == pytest.approx(10)
+
+
+def test_samples_that_end_before_any_rate_is_known_tell_a_least_one() -> None:
+    pace = begun(0, 1)
+    assert pace.least_rate() is None
+    pace.arrived({0: 10}, (0,), 2.0)
+    pace.arrived({1: 20}, (1,), 3.0)
+    assert pace.rate(3.0) is None
+    assert pace.least_rate() == pytest.approx(30 / 5)
+
+
+@pytest.mark.parametrize(
+    ("rate", "others", "is_slow"),
+    [(10, 41, True), (10, 40, False), (None, 41, False), (10, None, False)],
+)
+def test_slow_is_slower_than_the_others_by_more_than_the_factor(
+    rate: float | None, others: float | None, is_slow: bool
+) -> None:
+    assert RULES.is_slow(rate, others) is is_slow
+    assert not StragglerRules().is_slow(rate, others)
+
+
+rates = st.lists(st.tuples(st.sampled_from("abcdef"), st.floats(0.1, 1e6)), max_size=20)
+
+
+@given(rates, st.sampled_from("abcdefg"))
+def test_the_median_is_that_of_all_other_replicas(
+    notes: list[tuple[str, float]], replica: str
+) -> None:
+    table, known = RateTable(), dict[str, float]()
+    for name, rate in notes:
+        table.note(name, rate)
+        known[name] = 0.2 * rate + 0.8 * known[name] if name in known else rate
+    others = [rate for name, rate in known.items() if name != replica]
+    expected = statistics.median(others) if others else None
+    assert table.median_of_others(replica) == pytest.approx(expected)
+    table.retain("abc")
+    left = [rate for name, rate in known.items() if name != replica and name in "abc"]
+    assert table.median_of_others(replica) == pytest.approx(
+        statistics.median(left) if left else None
+    )
+
+
+def test_a_group_is_over_by_its_time_since_it_started_or_by_its_tokens() -> None:
+    assert RULES.over_at(None) is None
+    assert RULES.over_at(7.0) == 107
+    assert not RULES.is_spent(10**9)
+    bounded = StragglerRules(group_token_budget=100)
+    assert (bounded.is_spent(99), bounded.is_spent(100)) == (False, True)
+    assert bounded.over_at(7.0) is None

@@ -1,0 +1,28 @@
+"""The books as people read them."""
+
+from __future__ import annotations
+
+from sluice.report.accounts_view import account_views
+from tests.support.run_folder import ACCOUNTS, BOOKS
+
+
+def test_parts_come_by_size_and_what_is_next_to_nothing_is_left_out() -> None:
+    books = {**ACCOUNTS, **BOOKS, "tokens/stale": 1.0}
+    tokens, trainer, rollout = account_views(books)
+    assert [part.name for part in tokens.parts] == ["trained", "filtered all right", "pending"]
+    assert [part.share for part in tokens.parts] == [0.6, 0.25, 0.15]
+    assert tokens.total_text == "3,000"
+    assert trainer.parts_text == "training 50.0 %, waiting for batch 37.5 %; residual 12.5 %"
+    assert (rollout.title, rollout.total_text, rollout.residual) == ("rollout", "10 s", 0.0)
+
+
+def test_an_account_that_is_not_there_is_not_shown() -> None:
+    assert account_views({}) == ()
+    assert account_views(ACCOUNTS) == ()
+    without_tokens = {name: n for name, n in BOOKS.items() if not name.startswith("tokens")}
+    assert [view.title for view in account_views(without_tokens)] == ["trainer", "rollout"]
+
+
+def test_nothing_at_all_has_no_shares() -> None:
+    (view,) = account_views({"generated_tokens": 0.0, "tokens_residual": 0.0, "tokens/stale": 0.0})
+    assert view.parts_text == "none; residual 0.0 %"

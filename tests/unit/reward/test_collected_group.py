@@ -1,0 +1,120 @@
+"""A group's samples are the same however their tokens are cut, sent, lost and continued."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.reward.collected_group import CollectedGroup
+from services.reward.generation_trace import GroupTrace
+from services.reward.group_request import GenerateEvent, GroupRequest
+from services.reward.replica_queue import Priority
+from sluice.algorithm.growing_sample import GrowingSample, NewTokens
+from sluice.types import (
+    ChatMessage,
+    FinishReason,
+    Prompt,
+    PromptOrigin,
+    Rollout,
+    SamplingParams,
+)
+
+SAMPLES, LOWEST = 3, 5
+SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=99, seed=0)
+PROMPT = Prompt("p", 0, (ChatMessage("user", "?"),), "s", "1", PromptOrigin.CLIENT, None)
+REQUEST = GroupRequest(PROMPT, tuple(range(SAMPLES)), SAMPLING, Priority.TRAINING, LOWEST)
+
+
+def tokens(index: int, start: int, end: int, version: int) -> NewTokens:
+    """Places [start, end) of a sample, which are the same whoever draws them."""
+    places = np.arange(start, end)
+    ids = (1000 * index + places).astype(np.uint32)
+    return NewTokens(index, ids, -places.astype(np.float32), version)
+
+
+class Replica:
+    """Draws samples of given lengths, some from partials on, and cuts them as it is told."""
+
+    def __init__(self, sizes: list[int], version: int, partials: list[Rollout]) -> None:
+        self.sizes, self.version = sizes, version
+        self.grown = {index: GrowingSample() for index in range(SAMPLES)}
+        for partial in partials:
+            self.grown[partial.sample_index].adopt(partial)
+
+    def draw(self, index: int, count: int) -> NewTokens:
+        start = self.grown[index].num_tokens
+        new = tokens(index, start, min(start + count, self.sizes[index]), self.version)
+        self.grown[index].append(new.token_ids, new.behavior_logprobs, new.version)
+        return new
+
+    def whole(self, index: int, reason: FinishReason) -> Rollout:
+        if reason is FinishReason.STOP:
+            self.draw(index, self.sizes[index])
+        return self.grown[index].rollout(index, reason, "text")
+
+
+steps = st.lists(
+    st.tuples(
+        st.integers(0, SAMPLES - 1),
+        st.integers(0, 4),
+        st.sampled_from(["delta", "delta", "whole", "aborted", "stream lost"]),
+        st.integers(LOWEST - 1, LOWEST + 2),
+    ),
+    max_size=30,
+)
+
+
+@given(st.lists(st.integers(1, 12), min_size=SAMPLES, max_size=SAMPLES), steps)
+def test_any_way_home_gives_the_same_samples_and_counts_each_token_once(
+    sizes: list[int], happenings: list[tuple[int, int, str, int]]
+) -> None:
+    group, trace, received = CollectedGroup(REQUEST), GroupTrace(), 0
+    group.started(np.zeros(1, np.uint32), 0.0)
+
+    def begin(version: int) -> Replica:
+        partials = list(group.partials())
+        assert all(v.version >= LOWEST for p in partials for v in p.version_spans)
+        trace.asked(SAMPLING, group.missing, partials)
+        return Replica(sizes, version, partials)
+
+    def arrive(event: GenerateEvent) -> int:
+        trace.arrived(SAMPLING, event)
+        arrival = group.take(event, "r")
+        return sum(arrival.new_tokens.values())
+
+    replica = begin(LOWEST)
+    for index, count, what, version in happenings:
+        if what == "stream lost":
+            replica = begin(version)
+        elif index not in group.missing:
+            continue
+        elif what == "delta":
+            received += arrive(GenerateEvent(None, (), (replica.draw(index, count),)))
+        else:
+            reason = FinishReason.STOP if what == "whole" else FinishReason.ABORTED
+            received += arrive(GenerateEvent(None, (replica.whole(index, reason),)))
+    replica = begin(LOWEST)
+    rest = tuple(replica.whole(index, FinishReason.STOP) for index in group.missing)
+    received += arrive(GenerateEvent(None, rest))
+    for rollout in group.group().rollouts:
+        expected = tokens(rollout.sample_index, 0, sizes[rollout.sample_index], 0)
+        assert rollout.token_ids.tolist() == expected.token_ids.tolist()
+        assert rollout.behavior_logprobs.tolist() == expected.behavior_logprobs.tolist()
+        assert rollout.finish_reason is FinishReason.STOP
+    assert trace.num_tokens == received
+    assert group.num_tokens == sum(sizes)
+    assert trace.num_tokens - trace.num_thrown_away_tokens == sum(sizes)
+
+
+def test_a_group_ended_early_holds_what_came_of_each_sample() -> None:
+    group = CollectedGroup(REQUEST)
+    group.started(np.zeros(1, np.uint32), 0.0)
+    replica = Replica([4, 4, 4], LOWEST, [])
+    group.take(GenerateEvent(None, (), (replica.draw(1, 3),)), "r")
+    group.take(GenerateEvent(None, (replica.whole(0, FinishReason.STOP),)), "r")
+    group.end_unfinished()
+    rollouts = group.group().rollouts
+    assert [rollout.num_tokens for rollout in rollouts] == [4, 3, 0]
+    assert [rollout.finish_reason for rollout in rollouts] == ["stop", "aborted", "aborted"]
+    assert group.missing == ()

@@ -1,0 +1,119 @@
+"""The log of groups: one line for each group that ended, and never a wait for the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from services.reward.generation_trace import GroupTrace
+from services.reward.group_log import GroupLog
+from services.reward.run_files import RunFiles
+from sluice.algorithm.sampling.visit import Visit
+from sluice.config.run import RunConfig
+from sluice.types import PromptEnd
+from tests.support.client_prompt import client_prompt
+from tests.support.reward_loop import ScriptedClient, replica, running_loop, submit
+
+KEYS = (
+    *("prompt_id", "key", "end", "right", "scored", "tokens", "version", "oldest_version"),
+    *("started_s", "generated_s", "ended_s", "replicas", "probes", "probability"),
+)
+TRACE = GroupTrace(["a", "b"])
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+async def written(log: GroupLog) -> None:
+    """Let the log write what it has, then end it."""
+    async with asyncio.TaskGroup() as tasks:
+        writer = tasks.create_task(log.run())
+        await asyncio.sleep(0)
+        writer.cancel()
+
+
+async def test_a_group_that_failed_leaves_a_line_with_what_is_known(tmp_path: Path) -> None:
+    seconds = iter([10.0, 11.5, 14.0])
+    log, prompt = (
+        GroupLog(tmp_path / "run" / "groups.jsonl", lambda: next(seconds)),
+        client_prompt(),
+    )
+    log.started(prompt, Visit("aa", 3, None, 4, probability=0.25), probes=4, version=7)
+    log.ended(prompt, PromptEnd.DROPPED_FAILED, None, TRACE)
+    await written(log)
+    (line,) = lines(tmp_path / "run" / "groups.jsonl")
+    assert tuple(line) == KEYS
+    assert line == {
+        "prompt_id": prompt.prompt_id,
+        "key": "aa",
+        "end": "dropped_failed",
+        "right": 0,
+        "scored": 0,
+        "tokens": [],
+        "version": 7,
+        "oldest_version": None,
+        "started_s": 1.5,
+        "generated_s": None,
+        "ended_s": 4.0,
+        "replicas": ["a", "b"],
+        "probes": 4,
+        "probability": 0.25,
+    }
+
+
+async def test_a_prompt_that_starts_again_or_never_started_leaves_no_line(tmp_path: Path) -> None:
+    log, prompt = GroupLog(tmp_path / "groups.jsonl"), client_prompt()
+    log.started(prompt, Visit("aa", 3, None, 4), probes=0, version=7)
+    log.restarted(prompt)
+    log.ended(prompt, PromptEnd.SKIPPED, None, TRACE)
+    await written(log)
+    assert not (tmp_path / "groups.jsonl").exists()
+
+
+async def test_a_log_that_cannot_be_written_is_told_once_and_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    log, prompt = GroupLog(tmp_path / "file" / "groups.jsonl"), client_prompt()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            log.started(prompt, Visit("aa", 3, None, 4), probes=0, version=7)
+            log.ended(prompt, PromptEnd.TRAINED, None, TRACE)
+            await written(log)
+    assert len([line for line in caplog.messages if "no longer logged" in line]) == 1
+
+
+async def test_the_loop_logs_kept_and_filtered_groups_as_they_end(tmp_path: Path) -> None:
+    tree = {
+        "data": {"train_batch_size": 2},
+        "actor_rollout_ref": {"rollout": {"n": 4}},
+        "algorithm": {"filter_groups": {"enable": True}},
+    }
+    path = tmp_path / "groups.jsonl"
+    files = RunFiles(None, GroupLog(path))
+    config = msgspec.convert(tree, RunConfig)
+    async with running_loop(config, ScriptedClient(), files=files) as loop:
+        submit(loop, ["answer=1 right=0", "answer=1 right=1", "answer=1 right=3"])
+        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+        batch = await loop.pipeline.batches.take(1, 0, 5)
+        loop.pipeline.batches.acknowledge(batch.batch_id, 1)
+    found = {line["prompt_id"]: line for line in lines(path)}
+    assert {name: line["end"] for name, line in found.items()} == {
+        "p0": "filtered_all_wrong",
+        "p1": "trained",
+        "p2": "trained",
+    }
+    assert [found[name]["right"] for name in ("p0", "p1", "p2")] == [0, 1, 3]
+    assert all(line["tokens"] == [8] * 4 and line["scored"] == 4 for line in found.values())
+    assert all(line["oldest_version"] == line["version"] == 0 for line in found.values())
+    for line in found.values():
+        started, generated, ended = (
+            line[f"{name}_s"] for name in ("started", "generated", "ended")
+        )
+        assert started <= generated <= ended  # type: ignore[operator]

@@ -1,0 +1,226 @@
+"""The way of one group: probes, the rest, one judgement; what it is to the staleness bound."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.reward.assembly import RewardLoop
+from services.reward.dispatcher import GroupRequest
+from services.reward.group_run import joined
+from services.reward.judgement import judge_probes
+from services.reward.ledger import PromptState
+from services.reward.scorer_messages import ScoreItem
+from sluice.config.run import RunConfig
+from sluice.errors import DeadlineError
+from sluice.types import (
+    Failed,
+    FailureKind,
+    GradedGroup,
+    Outcome,
+    PromptEnd,
+    RolloutGroup,
+    Scored,
+    TrainBatch,
+)
+from tests.support.client_prompt import client_prompt
+from tests.support.reward_loop import (
+    InlineScorer,
+    ScriptedClient,
+    replica,
+    running_loop,
+    settled,
+    submit,
+)
+from tests.support.scripted_rollout import PROMPT_TOKENS, rollout_of
+
+RIGHT, WRONG = Scored(1.0, 1.0, {"acc": 1.0}), Scored(-1.0, -1.0, {"acc": 0.0})
+UNSCORED = Failed(FailureKind.SCORER_TIMEOUT, "too slow")
+MIXED = "answer=1 right=1"  # the first of its samples is right
+
+
+def config(strategy: str = "staged", *, estimator: str = "grpo", **sections: Any) -> RunConfig:
+    tree = {
+        "data": {"train_batch_size": 1},
+        "actor_rollout_ref": {"rollout": {"n": 4}},
+        "algorithm": {"filter_groups": {"enable": True}, "adv_estimator": estimator},
+        "sluice": {
+            "asynchrony": {"max_staleness": 1},
+            "sampling": {
+                "strategy": strategy,
+                "probe_samples": 2,
+                "exploration": 1e-9,
+                "coverage_guard": False,
+            },
+            **sections,
+        },
+    }
+    return msgspec.convert(tree, RunConfig)
+
+
+def stop_all(loop: RewardLoop) -> None:
+    """No group with uniform probes goes on."""
+    loop.strategy.after_probes = lambda *_, **__: None  # type: ignore[method-assign]
+
+
+def group_of(*outcomes: Outcome, first_index: int = 0, greedy: int = 0) -> GradedGroup:
+    rollouts = tuple(
+        rollout_of("", first_index + i, 0, 1, 2 + first_index + i) for i in range(len(outcomes))
+    )
+    group = RolloutGroup(client_prompt(), PROMPT_TOKENS, rollouts)
+    if not greedy:
+        return GradedGroup(group, outcomes)
+    alone = RolloutGroup(client_prompt(), PROMPT_TOKENS, (rollout_of("", 0, 0, 2, greedy),))
+    return GradedGroup(group, outcomes, GradedGroup(alone, (RIGHT,)))
+
+
+def test_the_parts_of_a_group_are_joined_in_the_order_of_samples() -> None:
+    rest, first = group_of(WRONG, UNSCORED, greedy=5), group_of(RIGHT, first_index=2)
+    whole = joined(first, rest)
+    assert [r.sample_index for r in whole.group.rollouts] == [0, 1, 2]
+    assert whole.outcomes == (WRONG, UNSCORED, RIGHT)
+    assert [r.num_tokens for r in whole.group.rollouts] == [2, 3, 4]
+    assert whole.greedy is rest.greedy
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "whole_groups", "end"),
+    [
+        ((RIGHT, RIGHT), False, PromptEnd.FILTERED_ALL_RIGHT),
+        ((WRONG, WRONG, UNSCORED), False, PromptEnd.FILTERED_ALL_WRONG),
+        ((RIGHT, WRONG), False, None),
+        ((RIGHT, UNSCORED), False, None),
+        ((UNSCORED, UNSCORED), False, None),
+        ((RIGHT, UNSCORED), True, PromptEnd.DROPPED_FAILED),
+    ],
+)
+def test_probes_judge_a_group_only_where_the_rest_could_not_help_or_they_agree(
+    outcomes: tuple[Outcome, ...], whole_groups: bool, end: PromptEnd | None
+) -> None:
+    verdict = judge_probes(group_of(*outcomes), metric="acc", whole_groups=whole_groups)
+    assert (verdict.end if verdict else None) is end
+
+
+async def first_batch(loop: RewardLoop) -> TrainBatch:
+    await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+    return await loop.pipeline.batches.take(1, 0, 5)
+
+
+async def test_a_staged_group_has_the_tokens_of_one_that_is_drawn_at_once() -> None:
+    batches = []
+    for strategy in ("stream", "staged"):
+        async with running_loop(config(strategy), ScriptedClient()) as loop:
+            submit(loop, [MIXED])
+            batches.append(await first_batch(loop))
+    (whole,), (staged,) = (batch.groups for batch in batches)
+    assert [r.token_ids.tolist() for r in whole.rollouts] == [
+        r.token_ids.tolist() for r in staged.rollouts
+    ]
+    assert [s.score for s in staged.scores] == [1.0, -1.0, -1.0, -1.0]
+
+
+async def test_a_group_stopped_after_its_probes_tells_its_client_how_many_were_drawn() -> None:
+    client = ScriptedClient()
+    async with running_loop(config(), client) as loop:
+        stop_all(loop)
+        session = submit(loop, ["answer=1 right=2"])
+        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+        await settled(lambda: session.num_open == 0)
+        await session.next_event()
+        outcome: Any = await session.next_event()
+    assert (outcome.end, outcome.detail) == (
+        PromptEnd.FILTERED_ALL_RIGHT,
+        "after 2 of 4 samples",
+    )
+    assert outcome.rewards == (1.0, 1.0)
+    assert client.calls == [("a", "p0", (0, 1))]
+
+
+async def test_the_greedy_response_is_drawn_only_for_groups_that_go_on() -> None:
+    client = ScriptedClient()
+    async with running_loop(config(estimator="remax"), client) as loop:
+        stop_all(loop)
+        submit(loop, ["answer=1 right=2", MIXED])
+        (group,) = (await first_batch(loop)).groups
+    assert group.prompt_id == "p1"
+    assert group.baseline_reward == 1.0
+    assert sorted(client.calls) == [
+        *(("a", "p0", (0, 1)),),
+        *(("a", "p1", (0,)), ("a", "p1", (0, 1)), ("a", "p1", (2, 3))),
+    ]
+
+
+class HeldScorer:
+    """Holds the grades of one prompt back, by its words."""
+
+    def __init__(self, words: str) -> None:
+        self._words, self.opened = words, asyncio.Event()
+
+    async def __call__(self, scorer: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Any, ...]:
+        if items[0].question == self._words:
+            await self.opened.wait()
+        return tuple(scorer._score(item) for item in items)
+
+
+async def test_a_group_that_goes_on_is_served_before_one_that_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grades, running = HeldScorer("answer=1 right=1 slow"), asyncio.Event()
+
+    async def hold(_name: str, request: GroupRequest, _index: int) -> None:
+        if request.prompt.prompt_id == "p1":
+            await running.wait()
+
+    async def score(scorer: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Any, ...]:
+        return await grades(scorer, items)
+
+    monkeypatch.setattr(InlineScorer, "score", score)
+    client = ScriptedClient(before_sample=hold)
+    settings = config(asynchrony={"max_staleness": 7}, reward={"inflight_slack": 1.0})
+    async with running_loop(settings, client) as loop:
+        submit(loop, ["answer=1 right=1 slow", *[MIXED] * 7])
+        await loop.pipeline.announce("trainer", 0, [replica("a", slots=2)], None)
+        await settled(lambda: ("a", "p1", (0, 1)) in client.calls)  # the fleet is full
+        grades.opened.set()
+        await settled(lambda: loop.queue.num_waiting == 1)
+        running.set()
+        await settled(lambda: loop.batcher.num_kept >= 3)
+    order = [(prompt_id, indexes) for _, prompt_id, indexes in client.calls]
+    assert order[:3] == [("p0", (0, 1)), ("p1", (0, 1)), ("p0", (2, 3))]
+
+
+async def test_a_group_is_as_old_as_its_probes_when_its_rest_is_drawn_by_a_newer_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grades, rest = HeldScorer("answer=1 right=1 slow"), asyncio.Event()
+
+    async def hold(_name: str, request: GroupRequest, index: int) -> None:
+        if request.prompt.prompt_id == "p0" and index >= 2:
+            await rest.wait()
+
+    async def score(scorer: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Any, ...]:
+        return await grades(scorer, items)
+
+    monkeypatch.setattr(InlineScorer, "score", score)
+    client = ScriptedClient(before_sample=hold)
+    async with running_loop(config(), client) as loop:
+        submit(loop, ["answer=1 right=1 slow", MIXED, MIXED])
+        assert (await first_batch(loop)).groups[0].prompt_id == "p1"
+        loop.pipeline.batches.acknowledge(loop.batcher.lease.batch.batch_id, 1)  # type: ignore[union-attr]
+        client.versions["a"] = 1
+        await loop.pipeline.announce("trainer", 1, [replica("a", 1)], None)
+        grades.opened.set()
+        await settled(lambda: ("a", "p0", (2, 3)) in client.calls)
+        await settled(lambda: loop.batcher.num_kept == 1)
+        assert loop.ledger.state("p0") is PromptState.GENERATING
+        with pytest.raises(DeadlineError, match="generating 1 groups"):
+            await loop.pipeline.batches.take(2, 1, 0.2)
+        rest.set()
+        batch = await loop.pipeline.batches.take(2, 1, 5)
+        assert batch.groups[0].prompt_id == "p0"
+        assert [r.oldest_version for r in batch.groups[0].rollouts] == [0, 0, 1, 1]
+        assert batch.statistics["train/staleness_max"] == 1

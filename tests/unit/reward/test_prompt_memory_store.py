@@ -1,0 +1,134 @@
+"""The memory of prompts on disk: what is saved is read again, whatever happens in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.reward.prompt_memory_store import APPLICATION_ID, PromptMemoryStore
+from sluice.algorithm.sampling.prompt_memory import PromptHistory
+from sluice.errors import DataError
+from tests.support.source_tree import ROOT
+
+KEY, OTHER = "00" * 16, "ff" * 16
+HISTORY = PromptHistory(1.5, 2.25, 17.125, 3, 2)
+
+
+def stored(path: Path, *keys: str) -> list[PromptHistory | None]:
+    with PromptMemoryStore(path) as store:
+        return [store.read(key) for key in keys]
+
+
+def test_what_was_saved_is_read_by_the_next_process(tmp_path: Path) -> None:
+    path = tmp_path / "reward" / "memory.sqlite"
+    with PromptMemoryStore(path) as store:
+        assert store.read(KEY) is None
+        store.save([(KEY, PromptHistory(0.0, 1.0, 2.0, 0, 1)), (KEY, HISTORY)])
+    assert stored(path, KEY, OTHER) == [HISTORY, None]
+
+
+numbers = st.floats(0.0, 1e9, allow_nan=False)
+histories = st.builds(
+    PromptHistory, numbers, numbers, numbers, st.integers(0, 2**40), st.integers(0, 2**40)
+)
+
+
+@given(saved=st.lists(st.tuples(st.binary(min_size=16, max_size=16), histories), max_size=20))
+def test_the_last_history_of_each_key_is_kept_to_the_last_bit(
+    saved: list[tuple[bytes, PromptHistory]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("memory") / "memory.sqlite"
+    with PromptMemoryStore(path) as store:
+        store.save([(key.hex(), history) for key, history in saved])
+        assert store.num_prompts == len(dict(saved))
+    with PromptMemoryStore(path) as store:
+        assert {key: store.read(key.hex()) for key in dict(saved)} == dict(saved)
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from services.reward.prompt_memory_store import PromptMemoryStore
+from sluice.algorithm.sampling.prompt_memory import PromptHistory
+store = PromptMemoryStore(Path(sys.argv[1]))
+version = 0
+while True:
+    rows = [(f"{i:032x}", PromptHistory(float(i), 0.0, 1.0, version, 1)) for i in range(5000)]
+    print("saving", flush=True)
+    store.save(rows)
+    print("saved", flush=True)
+    version += 1
+"""
+
+
+def test_a_killed_process_leaves_whole_transactions_and_loses_none_that_was_saved(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "memory.sqlite"
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        before = [process.stdout.readline() for _ in range(7)]
+        assert before[-1] == "saving\n"
+        log = tmp_path / "memory.sqlite-wal"
+        unwritten = log.stat().st_mtime_ns
+        while log.stat().st_mtime_ns == unwritten:
+            pass  # the transaction is still in the writer's memory
+        os.kill(process.pid, signal.SIGKILL)
+        saved = [line for line in (*before, *process.stdout) if line == "saved\n"]
+    process.wait()
+    found = stored(path, *(f"{i:032x}" for i in range(5000)))
+    versions = {history.version for history in found if history is not None}
+    assert len(versions) == 1
+    assert versions.pop() >= len(saved) - 1
+    assert None not in found
+
+
+def test_a_damaged_file_is_named_with_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "memory.sqlite"
+    with PromptMemoryStore(path) as store:
+        store.save([(f"{i:032x}", HISTORY) for i in range(2000)])
+    content = bytearray(path.read_bytes())
+    content[4096:] = b"\x5a" * (len(content) - 4096)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"memory\.sqlite: .* cannot be used.*move the file away"):
+        PromptMemoryStore(path)
+
+
+def test_a_file_that_is_no_database_is_named_with_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "memory.sqlite"
+    path.write_text("these are notes, not a database\n" * 100)
+    with pytest.raises(DataError, match=r"not a database.*move the file away"):
+        PromptMemoryStore(path)
+
+
+def test_the_database_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "memory.sqlite"
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE recipes (name TEXT)")
+    database.close()
+    before = path.read_bytes()
+    with pytest.raises(DataError, match="of another program"):
+        PromptMemoryStore(path)
+    assert path.read_bytes() == before
+
+
+def test_another_format_is_refused_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "memory.sqlite"
+    PromptMemoryStore(path).close()
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA user_version = 9")
+        assert database.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID
+    database.close()
+    with pytest.raises(DataError, match="format 9"):
+        PromptMemoryStore(path)

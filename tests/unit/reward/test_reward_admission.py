@@ -1,0 +1,146 @@
+"""Which prompts start: the fleet's room, and prompts that are passed by."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.reward.assembly import open_prompt_sets
+from services.reward.dispatcher import GroupRequest
+from services.reward.group_log import GroupLog
+from services.reward.prompt_key import prompt_key
+from services.reward.prompt_memory_store import PromptMemoryStore
+from services.reward.run_files import RunFiles
+from sluice.algorithm.sampling.prompt_memory import PromptHistory
+from sluice.config.run import RunConfig
+from sluice.errors import BatchUnfillableError, DataError, DataExhaustedError
+from sluice.types import ChatMessage, Prompt, PromptEnd, PromptOrigin
+from tests.support.client_prompt import client_prompt
+from tests.support.prompt_parquet import prompt_rows, write_prompts
+from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
+
+MIXED = "answer=1 right=1"
+RIGHT = "answer=1 right=2"
+ALWAYS_RIGHT = PromptHistory(1000.0, 0.0, 8.0, 0, 60)
+
+
+def config(strategy: str = "stream", **sections: Any) -> RunConfig:
+    tree = {
+        "data": {"train_batch_size": 4, "shuffle": False, **sections.pop("data", {})},
+        "actor_rollout_ref": {"rollout": {"n": 2}},
+        "algorithm": {"filter_groups": {"enable": True}},
+        "trainer": {"total_epochs": sections.pop("epochs", 1)},
+        "sluice": {
+            "asynchrony": {"max_staleness": 7},
+            "sampling": {"strategy": strategy, "exploration": 1e-9, "coverage_guard": False},
+            **sections,
+        },
+    }
+    return msgspec.convert(tree, RunConfig)
+
+
+async def hold(_name: str, _request: GroupRequest, _index: int) -> None:
+    await asyncio.Event().wait()
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("num_greedy", [0, 1])
+async def test_groups_that_start_together_take_no_more_room_than_there_is(num_greedy: int) -> None:
+    settings = config()
+    if num_greedy:
+        algorithm = msgspec.structs.replace(settings.algorithm, adv_estimator="remax")
+        settings = msgspec.structs.replace(settings, algorithm=algorithm)
+    client = ScriptedClient(before_sample=hold)
+    async with running_loop(settings, client) as loop:
+        submit(loop, [MIXED] * 20)
+        await loop.pipeline.announce("trainer", 0, [replica("a", slots=8)], None)
+        await settled(lambda: len(client.calls) >= 4)
+        await turns(50)
+        assert loop.queue.num_waiting == 0
+        assert loop.pipeline.num_generating == 12 // (2 + num_greedy)  # 8 slots, slack 1.5
+
+
+async def test_a_group_larger_than_the_fleet_starts_all_the_same() -> None:
+    client = ScriptedClient(before_sample=hold)
+    async with running_loop(config(), client) as loop:
+        submit(loop, [MIXED] * 20)
+        await loop.pipeline.announce("trainer", 0, [replica("a", slots=1)], None)
+        await settled(lambda: len(client.calls) == 1)
+        await turns(50)
+        assert loop.pipeline.num_generating == 1
+
+
+def test_a_prompts_key_depends_on_its_words_and_not_on_its_place() -> None:
+    one, other = client_prompt("a"), client_prompt("b")
+    again = Prompt("q", 7, one.messages, "gsm8k", "1", PromptOrigin.DATASET, 3)
+    assert prompt_key(one) == prompt_key(again) != prompt_key(other)
+    assert len(bytes.fromhex(prompt_key(one))) == 16
+    moved = Prompt("q", 7, (ChatMessage("user", "a1"),), "", "", PromptOrigin.CLIENT, None)
+    assert prompt_key(moved) != prompt_key(one)
+
+
+async def test_a_clients_prompt_is_never_passed_by(tmp_path: Path) -> None:
+    with PromptMemoryStore(tmp_path / "memory.sqlite") as memory:
+        memory.save([(prompt_key(client_prompt(RIGHT)), ALWAYS_RIGHT)])
+        files = RunFiles(memory, GroupLog(None))
+        rows = write_prompts(tmp_path / "train.parquet", prompt_rows([MIXED] * 8))
+        settings = config("memory", data={"train_files": str(rows)})
+        client, sets = ScriptedClient(), open_prompt_sets(settings)
+        async with running_loop(settings, client, sets, files) as loop:
+            session = submit(loop, [RIGHT])
+            await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+            await settled(lambda: session.num_open == 0)
+            assert loop.ledger.accounts().by_end[PromptEnd.FILTERED_ALL_RIGHT] == 1
+
+
+async def test_a_whole_epoch_is_never_passed_by(tmp_path: Path) -> None:
+    contents = [f"answer={i} right=2" for i in range(4)]
+    rows = write_prompts(tmp_path / "train.parquet", prompt_rows(contents))
+    settings = config("memory", data={"train_files": str(rows)}, epochs=3)
+    sets, client = open_prompt_sets(settings), ScriptedClient()
+    with PromptMemoryStore(tmp_path / "memory.sqlite") as memory:
+        files = RunFiles(memory, GroupLog(None))
+        async with running_loop(settings, client, sets, files) as loop:
+            await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+            with pytest.raises(DataExhaustedError):
+                await loop.pipeline.batches.take(1, 0, 20)
+            assert loop.ledger.accounts().by_end[PromptEnd.FILTERED_ALL_RIGHT] == 12
+        memory.save([(key, ALWAYS_RIGHT) for key in _keys(contents)])
+        client.calls.clear()
+        async with running_loop(settings, client, sets, files) as loop:
+            await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+            with pytest.raises((DataExhaustedError, BatchUnfillableError)):
+                await loop.pipeline.batches.take(1, 0, 20)
+            ends = loop.ledger.accounts().by_end
+    # Four are passed by, the fifth is drawn, four are passed by, the tenth is drawn, two more.
+    assert [prompt_id for _, prompt_id, _ in client.calls] == ["data-4", "data-9"]
+    assert (ends[PromptEnd.SKIPPED], ends[PromptEnd.FILTERED_ALL_RIGHT]) == (10, 2)
+
+
+async def test_a_memory_that_cannot_be_read_is_told_and_loses_no_prompt(tmp_path: Path) -> None:
+    rows = write_prompts(tmp_path / "train.parquet", prompt_rows([MIXED] * 8))
+    settings = config("memory", data={"train_files": str(rows)})
+    memory = PromptMemoryStore(tmp_path / "memory.sqlite")
+    memory.close()
+    files, sets = RunFiles(memory, GroupLog(None)), open_prompt_sets(settings)
+    async with running_loop(settings, ScriptedClient(), sets, files) as loop:
+        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+        with pytest.raises(DataError, match="memory of prompts cannot be used"):
+            await loop.pipeline.batches.take(1, 0, 5)
+        assert loop.statistics()["reward/prompts_lost"] == 0
+        assert loop.ledger.accounts().num_pending == 1
+
+
+def _keys(contents: list[str]) -> list[str]:
+    """The keys of the rows that `prompt_rows` makes."""
+    prompts = [client_prompt(content) for content in contents]
+    return [prompt_key(replace(one, ground_truth=str(i))) for i, one in enumerate(prompts)]

@@ -1,0 +1,204 @@
+"""Every token that is received is booked once, under what became of it, or it is pending."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.reward.assembly import RewardLoop
+from services.reward.dispatcher import GenerateEvent, GroupRequest
+from services.reward.generation_trace import GroupTrace
+from services.reward.received_tokens import ReceivedTokens
+from services.reward.token_accounts import TokenAccounts, TokenUse, uses_of_group
+from sluice.algorithm.growing_sample import NewTokens
+from sluice.config.run import RunConfig
+from sluice.errors import EngineError, SluiceError
+from sluice.types import (
+    Failed,
+    FailureKind,
+    GradedGroup,
+    Outcome,
+    ReplicaInfo,
+    Rollout,
+    RolloutGroup,
+    Scored,
+)
+from tests.support.client_prompt import client_prompt
+from tests.support.reward_loop import ScriptedClient, replica, running_loop, submit
+from tests.support.scripted_rollout import PROMPT_TOKENS, answer_text, rollout_of
+
+RIGHT = Scored(1.0, 1.0, {"acc": 1.0})
+UNSCORED = Failed(FailureKind.SCORER_TIMEOUT, "")
+ABORTED = Failed(FailureKind.ABORTED, "")
+
+
+def graded(*samples: tuple[int, Outcome], greedy: int | None = None) -> GradedGroup:
+    prompt = client_prompt()
+    rollouts = tuple(rollout_of("", i, 0, 1, n) for i, (n, _) in enumerate(samples))
+    group = RolloutGroup(prompt, PROMPT_TOKENS, rollouts)
+    baseline = None
+    if greedy is not None:
+        alone = RolloutGroup(prompt, PROMPT_TOKENS, (rollout_of("", 0, 0, 2, greedy),))
+        baseline = GradedGroup(alone, (RIGHT,))
+    return GradedGroup(group, tuple(outcome for _, outcome in samples), baseline)
+
+
+def test_a_trained_groups_tokens_are_told_apart_by_what_became_of_each_sample() -> None:
+    group = graded((8, RIGHT), (4, UNSCORED), (2, ABORTED), greedy=16)
+    found = uses_of_group(TokenUse.TRAINED, GroupTrace(num_tokens=31), group)
+    assert found == {TokenUse.TRAINED: 24, TokenUse.FAILED: 4, TokenUse.ABORTED: 2 + 1}
+
+
+def test_a_broken_off_group_is_of_one_use_but_for_what_was_thrown_away_before() -> None:
+    trace = GroupTrace(num_tokens=9, num_thrown_away_tokens=3)
+    assert uses_of_group(TokenUse.STALE, trace, None) == {TokenUse.STALE: 6, TokenUse.ABORTED: 3}
+
+
+def test_an_interval_ends_and_the_totals_go_on() -> None:
+    accounts = TokenAccounts()
+    accounts.book(TokenUse.STALE, 5)
+    assert accounts.close_interval()[TokenUse.STALE] == 5
+    accounts.book(TokenUse.STALE, 2)
+    assert accounts.close_interval()[TokenUse.STALE] == 2
+    assert accounts.since_start() == dict.fromkeys(TokenUse, 0) | {TokenUse.STALE: 7}
+
+
+class Telling(ScriptedClient):
+    """Sends tokens of a sample that continues another replica's 3, then the whole of it."""
+
+    async def generate(
+        self,
+        replica: ReplicaInfo,
+        request: GroupRequest,
+        sample_indexes: Sequence[int],
+        partials: Sequence[Rollout] = (),
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        new = np.arange(2, dtype=np.uint32)
+        yield GenerateEvent(None, (), (NewTokens(0, new, new.astype(np.float32), 0),))
+        yield GenerateEvent(None, (rollout_of("", 0, 0, 1, 8), rollout_of("", 1, 0, 1, 4)))
+
+
+async def test_tokens_that_come_twice_are_received_once() -> None:
+    received = ReceivedTokens(Telling())
+    request: Any = type("Request", (), {"priority": 1})()
+    partial = rollout_of("", 0, 0, 1, 3)
+    async for _ in received.generate(replica("a").info, request, (0, 1), (partial,)):
+        pass
+    assert received.total == received.num_training == (8 - 3) + 4
+
+
+def balance(loop: RewardLoop) -> dict[str, float]:
+    """The books at this moment, which must balance."""
+    statistics = loop.statistics()
+    tokens = {
+        name.removeprefix("reward/tokens/"): count
+        for name, count in statistics.items()
+        if name.startswith("reward/tokens/")
+    }
+    received = tokens.pop("received")
+    assert sum(tokens.values()) == received
+    assert all(count >= 0 for count in tokens.values())
+    assert statistics["reward/prompts_lost"] == 0
+    return tokens | {"received": received}
+
+
+def config(strategy: str, on_stale: str, max_staleness: int) -> RunConfig:
+    tree = {
+        "data": {"train_batch_size": 2},
+        "actor_rollout_ref": {"rollout": {"n": 4}},
+        "algorithm": {"filter_groups": {"enable": True, "min_yield": 0}},
+        "sluice": {
+            "asynchrony": {"max_staleness": max_staleness, "on_stale": on_stale},
+            "sampling": {"strategy": strategy, "probe_samples": 2},
+            "reward": {"max_attempts": 2},
+        },
+    }
+    return msgspec.convert(tree, RunConfig)
+
+
+class Whims:
+    """What happens at each sample, by a list of numbers; looks at the books every time."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self._numbers, self._at = numbers, 0
+        self.loop: RewardLoop | None = None
+
+    def next(self) -> int:
+        self._at += 1
+        return self._numbers[self._at % len(self._numbers)]
+
+    async def before_sample(self, _name: str, _request: GroupRequest, _index: int) -> None:
+        assert self.loop is not None
+        for _ in range(self.next() % 4):
+            await asyncio.sleep(0)
+            balance(self.loop)
+        if self.next() % 13 == 0:
+            raise EngineError("the engine is on fire")
+
+    def make(self, _name: str, request: GroupRequest, index: int) -> Rollout:
+        text = answer_text(request.prompt.messages[-1].content, index)
+        return rollout_of(text, index, 0, request.sampling.seed, 1 + self.next() % 7)
+
+
+async def drive(whims: Whims, rules: RunConfig) -> dict[str, float]:
+    client = ScriptedClient(before_sample=whims.before_sample, make=whims.make)
+    async with running_loop(rules, client) as loop:
+        whims.loop = loop
+        submit(loop, [f"answer=1 right={whims.next() % 5}" for _ in range(24)])
+        trainer, version = "trainer-0", 0
+        for turn in range(12):
+            if whims.next() % 5 == 0:
+                trainer = f"trainer-{turn + 1}"
+            await loop.pipeline.announce(trainer, version, [replica("a", version)], None)
+            client.versions["a"] = version
+            try:
+                batch = await loop.pipeline.batches.take(1, version, 0.02)
+            except SluiceError:
+                continue
+            finally:
+                balance(loop)
+            if whims.next() % 3:
+                loop.pipeline.batches.acknowledge(batch.batch_id, 1)
+                balance(loop)
+        return balance(loop)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    numbers=st.lists(st.integers(0, 100), min_size=5, max_size=60),
+    strategy=st.sampled_from(["stream", "staged", "rounds"]),
+    on_stale=st.sampled_from(["wait", "drop"]),
+    max_staleness=st.sampled_from([0, 1]),
+)
+def test_the_books_balance_at_every_instant(
+    numbers: list[int], strategy: str, on_stale: str, max_staleness: int
+) -> None:
+    rules = config(strategy, on_stale, 0 if strategy == "rounds" else max_staleness)
+    assert asyncio.run(drive(Whims(numbers), rules))["received"] >= 0
+
+
+async def test_what_an_interval_received_and_trained_is_in_its_batchs_statistics() -> None:
+    async with running_loop(config("stream", "wait", 1), ScriptedClient()) as loop:
+        submit(loop, ["answer=1 right=1", "answer=1 right=0"] * 4)
+        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+        first = await loop.pipeline.batches.take(1, 0, 5)
+        loop.pipeline.batches.acknowledge(first.batch_id, 1)
+        await loop.pipeline.announce("trainer", 1, [replica("a", 1)], None)
+        second = await loop.pipeline.batches.take(2, 1, 5)
+    assert first.statistics["train/tokens/trained"] == 0
+    assert second.statistics["train/tokens/trained"] == 2 * 4 * 8
+    wrong = [b.statistics["train/tokens/filtered_all_wrong"] for b in (first, second)]
+    assert sum(wrong) > 0
+    assert first.statistics["train/generated_tokens"] >= 2 * 4 * 8 + wrong[0]
+
+
+@pytest.mark.parametrize("use", TokenUse)
+def test_every_use_is_a_counter_from_the_start(use: TokenUse) -> None:
+    assert TokenAccounts().since_start()[use] == 0

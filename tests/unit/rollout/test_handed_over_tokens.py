@@ -1,0 +1,234 @@
+"""Every token that an engine drew was sent, is unsent for good, or is on its way."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from services.rollout.engines.protocol import EngineLoad, PartialSample, SampleChunk
+from services.rollout.engines.torch_engine import TorchEngine
+from services.rollout.generation import Delivery, GenerationEvent, TextDelta
+from services.rollout.hand_over import CountedGeneration, HandOver
+from sluice.errors import InvalidRequestError
+from sluice.types import FinishReason, Rollout, TokenIds, VersionSpan
+from tests.support.causal_lms import (
+    reference_model,
+    request,
+    running_engine,
+    save_config,
+    weights_of,
+)
+
+MAX_TOKENS = 30
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_config("qwen3", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(model_path: Path) -> PreTrainedModel:
+    return reference_model(model_path)
+
+
+class Digits:
+    """Text of tokens."""
+
+    def decode(self, token_ids: TokenIds) -> str:
+        return " ".join(map(str, token_ids.tolist()))
+
+
+class Caller:
+    """What one caller got, counted by looking at the longest it has seen of each sample."""
+
+    def __init__(self, partials: Sequence[Rollout], delay_s: float) -> None:
+        self._given = {p.sample_index: p.num_tokens for p in partials}
+        self._longest = dict(self._given)
+        self._delay_s = delay_s
+
+    async def send(self, event: GenerationEvent) -> None:
+        await asyncio.sleep(self._delay_s)
+        for delta in event.deltas:
+            index = delta.chunk.sample_index
+            known = self._longest.get(index, 0)
+            self._longest[index] = known + int(delta.chunk.token_ids.size)
+        for rollout in event.rollouts:
+            assert rollout.num_tokens >= self._longest.get(rollout.sample_index, 0)
+            self._longest[rollout.sample_index] = rollout.num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self._longest.values()) - sum(self._given.values())
+
+
+def partial(index: int, length: int) -> Rollout:
+    ids = np.arange(1, length + 1, dtype=np.uint32)
+    spans = (VersionSpan(0, 0, length),) if length else ()
+    return Rollout(index, ids, np.zeros(length, np.float32), spans, FinishReason.ABORTED, "")
+
+
+async def call(
+    generation: CountedGeneration, rng: random.Random, callers: list[Caller], seed: int
+) -> None:
+    """One call of any kind, which may be broken off at any moment."""
+    given = [partial(0, rng.randint(1, 5))] if rng.random() < 0.3 else []
+    caller = Caller(given, rng.choice((0.0, 0.0, 0.003)))
+    callers.append(caller)
+    wanted = request(
+        samples=rng.randint(1, 5),
+        max_tokens=rng.randint(6, MAX_TOKENS),
+        seed=seed,
+        partials=tuple(PartialSample(p.sample_index, p.token_ids) for p in given),
+    )
+    delivery = rng.choice(
+        (
+            Delivery(),
+            Delivery(every_token=True),
+            Delivery(linger_s=0.005),
+            Delivery(partial_interval_s=0.002),
+        )
+    )
+    ends_s = rng.choice((0.0, 0.002, 0.01, 0.03, 30.0))
+    try:
+        async with asyncio.timeout(ends_s):
+            await generation.run(wanted, given, delivery, caller.send)
+    except TimeoutError:
+        return
+
+
+async def break_off(engine: TorchEngine, generation: CountedGeneration) -> None:
+    """A call that ends after tokens were drawn for it and before any was sent."""
+
+    async def send(_event: GenerationEvent) -> None:
+        await asyncio.Event().wait()
+
+    await at_rest(engine)
+    async with asyncio.TaskGroup() as tasks:
+        wanted = request(samples=3, max_tokens=20)
+        running = tasks.create_task(generation.run(wanted, (), Delivery(), send))
+        async with asyncio.timeout(30):
+            while engine.load().running_tokens == 0:
+                await asyncio.sleep(0.001)
+        running.cancel()
+
+
+async def at_rest(engine: TorchEngine) -> EngineLoad:
+    """Counters once everything that was asked of the engine before is done."""
+    for _ in range(3):
+        load = await engine.probe()
+    return load
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_what_was_handed_over_is_generated_minus_unsent_minus_running(
+    model_path: Path, model: PreTrainedModel, seed: int
+) -> None:
+    rng, callers = random.Random(seed), list[Caller]()
+    async with running_engine(model_path, model, max_queued=1000) as engine:
+        generation, over = CountedGeneration(engine, Digits()), asyncio.Event()
+
+        async def look() -> None:
+            while not over.is_set():
+                for load in (engine.load(), await engine.probe()):
+                    assert load.running_tokens >= 0
+                    assert load.unsent_tokens <= load.generated_tokens
+                await asyncio.sleep(0.001)
+
+        async def swap() -> None:
+            for version in range(2, 6):
+                await asyncio.sleep(0.02)
+                await engine.load_weights(weights_of(model, engine), version, f"v{version}")
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(look())
+            async with asyncio.TaskGroup() as calls:
+                calls.create_task(swap())
+                for number in range(40):
+                    calls.create_task(call(generation, rng, callers, number))
+                    await asyncio.sleep(rng.choice((0.0, 0.004)))
+            await break_off(engine, generation)
+            load = await at_rest(engine)
+            over.set()
+        handed_over = sum(caller.num_tokens for caller in callers)
+        assert handed_over > 0
+        assert load.unsent_tokens > 0
+        assert load.running_tokens == 0
+        assert load.generated_tokens - load.unsent_tokens == handed_over
+
+
+async def test_while_a_call_goes_on_its_unsent_tokens_are_running(
+    model_path: Path, model: PreTrainedModel
+) -> None:
+    async with running_engine(model_path, model) as engine:
+        generation, release = CountedGeneration(engine, Digits()), asyncio.Event()
+        got: list[GenerationEvent] = []
+
+        async def send(event: GenerationEvent) -> None:
+            await release.wait()
+            got.append(event)
+
+        async with asyncio.TaskGroup() as tasks:
+            wanted = request(samples=2, max_tokens=10)
+            tasks.create_task(generation.run(wanted, (), Delivery(), send))
+            async with asyncio.timeout(30):
+                while engine.load().generated_tokens < 20:
+                    await asyncio.sleep(0.002)
+            held = await at_rest(engine)
+            release.set()
+        assert (held.generated_tokens, held.running_tokens, held.unsent_tokens) == (20, 20, 0)
+        done = await at_rest(engine)
+        assert (done.generated_tokens, done.running_tokens, done.unsent_tokens) == (20, 0, 0)
+
+
+async def test_what_could_not_be_sent_is_unsent(model_path: Path, model: PreTrainedModel) -> None:
+    async def send(event: GenerationEvent) -> None:
+        raise ConnectionError("the caller is gone")
+
+    async with running_engine(model_path, model) as engine:
+        generation = CountedGeneration(engine, Digits())
+        with pytest.raises(ExceptionGroup):
+            await generation.run(request(samples=2, max_tokens=10), (), Delivery(), send)
+        load = await at_rest(engine)
+    assert load.generated_tokens == load.unsent_tokens > 0
+    assert load.running_tokens == 0
+
+
+async def test_a_refused_call_changes_nothing(model_path: Path, model: PreTrainedModel) -> None:
+    async def send(event: GenerationEvent) -> None:
+        raise AssertionError("nothing to send")
+
+    async with running_engine(model_path, model) as engine:
+        with pytest.raises(ExceptionGroup) as refused:
+            await CountedGeneration(engine, Digits()).run(
+                request(prompt=[1] * 500), (), Delivery(), send
+            )
+        assert refused.group_contains(InvalidRequestError)
+        load = await at_rest(engine)
+    assert (load.generated_tokens, load.running_tokens, load.unsent_tokens) == (0, 0, 0)
+
+
+@given(st.data())
+def test_a_sample_counts_once_however_it_travels(data: st.DataObject) -> None:
+    given = data.draw(st.dictionaries(st.integers(0, 3), st.integers(0, 5), max_size=3))
+    hand_over = HandOver([partial(index, length) for index, length in given.items()])
+    counted, drawn = 0, 0
+    for index in range(4):
+        cuts = data.draw(st.lists(st.integers(0, 4), max_size=4))
+        rest, known = data.draw(st.integers(0, 4)), given.get(index, 0)
+        for size in cuts:
+            ids = np.zeros(size, np.uint32)
+            chunk = SampleChunk(index, ids, np.zeros(size, np.float32), 1, None)
+            counted += hand_over.new_tokens(GenerationEvent((TextDelta(chunk, ""),), ()))
+        whole = partial(index, known + sum(cuts) + rest)
+        counted += hand_over.new_tokens(GenerationEvent((), (whole,)))
+        drawn += sum(cuts) + rest
+    assert counted == drawn

@@ -1,0 +1,122 @@
+"""Small simulations for tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
+from sluice.simulate.group import SimulatedGroup
+from sluice.simulate.recorder import Recorder, TokenCause
+from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
+from sluice.simulate.workload import DrawnSamples, SimulatedPrompt
+
+FLEET = FleetSettings(num_replicas=2, slots=16, base_step_s=0.01, per_sequence_s=0.0005)
+TRAINER = TrainerSettings(train_s=2.0, publish_s=0.5, stall_s=0.2)
+
+
+class SmallWorkload:
+    """Half of the prompts are mixed mostly, a quarter each too hard and too easy; short answers."""
+
+    def __init__(self, seed: int = 0, num_prompts: int = 64) -> None:
+        self._seed, self._num_prompts = seed, num_prompts
+
+    def prompt(self, position: int, version: int) -> SimulatedPrompt:
+        number = position % self._num_prompts
+        rate = (0.0, 0.5, 1.0, 0.4)[number % 4]
+        return SimulatedPrompt(str(number), rate, number % 5 == 1, number)
+
+    def samples(
+        self, prompt: SimulatedPrompt, position: int, attempt: int, num_samples: int
+    ) -> DrawnSamples:
+        draws = np.random.default_rng([self._seed, position, attempt])
+        scale = 400 if prompt.is_long else 60
+        tokens = 1 + draws.poisson(scale * draws.random(num_samples))
+        are_right = draws.random(num_samples) < prompt.pass_rate
+        return DrawnSamples(tokens.tolist(), are_right.tolist())
+
+
+def small(
+    strategy: StrategyName = StrategyName.STREAM,
+    *,
+    batch_size: int = 6,
+    max_staleness: int = 1,
+    group_size: int = 4,
+    num_steps: int = 12,
+    **others: object,
+) -> SimulationSettings:
+    bound = 0 if strategy is StrategyName.ROUNDS else max_staleness
+    rules = SamplingRules(
+        strategy,
+        batch_size,
+        bound,
+        group_size,
+        batch_size,
+        probe_samples=min(2, group_size - 1),
+    )
+    settings = {"fleet": FLEET, "trainer": TRAINER, "num_steps": num_steps} | others
+    return SimulationSettings(rules, **settings)
+
+
+class RecordedRun:
+    """Writes what a simulation did as the services write what a run did."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder(on_end=self._ended)
+        self._lines: list[dict[str, object]] = []
+
+    def _ended(self, group: SimulatedGroup, cause: TokenCause, now: float) -> None:
+        self._lines.append(
+            {
+                "prompt_id": group.name,
+                "key": group.prompt.key,
+                "end": cause.value,
+                "right": group.num_right,
+                "scored": group.num_asked,
+                "tokens": group.samples.tokens[: group.num_asked],
+                "version": group.issued_version,
+                "oldest_version": group.oldest_version,
+                "started_s": group.started_s,
+                "generated_s": group.generated_s,
+                "ended_s": now,
+                "replicas": [f"replica-{group.replica}"],
+                "probes": 0,
+                "probability": 1.0,
+            }
+        )
+
+    def write(self, folder: Path, num_replicas: int, stall_s: float) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(line) + "\n" for line in self._lines]
+        (folder / "groups.jsonl").write_text("".join(lines), encoding="utf-8")
+        rows = [json.dumps(row) + "\n" for row in self._rows(num_replicas, stall_s)]
+        (folder / "metrics.jsonl").write_text("".join(rows), encoding="utf-8")
+
+    def _rows(self, num_replicas: int, stall_s: float) -> list[dict[str, float]]:
+        rows, generated, busy_s = [], 0.0, 0.0
+        pairs = zip(self.recorder.steps, self.recorder.marks, strict=True)
+        generated_at_lease = trained_at_lease = 0.0
+        for number, (step, mark) in enumerate(pairs, 1):
+            step_s = step.published_s - step.asked_s
+            wait_s, train_s = step.leased_s - step.asked_s, step.trained_s - step.leased_s
+            rows.append(
+                {
+                    "step": number,
+                    "training/global_step": number,
+                    "timing_s/step": step_s,
+                    "timing_s/train": train_s,
+                    "timing_s/wait_batch": wait_s,
+                    "timing_s/update_weights": step_s - wait_s - train_s,
+                    "weights/stall_s": stall_s,
+                    "rollout/replicas": num_replicas,
+                    "rollout/idle_share": 1.0 - (step.busy_s - busy_s) / (step_s * num_replicas),
+                    "rollout/tokens_per_s": (step.generated - generated) / step_s,
+                    "train/generated_tokens": mark.generated - generated_at_lease,
+                    "train/trained_tokens": mark.trained - trained_at_lease,
+                }
+            )
+            generated, busy_s = step.generated, step.busy_s
+            generated_at_lease, trained_at_lease = mark.generated, mark.trained
+        return rows

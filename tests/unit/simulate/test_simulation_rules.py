@@ -1,0 +1,196 @@
+"""What holds in every simulation, whatever its settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sluice.algorithm.sampling.rules import StrategyName
+from sluice.errors import BatchUnfillableError, ConfigError
+from sluice.simulate.recorder import Recorder
+from sluice.simulate.result import SimulationResult, simulate
+from sluice.simulate.settings import (
+    IDEAL_TRAINER,
+    FleetSettings,
+    SimulationSettings,
+    TrainerSettings,
+)
+from sluice.simulate.workload import DrawnSamples, SimulatedPrompt
+from tests.unit.simulate.simulations import FLEET, SmallWorkload, small
+
+CARRYING = [name for name in StrategyName if name is not StrategyName.ROUNDS]
+FLEETS = st.builds(
+    FleetSettings,
+    num_replicas=st.integers(1, 5),
+    slots=st.integers(1, 24),
+    slack=st.sampled_from([1.0, 1.5, 3.0]),
+    base_step_s=st.just(0.01),
+    per_sequence_s=st.sampled_from([0.0, 0.001]),
+    prefill_s=st.sampled_from([0.0, 0.05]),
+    grading_s=st.sampled_from([0.0, 1.0]),
+)
+TRAINERS = st.sampled_from(
+    [IDEAL_TRAINER, TrainerSettings(0.5, 0.2, 0.2, 0.1), TrainerSettings(20.0, 0.0, 1.0, 1.0)]
+)
+SETTINGS = st.builds(
+    small,
+    strategy=st.sampled_from(list(StrategyName)),
+    batch_size=st.integers(1, 8),
+    max_staleness=st.integers(0, 3),
+    group_size=st.integers(2, 6),
+    num_steps=st.integers(4, 10),
+    on_stale=st.sampled_from(["wait", "drop"]),
+    fleet=FLEETS,
+    trainer=TRAINERS,
+)
+
+
+def unaccounted(result: SimulationResult) -> float:
+    accounts = dict(result.accounts)
+    return accounts.pop("generated") - sum(accounts.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(chosen=SETTINGS, seed=st.integers(0, 3))
+def test_every_token_that_replicas_draw_is_attributed(
+    chosen: SimulationSettings, seed: int
+) -> None:
+    result = simulate(chosen, SmallWorkload(seed))
+    assert abs(unaccounted(result)) < 1e-6 * result.accounts["generated"]
+    assert min(result.accounts.values()) >= 0.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(chosen=SETTINGS, seed=st.integers(0, 3))
+def test_no_trained_sample_is_staler_than_the_bound_and_batches_are_full(
+    chosen: SimulationSettings, seed: int
+) -> None:
+    recorder = Recorder()
+    result = simulate(chosen, SmallWorkload(seed), recorder)
+    assert result.num_staleness_exceeded == 0
+    assert result.staleness_max <= chosen.rules.max_staleness
+    assert set(recorder.num_trained) == {chosen.rules.train_batch_size}
+
+
+@settings(max_examples=40, deadline=None)
+@given(chosen=SETTINGS, seed=st.integers(0, 3))
+def test_a_strategy_that_carries_over_discards_no_kept_group_while_it_waits(
+    chosen: SimulationSettings, seed: int
+) -> None:
+    if chosen.rules.strategy is StrategyName.ROUNDS:
+        return
+    result = simulate(replace(chosen, on_stale="wait"), SmallWorkload(seed))
+    assert result.num_kept_discarded == 0
+    assert result.accounts["surplus"] == 0.0
+
+
+@pytest.mark.parametrize("strategy", list(StrategyName))
+def test_the_same_seed_gives_the_same_figures(strategy: StrategyName) -> None:
+    chosen = small(strategy, max_staleness=2)
+    assert simulate(chosen, SmallWorkload(1)) == simulate(chosen, SmallWorkload(1))
+    assert simulate(chosen, SmallWorkload(1)) != simulate(chosen, SmallWorkload(2))
+
+
+def test_rounds_throw_away_what_a_batch_leaves_of_its_waves_and_nothing_else() -> None:
+    recorder = Recorder()
+    result = simulate(small(StrategyName.ROUNDS, num_steps=20), SmallWorkload(), recorder)
+    num_mixed = sum(issue.is_mixed for issue in recorder.issues.values())
+    assert result.num_surplus_discarded == num_mixed - 20 * 6 > 0
+    assert result.num_kept_discarded == result.num_surplus_discarded
+    assert result.accounts["stale"] == 0.0
+    assert len(recorder.issues) % 6 == 0  # whole waves
+
+
+@pytest.mark.parametrize("strategy", CARRYING)
+def test_at_staleness_0_the_trained_prompts_do_not_depend_on_the_fleet(
+    strategy: StrategyName,
+) -> None:
+    trained = []
+    for num_replicas in (1, 5):
+        recorder = Recorder()
+        fleet = replace(FLEET, num_replicas=num_replicas)
+        simulate(small(strategy, max_staleness=0, fleet=fleet), SmallWorkload(), recorder)
+        trained.append({p for p, issue in recorder.issues.items() if issue.is_trained})
+    assert trained[0] == trained[1]
+
+
+@settings(max_examples=20, deadline=None)
+@given(strategy=st.sampled_from([StrategyName.ROUNDS, StrategyName.STREAM]), seed=st.integers(0, 5))
+def test_replicas_twice_as_fast_halve_the_time_of_a_synchronous_batch(
+    strategy: StrategyName, seed: int
+) -> None:
+    slow = small(strategy, max_staleness=0, trainer=IDEAL_TRAINER)
+    fast = replace(
+        slow,
+        fleet=replace(
+            FLEET,
+            base_step_s=FLEET.base_step_s / 2,
+            per_sequence_s=FLEET.per_sequence_s / 2,
+        ),
+    )
+    slow_s = simulate(slow, SmallWorkload(seed)).fill_s_mean
+    assert simulate(fast, SmallWorkload(seed)).fill_s_mean == pytest.approx(slow_s / 2)
+
+
+def test_more_replicas_do_not_slow_a_batch() -> None:
+    times = [
+        simulate(
+            small(max_staleness=2, num_steps=40, fleet=replace(FLEET, num_replicas=number)),
+            SmallWorkload(),
+        ).fill_s_mean
+        for number in (1, 2, 4, 8)
+    ]
+    assert all(later <= earlier * 1.02 for earlier, later in pairwise(times))
+
+
+def test_a_staleness_bound_lets_generation_and_training_overlap() -> None:
+    trainer = TrainerSettings(10.0, 0.0, 0.0, 0.0)
+    steps = [
+        simulate(small(max_staleness=bound, trainer=trainer), SmallWorkload()).step_s
+        for bound in (0, 2)
+    ]
+    assert steps[0] > 12.0
+    assert steps[1] < 11.0
+
+
+def test_dropping_loses_long_prompts_and_waiting_does_not() -> None:
+    fast = replace(FLEET, num_replicas=8)
+    kept = [
+        simulate(
+            small(max_staleness=1, num_steps=80, on_stale=rule, trainer=IDEAL_TRAINER, fleet=fast),
+            SmallWorkload(),
+        ).long_prompt_ratio
+        for rule in ("wait", "drop")
+    ]
+    assert kept[0] >= 0.97
+    assert kept[1] < kept[0]
+
+
+class Hopeless(SmallWorkload):
+    """Nothing is ever right."""
+
+    def samples(
+        self, prompt: SimulatedPrompt, position: int, attempt: int, num_samples: int
+    ) -> DrawnSamples:
+        return DrawnSamples([5] * num_samples, [False] * num_samples)
+
+
+@pytest.mark.parametrize("strategy", list(StrategyName))
+def test_a_hopeless_workload_ends_with_an_error(strategy: StrategyName) -> None:
+    with pytest.raises(BatchUnfillableError, match="was mixed"):
+        simulate(small(strategy), Hopeless())
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="room for a sequence"):
+        FleetSettings(num_replicas=0)
+    with pytest.raises(ConfigError, match="must not be negative"):
+        FleetSettings(base_step_s=-1.0)
+    with pytest.raises(ConfigError, match="the stall is part"):
+        TrainerSettings(1.0, 0.0, 1.0, 2.0)
+    with pytest.raises(ConfigError, match="warm up"):
+        small(num_steps=3, warmup_steps=2)

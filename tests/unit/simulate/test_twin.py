@@ -1,0 +1,115 @@
+"""A simulation fitted to a run's record does what the run did."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
+from sluice.errors import DataError
+from sluice.simulate.calibration import calibrated
+from sluice.simulate.fit import fit_run
+from sluice.simulate.fitted_workload import FittedWorkload
+from sluice.simulate.group_records import GroupRecord, read_groups
+from sluice.simulate.mixtures import MixtureWorkload
+from sluice.simulate.result import simulate
+from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
+from sluice.simulate.twin import twin
+from tests.unit.simulate.simulations import RecordedRun
+
+FLEET = FleetSettings(num_replicas=3, slots=48, base_step_s=0.004, per_sequence_s=0.0004)
+
+
+def run_settings(max_staleness: int, train_s: float) -> SimulationSettings:
+    return SimulationSettings(
+        SamplingRules(StrategyName.STREAM, 16, max_staleness, 8),
+        fleet=FLEET,
+        trainer=TrainerSettings(train_s, 0.0, 4.0, 1.0),
+        num_steps=60,
+        warmup_steps=0,
+    )
+
+
+@pytest.mark.parametrize(("max_staleness", "train_s"), [(0, 60.0), (2, 40.0), (2, 300.0)])
+def test_a_fitted_simulation_repeats_the_run_it_was_fitted_to(
+    tmp_path: Path, max_staleness: int, train_s: float
+) -> None:
+    settings, run = run_settings(max_staleness, train_s), RecordedRun()
+    simulate(settings, MixtureWorkload("mid", 3, 512), run.recorder)
+    run.write(tmp_path, FLEET.num_replicas, 1.0)
+
+    fitted = fit_run(tmp_path, slots=FLEET.slots, slack=FLEET.slack)
+    twin_settings = replace(settings, fleet=fitted.fleet, trainer=fitted.trainer, seed=1)
+    twin_settings = calibrated(fitted, twin_settings)
+    found = twin(fitted, twin_settings)
+
+    assert fitted.fleet.num_replicas == FLEET.num_replicas
+    assert fitted.trainer.train_s == pytest.approx(train_s)
+    assert fitted.trainer.publish_s == pytest.approx(4.0)
+    step_s = twin_settings.fleet.step_s(24)
+    assert step_s == pytest.approx(FLEET.step_s(24), rel=0.1)
+    assert found.error("step_time") < 0.04
+    assert found.error("waste") < 0.05
+    assert found.error("trainer_idle") < 0.03
+    assert found.error("fleet_idle") < 0.06
+
+
+def record(**changes: object) -> GroupRecord:
+    usual = {
+        "prompt_id": "p",
+        "key": "k",
+        "end": "trained",
+        "right": 2,
+        "scored": 4,
+        "tokens": [10, 20, 30, 40],
+        "oldest_version": 0,
+        "started_s": 0.0,
+        "generated_s": 1.0,
+    }
+    return GroupRecord(**(usual | changes))
+
+
+def test_a_recorded_group_comes_back_whole() -> None:
+    workload = FittedWorkload([record()])
+    drawn = workload.samples(workload.prompt(0, 0), 0, 0, 4)
+    assert sorted(drawn.tokens) == [10, 20, 30, 40]
+    assert sum(drawn.are_right) == 2
+
+
+def test_samples_beyond_the_recorded_ones_are_drawn_from_them() -> None:
+    workload = FittedWorkload([record(right=0, scored=4)])
+    drawn = workload.samples(workload.prompt(0, 0), 0, 0, 16)
+    assert len(drawn.tokens) == 16
+    assert not any(drawn.are_right)
+
+
+def test_beyond_the_record_groups_come_from_the_versions_around() -> None:
+    records = [record(key=str(version), oldest_version=version) for version in range(1000)]
+    workload = FittedWorkload(records)
+    for version in (0, 500, 999, 5000):
+        keys = [int(workload.prompt(1000 + place, version).key) for place in range(50)]
+        assert all(abs(key - min(version, 999)) <= 130 for key in keys)
+
+
+def test_a_record_that_says_too_little_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"groups\.jsonl: missing"):
+        fit_run(tmp_path, slots=4, slack=1.0)
+    file = tmp_path / "groups.jsonl"
+    file.write_text("not json\n", encoding="utf-8")
+    with pytest.raises(DataError, match="line 1"):
+        read_groups(file)
+    file.write_text(json.dumps({"prompt_id": "p"}) + "\n", encoding="utf-8")
+    with pytest.raises(DataError, match="line 1"):
+        read_groups(file)
+    line = {"prompt_id": "p", "key": "k", "end": "trained", "right": 1, "scored": 2}
+    whole = line | {"tokens": [1, 2], "started_s": 0.0, "generated_s": 2.0}
+    file.write_text(json.dumps(line | {"tokens": []}) + "\n", encoding="utf-8")
+    with pytest.raises(DataError, match="no group was generated whole"):
+        read_groups(file)
+    file.write_text(json.dumps(whole) + "\n{half", encoding="utf-8")
+    assert len(read_groups(file)) == 1
+    with pytest.raises(DataError, match="at least 2"):
+        fit_run(tmp_path, slots=4, slack=1.0)

@@ -1,0 +1,216 @@
+"""Who is asked for counters when, and what stands if somebody does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TypeVar
+
+import pytest
+
+from services.trainer.bookkeeper import Bookkeeper
+from services.trainer.fleet import Fleet, Load, MemberState
+from services.trainer.received_tokens import ReceivedTokens
+from services.trainer.run_state import RunPhase, RunState
+from sluice.errors import DeadlineError, EngineError, NotReadyError, PeerError
+from sluice.types import ReplicaInfo
+
+AnswerT = TypeVar("AnswerT")
+
+
+def load(generated: int, *, unsent: int = 0, running: int = 0, wall_s: float = 1.0) -> Load:
+    return Load(0, 0, generated, 0.0, unsent, running, wall_s, {"idle": wall_s})
+
+
+def told(**tokens: float) -> dict[str, float]:
+    named = {f"reward/tokens/{name}": count for name, count in tokens.items()}
+    return {**named, "reward/tokens/received": sum(tokens.values())}
+
+
+class Books:
+    """A bookkeeper whose replicas and reward service answer by script; the last answer stays."""
+
+    def __init__(self) -> None:
+        self.fleet, self.state = Fleet("layout", 1e9), RunState("t", 5, 0, elapsed_s=10.0)
+        self.loads: dict[str, list[Load | Exception]] = {}
+        self.told: list[Mapping[str, float] | Exception] = [{}]
+        self.wall_s = 10.0
+        self.keeper = Bookkeeper(
+            self.fleet,
+            self.state,
+            ask_replica=self.ask_replica,
+            ask_reward=self.ask_reward,
+            wall_s=lambda: self.wall_s,
+        )
+
+    def register(self, name: str, *loads: Load | Exception) -> ReplicaInfo:
+        info = ReplicaInfo(name, f"{name}-1", f"{name}:1", 8)
+        self.fleet.register(info, "layout", 0.0)
+        self.loads[name] = list(loads)
+        return info
+
+    async def ask_replica(self, info: ReplicaInfo) -> Load:
+        return _next(self.loads[info.name])
+
+    async def ask_reward(self) -> Mapping[str, float]:
+        return _next(self.told)
+
+
+def _next(answers: list[AnswerT | Exception]) -> AnswerT:
+    answer = answers.pop(0) if len(answers) > 1 else answers[0]
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+@pytest.fixture
+def books(monkeypatch: pytest.MonkeyPatch) -> Books:
+    monkeypatch.setattr("services.trainer.bookkeeper._PAUSE_S", 0.0)
+    return Books()
+
+
+async def test_the_books_hold_all_three_accounts_and_are_told_to_status_calls(books: Books) -> None:
+    books.register("a", load(100, unsent=10, running=20, wall_s=4.0))
+    books.register("b", load(50, wall_s=2.0))
+    books.told = [told(trained=90.0, pending=30.0)]
+    named = await books.keeper.take()
+    assert (named["generated_tokens"], named["tokens_residual"]) == (150, 0)
+    assert (named["tokens/trained"], named["tokens/aborted"]) == (90, 10)
+    assert (named["tokens/pending"], named["tokens/under_way"]) == (30, 20)
+    assert (named["rollout_wall_s"], named["rollout_s/idle"]) == (6.0, 6.0)
+    assert named["trainer_s/starting"] == pytest.approx(10.0, abs=1.0)
+    assert books.state.accounts == named
+
+
+async def test_all_are_asked_at_once(books: Books) -> None:
+    asked, all_asked = set[str](), asyncio.Event()
+
+    async def meet(name: str) -> None:
+        asked.add(name)
+        if asked == {"a", "b", "reward"}:
+            all_asked.set()
+        async with asyncio.timeout(10):
+            await all_asked.wait()
+
+    async def ask_replica(info: ReplicaInfo) -> Load:
+        await meet(info.name)
+        return load(1)
+
+    async def ask_reward() -> Mapping[str, float]:
+        await meet("reward")
+        return {}
+
+    books.register("a")
+    books.register("b")
+    keeper = Bookkeeper(books.fleet, books.state, ask_replica=ask_replica, ask_reward=ask_reward)
+    await keeper.take()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DeadlineError("a", "asking", 2.0),
+        PeerError("a", "asking", ""),
+        NotReadyError("the engine is not running"),
+        EngineError("the engine broke"),
+    ],
+)
+async def test_who_does_not_answer_stands_with_the_last_word(
+    books: Books, error: Exception
+) -> None:
+    books.register("a", load(100), error)
+    books.told = [told(trained=100.0), error]
+    first = await books.keeper.take()
+    second = await books.keeper.take()
+    assert first["generated_tokens"] == second["generated_tokens"] == 100
+    assert first["tokens/trained"] == second["tokens/trained"] == 100
+
+
+async def test_without_token_counts_of_the_reward_service_there_is_no_such_account(
+    books: Books,
+) -> None:
+    books.register("a", load(100))
+    named = await books.keeper.settle()
+    assert "tokens_residual" not in named
+    assert "rollout_seconds_residual" in named
+
+
+async def test_the_last_books_wait_until_all_that_was_sent_has_been_received(books: Books) -> None:
+    books.register("a", load(50), load(70), load(90), load(100))
+    books.told = [told(trained=50.0), told(trained=90.0), told(trained=100.0)]
+    named = await books.keeper.settle()
+    assert (named["generated_tokens"], named["tokens/trained"]) == (100, 100)
+    assert named["tokens_residual"] == 0
+
+
+async def test_books_that_never_agree_stand_in_which_least_was_sent_meanwhile(
+    books: Books,
+) -> None:
+    """As when another client generates all the time."""
+    sent = [(0, 30), (60, 70), (100, 140)]
+    looks = [load(count, wall_s=float(count)) for pair in sent for count in pair]
+    loads = [load(140 + 40 * i, wall_s=140.0 + i) for i in range(1, 20)]
+    books.register("a", *looks, *loads)
+    books.told = [told(trained=0.0)]
+    assert (await books.keeper.settle())["generated_tokens"] == 70
+
+
+async def test_the_closed_books_hold_the_seconds_of_shutting_down(books: Books) -> None:
+    books.told = [told(trained=0.0)]
+    settled = await books.keeper.settle()
+    books.state.enter(RunPhase.FINISHED)
+    books.wall_s = 12.0
+    closed = books.keeper.close({**settled, "submitted": 3.0})
+    assert closed["trainer_wall_s"] == 12.0
+    assert "trainer_s/finished" in closed
+    assert closed["submitted"] == 3.0
+    assert {n: v for n, v in closed.items() if n.startswith("rollout")} == {
+        n: v for n, v in settled.items() if n.startswith("rollout")
+    }
+
+
+def test_a_service_that_starts_anew_counts_on_where_the_one_before_stopped() -> None:
+    received = ReceivedTokens()
+    assert received.by_fate() is None
+    received.update({"reward/other": 1.0})
+    assert received.by_fate() is None
+    received.update(told(trained=10.0, pending=5.0, aborted=1.0))
+    received.update(told(trained=14.0, pending=7.0, aborted=1.0))
+    received.update(told(trained=2.0, pending=3.0))
+    found = received.by_fate()
+    assert found is not None
+    assert (found["trained"], found["aborted"], found["pending"]) == (16.0, 8.0, 3.0)
+    assert sum(found.values()) == 22.0 + 5.0
+
+
+def test_counters_of_those_who_left_stay_in_the_books() -> None:
+    fleet = Fleet("layout", 6.0)
+    for incarnation in ("a-1", "a-2"):
+        info = ReplicaInfo("a", incarnation, "a:1", 8)
+        fleet.register(info, "layout", 0.0)
+        fleet.heartbeat("a", incarnation, load(10, running=4), draining=False, now_s=1.0)
+    counters = fleet.counters()
+    assert (counters.generated_tokens, counters.running_tokens) == (20, 4)
+    assert counters.unsent_tokens == 4  # what the first incarnation had not sent
+    assert counters.wall_s == 2.0
+    fleet.expire(100.0)
+    assert (fleet.counters().unsent_tokens, fleet.counters().running_tokens) == (8, 0)
+
+
+def test_older_counters_do_not_replace_newer_ones() -> None:
+    fleet, info = Fleet("layout", 6.0), ReplicaInfo("a", "a-1", "a:1", 8)
+    fleet.register(info, "layout", 0.0)
+    fleet.note_counters(info, load(30, wall_s=3.0))
+    fleet.heartbeat("a", "a-1", load(20, wall_s=2.0), draining=False, now_s=1.0)
+    assert fleet.counters().generated_tokens == 30
+    assert fleet.members()[0].load.generated_tokens == 20
+    fleet.note_counters(ReplicaInfo("b", "b-1", "b:1", 8), load(99))
+    assert fleet.counters().generated_tokens == 30
+
+
+def test_an_answer_does_not_keep_a_silent_replica_in_the_fleet() -> None:
+    fleet, info = Fleet("layout", 6.0), ReplicaInfo("a", "a-1", "a:1", 8)
+    fleet.register(info, "layout", 0.0)
+    fleet.note_counters(info, load(30))
+    fleet.expire(7.0)
+    assert fleet.in_state(MemberState.PENDING) == ()
