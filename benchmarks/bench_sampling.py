@@ -51,7 +51,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog="example: python benchmarks/bench_sampling.py --seeds 0 1 2 --no-real",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="simulated")
-    parser.add_argument("--simulated-steps", type=int, default=240)
+    parser.add_argument("--simulated-steps", type=int, default=180)
     parser.add_argument("--real", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--steps", type=int, default=24, help="batches of each real run")
     parser.add_argument("--pairs", type=int, default=3, help="synchronous/asynchronous pairs")

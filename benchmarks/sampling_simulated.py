@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -19,7 +20,7 @@ BATCH, GROUP, STALENESS = 64, 16, 4
 GEN_BATCH = 2 * BATCH
 """Prompts of a wave of `rounds`: about what fills a batch at the mixtures' yields."""
 
-FLEET = FleetSettings(num_replicas=16, slots=128)
+FLEET = FleetSettings(num_replicas=8, slots=128)
 TRAINER = TrainerSettings(train_s=60.0, spread_s=5.0)
 
 
@@ -38,13 +39,18 @@ class SimulatedFigures:
 
 def simulate_mixtures(seeds: Sequence[int], steps: int) -> dict[str, SimulatedFigures]:
     """All strategies on all mixtures; prints a table."""
-    figures = {}
-    for mixture in MIXTURES:
-        sys.stdout.write(f"simulating mixture {mixture}, seeds {list(seeds)}\n")
-        sys.stdout.flush()
-        runs = [_compare(mixture, seed, steps) for seed in seeds]
-        figures[mixture] = _figures(runs)
-    Console().print(_table(figures))
+    sys.stdout.write(f"simulating {', '.join(MIXTURES)}, seeds {list(seeds)}\n")
+    sys.stdout.flush()
+    pairs = [(mixture, seed) for mixture in MIXTURES for seed in seeds]
+    with ProcessPoolExecutor() as pool:
+        runs = list(pool.map(_compare, *zip(*pairs, strict=True), [steps] * len(pairs)))
+    figures = {
+        mixture: _figures(
+            [run for (name, _), run in zip(pairs, runs, strict=True) if name == mixture]
+        )
+        for mixture in MIXTURES
+    }
+    Console(width=160).print(_table(figures))
     return figures
 
 

@@ -15,6 +15,7 @@ from services.reward.rollout_client import RolloutClient
 from services.reward.run_files import open_run_files
 from services.reward.scorer_pool import configured_scorer_pool
 from services.reward.servicer import RewardServicer
+from services.reward.sqlite_ledger import SqliteLedger
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.concurrency.exit_status import exit_status
 from sluice.concurrency.parent_death import end_with_supervisor
@@ -61,7 +62,7 @@ async def _serve(config: RunConfig) -> None:
             server = _server(config, loop, limit)
             await server.start()
             try:
-                await _until_stopped(loop, stop)
+                await _until_stopped(loop, stop, files.ledger)
             finally:
                 await server.stop(min(LAST_ANSWERS_S, config.sluice.shutdown_grace_s / 2))
     logger.info("ended")
@@ -81,13 +82,23 @@ def _server(config: RunConfig, loop: RewardLoop, limit: int) -> RpcServer:
     )
 
 
-async def _until_stopped(loop: RewardLoop, stop: asyncio.Event) -> None:
+async def _until_stopped(
+    loop: RewardLoop, stop: asyncio.Event, ledger: SqliteLedger | None
+) -> None:
     async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(_watch(ledger), name="ledger")
         running = tasks.create_task(loop.pipeline.run(), name="pipeline")
         await stop.wait()
         logger.info("stopping")
         loop.end()
         running.cancel()
+        watching.cancel()
+
+
+async def _watch(ledger: SqliteLedger | None) -> None:
+    """A service that cannot note what it promises must not go on."""
+    if ledger is not None:
+        raise await ledger.failure()
 
 
 def _run(path: Path, overrides: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,8 @@ from services.reward.dispatcher import GenerationClient, GroupDispatcher
 from services.reward.evaluation import Evaluation
 from services.reward.generation_trace import GenerationTrace
 from services.reward.grading import Grader, SampleScorer, overlong_shaping
-from services.reward.ledger import MemoryLedger, PromptLedger
+from services.reward.ledger import PromptLedger, PromptState
+from services.reward.memory_ledger import MemoryLedger
 from services.reward.outcomes import Books, OutcomeRecorder, PromptOutcome
 from services.reward.pipeline import Pipeline, PipelineParts
 from services.reward.prompt_audit import prompts_lost
@@ -44,6 +46,8 @@ from sluice.data.prompt_files import PromptFiles
 from sluice.errors import NotReadyError
 from sluice.types import DataProgress
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class PromptSets:
@@ -72,9 +76,9 @@ class RewardLoop:
     def statistics(self) -> dict[str, float]:
         """Counters since the start, and ``reward/prompts_lost``, which only a defect raises.
 
-        ``reward/groups_acknowledged`` is what the trainer has said it trained; a trainer may
-        compare it with its own count since this service started. ``reward/tokens/pending`` and the
-        uses beside it add up to ``reward/tokens/received``.
+        ``reward/groups_acknowledged`` is what trainers have said they trained, since the ledger
+        began; a trainer may compare what was added since its own start with its count.
+        ``reward/tokens/pending`` and the uses beside it add up to ``reward/tokens/received``.
         """
         totals = self.recorder.totals()
         totals["reward/tokens/pending"] += self.evaluation.num_pending_tokens
@@ -82,6 +86,7 @@ class RewardLoop:
         return {
             **totals,
             **self.strategy.statistics(),
+            "reward/groups_acknowledged": float(self.ledger.num_acknowledged),
             "reward/validation_groups": float(self.evaluation.num_graded_groups),
             "reward/prompts_lost": float(lost),
         }
@@ -119,8 +124,8 @@ def assemble(
     open_stream = _training_opener(config, sets.training)
     check_data_source = _data_source_check(config)
     endings, rules, run_files = _Endings(), _batch_rules(config), files or no_run_files()
-    ledger = MemoryLedger()
-    source = PromptSource(ledger, open_stream, check_data_source)
+    ledger = run_files.ledger or MemoryLedger()
+    source = _source(ledger, open_stream, check_data_source)
     parts = _stages(config, rules, ledger, source, scorers, client, endings, run_files)
     rows = open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0
     pipeline = Pipeline(_settings(config, rules, rows), parts)
@@ -151,6 +156,21 @@ def assemble(
         dumps,
         rows,
     )
+
+
+def _source(
+    ledger: PromptLedger,
+    open_stream: Callable[[DataProgress], PromptStream] | None,
+    check_data_source: Callable[[str], None],
+) -> PromptSource:
+    """Issues what the ledger of an earlier service holds, in its order, before anything else."""
+    source = PromptSource(ledger, open_stream, check_data_source)
+    for prompt in ledger.pending():
+        if ledger.state(prompt.prompt_id) is PromptState.WAITING:
+            source.put(prompt)
+    if source.num_waiting:
+        logger.info("%d prompts of an earlier service wait again", source.num_waiting)
+    return source
 
 
 def _stages(

@@ -12,14 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from uuid import uuid4
 
-from sluice.algorithm.staleness import (
-    BatchDecision,
-    InFlightGroup,
-    KeptGroup,
-    OnStale,
-    doomed_groups,
-    may_form_batch,
-)
+from sluice.algorithm.group_ages import GroupAges
+from sluice.algorithm.staleness import OnStale
 from sluice.errors import NotFoundError
 from sluice.types import (
     DataProgress,
@@ -54,14 +48,17 @@ class Lease:
 class Batcher:
     """Kept groups and the one lease.
 
+    `ages` knows how old they are, and the running groups, of which others tell it; ask it what to
+    do with them.
+
     Args:
         rules: batch size and staleness.
     """
 
     def __init__(self, rules: BatchRules) -> None:
         self._rules = rules
+        self.ages = GroupAges(rules.batch_size, rules.max_staleness, rules.on_stale)
         self._kept: dict[str, GradedGroup] = {}
-        self._ages: dict[str, KeptGroup] = {}
         self._acknowledged: deque[str] = deque(maxlen=ACKNOWLEDGED_REMEMBERED)
         self._unpublished: list[int] = []  # versions that leases were formed under
         self.lease: Lease | None = None
@@ -80,44 +77,11 @@ class Batcher:
         """Take on a kept group."""
         prompt = graded.group.prompt
         self._kept[prompt.prompt_id] = graded
-        self._ages[prompt.prompt_id] = KeptGroup(graded.oldest_version, prompt.sequence)
+        self.ages.keep(prompt.prompt_id, graded.oldest_version, prompt.sequence)
 
-    def decide(
-        self,
-        version: int,
-        in_flight: Sequence[InFlightGroup],
-        kept_bound: Callable[[int], float] = float,
-    ) -> BatchDecision:
-        """What to do now towards the batch for `version`; indices as in `kept_groups`."""
-        return may_form_batch(
-            tuple(self._ages.values()),
-            in_flight,
-            version=version,
-            max_staleness=self._rules.max_staleness,
-            batch_size=self._rules.batch_size,
-            on_stale=self._rules.on_stale,
-            kept_bound=kept_bound,
-        )
-
-    def doomed(self, next_version: int, in_flight: Sequence[InFlightGroup]) -> tuple[str, ...]:
-        """Running groups without a place in the batches from `next_version` on."""
-        return doomed_groups(
-            tuple(self._ages.values()),
-            in_flight,
-            next_version=next_version,
-            max_staleness=self._rules.max_staleness,
-            batch_size=self._rules.batch_size,
-        )
-
-    def drops(self, start_version: int, next_version: int) -> bool:
-        """Whether a group begun under `start_version` is dropped for its age, not begun again."""
-        is_too_old = start_version < next_version - self._rules.max_staleness
-        return self._rules.on_stale == "drop" and is_too_old
-
-    def kept_groups(self, indices: Sequence[int]) -> tuple[GradedGroup, ...]:
-        """Kept groups by the indices of a decision made since the last change."""
-        kept = tuple(self._kept.values())
-        return tuple(kept[i] for i in indices)
+    def kept_groups(self, prompt_ids: Sequence[str]) -> tuple[GradedGroup, ...]:
+        """Kept groups by their prompts' ids."""
+        return tuple(self._kept[prompt_id] for prompt_id in prompt_ids)
 
     def all_kept(self) -> tuple[GradedGroup, ...]:
         """Every kept group that waits."""
@@ -125,7 +89,7 @@ class Batcher:
 
     def remove(self, prompt_id: str) -> GradedGroup:
         """Give up a kept group (grown stale, or surplus where nothing is carried over)."""
-        del self._ages[prompt_id]
+        self.ages.remove(prompt_id)
         return self._kept.pop(prompt_id)
 
     def form(
@@ -192,7 +156,7 @@ class Batcher:
     def clear(self) -> None:
         """Forget every group and the lease: another trainer begins."""
         self._kept.clear()
-        self._ages.clear()
+        self.ages.remove_all()
         self.lease = None
         self._unpublished.clear()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.reward.group_request import PHASE, GenerateEvent, GroupRequest
+from services.reward.group_request import PHASE, GenerateEvent, GroupRequest, SampleCallback
 from sluice.algorithm.growing_sample import GrowingSample, NewTokens
 from sluice.errors import PeerError
 from sluice.types import FinishReason, Rollout, RolloutGroup, TokenIds
@@ -33,6 +33,7 @@ class CollectedGroup:
     """One group on its way home, whichever replicas its tokens come from.
 
     Attributes:
+        on_sample: told of each sample that has finished.
         num_tokens: response tokens that it holds, of unfinished samples too.
         first_start: when a replica took it on first, in seconds of the event loop's clock.
         was_moved: it was taken away from a slow replica.
@@ -40,6 +41,7 @@ class CollectedGroup:
     """
 
     request: GroupRequest
+    on_sample: SampleCallback | None = None
     num_tokens: int = 0
     first_start: float | None = None
     was_moved: bool = False
@@ -102,6 +104,8 @@ class CollectedGroup:
             self._growing[index].adopt(rollout)
         else:
             self._rollouts[index] = rollout
+            if self.on_sample is not None:
+                self.on_sample(rollout)
         return rollout.num_tokens - known.num_tokens
 
     def _check_asked(self, sample_index: int, replica: str) -> None:

@@ -23,6 +23,7 @@ from services.reward.group_request import (
     GroupFailedError,
     GroupRequest,
     OverlongPromptError,
+    SampleCallback,
     StartCallback,
     first_samples,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "GroupFailedError",
     "GroupRequest",
     "OverlongPromptError",
+    "SampleCallback",
     "StartCallback",
     "first_samples",
 ]
@@ -91,7 +93,10 @@ class GroupDispatcher:
         await self._client.retain({replica.info.address for replica in replicas})
 
     async def generate(
-        self, request: GroupRequest, on_start: StartCallback | None = None
+        self,
+        request: GroupRequest,
+        on_start: StartCallback | None = None,
+        on_sample: SampleCallback | None = None,
     ) -> RolloutGroup:
         """Generate the samples asked for.
 
@@ -102,13 +107,14 @@ class GroupDispatcher:
             request: the samples.
             on_start: told the oldest version in the group whenever it changes; ``None`` while the
                 group holds nothing and waits.
+            on_sample: told of each sample that has finished.
 
         Raises:
             GroupFailedError: the engine refuses the prompt (`OverlongPromptError`: as too long),
                 too many attempts failed, or no sample finished before the group was over.
             DataError: a row is too long, and such rows are not to be left out.
         """
-        collected = CollectedGroup(request)
+        collected = CollectedGroup(request, on_sample)
         notify = on_start or _ignore
         rank = (int(request.priority), request.prompt.sequence)
         failures: list[str] = []

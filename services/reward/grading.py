@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Protocol
 
 from services.reward.scorer_messages import ScoreItem
@@ -20,6 +21,8 @@ from sluice.types import (
     RolloutGroup,
     Scored,
 )
+
+_NOTHING: Mapping[int, Outcome] = MappingProxyType({})
 
 
 class SampleScorer(Protocol):
@@ -80,24 +83,40 @@ class Grader:
     def __init__(self, scorer: SampleScorer, shaping: OverlongShaping | None) -> None:
         self._scorer, self._shaping = scorer, shaping
 
-    async def grade(self, group: RolloutGroup, greedy: RolloutGroup | None = None) -> GradedGroup:
+    async def grade(
+        self,
+        group: RolloutGroup,
+        greedy: RolloutGroup | None = None,
+        known: Mapping[int, Outcome] = _NOTHING,
+    ) -> GradedGroup:
         """One outcome per sample, by the same scorer and shaping for the greedy response.
 
-        Aborted samples are never graded.
+        Args:
+            group: the samples.
+            greedy: the greedy response, if there is one.
+            known: outcomes of samples that were graded before, by their index.
         """
-        rollouts = (*group.rollouts, *(greedy.rollouts if greedy else ()))
-        complete = [r for r in rollouts if r.finish_reason is not FinishReason.ABORTED]
-        scored = iter(await self._scorer.score([_item(group.prompt, r) for r in complete]))
-        aborted = Failed(FailureKind.ABORTED, "generation was ended from outside")
+        ungraded = [r for r in group.rollouts if r.sample_index not in known]
+        beside = greedy.rollouts if greedy else ()
+        graded = iter(await self.outcomes(group.prompt, (*ungraded, *beside)))
         outcomes = tuple(
+            known[r.sample_index] if r.sample_index in known else next(graded)
+            for r in group.rollouts
+        )
+        return GradedGroup(group, outcomes, GradedGroup(greedy, tuple(graded)) if greedy else None)
+
+    async def outcomes(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[Outcome, ...]:
+        """One outcome per response to a prompt; aborted ones are never graded."""
+        complete = [r for r in rollouts if r.finish_reason is not FinishReason.ABORTED]
+        items = [_item(prompt, rollout) for rollout in complete]
+        scored = iter(await self._scorer.score(items) if items else ())
+        aborted = Failed(FailureKind.ABORTED, "generation was ended from outside")
+        return tuple(
             aborted
             if rollout.finish_reason is FinishReason.ABORTED
             else self._shaped(next(scored), rollout)
             for rollout in rollouts
         )
-        num_samples = len(group.rollouts)
-        baseline = GradedGroup(greedy, outcomes[num_samples:]) if greedy else None
-        return GradedGroup(group, outcomes[:num_samples], baseline)
 
     def _shaped(self, outcome: Outcome, rollout: Rollout) -> Outcome:
         if self._shaping is None or isinstance(outcome, Failed):

@@ -15,12 +15,12 @@ from services.reward.dispatcher import (
     GroupDispatcher,
     GroupFailedError,
     GroupRequest,
+    SampleCallback,
     StartCallback,
     first_samples,
 )
+from services.reward.group_parts import OldestStart, decisive
 from services.reward.sampling import for_prompt
-from sluice.concurrency.exception_leaves import leaves
-from sluice.errors import SluiceError
 from sluice.types import FailureKind, RolloutGroup, SamplingParams
 
 
@@ -47,6 +47,7 @@ async def generate_group(
     request: GroupRequest,
     greedy: SamplingParams | None,
     on_start: StartCallback,
+    on_sample: SampleCallback | None = None,
 ) -> DrawnGroup:
     """Generate a prompt's samples and, with `greedy`, one response drawn by it.
 
@@ -55,6 +56,7 @@ async def generate_group(
         request: the samples; the greedy response keeps to the same versions.
         greedy: how the response is drawn; ``None``: none is.
         on_start: told the oldest version among the tokens of both, whenever it changes.
+        on_sample: told of each sample that has finished; not of the greedy response.
 
     Raises:
         GroupFailedError: samples or response cannot be had; the detail of the response's failure
@@ -62,24 +64,25 @@ async def generate_group(
         SluiceError: whatever else ends the generation of a group; the gravest of the two.
     """
     if greedy is None:
-        return DrawnGroup(await dispatcher.generate(request, on_start))
+        return DrawnGroup(await dispatcher.generate(request, on_start, on_sample))
     beside = replace(
         request,
         sample_indexes=first_samples(1),
         sampling=for_prompt(greedy, request.prompt, stage="greedy"),
     )
-    oldest = _OldestStart(on_start)
+    oldest = OldestStart(on_start)
     try:
         async with asyncio.TaskGroup() as tasks:
             name = f"prompt {request.prompt.prompt_id}"
             samples = tasks.create_task(
-                dispatcher.generate(request, oldest.samples_started), name=f"{name}, samples"
+                dispatcher.generate(request, oldest.of("samples"), on_sample),
+                name=f"{name}, samples",
             )
             response = tasks.create_task(
-                _response(dispatcher, beside, oldest.greedy_started), name=f"{name}, greedy"
+                _response(dispatcher, beside, oldest.of("greedy")), name=f"{name}, greedy"
             )
     except ExceptionGroup as group:
-        raise _failure(group) from group
+        raise decisive(group) from group
     return DrawnGroup(samples.result(), response.result())
 
 
@@ -94,38 +97,3 @@ async def _response(
         raise GroupFailedError(
             f"{FailureKind.ENGINE_ERROR}: no greedy response, the baseline of its samples: {error}"
         ) from error
-
-
-def _failure(group: ExceptionGroup[Exception]) -> Exception:
-    """The error that decides the prompt's fate; the whole group if it holds a defect."""
-    found = leaves(group)
-    errors = [error for error in found if isinstance(error, SluiceError)]
-    return max(errors, key=_gravity) if len(errors) == len(found) else group
-
-
-def _gravity(error: SluiceError) -> int:
-    """What all prompts would meet, then what is said of this prompt, then what one group met."""
-    if not isinstance(error, GroupFailedError):
-        return 2
-    return int(type(error) is not GroupFailedError)
-
-
-class _OldestStart:
-    """The older of the versions under which samples and greedy response began."""
-
-    def __init__(self, on_start: StartCallback) -> None:
-        self._on_start = on_start
-        self._samples: int | None = None
-        self._greedy: int | None = None
-
-    def samples_started(self, version: int | None) -> None:
-        self._samples = version
-        self._tell()
-
-    def greedy_started(self, version: int | None) -> None:
-        self._greedy = version
-        self._tell()
-
-    def _tell(self) -> None:
-        started = [version for version in (self._samples, self._greedy) if version is not None]
-        self._on_start(min(started, default=None))

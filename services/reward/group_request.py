@@ -98,3 +98,4 @@ class OverlongPromptError(GroupFailedError):
 
 
 StartCallback = Callable[[int | None], None]
+SampleCallback = Callable[[Rollout], None]

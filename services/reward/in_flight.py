@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from sluice.algorithm.group_ages import GroupAges
 from sluice.algorithm.sampling.visit import Visit
-from sluice.algorithm.staleness import InFlightGroup
 from sluice.types import Prompt
 
 
@@ -24,19 +25,31 @@ class InFlightItem:
 
     `drawn_as` is what was decided when its prompt was drawn, `visit` the same after its probes;
     `num_unasked` is how many sequences it will ask the fleet's room for and has not yet;
-    `start_version` is ``None`` until a replica starts it; `is_sure` once its samples differ.
+    `is_sure` once its samples differ; `on_age` is told of every change of its start version.
     """
 
     prompt: Prompt
     drawn_as: Visit
     visit: Visit
     num_unasked: int
+    on_age: Callable[[InFlightItem], None]
     task: asyncio.Task[None] | None = None
-    start_version: int | None = None
     is_grading: bool = False
     is_sure: bool = False
+    num_requests: int = 0
     fate: Fate = Fate.REQUEUED
     is_cancelled: bool = False
+    _start_version: int | None = field(default=None, init=False)
+
+    @property
+    def start_version(self) -> int | None:
+        """Version of its oldest token; ``None`` while it holds none and is about to draw none."""
+        return self._start_version
+
+    @start_version.setter
+    def start_version(self, version: int | None) -> None:
+        self._start_version = version
+        self.on_age(self)
 
     def cancel(self, fate: Fate) -> None:
         """End the task, once; the prompt meets `fate`."""
@@ -50,6 +63,7 @@ class InFlightTable:
 
     def __init__(self) -> None:
         self._items: dict[str, InFlightItem] = {}
+        self._ages: GroupAges | None = None
         self.num_grading = 0
         self.num_unasked = 0
         self.num_sure = 0
@@ -57,9 +71,13 @@ class InFlightTable:
     def __len__(self) -> int:
         return len(self._items)
 
+    def tell_ages(self, ages: GroupAges) -> None:
+        """Enter groups here as they start, and take them out as they end."""
+        self._ages = ages
+
     def add(self, prompt: Prompt, visit: Visit, num_sequences: int) -> InFlightItem:
         """Take on a group, whose task will ask for room for so many sequences when it runs."""
-        item = InFlightItem(prompt, visit, visit, num_sequences)
+        item = InFlightItem(prompt, visit, visit, num_sequences, self._enter_age)
         self._items[prompt.prompt_id] = item
         self.num_unasked += num_sequences
         return item
@@ -71,8 +89,8 @@ class InFlightTable:
 
     def start_grading(self, item: InFlightItem) -> None:
         """All samples of a group that were asked for are there."""
+        self.num_grading += not item.is_grading
         item.is_grading = True
-        self.num_grading += 1
 
     def go_on(self, item: InFlightItem, *, is_sure: bool) -> None:
         """More samples of a graded group are generated; sure to be kept, if those before differ."""
@@ -87,22 +105,24 @@ class InFlightTable:
         self.num_grading -= item.is_grading
         self.num_sure -= item.is_sure
         self.asked(item)
+        if self._ages is not None:
+            self._ages.left(item.prompt.prompt_id)
 
-    def started(self) -> tuple[InFlightGroup, ...]:
-        """The groups that hold tokens or are about to, with their oldest version."""
-        return tuple(
-            InFlightGroup(prompt_id, item.start_version)
-            for prompt_id, item in self._items.items()
-            if item.start_version is not None
-        )
-
-    def cancel(self, prompt_ids: tuple[str, ...], fate: Fate) -> None:
-        """End some groups' tasks."""
-        for prompt_id in prompt_ids:
-            self._items[prompt_id].cancel(fate)
+    def cancel(self, prompt_id: str, fate: Fate) -> None:
+        """End a group's task."""
+        self._items[prompt_id].cancel(fate)
 
     def cancel_all(self, fate: Fate) -> list[asyncio.Task[None]]:
         """End all tasks; returns them to be waited for."""
         for item in self._items.values():
             item.cancel(fate)
         return [item.task for item in self._items.values() if item.task is not None]
+
+    def _enter_age(self, item: InFlightItem) -> None:
+        prompt_id = item.prompt.prompt_id
+        if self._ages is None or self._items.get(prompt_id) is not item:
+            return
+        if item.start_version is None:
+            self._ages.left(prompt_id)
+        else:
+            self._ages.runs(prompt_id, item.start_version)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sluice.algorithm.group_completeness import LEAST_SAMPLES, fewest_samples
-from sluice.algorithm.group_filter import filter_group
+from sluice.algorithm.group_filter import filter_group, filter_scores
 from sluice.errors import ConfigError
-from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, PromptOrigin
+from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, PromptOrigin, Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,14 @@ def judge_probes(
         return None
     verdict = _filtered(probes, metric)
     return None if verdict.end is None else verdict
+
+
+def samples_differ(scores: Sequence[Scored], metric: str | None) -> bool:
+    """Whether a group with these samples is mixed, whatever its others are."""
+    try:
+        return len(scores) >= LEAST_SAMPLES and filter_scores(scores, metric=metric) is None
+    except ConfigError:
+        return False  # the judgement of the whole group says what is missing
 
 
 def _filtered(graded: GradedGroup, metric: str | None) -> Judgement:

@@ -105,13 +105,17 @@ class OutcomeRecorder:
         self._received_before = 0  # tokens for training, of the intervals before
         self._totals: Counter[str] = Counter()
 
-    def generated(self, drawn: DrawnGroup) -> None:
-        """All samples that were asked for are there, and the greedy response if there is one."""
+    def generated(self, drawn: DrawnGroup, *, is_last: bool = True) -> None:
+        """All samples of a request are there, and the greedy response if there is one.
+
+        With `is_last` nothing else is being generated for the prompt.
+        """
         prompt = drawn.samples.prompt
         self._interval.num_greedy_tokens += drawn.num_greedy_tokens
         self._totals["reward/greedy_tokens"] += drawn.num_greedy_tokens
-        self._log.generated(prompt)
-        self._ledger.move(prompt.prompt_id, PromptState.GRADING)
+        if is_last:
+            self._log.generated(prompt)
+            self._ledger.move(prompt.prompt_id, PromptState.GRADING)
 
     def goes_on(self, prompt: Prompt) -> None:
         """A group's first samples are graded and the rest is generated."""
@@ -173,7 +177,7 @@ class OutcomeRecorder:
         self._log.restarted(prompt)
         logger.info("prompt %s left out: %s", prompt.prompt_id, detail)
         self._totals["reward/prompts_overlong"] += 1
-        self._ledger.end(prompt.prompt_id, PromptEnd.DROPPED_FAILED)
+        self._ledger.end(prompt.prompt_id, PromptEnd.DROPPED_FAILED, detail=detail)
         self._on_end(PromptOutcome(prompt, PromptEnd.DROPPED_FAILED, None, (), detail))
 
     def skipped(self, prompt: Prompt, detail: str) -> None:
@@ -252,7 +256,13 @@ class OutcomeRecorder:
         return sum(self._trace.of(prompt_id).num_tokens for prompt_id in self._ledger.pending_ids())
 
     def _ends(self, outcome: PromptOutcome) -> None:
-        self._ledger.end(outcome.prompt.prompt_id, outcome.end)
+        self._ledger.end(
+            outcome.prompt.prompt_id,
+            outcome.end,
+            step=outcome.step,
+            rewards=outcome.rewards,
+            detail=outcome.detail,
+        )
         self._interval.ends[outcome.end] += 1
         self._on_end(outcome)
 

@@ -134,12 +134,13 @@ class Pipeline:
     @property
     def held(self) -> HeldPrompts:
         """The pending prompts as the stages hold them."""
-        lease = self._parts.batcher.lease
+        lease, recovered = self._parts.batcher.lease, self._parts.ledger.open_lease
+        num_recovered = len(recovered.prompt_ids) if recovered else 0
         return HeldPrompts(
             num_waiting=self._parts.source.num_waiting,
             num_in_flight=len(self._in_flight),
             num_kept=self._parts.batcher.num_kept,
-            num_leased=len(lease.groups) if lease else 0,
+            num_leased=len(lease.groups) if lease else num_recovered,
         )
 
     async def run(self) -> None:
@@ -173,7 +174,9 @@ class Pipeline:
         async with self._announce_lock:
             if trainer != self._trainer:
                 self.policy_version = None  # nothing is admitted meanwhile
-                await self._take_over(trainer, resume_from)
+                await self._take_over(trainer, version, resume_from)
+            if self._parts.batcher.lease is None:
+                self.batches.recovered.announced(version)
             if version != self._learned_version:
                 await self._learn()
             self._learned_version = self.policy_version = version
@@ -274,30 +277,62 @@ class Pipeline:
             self._restart(item.prompt, Discard.STALE if was_stale else Discard.TAKEN_OVER)
         self._parts.changes.notify()
 
-    async def _take_over(self, trainer: str, resume_from: DataProgress | None) -> None:
-        """A trainer begins, perhaps from an older policy: what is pending is generated anew."""
-        if self._trainer is not None:
+    async def _take_over(
+        self, trainer: str, version: int, resume_from: DataProgress | None
+    ) -> None:
+        """A trainer begins, perhaps from an older policy: what is pending is generated anew.
+
+        The trainer that the ledger knows goes on: only this service has started anew.
+        """
+        ledger = self._parts.ledger
+        if trainer == ledger.trainer:
+            self._parts.source.start_data(ledger.restart_data(ledger.progress()))
+            self._trainer = trainer
+            return
+        await self._end_what_runs()
+        self._give_back_kept(resume_from)
+        for prompt in await self._trained_in_vain(version):
+            self._parts.source.put(prompt)
+        if self._trainer is None or resume_from is not None or version == 0:
+            self._parts.source.start_data(ledger.restart_data(resume_from or DataProgress(0)))
+        ledger.begin_trainer(trainer)
+        self._trainer = trainer
+
+    async def _end_what_runs(self) -> None:
+        """End groups under way; before the first announcement, forget what an earlier service drew
+        from the data set: the new trainer says where that stands."""
+        if self._trainer is None:
+            self._parts.ledger.forget_data()
+            self._parts.source.forget_data()
+        else:
             logger.warning("another trainer announces itself; pending groups start again")
             running = self._in_flight.cancel_all(Fate.REQUEUED)
             async with deadline(TAKE_OVER_TIMEOUT_S, peer="rollout fleet", phase="cancelling"):
                 if running:
                     await asyncio.wait(running)
-            self._give_back_kept(resume_from)
             self._parts.strategy.batch_formed()  # waves of the batch under way count no more
-        if self._trainer is None or resume_from is not None:
-            progress = self._parts.ledger.restart_data(resume_from or DataProgress(0))
-            self._parts.source.start_data(progress)
-        self._trainer = trainer
+
+    async def _trained_in_vain(self, version: int) -> tuple[Prompt, ...]:
+        """Clients' prompts of steps that `version` knows nothing of: accepted once more."""
+        ledger = self._parts.ledger
+        prompts = await ledger.trained_after(version)
+        if prompts:
+            logger.warning("%d clients' prompts of later steps are issued again", len(prompts))
+        ledger.reissue(prompts)
+        return prompts
 
     def _give_back_kept(self, resume_from: DataProgress | None) -> None:
         """Kept and leased prompts wait again, but for those the resumed policy was trained on."""
+        ledger = self._parts.ledger
         self._parts.batcher.clear()
-        for prompt in self._parts.ledger.pending():
-            state = self._parts.ledger.state(prompt.prompt_id)
+        is_leased = {prompt.prompt_id for prompt in ledger.release_lease()}
+        for prompt in ledger.pending():
+            is_kept = ledger.state(prompt.prompt_id) is PromptState.KEPT
+            is_waiting = ledger.state(prompt.prompt_id) is PromptState.WAITING
             if resume_from is not None and _covers(resume_from, prompt.position):
-                if state is not PromptState.WAITING:
+                if prompt.prompt_id in is_leased or not is_waiting:
                     self._parts.recorder.ended(prompt, PromptEnd.TRAINED)
-            elif state in (PromptState.KEPT, PromptState.LEASED):
+            elif is_kept or prompt.prompt_id in is_leased:
                 self._restart(prompt, Discard.TAKEN_OVER)
 
     def _restart(self, prompt: Prompt, why: Discard) -> None:
@@ -309,11 +344,11 @@ class Pipeline:
         return "; ".join(waits) or "nothing"
 
     def _facts(self) -> LoopFacts:
-        lease, source = self._parts.batcher.lease, self._parts.source
+        lease, source = self._parts.ledger.open_lease, self._parts.source
         return LoopFacts(
             is_announced=self.policy_version is not None,
             num_replicas=len(self._parts.queue.replicas),
-            leased_batch=lease.batch.batch_id if lease else None,
+            leased_batch=lease.batch_id if lease else None,
             batch_asked=self.batches.is_asked,
             num_generating=self.num_generating,
             num_grading=self.num_grading,

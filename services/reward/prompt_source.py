@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from services.reward.ledger import PromptLedger
@@ -82,6 +82,11 @@ class PromptSource:
     def put(self, prompt: Prompt) -> None:
         """Issue an accepted prompt before any later one and before the data set."""
         heappush(self._waiting, (prompt.sequence, prompt))
+
+    def forget_data(self) -> None:
+        """Issue no data-set prompt that waits: the ledger has forgotten them."""
+        self._waiting = [each for each in self._waiting if each[1].origin is PromptOrigin.CLIENT]
+        heapify(self._waiting)
 
     async def next_prompt(self) -> Prompt | None:
         """The next prompt, accepted by the ledger; ``None`` if there is none now.

@@ -1,4 +1,4 @@
-"""Files of the run folder that the service writes: the memory of prompts and the log of groups."""
+"""Files of the run folder that the service writes: ledger, memory of prompts, log of groups."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from pathlib import Path
 
 from services.reward.group_log import GroupLog
 from services.reward.prompt_memory_store import PromptMemoryStore
+from services.reward.sqlite_ledger import SqliteLedger
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.config.run import RunConfig
 
 MEMORY_FILE = Path("reward") / "prompt_memory.sqlite"
 LOG_FILE = Path("groups.jsonl")
+LEDGER_FILE = Path("reward") / "ledger.sqlite"
 
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """`memory` is ``None`` for strategies without one; `log` may be one that writes nothing."""
+    """`memory` is ``None`` for strategies without one; `log` may be one that writes nothing.
+
+    `ledger` is ``None`` where the ledger is to be in memory.
+    """
 
     memory: PromptMemoryStore | None
     log: GroupLog
+    ledger: SqliteLedger | None = None
 
 
 def no_run_files() -> RunFiles:
@@ -34,13 +40,15 @@ def open_run_files(config: RunConfig) -> Iterator[RunFiles]:
     """Open the files, which are appended to where they exist.
 
     Raises:
-        DataError: the memory of prompts is damaged or of another program.
+        DataError: ledger or memory of prompts are damaged, in use or of another program.
     """
     folder, uses_memory = Path(config.sluice.run_dir), _uses_memory(config)
     log = GroupLog(folder / LOG_FILE if config.sluice.reward.group_log else None)
     store = PromptMemoryStore(folder / MEMORY_FILE) if uses_memory else nullcontext()
-    with store as memory:
-        yield RunFiles(memory, log)
+    is_durable = config.sluice.reward.ledger == "sqlite"
+    book = SqliteLedger(folder / LEDGER_FILE) if is_durable else nullcontext()
+    with book as ledger, store as memory:
+        yield RunFiles(memory, log, ledger)
 
 
 def _uses_memory(config: RunConfig) -> bool:

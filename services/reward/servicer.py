@@ -76,6 +76,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         batch = await self._loop.pipeline.batches.take(
             request.step, request.policy_version, _seconds(context, "TakeBatch")
         )
+        await self._loop.ledger.durable()
         return reward.TakeBatchResponse(batch=train_batch_to_proto(batch))
 
     async def AcknowledgeBatch(
@@ -83,6 +84,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward.AcknowledgeBatchResponse:
         """Closes a lease."""
         groups = self._loop.pipeline.batches.acknowledge(request.batch_id, request.step)
+        await self._loop.ledger.durable()
         await self._loop.dumps.trained(groups, request.step)
         return reward.AcknowledgeBatchResponse()
 
@@ -96,6 +98,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             [AnnouncedReplica(replica_from_proto(r), r.policy_version) for r in request.replicas],
             progress_from_proto(request.resume_from) if request.HasField("resume_from") else None,
         )
+        await self._loop.ledger.durable()
         return reward.AnnouncePolicyResponse()
 
     async def Score(self, request: reward.ScoreRequest, context: Context) -> reward.ScoreResponse:

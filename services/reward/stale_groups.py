@@ -20,7 +20,7 @@ class StaleGroups:
 
     Args:
         batcher: the kept groups and the rules.
-        in_flight: the running ones.
+        in_flight: the running ones; from here on their ages are entered beside the kept ones'.
         carries_over: whether kept groups wait for later batches. Where they do not, a place is of
             no use: running groups end, and what a batch does not take is thrown away.
     """
@@ -30,6 +30,7 @@ class StaleGroups:
     ) -> None:
         self._batcher, self._in_flight, self._carries_over = batcher, in_flight, carries_over
         self._restarting: set[str] = set()
+        in_flight.tell_ages(batcher.ages)
 
     def check(self, announced: int | None, *, but_for: str | None = None) -> None:
         """Cancel the groups without a place.
@@ -41,21 +42,19 @@ class StaleGroups:
         if announced is None or not self._carries_over:
             return
         next_version = self._batcher.next_version(announced)
-        running = [group for group in self._in_flight.started() if group.prompt_id != but_for]
-        self.cancel(self._batcher.doomed(next_version, running), next_version)
+        doomed = self._batcher.ages.doomed(next_version)
+        self.cancel([prompt_id for prompt_id in doomed if prompt_id != but_for], next_version)
 
     def cancel(self, doomed: Collection[str], next_version: int) -> None:
         """Cancel these groups; their fate is settled by the version of the next batch."""
         if not self._carries_over:
             return
-        for group in self._in_flight.started():
-            if group.prompt_id not in doomed:
-                continue
-            if self._batcher.drops(group.start_version, next_version):
-                self._in_flight.cancel((group.prompt_id,), Fate.STALE)
+        for prompt_id in doomed:
+            if self._batcher.ages.drops(prompt_id, next_version):
+                self._in_flight.cancel(prompt_id, Fate.STALE)
             else:
-                self._restarting.add(group.prompt_id)
-                self._in_flight.cancel((group.prompt_id,), Fate.REQUEUED)
+                self._restarting.add(prompt_id)
+                self._in_flight.cancel(prompt_id, Fate.REQUEUED)
 
     def left(self, item: InFlightItem) -> bool:
         """Forget a group whose task has ended; whether it was cancelled here to start again."""

@@ -1,6 +1,9 @@
 """Prompts submitted by clients: receipts at once, outcomes when the prompts end.
 
-A client that goes away loses its outcomes, not its prompts: what was accepted is trained on.
+What a client is told is durable first: a receipt or an outcome leaves once the ledger has committed
+what it says. A client that goes away loses no prompt, and may ask: the same prompt sent again, in
+another call or to a service that has started anew, is not accepted twice; its receipt is repeated,
+and its outcome too, as far as ended prompts are remembered.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from services.reward.ledger import PromptLedger
+from services.reward.ledger_content import body_digest, encode_body
 from services.reward.outcomes import PromptOutcome
 from services.reward.prompt_source import DATASET_ID_PREFIX
 from sluice.errors import DataError, InvalidRequestError
@@ -41,18 +45,24 @@ class Receipt:
 
 
 class SubmissionSession:
-    """One client's call: receipts and outcomes on their way to it."""
+    """One client's call: receipts and outcomes on their way to it.
 
-    def __init__(self) -> None:
-        self._events: asyncio.Queue[Receipt | PromptOutcome | None] = asyncio.Queue()
+    Args:
+        ledger: has to have committed what the client is told; ``None``: nothing is waited for.
+    """
+
+    def __init__(self, ledger: PromptLedger | None = None) -> None:
+        self._ledger = ledger
+        self._events: asyncio.Queue[tuple[int, Receipt | PromptOutcome] | None] = asyncio.Queue()
         self._is_closed = False
         self._has_room = asyncio.Event()
         self._has_room.set()
         self.num_open = 0
 
     def put(self, event: Receipt | PromptOutcome) -> None:
-        """Tell the client."""
-        self._events.put_nowait(event)
+        """Tell the client, once the ledger's changes so far are durable."""
+        ticket = self._ledger.noted() if self._ledger is not None else 0
+        self._events.put_nowait((ticket, event))
         if self._events.qsize() >= MAX_UNSENT:
             self._has_room.clear()
 
@@ -65,18 +75,30 @@ class SubmissionSession:
         self._is_closed = True
         self._events.put_nowait(None)
 
+    def lose(self) -> None:
+        """Another call waits for one of its prompts from now on."""
+        self.num_open -= 1
+        self._events.put_nowait(None)
+
     def end(self) -> None:
         """The service ends: the call does, whatever is unfinished."""
         self.num_open = 0
         self.close_input()
 
     async def next_event(self) -> Receipt | PromptOutcome | None:
-        """What to send next; ``None`` at the end."""
+        """What to send next; ``None`` at the end.
+
+        Raises:
+            DataError, DeadlineError: the ledger cannot be written.
+        """
         while not (self._is_closed and self.num_open == 0 and self._events.empty()):
-            event = await self._events.get()
+            told = await self._events.get()
             if self._events.qsize() < MAX_UNSENT:
                 self._has_room.set()
-            if event is not None:
+            if told is not None:
+                ticket, event = told
+                if self._ledger is not None:
+                    await self._ledger.durable(ticket)
                 return event
         return None
 
@@ -102,16 +124,20 @@ class Submissions:
         self._check_data_source = check_data_source
         self._sessions: dict[str, SubmissionSession] = {}
         self._open_sessions: set[SubmissionSession] = set()
-        self._num_pending = 0
 
     def submit(self, submission: Submission, session: SubmissionSession) -> None:
-        """Accept or refuse a prompt; the receipt goes to the session."""
+        """Accept or refuse a prompt, or find it again; the receipt goes to the session."""
+        if (outcome := self._known_outcome(submission)) is not None:
+            session.put(Receipt(submission.prompt_id, outcome.prompt.sequence))
+            session.put(outcome)
+            return
         try:
-            prompt = self._accepted(submission)
+            prompt = self._known_pending(submission, session) or self._accepted(submission)
         except (InvalidRequestError, DataError) as error:
             session.put(Receipt(submission.prompt_id, None, str(error)))
             return
-        self._num_pending += 1
+        if (before := self._sessions.get(prompt.prompt_id)) is not None:
+            before.lose()
         self._sessions[prompt.prompt_id] = session
         session.num_open += 1
         session.put(Receipt(prompt.prompt_id, prompt.sequence))
@@ -120,7 +146,6 @@ class Submissions:
         """A prompt ended: tell its client, if it has one that still listens."""
         if outcome.prompt.origin is not PromptOrigin.CLIENT:
             return
-        self._num_pending -= 1
         session = self._sessions.pop(outcome.prompt.prompt_id, None)
         if session is not None:
             session.num_open -= 1
@@ -129,7 +154,7 @@ class Submissions:
     @contextmanager
     def session(self) -> Iterator[SubmissionSession]:
         """A client's session; when it leaves its prompts stay."""
-        session = SubmissionSession()
+        session = SubmissionSession(self._ledger)
         self._open_sessions.add(session)
         try:
             yield session
@@ -156,21 +181,46 @@ class Submissions:
             raise InvalidRequestError("messages: send at least one turn, each with a role")
         if not submission.data_source:
             raise InvalidRequestError("data_source: empty; it routes the prompt to its scorer")
-        if self._num_pending >= self._max_pending:
+        if self._ledger.num_clients_pending >= self._max_pending:
             raise InvalidRequestError(
-                f"{self._num_pending} prompts are unfinished, the most that "
+                f"{self._ledger.num_clients_pending} prompts are unfinished, the most that "
                 "sluice.reward.max_client_pending allows; wait for outcomes"
             )
         self._check_data_source(submission.data_source)
-        prompt = Prompt(
-            prompt_id=submission.prompt_id,
-            sequence=self._ledger.next_sequence(),
-            messages=submission.messages,
-            data_source=submission.data_source,
-            ground_truth=submission.ground_truth,
-            origin=PromptOrigin.CLIENT,
-            position=None,
-            extra_info=submission.extra_info,
-        )
+        prompt = _prompt(submission, self._ledger.next_sequence())
         self._accept(prompt)
         return prompt
+
+    def _known_pending(self, submission: Submission, session: SubmissionSession) -> Prompt | None:
+        """The pending prompt that is sent again, by another call than the one that waits for it."""
+        prompt = self._ledger.prompt(submission.prompt_id)
+        if prompt is None or self._sessions.get(prompt.prompt_id) is session:
+            return None
+        return prompt if _prompt(submission, prompt.sequence) == prompt else None
+
+    def _known_outcome(self, submission: Submission) -> PromptOutcome | None:
+        """The outcome of an ended prompt that is sent again."""
+        ended = self._ledger.ended(submission.prompt_id)
+        if ended is None:
+            return None
+        prompt = _prompt(submission, ended.sequence)
+        try:
+            says_the_same = body_digest(encode_body(prompt)) == ended.digest
+        except InvalidRequestError:
+            return None
+        if not says_the_same:
+            return None
+        return PromptOutcome(prompt, ended.end, ended.step, ended.rewards, ended.detail)
+
+
+def _prompt(submission: Submission, sequence: int) -> Prompt:
+    return Prompt(
+        prompt_id=submission.prompt_id,
+        sequence=sequence,
+        messages=submission.messages,
+        data_source=submission.data_source,
+        ground_truth=submission.ground_truth,
+        origin=PromptOrigin.CLIENT,
+        position=None,
+        extra_info=submission.extra_info,
+    )

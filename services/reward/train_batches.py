@@ -13,6 +13,7 @@ from services.reward.in_flight import InFlightTable
 from services.reward.ledger import PromptLedger, PromptState
 from services.reward.outcomes import OutcomeRecorder
 from services.reward.prompt_source import PromptSource
+from services.reward.recovered_lease import RecoveredLease
 from services.reward.stale_groups import StaleGroups
 from services.reward.yield_guard import YieldGuard
 from sluice.algorithm.admission import kept_upper_bound
@@ -60,6 +61,7 @@ class TrainBatches:
         self._changes, self._reason = parts.changes, parts.reason
         self._batch_size = batch_size
         self._num_asking = 0
+        self.recovered = RecoveredLease(parts.ledger, parts.recorder, parts.source)
         self.error: SluiceError | None = None
 
     @property
@@ -95,12 +97,16 @@ class TrainBatches:
         Raises:
             NotFoundError: no such lease.
         """
-        lease = self._batcher.acknowledge(batch_id)
+        if self._batcher.lease is None:
+            self.recovered.trained(batch_id, step)
+        lease = self._batcher.acknowledge(batch_id) if self._batcher.lease else None
         if lease is None:
+            self._changes.notify()
             return ()
         self._recorder.acknowledged(len(lease.groups))
         for graded in lease.groups:
             self._recorder.ended(graded.group.prompt, PromptEnd.TRAINED, graded=graded, step=step)
+        self._ledger.acknowledge()
         self._changes.notify()
         return lease.groups
 
@@ -128,20 +134,20 @@ class TrainBatches:
         """The lease, unless the trainer has gone on to a version the batch was not checked for."""
         lease = self._batcher.lease
         if lease is None:
+            self.recovered.give_back()
             return None
         if lease.batch.policy_version == version:
             return lease.batch
         logger.warning("batch %s taken back: version %d asks", lease.batch.batch_id, version)
         self._was_taken_back = True
+        self._ledger.release_lease()
         for graded in self._batcher.take_back_lease():
             self._ledger.move(graded.group.prompt.prompt_id, PromptState.KEPT)
         return None
 
     def _formed(self, version: int) -> TrainBatch | None:
-        decision = self._batcher.decide(
-            version,
-            self._in_flight.started(),
-            partial(kept_upper_bound, estimate=self._strategy.estimate),
+        decision = self._batcher.ages.decide(
+            version, partial(kept_upper_bound, estimate=self._strategy.estimate)
         )
         chosen = self._batcher.kept_groups(decision.chosen)
         self._drop_stale(decision, version)
@@ -182,8 +188,6 @@ class TrainBatches:
 
     def _form(self, chosen: tuple[GradedGroup, ...], version: int) -> TrainBatch:
         prompts = [graded.group.prompt for graded in chosen]
-        for prompt in prompts:
-            self._ledger.move(prompt.prompt_id, PromptState.LEASED)
         self._was_taken_back = False
         self._strategy.batch_formed()
         batch = self._batcher.form(
@@ -192,6 +196,7 @@ class TrainBatches:
             progress=self._ledger.progress(p.position for p in prompts if p.position is not None),
             statistics=lambda groups: self._recorder.close_interval(groups, version),
         )
+        self._ledger.lease(batch.batch_id, version, [prompt.prompt_id for prompt in prompts])
         self._changes.notify()
         return batch
 

@@ -63,6 +63,7 @@ from sluice.weights.layout import layout_digest
 from sluice.weights.plan import plan_transfer, tensor_specs
 from sluice.weights.sender import WeightSender
 from sluice.weights.snapshot import SnapshotBuffers
+from sluice.weights.transfer import NUM_FRAMING_COLLECTIVES
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +247,8 @@ def _publisher(config: RunConfig, fleet: Fleet, trained: _Trained) -> WeightPubl
     reachable_at = advertised_host(endpoint)
 
     num_buckets = len(plan_transfer(trained.tensors, weights.bucket_mb << 20).buckets)
-    transfer_timeout_s = (num_buckets + 1) * weights.timeout_s  # one more for the trailer
+    transfer_timeout_s = (num_buckets + NUM_FRAMING_COLLECTIVES) * weights.timeout_s
+    sends_changes = weights.delta == "auto"
 
     def make_sender() -> WeightSender:
         return WeightSender(
@@ -255,6 +257,7 @@ def _publisher(config: RunConfig, fleet: Fleet, trained: _Trained) -> WeightPubl
             timeout_s=weights.timeout_s,
             host=reachable_at,
             bind_host=endpoint.host,
+            keeps_base=sends_changes,
         )
 
     def connect(replica: ReplicaInfo) -> ReplicaClient:
@@ -273,6 +276,7 @@ def _publisher(config: RunConfig, fleet: Fleet, trained: _Trained) -> WeightPubl
         connect=connect,
         timeout_s=weights.timeout_s,
         probe_timeout_s=weights.probe_timeout_s,
+        sends_changes=sends_changes,
     )
 
 

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 _PEER = "reward service"
 _POLL_S = 15.0
 _PAUSE_S = 0.5
+# Of a call whose service has died of something: five times is no accident.
+_MAX_REPEATS = 5
 # In a row; a service that answers in this way does not get well by itself.
 _MAX_DEFECTS = 3
 
@@ -164,7 +166,7 @@ class RewardClient:
                     raise
                 why = str(error)
                 if isinstance(error, PeerError):
-                    await asyncio.sleep(_PAUSE_S)
+                    await self._told_again()
             else:
                 return _decoded(answer.batch, step)
             now_s = time.monotonic()
@@ -208,15 +210,25 @@ class RewardClient:
             DeadlineError: nothing moved for `batch_timeout_s`.
             SluiceError: as the service failed.
         """
-        phase = f"evaluating version {version}"
+        request = reward.EvaluateRequest(policy_version=version, examples=examples)
+        answer = await self._over_an_absence(lambda: self._evaluate(request, generated_tokens))
+        return Evaluation(
+            dict(answer.metrics),
+            tuple(Example(e.prompt, e.response, e.ground_truth, e.score) for e in answer.examples),
+            answer.generated_tokens,
+        )
 
+    async def _evaluate(
+        self, request: reward.EvaluateRequest, generated_tokens: Callable[[], int]
+    ) -> reward.EvaluateResponse:
         async def progress() -> str:
             return f"{generated_tokens()} {await self._progress()}"
 
-        answer = await while_progressing(
+        phase = f"evaluating version {request.policy_version}"
+        return await while_progressing(
             unary_call(
                 self._stub.Evaluate,
-                reward.EvaluateRequest(policy_version=version, examples=examples),
+                request,
                 name="RewardService/Evaluate",
                 peer=_PEER,
                 phase=phase,
@@ -226,11 +238,6 @@ class RewardClient:
             interval_s=min(_POLL_S, self._batch_timeout_s / 4),
             peer=_PEER,
             phase=phase,
-        )
-        return Evaluation(
-            dict(answer.metrics),
-            tuple(Example(e.prompt, e.response, e.ground_truth, e.score) for e in answer.examples),
-            answer.generated_tokens,
         )
 
     async def accounts(self) -> Mapping[str, float]:
@@ -279,6 +286,27 @@ class RewardClient:
                     logger.warning("trying on for %g s: %s", self._absence_s, error)
                 is_told = True
             await asyncio.sleep(_PAUSE_S)
+
+    async def _over_an_absence(self, call: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
+        """Repeats a call that a service which has started anew since was working on."""
+        for _ in range(_MAX_REPEATS):
+            try:
+                return await call()
+            except PeerError as error:
+                if isinstance(error, PeerDefectError) or not await self._told_again():
+                    raise
+                logger.warning("asking once more: %s", error)
+        return await call()
+
+    async def _told_again(self) -> bool:
+        """Waits until the service answers, for `absence_s` at most; one that has started anew is
+        told the policy, without which it can do nothing. Whether it answers."""
+        ends_s = time.monotonic() + self._absence_s
+        while time.monotonic() < ends_s:
+            await asyncio.sleep(_PAUSE_S)
+            if await self._progress():
+                return True
+        return False
 
     async def _status(self) -> reward.GetStatusResponse:
         return await unary_call(

@@ -4,8 +4,10 @@ Consumes: a snapshot and the replicas that shall get it.
 Waits for: formation, staging and commit of each member; each has a deadline.
 Unblocked by: answers, deadlines, and at the first failure by leaving the epoch on both sides.
 Produces: who serves the version now, proven by a digest equal to ours, and who must be dropped.
+    What all members of the group serve already is the base of the next update: if few bytes
+    changed since, only these are sent.
 On failure: an error in a collective says that *someone* is gone, not who; all members are probed,
-    and the group is over. Nothing is retried inside an epoch.
+    and the group is over. Nothing is retried inside an epoch, and the next begins with all bytes.
 On shutdown: `close` leaves the group.
 """
 
@@ -15,7 +17,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,13 +25,19 @@ from services.trainer.fan_out import Answers, fan_out
 from sluice.concurrency.deadline import deadline
 from sluice.errors import InvalidRequestError, WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
+from sluice.weights.buffer import WeightBuffer
 from sluice.weights.sender import BroadcastReport, WeightSender
 from sluice.weights.snapshot import Snapshot
+from sluice.weights.sparse_update import SparseUpdate
+from sluice.weights.update_header import Base
 
 logger = logging.getLogger(__name__)
 
 Member = ReplicaInfo | None
 """One end of a collective; ``None`` is ourselves."""
+
+ReadAgain = Callable[[Snapshot], AbstractContextManager[WeightBuffer | None]]
+"""The memory of an earlier snapshot, if it still is what it was; see `SnapshotBuffers`."""
 
 
 class ReplicaCalls(Protocol):
@@ -66,12 +74,22 @@ class Delivery:
 
     `served` holds seconds of stall. `lost` have to be dropped; `refused` for good, since they say
     that the weights do not suit them. `is_complete` is false if the others must get it again.
+    `report` tells what went out, if it arrived.
     """
 
     served: Mapping[ReplicaInfo, float] = field(default_factory=dict)
     lost: dict[ReplicaInfo, str] = field(default_factory=dict)
     refused: dict[ReplicaInfo, str] = field(default_factory=dict)
     is_complete: bool = False
+    report: BroadcastReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What all members of the present group serve."""
+
+    snapshot: Snapshot
+    digest: str
 
 
 class WeightLane:
@@ -84,6 +102,7 @@ class WeightLane:
         next_epoch: numbers that rise, over all lanes.
         timeout_s: seconds our own part of a collective has to end after a failure.
         probe_timeout_s: seconds a replica has to answer after a failure.
+        read_again: where earlier snapshots are found; ``None``: updates are always sent whole.
     """
 
     def __init__(
@@ -95,7 +114,10 @@ class WeightLane:
         *,
         timeout_s: float,
         probe_timeout_s: float,
+        read_again: ReadAgain | None = None,
     ) -> None:
+        self._read_again = read_again
+        self._held: _Held | None = None
         self._sender, self._connect, self._tensors = sender, connect, tuple(tensors)
         self._next_epoch = next_epoch
         self._timeout_s, self._probe_timeout_s = timeout_s, probe_timeout_s
@@ -108,9 +130,9 @@ class WeightLane:
         delivery = Delivery()
         if self._members != members and not await self._form(members, delivery):
             return delivery
-        report = await self._stage(snapshot, delivery)
-        if report is not None:
-            await self._commit(report, delivery)
+        delivery.report = await self._stage(snapshot, delivery)
+        if delivery.report is not None:
+            await self._commit(delivery.report, snapshot, delivery)
         return delivery
 
     async def close(self) -> None:
@@ -137,6 +159,8 @@ class WeightLane:
 
     async def _stage(self, snapshot: Snapshot, delivery: Delivery) -> BroadcastReport | None:
         members, version = self._members, snapshot.version
+        # Before anybody waits in a collective, whose deadline this would use up.
+        update = await self._changes_to(snapshot)
         reports: list[BroadcastReport] = []
         digests: dict[ReplicaInfo, str] = {}
 
@@ -144,7 +168,7 @@ class WeightLane:
             digests[member] = await self._clients[member].stage(self._epoch, version)
 
         def send(stop: threading.Event) -> None:
-            reports.append(self._sender.broadcast(snapshot.weights, version, stop))
+            reports.append(self._sender.broadcast(snapshot.weights, version, stop, update))
 
         answers = await self._together(members, receive, send)
         if reports:
@@ -154,7 +178,27 @@ class WeightLane:
             return None
         return reports[0]
 
-    async def _commit(self, report: BroadcastReport, delivery: Delivery) -> None:
+    async def _changes_to(self, snapshot: Snapshot) -> SparseUpdate | None:
+        """What changed since the version that all members serve, if that is known and worth it."""
+        held, read_again = self._held, self._read_again
+        if held is None or read_again is None:
+            return None
+        base, stop = Base(held.snapshot.version, held.digest), threading.Event()
+
+        def encode() -> SparseUpdate | None:
+            with read_again(held.snapshot) as old:
+                if old is None:
+                    return None
+                return self._sender.encode_update(base, old, snapshot.weights, stop)
+
+        try:
+            return await asyncio.to_thread(encode)
+        finally:
+            stop.set()  # a cancelled delivery must not leave the thread behind
+
+    async def _commit(
+        self, report: BroadcastReport, snapshot: Snapshot, delivery: Delivery
+    ) -> None:
         version, digest = report.version, report.digest
         answers = await fan_out(
             self._members,
@@ -162,6 +206,7 @@ class WeightLane:
         )
         delivery.lost.update({member: str(error) for member, error in answers.failed.items()})
         delivery.served, delivery.is_complete = answers.answered, True
+        self._held = None if answers.failed else _Held(snapshot, digest)
 
     async def _together(
         self,
@@ -221,7 +266,7 @@ class WeightLane:
         async with AsyncExitStack() as stack:
             for client in self._clients.values():
                 stack.push_async_callback(client.close)
-        self._members, self._clients = (), {}
+        self._members, self._clients, self._held = (), {}, None
 
 
 def _compare(

@@ -33,13 +33,19 @@ _JOINT_ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """One version is served. `stall_s` is the longest time any replica drew no token."""
+    """One version is served. `stall_s` is the longest time any replica drew no token.
+
+    `sent_bytes` went out in the broadcast that arrived; `dense_bytes` are those of all weights.
+    Both are 0 if each replica was sent to by itself.
+    """
 
     version: int
     replicas: int
     attempts: int
     seconds: float
     stall_s: float
+    sent_bytes: int = 0
+    dense_bytes: int = 0
 
 
 class WeightPublisher:
@@ -53,6 +59,7 @@ class WeightPublisher:
         connect: opens the control calls to a replica.
         timeout_s: seconds our own part of a collective has to end after a failure.
         probe_timeout_s: seconds a replica has to answer after a failure.
+        sends_changes: whether an update may go out as what changed since the one before.
     """
 
     def __init__(
@@ -65,7 +72,9 @@ class WeightPublisher:
         connect: Callable[[ReplicaInfo], ReplicaCalls],
         timeout_s: float,
         probe_timeout_s: float,
+        sends_changes: bool = True,
     ) -> None:
+        self._sends_changes = sends_changes
         self._fleet, self._snapshots, self._tensors = fleet, snapshots, tuple(tensors)
         self._make_sender, self._connect = make_sender, connect
         self._timeout_s, self._probe_timeout_s = timeout_s, probe_timeout_s
@@ -92,7 +101,9 @@ class WeightPublisher:
             if delivery.is_complete:
                 seconds = time.monotonic() - began_s
                 stall_s = max(delivery.served.values(), default=0.0)
-                return PublishReport(version, len(delivery.served), attempt, seconds, stall_s)
+                sent, dense = _num_bytes(delivery)
+                served = len(delivery.served)
+                return PublishReport(version, served, attempt, seconds, stall_s, sent, dense)
         raise AssertionError("counting has no end")
 
     async def seed_newcomers(self) -> None:
@@ -127,6 +138,7 @@ class WeightPublisher:
             lambda: next(self._epochs),
             timeout_s=self._timeout_s,
             probe_timeout_s=self._probe_timeout_s,
+            read_again=self._snapshots.read_again if self._sends_changes else None,
         )
 
     def _free(self, *states: MemberState) -> tuple[ReplicaInfo, ...]:
@@ -168,3 +180,9 @@ class WeightPublisher:
             yield
         finally:
             self._taken -= incarnations
+
+
+def _num_bytes(delivery: Delivery) -> tuple[int, int]:
+    """Bytes sent, and bytes of all weights, of the last broadcast."""
+    report = delivery.report
+    return (0, 0) if report is None else (report.sent_bytes, report.dense_bytes)

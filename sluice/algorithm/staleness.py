@@ -20,42 +20,33 @@ kept group: cancel them and start their prompts again under a newer policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 OnStale = Literal["wait", "drop"]
 
+KeptByVersion = Mapping[int, Mapping[str, int]]
+"""Kept groups: oldest version -> prompt id -> sequence."""
 
-@dataclass(frozen=True, slots=True)
-class KeptGroup:
-    """A kept group as batch formation sees it."""
-
-    oldest_version: int
-    sequence: int
-
-
-@dataclass(frozen=True, slots=True)
-class InFlightGroup:
-    """A group still being generated or graded; its tokens are of `start_version` or later."""
-
-    prompt_id: str
-    start_version: int
+RunningByVersion = Mapping[int, Collection[str]]
+"""Groups still being generated or graded: start version -> prompt ids. Their tokens are of that
+version or later."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchDecision:
-    """What to do with the kept groups now.
+    """What to do with the kept groups now, by prompt id.
 
-    `chosen` (indices, oldest first) is empty or of exactly the batch size. `dropped` (indices) are
-    beyond the bound for ever, whether or not a batch is formed. `waiting_for` names the running
-    groups that hold a batch back. `doomed` names running groups to cancel (`doomed_groups`).
-    `num_missing` is how many more kept groups a batch needs.
+    `chosen` (oldest first) is empty or of exactly the batch size. `dropped` (oldest version first)
+    are beyond the bound for ever, whether or not a batch is formed. `waiting_for` are the start
+    versions of the running groups that hold a batch back. `doomed` names running groups to cancel
+    (`doomed_groups`). `num_missing` is how many more kept groups a batch needs.
     """
 
-    chosen: tuple[int, ...]
-    dropped: tuple[int, ...]
-    waiting_for: tuple[str, ...]
+    chosen: tuple[str, ...]
+    dropped: tuple[str, ...]
+    waiting_for: tuple[int, ...]
     doomed: tuple[str, ...]
     num_missing: int
 
@@ -74,8 +65,8 @@ def staleness(current_version: int, oldest_version: int) -> int:
 
 
 def may_form_batch(
-    kept: Sequence[KeptGroup],
-    in_flight: Sequence[InFlightGroup],
+    kept: KeptByVersion,
+    running: RunningByVersion,
     *,
     version: int,
     max_staleness: int,
@@ -86,45 +77,41 @@ def may_form_batch(
     """Decide whether the batch for `version` is formed now, and of which groups.
 
     A kept group newer than `version` is neither chosen nor dropped: its policy is published but
-    not announced yet.
+    not announced yet. Costs O(versions), and O(groups) of the versions that something is decided
+    about.
 
     Args:
-        kept: the kept groups that wait; the decision's indices point into it.
-        in_flight: all running groups.
+        kept: the kept groups that wait.
+        running: all running groups.
         version: the version the batch will update.
         max_staleness: S >= 0.
-        batch_size: B, groups in a batch.
+        batch_size: B >= 1, groups in a batch.
         on_stale: ``wait`` or ``drop``, see the top of this file.
         kept_bound: upper bound on how many of a number of running groups will be kept. The
             default (all) loses nothing; `admission.kept_upper_bound` waits less at low yield.
     """
     oldest_allowed = version - max_staleness
-    dropped = tuple(i for i, group in enumerate(kept) if group.oldest_version < oldest_allowed)
-    eligible = sorted(
-        (i for i, g in enumerate(kept) if oldest_allowed <= g.oldest_version <= version),
-        key=lambda i: (kept[i].oldest_version, kept[i].sequence),
-    )
-    doomed = doomed_groups(
-        kept, in_flight, next_version=version, max_staleness=max_staleness, batch_size=batch_size
-    )
-    num_missing = max(0, batch_size - len(eligible))
-    chosen = tuple(eligible[:batch_size])
+    dropped = _older_than(kept, oldest_allowed)
+    first_alive = _first_alive(kept, running, oldest_allowed, batch_size)
+    doomed = _older_than(running, first_alive)
+    eligible = sorted(v for v in kept if oldest_allowed <= v <= version)
+    num_missing = max(0, batch_size - sum(len(kept[v]) for v in eligible))
     if num_missing:
         return BatchDecision((), dropped, (), doomed, num_missing)
-    waiting_for: tuple[str, ...] = ()
+    filling = _filling(kept, eligible, batch_size)
+    waiting_for: tuple[int, ...] = ()
     if on_stale == "wait":
-        cancelled = set(doomed)
-        alive = [group for group in in_flight if group.prompt_id not in cancelled]
-        newest_chosen = kept[chosen[-1]].oldest_version
+        alive = {v: len(ids) for v, ids in running.items() if v >= first_alive and ids}
         waiting_for = _last_chance(
-            alive, newest_chosen, oldest_allowed, batch_size=batch_size, kept_bound=kept_bound
+            alive, filling[-1], oldest_allowed, batch_size=batch_size, kept_bound=kept_bound
         )
-    return BatchDecision(() if waiting_for else chosen, dropped, waiting_for, doomed, 0)
+    chosen = () if waiting_for else _in_order(kept, filling)[:batch_size]
+    return BatchDecision(chosen, dropped, waiting_for, doomed, 0)
 
 
 def doomed_groups(
-    kept: Sequence[KeptGroup],
-    in_flight: Sequence[InFlightGroup],
+    kept: KeptByVersion,
+    running: RunningByVersion,
     *,
     next_version: int,
     max_staleness: int,
@@ -135,41 +122,78 @@ def doomed_groups(
     Batches of `next_version` to u + S have ``(u + S - next_version + 1) * B`` places for groups of
     version u or older. Where kept groups fill them, no running group that old has one left; nor
     has it one where it would push out a kept group of a younger version. Ask whenever a group is
-    kept and whenever one starts: nothing else leaves a running group without a place.
+    kept and whenever one starts: nothing else leaves a running group without a place. Costs
+    O(versions) where none is doomed.
 
     Args:
         kept: the kept groups that wait.
-        in_flight: all running groups.
+        running: all running groups.
         next_version: version of the next batch to be formed: the current one, or the one after it
             while the trainer holds a batch.
         max_staleness: S.
         batch_size: B.
     """
-    oldest_allowed = next_version - max_staleness
-    horizon = oldest_allowed - 1
-    versions = {group.oldest_version for group in kept} | {g.start_version for g in in_flight}
-    for version in versions:
-        filled = sum(oldest_allowed <= group.oldest_version <= version for group in kept)
-        places = (version - oldest_allowed + 1) * batch_size
-        if version >= oldest_allowed and filled >= places:
-            horizon = max(horizon, version)
-    return tuple(group.prompt_id for group in in_flight if group.start_version <= horizon)
+    first_alive = _first_alive(kept, running, next_version - max_staleness, batch_size)
+    return _older_than(running, first_alive)
+
+
+def _first_alive(
+    kept: KeptByVersion, running: RunningByVersion, oldest_allowed: int, batch_size: int
+) -> int:
+    """Running groups of this version or later may have a place; older ones have none."""
+    first_alive, filled = oldest_allowed, 0
+    for version in sorted(v for v in {*kept, *running} if v >= oldest_allowed):
+        filled += len(kept.get(version, ()))
+        if filled >= (version - oldest_allowed + 1) * batch_size:
+            first_alive = version + 1
+    return first_alive
+
+
+def _older_than(groups: Mapping[int, Collection[str]], version: int) -> tuple[str, ...]:
+    old = sorted(v for v in groups if v < version)
+    return tuple(prompt_id for v in old for prompt_id in groups[v])
+
+
+def _filling(kept: KeptByVersion, eligible: Sequence[int], batch_size: int) -> list[int]:
+    """The oldest of the eligible versions whose groups fill a batch; all of them are needed."""
+    filling, filled = [], 0
+    for version in eligible:
+        filling.append(version)
+        filled += len(kept[version])
+        if filled >= batch_size:
+            break
+    return filling
+
+
+def _in_order(kept: KeptByVersion, versions: Sequence[int]) -> tuple[str, ...]:
+    """Kept groups of ascending versions, by sequence within each."""
+    return tuple(
+        prompt_id for v in versions for prompt_id in sorted(kept[v], key=kept[v].__getitem__)
+    )
 
 
 def _last_chance(
-    alive: Sequence[InFlightGroup],
+    alive: Mapping[int, int],
     newest_chosen: int,
     oldest_allowed: int,
     *,
     batch_size: int,
     kept_bound: Callable[[int], float],
-) -> tuple[str, ...]:
-    """Running groups that would find no place if the batch were formed now."""
-    waiting_for = [g.prompt_id for g in alive if g.start_version == oldest_allowed]
+) -> tuple[int, ...]:
+    """Start versions of running groups that would find no place if the batch were formed now.
+
+    Args:
+        alive: running groups by start version, none older than `oldest_allowed`.
+        newest_chosen: youngest version in the batch.
+        oldest_allowed: oldest version that may be in it.
+        batch_size: B.
+        kept_bound: see `may_form_batch`.
+    """
+    waiting_for = [v for v in alive if v == oldest_allowed]
     for start_version in range(oldest_allowed + 1, newest_chosen):
         # All kept groups this old are chosen, since a younger one is: only running ones remain.
-        older = [g.prompt_id for g in alive if g.start_version <= start_version]
+        older = sorted(v for v in alive if v <= start_version)
         places = (start_version - oldest_allowed) * batch_size
-        if kept_bound(len(older)) > places:
+        if kept_bound(sum(alive[v] for v in older)) > places:
             waiting_for = older
     return tuple(waiting_for)

@@ -28,6 +28,9 @@ _RESULTS = (
     "validation/*.jsonl",
     "tensorboard/events.out.tfevents.*",
     "logs/*.log",
+    "groups.jsonl",
+    "reward/ledger.sqlite*",
+    "reward/prompt_memory.sqlite*",
 )
 
 

@@ -164,6 +164,15 @@ class RewardServiceConfig(Section, frozen=True):
     group_log: Annotated[
         bool, Meta(description="Write a line for every group that ended to groups.jsonl.")
     ] = True
+    ledger: Annotated[
+        Literal["sqlite", "memory"],
+        Meta(
+            description=(
+                "Where accepted prompts are noted; sqlite: a file of the run's folder that "
+                "survives the service; memory: they die with it."
+            )
+        ),
+    ] = "sqlite"
 
 
 class TrainerServiceConfig(Section, frozen=True):
@@ -207,6 +216,15 @@ class WeightsConfig(Section, frozen=True):
     backend: Annotated[
         Literal["gloo", "nccl", "hccl"] | None, Meta(description="Collectives; none: by device.")
     ] = None
+    delta: Annotated[
+        Literal["auto", "off"],
+        Meta(
+            description=(
+                "auto sends what changed since the version that all replicas serve, bit for bit, "
+                "where that is at most a quarter of the bytes; off always sends all weights."
+            )
+        ),
+    ] = "auto"
     recompute_kv: Annotated[
         bool,
         Meta(

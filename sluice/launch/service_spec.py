@@ -14,7 +14,7 @@ from sluice.config.host_port import split_host_port
 from sluice.config.run import RunConfig
 from sluice.rpc.bound_socket import bound_socket
 
-_ROLLOUT_RESTARTS = 5
+_ROLLOUT_RESTARTS = _REWARD_RESTARTS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,8 @@ class ServiceSpec:
         command: program and arguments.
         environment: variables set on top of the launcher's.
         max_restarts: times it is started again after it failed.
+        retries_errors: whether also after it ended by itself, with an error; else only after a
+            signal has ended it.
         ends_run: when it ends with code 0 the run is over.
         is_needed: when it ends before the run is over, the run fails, whatever the code.
     """
@@ -34,6 +36,7 @@ class ServiceSpec:
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
+    retries_errors: bool = True
     ends_run: bool = False
     is_needed: bool = False
 
@@ -64,7 +67,14 @@ def local_services(config: RunConfig, config_file: Path) -> tuple[ServiceSpec, .
     """
     file = str(config_file)
     threads = {"OMP_NUM_THREADS": str(config.sluice.trainer.torch_threads)}
-    reward = ServiceSpec("reward", _module("services.reward", "--config", file), is_needed=True)
+    reward = ServiceSpec(
+        "reward",
+        _module("services.reward", "--config", file),
+        # With the ledger on disk it goes on where it was; what it refuses itself it would again.
+        max_restarts=_REWARD_RESTARTS if config.sluice.reward.ledger == "sqlite" else 0,
+        retries_errors=False,
+        is_needed=True,
+    )
     rollouts = [
         rollout_service(config, config_file, index)
         for index in range(config.sluice.rollout.replicas)

@@ -2,8 +2,9 @@
 
 Consumes: specifications. Waits for: the process that ends the run, a failure, or a signal.
 Unblocked by: exits of processes and signals. Produces: log lines, an exit code.
-On failure: a process that may restart is started again with a growing pause; any other failure
-    ends the run, with that process's last lines. That a needed process leaves early is a failure.
+On failure: a process that may restart is started again with a growing pause, until it has failed
+    too often in a row (a crash loop); any other failure ends the run, with that process's last
+    lines. That a needed process leaves early, in order, is a failure.
 On shutdown: SIGTERM to all in reverse order of start, the grace period, SIGKILL to what is left;
     the exit code is 0 only if the run reached its end and nothing failed or had to be killed.
 """
@@ -142,7 +143,8 @@ class Supervisor:
 
     async def _may_restart(self, service: _Supervised, code: int) -> bool:
         spec = service.spec
-        if service.restarts >= spec.max_restarts:
+        is_refusal = code > 0 and not spec.retries_errors
+        if is_refusal or service.restarts >= spec.max_restarts:
             self._fail(service.diagnosis(code))
             return False
         pause_s = _FIRST_PAUSE_S * 2**service.restarts

@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 
 from sluice.algorithm.routing import AnnouncedReplica, Fleet, Wanted
 from sluice.simulate.event_queue import EventQueue
-from sluice.simulate.group import Sample, SimulatedGroup
+from sluice.simulate.group import GroupPart, Sample, SimulatedGroup
 from sluice.simulate.replica import SimulatedReplica
 from sluice.simulate.settings import FleetSettings
 from sluice.types import ReplicaInfo
@@ -21,6 +21,7 @@ class SimulatedFleet:
         settings: the replicas.
         events: where ends are planned.
         on_started: told when a group's first samples are at a replica.
+        on_sample: told when a sample has ended and others of its group have not.
         on_generated: told when all samples that were asked for a group are there.
     """
 
@@ -29,17 +30,20 @@ class SimulatedFleet:
         settings: FleetSettings,
         events: EventQueue,
         on_started: Callable[[SimulatedGroup], None],
+        on_sample: Callable[[SimulatedGroup], None],
         on_generated: Callable[[SimulatedGroup], None],
     ) -> None:
         self._settings, self._events = settings, events
-        self._on_started, self._on_generated = on_started, on_generated
+        self._on_started, self._on_sample = on_started, on_sample
+        self._on_generated = on_generated
         self._routing = Fleet(settings.slack)
         self._replicas = [SimulatedReplica(settings) for _ in range(settings.num_replicas)]
         self._infos = [
             ReplicaInfo(f"replica-{number}", "0", f"replica-{number}:0", settings.slots)
             for number in range(settings.num_replicas)
         ]
-        self._waiting: list[tuple[int, int, SimulatedGroup]] = []  # position, samples
+        # Position, samples wanted so far, samples of this request.
+        self._waiting: list[tuple[int, int, int, SimulatedGroup]] = []
         self._num_waiting = 0
 
     @property
@@ -70,56 +74,63 @@ class SimulatedFleet:
 
     def ask(self, group: SimulatedGroup, num_samples: int) -> None:
         """Draw the next `num_samples` samples of a group."""
-        heappush(self._waiting, (group.position, num_samples, group))
+        group.num_wanted += num_samples
+        # Of one group the earlier request, that of fewer samples, is served first.
+        heappush(self._waiting, (group.position, group.num_wanted, num_samples, group))
         self._num_waiting += num_samples
         self.serve()
 
     def serve(self) -> None:
         """Give room to those who wait, in order."""
         while self._waiting:
-            _, num_samples, group = self._waiting[0]
+            _, _, num_samples, group = self._waiting[0]
             # Any version will do: all replicas swap at once, and versions only grow.
             member = self._routing.choose(Wanted(num_samples, 0), self._events.now)
             if member is None:
                 return
             heappop(self._waiting)
             self._num_waiting -= num_samples
-            group.grant = self._routing.grant(member, num_samples)
-            self._start(group, num_samples, member.order)
+            grant = self._routing.grant(member, num_samples)
+            self._start(GroupPart(group, member.order, grant, num_samples))
 
     def cancel(self, group: SimulatedGroup) -> float:
         """Break a group off; returns the tokens it had drawn in unfinished samples."""
-        waiting = [entry for entry in self._waiting if entry[2] is group]
-        if waiting:
-            self._waiting.remove(waiting[0])
-            heapify(self._waiting)
-            self._num_waiting -= waiting[0][1]
-        if group.grant is None:
-            return 0.0
-        drawn = self._replicas[group.replica].abort(group.running, self._events.now)
-        self._give_back(group)
-        self._plan(group.replica)
+        for entry in [entry for entry in self._waiting if entry[3] is group]:
+            self._waiting.remove(entry)
+            self._num_waiting -= entry[2]
+        heapify(self._waiting)
+        drawn = 0.0
+        for part in group.parts:
+            drawn += self._replicas[part.replica].abort(part.samples, self._events.now)
+            self._routing.give_back(part.grant)
+            self._plan(part.replica)
+        group.parts.clear()
         return drawn
 
     def num_drawn(self, group: SimulatedGroup) -> float:
         """Tokens of a group's unfinished samples."""
-        if group.replica < 0:
-            return 0.0
-        return self._replicas[group.replica].drawn(group.running, self._events.now)
+        now = self._events.now
+        return sum(self._replicas[part.replica].drawn(part.samples, now) for part in group.parts)
 
-    def _start(self, group: SimulatedGroup, num_samples: int, number: int) -> None:
-        replica, now = self._replicas[number], self._events.now
+    def _start(self, part: GroupPart) -> None:
+        group, replica, now = part.group, self._replicas[part.replica], self._events.now
         if group.start_version is None:
             group.start_version, group.started_s = replica.version, now
             self._on_started(group)
-        group.replica = number
-        tokens = group.samples.tokens[group.num_asked : group.num_asked + num_samples]
-        group.num_asked += num_samples
-        group.running = [Sample(group, count) for count in tokens]
+        group.parts.append(part)
+        group.replicas.append(part.replica)
+        drawn = slice(group.num_asked, group.num_asked + part.num_missing)
+        group.num_asked += part.num_missing
+        part.samples = [
+            Sample(part, tokens, is_right)
+            for tokens, is_right in zip(
+                group.samples.tokens[drawn], group.samples.are_right[drawn], strict=True
+            )
+        ]
         if self._settings.prefill_s:
             replica.stall(now, self._settings.prefill_s)
-        replica.add(group.running, now)
-        self._plan(number)
+        replica.add(part.samples, now)
+        self._plan(part.replica)
 
     def _plan(self, number: int) -> None:
         replica = self._replicas[number]
@@ -133,19 +144,22 @@ class SimulatedFleet:
         if plan != replica.plan:
             return
         for sample in replica.finished(self._events.now):
-            group = sample.group
-            group.num_finished += 1
-            group.finished_tokens += sample.tokens
-            group.sample_versions.append(sample.oldest_version)
-            assert group.grant is not None
-            self._routing.sequence_ended(group.grant)
-            if group.num_finished == group.num_asked:
-                self._give_back(group)
-                self._on_generated(group)
+            self._sample_ended(sample)
         self._plan(number)
         self.serve()
 
-    def _give_back(self, group: SimulatedGroup) -> None:
-        assert group.grant is not None
-        self._routing.give_back(group.grant)
-        group.grant = None
+    def _sample_ended(self, sample: Sample) -> None:
+        part, group = sample.part, sample.part.group
+        group.num_finished += 1
+        group.num_finished_right += sample.is_right
+        group.finished_tokens += sample.tokens
+        group.sample_versions.append(sample.oldest_version)
+        self._routing.sequence_ended(part.grant)
+        part.num_missing -= 1
+        if not part.num_missing:
+            self._routing.give_back(part.grant)
+            group.parts.remove(part)
+        if group.num_finished == group.num_wanted:
+            self._on_generated(group)
+        else:
+            self._on_sample(group)

@@ -13,11 +13,23 @@ from sluice.simulate.workload import DrawnSamples, SimulatedPrompt
 class Sample:
     """One sequence at a replica. `start_clock` is ``None`` while it waits for a slot."""
 
-    group: SimulatedGroup
+    part: GroupPart
     tokens: int
+    is_right: bool
     start_clock: float | None = None
     oldest_version: int = -1
     is_over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class GroupPart:
+    """Samples of a group that one request asked for, at one replica."""
+
+    group: SimulatedGroup
+    replica: int
+    grant: Grant
+    num_missing: int
+    samples: list[Sample] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +42,12 @@ class SimulatedGroup:
         issued_version: announced when it was first issued.
         visit: what the strategy decided.
         samples: drawn in advance.
-        num_asked: samples asked of replicas so far.
+        num_wanted: samples that a replica was asked for, or will be when it has room.
+        num_asked: samples at replicas so far.
         num_finished: of those, finished.
+        num_finished_right: of those, right.
+        parts: what is at replicas.
+        replicas: where it has been, in order.
         start_version: of its oldest sample; ``None`` until a replica starts it.
         attempt: how often it was broken off.
     """
@@ -42,17 +58,18 @@ class SimulatedGroup:
     visit: Visit
     samples: DrawnSamples
     attempt: int = 0
+    num_wanted: int = 0
     num_asked: int = 0
     num_finished: int = 0
+    num_finished_right: int = 0
     start_version: int | None = None
     issued_s: float = 0.0
     started_s: float = 0.0
     generated_s: float = 0.0
     finished_tokens: int = 0
     sample_versions: list[int] = field(default_factory=list)
-    running: list[Sample] = field(default_factory=list)
-    grant: Grant | None = None
-    replica: int = -1
+    parts: list[GroupPart] = field(default_factory=list)
+    replicas: list[int] = field(default_factory=list)
     is_cancelled: bool = False
 
     @property
@@ -69,6 +86,11 @@ class SimulatedGroup:
     def num_right(self) -> int:
         """Right ones of the samples asked for."""
         return sum(self.samples.are_right[: self.num_asked])
+
+    @property
+    def differs(self) -> bool:
+        """Whether the grades of the samples that have finished differ."""
+        return 0 < self.num_finished_right < self.num_finished
 
     @property
     def is_mixed(self) -> bool:

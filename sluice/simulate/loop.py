@@ -49,12 +49,15 @@ class SimulatedLoop:
         self._settings, self._rules, self._workload = settings, rules, workload
         self._recorder, self._on_step = recorder, on_step
         self._events = EventQueue()
-        self._fleet = SimulatedFleet(settings.fleet, self._events, self._started, self._generated)
+        self._fleet = SimulatedFleet(
+            settings.fleet, self._events, self._started, self._sample_ended, self._generated
+        )
         self._strategy = SamplingStrategy(rules)
         self._batching = Batching(rules.train_batch_size, rules.max_staleness, settings.on_stale)
         self._feed = PromptFeed()
         self._histories: dict[str, PromptHistory] = {}
         self._in_flight: dict[int, SimulatedGroup] = {}
+        self._sure: set[int] = set()  # of those, whose samples differ already
         self._train_times = np.random.default_rng([settings.seed, 3])
         self._version = 0
         self._asked_s: float | None = 0.0
@@ -117,6 +120,7 @@ class SimulatedLoop:
             num_kept=self._batching.num_kept,
             num_in_training=self._batching.num_in_training,
             room=room,
+            num_sure=len(self._sure),
         )
 
     def _admit(self) -> None:
@@ -153,6 +157,14 @@ class SimulatedLoop:
         self._batching.started(group)
         self._has_changed = True
 
+    def _sample_ended(self, group: SimulatedGroup) -> None:
+        """Draw the rest as soon as two of the first samples differ."""
+        rest = self._rules.samples_per_group - group.num_wanted
+        if rest and group.differs:
+            self._sure.add(group.position)
+            self._has_changed = True
+            self._ask(group, rest)
+
     def _generated(self, group: SimulatedGroup) -> None:
         group.generated_s = self._events.now
         if self._settings.fleet.grading_s:
@@ -165,7 +177,7 @@ class SimulatedLoop:
         if group.is_cancelled:
             return
         self._has_changed = True
-        rest = self._rules.samples_per_group - group.num_asked
+        rest = self._rules.samples_per_group - group.num_wanted
         if rest:
             goes_on = self._strategy.after_probes(
                 group.visit,
@@ -175,13 +187,19 @@ class SimulatedLoop:
             )
             if goes_on is not None:
                 group.visit = goes_on
+                if 0 < group.num_right < group.num_asked:
+                    self._sure.add(group.position)
                 self._ask(group, rest)
                 return
         self._judged(group)
 
-    def _judged(self, group: SimulatedGroup) -> None:
+    def _left(self, group: SimulatedGroup) -> None:
         del self._in_flight[group.position]
+        self._sure.discard(group.position)
         self._batching.left(group)
+
+    def _judged(self, group: SimulatedGroup) -> None:
+        self._left(group)
         is_kept = group.is_mixed
         self._strategy.ended(
             group.visit,
@@ -209,11 +227,9 @@ class SimulatedLoop:
     def _cancel_doomed(self, doomed: list[SimulatedGroup]) -> None:
         next_version = self._batching.next_version(self._version)
         for group in doomed:
-            assert group.start_version is not None
-            is_dropped = self._batching.drops(group.start_version, next_version)
+            is_dropped = self._batching.drops(group, next_version)
             group.is_cancelled = True
-            del self._in_flight[group.position]
-            self._batching.left(group)
+            self._left(group)
             tokens = group.finished_tokens + self._fleet.cancel(group)
             self._recorder.broken_off(tokens, restarts=not is_dropped)
             if not is_dropped:
@@ -230,12 +246,9 @@ class SimulatedLoop:
         if self._asked_s is None or not self._strategy.may_form(self._load(0)):
             return
         decision = self._batching.decide(self._version, self._strategy.estimate)
-        if decision is None:
-            return
-        kept = self._batching.kept
-        chosen = [kept[index] for index in decision.chosen]
-        for index in decision.dropped:
-            self._discard(kept[index], TokenCause.STALE)
+        chosen = self._batching.kept_groups(decision.chosen)
+        for group in self._batching.kept_groups(decision.dropped):
+            self._discard(group, TokenCause.STALE)
         self._cancel_doomed(self._batching.running(decision.doomed))
         if chosen:
             self._lease(chosen, self._asked_s)

@@ -21,14 +21,18 @@ from sluice.types import TransferGroupSpec
 from sluice.weights.buffer import WeightBuffer
 from sluice.weights.group import SENDER_NAME, TransferGroup
 from sluice.weights.plan import TransferPlan, plan_transfer
+from sluice.weights.sparse_update import ChangeReceivingLane
 from sluice.weights.trailer import Trailer
 from sluice.weights.transfer import (
+    NUM_FRAMING_COLLECTIVES,
     DirectLane,
     Lane,
     UnpackingLane,
     broadcast_buckets,
+    receive_header,
     receive_trailer,
 )
+from sluice.weights.update_header import Base, UpdateHeader
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +44,8 @@ class StagedWeights:
 
     `digest` was computed from `buffer` and equals the sender's. `received_bytes` counts padding;
     `seconds` run from the request to the last byte. The memory belongs to the caller until it is
-    given back by `WeightReceiver.recycle`.
+    given back by `WeightReceiver.recycle` or `WeightReceiver.keep`. `is_base`: the sender may build
+    on this version.
     """
 
     version: int
@@ -48,6 +53,7 @@ class StagedWeights:
     buffer: WeightBuffer
     received_bytes: int
     seconds: float
+    is_base: bool = False
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -74,6 +80,7 @@ class WeightReceiver:
         self._group: TransferGroup | None = None
         self._plan: TransferPlan | None = None
         self._spare: WeightBuffer | None = None
+        self._held: StagedWeights | None = None
         self._staging = threading.Lock()
 
     @property
@@ -107,8 +114,9 @@ class WeightReceiver:
 
         Raises:
             NotReadyError: there is no formed group, or another version is being staged.
-            WeightSyncError: a collective failed or was aborted, or the trailer does not fit what
-                was asked for and received. The epoch is then over.
+            WeightSyncError: a collective failed or was aborted, what arrived builds on a version
+                that is not held here or is damaged, or the trailer does not fit what was asked for
+                and received. The epoch is then over.
             DeadlineError: the whole took longer than all its collectives may together.
         """
         if not self._staging.acquire(blocking=False):
@@ -122,15 +130,28 @@ class WeightReceiver:
         """Give staging memory back for a later version; its tensors must not be used again."""
         self._spare = staged.buffer
 
+    def keep(self, staged: StagedWeights) -> None:
+        """Give staging memory back, of a version that serves from now on.
+
+        Its tensors must not be written to again. If later updates may build on it, the version is
+        held until the next one is given to this method, and the memory of the one before is spare.
+        """
+        if not staged.is_base:
+            self.recycle(staged)
+            return
+        before, self._held = self._held, staged
+        if before is not None and before is not staged:
+            self.recycle(before)
+
     def abort(self, reason: str) -> None:
         """Leave the epoch, if any. Returns at once; a call in progress fails soon."""
         if self._group is not None:
             self._group.abandon(reason)
 
     def close(self) -> None:
-        """Leave the epoch and drop spare memory."""
+        """Leave the epoch and drop spare memory and the version held."""
         self.abort("the receiver is closed")
-        self._spare = None
+        self._spare = self._held = None
 
     def _accept(self, spec: TransferGroupSpec) -> TransferPlan:
         if not 1 <= spec.rank < spec.world_size:
@@ -181,22 +202,71 @@ class WeightReceiver:
         buffer = self._take_memory(plan)
         stop = threading.Event()
 
-        def receive() -> str:
-            digest = broadcast_buckets(group, plan, self._lane(buffer), phase, stop)
-            _check_trailer(receive_trailer(group, phase, stop), version, plan, digest, phase)
-            return digest
+        def receive() -> UpdateHeader:
+            header = _read_header(receive_header(group, plan, phase, stop), plan, version, phase)
+            lane = self._lane_for(header, buffer, phase)
+            digests.append(broadcast_buckets(group, plan, lane, phase, stop))
+            _check_trailer(receive_trailer(group, phase, stop), version, plan, digests[0], phase)
+            return header
 
-        timeout_s = (len(plan.buckets) + 1) * group.spec.timeout_s
-        digest = group.run(receive, phase, timeout_s, stop)
-        return StagedWeights(version, digest, buffer, plan.total_bytes, time.monotonic() - started)
+        digests: list[str] = []
+        timeout_s = (len(plan.buckets) + NUM_FRAMING_COLLECTIVES) * group.spec.timeout_s
+        header = group.run(receive, phase, timeout_s, stop)
+        return StagedWeights(
+            version,
+            digests[0],
+            buffer,
+            plan.total_bytes if header.base is None else sum(header.sizes),
+            time.monotonic() - started,
+            is_base=header.keep,
+        )
 
     def _take_memory(self, plan: TransferPlan) -> WeightBuffer:
         spare, self._spare = self._spare, None
         return spare if spare is not None and spare.plan == plan else WeightBuffer(plan)
 
+    def _lane_for(self, header: UpdateHeader, buffer: WeightBuffer, phase: str) -> Lane:
+        if header.base is None:
+            return self._lane(buffer)
+        try:
+            return self._changes_lane(header, buffer, self._base(header.base), phase)
+        except ValueError as error:
+            raise WeightSyncError(SENDER_NAME, phase, str(error)) from error
+
     def _lane(self, buffer: WeightBuffer) -> Lane:
         device = self._device.torch_device
         return DirectLane(buffer) if device.type == "cpu" else UnpackingLane(buffer, device)
+
+    def _changes_lane(
+        self, header: UpdateHeader, buffer: WeightBuffer, base: WeightBuffer, phase: str
+    ) -> Lane:
+        device = self._device.torch_device
+        return ChangeReceivingLane(buffer, base, header.sizes, device, phase)
+
+    def _base(self, wanted: Base) -> WeightBuffer:
+        held = self._held
+        if held is None or Base(held.version, held.digest) != wanted:
+            found = "none" if held is None else f"version {held.version} ({held.digest})"
+            raise ValueError(
+                f"the update builds on version {wanted.version} ({wanted.digest}); held here is "
+                f"{found}"
+            )
+        return held.buffer
+
+
+def _read_header(
+    content: torch.Tensor, plan: TransferPlan, version: int, phase: str
+) -> UpdateHeader:
+    try:
+        header = UpdateHeader.decode(content)
+    except ValueError as error:
+        raise WeightSyncError(SENDER_NAME, phase, str(error)) from error
+    whole = tuple(bucket.num_bytes for bucket in plan.buckets)
+    if header.version != version:
+        raise WeightSyncError(SENDER_NAME, phase, f"it sent version {header.version}")
+    if header.base is None and header.sizes != whole:
+        raise WeightSyncError(SENDER_NAME, phase, "its buckets are not those of the plan")
+    return header
 
 
 def _check_trailer(

@@ -1,7 +1,7 @@
 """The trainer's end of the weight wire.
 
-Consumes: weights and their version. Produces: one broadcast per version to all members of the
-current epoch, closed by a trailer with version and digest.
+Consumes: weights and their version, or what changed since an earlier one. Produces: one broadcast
+per version to all members of the current epoch: a header, the buckets, a trailer with the digest.
 Waits for: members at `join`, each collective at `broadcast`; both end by the timeout or the stop
 event. That every byte was *sent* proves nothing about a receiver (sockets buffer megabytes): only
 its answer with the same digest does.
@@ -24,8 +24,18 @@ from sluice.weights.dtypes import dtype_name
 from sluice.weights.group import SENDER_NAME, TransferGroup
 from sluice.weights.plan import TransferPlan, plan_transfer
 from sluice.weights.rendezvous import RendezvousStore
+from sluice.weights.sparse_update import ChangeSendingLane, SparseUpdate, encode_update
 from sluice.weights.trailer import Trailer
-from sluice.weights.transfer import DirectLane, Lane, PackingLane, broadcast_buckets, send_trailer
+from sluice.weights.transfer import (
+    NUM_FRAMING_COLLECTIVES,
+    DirectLane,
+    Lane,
+    PackingLane,
+    broadcast_buckets,
+    send_header,
+    send_trailer,
+)
+from sluice.weights.update_header import Base, UpdateHeader
 
 if TYPE_CHECKING:
     import torch
@@ -33,11 +43,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BroadcastReport:
-    """One version went out. `digest` is what every receiver must report; bytes count padding."""
+    """One version went out. `digest` is what every receiver must report; bytes count padding.
+
+    `sent_bytes` are those of the buckets, or of their changes; `dense_bytes` those of all weights.
+    """
 
     version: int
     digest: str
     sent_bytes: int
+    dense_bytes: int
     seconds: float
 
 
@@ -52,6 +66,8 @@ class WeightSender:
         timeout_s: for each formation and each collective.
         host: the address members connect to; port 0 lets the operating system choose.
         bind_host: the address to listen on, by default `host`.
+        keeps_base: whether receivers hold what they committed, for updates to build on. It costs
+            them the memory of the weights once more.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -66,7 +82,9 @@ class WeightSender:
         host: str = "127.0.0.1",
         port: int = 0,
         bind_host: str | None = None,
+        keeps_base: bool = True,
     ) -> None:
+        self._keeps_base = keeps_base
         self._device = device
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
@@ -133,11 +151,29 @@ class WeightSender:
         """
         self._current()[0].form(should_stop)
 
+    def encode_update(
+        self, base: Base, old: WeightBuffer, new: WeightBuffer, should_stop: threading.Event
+    ) -> SparseUpdate | None:
+        """What to give `broadcast` instead of all of `new`; ``None`` if it is not worth it.
+
+        Args:
+            base: what `old` is; every member of the epoch must have committed it.
+            old: its weights. Must not change until this returns.
+            new: the weights to be broadcast.
+            should_stop: set it to give up early.
+
+        Raises:
+            InvalidRequestError: the weights are not those of the epoch.
+            NotReadyError: there is no epoch.
+        """
+        return encode_update(self._current()[1], base, old, new, should_stop)
+
     def broadcast(
         self,
         weights: WeightBuffer | Mapping[str, torch.Tensor],
         version: int,
         should_stop: threading.Event,
+        update: SparseUpdate | None = None,
     ) -> BroadcastReport:
         """Send one version to all members. Repeatable in one epoch.
 
@@ -146,6 +182,7 @@ class WeightSender:
                 copy if the wire is on the CPU. Must not change until this returns.
             version: told to the receivers in the trailer.
             should_stop: set it when a member's control channel fails; the epoch is then over.
+            update: from `encode_update` of the same weights; sent in their place.
 
         Raises:
             InvalidRequestError: the weights are not those of the epoch; nothing was sent.
@@ -155,18 +192,22 @@ class WeightSender:
             DeadlineError: the whole took longer than all its collectives may together.
         """
         group, plan = self._current()
-        lane = self._lane(plan, weights)
+        lane = self._lane(plan, weights, update)
+        header = self._header(plan, version, update)
         phase = f"broadcasting version {version} in epoch {group.spec.epoch}"
 
         def send() -> str:
+            send_header(group, header, phase, should_stop)
             digest = broadcast_buckets(group, plan, lane, phase, should_stop)
             send_trailer(group, Trailer(version, plan.total_bytes, digest), phase, should_stop)
             return digest
 
         started = time.monotonic()
-        timeout_s = (len(plan.buckets) + 1) * self._timeout_s
+        timeout_s = (len(plan.buckets) + NUM_FRAMING_COLLECTIVES) * self._timeout_s
         digest = group.run(send, phase, timeout_s, should_stop)
-        return BroadcastReport(version, digest, plan.total_bytes, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        sent_bytes = plan.total_bytes if update is None else sum(update.sizes)
+        return BroadcastReport(version, digest, sent_bytes, plan.total_bytes, seconds)
 
     def abandon(self, reason: str) -> None:
         """Leave the current epoch, if any. Returns at once; a call in progress fails soon."""
@@ -193,10 +234,24 @@ class WeightSender:
             raise NotReadyError("no transfer group: call form_group first")
         return self._group, self._plan
 
-    def _lane(self, plan: TransferPlan, weights: WeightBuffer | Mapping[str, torch.Tensor]) -> Lane:
+    def _header(
+        self, plan: TransferPlan, version: int, update: SparseUpdate | None
+    ) -> UpdateHeader:
+        whole = tuple(bucket.num_bytes for bucket in plan.buckets)
+        sizes, base = (whole, None) if update is None else (update.sizes, update.base)
+        return UpdateHeader(version, sizes, base, keep=self._keeps_base)
+
+    def _lane(
+        self,
+        plan: TransferPlan,
+        weights: WeightBuffer | Mapping[str, torch.Tensor],
+        update: SparseUpdate | None,
+    ) -> Lane:
         wire_device = self._device.torch_device
         tensors = weights.tensors if isinstance(weights, WeightBuffer) else weights
         _check_weights(plan, tensors)
+        if update is not None and isinstance(weights, WeightBuffer):
+            return ChangeSendingLane(update, weights, wire_device)
         if not isinstance(weights, WeightBuffer) or wire_device.type != "cpu":
             return PackingLane(plan, tensors, wire_device)
         # The same tensors in another order lie differently.

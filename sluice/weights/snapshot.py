@@ -22,10 +22,15 @@ from sluice.weights.plan import MIN_BUCKET_BYTES, plan_transfer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """All weights of one version in one piece of CPU memory; not to be written to."""
+    """All weights of one version in one piece of CPU memory; not to be written to.
+
+    `serial` tells apart all that was ever written to the same `SnapshotBuffers`, versions that were
+    written twice included.
+    """
 
     version: int
     weights: WeightBuffer
+    serial: int
 
 
 class SnapshotBuffers:
@@ -42,6 +47,7 @@ class SnapshotBuffers:
         plan = plan_transfer(tuple(tensors), MIN_BUCKET_BYTES)
         self._slots = (_Slot(WeightBuffer(plan)), _Slot(WeightBuffer(plan)))
         self._newest: _Slot | None = None
+        self._serial = 0
         self._released = threading.Condition()
 
     @property
@@ -67,9 +73,10 @@ class SnapshotBuffers:
         slot = self._back_slot(timeout_s)
         _copy(named_tensors, slot.weights)
         with self._released:
-            slot.version = version
+            self._serial += 1
+            slot.version, slot.serial = version, self._serial
             self._newest = slot
-        return Snapshot(version, slot.weights)
+            return slot.snapshot(version)
 
     @contextmanager
     def read(self) -> Iterator[Snapshot]:
@@ -83,16 +90,36 @@ class SnapshotBuffers:
             if slot is None or slot.version is None:
                 raise NotReadyError("no snapshot of the weights was written yet")
             slot.readers += 1
-            snapshot = Snapshot(slot.version, slot.weights)
+            snapshot = slot.snapshot(slot.version)
         try:
             yield snapshot
         finally:
-            with self._released:
-                slot.readers -= 1
-                self._released.notify_all()
+            self._release(slot)
+
+    @contextmanager
+    def read_again(self, earlier: Snapshot) -> Iterator[WeightBuffer | None]:
+        """What was read before; ``None`` once it is overwritten. Not written to inside the block.
+
+        Until the newest version is replaced, that is it or the one before: keep the block short,
+        for it holds up whoever writes the next version.
+        """
+        with self._released:
+            slot = next((slot for slot in self._slots if slot.serial == earlier.serial), None)
+            if slot is not None:
+                slot.readers += 1
+        try:
+            yield None if slot is None else slot.weights
+        finally:
+            if slot is not None:
+                self._release(slot)
+
+    def _release(self, slot: _Slot) -> None:
+        with self._released:
+            slot.readers -= 1
+            self._released.notify_all()
 
     def _back_slot(self, timeout_s: float) -> _Slot:
-        """The slot that is not the newest, once nobody reads it."""
+        """The slot that is not the newest, once nobody reads it; nobody will before it is full."""
         deadline = time.monotonic() + timeout_s
         with self._released:
             slot = self._slots[1] if self._newest is self._slots[0] else self._slots[0]
@@ -104,6 +131,7 @@ class SnapshotBuffers:
                         timeout_s,
                         "end or abandon that broadcast first",
                     )
+            slot.serial = None
             return slot
 
 
@@ -113,7 +141,12 @@ class _Slot:
     def __init__(self, weights: WeightBuffer) -> None:
         self.weights = weights
         self.version: int | None = None
+        self.serial: int | None = None
         self.readers = 0
+
+    def snapshot(self, version: int) -> Snapshot:
+        """What it holds, which is `version`."""
+        return Snapshot(version, self.weights, self.serial or 0)
 
 
 @torch.no_grad()

@@ -19,6 +19,10 @@ from sluice.weights.digest import StreamDigest
 from sluice.weights.group import TransferGroup
 from sluice.weights.plan import Bucket, TransferPlan
 from sluice.weights.trailer import TRAILER_BYTES, Trailer
+from sluice.weights.update_header import UpdateHeader, header_bytes
+
+NUM_FRAMING_COLLECTIVES = 2
+"""Header and trailer, beside the buckets."""
 
 _IN_FLIGHT = 2
 
@@ -94,6 +98,21 @@ class UnpackingLane:
         return self._buffer.bucket(bucket).copy_(wire)
 
 
+def send_header(
+    group: TransferGroup, header: UpdateHeader, phase: str, should_stop: threading.Event
+) -> None:
+    """Rank 0's first collective of a version. Runs in the owner thread."""
+    wire = header.encode().to(group.device.torch_device)
+    group.settle(group.post(wire), phase, "the header", should_stop)
+
+
+def receive_header(
+    group: TransferGroup, plan: TransferPlan, phase: str, should_stop: threading.Event
+) -> torch.Tensor:
+    """The other ranks' counterpart: uint8 ``[header_bytes(plan)]`` on the CPU."""
+    return _receive(group, header_bytes(plan), phase, "the header", should_stop)
+
+
 def broadcast_buckets(
     group: TransferGroup, plan: TransferPlan, lane: Lane, phase: str, should_stop: threading.Event
 ) -> str:
@@ -131,8 +150,14 @@ def send_trailer(
 
 def receive_trailer(group: TransferGroup, phase: str, should_stop: threading.Event) -> torch.Tensor:
     """The other ranks' counterpart: uint8 ``[TRAILER_BYTES]`` on the CPU."""
-    wire = torch.zeros(TRAILER_BYTES, dtype=torch.uint8, device=group.device.torch_device)
-    group.settle(group.post(wire), phase, "the trailer", should_stop)
+    return _receive(group, TRAILER_BYTES, phase, "the trailer", should_stop)
+
+
+def _receive(
+    group: TransferGroup, num_bytes: int, phase: str, item: str, should_stop: threading.Event
+) -> torch.Tensor:
+    wire = torch.zeros(num_bytes, dtype=torch.uint8, device=group.device.torch_device)
+    group.settle(group.post(wire), phase, item, should_stop)
     return wire.cpu()
 
 

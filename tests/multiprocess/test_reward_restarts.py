@@ -67,5 +67,5 @@ async def test_a_restarted_service_goes_on_where_the_trainer_says_the_data_set_s
     if max_staleness == 0:
         assert identity(again) == identity(lost)
     assert sorted(positions(trainer.trained)) == list(range(6 * 8))
-    assert status.statistics["reward/groups_acknowledged"] == 3 * 8
+    assert status.statistics["reward/groups_acknowledged"] == 6 * 8
     assert status.statistics["reward/prompts_lost"] == 0

@@ -58,7 +58,7 @@ def quiet(
     seen: list[trainer_pb2.GetStatusResponse] = []
 
     async def look(run: LiveRun) -> None:
-        await run.until_step(2)
+        await run.until_step(1)
         seen.append(await run.status())
 
     overrides = [*TWO_REPLICAS, "trainer.total_training_steps=12", "trainer.test_freq=4"]

@@ -59,6 +59,7 @@ class Replica:
         assert self._staged is not None
         assert (self._staged.version, self._staged.digest) == (version, digest)
         self.served = self._staged
+        self._receiver.keep(self._staged)
         return 0.25
 
     async def abort(self, epoch: int, reason: str) -> None:
@@ -70,6 +71,15 @@ class Replica:
 
     async def close(self) -> None:
         self.calls.append("close")
+
+    @property
+    def held(self) -> StagedWeights | None:
+        """What later updates may build on."""
+        return self._receiver._held
+
+    def forget(self) -> None:
+        """Lose what later updates could build on."""
+        self._receiver._held = None
 
     def end(self) -> None:
         self._receiver.close()
@@ -92,7 +102,7 @@ class Replica:
 class Trainer:
     """A publisher with its fleet and frozen versions."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, *, sends_changes: bool = True) -> None:
         self.fleet = Fleet(LAYOUT, 1e9)
         self.replicas: dict[str, Replica] = {}
         specs = tensor_specs(weights(0).items())
@@ -102,11 +112,15 @@ class Trainer:
             self.snapshots,
             specs,
             make_sender=lambda: WeightSender(
-                device=CpuDevice(), bucket_bytes=1 << 20, timeout_s=timeout_s
+                device=CpuDevice(),
+                bucket_bytes=1 << 20,
+                timeout_s=timeout_s,
+                keeps_base=sends_changes,
             ),
             connect=lambda info: self.replicas[info.incarnation],
             timeout_s=5.0,
             probe_timeout_s=1.0,
+            sends_changes=sends_changes,
         )
 
     def add(self, name: str, incarnation: str = "1") -> Replica:

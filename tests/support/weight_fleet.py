@@ -47,8 +47,13 @@ class PeerProcess:
         self._send({"op": "join", "spec": msgspec.to_builtins(spec)})
 
     def stage(self, version: int, **fault: int) -> None:
-        """Begin to receive; `fault` is ``signal`` and ``bucket``."""
+        """Begin to receive; `fault` is ``bucket`` with ``signal`` or ``flip``, or ``keep``."""
         self._send({"op": "stage", "version": version, **fault})
+
+    def held(self) -> dict[str, Any]:
+        """What it holds as serving; nothing else may be under way."""
+        self._send({"op": "held"})
+        return self.answer()
 
     def abort(self, reason: str) -> None:
         """Leave the epoch."""

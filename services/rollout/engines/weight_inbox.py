@@ -82,10 +82,14 @@ class WeightInbox:
         return staged
 
     def release(self, staged: StagedWeights) -> None:
-        """Gives staging memory back once its tensors were copied."""
+        """Gives staging memory back once its tensors were copied and serve.
+
+        What was staged is held as long as it serves, if the sender asked for that: the next update
+        may say only what changed since.
+        """
         if self._staged is staged:
             self._staged = None
-        self._receiver.recycle(staged)
+        self._receiver.keep(staged)
 
     def abort(self, epoch: int, reason: str) -> None:
         """Throws away what is staged and leaves the epoch; nothing happens for another epoch."""

@@ -90,6 +90,11 @@ ENTRIES: tuple[Entry, ...] = (
         effect="About 300 bytes of disk a group",
         advice="true: sluice simulate learns pass rates, lengths and speeds from it",
     ),
+    honoured(
+        f"{_KEY}.reward.ledger",
+        effect="A client's receipt, a batch and its acknowledgement wait for the disk, 1 to 10 ms",
+        advice="sqlite",
+    ),
     *_endpoint("trainer"),
     honoured(f"{_KEY}.trainer.torch_threads"),
     honoured(f"{_KEY}.trainer.min_replicas"),
@@ -102,6 +107,11 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(f"{_KEY}.weights.timeout_s", unit="seconds"),
     honoured(f"{_KEY}.weights.probe_timeout_s", unit="seconds"),
     honoured(f"{_KEY}.weights.backend"),
+    honoured(
+        f"{_KEY}.weights.delta",
+        effect="auto: each replica holds its weights once more, in host memory",
+        advice="auto; off where host memory is short",
+    ),
     honoured(f"{_KEY}.weights.recompute_kv"),
     honoured(
         f"{_KEY}.max_message_mb",

@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.algorithm.admission import YieldEstimate, groups_to_admit, kept_upper_bound
-from sluice.algorithm.staleness import (
-    BatchDecision,
-    InFlightGroup,
-    KeptGroup,
-    OnStale,
-    doomed_groups,
-    may_form_batch,
-    staleness,
-)
+from sluice.algorithm.staleness import OnStale, doomed_groups, may_form_batch, staleness
+
+
+class KeptGroup(NamedTuple):
+    oldest_version: int
+    sequence: int
+
+
+class Found(NamedTuple):
+    """A decision: kept groups by their place in the list given, running ones by name."""
+
+    chosen: tuple[int, ...]
+    dropped: tuple[int, ...]
+    waiting_for: tuple[str, ...]
+    doomed: tuple[str, ...]
+    num_missing: int
+
+
+def by_version(kept: Iterable[tuple[int, int]]) -> dict[int, dict[str, int]]:
+    groups: dict[int, dict[str, int]] = defaultdict(dict)
+    for place, (version, sequence) in enumerate(kept):
+        groups[version][str(place)] = sequence
+    return groups
+
+
+def running_by_version(running: Iterable[tuple[str, int]]) -> dict[int, list[str]]:
+    groups: dict[int, list[str]] = defaultdict(list)
+    for name, version in running:
+        groups[version].append(name)
+    return groups
 
 
 def decide(
@@ -29,14 +53,24 @@ def decide(
     max_staleness: int,
     on_stale: OnStale = "wait",
     batch_size: int = 2,
-) -> BatchDecision:
-    return may_form_batch(
-        [KeptGroup(*group) for group in kept],
-        [InFlightGroup(*group) for group in in_flight],
+    kept_bound: Callable[[int], float] = float,
+) -> Found:
+    running = running_by_version(in_flight)
+    found = may_form_batch(
+        by_version(kept),
+        running,
         version=version,
         max_staleness=max_staleness,
         batch_size=batch_size,
         on_stale=on_stale,
+        kept_bound=kept_bound,
+    )
+    return Found(
+        tuple(int(place) for place in found.chosen),
+        tuple(int(place) for place in found.dropped),
+        tuple(name for start_version in found.waiting_for for name in running[start_version]),
+        found.doomed,
+        found.num_missing,
     )
 
 
@@ -49,7 +83,7 @@ def test_staleness_counts_versions_behind() -> None:
 
 def test_too_few_kept_groups_form_no_batch() -> None:
     found = decide([(3, 0)], [], version=3, max_staleness=1)
-    assert found == BatchDecision((), (), (), (), 1)
+    assert found == Found((), (), (), (), 1)
 
 
 def test_the_oldest_groups_are_chosen_by_version_then_sequence() -> None:
@@ -94,14 +128,11 @@ def test_a_batch_does_not_give_away_places_that_older_running_groups_need() -> N
 
 
 def test_an_expected_yield_shortens_the_wait_for_places() -> None:
-    running = [InFlightGroup(name, 1) for name in "abcd"]
-    found = may_form_batch(
-        [KeptGroup(2, 1), KeptGroup(2, 2)],
-        running,
+    found = decide(
+        [(2, 1), (2, 2)],
+        [(name, 1) for name in "abcd"],
         version=2,
         max_staleness=2,
-        batch_size=2,
-        on_stale="wait",
         kept_bound=lambda number: number / 2,
     )
     assert found.chosen == (0, 1)
@@ -205,13 +236,13 @@ class Loop:
             self.kept.append(KeptGroup(version, sequence))
             self.cancel_doomed()
 
-    def running(self) -> list[InFlightGroup]:
-        return [InFlightGroup(str(sequence), version) for sequence, version in self.in_flight]
+    def running(self) -> list[tuple[str, int]]:
+        return [(str(sequence), version) for sequence, version in self.in_flight]
 
     def cancel_doomed(self) -> None:
         doomed = doomed_groups(
-            self.kept,
-            self.running(),
+            by_version(self.kept),
+            running_by_version(self.running()),
             next_version=self.version + bool(self.num_in_training),
             max_staleness=self.max_staleness,
             batch_size=self.batch_size,
@@ -222,13 +253,12 @@ class Loop:
     def form(self) -> None:
         if self.num_in_training:
             return
-        found = may_form_batch(
-            self.kept,
+        found = decide(
+            [*self.kept],
             self.running(),
             version=self.version,
             max_staleness=self.max_staleness,
             batch_size=self.batch_size,
-            on_stale="wait",
             kept_bound=lambda number: kept_upper_bound(number, self.estimate),
         )
         chosen = [self.kept[i] for i in found.chosen]

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from sluice.cli.main import app, commands
 
-NAMES = ("quickstart", "up", "train", "status", "generate", "submit", "eval", "merge")
+NAMES = ("quickstart", "up", "train", "status", "generate", "submit", "eval", "merge", "simulate")
 
 
 def invoke(*arguments: str) -> tuple[int, str]:

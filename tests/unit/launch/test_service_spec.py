@@ -34,11 +34,19 @@ def test_a_run_is_one_reward_service_one_trainer_and_its_replicas() -> None:
     ]
 
 
-def test_only_replicas_are_started_again_and_only_rank_0_ends_the_run() -> None:
+def test_no_trainer_rank_is_started_again_and_only_rank_0_ends_the_run() -> None:
     specs = services("trainer.n_gpus_per_node=2").values()
-    assert {each.name for each in specs if each.max_restarts} == {"rollout-0"}
+    assert {each.name for each in specs if each.max_restarts} == {"reward", "rollout-0"}
     assert [each.name for each in specs if each.ends_run] == ["trainer"]
     assert [each.name for each in specs if each.is_needed] == ["reward"]
+
+
+def test_a_reward_service_is_started_again_where_its_ledger_outlives_it_and_it_did_not_refuse() -> (
+    None
+):
+    reward = services()["reward"]
+    assert (reward.max_restarts, reward.retries_errors) == (5, False)
+    assert services("sluice.reward.ledger=memory")["reward"].max_restarts == 0
 
 
 def test_each_trainer_rank_is_told_who_it_is_and_where_to_meet() -> None:

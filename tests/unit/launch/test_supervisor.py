@@ -138,6 +138,26 @@ async def test_a_crash_loop_ends_the_run_with_a_diagnosis(tmp_path: Path) -> Non
     assert run.said("rollout-0") == ["out of memory"] * 4
 
 
+async def test_a_process_whose_errors_are_final_is_started_again_only_after_a_signal(
+    tmp_path: Path,
+) -> None:
+    mark = tmp_path / "mark"
+    dies_then_refuses = f"""
+    import os, pathlib, sys
+    mark = pathlib.Path({str(mark)!r})
+    if not mark.exists():
+        mark.write_text("")
+        os.kill(os.getpid(), 9)
+    print("config: port 7 is in use")
+    sys.exit(1)
+    """
+    reward = spec("reward", dies_then_refuses, max_restarts=5, retries_errors=False)
+    end = await Supervised(tmp_path, reward).run()
+    assert end.failures == (
+        "reward ended with code 1 after 1 restarts:\n  config: port 7 is in use",
+    )
+
+
 async def test_a_process_that_lived_long_enough_is_no_crash_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from services.reward import assembly
 from services.reward.assembly import RewardLoop
 from services.reward.batcher import ACKNOWLEDGED_REMEMBERED
-from services.reward.ledger import MemoryLedger
+from services.reward.memory_ledger import MemoryLedger
 from sluice.config.run import RunConfig
 from sluice.errors import InvalidRequestError, NotFoundError
 from sluice.types import ChatMessage, Prompt, PromptEnd, PromptOrigin

@@ -14,6 +14,7 @@ from services.reward.dispatcher import (
     GroupDispatcher,
     GroupFailedError,
     GroupRequest,
+    SampleCallback,
     StartCallback,
 )
 from services.reward.greedy_response import generate_group
@@ -185,8 +186,8 @@ async def test_a_kept_group_is_as_old_as_its_oldest_response_the_greedy_one_incl
         client.versions["a"] = 1  # the samples' tokens are all of version 1
         gate.set()
         await settled(lambda: loop.batcher.num_kept == 2)
-        assert loop.batcher.decide(1, ()).chosen == (0, 1)
-        assert loop.batcher.decide(2, ()).dropped == (0, 1)
+        assert len(loop.batcher.ages.decide(1).chosen) == 2
+        assert len(loop.batcher.ages.decide(2).dropped) == 2
 
 
 async def hang(_name: str, _request: GroupRequest, _index: int) -> None:
@@ -226,7 +227,12 @@ class FakeDispatcher:
     def __init__(self, act: Act) -> None:
         self._act = act
 
-    async def generate(self, request: GroupRequest, on_start: StartCallback) -> RolloutGroup:
+    async def generate(
+        self,
+        request: GroupRequest,
+        on_start: StartCallback,
+        _on_sample: SampleCallback | None = None,
+    ) -> RolloutGroup:
         self._act(request, on_start)
         return RolloutGroup(request.prompt, PROMPT_TOKENS, ())
 

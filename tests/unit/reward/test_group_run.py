@@ -16,7 +16,7 @@ from services.reward.judgement import judge_probes
 from services.reward.ledger import PromptState
 from services.reward.scorer_messages import ScoreItem
 from sluice.config.run import RunConfig
-from sluice.errors import DeadlineError
+from sluice.errors import DeadlineError, InvalidRequestError
 from sluice.types import (
     Failed,
     FailureKind,
@@ -43,16 +43,23 @@ UNSCORED = Failed(FailureKind.SCORER_TIMEOUT, "too slow")
 MIXED = "answer=1 right=1"  # the first of its samples is right
 
 
-def config(strategy: str = "staged", *, estimator: str = "grpo", **sections: Any) -> RunConfig:
+def config(
+    strategy: str = "staged",
+    *,
+    estimator: str = "grpo",
+    samples: int = 4,
+    probes: int = 2,
+    **sections: Any,
+) -> RunConfig:
     tree = {
         "data": {"train_batch_size": 1},
-        "actor_rollout_ref": {"rollout": {"n": 4}},
+        "actor_rollout_ref": {"rollout": {"n": samples}},
         "algorithm": {"filter_groups": {"enable": True}, "adv_estimator": estimator},
         "sluice": {
             "asynchrony": {"max_staleness": 1},
             "sampling": {
                 "strategy": strategy,
-                "probe_samples": 2,
+                "probe_samples": probes,
                 "exploration": 1e-9,
                 "coverage_guard": False,
             },
@@ -224,3 +231,75 @@ async def test_a_group_is_as_old_as_its_probes_when_its_rest_is_drawn_by_a_newer
         assert batch.groups[0].prompt_id == "p0"
         assert [r.oldest_version for r in batch.groups[0].rollouts] == [0, 0, 1, 1]
         assert batch.statistics["train/staleness_max"] == 1
+
+
+class CountedGrades:
+    """Grades as ever, and counts what is graded."""
+
+    def __init__(self) -> None:
+        self.num_graded = 0
+
+    def __call__(self, scorer: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Any, ...]:
+        self.num_graded += len(items)
+        return tuple(scorer._score(item) for item in items)
+
+
+async def test_the_rest_of_a_group_does_not_wait_for_a_long_probe_once_two_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grades, long_probe = CountedGrades(), asyncio.Event()
+
+    async def hold(_name: str, _request: GroupRequest, index: int) -> None:
+        if index == 2:
+            await long_probe.wait()
+
+    async def score(scorer: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Any, ...]:
+        return grades(scorer, items)
+
+    monkeypatch.setattr(InlineScorer, "score", score)
+    client = ScriptedClient(before_sample=hold)
+    async with running_loop(config(samples=5, probes=3), client) as loop:
+        submit(loop, [MIXED])
+        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+        await settled(lambda: ("a", "p0", (3, 4)) in client.calls)
+        assert loop.ledger.state("p0") is PromptState.GENERATING
+        assert loop.pipeline.num_grading == 0
+        long_probe.set()
+        (group,) = (await loop.pipeline.batches.take(1, 0, 5)).groups
+        assert loop.pipeline.num_grading == 0
+    assert [r.sample_index for r in group.rollouts] == [0, 1, 2, 3, 4]
+    assert grades.num_graded == 5  # each sample once
+
+
+async def test_a_group_whose_probe_fails_while_its_rest_is_drawn_ends_with_that_failure() -> None:
+    async def fail(_name: str, _request: GroupRequest, index: int) -> None:
+        if index == 2:
+            await settled(lambda: ("a", "p0", (3, 4)) in client.calls)
+            raise InvalidRequestError("refused")
+
+    client = ScriptedClient(before_sample=fail)
+    async with running_loop(config(samples=5, probes=3), client) as loop:
+        session = submit(loop, [MIXED])
+        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+        await settled(lambda: session.num_open == 0)
+        await session.next_event()
+        outcome: Any = await session.next_event()
+        await settled(lambda: loop.pipeline.held.num_in_flight == 0)
+    assert outcome.end is PromptEnd.DROPPED_FAILED
+    assert "refused" in outcome.detail
+
+
+async def test_no_group_is_left_over_in_grading_when_probes_and_rest_end_together() -> None:
+    client = ScriptedClient()
+    async with running_loop(config(samples=6, probes=3), client) as loop:
+        session = submit(loop, ["answer=1 right=1", "answer=1 right=2", "answer=1 right=6"] * 6)
+        await loop.pipeline.announce("trainer", 0, [replica("a", slots=64)], None)
+        for step in range(12):
+            await loop.pipeline.batches.take(step + 1, step, 5)
+            loop.pipeline.batches.acknowledge(loop.batcher.lease.batch.batch_id, step + 1)  # type: ignore[union-attr]
+            client.versions["a"] = step + 1
+            newer = [replica("a", step + 1, slots=64)]
+            await loop.pipeline.announce("trainer", step + 1, newer, None)
+        await settled(lambda: session.num_open == 0)
+        await settled(lambda: loop.pipeline.held.num_in_flight == 0)
+        assert (loop.pipeline.num_grading, loop.pipeline.num_generating) == (0, 0)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.reward.ledger import MemoryLedger
+from services.reward.memory_ledger import MemoryLedger
 from services.reward.outcomes import PromptOutcome
 from services.reward.scorers.registry import scorer_for
 from services.reward.submissions import (
@@ -138,3 +138,54 @@ async def test_the_end_of_the_service_ends_every_session(submissions: Submission
         await receipt(session)
         submissions.end()
         assert await session.next_event() is None
+
+
+async def test_a_prompt_sent_again_by_another_call_gets_its_receipt_and_its_outcome(
+    submissions: Submissions, ledger: MemoryLedger
+) -> None:
+    with submissions.session() as left, submissions.session() as back:
+        submissions.submit(submission("a"), left)
+        submissions.submit(submission("a"), left)
+        first, twice = await receipt(left), await receipt(left)
+        assert (first.sequence, twice.sequence) == (0, None)
+        submissions.submit(submission("a"), back)
+        assert await receipt(back) == first
+        assert (left.num_open, back.num_open) == (0, 1)
+        end(submissions, ledger, "a")
+        assert isinstance(await back.next_event(), PromptOutcome)
+    with submissions.session() as late:
+        submissions.submit(submission("a", ground_truth="2"), late)
+        assert "used before" in (await receipt(late)).refused_because
+        submissions.submit(submission("a"), late)
+        late.close_input()
+        assert await receipt(late) == first
+        outcome = await late.next_event()
+        assert isinstance(outcome, PromptOutcome)
+        assert outcome.end is PromptEnd.TRAINED
+        assert await late.next_event() is None
+    assert ledger.accounts().num_submitted == 1
+
+
+class SlowLedger(MemoryLedger):
+    """A disk that commits when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.committed = asyncio.Event()
+
+    async def durable(self, ticket: int | None = None) -> None:
+        await self.committed.wait()
+
+
+async def test_a_receipt_waits_for_the_disk() -> None:
+    ledger = SlowLedger()
+    submissions = Submissions(ledger, ledger.accept, lambda _: None, 2)
+    with submissions.session() as session:
+        submissions.submit(submission("a"), session)
+        async with asyncio.TaskGroup() as tasks:
+            told = tasks.create_task(session.next_event())
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not told.done()
+            ledger.committed.set()
+        assert told.result() == Receipt("a", 0)

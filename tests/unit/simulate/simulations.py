@@ -81,7 +81,7 @@ class RecordedRun:
                 "started_s": group.started_s,
                 "generated_s": group.generated_s,
                 "ended_s": now,
-                "replicas": [f"replica-{group.replica}"],
+                "replicas": [f"replica-{number}" for number in group.replicas],
                 "probes": 0,
                 "probability": 1.0,
             }

@@ -10,11 +10,11 @@ from sluice.simulate.group import Sample
 from sluice.simulate.replica import SimulatedReplica
 from sluice.simulate.settings import FleetSettings
 
-NO_GROUP: Any = None
+NO_PART: Any = None
 
 
 def samples(*tokens: int) -> list[Sample]:
-    return [Sample(NO_GROUP, count) for count in tokens]
+    return [Sample(NO_PART, count, is_right=True) for count in tokens]
 
 
 def replica(slots: int = 4, base_s: float = 1.0, per_sequence_s: float = 0.0) -> SimulatedReplica:

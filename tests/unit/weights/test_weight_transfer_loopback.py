@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 import threading
@@ -149,7 +150,9 @@ def test_a_receiver_that_asked_for_another_version_refuses_it(
 ) -> None:
     _form(sender, receiver, pool)
     staging = pool.submit(receiver.stage, 8)
-    sender.broadcast(_weights(), 9, _NEVER)
+    # The receiver leaves at once, and how far the sender comes is chance.
+    with contextlib.suppress(WeightSyncError):
+        sender.broadcast(_weights(), 9, _NEVER)
     with pytest.raises(
         WeightSyncError, match=r"trainer failed in phase receiving version 8 .*sent version 9"
     ):

@@ -1,0 +1,299 @@
+"""A ledger in memory: where every accepted prompt stands, for as long as the process lives."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+
+from services.reward.ledger import Accounts, PromptState
+from services.reward.ledger_content import (
+    EndedPrompt,
+    LedgerContent,
+    OpenLease,
+    body_digest,
+    encode_body,
+)
+from sluice.errors import InvalidRequestError, NotFoundError
+from sluice.types import DataProgress, Prompt, PromptEnd, PromptOrigin
+
+ENDED_IDS_REMEMBERED = 65_536
+"""Clients' prompts that ended last, whose ids cannot be used again; with 500 bytes each 32 MiB."""
+ACKNOWLEDGED_REMEMBERED = 64
+"""Batches acknowledged last, whose acknowledgement may be repeated after a restart."""
+MAX_DETAIL_CHARS = 1000
+
+
+class MemoryLedger:
+    """A ledger that lives as long as the process. It keeps no ended prompts to issue again.
+
+    Args:
+        ended_ids: how many ended clients' prompts are remembered.
+        content: what it begins with.
+    """
+
+    def __init__(
+        self, ended_ids: int = ENDED_IDS_REMEMBERED, content: LedgerContent | None = None
+    ) -> None:
+        content = content or LedgerContent()
+        self._sequence = content.next_sequence
+        self._prompts = {prompt.prompt_id: prompt for prompt in content.pending}
+        self._states = dict.fromkeys(self._prompts, PromptState.WAITING)
+        self._num_clients = sum(p.origin is PromptOrigin.CLIENT for p in content.pending)
+        self._max_ended_ids = ended_ids
+        self._ended: OrderedDict[str, EndedPrompt] = OrderedDict(content.ended)
+        self._by_end: Counter[PromptEnd] = Counter(content.by_end)
+        self._num_submitted = sum(self._by_end.values()) + len(self._prompts)
+        self._low_water = content.progress.low_water
+        self._ended_above: set[int] = set(content.progress.ended_above)
+        self._acknowledged: OrderedDict[str, None] = OrderedDict.fromkeys(content.acknowledged)
+        self._num_acknowledged, self._trainer = content.num_acknowledged, content.trainer
+        self._lease = content.lease
+        for prompt in self._leased_prompts():
+            self._states[prompt.prompt_id] = PromptState.LEASED
+
+    @property
+    def num_clients_pending(self) -> int:
+        """Clients' prompts that are pending."""
+        return self._num_clients
+
+    @property
+    def open_lease(self) -> OpenLease | None:
+        """The batch at the trainer."""
+        return self._lease
+
+    @property
+    def num_acknowledged(self) -> int:
+        """Groups of all acknowledged batches."""
+        return self._num_acknowledged
+
+    @property
+    def trainer(self) -> str | None:
+        """The incarnation that announced itself last."""
+        return self._trainer
+
+    @property
+    def content(self) -> LedgerContent:
+        """All that it knows now, but for the stages of its pending prompts."""
+        return LedgerContent(
+            self._sequence,
+            self.pending(),
+            dict(self._ended),
+            {end: count for end, count in self._by_end.items() if count},
+            self.progress(),
+            self._lease,
+            tuple(self._acknowledged),
+            self._num_acknowledged,
+            self._trainer,
+        )
+
+    def next_sequence(self) -> int:
+        """The number of the next prompt in the order of issue."""
+        self._sequence += 1
+        return self._sequence - 1
+
+    def accept(self, prompt: Prompt) -> None:
+        """Take a prompt on as ``WAITING``.
+
+        Raises:
+            InvalidRequestError: the id is that of a pending prompt, or of one of the clients' that
+                ended last.
+        """
+        if prompt.prompt_id in self._prompts or prompt.prompt_id in self._ended:
+            raise InvalidRequestError(
+                f"prompt_id '{prompt.prompt_id}' was used before; choose a new one for each prompt"
+            )
+        self._take_on(prompt)
+
+    def move(self, prompt_id: str, state: PromptState) -> None:
+        """Note where a pending prompt stands now.
+
+        Raises:
+            NotFoundError: the prompt is not pending.
+        """
+        self.state(prompt_id)
+        self._states[prompt_id] = state
+
+    def end(
+        self,
+        prompt_id: str,
+        end: PromptEnd,
+        *,
+        step: int | None = None,
+        rewards: Sequence[float] = (),
+        detail: str = "",
+    ) -> Prompt:
+        """End a pending prompt.
+
+        Args:
+            prompt_id: whose.
+            end: how.
+            step: the train step that used it.
+            rewards: of its samples.
+            detail: further words, of which the first `MAX_DETAIL_CHARS` are kept.
+
+        Raises:
+            NotFoundError: the prompt is not pending.
+        """
+        self.state(prompt_id)
+        prompt = self._leave(prompt_id)
+        self._by_end[end] += 1
+        if prompt.origin is PromptOrigin.CLIENT:
+            digest, kept = body_digest(encode_body(prompt)), detail[:MAX_DETAIL_CHARS]
+            self._remember(
+                prompt_id, EndedPrompt(prompt.sequence, digest, end, step, tuple(rewards), kept)
+            )
+        elif prompt.position is not None:
+            self._end_position(prompt.position)
+        return prompt
+
+    def state(self, prompt_id: str) -> PromptState:
+        """Where a pending prompt stands.
+
+        Raises:
+            NotFoundError: the prompt is not pending.
+        """
+        state = self._states.get(prompt_id)
+        if state is None:
+            raise NotFoundError(f"prompt '{prompt_id}' is not pending")
+        return state
+
+    def prompt(self, prompt_id: str) -> Prompt | None:
+        """A pending prompt; ``None`` if it is not."""
+        return self._prompts.get(prompt_id)
+
+    def ended(self, prompt_id: str) -> EndedPrompt | None:
+        """A client's prompt among those that ended last."""
+        return self._ended.get(prompt_id)
+
+    def pending(self) -> tuple[Prompt, ...]:
+        """Pending prompts in the order of issue."""
+        return tuple(sorted(self._prompts.values(), key=lambda prompt: prompt.sequence))
+
+    def pending_ids(self) -> Collection[str]:
+        """Ids of the pending prompts, in no order."""
+        return self._prompts.keys()
+
+    def accounts(self) -> Accounts:
+        """The counts now."""
+        states = Counter(self._states.values())
+        by_state = {state: states[state] for state in PromptState}
+        by_end = {end: self._by_end[end] for end in PromptEnd}
+        return Accounts(self._num_submitted, by_end, by_state)
+
+    def progress(self, also_ended: Iterable[int] = ()) -> DataProgress:
+        """Which data-set positions ended, and those of `also_ended`."""
+        ended = self._ended_above | set(also_ended)
+        low_water = self._low_water
+        while low_water in ended:
+            ended.discard(low_water)
+            low_water += 1
+        return DataProgress(low_water, tuple(sorted(ended)))
+
+    def restart_data(self, progress: DataProgress) -> DataProgress:
+        """Take `progress` for what ended so far, as after a trainer's resume.
+
+        Returns:
+            where drawing resumes: what ended, and what is pending here and need not be drawn anew.
+        """
+        self._low_water, self._ended_above = progress.low_water, set(progress.ended_above)
+        pending = {p.position for p in self._prompts.values() if p.position is not None}
+        return self.progress(also_ended=pending)
+
+    def forget_data(self) -> None:
+        """Take back that data-set prompts were drawn which are pending: they are drawn again."""
+        for prompt in self.pending():
+            if prompt.position is not None:
+                self._leave(prompt.prompt_id)
+                self._num_submitted -= 1
+
+    def lease(self, batch_id: str, version: int, prompt_ids: Sequence[str]) -> None:
+        """Pending prompts are given to the trainer, in the one lease that is open.
+
+        Raises:
+            NotFoundError: one of them is not pending.
+        """
+        for prompt_id in prompt_ids:
+            self.move(prompt_id, PromptState.LEASED)
+        self._lease = OpenLease(batch_id, version, tuple(prompt_ids))
+
+    def release_lease(self) -> tuple[Prompt, ...]:
+        """The open lease is taken back: its prompts, ``WAITING`` from now on."""
+        prompts, self._lease = self._leased_prompts(), None
+        for prompt in prompts:
+            self._states[prompt.prompt_id] = PromptState.WAITING
+        return prompts
+
+    def leased(self, batch_id: str) -> tuple[Prompt, ...] | None:
+        """The pending prompts of the open lease; ``None`` if it was acknowledged before.
+
+        Raises:
+            NotFoundError: no such batch is open or among the last that were acknowledged.
+        """
+        if batch_id in self._acknowledged:
+            return None
+        if self._lease is None or self._lease.batch_id != batch_id:
+            raise NotFoundError(
+                f"batch '{batch_id}' is not leased (it was taken back, or never existed); "
+                "take the next batch"
+            )
+        return self._leased_prompts()
+
+    def acknowledge(self) -> None:
+        """Close the open lease, all of whose prompts have ended as trained."""
+        if self._lease is None:
+            return
+        self._num_acknowledged += len(self._lease.prompt_ids)
+        self._acknowledged[self._lease.batch_id] = None
+        if len(self._acknowledged) > ACKNOWLEDGED_REMEMBERED:
+            self._acknowledged.popitem(last=False)
+        self._lease = None
+
+    def begin_trainer(self, incarnation: str) -> None:
+        """Note who trains."""
+        self._trainer = incarnation
+
+    async def trained_after(self, step: int) -> tuple[Prompt, ...]:
+        """None: what ended prompts said is not kept."""
+        return ()
+
+    def reissue(self, prompts: Iterable[Prompt]) -> None:
+        """Accept ended clients' prompts once more, under their numbers."""
+        for prompt in prompts:
+            del self._ended[prompt.prompt_id]
+            self._take_on(prompt)
+
+    def noted(self) -> int:
+        """A ticket for all that was changed so far."""
+        return 0
+
+    async def durable(self, ticket: int | None = None) -> None:
+        """Nothing outlives the process."""
+
+    def _take_on(self, prompt: Prompt) -> None:
+        self._prompts[prompt.prompt_id] = prompt
+        self._states[prompt.prompt_id] = PromptState.WAITING
+        self._num_clients += prompt.origin is PromptOrigin.CLIENT
+        self._num_submitted += 1
+
+    def _leave(self, prompt_id: str) -> Prompt:
+        del self._states[prompt_id]
+        prompt = self._prompts.pop(prompt_id)
+        self._num_clients -= prompt.origin is PromptOrigin.CLIENT
+        return prompt
+
+    def _leased_prompts(self) -> tuple[Prompt, ...]:
+        prompt_ids = self._lease.prompt_ids if self._lease else ()
+        found = [self._prompts.get(prompt_id) for prompt_id in prompt_ids]
+        return tuple(prompt for prompt in found if prompt is not None)
+
+    def _remember(self, prompt_id: str, ended: EndedPrompt) -> None:
+        self._ended[prompt_id] = ended
+        if len(self._ended) > self._max_ended_ids:
+            self._ended.popitem(last=False)
+
+    def _end_position(self, position: int) -> None:
+        if position >= self._low_water:
+            self._ended_above.add(position)
+        while self._low_water in self._ended_above:
+            self._ended_above.discard(self._low_water)
+            self._low_water += 1

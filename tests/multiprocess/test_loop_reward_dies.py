@@ -1,0 +1,46 @@
+"""A whole run whose reward service is killed: it is started again, and the books are right."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from tests.support.small_run import Assets, LiveRun, run_to_end
+
+STEPS = 14
+
+
+async def kill_twice(run: LiveRun) -> None:
+    """Kills the reward service after two different steps, as soon as the one before is heard of."""
+    for step in (1, 3):
+        await run.until_step(step)
+        pid = run.pid_of("reward")
+        run.send("reward", signal.SIGKILL)
+
+        async def is_back(before: int = pid) -> bool:
+            await run.reward_status()
+            return run.pid_of("reward") != before
+
+        await run.until(is_back, "the reward service is back")
+
+
+def test_a_killed_reward_service_is_started_again_and_nothing_is_lost(
+    small_assets: Assets, tmp_path: Path
+) -> None:
+    record = run_to_end(
+        small_assets,
+        tmp_path,
+        [
+            f"trainer.total_training_steps={STEPS}",
+            "trainer.test_freq=2",
+            "sluice.asynchrony.max_staleness=1",
+        ],
+        kill_twice,
+    )
+    assert (record.end.exit_code, record.end.failures) == (0, ())
+    assert [row["training/global_step"] for row in record.steps] == list(range(1, STEPS + 1))
+    assert record.accounts["prompts_lost"] == 0
+    assert record.accounts["groups_trained"] == record.accounts["groups_acknowledged"]
+    assert record.accounts["trained"] == record.accounts["groups_trained"]
+    assert record.log("reward").count("listening on") == 3
+    assert record.left_running == ()

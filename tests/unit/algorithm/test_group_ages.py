@@ -1,0 +1,266 @@
+"""Ages counted as groups come and go decide as the rules read group by group would."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sluice.algorithm.group_ages import GroupAges
+from sluice.algorithm.staleness import BatchDecision, OnStale
+
+MANY = 10_000
+
+
+@dataclass
+class PlainAges:
+    """The rules of `staleness`, read group by group from lists that hold nothing else."""
+
+    batch_size: int
+    max_staleness: int
+    on_stale: OnStale
+    kept: dict[str, tuple[int, int]] = field(default_factory=dict)  # oldest version, sequence
+    running: dict[str, int] = field(default_factory=dict)  # start version
+
+    def places(self, version: int, next_version: int) -> int:
+        """For groups of `version` or older, in the batches from `next_version` on."""
+        batches = version + self.max_staleness - next_version + 1
+        return max(0, batches) * self.batch_size
+
+    def has_place(self, start_version: int, next_version: int) -> bool:
+        oldest_allowed = next_version - self.max_staleness
+        usable = [v for v, _ in self.kept.values() if v >= oldest_allowed]
+        younger = {start_version, *usable, *self.running.values()}
+        return start_version >= oldest_allowed and all(
+            sum(v <= version for v in usable) < self.places(version, next_version)
+            for version in younger
+            if version >= start_version
+        )
+
+    def doomed(self, next_version: int) -> set[str]:
+        return {name for name, v in self.running.items() if not self.has_place(v, next_version)}
+
+    def decide(self, version: int, kept_bound: Callable[[int], float]) -> BatchDecision:
+        oldest_allowed = version - self.max_staleness
+        ages = sorted((v, sequence, name) for name, (v, sequence) in self.kept.items())
+        dropped = tuple(name for v, _, name in ages if v < oldest_allowed)
+        eligible = [(v, name) for v, _, name in ages if oldest_allowed <= v <= version]
+        chosen, doomed = eligible[: self.batch_size], self.doomed(version)
+        num_missing = self.batch_size - len(chosen)
+        waiting: list[int] = []
+        if not num_missing and self.on_stale == "wait":
+            alive = [v for name, v in self.running.items() if name not in doomed]
+            waiting = [v for v in alive if v == oldest_allowed]
+            for limit in range(oldest_allowed + 1, chosen[-1][0]):
+                older = [v for v in alive if v <= limit]
+                # One batch is formed now; the next ones have the places.
+                if kept_bound(len(older)) > self.places(limit, version + 1):
+                    waiting = older
+        names = () if waiting or num_missing else tuple(name for _, name in chosen)
+        return BatchDecision(
+            names, dropped, tuple(sorted(set(waiting))), tuple(sorted(doomed)), num_missing
+        )
+
+
+@dataclass
+class Both:
+    """The same events told to both."""
+
+    counted: GroupAges
+    plain: PlainAges
+    rng: random.Random
+    version: int = 0
+    num_issued: int = 0
+
+    def _any(self, groups: dict[str, object]) -> str | None:
+        return self.rng.choice(list(groups)) if groups else None
+
+    def start(self) -> None:
+        name = f"p{self.num_issued}"
+        self.num_issued += 1
+        self._runs(name)
+
+    def start_over(self) -> None:
+        name = self._any({**self.plain.running})
+        if name is not None:
+            self._runs(name)
+
+    def _runs(self, name: str) -> None:
+        version = self.version + self.rng.choice((-2, -1, 0, 0, 0, 1))
+        self.counted.runs(name, version)
+        self.plain.running[name] = version
+
+    def end(self) -> None:
+        name = self._any({**self.plain.running})
+        if name is None:
+            self.counted.left("of nobody")
+            return
+        version = self.plain.running[name]
+        if self.rng.random() < 0.7:
+            oldest = version + self.rng.choice((0, 0, 1))
+            self.counted.keep(name, oldest, int(name[1:]))
+            self.plain.kept[name] = (oldest, int(name[1:]))
+        if self.rng.random() < 0.9:  # else its task has not ended yet
+            self.counted.left(name)
+            del self.plain.running[name]
+
+    def give_up_kept(self) -> None:
+        name = self._any({**self.plain.kept})
+        if name is not None:
+            self.counted.remove(name)
+            del self.plain.kept[name]
+
+    def take_over(self) -> None:
+        if self.rng.random() < 0.1:
+            self.counted.remove_all()
+            self.plain.kept.clear()
+
+    def publish(self) -> None:
+        self.version += 1
+
+    def form(self) -> None:
+        for name in self.check():
+            self.counted.remove(name)
+            del self.plain.kept[name]
+
+    def cancel(self) -> None:
+        for name in self.counted.doomed(self.version):
+            self.counted.left(name)
+            del self.plain.running[name]
+
+    def check(self) -> tuple[str, ...]:
+        """Both decide alike; returns the kept groups that would leave."""
+        bound: Callable[[int], float] = self.rng.choice([float, lambda number: 0.4 * number])
+        found, plain = self.counted.decide(self.version, bound), self.plain
+        expected = plain.decide(self.version, bound)
+        order = [plain.running[name] for name in found.doomed]
+        assert order == sorted(order)
+        assert expected == BatchDecision(
+            found.chosen,
+            tuple(sorted(found.dropped, key=lambda name: (*plain.kept[name], name))),
+            found.waiting_for,
+            tuple(sorted(found.doomed)),
+            found.num_missing,
+        )
+        for next_version in (self.version, self.version + 1):
+            assert set(self.counted.doomed(next_version)) == plain.doomed(next_version)
+        for name, version in plain.running.items():
+            is_too_old = self.version - version > plain.max_staleness
+            drops = plain.on_stale == "drop" and is_too_old
+            assert self.counted.drops(name, self.version) == drops
+        return (*found.chosen, *found.dropped)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.sampled_from(["wait", "drop"]),
+    st.integers(0, 2**32),
+)
+def test_any_sequence_of_events_is_decided_as_by_the_rules_read_group_by_group(
+    batch_size: int, max_staleness: int, on_stale: OnStale, seed: int
+) -> None:
+    both = Both(
+        GroupAges(batch_size, max_staleness, on_stale),
+        PlainAges(batch_size, max_staleness, on_stale),
+        random.Random(seed),
+    )
+    events = [both.start, both.start_over, both.end, both.give_up_kept, both.take_over]
+    events += [both.publish, both.form, both.cancel]
+    for _ in range(80):
+        both.rng.choices(events, weights=[10, 2, 8, 1, 1, 2, 4, 1])[0]()
+        both.check()
+
+
+class CountedDict(MutableMapping[object, object]):
+    """Counts the entries that are walked over; looking one up, and its length, are free."""
+
+    num_walked = 0
+
+    def __init__(self, entries: dict[object, object]) -> None:
+        self._entries = entries
+
+    def __iter__(self) -> Iterator[object]:
+        for key in self._entries:
+            CountedDict.num_walked += 1
+            yield key
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, key: object) -> object:
+        return self._entries[key]
+
+    def __setitem__(self, key: object, value: object) -> None:
+        self._entries[key] = value
+
+    def __delitem__(self, key: object) -> None:
+        del self._entries[key]
+
+
+def counted(value: object) -> object:
+    """The same state, every dict in it counted, however deep."""
+    if isinstance(value, dict):
+        return CountedDict({key: counted(inner) for key, inner in value.items()})
+    for name, inner in vars(value).items() if hasattr(value, "__dict__") else ():
+        setattr(value, name, counted(inner))
+    return value
+
+
+def crowd(on_stale: OnStale = "wait") -> GroupAges:
+    """Many groups run, of three versions, and a few less than a batch are kept; S is 1."""
+    ages = GroupAges(512, 1, on_stale)
+    for number in range(MANY):
+        ages.runs(f"r{number}", 4 + number % 3)
+    for number in range(511):
+        ages.keep(f"k{number}", 4 + number % 2, number)
+    counted(ages)
+    CountedDict.num_walked = 0
+    return ages
+
+
+def test_the_count_sees_every_group_walked_over() -> None:
+    ages = crowd()
+    assert len(ages.doomed(6)) > MANY / 4  # those of version 4
+    assert CountedDict.num_walked > MANY / 4
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "drop"])
+def test_nothing_to_decide_is_seen_without_a_look_at_any_group(on_stale: OnStale) -> None:
+    ages = crowd(on_stale)
+    assert ages.doomed(5) == ()
+    assert ages.decide(5) == BatchDecision((), (), (), (), 1)
+    assert CountedDict.num_walked <= 50  # versions, several times each
+
+
+def test_a_full_batch_that_waits_is_seen_without_a_look_at_any_group() -> None:
+    ages = crowd()
+    ages.keep("the last one", 5, 511)
+    assert ages.decide(5) == BatchDecision((), (), (4,), (), 0)
+    assert CountedDict.num_walked <= 50
+
+
+def test_a_start_an_end_and_a_kept_group_cost_no_look_at_the_others() -> None:
+    ages = crowd()
+    ages.runs("r0", 5)
+    ages.left("r1")
+    ages.keep("r1", 5, 512)
+    ages.remove("k0")
+    assert ages.decide(5).num_missing == 1
+    assert CountedDict.num_walked <= 50
+
+
+def test_a_group_that_starts_over_counts_under_its_new_version_only() -> None:
+    ages = GroupAges(1, 1, "wait")
+    ages.keep("kept", 5, 0)
+    ages.runs("late", 4)
+    assert ages.decide(5).waiting_for == (4,)
+    ages.runs("late", 5)
+    assert ages.decide(5).chosen == ("kept",)
+    ages.left("late")
+    assert ages.decide(5).chosen == ("kept",)

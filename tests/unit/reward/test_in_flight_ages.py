@@ -1,0 +1,63 @@
+"""Running groups are entered beside the kept ones for as long as they hold tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.reward.batcher import Batcher, BatchRules
+from services.reward.in_flight import InFlightItem, InFlightTable
+from services.reward.stale_groups import StaleGroups
+from sluice.algorithm.sampling.visit import Visit
+from tests.support.client_prompt import client_prompt
+
+
+class Running:
+    """One kept group of version 5 fills the batch of version 5; S is 1."""
+
+    def __init__(self) -> None:
+        self.batcher, self.table = Batcher(BatchRules(1, 1, "wait")), InFlightTable()
+        self.stale = StaleGroups(self.batcher, self.table)
+        self.batcher.ages.keep("kept", 5, 0)
+
+    def start(self, name: str, version: int | None) -> InFlightItem:
+        item = self.table.add(client_prompt(prompt_id=name), Visit(name, 1, None, 4), 4)
+        item.start_version = version
+        return item
+
+    def waited_for(self) -> tuple[int, ...]:
+        return self.batcher.ages.decide(5).waiting_for
+
+
+def test_a_group_counts_from_its_start_until_it_ends() -> None:
+    running = Running()
+    item = running.start("late", None)
+    assert running.waited_for() == ()
+    item.start_version = 4
+    assert running.waited_for() == (4,)
+    running.table.remove(item)
+    assert running.waited_for() == ()
+    assert item.start_version == 4  # still told of in the log
+
+
+@pytest.mark.parametrize("version", [None, 5])
+def test_a_group_that_lost_its_tokens_holds_no_batch_back(version: int | None) -> None:
+    running = Running()
+    item = running.start("late", 4)
+    item.start_version = version
+    assert running.waited_for() == ()
+
+
+def test_a_start_told_after_the_end_is_not_entered() -> None:
+    running = Running()
+    item = running.start("late", 4)
+    running.table.remove(item)
+    item.start_version = 4
+    assert running.waited_for() == ()
+
+
+def test_a_group_that_was_just_kept_is_not_cancelled_for_the_want_of_a_place() -> None:
+    running = Running()
+    items = {name: running.start(name, 3) for name in ("just kept", "other")}
+    running.stale.check(5, but_for="just kept")
+    assert running.stale.left(items["other"])
+    assert not running.stale.left(items["just kept"])
