@@ -11,7 +11,8 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 # build, which on Linux brings several GB of CUDA and works as well.
 TORCH ?= torch==$(TORCH_VERSION)
 
-.PHONY: help quickstart test test-loggers lint format protos bench-quickstart bench-algorithms bench-sampling clean
+.PHONY: help quickstart test test-loggers lint format protos bench-quickstart bench-algorithms bench-sampling \
+	bench-sync clean
 .DEFAULT_GOAL := help
 
 help:  ## List the commands
@@ -45,6 +46,9 @@ bench-algorithms: $(VENV)/.installed-train  ## Measure PPO with a critic and GRP
 
 bench-sampling: $(VENV)/.installed-train  ## Measure the strategies of over-generation, simulated and real
 	@$(PY) benchmarks/bench_sampling.py $(ARGS)
+
+bench-sync: $(VENV)/.installed-train  ## Measure what bringing new weights to the replicas costs
+	@$(PY) benchmarks/bench_sync.py $(ARGS)
 
 clean:  ## Remove the environment and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \

@@ -59,21 +59,21 @@ class InFlightItem:
 
 
 class InFlightTable:
-    """All groups under way by prompt id."""
+    """All groups under way by prompt id.
 
-    def __init__(self) -> None:
+    Args:
+        ages: groups are entered there as they start, and taken out as they end.
+    """
+
+    def __init__(self, ages: GroupAges) -> None:
         self._items: dict[str, InFlightItem] = {}
-        self._ages: GroupAges | None = None
+        self._ages = ages
         self.num_grading = 0
         self.num_unasked = 0
         self.num_sure = 0
 
     def __len__(self) -> int:
         return len(self._items)
-
-    def tell_ages(self, ages: GroupAges) -> None:
-        """Enter groups here as they start, and take them out as they end."""
-        self._ages = ages
 
     def add(self, prompt: Prompt, visit: Visit, num_sequences: int) -> InFlightItem:
         """Take on a group, whose task will ask for room for so many sequences when it runs."""
@@ -105,8 +105,7 @@ class InFlightTable:
         self.num_grading -= item.is_grading
         self.num_sure -= item.is_sure
         self.asked(item)
-        if self._ages is not None:
-            self._ages.left(item.prompt.prompt_id)
+        self._ages.left(item.prompt.prompt_id)
 
     def cancel(self, prompt_id: str, fate: Fate) -> None:
         """End a group's task."""
@@ -120,7 +119,7 @@ class InFlightTable:
 
     def _enter_age(self, item: InFlightItem) -> None:
         prompt_id = item.prompt.prompt_id
-        if self._ages is None or self._items.get(prompt_id) is not item:
+        if self._items.get(prompt_id) is not item:
             return
         if item.start_version is None:
             self._ages.left(prompt_id)

@@ -94,7 +94,7 @@ class Pipeline:
 
     def __init__(self, settings: PipelineSettings, parts: PipelineParts) -> None:
         self._settings, self._parts = settings, parts
-        self._in_flight = InFlightTable()
+        self._in_flight = InFlightTable(parts.batcher.ages)
         self._stale_groups = StaleGroups(
             parts.batcher, self._in_flight, carries_over=not parts.strategy.discards_surplus
         )
@@ -116,7 +116,7 @@ class Pipeline:
                 parts.recorder,
                 parts.memory,
             ),
-            lambda: self.policy_version,
+            self._version_to_draw,
         )
         self.batches = TrainBatches(self._batch_parts(), settings.rules.batch_size)
         self._groups = GroupRun(settings, self._group_parts())
@@ -209,6 +209,13 @@ class Pipeline:
             logger.warning("visits are no longer remembered: %s", error)
             self._memory_is_writable = False
 
+    def _version_to_draw(self) -> int | None:
+        """The version that groups may start under; ``None``: none may."""
+        version = self.policy_version
+        if version is None or self._parts.batcher.lease is not None:
+            return version
+        return None if self.batches.recovered.holds_back(version) else version
+
     def _note_exhaustion(self) -> None:
         """Whoever takes a batch learns, once, that the data set has ended."""
         if self._parts.source.is_exhausted and not self._was_exhausted:
@@ -289,6 +296,7 @@ class Pipeline:
             self._parts.source.start_data(ledger.restart_data(ledger.progress()))
             self._trainer = trainer
             return
+        self.batches.recovered.forget()
         await self._end_what_runs()
         self._give_back_kept(resume_from)
         for prompt in await self._trained_in_vain(version):

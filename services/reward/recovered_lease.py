@@ -31,6 +31,18 @@ class RecoveredLease:
         self, ledger: PromptLedger, recorder: OutcomeRecorder, source: PromptSource
     ) -> None:
         self._ledger, self._recorder, self._source = ledger, recorder, source
+        self._trained_version: int | None = None  # that the batch was leased under
+
+    def holds_back(self, version: int) -> bool:
+        """Whether groups of `version` may not start: the trainer holds the batch of that version,
+        or may hold it, and what was drawn under it could grow stale."""
+        if self._ledger.open_lease is not None:
+            return True
+        return self._trained_version is not None and version <= self._trained_version
+
+    def forget(self) -> None:
+        """Another trainer begins, perhaps from an older version."""
+        self._trained_version = None
 
     def trained(self, batch_id: str, step: int) -> None:
         """It was trained; harmless if that was known.
@@ -44,6 +56,8 @@ class RecoveredLease:
         detail = f"rewards of batch {batch_id} were lost when the reward service started anew"
         for prompt in prompts:
             self._recorder.ended(prompt, PromptEnd.TRAINED, step=step, detail=detail)
+        lease = self._ledger.open_lease
+        self._trained_version = lease.version if lease else None
         self._recorder.acknowledged(len(prompts))
         self._ledger.acknowledge()
 

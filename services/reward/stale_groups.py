@@ -30,7 +30,6 @@ class StaleGroups:
     ) -> None:
         self._batcher, self._in_flight, self._carries_over = batcher, in_flight, carries_over
         self._restarting: set[str] = set()
-        in_flight.tell_ages(batcher.ages)
 
     def check(self, announced: int | None, *, but_for: str | None = None) -> None:
         """Cancel the groups without a place.

@@ -134,7 +134,9 @@ class TrainBatches:
         """The lease, unless the trainer has gone on to a version the batch was not checked for."""
         lease = self._batcher.lease
         if lease is None:
-            self.recovered.give_back()
+            if self._ledger.open_lease is not None:
+                self.recovered.give_back()
+                self._changes.notify()
             return None
         if lease.batch.policy_version == version:
             return lease.batch

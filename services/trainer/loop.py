@@ -195,6 +195,7 @@ class TrainLoop:
                 scale=self._settings.scale,
                 stall_s=report.stall_s,
             ),
+            **report.traffic,
             **account_metrics(await books),
         }
         self._record.step(step, metrics)

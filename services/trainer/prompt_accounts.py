@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_ENDS = ("trained", "filtered_", "dropped_")
+_ENDS = ("trained", "filtered_", "dropped_", "skipped")
 
 
 def acknowledged_groups(accounts: Mapping[str, float]) -> float:

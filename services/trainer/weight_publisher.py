@@ -47,6 +47,16 @@ class PublishReport:
     sent_bytes: int = 0
     dense_bytes: int = 0
 
+    @property
+    def traffic(self) -> dict[str, float]:
+        """Metrics of what went over the wire, if it went in one broadcast."""
+        if not self.dense_bytes:
+            return {}
+        return {
+            "weights/bytes_sent": float(self.sent_bytes),
+            "weights/bytes_share": self.sent_bytes / self.dense_bytes,
+        }
+
 
 class WeightPublisher:
     """Publishes versions to the fleet and seeds newcomers.

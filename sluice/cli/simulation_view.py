@@ -97,6 +97,12 @@ def print_sweep(console: Console, title: str, found: Sweep) -> None:
         f"replicas, then the least staleness, within {TOLERANCE:.0%} of the best step rate",
         soft_wrap=True,
     )
+    if found.is_at_edge:
+        console.print(
+            "That is at the edge of the grid: more may be better. The grid is laid around "
+            "--replicas and --max-staleness; give larger ones.",
+            soft_wrap=True,
+        )
 
 
 def print_twin(console: Console, title: str, found: Twin) -> None:
@@ -146,6 +152,7 @@ def sweep_as_json(found: Sweep) -> dict[str, object]:
         "recommended": {
             "replicas": found.recommended.num_replicas,
             "max_staleness": found.recommended.max_staleness,
+            "is_at_edge": found.is_at_edge,
         },
     }
 

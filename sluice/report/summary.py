@@ -12,7 +12,7 @@ from sluice.report.accounts_view import account_views
 from sluice.report.run_record import read_run
 
 _FILTERED = ("filtered_all_right", "filtered_all_wrong", "filtered_uniform")
-_DROPPED = ("dropped_stale", "dropped_failed")
+_DROPPED = ("dropped_stale", "dropped_failed", "dropped_surplus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class RunSummary:
     prompts_trained: int
     prompts_filtered: int
     prompts_dropped: int
+    prompts_skipped: int
     prompts_pending: int
     prompts_lost: int
     max_staleness_seen: int
@@ -55,6 +56,7 @@ class RunSummary:
         """A few lines for the console."""
         before = "" if self.accuracy_before is None else f"{self.accuracy_before:.3f} -> "
         ratio = self.generated_tokens / max(self.trained_tokens, 1)
+        skipped = f"{self.prompts_skipped} skipped + " if self.prompts_skipped else ""
         return (
             f"held-out accuracy {before}{self.accuracy_after:.3f} in "
             f"{self.steps} steps ({self.seconds_dapo:.0f} s of DAPO, "
@@ -64,7 +66,7 @@ class RunSummary:
             f"groups: {self.groups_kept} kept, {self.groups_all_right} all right, "
             f"{self.groups_all_wrong} all wrong, {self.surplus_discarded} surplus discarded\n"
             f"prompts: {self.prompts_submitted} submitted = {self.prompts_trained} trained + "
-            f"{self.prompts_filtered} filtered + {self.prompts_dropped} dropped + "
+            f"{self.prompts_filtered} filtered + {self.prompts_dropped} dropped + {skipped}"
             f"{self.prompts_pending} pending; {self.prompts_lost} lost\n"
             f"largest staleness: {self.max_staleness_seen}"
             f"{self._books_text()}"
@@ -96,6 +98,8 @@ def summarize(run_dir: Path, *, seconds_total: float, seconds_services: float) -
     submitted, pending = count("submitted"), count("pending")
     validation_tokens = int(record.total_of_validations("val/generated_tokens"))
     trained, filtered, dropped = count("trained"), count(*_FILTERED), count(*_DROPPED)
+    skipped = count("skipped")
+    explained = trained + filtered + dropped + skipped + pending
     return RunSummary(
         accuracy_before=accuracies[0].accuracy if accuracies[0].step == 0 else None,
         accuracy_after=accuracies[-1].accuracy,
@@ -109,13 +113,14 @@ def summarize(run_dir: Path, *, seconds_total: float, seconds_services: float) -
         groups_kept=int(record.total("train/groups_kept")),
         groups_all_right=count("filtered_all_right"),
         groups_all_wrong=count("filtered_all_wrong"),
-        surplus_discarded=int(record.total("train/surplus_discarded")),
+        surplus_discarded=count("dropped_surplus") + int(record.total("train/surplus_discarded")),
         prompts_submitted=submitted,
         prompts_trained=trained,
         prompts_filtered=filtered,
         prompts_dropped=dropped,
+        prompts_skipped=skipped,
         prompts_pending=pending,
-        prompts_lost=count("prompts_lost") or submitted - trained - filtered - dropped - pending,
+        prompts_lost=count("prompts_lost") or submitted - explained,
         max_staleness_seen=int(record.largest("train/staleness_max")),
         accounts=dict(accounts),
     )

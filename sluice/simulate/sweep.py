@@ -29,6 +29,13 @@ class Sweep:
     points: tuple[SweepPoint, ...]
     recommended: SweepPoint
 
+    @property
+    def is_at_edge(self) -> bool:
+        """Whether the point to take is the largest fleet or bound, so that more may be better."""
+        sizes = max(point.num_replicas for point in self.points)
+        bounds = max(point.max_staleness for point in self.points)
+        return self.recommended.num_replicas == sizes or self.recommended.max_staleness == bounds
+
 
 def sweep(
     settings: SimulationSettings,

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 16
 MIN_BUCKET_BYTES = 4096
 
+_FRAMING = "header, buckets, trailer; digest of block sums"
+"""Part of the plan's digest, so that two ends which would disagree on it do not begin."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -72,8 +75,9 @@ class TransferPlan:
 
     @cached_property
     def digest(self) -> str:
-        """Hex blake2b-128 over names, dtypes, shapes and the cuts between buckets."""
+        """Hex blake2b-128 over names, dtypes, shapes, the buckets and what is sent around them."""
         layout = {
+            "framing": _FRAMING,
             "tensors": [[spec.name, spec.dtype, list(spec.shape)] for spec in self.tensors],
             "buckets": [[bucket.start, bucket.stop] for bucket in self.buckets],
         }

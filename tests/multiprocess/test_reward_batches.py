@@ -41,13 +41,14 @@ async def jitter(replica: ScriptedReplica, call: Call, index: int) -> None:
 
 
 async def test_synchronous_batches_repeat_whatever_the_timing(
-    configure: Callable[..., Path],
+    tmp_path: Path, configure: Callable[..., Path]
 ) -> None:
     config = configure(cycling(200))
     runs = []
-    for before in (None, jitter):
+    for name, before in (("even", None), ("uneven", jitter)):
         replica = ScriptedReplica(before_sample=before)
-        async with scripted_replicas(replica), reward_process(config) as service:
+        folder = f"sluice.run_dir={tmp_path / name}"
+        async with scripted_replicas(replica), reward_process(config, folder) as service:
             batches = await train(service, [replica], 4)
             status = await service.status()
         runs.append([identity(batch) for batch in batches])

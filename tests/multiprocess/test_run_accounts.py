@@ -61,9 +61,9 @@ def quiet(
         await run.until_step(1)
         seen.append(await run.status())
 
-    overrides = [*TWO_REPLICAS, "trainer.total_training_steps=12", "trainer.test_freq=4"]
+    overrides = [*TWO_REPLICAS, "trainer.total_training_steps=30", "trainer.test_freq=10"]
     folder = tmp_path_factory.mktemp("quiet") / "run"
-    record = run_to_end(small_assets, folder, [*overrides, "trainer.save_freq=12"], look)
+    record = run_to_end(small_assets, folder, [*overrides, "trainer.save_freq=30"], look)
     assert record.end.exit_code == 0, record.end
     return record, seen[0]
 

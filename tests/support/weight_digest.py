@@ -31,7 +31,7 @@ def _sums(content: bytes) -> bytes:
     words = np.frombuffer(padded, dtype="<u8").reshape(-1, _BLOCK)
     first = (words * (np.array(_splitmix64(1), dtype=np.uint64) | np.uint64(1))).sum(axis=1)
     second = ((words // 2**32) * np.array(_splitmix64(2), dtype=np.uint64)).sum(axis=1)
-    return first.astype("<u8").tobytes() + second.astype("<u8").tobytes()
+    return np.concatenate([first, second]).astype("<u8").tobytes()
 
 
 def _splitmix64(state: int) -> Sequence[int]:

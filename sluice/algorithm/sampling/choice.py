@@ -69,14 +69,12 @@ def choose_visit(knowledge: Knowledge, rules: SamplingRules, visit: Visit, versi
     if visit.history is None or not rules.strategy.uses_memory:
         return visit
     weights = posterior(knowledge.population, visit.known(version))
-    n, probes = rules.samples_per_group, rules.probe_samples
-    if rules.strategy.uses_probes and saved_by_probes(
-        weights, probe_samples=probes, samples_per_group=n, price=knowledge.price
-    ) < _LEAST_SAVING:
+    n = rules.samples_per_group
+    if rules.strategy.uses_probes and _saved(knowledge, rules, weights) < _LEAST_SAVING:
         visit = replace(visit, first_samples=n)
     stakes = whole_visit(
         weights,
-        probe_samples=None if visit.first_samples == n else probes,
+        probe_samples=None if visit.first_samples == n else rules.probe_samples,
         samples_per_group=n,
         price=knowledge.price,
     )
@@ -128,6 +126,15 @@ def choose_rest(
     probability = knowledge.guard.probability(side, worth)
     is_drawn = _uniform(rules.seed, visit, "rest") < probability
     return _passed(visit, side, worth, probability) if is_drawn else None
+
+
+def _saved(knowledge: Knowledge, rules: SamplingRules, weights: Weights) -> float:
+    return saved_by_probes(
+        weights,
+        probe_samples=rules.probe_samples,
+        samples_per_group=rules.samples_per_group,
+        price=knowledge.price,
+    )
 
 
 def _passed(visit: Visit, side: Side, worth: float, probability: float) -> Visit:

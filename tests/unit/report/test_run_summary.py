@@ -39,6 +39,7 @@ def test_the_summary_adds_up_the_record(tmp_path: Path) -> None:
         "prompts_trained": 8,
         "prompts_filtered": 6,
         "prompts_dropped": 2,
+        "prompts_skipped": 0,
         "prompts_pending": 4,
         "prompts_lost": 0,
         "max_staleness_seen": 1,

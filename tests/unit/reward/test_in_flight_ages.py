@@ -15,7 +15,8 @@ class Running:
     """One kept group of version 5 fills the batch of version 5; S is 1."""
 
     def __init__(self) -> None:
-        self.batcher, self.table = Batcher(BatchRules(1, 1, "wait")), InFlightTable()
+        self.batcher = Batcher(BatchRules(1, 1, "wait"))
+        self.table = InFlightTable(self.batcher.ages)
         self.stale = StaleGroups(self.batcher, self.table)
         self.batcher.ages.keep("kept", 5, 0)
 

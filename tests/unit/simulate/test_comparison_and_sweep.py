@@ -11,7 +11,7 @@ from sluice.algorithm.sampling.rules import StrategyName
 from sluice.simulate.comparison import compare
 from sluice.simulate.plots import plot_comparison, plot_result, plot_sweep
 from sluice.simulate.result import simulate
-from sluice.simulate.sweep import SweepPoint, grid_around, recommend, sweep
+from sluice.simulate.sweep import Sweep, SweepPoint, grid_around, recommend, sweep
 from tests.unit.simulate.simulations import SmallWorkload, small
 
 
@@ -27,6 +27,14 @@ def test_all_strategies_are_compared_and_rounds_is_synchronous() -> None:
     assert by_name[StrategyName.STREAM].hard_share_ratio == 1.0
     assert by_name[StrategyName.STREAM].fill_speedup > 1.0
     assert by_name[StrategyName.STREAM].result.num_kept_discarded == 0
+
+
+@pytest.mark.parametrize(("chosen", "at_edge"), [(0, False), (1, True), (2, True)])
+def test_a_recommendation_at_the_edge_of_the_grid_is_known_as_one(
+    chosen: int, at_edge: bool
+) -> None:
+    points = sweep(small(num_steps=4), SmallWorkload, (1, 2), (0, 1)).points
+    assert Sweep(points, points[chosen]).is_at_edge is at_edge
 
 
 def test_a_sweep_simulates_the_whole_grid() -> None:

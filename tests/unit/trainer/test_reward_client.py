@@ -326,3 +326,53 @@ async def test_accounts_hold_what_the_service_counts_as_acknowledged_and_lost(
         "groups_acknowledged": 6.0,
         "prompts_lost": 1.0,
     }
+
+
+async def test_a_service_that_is_back_is_told_the_policy_before_it_is_asked_for_a_batch(
+    client: RewardClient, stub: Stub, clock: Clock
+) -> None:
+    stub.answers["AnnouncePolicy"] = [reward_pb2.AnnouncePolicyResponse()]
+    await client.announce(3, [])
+    batch = reward_pb2.TrainBatch(batch_id="b")
+    stub.answers["TakeBatch"] = [
+        *[UNAVAILABLE] * 3,
+        reward_pb2.TakeBatchResponse(batch=batch),
+    ]
+    stub.answers["GetStatus"] = [*[UNAVAILABLE] * 12, status(), status(policy_version=3)]
+    began_s = clock.now_s
+    assert (await client.take_batch(4, 3, no_tokens)).batch_id == "b"
+    assert len(stub.requests["AnnouncePolicy"]) == 2
+    assert len(stub.requests["TakeBatch"]) == 4
+    assert clock.now_s - began_s < 30.0
+
+
+async def test_an_evaluation_whose_service_has_died_is_asked_for_again_once_it_is_back(
+    client: RewardClient, stub: Stub
+) -> None:
+    stub.answers["AnnouncePolicy"] = [reward_pb2.AnnouncePolicyResponse()]
+    await client.announce(3, [])
+    stub.answers["Evaluate"] = [UNAVAILABLE, reward_pb2.EvaluateResponse(generated_tokens=7)]
+    stub.answers["GetStatus"] = [*[UNAVAILABLE] * 4, status(), status(policy_version=3)]
+    evaluation = await client.evaluate(3, 0, no_tokens)
+    assert evaluation.generated_tokens == 7
+    assert len(stub.requests["Evaluate"]) == 2
+    assert len(stub.requests["AnnouncePolicy"]) == 2
+
+
+async def test_an_evaluation_that_kills_the_service_every_time_is_an_error(
+    client: RewardClient, stub: Stub
+) -> None:
+    stub.answers["Evaluate"] = [UNAVAILABLE]
+    stub.answers["GetStatus"] = [status(policy_version=3)]
+    with pytest.raises(PeerError, match="evaluating version 3"):
+        await client.evaluate(3, 0, no_tokens)
+    assert len(stub.requests["Evaluate"]) == 6
+
+
+async def test_a_service_that_stays_away_ends_an_evaluation(
+    client: RewardClient, stub: Stub
+) -> None:
+    stub.answers["Evaluate"] = stub.answers["GetStatus"] = [UNAVAILABLE]
+    with pytest.raises(PeerError, match="evaluating version 3"):
+        await client.evaluate(3, 0, no_tokens)
+    assert len(stub.requests["Evaluate"]) == 1

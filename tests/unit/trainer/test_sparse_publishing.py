@@ -45,7 +45,12 @@ async def _publish(trainer: Trainer, number: int) -> tuple[bool, int]:
             assert (replica.served.version, replica.served.digest) == (number, expected)
             assert plain_digest(replica.served.tensors) == expected
     assert 0 < report.sent_bytes <= report.dense_bytes
-    assert report.sent_bytes == report.dense_bytes or report.sent_bytes < 0.1 * report.dense_bytes
+    share = report.sent_bytes / report.dense_bytes
+    assert share == 1 or share < 0.1
+    assert report.traffic == {
+        "weights/bytes_sent": report.sent_bytes,
+        "weights/bytes_share": share,
+    }
     return report.sent_bytes == report.dense_bytes, report.attempts
 
 
@@ -104,6 +109,19 @@ async def test_a_member_that_does_not_hold_the_base_gets_all_weights_in_the_next
     assert trainer.serving() == {"a": 1, "b": 1}
 
 
+async def test_a_member_that_failed_to_commit_and_comes_back_is_not_built_upon(
+    trainer: Trainer,
+) -> None:
+    trainer.add("a")
+    shaky = trainer.add("b")
+    await _publish(trainer, 0)
+    shaky.faults = {"commit": _once(WeightSyncError("b", "commit", "it did not swap"))}
+    await _publish(trainer, 1)
+    assert trainer.serving() == {"a": 1}
+    trainer.register(shaky)
+    assert await _publish(trainer, 2) == (True, 1)
+
+
 async def test_a_base_that_was_overwritten_is_not_used(trainer: Trainer) -> None:
     trainer.add("a")
     await _publish(trainer, 0)
@@ -117,7 +135,8 @@ async def test_a_version_written_twice_is_told_apart(trainer: Trainer) -> None:
     replica = trainer.add("a")
     await _publish(trainer, 1)
     other = {name: tensor + 1 for name, tensor in _version(1).items()}
-    trainer.snapshots.write(other.items(), 1, 1.0)
+    for _ in range(2):
+        trainer.snapshots.write(other.items(), 1, 1.0)
     report = await trainer.publisher.publish(1)
     assert report.attempts == 1
     assert replica.served is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,7 +22,7 @@ def _bytes(size: int) -> NDArray[np.uint8]:
 def _sums(content: NDArray[np.uint8], cuts: tuple[int, ...] = ()) -> bytes:
     sums = BlockSums(content.size)
     edges = [0, *cuts, content.size]
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         sums.add(start, content[start:stop])
     return sums.tobytes()
 
