@@ -1,33 +1,95 @@
-"""Admissions decided per second, as the reward service decides them."""
+"""Admissions decided per second, with the parts that the reward service decides by."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from typing import TYPE_CHECKING, cast
 
+from services.reward.admission import Admission, AdmissionParts
+from services.reward.batcher import Batcher, BatchRules
+from services.reward.in_flight import InFlightItem, InFlightTable
+from services.reward.prompt_key import prompt_key
+from services.reward.replica_queue import ReplicaQueue
+from services.reward.settings import PipelineSettings
+from services.reward.stale_groups import StaleGroups
+from sluice.algorithm.routing import AnnouncedReplica
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
-from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
+from sluice.algorithm.sampling.strategy import SamplingStrategy
+from sluice.types import ChatMessage, Prompt, PromptOrigin, ReplicaInfo, SamplingParams
+
+if TYPE_CHECKING:
+    from services.reward.outcomes import OutcomeRecorder
+    from services.reward.prompt_source import PromptSource
 
 _BATCH, _STALENESS, _GROUP = 4096, 3, 16
+_REPLICAS, _SLOTS = 1024, 256
 _REPEATS = 20_000
 
 
 def admissions_per_second(num_in_flight: int) -> float:
-    """Decides one group at a time with so many under way: how many to start, and the visit."""
-    rules = SamplingRules(StrategyName.STREAM, _BATCH, _STALENESS, _GROUP)
-    strategy = SamplingStrategy(rules)
-    for sequence in range(200):
-        visit = strategy.visit(str(sequence), sequence, None, 0)
-        strategy.ended(
-            visit,
-            num_right=1,
-            num_scored=_GROUP,
-            mean_tokens=1.0,
-            kept=sequence % 2 == 0,
-            version=0,
-        )
-    load = LoopLoad(num_in_flight, num_kept=100, num_in_training=0, room=64)
+    """Admits one prompt at a time with so many groups in flight on 1,024 replicas, `stream`.
+
+    Counted is what an admission decides: how many may start, by the room of the fleet and the
+    groups in flight, once before and once after the prompt was read; the prompt's key; its visit;
+    the group's entry; when it starts, whether any group is left without a place. Another group
+    ends for each that starts. Not counted are the prompt's reading, the ledger and the calls.
+    """
+    world = _World()
+    prompts = [_prompt(sequence) for sequence in range(num_in_flight + _REPEATS)]
+    for prompt in prompts[:num_in_flight]:
+        world.admit(prompt)
     began_s = time.perf_counter()
-    for sequence in range(_REPEATS):
-        if strategy.num_to_start(load) > 0:
-            strategy.started(strategy.visit("prompt", sequence, None, 0))
+    for prompt in prompts[num_in_flight:]:
+        world.admit(prompt)
+        world.end_oldest()
     return _REPEATS / (time.perf_counter() - began_s)
+
+
+class _World:
+    def __init__(self) -> None:
+        rules = BatchRules(_BATCH, _STALENESS, "wait")
+        self.strategy = SamplingStrategy(
+            SamplingRules(StrategyName.STREAM, _BATCH, _STALENESS, _GROUP)
+        )
+        batcher, queue = Batcher(rules), ReplicaQueue(1.5, lambda: None)
+        self._in_flight = InFlightTable(batcher.ages)
+        self._stale = StaleGroups(batcher, self._in_flight)
+        sampling = SamplingParams(1.0, 1.0, -1, 1024, 0)
+        settings = PipelineSettings(rules, _GROUP, sampling, "acc")
+        source, recorder = cast("PromptSource", None), cast("OutcomeRecorder", None)  # not asked
+        parts = AdmissionParts(
+            self.strategy, source, queue, batcher, self._in_flight, recorder, memory=None
+        )
+        self._admission = Admission(settings, parts, lambda: 0)
+        replicas = [ReplicaInfo(f"r{i}", "0", f"r{i}:1", _SLOTS) for i in range(_REPLICAS)]
+        queue.announce([AnnouncedReplica(replica, 0) for replica in replicas])
+        self._items: deque[InFlightItem] = deque()
+
+    def admit(self, prompt: Prompt) -> None:
+        for _ in range(2):
+            assert self.strategy.num_to_start(self._admission.load(0)) > 0
+        visit = self.strategy.visit(prompt_key(prompt), prompt.sequence, None, 0)
+        self.strategy.started(visit)
+        item = self._in_flight.add(prompt, visit, _GROUP)
+        self._in_flight.asked(item)
+        item.start_version = 0
+        self._stale.check(0)
+        self._items.append(item)
+
+    def end_oldest(self) -> None:
+        item = self._items.popleft()
+        self._in_flight.remove(item)
+        self._stale.left(item)
+
+
+def _prompt(sequence: int) -> Prompt:
+    return Prompt(
+        f"data-{sequence}",
+        sequence,
+        (ChatMessage("user", f"What is {sequence} + {sequence}? " * 8),),
+        "math_dapo",
+        str(2 * sequence),
+        PromptOrigin.DATASET,
+        sequence,
+    )

@@ -69,6 +69,7 @@ def _simulated(figures: Mapping[str, SimulatedFigures]) -> dict[str, object]:
         "tokens_discarded_wait": sum(f.tokens_discarded_wait for f in figures.values()),
         "long_prompt_ratio": min(f.long_prompt_ratio for f in figures.values()),
         "hard_share_ratio": {mixture: f.hard_share_ratio for mixture, f in mixtures},
+        "hard_share_ratio_worst": {mixture: f.hard_share_ratio_worst for mixture, f in mixtures},
     }
 
 
@@ -84,6 +85,7 @@ def _real(parsed: argparse.Namespace) -> dict[str, object]:
         "real_gen_per_trained": {run.name: run.gen_per_trained for run in strategies},
         "real_surplus_discarded": {run.name: run.surplus_discarded for run in strategies},
         "real_hard_share_ratio": {run.name: run.hard_share_ratio for run in strategies},
+        "real_prompts_skipped": {run.name: run.prompts_skipped for run in strategies},
         "real_seconds": {run.name: round(run.seconds, 2) for run in strategies},
         "async_speedup": round(statistics.median(speedups), 3),
         "async_speedups": [round(speedup, 3) for speedup in speedups],

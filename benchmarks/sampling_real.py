@@ -25,6 +25,7 @@ COMMON = (
     "actor_rollout_ref.rollout.val_kwargs.n=4",
     "sluice.rollout.batch_invariant=false",
     "data.gen_batch_size=128",
+    "data.train_max_samples=768",  # so that prompts come more than once
 )
 STRATEGIES = {
     "rounds": ("sluice.sampling.strategy=rounds", "sluice.asynchrony.max_staleness=0"),
@@ -50,6 +51,7 @@ class RealRun:
     seconds: float
     gen_per_trained: float
     surplus_discarded: float
+    prompts_skipped: float
     hard_share_ratio: float | None
 
 
@@ -91,6 +93,7 @@ def measure(output: Path, name: str, overrides: Sequence[str], *, seed: int) -> 
         seconds=sum(row.get("timing_s/step") or 0.0 for row in timed),
         gen_per_trained=round(summary["generated_tokens"] / summary["trained_tokens"], 3),
         surplus_discarded=record.total("train/groups_surplus"),
+        prompts_skipped=record.total("train/prompts_skipped"),
         hard_share_ratio=record.steps[-1].get("sampling/hard_share_ratio"),
     )
 

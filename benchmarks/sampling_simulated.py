@@ -35,6 +35,7 @@ class SimulatedFigures:
     tokens_discarded_wait: float
     long_prompt_ratio: float
     hard_share_ratio: Mapping[str, float]
+    hard_share_ratio_worst: Mapping[str, float]
 
 
 def simulate_mixtures(seeds: Sequence[int], steps: int) -> dict[str, SimulatedFigures]:
@@ -76,7 +77,15 @@ def _figures(runs: Sequence[Mapping[str, Compared]]) -> SimulatedFigures:
         hard_share_ratio={
             name: _median(run[name].hard_share_ratio for run in runs) for name in ours
         },
+        hard_share_ratio_worst={
+            name: _farthest_from_one([run[name].hard_share_ratio for run in runs]) for name in ours
+        },
     )
+
+
+def _farthest_from_one(ratios: Sequence[float]) -> float:
+    distances = [abs(ratio - 1.0) for ratio in ratios]
+    return round(ratios[distances.index(max(distances))], 3)
 
 
 def _median(values: Iterable[float]) -> float:
@@ -84,7 +93,9 @@ def _median(values: Iterable[float]) -> float:
 
 
 def _table(figures: Mapping[str, SimulatedFigures]) -> Table:
-    table = Table(title="generated / trained tokens (ratio to rounds), hard share / stream's")
+    table = Table(
+        title="generated / trained tokens (ratio to rounds), hard share / stream's [worst seed]"
+    )
     strategies = list(next(iter(figures.values())).gen_per_trained)
     for column in ("mixture", *strategies, "fill time, rounds / stream"):
         table.add_column(column, justify="left" if column == "mixture" else "right")
@@ -92,7 +103,8 @@ def _table(figures: Mapping[str, SimulatedFigures]) -> Table:
         base = found.gen_per_trained["rounds"]
         cells = [
             f"{found.gen_per_trained[name]:.2f} ({found.gen_per_trained[name] / base:.2f}), "
-            f"{found.hard_share_ratio.get(name, float('nan')):.2f}"
+            f"{found.hard_share_ratio.get(name, float('nan')):.2f} "
+            f"[{found.hard_share_ratio_worst.get(name, float('nan')):.2f}]"
             for name in strategies
         ]
         table.add_row(mixture, *cells, f"{found.fill_time_ratio_stream:.2f}")

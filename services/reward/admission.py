@@ -23,6 +23,7 @@ from services.reward.prompt_memory_store import PromptMemoryStore
 from services.reward.prompt_source import PromptSource
 from services.reward.replica_queue import ReplicaQueue
 from services.reward.settings import PipelineSettings
+from sluice.algorithm.room import groups_with_room
 from sluice.algorithm.sampling.prompt_memory import PromptHistory
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
 from sluice.algorithm.sampling.visit import Visit
@@ -109,9 +110,8 @@ class Admission:
         in_flight = self._parts.in_flight
         lowest = version - self._settings.rules.max_staleness
         free = self._parts.queue.num_free_sequences(lowest) - in_flight.num_unasked
-        room = max(0, free // self._settings.first_sequences)
-        # A group larger than a replica must run as well.
-        return max(1, room) if free > 0 and not len(in_flight) else room
+        first = self._settings.first_sequences
+        return groups_with_room(free, first_sequences=first, is_idle=not len(in_flight))
 
     async def _decided(self, prompt: Prompt) -> Visit | None:
         """What becomes of a prompt; ``None``: it may not start any more."""

@@ -30,22 +30,20 @@ class Arrival:
 
 @dataclass(slots=True)
 class CollectedGroup:
-    """One group on its way home, whichever replicas its tokens come from.
+    """The samples of one request on their way home, whichever replicas their tokens come from.
+
+    What bounds the group they are of is the request's `GroupAllowance`, which is kept here.
 
     Attributes:
         on_sample: told of each sample that has finished.
         num_tokens: response tokens that it holds, of unfinished samples too.
-        first_start: when a replica took it on first, in seconds of the event loop's clock.
         was_moved: it was taken away from a slow replica.
-        is_over: it has taken its time or its tokens.
     """
 
     request: GroupRequest
     on_sample: SampleCallback | None = None
     num_tokens: int = 0
-    first_start: float | None = None
     was_moved: bool = False
-    is_over: bool = False
     _rollouts: dict[int, Rollout] = field(default_factory=dict)
     _growing: dict[int, GrowingSample] = field(default_factory=dict)
     _prompt_token_ids: TokenIds | None = None
@@ -65,7 +63,7 @@ class CollectedGroup:
     def started(self, prompt_token_ids: TokenIds, now: float) -> None:
         """A replica took it on."""
         self._prompt_token_ids = prompt_token_ids
-        self.first_start = now if self.first_start is None else self.first_start
+        self.request.allowance.started(prompt_token_ids, now)
 
     def take(self, event: GenerateEvent, replica: str) -> Arrival:
         """Store what a replica sent; raises `PeerError` if it is not what was asked for."""
@@ -78,7 +76,6 @@ class CollectedGroup:
         for rollout in event.rollouts:
             size = self._end(rollout, replica)
             new_tokens[rollout.sample_index] = new_tokens.get(rollout.sample_index, 0) + size
-        self.num_tokens += sum(new_tokens.values())
         ended = tuple(rollout.sample_index for rollout in event.rollouts)
         return Arrival(new_tokens, ended, sum(index in self._rollouts for index in ended))
 
@@ -86,6 +83,7 @@ class CollectedGroup:
         self._check_asked(delta.sample_index, replica)
         sample = self._growing.setdefault(delta.sample_index, GrowingSample())
         sample.append(delta.token_ids, delta.behavior_logprobs, delta.version)
+        self._count(int(delta.token_ids.size))
         return int(delta.token_ids.size)
 
     def _end(self, rollout: Rollout, replica: str) -> int:
@@ -93,20 +91,26 @@ class CollectedGroup:
         self._check_asked(index, replica)
         known = self._growing.pop(index, GrowingSample())
         if not np.array_equal(rollout.token_ids[: known.num_tokens], known.token_ids()):
-            self.num_tokens -= known.num_tokens  # whoever is wrong, the sample starts again
+            self._count(-known.num_tokens)  # whoever is wrong, the sample starts again
             text = (
                 f"sample {index} came with {rollout.num_tokens} tokens that do not continue the "
                 f"{known.num_tokens} that came before"
             )
             raise PeerError(replica, PHASE, text)
+        self._count(rollout.num_tokens - known.num_tokens)
         if rollout.finish_reason is FinishReason.ABORTED:
             self._growing[index] = GrowingSample()
             self._growing[index].adopt(rollout)
         else:
             self._rollouts[index] = rollout
+            self.request.allowance.has_finished_samples = True
             if self.on_sample is not None:
                 self.on_sample(rollout)
         return rollout.num_tokens - known.num_tokens
+
+    def _count(self, tokens: int) -> None:
+        self.num_tokens += tokens
+        self.request.allowance.num_tokens += tokens
 
     def _check_asked(self, sample_index: int, replica: str) -> None:
         if sample_index in self._rollouts or sample_index not in self.request.sample_indexes:
@@ -121,7 +125,7 @@ class CollectedGroup:
         for index, sample in list(self._growing.items()):
             if not all(self.request.accepts(span.version) for span in sample.version_spans):
                 del self._growing[index]
-                self.num_tokens -= sample.num_tokens
+                self._count(-sample.num_tokens)
         return [s.rollout(index) for index, s in sorted(self._growing.items()) if s.num_tokens]
 
     def end_unfinished(self) -> None:
@@ -141,13 +145,11 @@ class CollectedGroup:
             f"finished, {version}"
         )
 
-    @property
-    def has_finished_samples(self) -> bool:
-        """Whether any sample is complete."""
-        return any(r.finish_reason is not FinishReason.ABORTED for r in self._rollouts.values())
-
     def group(self) -> RolloutGroup:
-        """The samples in order of their index; none may be missing."""
-        assert self._prompt_token_ids is not None
+        """The samples in order of their index; none may be missing, any part must have started."""
+        prompt_token_ids = self._prompt_token_ids
+        if prompt_token_ids is None:  # over before a replica took these samples on
+            prompt_token_ids = self.request.allowance.prompt_token_ids
+        assert prompt_token_ids is not None
         rollouts = tuple(self._rollouts[i] for i in sorted(self._rollouts))
-        return RolloutGroup(self.request.prompt, self._prompt_token_ids, rollouts)
+        return RolloutGroup(self.request.prompt, prompt_token_ids, rollouts)

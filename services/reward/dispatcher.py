@@ -100,8 +100,9 @@ class GroupDispatcher:
     ) -> RolloutGroup:
         """Generate the samples asked for.
 
-        A training group that has taken its time or its tokens (`StragglerRules`) comes home with
-        its unfinished samples ``ABORTED``, which hold the tokens that came of them.
+        A training group that has taken its time or its tokens (`StragglerRules`, measured over all
+        requests of one `GroupAllowance`) comes home with its unfinished samples ``ABORTED``, which
+        hold the tokens that came of them. No replica is asked for samples of a group that is over.
 
         Args:
             request: the samples.
@@ -111,14 +112,14 @@ class GroupDispatcher:
 
         Raises:
             GroupFailedError: the engine refuses the prompt (`OverlongPromptError`: as too long),
-                too many attempts failed, or no sample finished before the group was over.
+                too many attempts failed, or no sample of the group finished before it was over.
             DataError: a row is too long, and such rows are not to be left out.
         """
         collected = CollectedGroup(request, on_sample)
         notify = on_start or _ignore
         rank = (int(request.priority), request.prompt.sequence)
         failures: list[str] = []
-        while (missing := collected.missing) and not collected.is_over:
+        while (missing := collected.missing) and not self.is_over(request):
             partials = collected.partials()
             notify(collected.oldest_version())
             wanted = Wanted(len(missing), request.lowest_version, request.highest_version)
@@ -133,11 +134,28 @@ class GroupDispatcher:
             _end_early(collected)
         return collected.group()
 
-    def _over_at(self, collected: CollectedGroup) -> float | None:
-        """When a group has taken its time; validation is never cut short."""
-        if collected.request.priority is not Priority.TRAINING:
+    def is_over(self, request: GroupRequest) -> bool:
+        """Whether the group that `request` is of has taken its time or its tokens.
+
+        Validation is never cut short.
+        """
+        allowance = request.allowance
+        over_at = self._over_at(request)
+        is_late = over_at is not None and over_at <= _now()
+        if is_late or (_is_bounded(request) and self._rules.is_spent(allowance.num_tokens)):
+            allowance.end()
+        return allowance.is_over
+
+    def _over_at(self, request: GroupRequest) -> float | None:
+        """When a group has taken its time; of one that is over, a time that has passed."""
+        allowance = request.allowance
+        if not _is_bounded(request):
             return None
-        return self._rules.over_at(collected.first_start)
+        return (
+            allowance.first_start
+            if allowance.is_over
+            else self._rules.over_at(allowance.first_start)
+        )
 
     async def _room(
         self,
@@ -147,11 +165,18 @@ class GroupDispatcher:
         rank: tuple[int, int],
     ) -> Grant | None:
         """Room that `held` gives back; ``None`` when the group was over before there was any."""
+        request = collected.request
         try:
-            async with asyncio.timeout_at(self._over_at(collected)):
-                return await held.enter_async_context(self._queue.room(wanted, rank))
+            async with asyncio.timeout_at(self._over_at(request)) as scope:
+
+                def bounded() -> None:
+                    if not scope.expired():
+                        scope.reschedule(self._over_at(request))
+
+                with request.allowance.followed(bounded):
+                    return await held.enter_async_context(self._queue.room(wanted, rank))
         except TimeoutError:
-            collected.is_over = True
+            request.allowance.end()
             return None
 
     async def _attempt(
@@ -197,9 +222,9 @@ class GroupDispatcher:
         async with aclosing(events):
             try:
                 async with asyncio.timeout(None) as scope:
-                    over_at = self._over_at(collected)
+                    over_at = self._over_at(collected.request)
                     watch = StreamWatch(scope, grant.member, self._rules, over_at, missing, _now())
-                    with self._registered(watch, grant):
+                    with self._registered(watch, grant, collected.request):
                         async for event in events:
                             self._store(grant, watch, collected, event, notify)
                             if (end := self._judged(grant, watch, collected)) is not None:
@@ -227,7 +252,7 @@ class GroupDispatcher:
             self._queue.answered(grant.member)
             prompt_token_ids, version = event.started
             collected.started(prompt_token_ids, now)
-            watch.accepted(self._over_at(collected), now)
+            watch.accepted(now)
             notify(collected.oldest_version(or_version=version))
         arrival = collected.take(event, grant.member.announced.info.name)
         if arrival.num_finished:
@@ -242,10 +267,10 @@ class GroupDispatcher:
     ) -> StreamEnd | None:
         """Why a stream that is well is ended all the same."""
         request, missing = collected.request, collected.missing
+        is_over = self.is_over(request)  # asked of the last sample too: other parts end by it
         if not missing:
             return None
-        is_bounded = request.priority is Priority.TRAINING
-        if is_bounded and self._rules.is_spent(collected.num_tokens):
+        if is_over:
             return StreamEnd.GROUP_OVER
         name, rate = grant.member.announced.info.name, watch.pace.rate(_now())
         if rate is None:
@@ -264,7 +289,7 @@ class GroupDispatcher:
         prompt_id, name = collected.request.prompt.prompt_id, grant.member.announced.info.name
         state = watch.state(_now())
         if end is StreamEnd.GROUP_OVER:
-            collected.is_over = True
+            collected.request.allowance.end()
             logger.warning("prompt %s: over on replica %s: %s", prompt_id, name, state)
             return None
         level = logging.WARNING if end is StreamEnd.STALLED else logging.INFO
@@ -282,10 +307,13 @@ class GroupDispatcher:
         return f"{name}: stalled: {state}"
 
     @contextmanager
-    def _registered(self, watch: StreamWatch, grant: Grant) -> Iterator[None]:
+    def _registered(
+        self, watch: StreamWatch, grant: Grant, request: GroupRequest
+    ) -> Iterator[None]:
         self._streams[watch] = grant
         try:
-            yield
+            with request.allowance.followed(lambda: watch.bounded(self._over_at(request))):
+                yield
         finally:
             del self._streams[watch]
             if watch.pace.rate(_now()) is None and (least := watch.pace.least_rate()) is not None:
@@ -296,13 +324,17 @@ def _end_early(collected: CollectedGroup) -> None:
     """End a group that has taken its time or its tokens, as it stands."""
     prompt_id, state = collected.request.prompt.prompt_id, collected.state()
     limits = "sluice.reward.group_deadline_s or group_token_budget"
-    if not collected.has_finished_samples:
+    if not collected.request.allowance.has_finished_samples:
         raise GroupFailedError(f"no sample finished within {limits}: {state}")
     logger.warning(
         "prompt %s: ended by %s without samples %s: %s",
         *(prompt_id, limits, collected.missing, state),
     )
     collected.end_unfinished()
+
+
+def _is_bounded(request: GroupRequest) -> bool:
+    return request.priority is Priority.TRAINING
 
 
 def _now() -> float:

@@ -29,11 +29,13 @@ class OldestStart:
         return note
 
 
-def decisive(group: ExceptionGroup[Exception]) -> Exception:
-    """The error that decides a prompt's fate; the whole group if it holds a defect."""
+def decisive(group: ExceptionGroup[Exception]) -> SluiceError:
+    """The error that decides a prompt's fate; raises the whole group if it holds a defect."""
     found = leaves(group)
     errors = [error for error in found if isinstance(error, SluiceError)]
-    return max(errors, key=_gravity) if len(errors) == len(found) else group
+    if len(errors) < len(found):
+        raise group
+    return max(errors, key=_gravity)
 
 
 def _gravity(error: SluiceError) -> int:

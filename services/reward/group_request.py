@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from services.reward.group_allowance import GroupAllowance
 from services.reward.replica_queue import Priority
 from sluice.algorithm.growing_sample import NewTokens
 from sluice.errors import SluiceError
@@ -19,7 +20,8 @@ class GroupRequest:
     """Samples of one prompt to draw, on replicas of `lowest_version` up to `highest_version`.
 
     A sample is the same whichever others are asked for with it: its randomness depends on the
-    seed and its index alone. So a group may be drawn in parts, each by a request of its own.
+    seed and its index alone. So a group may be drawn in parts, each by a request of its own; the
+    parts share `allowance`, by which the whole group is bounded.
     """
 
     prompt: Prompt
@@ -28,6 +30,7 @@ class GroupRequest:
     priority: Priority
     lowest_version: int
     highest_version: int | None = None
+    allowance: GroupAllowance = field(default_factory=GroupAllowance, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         indexes = self.sample_indexes
@@ -59,7 +62,7 @@ class GenerateEvent:
         rollouts: samples that ended, each with all of its tokens.
         deltas: new tokens of samples that have not ended.
         engine_tokens: tokens that the replica's engine has drawn for whomever, when none came of
-            these samples for some time.
+            these samples for some time and samples wait for a slot there.
     """
 
     started: tuple[TokenIds, int] | None

@@ -5,7 +5,8 @@ end of its prompt. A strategy with probes has a few samples generated first, and
 request of its own: as soon as two of the first differ, or when all have come and the strategy says
 so. Its rank is the prompt's, so a group that goes on is served before one that starts. The samples
 are those that one request for all of them would give. The greedy response, where one is asked for,
-comes with the last request.
+comes with the last request. All requests share one allowance of time and tokens; a group that has
+used it ends as it stands.
 
 On failure: what this group meets ends its prompt; what all groups would meet is also handed on.
 """
@@ -13,12 +14,14 @@ On failure: what this group meets ends its prompt; what all groups would meet is
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.reward.dispatcher import GroupDispatcher
 from services.reward.grading import Grader
 from services.reward.greedy_response import DrawnGroup, generate_group
+from services.reward.group_allowance import GroupAllowance
 from services.reward.group_log import GroupLog
 from services.reward.group_parts import OldestStart, decisive
 from services.reward.group_request import (
@@ -38,7 +41,9 @@ from services.reward.settings import PipelineSettings
 from sluice.algorithm.group_filter import is_right
 from sluice.algorithm.sampling.strategy import SamplingStrategy
 from sluice.errors import SluiceError
-from sluice.types import GradedGroup, PromptEnd, RolloutGroup, SamplingParams
+from sluice.types import GradedGroup, Prompt, PromptEnd, RolloutGroup, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ class GroupRun:
     def __init__(self, settings: PipelineSettings, parts: GroupParts) -> None:
         self._settings, self._parts = settings, parts
         self._metric = settings.filter_metric
+        self._is_warned = False
 
     async def run(self, item: InFlightItem) -> None:
         """One group, to its judgement."""
@@ -92,49 +98,64 @@ class GroupRun:
 
     async def _judged(self, item: InFlightItem) -> tuple[GradedGroup, Judgement]:
         num_samples, first = self._settings.samples_per_group, item.visit.first_samples
-        start = OldestStart(self._start_callback(item))
+        start, allowance = OldestStart(self._start_callback(item)), GroupAllowance()
         item.num_requests = 1
         if first >= num_samples:
-            graded = await self._drawn(item, range(num_samples), start.of("samples"))
+            graded = await self._drawn(item, range(num_samples), allowance, start.of("samples"))
         else:
-            graded, rest = await self._staged(item, range(first), start)
+            graded, rest = await self._staged(item, range(first), allowance, start)
             if rest is None:
-                verdict = self._after_probes(item, graded)
+                others = range(first, num_samples)
+                beyond = self._request(item, others, allowance)
+                is_over = self._parts.dispatcher.is_over(beyond)
+                verdict = self._after_probes(item, graded, is_over=is_over)
                 if verdict is not None:
                     return graded, verdict
+                # Of a group that is over no replica is asked for these: they come broken off.
                 self._goes_on(item, is_sure=samples_differ(graded.scored, self._metric))
-                rest = await self._drawn(item, range(first, num_samples), start.of("rest"))
+                rest = await self._drawn(item, others, allowance, start.of("rest"))
             graded = joined(graded, rest)
         return graded, judge(graded, metric=self._metric, whole_groups=self._settings.whole_groups)
 
     async def _staged(
-        self, item: InFlightItem, indexes: range, start: OldestStart
+        self, item: InFlightItem, indexes: range, allowance: GroupAllowance, start: OldestStart
     ) -> tuple[GradedGroup, GradedGroup | None]:
         """The first samples and, if two of them differed before all had come, the rest."""
         watch = ProbeWatch(self._parts.grader, item.prompt, self._metric)
         name, rest = f"prompt {item.prompt.prompt_id}", None
         try:
             async with asyncio.TaskGroup() as tasks:
-                probing = self._probes(item, indexes, start.of("probes"), watch)
+                probing = self._probes(item, indexes, allowance, start.of("probes"), watch)
                 probes = tasks.create_task(probing, name=f"{name}, probes")
-                differ = tasks.create_task(watch.differ(), name=f"{name}, grades of probes")
+                differ = tasks.create_task(watch.differs.wait(), name=f"{name}, differ")
                 await asyncio.wait((probes, differ), return_when=asyncio.FIRST_COMPLETED)
                 if probes.done():
                     differ.cancel()
-                elif differ.exception() is None:
+                else:
                     self._goes_on(item, is_sure=True)
                     others = range(indexes.stop, self._settings.samples_per_group)
-                    drawing = self._drawn(item, others, start.of("rest"))
+                    drawing = self._drawn(item, others, allowance, start.of("rest"))
                     rest = tasks.create_task(drawing, name=f"{name}, rest")
         except ExceptionGroup as group:
             raise decisive(group) from group
         return probes.result(), rest.result() if rest else None
 
     async def _probes(
-        self, item: InFlightItem, indexes: range, on_start: StartCallback, watch: ProbeWatch
+        self,
+        item: InFlightItem,
+        indexes: range,
+        allowance: GroupAllowance,
+        on_start: StartCallback,
+        watch: ProbeWatch,
     ) -> GradedGroup:
-        drawn = await self._generated(item, indexes, None, on_start, watch.finished)
-        graded = await self._parts.grader.grade(drawn.samples, known=dict(watch.outcomes))
+        async with asyncio.TaskGroup() as tasks:
+            grading = f"prompt {item.prompt.prompt_id}, grades of probes"
+            tasks.create_task(watch.run(), name=grading)
+            request = self._request(item, indexes, allowance)
+            drawn = await self._generated(item, request, None, on_start, watch.finished)
+            watch.over()
+        # What is left are samples that were broken off.
+        graded = await self._parts.grader.grade(drawn.samples, known=watch.outcomes)
         self._parts.recorder.graded(graded)
         return graded
 
@@ -144,8 +165,13 @@ class GroupRun:
         self._parts.recorder.goes_on(item.prompt)
         self._parts.in_flight.go_on(item, is_sure=is_sure)
 
-    def _after_probes(self, item: InFlightItem, probes: GradedGroup) -> Judgement | None:
-        """How a group ends after its first samples; ``None``: it goes on."""
+    def _after_probes(
+        self, item: InFlightItem, probes: GradedGroup, *, is_over: bool
+    ) -> Judgement | None:
+        """How a group ends after its first samples; ``None``: its others are to be had.
+
+        The strategy is not asked about a group that has taken its time or its tokens.
+        """
         verdict = judge_probes(
             probes, metric=self._metric, whole_groups=self._settings.whole_groups
         )
@@ -154,6 +180,8 @@ class GroupRun:
         after = f"after {len(probes.outcomes)} of {self._settings.samples_per_group} samples"
         if verdict.end is PromptEnd.DROPPED_FAILED:
             return Judgement(verdict.end, f"{verdict.detail} ({after})")
+        if is_over:
+            return Judgement(verdict.end, after)
         goes_on = self._parts.strategy.after_probes(
             item.visit,
             num_right=_num_right(probes),
@@ -167,10 +195,16 @@ class GroupRun:
         return None
 
     async def _drawn(
-        self, item: InFlightItem, indexes: range, on_start: StartCallback
+        self,
+        item: InFlightItem,
+        indexes: range,
+        allowance: GroupAllowance,
+        on_start: StartCallback,
     ) -> GradedGroup:
         """The last samples of a group and its greedy response, graded."""
-        drawn = await self._generated(item, indexes, self._settings.greedy, on_start)
+        drawn = await self._generated(
+            item, self._request(item, indexes, allowance), self._settings.greedy, on_start
+        )
         graded = await self._parts.grader.grade(drawn.samples, drawn.greedy)
         self._parts.recorder.graded(graded)
         return graded
@@ -178,14 +212,12 @@ class GroupRun:
     async def _generated(
         self,
         item: InFlightItem,
-        indexes: range,
+        request: GroupRequest,
         greedy: SamplingParams | None,
         on_start: StartCallback,
         on_sample: SampleCallback | None = None,
     ) -> DrawnGroup:
-        drawn = await generate_group(
-            self._parts.dispatcher, self._request(item, indexes), greedy, on_start, on_sample
-        )
+        drawn = await generate_group(self._parts.dispatcher, request, greedy, on_start, on_sample)
         item.num_requests -= 1
         self._parts.recorder.generated(drawn, is_last=not item.num_requests)
         if not item.num_requests:
@@ -201,7 +233,9 @@ class GroupRun:
 
         return note_start
 
-    def _request(self, item: InFlightItem, indexes: range) -> GroupRequest:
+    def _request(
+        self, item: InFlightItem, indexes: range, allowance: GroupAllowance
+    ) -> GroupRequest:
         version = self._parts.version() or 0
         return GroupRequest(
             item.prompt,
@@ -209,17 +243,33 @@ class GroupRun:
             for_prompt(self._settings.sampling, item.prompt, stage="train"),
             Priority.TRAINING,
             lowest_version=version - self._settings.rules.max_staleness,
+            allowance=allowance,
         )
 
     def _tell_strategy(self, item: InFlightItem, graded: GradedGroup, *, kept: bool) -> None:
-        rollouts = graded.group.rollouts
+        rollouts, num_right = graded.group.rollouts, _num_right(graded)
+        if kept and num_right in (0, len(graded.scored)):
+            self._warn_of_partial_credit(item.prompt)
         self._parts.strategy.ended(
             item.visit,
-            num_right=_num_right(graded),
+            num_right=num_right,
             num_scored=len(graded.scored),
             mean_tokens=graded.group.num_response_tokens / len(rollouts),
             kept=kept,
             version=self._parts.version() or 0,
+        )
+
+    def _warn_of_partial_credit(self, prompt: Prompt) -> None:
+        """Once: beliefs about pass rates mean nothing where samples are more or less right."""
+        name = self._parts.strategy.rules.strategy
+        if self._is_warned or not (name.uses_probes or name.uses_memory):
+            return
+        self._is_warned = True
+        logger.warning(
+            "prompt %s is kept though none of its samples is right, or all are: sluice.sampling."
+            "strategy=%s judges prompts by right and wrong samples, and '%s' gives partial credit; "
+            "choose sluice.sampling.strategy=stream, or filter by a metric of 0 and 1",
+            *(prompt.prompt_id, name, self._metric),
         )
 
 

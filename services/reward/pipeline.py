@@ -199,12 +199,12 @@ class Pipeline:
 
     async def _learn(self) -> None:
         """Take in what ended groups taught, before any prompt is drawn under the next version."""
-        histories = self._parts.strategy.new_version()
+        visits = self._parts.strategy.new_version()
         memory = self._parts.memory
-        if memory is None or not histories or not self._memory_is_writable:
+        if memory is None or not visits or not self._memory_is_writable:
             return
         try:
-            await asyncio.to_thread(memory.save, histories)
+            await asyncio.to_thread(memory.add, visits)
         except DataError as error:
             logger.warning("visits are no longer remembered: %s", error)
             self._memory_is_writable = False

@@ -1,8 +1,10 @@
 """A group's first samples, graded as they come: two that differ decide before the others end.
 
-Consumes: finished samples of one request. Waits for: the next of them, and for its grade. Produces:
-their outcomes, and the moment from which the group is sure to be mixed, so that the rest of it need
-not wait for the longest of the first samples. Cancelled when all have come and none differs.
+Consumes: finished samples of one request, and its end. Waits for: the next of them, and for its
+grade. Produces: their outcomes, each sample graded once, and the moment from which the group is
+sure to be mixed, so that the rest of it need not wait for the longest of the first samples. It ends
+by itself once all samples are graded; it is never cut off while a scorer works for it, which would
+cost the scorer's process.
 """
 
 from __future__ import annotations
@@ -25,24 +27,35 @@ class ProbeWatch:
 
     def __init__(self, grader: Grader, prompt: Prompt, metric: str | None) -> None:
         self._grader, self._prompt, self._metric = grader, prompt, metric
-        # Bounded by the request: a sample finishes once.
-        self._finished: asyncio.Queue[Rollout] = asyncio.Queue()
+        # Bounded by the request: a sample finishes once. ``None``: no more will come.
+        self._arrived: asyncio.Queue[Rollout | None] = asyncio.Queue()
         self.outcomes: dict[int, Outcome] = {}
+        self.differs = asyncio.Event()
 
     def finished(self, rollout: Rollout) -> None:
         """A sample has come."""
-        self._finished.put_nowait(rollout)
+        self._arrived.put_nowait(rollout)
 
-    async def differ(self) -> None:
-        """Grade what comes until two samples differ."""
-        while not self._differs():
-            rollouts = [await self._finished.get()]
-            while not self._finished.empty():
-                rollouts.append(self._finished.get_nowait())
-            outcomes = await self._grader.outcomes(self._prompt, rollouts)
-            for rollout, outcome in zip(rollouts, outcomes, strict=True):
-                self.outcomes[rollout.sample_index] = outcome
+    def over(self) -> None:
+        """No more samples come."""
+        self._arrived.put_nowait(None)
 
-    def _differs(self) -> bool:
+    async def run(self) -> None:
+        """Grade what comes until `over`; sets `differs` as soon as two samples do."""
+        is_over = False
+        while not is_over:
+            arrived = [await self._arrived.get()]
+            while not self._arrived.empty():
+                arrived.append(self._arrived.get_nowait())
+            is_over = None in arrived
+            rollouts = [rollout for rollout in arrived if rollout is not None]
+            if rollouts:
+                await self._grade(rollouts)
+
+    async def _grade(self, rollouts: list[Rollout]) -> None:
+        outcomes = await self._grader.outcomes(self._prompt, rollouts)
+        for rollout, outcome in zip(rollouts, outcomes, strict=True):
+            self.outcomes[rollout.sample_index] = outcome
         scores = [o for o in self.outcomes.values() if isinstance(o, Scored)]
-        return samples_differ(scores, self._metric)
+        if samples_differ(scores, self._metric):
+            self.differs.set()

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from sluice.algorithm.sampling.prompt_memory import PromptHistory
+from sluice.algorithm.sampling.prompt_memory import PromptHistory, SeenVisit, remembered
 from sluice.errors import DataError
 
 APPLICATION_ID = 0x534C5543  # "SLUC"
@@ -89,21 +89,25 @@ class PromptMemoryStore:
             raise self._damaged(error) from error
         return None if row is None else PromptHistory(*row)
 
-    def save(self, histories: Sequence[tuple[str, PromptHistory]]) -> None:
-        """Write histories by key, all or none; later ones of a key replace earlier ones.
+    def add(self, visits: Sequence[tuple[str, SeenVisit]]) -> None:
+        """Add visits to the histories of their prompts, all or none.
 
         Raises:
-            DataError: the file cannot be written.
+            DataError: the file cannot be read or written.
         """
-        rows = [
-            (bytes.fromhex(key), h.num_right, h.num_wrong, h.mean_tokens, h.version, h.num_visits)
-            for key, h in histories
-        ]
         try:
             with self._lock, self._database:
-                self._database.executemany(_WRITE, rows)
+                self._database.execute("BEGIN IMMEDIATE")
+                for key, seen in visits:
+                    self._write(bytes.fromhex(key), seen)
         except sqlite3.Error as error:
             raise self._damaged(error) from error
+
+    def _write(self, key: bytes, seen: SeenVisit) -> None:
+        row = self._database.execute(_READ, (key,)).fetchone()
+        after = remembered(None if row is None else PromptHistory(*row), seen)
+        counts = (after.num_right, after.num_wrong, after.mean_tokens)
+        self._database.execute(_WRITE, (key, *counts, after.version, after.num_visits))
 
     @property
     def num_prompts(self) -> int:

@@ -51,10 +51,14 @@ class StreamWatch:
         self.pace = StreamPace.begun(sample_indexes, now)
         self._reschedule()
 
-    def accepted(self, over_at: float | None, now: float) -> None:
-        """The replica has taken the request; its group is over at `over_at`."""
-        self._over_at = over_at
+    def accepted(self, now: float) -> None:
+        """The replica has taken the request."""
         self.pace.accepted(now)
+        self._reschedule()
+
+    def bounded(self, over_at: float | None) -> None:
+        """Its group is over at `over_at`."""
+        self._over_at = over_at
         self._reschedule()
 
     def arrived(self, arrival: Arrival, now: float) -> None:
@@ -63,7 +67,7 @@ class StreamWatch:
         self._reschedule()
 
     def engine_drew(self, engine_tokens: int, now: float) -> None:
-        """The replica says that it draws tokens."""
+        """The replica says that it draws tokens while samples wait for its slots."""
         self.pace.engine_drew(engine_tokens, now)
         self._reschedule()
 
@@ -82,9 +86,10 @@ class StreamWatch:
     def state(self, now: float) -> str:
         """How far it is, for the log."""
         pace = self.pace
+        without = f", {sorted(pace.waiting)}" if pace.waiting else ""
         return (
             f"nothing for {now - pace.last_progress:.1f} s, stream of {now - self._begun:.1f} s "
-            f"with {pace.num_tokens} tokens; {len(pace.waiting)} samples without any, "
+            f"with {pace.num_tokens} tokens; {len(pace.waiting)} samples without any{without}, "
             f"{len(pace.running)} running, {pace.num_finished} ended"
         )
 

@@ -41,7 +41,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationEvent:
-    """What is sent together; `engine_tokens` when nothing came although the engine may work."""
+    """What is sent together; `engine_tokens` when nothing came and samples wait for slots."""
 
     deltas: tuple[TextDelta, ...]
     rollouts: tuple[Rollout, ...]
@@ -58,7 +58,8 @@ class Delivery:
     Attributes:
         every_token: tokens are sent as they come, with their text.
         partial_interval_s: the tokens of unfinished samples are sent about so often, without text;
-            and when nothing came for twice as long, whether the engine works. ``None``: never.
+            and when nothing came for twice as long while samples wait for a slot in the engine,
+            whether it works. ``None``: never.
         linger_s: finished samples wait this long for others to travel with.
     """
 
@@ -133,7 +134,11 @@ class Generation:
     async def _next(
         self, inbox: asyncio.Queue[tuple[SampleChunk, ...]], delivery: Delivery, send: Send
     ) -> tuple[SampleChunk, ...]:
-        """The next chunks; while there are none, tells at intervals if the engine draws tokens."""
+        """The next chunks; while there are none, tells at intervals if the engine draws tokens.
+
+        Only while samples wait for a slot: these may be among them. With no queue they all have
+        one, and that none gets a token is no better for what the engine draws for others.
+        """
         if delivery.partial_interval_s is None:
             return await inbox.get()
         seen: int | None = None
@@ -142,10 +147,10 @@ class Generation:
                 async with asyncio.timeout(SIGN_OF_LIFE_INTERVALS * delivery.partial_interval_s):
                     return await inbox.get()
             except TimeoutError:
-                drawn = self._engine.load().generated_tokens
-                if drawn != seen:
-                    await send(GenerationEvent((), (), engine_tokens=drawn))
-                seen = drawn
+                load = self._engine.load()
+                if load.queued and load.generated_tokens != seen:
+                    seen = load.generated_tokens
+                    await send(GenerationEvent((), (), engine_tokens=seen))
 
     async def _pump(
         self,

@@ -37,7 +37,8 @@ def fitted_simulation(run: Path, steps: int | None, seed: int) -> FittedSimulati
 
     Raises:
         ConfigError: nothing was started from there.
-        DataError: its record is missing, too short, or cannot be read.
+        DataError: its record is missing, too short, cannot be read, or is of a strategy that leaves
+            samples or prompts out.
     """
     file = run / CONFIG_NAME
     if not file.is_file():

@@ -45,17 +45,17 @@ from sluice.simulate.twin import twin
 
 def simulate(  # noqa: PLR0913 - one parameter an option
     *,
-    mixture: options.Mixture = "mid",
+    mixture: options.Mixture = None,
     strategy: options.Strategy = None,
-    replicas: options.Replicas = 8,
-    slots: options.Slots = 128,
+    replicas: options.Replicas = None,
+    slots: options.Slots = None,
     steps: options.Steps = None,
     max_staleness: options.MaxStaleness = None,
     on_stale: options.WhenStale = None,
-    group_size: options.GroupSize = 16,
-    batch_size: options.BatchSize = 64,
-    gen_batch_size: options.GenBatchSize = 0,
-    trainer_s: options.TrainerSeconds = 60.0,
+    group_size: options.GroupSize = None,
+    batch_size: options.BatchSize = None,
+    gen_batch_size: options.GenBatchSize = None,
+    trainer_s: options.TrainerSeconds = None,
     seed: options.Seed = 0,
     run: options.Run = None,
     compare_all: options.Compare = False,
@@ -66,7 +66,7 @@ def simulate(  # noqa: PLR0913 - one parameter an option
     """Simulate over-generation, staleness and fleet by the functions that a run is driven by.
 
     With --run and no other mode it sets the run's step time, idle shares and waste beside those of
-    its simulation.
+    its simulation. What a run's folder says cannot be given together with --run.
 
     \b
     Examples:
@@ -77,15 +77,20 @@ def simulate(  # noqa: PLR0913 - one parameter an option
     """
     if compare_all and sweep_grid:
         raise ConfigError("simulate: --compare and --sweep exclude each other; give one of them")
+    model = options.Model(
+        mixture, replicas, slots, group_size, batch_size, gen_batch_size, trainer_s
+    )
+    if run is not None:
+        model.refuse_beside_run()
+    name: str = (mixture or "mid") if run is None else str(run)
     fitted = None if run is None else fitted_simulation(run, steps, seed)
     if fitted is None:
-        sizes = (batch_size, 4, group_size, gen_batch_size or batch_size)
-        settings = _of_mixture(sizes, FleetSettings(replicas, slots), trainer_s, steps, seed)
-        open_workload: OpenWorkload = partial(MixtureWorkload, mixture, seed)
+        settings = _of_model(model, steps, seed)
+        open_workload: OpenWorkload = partial(MixtureWorkload, name, seed)
     else:
         settings, open_workload = fitted.settings, fitted.open_workload
     settings = _with_choices(settings, strategy, max_staleness, on_stale)
-    console, name = output_console(), mixture if run is None else str(run)
+    console = output_console()
     if compare_all:
         _compare(console, name, settings, open_workload, plot, as_json=as_json)
     elif sweep_grid:
@@ -96,19 +101,23 @@ def simulate(  # noqa: PLR0913 - one parameter an option
         _one(console, settings, open_workload, plot, as_json=as_json)
 
 
-def _of_mixture(
-    sizes: tuple[int, int, int, int],
-    fleet: FleetSettings,
-    train_s: float,
-    steps: int | None,
-    seed: int,
-) -> SimulationSettings:
-    """Settings without a run; `sizes` are batch, S, group and wave."""
-    probes = min(4, sizes[2] - 1)
+def _of_model(model: options.Model, steps: int | None, seed: int) -> SimulationSettings:
+    """Settings without a run; the defaults are those that the options' help names."""
+    batch_size, group_size = model.batch_size or 64, model.group_size or 16
+    rules = SamplingRules(
+        StrategyName.STREAM,
+        train_batch_size=batch_size,
+        max_staleness=4,
+        samples_per_group=group_size,
+        gen_batch_size=model.gen_batch_size or batch_size,
+        probe_samples=min(4, group_size - 1),
+        seed=seed,
+    )
+    train_s = 60.0 if model.trainer_s is None else model.trainer_s
     return SimulationSettings(
-        SamplingRules(StrategyName.STREAM, *sizes, probe_samples=probes, seed=seed),
-        fleet=fleet,
-        trainer=replace(TrainerSettings(), train_s=train_s),
+        rules,
+        fleet=FleetSettings(model.replicas or 8, model.slots or 128),
+        trainer=TrainerSettings(train_s=train_s),
         num_steps=steps or DEFAULT_STEPS,
         seed=seed,
     )
@@ -178,6 +187,7 @@ def _twin(
     *,
     as_json: bool,
 ) -> None:
+    _check_rules_are_the_runs(fitted.settings, settings)
     with _progress("simulating", settings.num_steps) as on_step:
         found = twin(fitted.run, settings, on_step=on_step)
     if as_json:
@@ -187,6 +197,20 @@ def _twin(
         print_twin(console, name, found)
     if plot is not None:
         _tell(plot_result(plot, found.result))
+
+
+def _check_rules_are_the_runs(of_run: SimulationSettings, given: SimulationSettings) -> None:
+    """The difference that another rule makes is no error of the simulation."""
+    for option, value, other in (
+        ("--strategy", of_run.rules.strategy, given.rules.strategy),
+        ("--max-staleness", of_run.rules.max_staleness, given.rules.max_staleness),
+        ("--on-stale", of_run.on_stale, given.on_stale),
+    ):
+        if value != other:
+            raise ConfigError(
+                f"{option}: {other}, but the run had {value}, and a run is set beside its own "
+                f"simulation; leave {option} out, or give --compare or --sweep"
+            )
 
 
 def _one(

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from sluice.algorithm.sampling.rules import StrategyName
+from sluice.errors import ConfigError
 
 Mixture = Annotated[
-    Literal["early", "mid", "late"], typer.Option(help="Workload, if no run is given.")
+    Literal["early", "mid", "late"] | None,
+    typer.Option(help="Workload; none: mid. Not with --run."),
 ]
 Strategy = Annotated[
     StrategyName | None, typer.Option(help="Strategy; none: stream, or the run's.")
 ]
-Replicas = Annotated[int, typer.Option(min=1, help="Rollout replicas.")]
-Slots = Annotated[int, typer.Option(min=1, help="Sequences a replica generates at once.")]
+Replicas = Annotated[
+    int | None, typer.Option(min=1, help="Rollout replicas; none: 8. Not with --run.")
+]
+Slots = Annotated[
+    int | None,
+    typer.Option(min=1, help="Sequences a replica generates at once; none: 128. Not with --run."),
+]
 Steps = Annotated[
-    int | None, typer.Option(min=2, help="Batches; the first third warms up. none: 240.")
+    int | None,
+    typer.Option(min=2, help="Batches; the first third warms up. none: 240, or the run's."),
 ]
 MaxStaleness = Annotated[
     int | None, typer.Option(min=0, help="S, versions; none: 4, or the run's. rounds: 0.")
@@ -26,12 +35,21 @@ MaxStaleness = Annotated[
 WhenStale = Annotated[
     Literal["wait", "drop"] | None, typer.Option(help="none: wait, or the run's.")
 ]
-GroupSize = Annotated[int, typer.Option(min=2, help="Samples of a group.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Groups of a batch.")]
-GenBatchSize = Annotated[
-    int, typer.Option(min=0, help="rounds: prompts of a wave; 0: as many as a batch.")
+GroupSize = Annotated[
+    int | None, typer.Option(min=2, help="Samples of a group; none: 16. Not with --run.")
 ]
-TrainerSeconds = Annotated[float, typer.Option(min=0, help="Seconds to train a batch.")]
+BatchSize = Annotated[
+    int | None, typer.Option(min=1, help="Groups of a batch; none: 64. Not with --run.")
+]
+GenBatchSize = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="rounds: prompts of a wave; 0 or none: as many as a batch. Not with --run."
+    ),
+]
+TrainerSeconds = Annotated[
+    float | None, typer.Option(min=0, help="Seconds to train a batch; none: 60. Not with --run.")
+]
 Seed = Annotated[int, typer.Option(min=0, help="Of everything random.")]
 Run = Annotated[
     Path | None,
@@ -43,3 +61,29 @@ SweepGrid = Annotated[
 ]
 Plot = Annotated[Path | None, typer.Option(help="Folder to write PNG files to.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Options of a simulation without a run, named as they are; ``None``: it was not given."""
+
+    mixture: str | None
+    replicas: int | None
+    slots: int | None
+    group_size: int | None
+    batch_size: int | None
+    gen_batch_size: int | None
+    trainer_s: float | None
+
+    def refuse_beside_run(self) -> None:
+        """Refuses what a run's folder says.
+
+        Raises:
+            ConfigError: one was given.
+        """
+        for field in fields(self):
+            if getattr(self, field.name) is not None:
+                option = "--" + field.name.replace("_", "-")
+                raise ConfigError(
+                    f"{option}: a run's folder says this itself; leave out {option} or --run"
+                )

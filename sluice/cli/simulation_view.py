@@ -100,7 +100,7 @@ def print_sweep(console: Console, title: str, found: Sweep) -> None:
     if found.is_at_edge:
         console.print(
             "That is at the edge of the grid: more may be better. The grid is laid around "
-            "--replicas and --max-staleness; give larger ones.",
+            "--replicas (or the run's) and --max-staleness; give larger ones.",
             soft_wrap=True,
         )
 

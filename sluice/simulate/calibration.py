@@ -2,7 +2,8 @@
 
 A record does not say how many sequences ran at each moment, so that step times read off it are a
 little wrong. Tokens per busy second are recorded exactly: the simulation is run a few times, and
-the step times are scaled until it has the same. Nothing that the twin is judged by is fitted.
+the step times are scaled until it has the same. How fast a busy fleet is, is thereby given; when it
+is busy is what the simulation finds.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ class SimulatedFleet:
         settings: the replicas.
         events: where ends are planned.
         on_started: told when a group's first samples are at a replica.
-        on_sample: told when a sample has ended and others of its group have not.
+        on_sample: told when a sample has ended and others of its group have not, and whether the
+            sample is right.
         on_generated: told when all samples that were asked for a group are there.
     """
 
@@ -30,7 +31,7 @@ class SimulatedFleet:
         settings: FleetSettings,
         events: EventQueue,
         on_started: Callable[[SimulatedGroup], None],
-        on_sample: Callable[[SimulatedGroup], None],
+        on_sample: Callable[[SimulatedGroup, bool], None],
         on_generated: Callable[[SimulatedGroup], None],
     ) -> None:
         self._settings, self._events = settings, events
@@ -151,7 +152,6 @@ class SimulatedFleet:
     def _sample_ended(self, sample: Sample) -> None:
         part, group = sample.part, sample.part.group
         group.num_finished += 1
-        group.num_finished_right += sample.is_right
         group.finished_tokens += sample.tokens
         group.sample_versions.append(sample.oldest_version)
         self._routing.sequence_ended(part.grant)
@@ -162,4 +162,4 @@ class SimulatedFleet:
         if group.num_finished == group.num_wanted:
             self._on_generated(group)
         else:
-            self._on_sample(group)
+            self._on_sample(group, sample.is_right)

@@ -40,16 +40,18 @@ class SimulatedGroup:
         position: in the data set, over all epochs; the order of issue as well.
         prompt: what it is about.
         issued_version: announced when it was first issued.
-        visit: what the strategy decided.
+        visit: what the strategy decided; replaced by what it decides after the first samples.
         samples: drawn in advance.
         num_wanted: samples that a replica was asked for, or will be when it has room.
         num_asked: samples at replicas so far.
         num_finished: of those, finished.
-        num_finished_right: of those, right.
+        num_graded: of those, graded one by one, as first samples are.
+        num_graded_right: of those, right.
         parts: what is at replicas.
         replicas: where it has been, in order.
         start_version: of its oldest sample; ``None`` until a replica starts it.
         attempt: how often it was broken off.
+        drawn_as: what was decided when its prompt was drawn.
     """
 
     position: int
@@ -61,7 +63,8 @@ class SimulatedGroup:
     num_wanted: int = 0
     num_asked: int = 0
     num_finished: int = 0
-    num_finished_right: int = 0
+    num_graded: int = 0
+    num_graded_right: int = 0
     start_version: int | None = None
     issued_s: float = 0.0
     started_s: float = 0.0
@@ -71,6 +74,10 @@ class SimulatedGroup:
     parts: list[GroupPart] = field(default_factory=list)
     replicas: list[int] = field(default_factory=list)
     is_cancelled: bool = False
+    drawn_as: Visit = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.drawn_as = self.visit
 
     @property
     def name(self) -> str:
@@ -89,8 +96,13 @@ class SimulatedGroup:
 
     @property
     def differs(self) -> bool:
-        """Whether the grades of the samples that have finished differ."""
-        return 0 < self.num_finished_right < self.num_finished
+        """Whether the grades of the samples that are graded one by one differ."""
+        return 0 < self.num_graded_right < self.num_graded
+
+    def graded(self, *, is_right: bool) -> None:
+        """One of its first samples is graded."""
+        self.num_graded += 1
+        self.num_graded_right += is_right
 
     @property
     def is_mixed(self) -> bool:

@@ -22,9 +22,10 @@ class GroupRecord(msgspec.Struct, frozen=True):
         right: right samples.
         scored: graded samples.
         tokens: response length of each sample.
-        version: announced at its end.
+        version: announced when it started.
         oldest_version: of its oldest token.
-        started_s: when a replica took it on; seconds of one clock for all times.
+        started_s: when it was admitted, a wait for a replica before its first token included;
+            seconds of one clock for all times.
         generated_s: when its last sample ended.
         ended_s: when it was judged, or left the kept ones.
         replicas: who generated it.
@@ -52,7 +53,8 @@ def read_groups(file: Path) -> list[GroupRecord]:
     """Reads the groups that were generated whole, in the order of their end.
 
     Raises:
-        DataError: the file is missing, or a line is no such object.
+        DataError: the file is missing, a line is no such object, or it is of a run whose strategy
+            left samples or prompts out: what these would have been is in no line.
     """
     if not file.is_file():
         raise DataError(
@@ -68,8 +70,29 @@ def read_groups(file: Path) -> list[GroupRecord]:
             raise DataError(
                 f"{file}, line {number}: no group ({error}); remove the line"
             ) from error
+        _check_all_drawn(record, f"{file}, line {number}")
         if record.scored > 0 and record.tokens and record.generated_s is not None:
             found.append(record)
     if not found:
         raise DataError(f"{file}: no group was generated whole; let the run go on for some steps")
     return found
+
+
+def _check_all_drawn(record: GroupRecord, where: str) -> None:
+    """A line tells of probes, or of a choice among prompts, wherever its strategy has them."""
+    if record.probes > 0:
+        why = (
+            f"its group began with {record.probes} samples (probes: {record.probes}), and of those "
+            "that ended there the rest is not known"
+        )
+    elif record.probability < 1.0:
+        why = (
+            f"its prompt was drawn with probability {record.probability:g}, and prompts that were "
+            "passed by have no line"
+        )
+    else:
+        return
+    raise DataError(
+        f"{where}: {why}; so this run can neither be simulated again nor say what another strategy "
+        "would have done. Record a run with sluice.sampling.strategy stream or rounds"
+    )

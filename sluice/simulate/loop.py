@@ -12,7 +12,8 @@ from functools import partial
 
 import numpy as np
 
-from sluice.algorithm.sampling.prompt_memory import PromptHistory
+from sluice.algorithm.room import groups_with_room
+from sluice.algorithm.sampling.prompt_memory import PromptHistory, remembered
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
 from sluice.errors import BatchUnfillableError
 from sluice.simulate.batching import Batching
@@ -111,8 +112,9 @@ class SimulatedLoop:
 
     def _room(self) -> int:
         free = self._fleet.num_free(self._version - self._rules.max_staleness)
-        room = max(0, free // self._rules.samples_per_group)
-        return max(1, room) if free > 0 and not self._in_flight else room
+        uses_probes = self._rules.strategy.uses_probes
+        first = self._rules.probe_samples if uses_probes else self._rules.samples_per_group
+        return groups_with_room(free, first_sequences=first, is_idle=not self._in_flight)
 
     def _load(self, room: int) -> LoopLoad:
         return LoopLoad(
@@ -157,8 +159,21 @@ class SimulatedLoop:
         self._batching.started(group)
         self._has_changed = True
 
-    def _sample_ended(self, group: SimulatedGroup) -> None:
-        """Draw the rest as soon as two of the first samples differ."""
+    def _after_grading(self, graded: Callable[[], None]) -> None:
+        if self._settings.fleet.grading_s:
+            self._events.after(self._settings.fleet.grading_s, graded)
+        else:
+            graded()
+
+    def _sample_ended(self, group: SimulatedGroup, is_right: bool) -> None:
+        if group.num_wanted < self._rules.samples_per_group:
+            self._after_grading(partial(self._sample_graded, group, is_right=is_right))
+
+    def _sample_graded(self, group: SimulatedGroup, *, is_right: bool) -> None:
+        """Draw the rest as soon as the grades of two of the first samples differ."""
+        if group.is_cancelled:
+            return
+        group.graded(is_right=is_right)
         rest = self._rules.samples_per_group - group.num_wanted
         if rest and group.differs:
             self._sure.add(group.position)
@@ -167,14 +182,11 @@ class SimulatedLoop:
 
     def _generated(self, group: SimulatedGroup) -> None:
         group.generated_s = self._events.now
-        if self._settings.fleet.grading_s:
-            graded = partial(self._graded, group)
-            self._events.after(self._settings.fleet.grading_s, graded)
-        else:
-            self._graded(group)
+        self._after_grading(partial(self._graded, group, group.num_wanted))
 
-    def _graded(self, group: SimulatedGroup) -> None:
-        if group.is_cancelled:
+    def _graded(self, group: SimulatedGroup, num_samples: int) -> None:
+        """Judge a group, unless more samples than these were asked for while they were graded."""
+        if group.is_cancelled or group.num_wanted > num_samples:
             return
         self._has_changed = True
         rest = self._rules.samples_per_group - group.num_wanted
@@ -233,7 +245,7 @@ class SimulatedLoop:
             tokens = group.finished_tokens + self._fleet.cancel(group)
             self._recorder.broken_off(tokens, restarts=not is_dropped)
             if not is_dropped:
-                self._strategy.restarted(group.visit)
+                self._strategy.restarted(group.drawn_as)
                 self._feed.put(group)
             self._has_changed = True
         if doomed:
@@ -287,7 +299,8 @@ class SimulatedLoop:
         self._recorder.steps.append(StepTimes(asked_s, leased_s, trained_s, now, generated, busy_s))
         self._is_over = len(self._recorder.steps) == self._settings.num_steps
         self._version += 1
-        self._histories.update(self._strategy.new_version())
+        for key, seen in self._strategy.new_version():
+            self._histories[key] = remembered(self._histories.get(key), seen)
         self._batching.published(self._version)
         self._fleet.announce(self._version)
         self._asked_s, self._has_changed = now, not self._is_over

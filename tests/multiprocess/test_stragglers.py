@@ -91,7 +91,9 @@ def configuration(folder: Path, **settings: Any) -> Path:
 async def unbroken(tmp_path: Path, model_folder: Path) -> list[tuple[str, list[list[int]]]]:
     """What one replica draws that nothing happens to."""
     if not _unbroken:
-        async with running(model_folder, configuration(tmp_path), two=0.0) as run:
+        folder = tmp_path / "unbroken"  # a run of its own, with a ledger of its own
+        folder.mkdir()
+        async with running(model_folder, configuration(folder), two=0.0) as run:
             await run.announce("two")
             await run.take()
         _unbroken.append(run.tokens)

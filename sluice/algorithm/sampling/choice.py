@@ -117,13 +117,16 @@ def choose_rest(
         before,
         num_right=num_right,
         num_probes=num_scored,
+        num_rest=rules.samples_per_group - visit.first_samples,
         samples_per_group=rules.samples_per_group,
     )
     worth = stakes.worth(knowledge.price)
     if worth >= 1.0:
         return visit
     side = Side.EASY if num_right else Side.HARD
-    probability = knowledge.guard.probability(side, worth)
+    # Exploration bounds what comes of both choices, or a group might stand for a hundred others.
+    least = min(1.0, rules.exploration / visit.probability)
+    probability = max(least, knowledge.guard.probability(side, worth))
     is_drawn = _uniform(rules.seed, visit, "rest") < probability
     return _passed(visit, side, worth, probability) if is_drawn else None
 

@@ -35,31 +35,30 @@ class PromptHistory:
         )
 
 
-def remembered(
-    history: PromptHistory | None,
-    *,
-    num_right: int,
-    num_scored: int,
-    mean_tokens: float,
-    version: int,
-) -> PromptHistory:
-    """The history after one more visit, whose `num_scored` samples were graded.
+@dataclass(frozen=True, slots=True)
+class SeenVisit:
+    """One visit that has ended: what is added to a history, whatever was added meanwhile.
 
-    Args:
-        history: of the visits before; ``None``: there was none.
-        num_right: right samples.
-        num_scored: samples with a grade.
-        mean_tokens: mean response length of the visit, tokens.
-        version: policy version at the end of the visit.
+    `num_scored` samples were graded, `num_right` of them right, with `mean_tokens` tokens each in
+    the mean; `version` was announced at the end.
     """
-    before = (history or PromptHistory(0.0, 0.0, 0.0, version, 0)).aged(version)
+
+    num_right: int
+    num_scored: int
+    mean_tokens: float
+    version: int
+
+
+def remembered(history: PromptHistory | None, seen: SeenVisit) -> PromptHistory:
+    """The history after one more visit; ``None``: there was none before."""
+    before = (history or PromptHistory(0.0, 0.0, 0.0, seen.version, 0)).aged(seen.version)
     weight_before = before.num_right + before.num_wrong
-    total = weight_before + num_scored
-    mean = (before.mean_tokens * weight_before + mean_tokens * num_scored) / total if total else 0.0
+    total = weight_before + seen.num_scored
+    mean = before.mean_tokens * weight_before + seen.mean_tokens * seen.num_scored
     return PromptHistory(
-        before.num_right + num_right,
-        before.num_wrong + num_scored - num_right,
-        mean,
+        before.num_right + seen.num_right,
+        before.num_wrong + seen.num_scored - seen.num_right,
+        mean / total if total else 0.0,
         before.version,
         before.num_visits + 1,
     )

@@ -14,7 +14,7 @@ from sluice.algorithm.admission import YieldEstimate, groups_to_admit
 from sluice.algorithm.sampling.choice import Knowledge, choose_rest, choose_visit
 from sluice.algorithm.sampling.coverage_guard import CoverageGuard, Side
 from sluice.algorithm.sampling.pass_rates import Evidence, PassRateBelief
-from sluice.algorithm.sampling.prompt_memory import PromptHistory, remembered
+from sluice.algorithm.sampling.prompt_memory import PromptHistory, SeenVisit
 from sluice.algorithm.sampling.rounds import Rounds
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.algorithm.sampling.visit import Visit, VisitEnd
@@ -106,7 +106,8 @@ class SamplingStrategy:
 
     def started(self, visit: Visit) -> None:
         """The group of a visit starts."""
-        self._rounds = self._rounds.drew()
+        if self.discards_surplus:
+            self._rounds = self._rounds.drew()
         self._counts["visits"] += 1
         self._counts["explored"] += visit.side is not Side.SURE
 
@@ -117,7 +118,8 @@ class SamplingStrategy:
 
     def restarted(self, visit: Visit) -> None:
         """A group was broken off and its prompt waits again, to be visited anew."""
-        self._rounds = self._rounds.gave_back()
+        if self.discards_surplus:
+            self._rounds = self._rounds.gave_back()
         self._counts["visits"] -= 1
         self._counts["explored"] -= visit.side is not Side.SURE
 
@@ -170,12 +172,11 @@ class SamplingStrategy:
         """A batch was taken from the kept groups."""
         self._rounds = self._rounds.batch_formed()
 
-    def new_version(self) -> list[tuple[str, PromptHistory]]:
+    def new_version(self) -> list[tuple[str, SeenVisit]]:
         """Learn from the groups that ended since the version before.
 
         Returns:
-            what to remember, by key; none without memory. A later entry of a key replaces earlier
-            ones.
+            what to add to the histories (`remembered`), by key and in order; none without memory.
         """
         ends, self._ends = sorted(self._ends, key=lambda end: end.visit.sequence), []
         if not (self._rules.strategy.uses_probes or self._rules.strategy.uses_memory):
@@ -183,7 +184,7 @@ class SamplingStrategy:
         self._knowledge = self._knowledge.after(ends, self._rules.samples_per_group)
         if not self._rules.strategy.uses_memory:
             return []
-        return [(end.visit.key, _remembered(end)) for end in ends]
+        return [(end.visit.key, _seen(end)) for end in ends]
 
     def statistics(self) -> dict[str, float]:
         """Gauges and counts since the start, by metric name."""
@@ -200,14 +201,9 @@ class SamplingStrategy:
         return gauges
 
 
-def _remembered(end: VisitEnd) -> PromptHistory:
-    return remembered(
-        end.visit.history,
-        num_right=int(end.evidence.num_right),
-        num_scored=int(end.evidence.num_right + end.evidence.num_wrong),
-        mean_tokens=end.mean_tokens,
-        version=end.version,
-    )
+def _seen(end: VisitEnd) -> SeenVisit:
+    num_right, num_wrong = int(end.evidence.num_right), int(end.evidence.num_wrong)
+    return SeenVisit(num_right, num_right + num_wrong, end.mean_tokens, end.version)
 
 
 def _of_knowledge(knowledge: Knowledge) -> dict[str, float]:

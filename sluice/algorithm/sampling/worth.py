@@ -52,7 +52,12 @@ class Stakes:
 
 
 def rest_of_group(
-    before_probes: Weights, *, num_right: int, num_probes: int, samples_per_group: int
+    before_probes: Weights,
+    *,
+    num_right: int,
+    num_probes: int,
+    num_rest: int,
+    samples_per_group: int,
 ) -> Stakes:
     """The rest of a group whose probes were all right or all wrong.
 
@@ -60,14 +65,14 @@ def rest_of_group(
         before_probes: weights of the grid for its prompt before them.
         num_right: right probes: all or none.
         num_probes: graded probes.
+        num_rest: samples that are not drawn yet.
         samples_per_group: n.
     """
     evidence = Evidence(float(num_right), float(num_probes - num_right))
     after = posterior(before_probes, evidence)
-    rest = samples_per_group - num_probes
     stays_uniform = all_right_probability if num_right else all_wrong_probability
-    mixed = 1.0 - stays_uniform(after, rest)
-    return Stakes(float(rest), samples_per_group * mixed)
+    mixed = 1.0 - stays_uniform(after, num_rest)
+    return Stakes(float(num_rest), samples_per_group * mixed)
 
 
 def whole_visit(
@@ -118,6 +123,7 @@ def _uniform_probes(
                 weights,
                 num_right=num_right,
                 num_probes=probe_samples,
+                num_rest=samples_per_group - probe_samples,
                 samples_per_group=samples_per_group,
             ),
         )

@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from sluice.cli.main import commands
-from sluice.errors import ConfigError
+from sluice.cli.simulate import _of_model
+from sluice.cli.simulation_options import Model
+from sluice.errors import ConfigError, DataError
 from sluice.simulate.result import simulate
 from tests.unit.simulate.simulations import FLEET, TRAINER, RecordedRun, SmallWorkload, small
 
@@ -17,6 +19,15 @@ SMALL = [
     *("--replicas", "2", "--slots", "16", "--steps", "6", "--batch-size", "4", "--group-size", "4"),
     *("--trainer-s", "10"),
 ]
+OF_A_MODEL = {
+    "--mixture": "late",
+    "--replicas": "8",
+    "--slots": "128",
+    "--group-size": "16",
+    "--batch-size": "64",
+    "--gen-batch-size": "0",
+    "--trainer-s": "60.0",
+}
 CONFIG = """
 data: {train_files: [train.parquet], train_batch_size: 6}
 actor_rollout_ref:
@@ -27,10 +38,23 @@ sluice:
 """
 
 
-def run(*words: str) -> str:
-    result = CliRunner().invoke(commands, ["simulate", *SMALL, *words], catch_exceptions=False)
+def simulated(*words: str) -> str:
+    result = CliRunner().invoke(commands, ["simulate", *words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+def run(*words: str) -> str:
+    return simulated(*SMALL, *words)
+
+
+@pytest.fixture
+def recorded_run(tmp_path: Path) -> Path:
+    settings, recorded = small(max_staleness=1, num_steps=20), RecordedRun()
+    simulate(settings, SmallWorkload(), recorded.recorder)
+    recorded.write(tmp_path, FLEET.num_replicas, TRAINER.stall_s)
+    (tmp_path / "config.yaml").write_text(CONFIG, encoding="utf-8")
+    return tmp_path
 
 
 def test_one_simulation_is_printed_with_its_accounts() -> None:
@@ -64,13 +88,56 @@ def test_two_modes_at_once_are_refused() -> None:
         run("--sweep", "--compare")
 
 
-def test_a_run_is_set_beside_its_simulation(tmp_path: Path) -> None:
-    settings, recorded = small(max_staleness=1, num_steps=20), RecordedRun()
-    simulate(settings, SmallWorkload(), recorded.recorder)
-    recorded.write(tmp_path, FLEET.num_replicas, TRAINER.stall_s)
-    (tmp_path / "config.yaml").write_text(CONFIG, encoding="utf-8")
-    found = json.loads(run("--run", str(tmp_path), "--json"))
+def test_without_a_run_the_defaults_are_those_that_the_help_names() -> None:
+    settings = _of_model(Model(*[None] * 7), None, 0)
+    rules, fleet = settings.rules, settings.fleet
+    assert (fleet.num_replicas, fleet.slots, settings.trainer.train_s) == (8, 128, 60.0)
+    assert (rules.train_batch_size, rules.gen_batch_size, rules.samples_per_group) == (64, 64, 16)
+    assert (rules.max_staleness, rules.probe_samples, settings.num_steps) == (4, 4, 240)
+
+
+def test_a_trainer_that_takes_no_time_may_be_given() -> None:
+    assert _of_model(Model(*[None] * 6, 0.0), None, 0).trainer.train_s == 0.0
+
+
+def test_a_run_is_set_beside_its_simulation(recorded_run: Path) -> None:
+    folder = str(recorded_run)
+    found = json.loads(simulated("--run", folder, "--json"))
     assert set(found["twin_error"]) == {"step_time", "trainer_idle", "fleet_idle", "waste"}
     assert all(abs(error) < 0.1 for error in found["twin_error"].values())
-    assert "error" in run("--run", str(tmp_path))
-    assert "memory" in json.loads(run("--run", str(tmp_path), "--compare", "--json"))
+    assert "error" in simulated("--run", folder, "--strategy", "stream", "--steps", "6")
+    words = ("--compare", "--strategy", "memory", "--steps", "6", "--json")
+    assert "memory" in json.loads(simulated("--run", folder, *words))
+
+
+@pytest.mark.parametrize("option", OF_A_MODEL)
+@pytest.mark.parametrize("mode", [(), ("--compare",), ("--sweep",)])
+def test_what_a_runs_folder_says_is_refused_beside_it(
+    tmp_path: Path, option: str, mode: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{option}: "):
+        simulated("--run", str(tmp_path), option, OF_A_MODEL[option], *mode)
+
+
+@pytest.mark.parametrize(
+    ("option", "other"),
+    [("--strategy", "memory"), ("--max-staleness", "3"), ("--on-stale", "drop")],
+)
+def test_a_run_is_not_set_beside_a_simulation_by_other_rules(
+    recorded_run: Path, option: str, other: str
+) -> None:
+    words = ("--run", str(recorded_run), "--steps", "6", option, other)
+    with pytest.raises(ConfigError, match=f"^{option}: {other}, but the run had .*--compare"):
+        simulated(*words)
+    assert "recommended" in simulated(*words, "--sweep")
+
+
+@pytest.mark.parametrize("mode", [(), ("--compare",), ("--sweep",)])
+def test_a_run_that_left_samples_out_answers_nothing(
+    recorded_run: Path, mode: tuple[str, ...]
+) -> None:
+    file = recorded_run / "groups.jsonl"
+    text = file.read_text(encoding="utf-8").replace('"probes": 0', '"probes": 2')
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match=r"probes: 2.* stream or rounds"):
+        simulated("--run", str(recorded_run), *mode)

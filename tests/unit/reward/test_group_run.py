@@ -303,3 +303,52 @@ async def test_no_group_is_left_over_in_grading_when_probes_and_rest_end_togethe
         await settled(lambda: session.num_open == 0)
         await settled(lambda: loop.pipeline.held.num_in_flight == 0)
         assert (loop.pipeline.num_grading, loop.pipeline.num_generating) == (0, 0)
+
+
+@pytest.mark.parametrize("words", [MIXED, "answer=1 right=5", "answer=2 right=0"])
+async def test_no_probe_is_graded_twice_nor_its_grading_cut_off_though_scorers_take_their_time(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    cut_off: list[str] = []
+
+    async def score(scorer: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Any, ...]:
+        asked.extend(item.response for item in items)
+        try:
+            for _ in range(5):
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            cut_off.append(items[0].response)
+            raise
+        return tuple(scorer._score(item) for item in items)
+
+    monkeypatch.setattr(InlineScorer, "score", score)
+    client = ScriptedClient()
+    async with running_loop(config(samples=5, probes=3), client) as loop:
+        session = submit(loop, [words] * 4)
+        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+        kept = (lambda: loop.batcher.num_kept >= 2) if words == MIXED else None
+        await settled(kept or (lambda: session.num_open == 0))
+        num_drawn = sum(len(indexes) for _, _, indexes in client.calls)
+        await settled(lambda: len(asked) >= num_drawn)
+        assert len(asked) == num_drawn
+    assert cut_off == []
+
+
+async def test_partial_credit_is_warned_of_once_where_strategies_go_by_right_and_wrong(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    grades = iter(range(1000))
+
+    async def score(_scorer: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Any, ...]:
+        shares = [0.1 + 0.001 * next(grades) for _ in items]
+        return tuple(Scored(share, share, {"acc": share}) for share in shares)
+
+    monkeypatch.setattr(InlineScorer, "score", score)
+    async with running_loop(config(), ScriptedClient()) as loop:
+        submit(loop, [MIXED] * 2)
+        await first_batch(loop)
+        await settled(lambda: loop.batcher.num_kept == 1)
+    warnings = [r.message for r in caplog.records if "partial credit" in r.message]
+    assert len(warnings) == 1
+    assert "sluice.sampling.strategy=stream" in warnings[0]

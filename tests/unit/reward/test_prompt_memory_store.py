@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.reward.prompt_memory_store import APPLICATION_ID, PromptMemoryStore
-from sluice.algorithm.sampling.prompt_memory import PromptHistory
+from sluice.algorithm.sampling.prompt_memory import PromptHistory, SeenVisit, remembered
 from sluice.errors import DataError
 from tests.support.source_tree import ROOT
 
 KEY, OTHER = "00" * 16, "ff" * 16
-HISTORY = PromptHistory(1.5, 2.25, 17.125, 3, 2)
+SEEN = SeenVisit(3, 16, 17.125, 3)
 
 
 def stored(path: Path, *keys: str) -> list[PromptHistory | None]:
@@ -31,39 +31,54 @@ def test_what_was_saved_is_read_by_the_next_process(tmp_path: Path) -> None:
     path = tmp_path / "reward" / "memory.sqlite"
     with PromptMemoryStore(path) as store:
         assert store.read(KEY) is None
-        store.save([(KEY, PromptHistory(0.0, 1.0, 2.0, 0, 1)), (KEY, HISTORY)])
-    assert stored(path, KEY, OTHER) == [HISTORY, None]
+        store.add([(KEY, SEEN)])
+    assert stored(path, KEY, OTHER) == [remembered(None, SEEN), None]
 
 
-numbers = st.floats(0.0, 1e9, allow_nan=False)
-histories = st.builds(
-    PromptHistory, numbers, numbers, numbers, st.integers(0, 2**40), st.integers(0, 2**40)
+def test_visits_that_overlapped_are_all_remembered(tmp_path: Path) -> None:
+    with PromptMemoryStore(tmp_path / "memory.sqlite") as store:
+        store.add([(KEY, SEEN), (KEY, SEEN)])
+        store.add([(KEY, SEEN)])
+        history = store.read(KEY)
+    assert history is not None
+    assert (history.num_right, history.num_wrong, history.num_visits) == (9.0, 39.0, 3)
+
+
+visits = st.builds(
+    SeenVisit,
+    st.integers(0, 16),
+    st.integers(16, 64),
+    st.floats(0.0, 1e9, allow_nan=False),
+    st.integers(0, 2**40),
 )
 
 
-@given(saved=st.lists(st.tuples(st.binary(min_size=16, max_size=16), histories), max_size=20))
-def test_the_last_history_of_each_key_is_kept_to_the_last_bit(
-    saved: list[tuple[bytes, PromptHistory]], tmp_path_factory: pytest.TempPathFactory
+@given(seen=st.lists(st.tuples(st.sampled_from([KEY, OTHER, "ab" * 16]), visits), max_size=20))
+def test_a_file_remembers_what_memory_would_to_the_last_bit(
+    seen: list[tuple[str, SeenVisit]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("memory") / "memory.sqlite"
+    expected: dict[str, PromptHistory] = {}
+    for key, visit in seen:
+        expected[key] = remembered(expected.get(key), visit)
     with PromptMemoryStore(path) as store:
-        store.save([(key.hex(), history) for key, history in saved])
-        assert store.num_prompts == len(dict(saved))
+        store.add(seen)
+        assert store.num_prompts == len(expected)
     with PromptMemoryStore(path) as store:
-        assert {key: store.read(key.hex()) for key in dict(saved)} == dict(saved)
+        assert {key: store.read(key) for key in expected} == expected
 
 
 WRITER = """
 import sys, time
 from pathlib import Path
 from services.reward.prompt_memory_store import PromptMemoryStore
-from sluice.algorithm.sampling.prompt_memory import PromptHistory
+from sluice.algorithm.sampling.prompt_memory import SeenVisit
 store = PromptMemoryStore(Path(sys.argv[1]))
 version = 0
 while True:
-    rows = [(f"{i:032x}", PromptHistory(float(i), 0.0, 1.0, version, 1)) for i in range(5000)]
+    rows = [(f"{i:032x}", SeenVisit(1, 2, 1.0, version)) for i in range(5000)]
     print("saving", flush=True)
-    store.save(rows)
+    store.add(rows)
     print("saved", flush=True)
     version += 1
 """
@@ -97,7 +112,7 @@ def test_a_killed_process_leaves_whole_transactions_and_loses_none_that_was_save
 def test_a_damaged_file_is_named_with_the_remedy(tmp_path: Path) -> None:
     path = tmp_path / "memory.sqlite"
     with PromptMemoryStore(path) as store:
-        store.save([(f"{i:032x}", HISTORY) for i in range(2000)])
+        store.add([(f"{i:032x}", SEEN) for i in range(2000)])
     content = bytearray(path.read_bytes())
     content[4096:] = b"\x5a" * (len(content) - 4096)
     path.write_bytes(content)

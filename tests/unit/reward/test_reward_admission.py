@@ -16,7 +16,7 @@ from services.reward.group_log import GroupLog
 from services.reward.prompt_key import prompt_key
 from services.reward.prompt_memory_store import PromptMemoryStore
 from services.reward.run_files import RunFiles
-from sluice.algorithm.sampling.prompt_memory import PromptHistory
+from sluice.algorithm.sampling.prompt_memory import SeenVisit
 from sluice.config.run import RunConfig
 from sluice.errors import BatchUnfillableError, DataError, DataExhaustedError
 from sluice.types import ChatMessage, Prompt, PromptEnd, PromptOrigin
@@ -26,7 +26,7 @@ from tests.support.reward_loop import ScriptedClient, replica, running_loop, set
 
 MIXED = "answer=1 right=1"
 RIGHT = "answer=1 right=2"
-ALWAYS_RIGHT = PromptHistory(1000.0, 0.0, 8.0, 0, 60)
+ALWAYS_RIGHT = SeenVisit(1000, 1000, 8.0, 0)
 
 
 def config(strategy: str = "stream", **sections: Any) -> RunConfig:
@@ -90,7 +90,7 @@ def test_a_prompts_key_depends_on_its_words_and_not_on_its_place() -> None:
 
 async def test_a_clients_prompt_is_never_passed_by(tmp_path: Path) -> None:
     with PromptMemoryStore(tmp_path / "memory.sqlite") as memory:
-        memory.save([(prompt_key(client_prompt(RIGHT)), ALWAYS_RIGHT)])
+        memory.add([(prompt_key(client_prompt(RIGHT)), ALWAYS_RIGHT)])
         files = RunFiles(memory, GroupLog(None))
         rows = write_prompts(tmp_path / "train.parquet", prompt_rows([MIXED] * 8))
         settings = config("memory", data={"train_files": str(rows)})
@@ -114,7 +114,7 @@ async def test_a_whole_epoch_is_never_passed_by(tmp_path: Path) -> None:
             with pytest.raises(DataExhaustedError):
                 await loop.pipeline.batches.take(1, 0, 20)
             assert loop.ledger.accounts().by_end[PromptEnd.FILTERED_ALL_RIGHT] == 12
-        memory.save([(key, ALWAYS_RIGHT) for key in _keys(contents)])
+        memory.add([(key, ALWAYS_RIGHT) for key in _keys(contents)])
         client.calls.clear()
         async with running_loop(settings, client, sets, files) as loop:
             await loop.pipeline.announce("trainer", 0, [replica("a")], None)

@@ -12,6 +12,7 @@ import pytest
 
 from services.reward.dispatcher import GroupDispatcher, GroupFailedError
 from services.reward.generation_trace import GenerationTrace, GroupTrace
+from services.reward.group_allowance import GroupAllowance
 from services.reward.group_request import GenerateEvent, GroupRequest
 from services.reward.replica_queue import Priority, ReplicaQueue
 from sluice.algorithm.growing_sample import NewTokens
@@ -116,7 +117,17 @@ class Setting:
     async def draw(
         self, samples: int = 2, priority: Priority = Priority.TRAINING, lowest: int = 0
     ) -> RolloutGroup:
-        request = GroupRequest(PROMPT, tuple(range(samples)), SAMPLING, priority, lowest)
+        indexes = tuple(range(samples))
+        return await self.ask(GroupRequest(PROMPT, indexes, SAMPLING, priority, lowest))
+
+    async def part(self, allowance: GroupAllowance, *indexes: int, lowest: int = 0) -> RolloutGroup:
+        """Some samples of a group that is asked for by several requests."""
+        request = GroupRequest(
+            *(PROMPT, indexes, SAMPLING, Priority.TRAINING, lowest), allowance=allowance
+        )
+        return await self.ask(request)
+
+    async def ask(self, request: GroupRequest) -> RolloutGroup:
         async with asyncio.timeout(20):
             return await self.dispatcher.generate(request, self.told.append)
 
@@ -193,8 +204,9 @@ async def test_a_stream_of_which_nothing_comes_goes_on_elsewhere_and_the_log_nam
     check_whole(await setting.draw())
     assert parts.calls[1] == ("b", (0, 1), {0: 3})
     (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    for words in ("prompt p7", "replica a is stalled", "nothing for 0.", "3 tokens", "1 running"):
+    for words in ("prompt p7", "replica a is stalled", "nothing for 0.", "3 tokens"):
         assert words in line
+    assert "1 samples without any, [1], 1 running" in line
 
 
 async def test_replicas_that_never_answer_end_a_group_after_its_last_attempt() -> None:
@@ -309,6 +321,52 @@ async def test_a_last_sample_that_exceeds_the_budget_is_whole_all_the_same() -> 
     setting = Setting(Parts(), group_token_budget=9)
     await setting.dispatcher.announce([replica("a")])
     check_whole(await setting.draw())
+
+
+async def test_a_part_of_a_group_that_has_taken_its_time_is_not_asked_of_a_replica() -> None:
+    setting, allowance = Setting(Parts(), group_deadline_s=0.1), GroupAllowance()
+    await setting.dispatcher.announce([replica("a")])
+    check_whole(await setting.part(allowance, 0, 1))
+    await asyncio.sleep(0.15)
+    group = await setting.part(allowance, 2, 3)
+    assert [r.sample_index for r in group.rollouts] == [2, 3]
+    assert {r.finish_reason for r in group.rollouts} == {FinishReason.ABORTED}
+    assert len(setting.parts.calls) == 1
+    check_whole(await setting.draw())  # another group has its own time
+
+
+async def test_the_deadline_of_a_groups_first_start_ends_parts_that_have_not_started() -> None:
+    parts = Parts(a=(sent(whole(0, 6)), asyncio.Event()))
+    setting, allowance = Setting(parts, group_deadline_s=0.1), GroupAllowance()
+    await setting.dispatcher.announce([replica("a")])
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(setting.part(allowance, 2, lowest=5))  # no replica has it
+        await settled(lambda: setting.queue.num_waiting == 1)
+        running = tasks.create_task(setting.part(allowance, 0, 1))
+    assert [r.num_tokens for r in running.result().rollouts] == [6, 0]
+    assert [r.num_tokens for r in waiting.result().rollouts] == [0]
+    assert setting.queue.num_waiting == 0
+
+
+async def test_the_tokens_of_all_parts_count_and_end_those_of_which_nothing_comes() -> None:
+    spends = asyncio.Event()
+    parts = Parts(
+        a=(delta(0, 0, 3), spends, sent(whole(0, 6))), b=(delta(1, 0, 3), asyncio.Event())
+    )
+    setting, allowance = Setting(parts, group_token_budget=9), GroupAllowance()
+    await setting.dispatcher.announce([replica("a"), replica("b")])
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(setting.part(allowance, 0))
+        await settled(lambda: allowance.num_tokens == 3)
+        second = tasks.create_task(setting.part(allowance, 1))
+        await settled(lambda: allowance.num_tokens == 6)
+        third = tasks.create_task(setting.part(allowance, 2, lowest=5))
+        await settled(lambda: setting.queue.num_waiting == 1)
+        assert not allowance.is_over
+        spends.set()
+    check_whole(first.result())
+    assert [t.result().rollouts[0].num_tokens for t in (second, third)] == [3, 0]
+    assert [name for name, _, _ in parts.calls] == ["a", "b"]
 
 
 @pytest.mark.parametrize(

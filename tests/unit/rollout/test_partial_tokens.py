@@ -53,13 +53,14 @@ class Digits:
 @dataclass
 class Load:
     generated_tokens: int = 0
+    queued: int = 1
 
 
 class ScriptedEngine:
     """Yields chunks; waits for numbers of seconds; changes what its load says by calls."""
 
-    def __init__(self, *script: Any) -> None:
-        self.script, self.tokens = script, Load()
+    def __init__(self, *script: Any, queued: int = 1) -> None:
+        self.script, self.tokens = script, Load(queued=queued)
 
     def load(self) -> Load:
         return self.tokens
@@ -118,6 +119,12 @@ async def test_a_group_that_waits_says_whether_the_engine_draws_tokens() -> None
     signs = [event.engine_tokens for event in events if event.engine_tokens is not None]
     assert signs == [7, 9]
     assert events[-1].rollouts[0].num_tokens == 1
+
+
+async def test_a_group_of_which_no_sample_waits_for_a_slot_is_not_told_of_others_tokens() -> None:
+    engine = ScriptedEngine(7, 0.1, 9, 0.1, chunk(0, 1, finish=STOP), queued=0)
+    events = await events_of(engine, request(), Delivery(partial_interval_s=0.01))
+    assert [event.engine_tokens for event in events] == [None]
 
 
 async def test_without_an_interval_nothing_tells_of_the_engine() -> None:

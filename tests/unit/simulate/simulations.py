@@ -78,7 +78,7 @@ class RecordedRun:
                 "tokens": group.samples.tokens[: group.num_asked],
                 "version": group.issued_version,
                 "oldest_version": group.oldest_version,
-                "started_s": group.started_s,
+                "started_s": group.issued_s,
                 "generated_s": group.generated_s,
                 "ended_s": now,
                 "replicas": [f"replica-{number}" for number in group.replicas],

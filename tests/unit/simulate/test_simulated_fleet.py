@@ -27,7 +27,8 @@ class World:
         while self.events.step():
             pass
 
-    def _sample_ended(self, group: SimulatedGroup) -> None:
+    def _sample_ended(self, group: SimulatedGroup, is_right: bool) -> None:
+        group.graded(is_right=is_right)
         rest = len(group.samples.tokens) - group.num_wanted
         if rest and group.differs:
             self.asked_at = self.events.now

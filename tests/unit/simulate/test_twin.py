@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
@@ -104,12 +105,36 @@ def test_a_record_that_says_too_little_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps({"prompt_id": "p"}) + "\n", encoding="utf-8")
     with pytest.raises(DataError, match="line 1"):
         read_groups(file)
-    line = {"prompt_id": "p", "key": "k", "end": "trained", "right": 1, "scored": 2}
-    whole = line | {"tokens": [1, 2], "started_s": 0.0, "generated_s": 2.0}
-    file.write_text(json.dumps(line | {"tokens": []}) + "\n", encoding="utf-8")
+    short = {"prompt_id": "p", "key": "k", "end": "trained", "right": 1, "scored": 2}
+    whole = short | {"tokens": [1, 2], "started_s": 0.0, "generated_s": 2.0}
+    file.write_text(json.dumps(short | {"tokens": []}) + "\n", encoding="utf-8")
     with pytest.raises(DataError, match="no group was generated whole"):
         read_groups(file)
     file.write_text(json.dumps(whole) + "\n{half", encoding="utf-8")
     assert len(read_groups(file)) == 1
     with pytest.raises(DataError, match="at least 2"):
         fit_run(tmp_path, slots=4, slack=1.0)
+
+
+def line(**changes: object) -> str:
+    return msgspec.json.encode(record(**changes)).decode() + "\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"probes": 2, "scored": 2, "tokens": [10, 20]}, "the rest is not known"),
+        ({"probes": 2}, "the rest is not known"),  # it went on, others of the run did not
+        ({"probability": 0.25}, "0.25, and prompts that were passed by have no line"),
+        ({"probes": 2, "generated_s": None}, "the rest is not known"),
+    ],
+)
+def test_a_record_of_a_strategy_that_leaves_something_out_is_refused(
+    tmp_path: Path, changes: dict[str, object], why: str
+) -> None:
+    file = tmp_path / "groups.jsonl"
+    file.write_text(line() + line(**changes), encoding="utf-8")
+    with pytest.raises(DataError, match=f"line 2: .*{why}.*stream or rounds"):
+        read_groups(file)
+    file.write_text(line() + line(), encoding="utf-8")
+    assert len(read_groups(file)) == 2

@@ -171,7 +171,7 @@ class GenerateResponse(google.protobuf.message.Message):
     ENGINE_TOKENS_FIELD_NUMBER: builtins.int
     engine_tokens: builtins.int
     """With `partial_interval_ms`, when nothing came of these samples for some time although the
-    engine drew tokens: those it drew since the process started.
+    engine drew tokens and samples wait for a slot: those it drew since the process started.
     """
     @property
     def accepted(self) -> global___PromptAccepted:

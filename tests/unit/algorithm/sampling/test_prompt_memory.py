@@ -6,13 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.sampling.prompt_memory import PromptHistory, remembered
+from sluice.algorithm.sampling.prompt_memory import PromptHistory, SeenVisit, remembered
 
 
 def visit(history: PromptHistory | None, right: int, scored: int, version: int) -> PromptHistory:
-    return remembered(
-        history, num_right=right, num_scored=scored, mean_tokens=100.0, version=version
-    )
+    return remembered(history, SeenVisit(right, scored, 100.0, version))
 
 
 def test_a_first_visit_is_remembered_as_it_was() -> None:
@@ -36,7 +34,7 @@ def test_an_older_version_does_not_make_a_history_younger() -> None:
 
 def test_lengths_are_averaged_by_samples() -> None:
     before = PromptHistory(4.0, 4.0, 100.0, 5, 1)
-    after = remembered(before, num_right=0, num_scored=8, mean_tokens=200.0, version=5)
+    after = remembered(before, SeenVisit(0, 8, 200.0, 5))
     assert after.mean_tokens == pytest.approx(150.0)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from sluice.algorithm.sampling.prompt_memory import PromptHistory
+from sluice.algorithm.sampling.prompt_memory import PromptHistory, remembered
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
 from sluice.algorithm.sampling.visit import Visit
@@ -62,7 +62,8 @@ class World:
                     totals.kept += found.kept
                     totals.hard += found.hard
             self.strategy.batch_formed()
-            self.memory.update(self.strategy.new_version())
+            for key, seen in self.strategy.new_version():
+                self.memory[key] = remembered(self.memory.get(key), seen)
         return totals
 
     def _visit(self, version: int) -> Totals:
@@ -167,7 +168,7 @@ def test_what_is_learnt_does_not_depend_on_which_group_ended_first() -> None:
                 kept=visit.sequence % 17 not in {0, 16},
                 version=0,
             )
-        histories = dict(chosen.new_version())
+        histories = chosen.new_version()
         learnt.append((histories, chosen.statistics()["sampling/price"]))
     assert learnt[0] == learnt[1]
 

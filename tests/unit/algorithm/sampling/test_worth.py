@@ -40,7 +40,7 @@ def test_samples_had_at_exactly_the_price_are_worth_it() -> None:
 
 
 def test_the_rest_of_a_group_costs_what_is_not_drawn_yet_and_gains_the_whole_group() -> None:
-    stakes = rest_of_group(all_at(0.5), num_right=4, num_probes=4, samples_per_group=N)
+    stakes = rest_of_group(all_at(0.5), num_right=4, num_probes=4, num_rest=12, samples_per_group=N)
     assert stakes.cost == 12.0
     assert stakes.gain == pytest.approx(N, rel=1e-3)
 
@@ -48,13 +48,13 @@ def test_the_rest_of_a_group_costs_what_is_not_drawn_yet_and_gains_the_whole_gro
 def test_uniform_probes_of_a_prompt_known_to_be_in_between_do_not_stop_it() -> None:
     price = plain_price(PassRateBelief().population, N)
     known = PassRateBelief().posterior(Evidence(8.0, 8.0))
-    stakes = rest_of_group(known, num_right=4, num_probes=4, samples_per_group=N)
+    stakes = rest_of_group(known, num_right=4, num_probes=4, num_rest=12, samples_per_group=N)
     assert stakes.worth(price) > 1.0
 
 
 def test_right_probes_of_a_prompt_that_was_always_right_stop_it() -> None:
     known = PassRateBelief().posterior(Evidence(48.0, 0.0))
-    stakes = rest_of_group(known, num_right=4, num_probes=4, samples_per_group=N)
+    stakes = rest_of_group(known, num_right=4, num_probes=4, num_rest=12, samples_per_group=N)
     assert stakes.worth(1.8) < 1.0
 
 

@@ -1,0 +1,59 @@
+"""What bounds one group, whichever requests its samples are asked for by.
+
+Consumes: starts, tokens and ends of the group's parts. Waits for: nothing. Produces: the values
+that a deadline and a budget are measured by, and word to the parts under way when one changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from sluice.types import TokenIds
+
+
+@dataclass(slots=True, eq=False)
+class GroupAllowance:
+    """The time and tokens of one group, shared by all of its requests.
+
+    Attributes:
+        first_start: when a replica took a part of it on first, in seconds of the event loop's
+            clock.
+        prompt_token_ids: its prompt as that replica reads it, [prompt tokens].
+        num_tokens: response tokens that its parts hold, of unfinished samples too.
+        has_finished_samples: any of its samples is complete.
+        is_over: it has taken its time or its tokens.
+    """
+
+    first_start: float | None = None
+    prompt_token_ids: TokenIds | None = None
+    num_tokens: int = 0
+    has_finished_samples: bool = False
+    is_over: bool = False
+    _followers: list[Callable[[], None]] = field(default_factory=list)
+
+    def started(self, prompt_token_ids: TokenIds, now: float) -> None:
+        """A replica took a part of it on."""
+        if self.first_start is None:
+            self.first_start, self.prompt_token_ids = now, prompt_token_ids
+            self._tell()
+
+    def end(self) -> None:
+        """It has taken its time or its tokens."""
+        if not self.is_over:
+            self.is_over = True
+            self._tell()
+
+    @contextmanager
+    def followed(self, follower: Callable[[], None]) -> Iterator[None]:
+        """Within it `follower` is told when the group starts or is over."""
+        self._followers.append(follower)
+        try:
+            yield
+        finally:
+            self._followers.remove(follower)
+
+    def _tell(self) -> None:
+        for follower in tuple(self._followers):
+            follower()
