@@ -17,8 +17,8 @@ from sluice.simulate.mixtures import MIXTURES, MixtureWorkload
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
 
 BATCH, GROUP, STALENESS = 64, 16, 4
-GEN_BATCH = 2 * BATCH
-"""Prompts of a wave of `rounds`: about what fills a batch at the mixtures' yields."""
+GEN_BATCH = BATCH
+"""Prompts of a wave of `rounds`: verl's default (`data.gen_batch_size=null`)."""
 
 FLEET = FleetSettings(num_replicas=8, slots=128)
 TRAINER = TrainerSettings(train_s=60.0, spread_s=5.0)
