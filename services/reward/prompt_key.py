@@ -11,10 +11,8 @@ _KEY_BYTES = 16
 
 def prompt_key(prompt: Prompt) -> str:
     """BLAKE2b of messages and ground truth, 16 bytes in hexadecimal."""
-    digest = blake2b(digest_size=_KEY_BYTES)
     parts = [part for turn in prompt.messages for part in (turn.role, turn.content)]
-    for part in (*parts, prompt.ground_truth):
-        encoded = part.encode()
-        digest.update(len(encoded).to_bytes(8, "little"))  # or "ab" + "c" would be "a" + "bc"
-        digest.update(encoded)
-    return digest.hexdigest()
+    encoded = [part.encode() for part in (*parts, prompt.ground_truth)]
+    # With their lengths, or "ab" + "c" would be "a" + "bc".
+    framed = b"".join(len(part).to_bytes(8, "little") + part for part in encoded)
+    return blake2b(framed, digest_size=_KEY_BYTES).hexdigest()

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from sluice.errors import ConfigError
 
@@ -117,6 +118,7 @@ def groups_to_admit(
     return max(0, min(most - num_in_flight, by_fleet))
 
 
+@lru_cache(maxsize=4096)  # asked at every event, while estimate and room change at few
 def most_in_flight(room: int, estimate: YieldEstimate, z: float = DEFAULT_Z) -> int:
     """Most running groups n whose `kept_upper_bound` is at most `room`; 0 without room.
 
