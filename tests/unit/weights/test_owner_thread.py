@@ -10,6 +10,12 @@ from sluice.errors import DeadlineError, WeightSyncError
 from sluice.weights.owner_thread import OwnerThread, wait_for_retired_threads
 
 
+@pytest.fixture(autouse=True)
+def _threads_of_other_tests_are_gone() -> None:
+    """Other tests leave threads inside torch's destructors; the counts below are of all threads."""
+    assert wait_for_retired_threads(60) == 0
+
+
 def _never() -> str | None:
     return None
 
