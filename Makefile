@@ -12,7 +12,7 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= torch==$(TORCH_VERSION)
 
 .PHONY: help quickstart test test-loggers lint format protos bench-quickstart bench-algorithms bench-sampling \
-	bench-sync clean
+	bench-sync fuzz clean
 .DEFAULT_GOAL := help
 
 help:  ## List the commands
@@ -49,6 +49,9 @@ bench-sampling: $(VENV)/.installed-train  ## Measure the strategies of over-gene
 
 bench-sync: $(VENV)/.installed-train  ## Measure what bringing new weights to the replicas costs
 	@$(PY) benchmarks/bench_sync.py $(ARGS)
+
+fuzz: $(VENV)/.installed-train  ## Send 100,000 hostile requests to a live run and see what is left of it
+	@$(PY) -m tools.fuzz $(ARGS)
 
 clean:  ## Remove the environment and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \

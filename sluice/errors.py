@@ -36,6 +36,10 @@ class PromptTooLongError(InvalidRequestError):
         )
 
 
+class AccessDeniedError(SluiceError):
+    """A peer does not accept this process's token, or not for this call."""
+
+
 class NotFoundError(SluiceError):
     """The named batch, replica or prompt is unknown to this process."""
 
@@ -81,6 +85,10 @@ class PeerError(SluiceError):
 
 class PeerDefectError(PeerError):
     """Another process answered that it is broken (INTERNAL); asking again seldom helps."""
+
+
+class HandshakeError(PeerError):
+    """No connection came about that both sides accept: TLS settings or certificates do not fit."""
 
 
 class WeightSyncError(SluiceError):

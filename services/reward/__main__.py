@@ -16,6 +16,7 @@ from services.reward.run_files import open_run_files
 from services.reward.scorer_pool import configured_scorer_pool
 from services.reward.servicer import RewardServicer
 from services.reward.sqlite_ledger import SqliteLedger
+from services.reward.watch import watching
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.concurrency.exit_status import exit_status
 from sluice.concurrency.parent_death import end_with_supervisor
@@ -23,6 +24,7 @@ from sluice.concurrency.shutdown import stop_on_signals
 from sluice.config.derived import message_mb
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
+from sluice.rpc.credentials import Credentials, service_credentials
 from sluice.rpc.server import RpcServer
 from sluice.telemetry.logs import configure_logging
 
@@ -47,38 +49,46 @@ def _parse(argv: list[str]) -> tuple[Path, tuple[str, ...]]:
 
 async def _serve(config: RunConfig) -> None:
     limit = message_mb(config) << 20
+    credentials = service_credentials(config.sluice.security, config.sluice.reward.endpoint)
     sets = open_prompt_sets(config)
     client = RolloutClient(
         linger_ms=config.sluice.reward.linger_ms,
         timeout_s=config.sluice.reward.generate_timeout_s,
         max_message_bytes=limit,
         partial_interval_ms=config.sluice.reward.partial_interval_ms,
+        credentials=credentials,
     )
     stop = asyncio.Event()
     pool = configured_scorer_pool(config.reward)
     with stop_on_signals(stop), open_run_files(config) as files:
         async with client, pool as scorers:
             loop = assemble(config, sets, scorers, client, files)
-            server = _server(config, loop, limit)
+            server = _server(config, loop, limit, credentials)
             await server.start()
             try:
-                await _until_stopped(loop, stop, files.ledger)
+                with watching(config, loop, server.address):
+                    await _until_stopped(loop, stop, files.ledger)
             finally:
                 await server.stop(min(LAST_ANSWERS_S, config.sluice.shutdown_grace_s / 2))
     logger.info("ended")
 
 
-def _server(config: RunConfig, loop: RewardLoop, limit: int) -> RpcServer:
+def _server(config: RunConfig, loop: RewardLoop, limit: int, credentials: Credentials) -> RpcServer:
     endpoint = config.sluice.reward.endpoint
     servicer = RewardServicer(
-        loop, config.actor_rollout_ref.rollout, config.data.max_response_length
+        loop,
+        config.actor_rollout_ref.rollout,
+        config.data.max_response_length,
+        config.sluice.limits,
     )
     return RpcServer(
         [lambda server: reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server)],
         [SERVICE],
         host=endpoint.host,
         port=endpoint.port,
+        health_port=endpoint.health_port,
         max_message_bytes=limit,
+        credentials=credentials,
     )
 
 

@@ -7,11 +7,13 @@ start, and prompts that are passed by.
 A client's prompt is never passed by: the client waits for its outcome, so what is remembered of its
 words does not count. Neither is a whole epoch: once as many prompts in a row were passed by as the
 data set has rows, the next one is drawn like an unknown one, whatever its earlier visits showed.
+A prompt in quarantine ends at once, whoever brought it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +23,7 @@ from services.reward.outcomes import OutcomeRecorder
 from services.reward.prompt_key import prompt_key
 from services.reward.prompt_memory_store import PromptMemoryStore
 from services.reward.prompt_source import PromptSource
+from services.reward.quarantine import Quarantine
 from services.reward.replica_queue import ReplicaQueue
 from services.reward.settings import PipelineSettings
 from sluice.algorithm.room import groups_with_room
@@ -42,6 +45,7 @@ class AdmissionParts:
     in_flight: InFlightTable
     recorder: OutcomeRecorder
     memory: PromptMemoryStore | None
+    quarantine: Quarantine
 
 
 class Admission:
@@ -82,9 +86,12 @@ class Admission:
         """
         source = self._parts.source
         while self._num_to_start() > 0:
-            prompt = await source.next_prompt()
+            prompt = await source.next_prompt(self._version() or 0, time.monotonic())
             if prompt is None:
                 return True
+            if (reason := self._parts.quarantine.reason(prompt)) is not None:
+                self._parts.recorder.quarantined(prompt, reason)
+                continue
             try:
                 with source.in_hand():
                     visit = await self._decided(prompt)

@@ -13,8 +13,10 @@ from services.reward.dispatcher import GenerationClient, GroupDispatcher
 from services.reward.evaluation import Evaluation
 from services.reward.generation_trace import GenerationTrace
 from services.reward.grading import Grader, SampleScorer, overlong_shaping
+from services.reward.judgement import GroupNeeds
 from services.reward.ledger import PromptLedger, PromptState
 from services.reward.memory_ledger import MemoryLedger
+from services.reward.outcome_settings import outcome_policy
 from services.reward.outcomes import Books, OutcomeRecorder, PromptOutcome
 from services.reward.pipeline import Pipeline, PipelineParts
 from services.reward.prompt_audit import prompts_lost
@@ -26,10 +28,12 @@ from services.reward.prompts import (
     validation_files,
     validation_stream,
 )
+from services.reward.quarantine import Quarantine
 from services.reward.received_tokens import ReceivedTokens
 from services.reward.replica_queue import ReplicaQueue
 from services.reward.run_files import RunFiles, no_run_files
 from services.reward.sample_dumps import SampleDumps, sample_dumps
+from services.reward.sample_keeper import MIB, SampleKeeper
 from services.reward.sampling import greedy_sampling, training_sampling
 from services.reward.score_requests import ScoreRequests
 from services.reward.scorers.registry import check_routes, scorer_for
@@ -39,6 +43,7 @@ from services.reward.strategy_settings import round_size, sampling_rules
 from services.reward.submissions import Submissions
 from services.reward.token_accounts import TokenAccounts
 from services.reward.yield_guard import YieldGuard
+from sluice.algorithm.sampling.pacing import KNOWN_LENGTHS
 from sluice.algorithm.sampling.strategy import SamplingStrategy
 from sluice.config.group_needs import needs_greedy_baseline, needs_whole_groups
 from sluice.config.run import RunConfig
@@ -72,6 +77,9 @@ class RewardLoop:
     strategy: SamplingStrategy
     dumps: SampleDumps
     dataset_rows: int
+    grader: Grader
+    quarantine: Quarantine
+    samples: SampleKeeper
 
     def statistics(self) -> dict[str, float]:
         """Counters since the start, and ``reward/prompts_lost``, which only a defect raises.
@@ -86,6 +94,10 @@ class RewardLoop:
         return {
             **totals,
             **self.strategy.statistics(),
+            "reward/samples_scored_again": float(self.grader.num_scored_again),
+            "reward/quarantine": float(len(self.quarantine)),
+            "reward/saved_tokens": float(self.samples.num_saved_tokens),
+            "reward/saved_samples_mb": (self.ledger.saved_bytes or 0) / MIB,
             "reward/groups_acknowledged": float(self.ledger.num_acknowledged),
             "reward/validation_groups": float(self.evaluation.num_graded_groups),
             "reward/prompts_lost": float(lost),
@@ -125,8 +137,11 @@ def assemble(
     check_data_source = _data_source_check(config)
     endings, rules, run_files = _Endings(), _batch_rules(config), files or no_run_files()
     ledger = run_files.ledger or MemoryLedger()
-    source = _source(ledger, open_stream, check_data_source)
-    parts = _stages(config, rules, ledger, source, scorers, client, endings, run_files)
+    strategy = SamplingStrategy(sampling_rules(config))
+    for key, mean_tokens in run_files.memory.lengths(KNOWN_LENGTHS) if run_files.memory else ():
+        strategy.forecast.remember(key, mean_tokens)
+    source = _source(ledger, open_stream, check_data_source, strategy)
+    parts = _stages(config, ledger, source, strategy, scorers, client, endings, run_files)
     rows = open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0
     pipeline = Pipeline(_settings(config, rules, rows), parts)
     submissions = Submissions(
@@ -155,6 +170,9 @@ def assemble(
         parts.strategy,
         dumps,
         rows,
+        parts.grader,
+        parts.quarantine,
+        parts.samples,
     )
 
 
@@ -162,9 +180,12 @@ def _source(
     ledger: PromptLedger,
     open_stream: Callable[[DataProgress], PromptStream] | None,
     check_data_source: Callable[[str], None],
+    strategy: SamplingStrategy,
 ) -> PromptSource:
     """Issues what the ledger of an earlier service holds, in its order, before anything else."""
-    source = PromptSource(ledger, open_stream, check_data_source)
+    source = PromptSource(
+        ledger, open_stream, check_data_source, strategy.forecast, strategy.num_in_line
+    )
     for prompt in ledger.pending():
         if ledger.state(prompt.prompt_id) is PromptState.WAITING:
             source.put(prompt)
@@ -175,9 +196,9 @@ def _source(
 
 def _stages(
     config: RunConfig,
-    rules: BatchRules,
     ledger: PromptLedger,
     source: PromptSource,
+    strategy: SamplingStrategy,
     scorers: SampleScorer,
     client: GenerationClient,
     endings: _Endings,
@@ -185,7 +206,7 @@ def _stages(
 ) -> PipelineParts:
     capacity = ChangeSignal()
     changes = ChangeSignal(then=capacity)
-    batcher = Batcher(rules)
+    batcher = Batcher(_batch_rules(config))
     queue = ReplicaQueue(config.sluice.reward.inflight_slack, capacity.notify)
     received = ReceivedTokens(client)
     trace = GenerationTrace(received)
@@ -195,20 +216,23 @@ def _stages(
         max_attempts=config.sluice.reward.max_attempts,
         leave_out_overlong=config.data.filter_overlong_prompts,
         rules=straggler_rules(config),
+        on_taken_up=trace.taken_up,
     )
     guard = YieldGuard(
         config.algorithm.filter_groups.min_yield, config.algorithm.filter_groups.min_yield_groups
     )
-    choice = sampling_rules(config)
-    strategy = SamplingStrategy(choice)
     recorder = OutcomeRecorder(
         Books(ledger, batcher, guard, trace, received, TokenAccounts(), files.log),
-        round_size=round_size(choice),
+        round_size=round_size(strategy.rules),
         scorer_seconds=lambda: scorers.busy_seconds,
         on_end=endings.ended,
         further_gauges=partial(_batch_gauges, strategy),
     )
-    grader = Grader(scorers, overlong_shaping(config.reward, config.data.max_response_length))
+    grader = Grader(
+        scorers,
+        overlong_shaping(config.reward, config.data.max_response_length),
+        outcome_policy(config),
+    )
     return PipelineParts(
         ledger,
         source,
@@ -224,7 +248,22 @@ def _stages(
         files.memory,
         changes,
         capacity,
+        Quarantine(ledger, config.sluice.reward.outcomes.max_strikes, files.quarantine),
+        _sample_keeper(config, ledger, dispatcher),
     )
+
+
+def _sample_keeper(
+    config: RunConfig, ledger: PromptLedger, dispatcher: GroupDispatcher
+) -> SampleKeeper:
+    keeper = SampleKeeper(
+        ledger,
+        lambda: dispatcher.under_way,
+        interval_s=config.sluice.reward.ledger_samples_interval_s,
+        max_bytes=config.sluice.reward.ledger_samples_mb * MIB,
+    )
+    dispatcher.on_home = keeper.came_home
+    return keeper
 
 
 def _batch_gauges(strategy: SamplingStrategy) -> dict[str, float]:
@@ -267,7 +306,11 @@ def _settings(config: RunConfig, rules: BatchRules, epoch_rows: int) -> Pipeline
         sampling,
         group_filter.metric if group_filter.enable else None,
         greedy=greedy_sampling(sampling) if needs_greedy_baseline(config) else None,
-        whole_groups=needs_whole_groups(config),
+        needs=GroupNeeds(
+            needs_whole_groups(config),
+            config.sluice.reward.outcomes.min_share,
+            outcome_policy(config),
+        ),
         probe_samples=choice.probe_samples if choice.strategy.uses_probes else None,
         epoch_rows=epoch_rows,
     )

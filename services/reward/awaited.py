@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sluice.concurrency.waits import Waiting
+
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
@@ -65,6 +67,11 @@ def _idle_reason(facts: LoopFacts) -> Awaited:
     if not facts.has_dataset:
         return Awaited("prompts", "clients", "submitting prompts: there is no data set")
     return Awaited("data", "data set", "reading prompts")
+
+
+def as_waits(awaited: Sequence[tuple[Awaited, float]], later_s: float = 0.0) -> tuple[Waiting, ...]:
+    """The same as waits of the whole service, `later_s` seconds after they were looked at."""
+    return tuple(Waiting(one.peer, one.phase, seconds + later_s) for one, seconds in awaited)
 
 
 class AwaitedClock:

@@ -141,6 +141,15 @@ class Batcher:
         """A version was announced: groups leased under older ones no longer count."""
         self._unpublished = [leased for leased in self._unpublished if leased >= version]
 
+    def recovered(self, version: int) -> None:
+        """An earlier service leased a batch under this version: its trainer may be at it."""
+        self._unpublished.append(version)
+
+    def not_in_training(self, version: int) -> None:
+        """That batch never arrived; harmless if its version was published meanwhile."""
+        if version in self._unpublished:
+            self._unpublished.remove(version)
+
     def take_back_lease(self) -> tuple[GradedGroup, ...]:
         """Return the leased groups to the kept ones: the trainer asks anew."""
         if self.lease is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +28,7 @@ class Arrival:
     num_finished: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class CollectedGroup:
     """The samples of one request on their way home, whichever replicas their tokens come from.
 
@@ -49,6 +49,21 @@ class CollectedGroup:
     _prompt_token_ids: TokenIds | None = None
 
     @property
+    def prompt_token_ids(self) -> TokenIds | None:
+        """The prompt as a replica reads it; ``None`` before one took it on."""
+        return self._prompt_token_ids
+
+    @property
+    def finished(self) -> Mapping[int, Rollout]:
+        """Samples that have ended, by their index."""
+        return self._rollouts
+
+    @property
+    def growing(self) -> Mapping[int, GrowingSample]:
+        """Samples that have not ended and hold tokens, by their index."""
+        return self._growing
+
+    @property
     def missing(self) -> tuple[int, ...]:
         """Samples that have not ended."""
         return tuple(i for i in self.request.sample_indexes if i not in self._rollouts)
@@ -59,6 +74,30 @@ class CollectedGroup:
         growing_by = [span.version for g in self._growing.values() for span in g.version_spans]
         versions = (*drawn_by, *growing_by, or_version)
         return min((v for v in versions if v is not None), default=None)
+
+    def take_up(self) -> tuple[Rollout, ...]:
+        """Begin with what an earlier service received, as far as its versions are accepted.
+
+        Returns:
+            what was taken up.
+        """
+        received = self.request.received
+        if received is None:
+            return ()
+        accepted = tuple(
+            rollout
+            for rollout in received.of(self.request.sample_indexes)
+            if all(self.request.accepts(span.version) for span in rollout.version_spans)
+        )
+        for rollout in accepted:
+            self._prompt_token_ids = received.prompt_token_ids
+            self._count(rollout.num_tokens)
+            if rollout.finish_reason is FinishReason.ABORTED:
+                self._growing[rollout.sample_index] = GrowingSample()
+                self._growing[rollout.sample_index].adopt(rollout)
+            else:
+                self._finish(rollout)
+        return accepted
 
     def started(self, prompt_token_ids: TokenIds, now: float) -> None:
         """A replica took it on."""
@@ -102,11 +141,14 @@ class CollectedGroup:
             self._growing[index] = GrowingSample()
             self._growing[index].adopt(rollout)
         else:
-            self._rollouts[index] = rollout
-            self.request.allowance.has_finished_samples = True
-            if self.on_sample is not None:
-                self.on_sample(rollout)
+            self._finish(rollout)
         return rollout.num_tokens - known.num_tokens
+
+    def _finish(self, rollout: Rollout) -> None:
+        self._rollouts[rollout.sample_index] = rollout
+        self.request.allowance.has_finished_samples = True
+        if self.on_sample is not None:
+            self.on_sample(rollout)
 
     def _count(self, tokens: int) -> None:
         self.num_tokens += tokens

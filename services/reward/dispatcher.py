@@ -4,15 +4,15 @@ Consumes: groups to generate. Waits for: a replica with free capacity, then its 
 by: an announcement, a finished sequence, the end of a pause, a failed or withdrawn stream, one of
 which nothing comes, the group's own deadline. Produces: whole groups. On failure of a stream: the
 replica pauses and the missing samples continue elsewhere from the tokens that came, up to
-`max_attempts` failures. On shutdown: cancelling a call cancels its stream, which frees the
-replica's slots.
+`max_attempts` failures; then the group goes without them, or fails. On shutdown: cancelling a call
+cancels its stream, which frees the replica's slots.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 
 from services.reward.collected_group import CollectedGroup
@@ -39,7 +39,7 @@ from sluice.errors import (
     PromptTooLongError,
     SluiceError,
 )
-from sluice.types import PromptOrigin, Rollout, RolloutGroup
+from sluice.types import FailureKind, PromptOrigin, Rollout, RolloutGroup
 
 __all__ = [
     "PHASE",
@@ -60,12 +60,16 @@ logger = logging.getLogger(__name__)
 class GroupDispatcher:
     """Groups on their way to replicas and back.
 
+    Attributes:
+        on_home: told of each request that is to be saved when its samples are all there.
+
     Args:
         client: how replicas are called.
         queue: who gets room on which replica.
         max_attempts: failures after which a group is given up.
         leave_out_overlong: whether a row that is too long is left out, or an error of the data.
         rules: when streams and groups are given up on; by default never.
+        on_taken_up: told of the samples of an earlier service that a request goes on from.
     """
 
     def __init__(
@@ -76,12 +80,21 @@ class GroupDispatcher:
         max_attempts: int,
         leave_out_overlong: bool = False,
         rules: StragglerRules | None = None,
+        on_taken_up: Callable[[GroupRequest, Sequence[Rollout]], None] | None = None,
     ) -> None:
         self._client, self._queue, self._max_attempts = client, queue, max_attempts
         self._leave_out_overlong = leave_out_overlong
         self._rules = rules or StragglerRules()
         self._rates = RateTable()
         self._streams: dict[StreamWatch, Grant] = {}
+        self._open: dict[CollectedGroup, None] = {}
+        self._on_taken_up = on_taken_up or _ignore_samples
+        self.on_home: Callable[[CollectedGroup], None] | None = None
+
+    @property
+    def under_way(self) -> tuple[CollectedGroup, ...]:
+        """Requests under way whose samples are to be saved, the oldest first."""
+        return tuple(self._open)
 
     async def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
         """Take on a new fleet; streams of replicas that are gone end, their groups go elsewhere."""
@@ -112,11 +125,22 @@ class GroupDispatcher:
 
         Raises:
             GroupFailedError: the engine refuses the prompt (`OverlongPromptError`: as too long),
-                too many attempts failed, or no sample of the group finished before it was over.
+                too many attempts failed (and the request does not go without what is missing), or
+                no sample of the group finished before it was over.
             DataError: a row is too long, and such rows are not to be left out.
         """
         collected = CollectedGroup(request, on_sample)
         notify = on_start or _ignore
+        if taken_up := collected.take_up():
+            self._on_taken_up(request, taken_up)
+            notify(collected.oldest_version())
+        with self._kept(collected):
+            await self._complete(collected, notify)
+        return collected.group()
+
+    async def _complete(self, collected: CollectedGroup, notify: StartCallback) -> None:
+        """Get what is missing, or end the group without it."""
+        request = collected.request
         rank = (int(request.priority), request.prompt.sequence)
         failures: list[str] = []
         while (missing := collected.missing) and not self.is_over(request):
@@ -129,10 +153,9 @@ class GroupDispatcher:
                     failure = await self._attempt(grant, collected, partials, notify)
                     failures += [failure] if failure else []
             if collected.missing and len(failures) >= self._max_attempts:
-                raise GroupFailedError(f"{len(failures)} attempts failed, the last: {failures[-1]}")
+                _go_without(collected, failures)
         if collected.missing:
             _end_early(collected)
-        return collected.group()
 
     def is_over(self, request: GroupRequest) -> bool:
         """Whether the group that `request` is of has taken its time or its tokens.
@@ -307,6 +330,20 @@ class GroupDispatcher:
         return f"{name}: stalled: {state}"
 
     @contextmanager
+    def _kept(self, collected: CollectedGroup) -> Iterator[None]:
+        """Within it what was received can be saved."""
+        if not collected.request.is_saved:
+            yield
+            return
+        self._open[collected] = None
+        try:
+            yield
+            if self.on_home is not None:
+                self.on_home(collected)
+        finally:
+            del self._open[collected]
+
+    @contextmanager
     def _registered(
         self, watch: StreamWatch, grant: Grant, request: GroupRequest
     ) -> Iterator[None]:
@@ -333,12 +370,29 @@ def _end_early(collected: CollectedGroup) -> None:
     collected.end_unfinished()
 
 
+def _go_without(collected: CollectedGroup, failures: Sequence[str]) -> None:
+    """End a group that failed too often without the samples that nobody could generate."""
+    request, missing = collected.request, collected.missing
+    detail = f"{len(failures)} attempts failed, the last: {failures[-1]}"
+    if not (request.goes_without and request.allowance.has_finished_samples):
+        raise GroupFailedError(detail, FailureKind.ENGINE_ERROR)
+    logger.warning(
+        "prompt %s: goes on without samples %s: %s", request.prompt.prompt_id, missing, detail
+    )
+    request.allowance.engine_errors.update(dict.fromkeys(missing, detail))
+    collected.end_unfinished()
+
+
 def _is_bounded(request: GroupRequest) -> bool:
     return request.priority is Priority.TRAINING
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _ignore_samples(_request: GroupRequest, _samples: Sequence[Rollout]) -> None:
+    """For callers that keep no books."""
 
 
 def _ignore(_version: int | None) -> None:

@@ -24,17 +24,31 @@ class GroupTrace:
             many messages it came.
         num_thrown_away_tokens: those of them that no sample holds any more, since the sample was
             not continued from them but started again.
+        num_reused_tokens: tokens that an earlier service received, and that samples went on from;
+            they are not among those received.
     """
 
     replicas: list[str] = field(default_factory=list)
     num_tokens: int = 0
     num_thrown_away_tokens: int = 0
+    num_reused_tokens: int = 0
     # Tokens held of each sample. One prompt may be asked for by several `SamplingParams`, each of
     # which numbers its samples from 0; they are told apart as objects.
     _held: dict[tuple[SamplingParams, int], int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return ", ".join(self.replicas) or "none"
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that a replica was asked for, or that were taken up."""
+        return len(self._held)
+
+    def taken_up(self, sampling: SamplingParams, samples: Sequence[Rollout]) -> None:
+        """Samples go on from what an earlier service received of them."""
+        for sample in samples:
+            self._held[sampling, sample.sample_index] = sample.num_tokens
+            self.num_reused_tokens += sample.num_tokens
 
     def asked(
         self, sampling: SamplingParams, sample_indexes: Sequence[int], partials: Sequence[Rollout]
@@ -72,6 +86,7 @@ class GenerationTrace:
     def __init__(self, client: GenerationClient) -> None:
         self._client = client
         self._traces: dict[tuple[Priority, str], GroupTrace] = {}
+        self.num_reused_tokens = 0  # since the start
 
     def __len__(self) -> int:
         return len(self._traces)
@@ -94,6 +109,12 @@ class GenerationTrace:
             async for event in events:
                 trace.arrived(request.sampling, event)
                 yield event
+
+    def taken_up(self, request: GroupRequest, samples: Sequence[Rollout]) -> None:
+        """A request goes on from samples that an earlier service received."""
+        trace = self._traces.setdefault((request.priority, request.prompt.prompt_id), GroupTrace())
+        trace.taken_up(request.sampling, samples)
+        self.num_reused_tokens += sum(sample.num_tokens for sample in samples)
 
     async def retain(self, addresses: Collection[str]) -> None:
         """As the client's."""

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from services.reward.scorer_messages import ScoreItem
+from sluice.algorithm.outcome_policy import OutcomePolicy
 from sluice.algorithm.overlong import overlong_penalty
 from sluice.config.reward import RewardConfig
 from sluice.types import (
@@ -23,6 +24,8 @@ from sluice.types import (
 )
 
 _NOTHING: Mapping[int, Outcome] = MappingProxyType({})
+_NOBODY: Mapping[int, str] = MappingProxyType({})
+_NO_RULES = OutcomePolicy()
 
 
 class SampleScorer(Protocol):
@@ -78,16 +81,24 @@ class Grader:
     Args:
         scorer: the pool.
         shaping: overlong penalty, if any.
+        policy: which samples are scored again.
     """
 
-    def __init__(self, scorer: SampleScorer, shaping: OverlongShaping | None) -> None:
-        self._scorer, self._shaping = scorer, shaping
+    def __init__(
+        self,
+        scorer: SampleScorer,
+        shaping: OverlongShaping | None,
+        policy: OutcomePolicy = _NO_RULES,
+    ) -> None:
+        self._scorer, self._shaping, self._policy = scorer, shaping, policy
+        self.num_scored_again = 0
 
     async def grade(
         self,
         group: RolloutGroup,
         greedy: RolloutGroup | None = None,
         known: Mapping[int, Outcome] = _NOTHING,
+        engine_errors: Mapping[int, str] = _NOBODY,
     ) -> GradedGroup:
         """One outcome per sample, by the same scorer and shaping for the greedy response.
 
@@ -95,7 +106,13 @@ class Grader:
             group: the samples.
             greedy: the greedy response, if there is one.
             known: outcomes of samples that were graded before, by their index.
+            engine_errors: why no replica could generate a sample, by its index.
         """
+        lost = {
+            index: Failed(FailureKind.ENGINE_ERROR, detail)
+            for index, detail in engine_errors.items()
+        }
+        known = {**known, **lost}
         ungraded = [r for r in group.rollouts if r.sample_index not in known]
         beside = greedy.rollouts if greedy else ()
         graded = iter(await self.outcomes(group.prompt, (*ungraded, *beside)))
@@ -108,8 +125,7 @@ class Grader:
     async def outcomes(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[Outcome, ...]:
         """One outcome per response to a prompt; aborted ones are never graded."""
         complete = [r for r in rollouts if r.finish_reason is not FinishReason.ABORTED]
-        items = [_item(prompt, rollout) for rollout in complete]
-        scored = iter(await self._scorer.score(items) if items else ())
+        scored = iter(await self._scored([_item(prompt, rollout) for rollout in complete]))
         aborted = Failed(FailureKind.ABORTED, "generation was ended from outside")
         return tuple(
             aborted
@@ -117,6 +133,18 @@ class Grader:
             else self._shaped(next(scored), rollout)
             for rollout in rollouts
         )
+
+    async def _scored(self, items: Sequence[ScoreItem]) -> Sequence[Outcome]:
+        """One outcome per item, after all the attempts that the policy gives it."""
+        outcomes: list[Outcome] = list(await self._scorer.score(items)) if items else []
+        attempts = 1
+        while again := self._policy.to_score_again(outcomes, attempts):
+            attempts += 1
+            self.num_scored_again += len(again)
+            answers = await self._scorer.score([items[place] for place in again])
+            for place, answer in zip(again, answers, strict=True):
+                outcomes[place] = answer
+        return outcomes
 
     def _shaped(self, outcome: Outcome, rollout: Rollout) -> Outcome:
         if self._shaping is None or isinstance(outcome, Failed):

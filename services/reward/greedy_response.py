@@ -69,6 +69,9 @@ async def generate_group(
         request,
         sample_indexes=first_samples(1),
         sampling=for_prompt(greedy, request.prompt, stage="greedy"),
+        goes_without=False,
+        received=None,
+        is_saved=False,
     )
     oldest = OldestStart(on_start)
     try:
@@ -95,5 +98,6 @@ async def _response(
         if type(error) is not GroupFailedError:
             raise  # it is the prompt that is refused, by a name that says why
         raise GroupFailedError(
-            f"{FailureKind.ENGINE_ERROR}: no greedy response, the baseline of its samples: {error}"
+            f"{FailureKind.ENGINE_ERROR}: no greedy response, the baseline of its samples: {error}",
+            error.kind,
         ) from error

@@ -24,6 +24,7 @@ class GroupAllowance:
         num_tokens: response tokens that its parts hold, of unfinished samples too.
         has_finished_samples: any of its samples is complete.
         is_over: it has taken its time or its tokens.
+        engine_errors: why no replica could generate a sample, by its index.
     """
 
     first_start: float | None = None
@@ -31,6 +32,7 @@ class GroupAllowance:
     num_tokens: int = 0
     has_finished_samples: bool = False
     is_over: bool = False
+    engine_errors: dict[int, str] = field(default_factory=dict)
     _followers: list[Callable[[], None]] = field(default_factory=list)
 
     def started(self, prompt_token_ids: TokenIds, now: float) -> None:

@@ -7,10 +7,18 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.reward.group_allowance import GroupAllowance
+from services.reward.received_samples import ReceivedSamples
 from services.reward.replica_queue import Priority
 from sluice.algorithm.growing_sample import NewTokens
 from sluice.errors import SluiceError
-from sluice.types import Prompt, ReplicaInfo, Rollout, SamplingParams, TokenIds
+from sluice.types import (
+    FailureKind,
+    Prompt,
+    ReplicaInfo,
+    Rollout,
+    SamplingParams,
+    TokenIds,
+)
 
 PHASE = "generating"
 
@@ -22,6 +30,10 @@ class GroupRequest:
     A sample is the same whichever others are asked for with it: its randomness depends on the
     seed and its index alone. So a group may be drawn in parts, each by a request of its own; the
     parts share `allowance`, by which the whole group is bounded.
+
+    With `goes_without` the samples that no replica could generate are left out, unless none is
+    left. `received` is what an earlier service had of the samples; with `is_saved` the next one is
+    to have what this one gets.
     """
 
     prompt: Prompt
@@ -31,6 +43,9 @@ class GroupRequest:
     lowest_version: int
     highest_version: int | None = None
     allowance: GroupAllowance = field(default_factory=GroupAllowance, compare=False, repr=False)
+    goes_without: bool = False
+    received: ReceivedSamples | None = field(default=None, compare=False, repr=False)
+    is_saved: bool = False
 
     def __post_init__(self) -> None:
         indexes = self.sample_indexes
@@ -93,7 +108,16 @@ class GenerationClient(Protocol):
 
 
 class GroupFailedError(SluiceError):
-    """A group cannot be generated: refused by the engine, or failed too often."""
+    """A group cannot be generated: refused by the engine, or failed too often.
+
+    Args:
+        message: what happened.
+        kind: that of all its samples, where it is known.
+    """
+
+    def __init__(self, message: str, kind: FailureKind | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class OverlongPromptError(GroupFailedError):

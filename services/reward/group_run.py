@@ -8,14 +8,19 @@ are those that one request for all of them would give. The greedy response, wher
 comes with the last request. All requests share one allowance of time and tokens; a group that has
 used it ends as it stands.
 
-On failure: what this group meets ends its prompt; what all groups would meet is also handed on.
+A sample without a score is scored again by the grader, drawn again here, or left out, as the
+policy says (`outcome_policy`); a group is trained on its scored samples if enough of them are left.
+
+On failure: what this group meets ends its prompt, and may be a strike against it (`quarantine`);
+what all groups would meet is also handed on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.reward.dispatcher import GroupDispatcher
@@ -35,13 +40,23 @@ from services.reward.in_flight import InFlightItem, InFlightTable
 from services.reward.judgement import Judgement, judge, judge_probes, samples_differ
 from services.reward.outcomes import OutcomeRecorder
 from services.reward.probe_watch import ProbeWatch
+from services.reward.quarantine import Quarantine
 from services.reward.replica_queue import Priority
+from services.reward.sample_keeper import SampleKeeper
 from services.reward.sampling import for_prompt
 from services.reward.settings import PipelineSettings
 from sluice.algorithm.group_filter import is_right
+from sluice.algorithm.outcome_policy import striking
 from sluice.algorithm.sampling.strategy import SamplingStrategy
 from sluice.errors import SluiceError
-from sluice.types import GradedGroup, Prompt, PromptEnd, RolloutGroup, SamplingParams
+from sluice.types import (
+    Failed,
+    GradedGroup,
+    Prompt,
+    PromptEnd,
+    RolloutGroup,
+    SamplingParams,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +72,8 @@ class GroupParts:
 
     dispatcher: GroupDispatcher
     grader: Grader
+    quarantine: Quarantine
+    samples: SampleKeeper
     recorder: OutcomeRecorder
     strategy: SamplingStrategy
     in_flight: InFlightTable
@@ -84,17 +101,31 @@ class GroupRun:
             recorder.left_out(item.prompt, str(error))
             return
         except SluiceError as error:
-            recorder.ended(item.prompt, PromptEnd.DROPPED_FAILED, detail=str(error))
-            if not isinstance(error, GroupFailedError):
-                self._parts.on_error(error)
+            self._not_generated(item.prompt, error)
             return
+        detail = verdict.detail
         if verdict.end is not PromptEnd.DROPPED_FAILED:
+            self._parts.quarantine.cleared(item.prompt)
             self._tell_strategy(item, graded, kept=verdict.end is None)
+        elif (failed := striking(graded.outcomes)) is not None:
+            detail = self._parts.quarantine.struck(item.prompt, failed) or detail
         if verdict.end is None:
             recorder.kept(graded)
             self._parts.on_kept(item)
         else:
-            recorder.ended(item.prompt, verdict.end, graded=graded, detail=verdict.detail)
+            recorder.ended(item.prompt, verdict.end, graded=graded, detail=detail)
+
+    def _not_generated(self, prompt: Prompt, error: SluiceError) -> None:
+        """A group ends without its samples."""
+        detail = str(error)
+        if isinstance(error, GroupFailedError) and error.kind is not None:
+            failed = Failed(error.kind, detail)
+            self._parts.recorder.not_generated(failed, self._settings.samples_per_group)
+            detail = f"{error.kind}: {detail.removeprefix(f'{error.kind}: ')}"
+            detail = self._parts.quarantine.struck(prompt, failed) or detail
+        self._parts.recorder.ended(prompt, PromptEnd.DROPPED_FAILED, detail=detail)
+        if not isinstance(error, GroupFailedError):
+            self._parts.on_error(error)
 
     async def _judged(self, item: InFlightItem) -> tuple[GradedGroup, Judgement]:
         num_samples, first = self._settings.samples_per_group, item.visit.first_samples
@@ -105,6 +136,7 @@ class GroupRun:
         else:
             graded, rest = await self._staged(item, range(first), allowance, start)
             if rest is None:
+                graded = await self._drawn_again(item, graded, allowance, start)
                 others = range(first, num_samples)
                 beyond = self._request(item, others, allowance)
                 is_over = self._parts.dispatcher.is_over(beyond)
@@ -115,7 +147,8 @@ class GroupRun:
                 self._goes_on(item, is_sure=samples_differ(graded.scored, self._metric))
                 rest = await self._drawn(item, others, allowance, start.of("rest"))
             graded = joined(graded, rest)
-        return graded, judge(graded, metric=self._metric, whole_groups=self._settings.whole_groups)
+        graded = await self._drawn_again(item, graded, allowance, start)
+        return graded, judge(graded, metric=self._metric, needs=self._settings.needs)
 
     async def _staged(
         self, item: InFlightItem, indexes: range, allowance: GroupAllowance, start: OldestStart
@@ -155,7 +188,9 @@ class GroupRun:
             drawn = await self._generated(item, request, None, on_start, watch.finished)
             watch.over()
         # What is left are samples that were broken off.
-        graded = await self._parts.grader.grade(drawn.samples, known=watch.outcomes)
+        graded = await self._parts.grader.grade(
+            drawn.samples, known=watch.outcomes, engine_errors=allowance.engine_errors
+        )
         self._parts.recorder.graded(graded)
         return graded
 
@@ -172,9 +207,7 @@ class GroupRun:
 
         The strategy is not asked about a group that has taken its time or its tokens.
         """
-        verdict = judge_probes(
-            probes, metric=self._metric, whole_groups=self._settings.whole_groups
-        )
+        verdict = judge_probes(probes, metric=self._metric, needs=self._settings.needs)
         if verdict is None:
             return None
         after = f"after {len(probes.outcomes)} of {self._settings.samples_per_group} samples"
@@ -205,8 +238,36 @@ class GroupRun:
         drawn = await self._generated(
             item, self._request(item, indexes, allowance), self._settings.greedy, on_start
         )
-        graded = await self._parts.grader.grade(drawn.samples, drawn.greedy)
+        graded = await self._parts.grader.grade(
+            drawn.samples, drawn.greedy, engine_errors=allowance.engine_errors
+        )
         self._parts.recorder.graded(graded)
+        return graded
+
+    async def _drawn_again(
+        self,
+        item: InFlightItem,
+        graded: GradedGroup,
+        allowance: GroupAllowance,
+        start: OldestStart,
+    ) -> GradedGroup:
+        """The group, with other samples in the place of those that the policy has drawn again.
+
+        They are drawn from seeds of their own, or they would be the same once more.
+        """
+        policy, draws = self._settings.needs.policy, 1
+        while places := policy.to_generate_again(graded.outcomes, draws):
+            draws += 1
+            indexes = [graded.group.rollouts[place].sample_index for place in places]
+            self._goes_on(item, is_sure=samples_differ(graded.scored, self._metric))
+            self._parts.recorder.generated_again(len(indexes))
+            request = self._request(item, indexes, allowance, draw=draws)
+            drawn = await self._generated(item, request, None, start.of(f"draw {draws}"))
+            again = await self._parts.grader.grade(
+                drawn.samples, engine_errors=allowance.engine_errors
+            )
+            self._parts.recorder.graded(again)
+            graded = joined(graded, again)
         return graded
 
     async def _generated(
@@ -234,16 +295,25 @@ class GroupRun:
         return note_start
 
     def _request(
-        self, item: InFlightItem, indexes: range, allowance: GroupAllowance
+        self,
+        item: InFlightItem,
+        indexes: Sequence[int],
+        allowance: GroupAllowance,
+        draw: int = 1,
     ) -> GroupRequest:
-        version = self._parts.version() or 0
+        version, is_first = self._parts.version() or 0, draw == 1
+        stage = "train" if is_first else f"train, draw {draw}"
+        sampling = for_prompt(self._settings.sampling, item.prompt, stage=stage)
         return GroupRequest(
             item.prompt,
             tuple(indexes),
-            for_prompt(self._settings.sampling, item.prompt, stage="train"),
+            sampling,
             Priority.TRAINING,
             lowest_version=version - self._settings.rules.max_staleness,
             allowance=allowance,
+            goes_without=not self._settings.needs.whole_groups,
+            received=self._parts.samples.received(item.prompt, sampling) if is_first else None,
+            is_saved=is_first and self._parts.samples.is_on,
         )
 
     def _tell_strategy(self, item: InFlightItem, graded: GradedGroup, *, kept: bool) -> None:
@@ -257,6 +327,7 @@ class GroupRun:
             mean_tokens=graded.group.num_response_tokens / len(rollouts),
             kept=kept,
             version=self._parts.version() or 0,
+            seconds=time.monotonic() - item.began_s,
         )
 
     def _warn_of_partial_credit(self, prompt: Prompt) -> None:
@@ -274,17 +345,18 @@ class GroupRun:
 
 
 def joined(first: GradedGroup, rest: GradedGroup) -> GradedGroup:
-    """One group of all samples, in their order, with the greedy response of `rest`."""
-    pairs = [
-        pair
+    """One group of all samples, in their order; of two with the same index that of `rest`."""
+    pairs = {
+        rollout.sample_index: (rollout, outcome)
         for part in (first, rest)
-        for pair in zip(part.group.rollouts, part.outcomes, strict=True)
-    ]
-    pairs.sort(key=lambda pair: pair[0].sample_index)
+        for rollout, outcome in zip(part.group.rollouts, part.outcomes, strict=True)
+    }
+    ordered = [pairs[index] for index in sorted(pairs)]
     group = RolloutGroup(
-        first.group.prompt, first.group.prompt_token_ids, tuple(rollout for rollout, _ in pairs)
+        first.group.prompt, first.group.prompt_token_ids, tuple(rollout for rollout, _ in ordered)
     )
-    return GradedGroup(group, tuple(outcome for _, outcome in pairs), rest.greedy)
+    outcomes = tuple(outcome for _, outcome in ordered)
+    return GradedGroup(group, outcomes, rest.greedy or first.greedy)
 
 
 def _num_right(graded: GradedGroup) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -39,6 +40,7 @@ class InFlightItem:
     num_requests: int = 0
     fate: Fate = Fate.REQUEUED
     is_cancelled: bool = False
+    began_s: float = field(default_factory=time.monotonic)
     _start_version: int | None = field(default=None, init=False)
 
     @property
@@ -96,8 +98,8 @@ class InFlightTable:
         """More samples of a graded group are generated; sure to be kept, if those before differ."""
         self.num_grading -= item.is_grading
         item.is_grading = False
+        self.num_sure += is_sure - item.is_sure
         item.is_sure = is_sure
-        self.num_sure += is_sure
 
     def remove(self, item: InFlightItem) -> None:
         """Its task ends."""

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from sluice.algorithm.group_completeness import LEAST_SAMPLES, fewest_samples
+from sluice.algorithm.group_completeness import LEAST_SAMPLES, LEAST_SHARE, fewest_samples
 from sluice.algorithm.group_filter import filter_group, filter_scores
+from sluice.algorithm.outcome_policy import OutcomePolicy
 from sluice.errors import ConfigError
 from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, PromptOrigin, Scored
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNeeds:
+    """What a group has to have.
+
+    Args:
+        whole_groups: every sample must be scored, since the loss compares all of them.
+        least_share: of the samples that must be scored (`fewest_samples`).
+        policy: which failures cost the whole group, however many samples are left.
+    """
+
+    whole_groups: bool = False
+    least_share: float = LEAST_SHARE
+    policy: OutcomePolicy = field(default_factory=OutcomePolicy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,28 +38,32 @@ class Judgement:
     detail: str = ""
 
 
-def judge(graded: GradedGroup, *, metric: str | None, whole_groups: bool = False) -> Judgement:
+_NO_NEEDS = GroupNeeds()
+
+
+def judge(graded: GradedGroup, *, metric: str | None, needs: GroupNeeds = _NO_NEEDS) -> Judgement:
     """Apply the group filter to what could be scored.
 
-    A group fails when fewer than `fewest_samples` were scored. It fails as well when its greedy
-    response, if it has one, was not scored. That response is not filtered by.
+    A group fails when fewer than `fewest_samples` were scored, or when a sample failed in a way
+    that costs the group. It fails as well when its greedy response, if it has one, was not scored.
+    That response is not filtered by.
 
     Args:
         graded: the group.
         metric: the filter's metric; ``None``: no filter.
-        whole_groups: every sample must be scored, since the loss compares all of them.
+        needs: what the group has to have.
 
     Raises:
         ConfigError: the scorer does not return `metric` for a prompt of the data set, as it then
             would for all of them. A client's prompt fails alone.
     """
-    if failure := _failure(graded, whole_groups=whole_groups):
+    if failure := _failure(graded, needs):
         return Judgement(PromptEnd.DROPPED_FAILED, failure)
     return _filtered(graded, metric)
 
 
 def judge_probes(
-    probes: GradedGroup, *, metric: str | None, whole_groups: bool = False
+    probes: GradedGroup, *, metric: str | None, needs: GroupNeeds = _NO_NEEDS
 ) -> Judgement | None:
     """What a group's first samples say about it; ``None``: the rest has to be drawn.
 
@@ -54,8 +74,9 @@ def judge_probes(
     Raises:
         ConfigError: as `judge`.
     """
-    if whole_groups and len(probes.scored) < len(probes.outcomes):
-        return judge(probes, metric=metric, whole_groups=True)
+    is_short = needs.whole_groups and len(probes.scored) < len(probes.outcomes)
+    if is_short or needs.policy.decisive(probes.outcomes) is not None:
+        return judge(probes, metric=metric, needs=needs)
     if len(probes.scored) < LEAST_SAMPLES:
         return None
     verdict = _filtered(probes, metric)
@@ -82,14 +103,19 @@ def _filtered(graded: GradedGroup, metric: str | None) -> Judgement:
         ) from error
 
 
-def _failure(graded: GradedGroup, *, whole_groups: bool) -> str:
+def _failure(graded: GradedGroup, needs: GroupNeeds) -> str:
     """Why a group is of no use whatever its scores say; empty if it is of use."""
     num_samples, num_scored = len(graded.outcomes), len(graded.scored)
-    if num_scored < fewest_samples(num_samples, whole_groups=whole_groups):
+    if (decisive := needs.policy.decisive(graded.outcomes)) is not None:
+        rule = f"sluice.reward.outcomes.{decisive.kind} costs the group"
+        return f"{decisive.kind}: {rule}: {decisive.detail}"
+    if num_scored < fewest_samples(
+        num_samples, whole_groups=needs.whole_groups, least_share=needs.least_share
+    ):
         first = next(o for o in graded.outcomes if isinstance(o, Failed))
         return (
             f"{num_samples - num_scored} of {num_samples} samples failed"
-            f"{' and the loss compares whole groups' if whole_groups else ''}, the first: "
+            f"{' and the loss compares whole groups' if needs.whole_groups else ''}, the first: "
             f"{first.kind}: {first.detail}"
         )
     if not graded.group.num_response_tokens:

@@ -15,6 +15,8 @@ from enum import StrEnum
 from typing import Protocol
 
 from services.reward.ledger_content import EndedPrompt, OpenLease
+from services.reward.received_samples import ReceivedSamples
+from services.reward.sample_parts import SampleParts
 from sluice.types import DataProgress, Prompt, PromptEnd
 
 
@@ -160,6 +162,44 @@ class PromptLedger(Protocol):
 
     def reissue(self, prompts: Iterable[Prompt]) -> None:
         """Accept ended clients' prompts once more, under their numbers."""
+        ...
+
+    @property
+    def has_strikes(self) -> bool:
+        """Whether any prompt has strikes."""
+        ...
+
+    def strikes(self, key: str) -> int:
+        """Strikes in a row of the prompt with this key (`prompt_key`); 0 if it has none."""
+        ...
+
+    def all_strikes(self) -> Mapping[str, int]:
+        """The strikes of all prompts that have any, by key."""
+        ...
+
+    def note_strikes(self, key: str, strikes: int) -> None:
+        """A prompt has so many strikes now; of those with some the last are remembered."""
+        ...
+
+    @property
+    def saved_bytes(self) -> int | None:
+        """Size of all samples that are noted; ``None`` where none outlives the process."""
+        ...
+
+    def received(self, prompt_id: str) -> ReceivedSamples | None:
+        """What an earlier service received of a prompt's samples; ``None``: nothing."""
+        ...
+
+    def save_samples(self, prompt_id: str, parts: SampleParts) -> None:
+        """Note what else was received of a prompt's samples, if it is pending."""
+        ...
+
+    def forget_samples(self, prompt_id: str) -> None:
+        """What was received of a prompt's samples is of no use any more; harmless without any."""
+        ...
+
+    def outlive_trainer(self, version: int | None) -> None:
+        """Another trainer begins: forget samples of versions after its own, or all (``None``)."""
         ...
 
     def noted(self) -> int:

@@ -52,7 +52,7 @@ class LedgerContent:
 
     `ended` are the clients' prompts that ended last, oldest first; `acknowledged` the batches that
     were acknowledged last, oldest first; `num_acknowledged` counts groups of all of them; `trainer`
-    is the incarnation that announced itself last.
+    is the incarnation that announced itself last; `strikes` are those of prompts by `prompt_key`.
     """
 
     next_sequence: int = 0
@@ -64,6 +64,7 @@ class LedgerContent:
     acknowledged: tuple[str, ...] = ()
     num_acknowledged: int = 0
     trainer: str | None = None
+    strikes: Mapping[str, int] = field(default_factory=dict)
 
 
 def encode_body(prompt: Prompt) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -15,6 +16,8 @@ from services.reward.ledger_content import (
     body_digest,
     decode_prompt,
 )
+from services.reward.received_samples import ReceivedSamples
+from services.reward.sample_parts import decode_samples
 from sluice.types import DataProgress, Prompt, PromptEnd
 
 _REWARD = "d"  # float64
@@ -42,7 +45,26 @@ def read_content(database: sqlite3.Connection) -> LedgerContent:
         tuple(batch_id for (batch_id,) in acknowledged),
         num_acknowledged,
         trainer,
+        dict(database.execute("SELECT key, strikes FROM strikes ORDER BY number").fetchall()),
     )
+
+
+def read_samples(
+    database: sqlite3.Connection,
+) -> tuple[dict[str, ReceivedSamples], Counter[str]]:
+    """What was received of the samples of pending prompts, and the bytes it takes, by prompt id.
+
+    Raises:
+        sqlite3.Error, msgspec.MsgspecError, ValueError: the file is damaged.
+    """
+    rows = database.execute(
+        "SELECT prompt_id, samples.body FROM samples JOIN pending USING (prompt_id) "
+        "ORDER BY samples.number"
+    ).fetchall()
+    sizes = Counter[str]()
+    for prompt_id, body in rows:
+        sizes[prompt_id] += len(body)
+    return decode_samples(rows), sizes
 
 
 def read_trained_after(database: sqlite3.Connection, step: int) -> tuple[Prompt, ...]:

@@ -53,6 +53,21 @@ CREATE TABLE lease (
 CREATE TABLE acknowledged (number INTEGER PRIMARY KEY, batch_id TEXT NOT NULL UNIQUE);
 """
 
+# Beside the format: a program that knows nothing of them reads the others all the same.
+_FURTHER_TABLES = """
+CREATE TABLE IF NOT EXISTS strikes (
+    number INTEGER PRIMARY KEY,
+    key TEXT NOT NULL UNIQUE,
+    strikes INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS samples (
+    number INTEGER PRIMARY KEY,
+    prompt_id TEXT NOT NULL,
+    body BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS samples_by_prompt ON samples (prompt_id);
+"""
+
 
 def open_ledger_file(path: Path) -> sqlite3.Connection:
     """The file, checked and locked; made with its folder if missing. Usable from any thread.
@@ -106,6 +121,8 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
             database.execute(statement)
         database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         database.execute(f"PRAGMA user_version = {FORMAT}")
+    for statement in _FURTHER_TABLES.split(";\n"):
+        database.execute(statement)
     database.execute("COMMIT")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from services.reward.ledger import Accounts, PromptState
 from services.reward.ledger_content import (
@@ -13,6 +13,8 @@ from services.reward.ledger_content import (
     body_digest,
     encode_body,
 )
+from services.reward.received_samples import ReceivedSamples
+from services.reward.sample_parts import SampleParts
 from sluice.errors import InvalidRequestError, NotFoundError
 from sluice.types import DataProgress, Prompt, PromptEnd, PromptOrigin
 
@@ -20,6 +22,8 @@ ENDED_IDS_REMEMBERED = 65_536
 """Clients' prompts that ended last, whose ids cannot be used again; with 500 bytes each 32 MiB."""
 ACKNOWLEDGED_REMEMBERED = 64
 """Batches acknowledged last, whose acknowledgement may be repeated after a restart."""
+STRIKES_REMEMBERED = 65_536
+"""Prompts with strikes, those struck last."""
 MAX_DETAIL_CHARS = 1000
 
 
@@ -48,6 +52,7 @@ class MemoryLedger:
         self._acknowledged: OrderedDict[str, None] = OrderedDict.fromkeys(content.acknowledged)
         self._num_acknowledged, self._trainer = content.num_acknowledged, content.trainer
         self._lease = content.lease
+        self._strikes: OrderedDict[str, int] = OrderedDict(content.strikes)
         for prompt in self._leased_prompts():
             self._states[prompt.prompt_id] = PromptState.LEASED
 
@@ -84,6 +89,7 @@ class MemoryLedger:
             tuple(self._acknowledged),
             self._num_acknowledged,
             self._trainer,
+            dict(self._strikes),
         )
 
     def next_sequence(self) -> int:
@@ -261,6 +267,45 @@ class MemoryLedger:
         for prompt in prompts:
             del self._ended[prompt.prompt_id]
             self._take_on(prompt)
+
+    @property
+    def has_strikes(self) -> bool:
+        """Whether any prompt has strikes."""
+        return bool(self._strikes)
+
+    def strikes(self, key: str) -> int:
+        """Strikes in a row of the prompt with this key; 0 if it has none."""
+        return self._strikes.get(key, 0)
+
+    def all_strikes(self) -> Mapping[str, int]:
+        """The strikes of all prompts that have any, by key."""
+        return dict(self._strikes)
+
+    def note_strikes(self, key: str, strikes: int) -> None:
+        """A prompt has so many strikes now; of those with some the last are remembered."""
+        self._strikes.pop(key, None)
+        if strikes:
+            self._strikes[key] = strikes
+        if len(self._strikes) > STRIKES_REMEMBERED:
+            self.note_strikes(next(iter(self._strikes)), 0)
+
+    @property
+    def saved_bytes(self) -> int | None:
+        """``None``: samples die with the process."""
+        return None
+
+    def received(self, prompt_id: str) -> ReceivedSamples | None:
+        """Nothing is left of an earlier service."""
+        return None
+
+    def save_samples(self, prompt_id: str, parts: SampleParts) -> None:
+        """Samples die with the process."""
+
+    def forget_samples(self, prompt_id: str) -> None:
+        """None are noted."""
+
+    def outlive_trainer(self, version: int | None) -> None:
+        """No samples are noted."""
 
     def noted(self) -> int:
         """A ticket for all that was changed so far."""

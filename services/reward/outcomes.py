@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.reward.batcher import Batcher
@@ -15,7 +15,14 @@ from services.reward.greedy_response import DrawnGroup
 from services.reward.group_log import GroupLog
 from services.reward.ledger import PromptLedger, PromptState
 from services.reward.received_tokens import ReceivedTokens
-from services.reward.statistics import Discard, IntervalStatistics, batch_content_metrics
+from services.reward.statistics import (
+    SAMPLE_OUTCOMES,
+    STALE,
+    Discard,
+    IntervalStatistics,
+    batch_content_metrics,
+    outcome_counts,
+)
 from services.reward.token_accounts import USE_BY_END, TokenAccounts, TokenUse
 from services.reward.yield_guard import YieldGuard
 from sluice.types import Failed, GradedGroup, Prompt, PromptEnd, Scored, TrainGroup
@@ -43,7 +50,8 @@ _USE_BY_DISCARD = {
 class PromptOutcome:
     """How a prompt ended, for the client that submitted it.
 
-    `detail` of a failure begins with its kind (`FailureKind`) where one sample's was decisive.
+    `detail` of a failure begins with its kind (`FailureKind`) where one sample's was decisive;
+    `samples` counts the samples by how they ended, where that is known.
     """
 
     prompt: Prompt
@@ -51,6 +59,7 @@ class PromptOutcome:
     step: int | None
     rewards: tuple[float, ...]
     detail: str
+    samples: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +137,7 @@ class OutcomeRecorder:
         num_scored = sum(isinstance(outcome, Scored) for outcome in outcomes)
         self._interval.num_graded_samples += num_samples
         self._interval.num_failed_samples += num_samples - num_scored
+        self._count_outcomes(outcome_counts(outcomes))
         self._totals["reward/samples_graded"] += num_samples
         self._totals["reward/samples_failed"] += num_samples - num_scored
         first = next((o for o in outcomes if isinstance(o, Failed)), None)
@@ -167,8 +177,26 @@ class OutcomeRecorder:
         self._log.ended(prompt, end, graded, trace)
         if end in _COUNTS_FOR_YIELD:
             self._guard.ended(end, detail)
+        if end is PromptEnd.DROPPED_STALE:
+            self._grew_stale(len(graded.outcomes) if graded else trace.num_samples)
         rewards = tuple(scored.reward for scored in graded.scored) if graded else ()
-        self._ends(PromptOutcome(prompt, end, step, rewards, detail))
+        samples = outcome_counts(graded.outcomes) if graded else {}
+        self._ends(PromptOutcome(prompt, end, step, rewards, detail, samples))
+
+    def not_generated(self, failed: Failed, num_samples: int) -> None:
+        """No sample of a group could be had."""
+        self._count_outcomes({failed.kind.value: num_samples})
+
+    def generated_again(self, num_samples: int) -> None:
+        """Samples without a score are drawn once more."""
+        self._totals["reward/samples_generated_again"] += num_samples
+
+    def quarantined(self, prompt: Prompt, detail: str) -> None:
+        """A prompt in quarantine comes up: it ends, and nothing is generated for it."""
+        self._guard.quarantined()
+        self._totals["reward/prompts_quarantined"] += 1
+        self._ledger.end(prompt.prompt_id, PromptEnd.DROPPED_FAILED, detail=detail)
+        self._on_end(PromptOutcome(prompt, PromptEnd.DROPPED_FAILED, None, (), detail))
 
     def left_out(self, prompt: Prompt, detail: str) -> None:
         """A prompt that is too long ends; it says nothing about the yield of the others."""
@@ -194,6 +222,9 @@ class OutcomeRecorder:
         trace = self._trace.take(prompt.prompt_id)
         self._tokens.book_group(_USE_BY_DISCARD[why], trace, None)
         self._discard(trace, why)
+        if why is Discard.STALE:
+            self._grew_stale(trace.num_samples)
+            self._ledger.forget_samples(prompt.prompt_id)
         self._log.restarted(prompt)
         self._interval.num_restarted += 1
         self._totals["reward/groups_restarted"] += 1
@@ -242,18 +273,29 @@ class OutcomeRecorder:
         ``reward/tokens/<use>`` and ``reward/tokens/pending`` add up to ``reward/tokens/received``,
         once those that are pending in an evaluation are added.
         """
-        zero = dict.fromkeys(("reward/batches_acknowledged", "reward/groups_acknowledged"), 0.0)
+        names = ("batches_acknowledged", "groups_acknowledged", "prompts_quarantined")
+        kinds = (f"outcomes/{kind}" for kind in SAMPLE_OUTCOMES)
+        zero = {f"reward/{name}": 0.0 for name in (*names, "samples_generated_again", *kinds)}
         by_use = self._tokens.since_start()
         tokens = {
             **{f"reward/tokens/{use}": float(count) for use, count in by_use.items()},
             "reward/tokens/pending": float(self._num_pending_tokens()),
             "reward/tokens/received": float(self._received.total),
             "reward/generated_tokens": float(self._received.num_training),
+            "reward/reused_tokens": float(self._trace.num_reused_tokens),
         }
         return zero | tokens | {name: float(count) for name, count in self._totals.items()}
 
     def _num_pending_tokens(self) -> int:
         return sum(self._trace.of(prompt_id).num_tokens for prompt_id in self._ledger.pending_ids())
+
+    def _count_outcomes(self, counts: Mapping[str, int]) -> None:
+        for name, count in counts.items():
+            self._interval.sample_outcomes[name] += count
+            self._totals[f"reward/outcomes/{name}"] += count
+
+    def _grew_stale(self, num_samples: int) -> None:
+        self._count_outcomes({STALE: num_samples})
 
     def _ends(self, outcome: PromptOutcome) -> None:
         self._ledger.end(

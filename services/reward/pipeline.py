@@ -47,7 +47,9 @@ from services.reward.outcomes import OutcomeRecorder
 from services.reward.prompt_audit import HeldPrompts
 from services.reward.prompt_memory_store import PromptMemoryStore
 from services.reward.prompt_source import PromptSource
+from services.reward.quarantine import Quarantine
 from services.reward.replica_queue import ReplicaQueue
+from services.reward.sample_keeper import SampleKeeper
 from services.reward.settings import PipelineSettings
 from services.reward.stale_groups import StaleGroups
 from services.reward.statistics import Discard
@@ -87,6 +89,8 @@ class PipelineParts:
     memory: PromptMemoryStore | None
     changes: ChangeSignal
     capacity: ChangeSignal
+    quarantine: Quarantine
+    samples: SampleKeeper
 
 
 class Pipeline:
@@ -115,11 +119,14 @@ class Pipeline:
                 self._in_flight,
                 parts.recorder,
                 parts.memory,
+                parts.quarantine,
             ),
             self._version_to_draw,
         )
         self.batches = TrainBatches(self._batch_parts(), settings.rules.batch_size)
         self._groups = GroupRun(settings, self._group_parts())
+        if (lease := parts.ledger.open_lease) is not None:
+            parts.batcher.recovered(lease.version)
 
     @property
     def num_generating(self) -> int:
@@ -147,6 +154,7 @@ class Pipeline:
         """Admit prompts until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._parts.log.run(), name="group log")
+            tasks.create_task(self._parts.samples.run(), name="saved samples")
             while True:
                 change = self._parts.capacity.next_change()
                 try:
@@ -178,6 +186,7 @@ class Pipeline:
             if self._parts.batcher.lease is None:
                 self.batches.recovered.announced(version)
             if version != self._learned_version:
+                self._parts.strategy.forecast.announced(time.monotonic())
                 await self._learn()
             self._learned_version = self.policy_version = version
         await self._parts.dispatcher.announce(replicas)
@@ -214,6 +223,8 @@ class Pipeline:
         version = self.policy_version
         if version is None or self._parts.batcher.lease is not None:
             return version
+        if self._settings.rules.max_staleness:
+            return version  # that batch counts as in training: room is left for the next ones
         return None if self.batches.recovered.holds_back(version) else version
 
     def _note_exhaustion(self) -> None:
@@ -262,6 +273,8 @@ class Pipeline:
         return GroupParts(
             parts.dispatcher,
             parts.grader,
+            parts.quarantine,
+            parts.samples,
             parts.recorder,
             parts.strategy,
             self._in_flight,
@@ -297,6 +310,9 @@ class Pipeline:
             self._trainer = trainer
             return
         self.batches.recovered.forget()
+        # Tokens of this trainer's way are of use again; those that came meanwhile are of another.
+        goes_on = self._trainer is None and resume_from is not None
+        self._parts.samples.outlive_trainer(version if goes_on else None)
         await self._end_what_runs()
         self._give_back_kept(resume_from)
         for prompt in await self._trained_in_vain(version):

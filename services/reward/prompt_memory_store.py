@@ -33,6 +33,7 @@ CREATE TABLE histories (
 ) WITHOUT ROWID
 """
 _READ = "SELECT num_right, num_wrong, mean_tokens, version, num_visits FROM histories WHERE key = ?"
+_LENGTHS = "SELECT key, mean_tokens FROM histories ORDER BY version DESC LIMIT ?"
 _WRITE = "INSERT OR REPLACE INTO histories VALUES (?, ?, ?, ?, ?, ?)"
 
 
@@ -108,6 +109,19 @@ class PromptMemoryStore:
         after = remembered(None if row is None else PromptHistory(*row), seen)
         counts = (after.num_right, after.num_wrong, after.mean_tokens)
         self._database.execute(_WRITE, (key, *counts, after.version, after.num_visits))
+
+    def lengths(self, count: int) -> list[tuple[str, float]]:
+        """Key and mean response length of the prompts visited last, the last one at the end.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        try:
+            with self._lock:
+                rows = self._database.execute(_LENGTHS, (count,)).fetchall()
+        except sqlite3.Error as error:
+            raise self._damaged(error) from error
+        return [(key.hex(), mean_tokens) for key, mean_tokens in reversed(rows)]
 
     @property
     def num_prompts(self) -> int:

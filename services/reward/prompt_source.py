@@ -1,4 +1,8 @@
-"""Which prompt comes next: those that wait, in the order of issue, then the data set."""
+"""Which prompt comes next: those that wait, in the order of issue, then the data set, paced.
+
+Waiting prompts are clients' and those that start again; the data set's are accepted in its order,
+a few ahead, and started in the order that `pacing` gives them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,9 @@ from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from services.reward.ledger import PromptLedger
+from services.reward.prompt_key import prompt_key
 from services.reward.prompts import Draw
+from sluice.algorithm.sampling.pacing import AdmissionOrder, FinishForecast
 from sluice.errors import DataError
 from sluice.types import DataProgress, Prompt, PromptOrigin
 
@@ -33,6 +39,8 @@ class PromptSource:
         ledger: takes on what is drawn from the data set.
         open_stream: opens the data set at a progress; ``None``: clients only.
         check_data_source: raises `DataError` where no scorer knows a row's data source.
+        forecast: how long groups take.
+        num_in_line: rows that are weighed against each other for the next start; 1: none.
     """
 
     def __init__(
@@ -40,10 +48,15 @@ class PromptSource:
         ledger: PromptLedger,
         open_stream: Callable[[DataProgress], DrawStream] | None,
         check_data_source: Callable[[str], None],
+        forecast: FinishForecast,
+        num_in_line: int = 1,
     ) -> None:
         self._ledger, self._open_stream = ledger, open_stream
         self._check_data_source = check_data_source
+        self._forecast, self._num_in_line = forecast, num_in_line
         self._waiting: list[tuple[int, Prompt]] = []
+        self._order = AdmissionOrder()
+        self._in_line: dict[int, Prompt] = {}  # by sequence
         self._stream: DrawStream | None = None
         self._drawn: deque[Draw] = deque()
         self._at_end = False
@@ -57,7 +70,7 @@ class PromptSource:
     @property
     def num_waiting(self) -> int:
         """Accepted prompts that wait to be issued, those in hand included."""
-        return len(self._waiting) + self._num_in_hand
+        return len(self._waiting) + len(self._in_line) + self._num_in_hand
 
     @property
     def is_exhausted(self) -> bool:
@@ -87,20 +100,37 @@ class PromptSource:
         """Issue no data-set prompt that waits: the ledger has forgotten them."""
         self._waiting = [each for each in self._waiting if each[1].origin is PromptOrigin.CLIENT]
         heapify(self._waiting)
+        self._in_line.clear()
+        self._order.clear()
 
-    async def next_prompt(self) -> Prompt | None:
+    async def next_prompt(self, version: int, now_s: float) -> Prompt | None:
         """The next prompt, accepted by the ledger; ``None`` if there is none now.
+
+        Args:
+            version: announced now.
+            now_s: on the forecast's clock.
 
         Raises:
             DataError: the data set holds a row that cannot be used.
         """
+        while not self._waiting and len(self._in_line) < self._num_in_line:
+            if not self._drawn and not self._at_end:
+                await self._read_ahead()
+            if not self._drawn:
+                break
+            self._line_up(self._accept(self._drawn.popleft()), version)
         if self._waiting:
             return heappop(self._waiting)[1]
-        if not self._drawn and not self._at_end:
-            await self._read_ahead()
-            if self._waiting:
-                return heappop(self._waiting)[1]
-        return self._accept(self._drawn.popleft()) if self._drawn else None
+        if not self._in_line:
+            return None
+        sequence = self._order.next(version, self._forecast.tokens_in_time(now_s))
+        self._order.remove(sequence)
+        return self._in_line.pop(sequence)
+
+    def _line_up(self, prompt: Prompt, version: int) -> None:
+        expected = self._forecast.tokens(prompt_key(prompt)) if self._num_in_line > 1 else 0.0
+        self._order.add(prompt.sequence, expected, version)
+        self._in_line[prompt.sequence] = prompt
 
     async def _read_ahead(self) -> None:
         stream = self._stream

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from sluice.algorithm.routing import AnnouncedReplica, Fleet, Grant, Member, Wanted
+from sluice.concurrency.waits import waiting_for
 
 _TIMER_SLACK_S = 0.001
 
@@ -108,7 +109,8 @@ class ReplicaQueue:
         self._waiters.sort(key=lambda other: other.rank)
         self._serve()
         try:
-            return await granted
+            with waiting_for("rollout fleet", "making room for a group"):
+                return await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled():
                 self._fleet.give_back(granted.result())

@@ -20,6 +20,7 @@ from sluice.codec.rollout import (
 from sluice.errors import InvalidRequestError, PeerError
 from sluice.rpc.call import stream_call
 from sluice.rpc.channel import open_channel
+from sluice.rpc.credentials import OPEN, Credentials
 from sluice.types import ReplicaInfo, Rollout
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class RolloutClient:
         timeout_s: seconds one stream may take.
         max_message_bytes: largest message.
         partial_interval_ms: tokens of unfinished samples come about so often; 0: never.
+        credentials: what replicas are shown.
     """
 
     def __init__(
@@ -52,10 +54,11 @@ class RolloutClient:
         timeout_s: float,
         max_message_bytes: int,
         partial_interval_ms: int = 0,
+        credentials: Credentials = OPEN,
     ) -> None:
         self._linger_ms, self._timeout_s = linger_ms, timeout_s
         self._partial_interval_ms = partial_interval_ms
-        self._max_message_bytes = max_message_bytes
+        self._max_message_bytes, self._credentials = max_message_bytes, credentials
         self._channels: dict[str, _Channel] = {}
         self._wanted: frozenset[str] = frozenset()
 
@@ -109,7 +112,11 @@ class RolloutClient:
 
     def _held(self, address: str) -> _Channel:
         if address not in self._channels:
-            channel = open_channel(address, max_message_bytes=self._max_message_bytes)
+            channel = open_channel(
+                address,
+                max_message_bytes=self._max_message_bytes,
+                credentials=self._credentials,
+            )
             stub = rollout_pb2_grpc.RolloutServiceStub(channel)
             self._channels[address] = _Channel(
                 channel, cast("rollout_pb2_grpc.RolloutServiceAsyncStub", stub)

@@ -16,18 +16,21 @@ from sluice.config.run import RunConfig
 MEMORY_FILE = Path("reward") / "prompt_memory.sqlite"
 LOG_FILE = Path("groups.jsonl")
 LEDGER_FILE = Path("reward") / "ledger.sqlite"
+QUARANTINE_FILE = Path("reward") / "quarantine.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
     """`memory` is ``None`` for strategies without one; `log` may be one that writes nothing.
 
-    `ledger` is ``None`` where the ledger is to be in memory.
+    `ledger` is ``None`` where the ledger is to be in memory; `quarantine` is where prompts in
+    quarantine are listed, ``None``: nowhere.
     """
 
     memory: PromptMemoryStore | None
     log: GroupLog
     ledger: SqliteLedger | None = None
+    quarantine: Path | None = None
 
 
 def no_run_files() -> RunFiles:
@@ -48,7 +51,7 @@ def open_run_files(config: RunConfig) -> Iterator[RunFiles]:
     is_durable = config.sluice.reward.ledger == "sqlite"
     book = SqliteLedger(folder / LEDGER_FILE) if is_durable else nullcontext()
     with book as ledger, store as memory:
-        yield RunFiles(memory, log, ledger)
+        yield RunFiles(memory, log, ledger, folder / QUARANTINE_FILE)
 
 
 def _uses_memory(config: RunConfig) -> bool:

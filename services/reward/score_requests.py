@@ -25,6 +25,13 @@ class ScoreRequests:
         self._scorers = scorers
         self._num_calls = 0
 
+    def check_size(self, num_items: int) -> None:
+        """Raises InvalidRequestError for too many items."""
+        if num_items > MAX_ITEMS:
+            raise InvalidRequestError(
+                f"items: {num_items} sent; send at most {MAX_ITEMS} in one call"
+            )
+
     async def score(self, items: Sequence[ScoreItem]) -> list[Scored | Failed]:
         """One outcome per item, in small requests between those of training.
 
@@ -32,10 +39,7 @@ class ScoreRequests:
             InvalidRequestError: too many items.
             ExhaustedError: too many calls at once.
         """
-        if len(items) > MAX_ITEMS:
-            raise InvalidRequestError(
-                f"items: {len(items)} sent; send at most {MAX_ITEMS} in one call"
-            )
+        self.check_size(len(items))
         if self._num_calls >= MAX_CALLS:
             raise ExhaustedError(
                 f"{self._num_calls} Score calls are running, the most at once; send one later"

@@ -28,6 +28,7 @@ from services.reward.scorer_messages import (
 from services.reward.scorer_worker import ScorerFault, ScorerWorker, start_worker
 from services.reward.scorers.registry import scored_characters
 from services.reward.scorers.reward_model_settings import RewardModelSettings, configured_settings
+from sluice.concurrency.waits import waiting_for
 from sluice.config.reward import CustomRewardFunctionConfig, RewardConfig, ScorerPoolConfig
 from sluice.types import Failed, FailureKind, Scored
 
@@ -136,13 +137,15 @@ class ScorerPool:
         async with self._worker() as worker:
             started_at = time.monotonic()
             try:
-                return await worker.score(items)
+                with waiting_for("scorer process", "grading"):
+                    return await worker.score(items)
             finally:
                 self._busy_seconds += time.monotonic() - started_at
 
     @asynccontextmanager
     async def _worker(self) -> AsyncIterator[ScorerWorker]:
-        seat = await self._idle.get()
+        with waiting_for("scorer pool", "freeing a process"):
+            seat = await self._idle.get()
         try:
             if seat.worker is None:
                 seat.worker = await start_worker(self._setup)

@@ -43,6 +43,7 @@ from services.reward.scorers.registry import Scorer, check_routes, scorer_for
 from sluice.errors import SluiceError
 
 MAX_OPEN_FILES = 256
+MAX_MORE_PROCESSES = 1024
 MAX_OUTPUT_BYTES = 64 * 2**10
 CPU_SLACK_S = 10
 _PR_SET_PDEATHSIG = 1
@@ -143,6 +144,21 @@ def _limit_resources(memory_bytes: int) -> None:
     _lower(resource.RLIMIT_AS, memory_bytes)
     _lower(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
     _lower(resource.RLIMIT_CORE, 0)
+    if num_threads := _threads_of_user():
+        # Counted for the whole user; the system does not count those of root.
+        _lower(resource.RLIMIT_NPROC, num_threads + MAX_MORE_PROCESSES)
+
+
+def _threads_of_user() -> int:
+    """Threads of all processes of this user; where there is no /proc: none."""
+    found = 0
+    for entry in os.scandir("/proc") if os.path.isdir("/proc") else ():
+        try:
+            if entry.name.isdigit() and entry.stat().st_uid == os.getuid():
+                found += len(os.listdir(f"/proc/{entry.name}/task"))
+        except OSError:
+            continue
+    return found
 
 
 def _lower(limit: int, value: int) -> None:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from mmap import mmap
 from pathlib import Path
 
@@ -27,6 +28,12 @@ from services.reward.scorer_messages import (
     frame,
     note_idle,
     read_progress,
+)
+from services.reward.scorer_offspring import (
+    MARK_VARIABLE,
+    end_marked,
+    kill_marked,
+    new_mark,
 )
 from sluice.concurrency.deadline import deadline
 from sluice.errors import ConfigError
@@ -55,10 +62,13 @@ class ScorerFault(Exception):
 class ScorerWorker:
     """A running scorer process. One request at a time. Made by `start_worker`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, page: mmap, timeout_s: float) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, page: mmap, timeout_s: float, mark: str
+    ) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         self._process, self._page, self._timeout_s = process, page, timeout_s
+        self._mark = mark
         self._stdin, self._stdout = process.stdin, process.stdout
         self._reply_decoder = msgspec.msgpack.Decoder(ScoreReply)
         self._header: bytes | None = None
@@ -110,21 +120,21 @@ class ScorerWorker:
 
     def kill(self) -> None:
         """End the process and all it started, at once."""
-        try:
+        with suppress(ProcessLookupError):
             # It leads its own session, so this reaches whatever the scorer started as well, also
-            # after the scorer itself has ended.
+            # after the scorer itself has ended, and no fork can get ahead of it.
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
+        kill_marked(self._mark)
 
     async def wait_ended(self) -> None:
-        """Wait until a killed process is gone.
+        """Wait until a killed process and all it started are gone.
 
         Raises:
-            DeadlineError: it is not (it hangs in the kernel).
+            DeadlineError: they are not (one hangs in the kernel).
         """
         async with deadline(END_TIMEOUT_S, peer=PEER, phase="ending after SIGKILL"):
             await self._process.wait()
+            await end_marked(self._mark)
 
     async def _reply_before_timeout(self, sent_at: float) -> bytes:
         """Wait as long as the item in work has time left, item after item."""
@@ -171,6 +181,7 @@ def _garbled(detail: str) -> ScorerFault:
 
 async def start_worker(setup: ScorerSetup, *, timeout_s: float = START_TIMEOUT_S) -> ScorerWorker:
     """Start a process and load its scorer; errors as in `ScorerWorker.set_up`."""
+    mark = new_mark()
     with tempfile.TemporaryFile() as file:
         file.truncate(PROGRESS_BYTES)
         page = mmap(file.fileno(), PROGRESS_BYTES)
@@ -181,10 +192,10 @@ async def start_worker(setup: ScorerSetup, *, timeout_s: float = START_TIMEOUT_S
             stdout=asyncio.subprocess.PIPE,
             pass_fds=(file.fileno(),),
             start_new_session=True,
-            env=_environment(),
+            env=_environment(mark),
             limit=2**20,
         )
-    worker = ScorerWorker(process, page, setup.timeout_s)
+    worker = ScorerWorker(process, page, setup.timeout_s, mark)
     try:
         await worker.set_up(setup, timeout_s)
     except BaseException:
@@ -194,11 +205,12 @@ async def start_worker(setup: ScorerSetup, *, timeout_s: float = START_TIMEOUT_S
     return worker
 
 
-def _environment() -> dict[str, str]:
+def _environment(mark: str) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH")
     path = [str(_PACKAGE_ROOT), *([inherited] if inherited else [])]
     # One thread each: there are as many processes as the configuration asks for.
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    own = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", MARK_VARIABLE: mark}
+    return {**os.environ, **own}
 
 
 def _ending(code: int) -> str:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
 import grpc
-from google.protobuf.json_format import MessageToDict
 
 from services.reward.assembly import RewardLoop
+from services.reward.awaited import as_waits
 from services.reward.evaluation import EvaluationOrder
 from services.reward.outcomes import PromptOutcome
 from services.reward.sampling import validation_sampling
 from services.reward.scorer_messages import ScoreItem
-from services.reward.submissions import Receipt, Submission, SubmissionSession
+from services.reward.submissions import Receipt, Submission, SubmissionSession, shown_id
 from services.reward.validation_results import EvaluationResult
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.common.v1 import common_pb2 as common
@@ -27,12 +27,21 @@ from sluice.codec.batch import (
     train_batch_to_proto,
 )
 from sluice.codec.fleet import replica_from_proto, replica_to_proto
+from sluice.codec.reward_rules import (
+    check_acknowledgement,
+    check_announcement,
+    check_evaluation,
+    check_prompt,
+    check_take,
+    extra_info_of,
+)
+from sluice.codec.waits import present_waits_to_proto
 from sluice.config.actor_rollout_ref import RolloutConfig
-from sluice.errors import InvalidRequestError
+from sluice.config.limits import LimitsConfig
+from sluice.errors import InvalidRequestError, SluiceError
 from sluice.rpc.call_policy import CALL_POLICIES
 from sluice.types import ChatMessage, Failed, Scored
 
-MAX_TEMPERATURE = 100.0
 MAX_SAMPLES = 1024
 ANSWER_MARGIN_S = 0.5
 """An answer that says what was waited for has to leave before the caller's deadline."""
@@ -51,28 +60,45 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         loop: what does the work.
         rollout: defaults of validation sampling.
         max_response_length: longest response, tokens.
+        limits: of what clients may send.
     """
 
-    def __init__(self, loop: RewardLoop, rollout: RolloutConfig, max_response_length: int) -> None:
-        self._loop, self._rollout = loop, rollout
+    def __init__(
+        self,
+        loop: RewardLoop,
+        rollout: RolloutConfig,
+        max_response_length: int,
+        limits: LimitsConfig | None = None,
+    ) -> None:
+        self._loop, self._rollout, self._limits = loop, rollout, limits or LimitsConfig()
         self._max_response_length = max_response_length
 
     async def SubmitPrompts(  # type: ignore[override]
         self, request_iterator: AsyncIterator[reward.SubmitPromptsRequest], context: Context
     ) -> None:
         """Receipts at once, outcomes as prompts end."""
-        with self._loop.submissions.session() as session:
+        refusal: SluiceError | None = None
+        submissions = self._loop.submissions
+        with submissions.session(self._limits.max_submit_streams) as session:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_write_events(session, context), name="submission events")
-                async for request in request_iterator:
-                    await session.room()
-                    self._loop.submissions.submit(_submission_from_proto(request), session)
-                session.close_input()
+                try:
+                    async for request in request_iterator:
+                        await session.room()
+                        self._submit(request, session)
+                    session.close_input()
+                except SluiceError as error:
+                    # Raised once nothing is being written: gRPC takes no status in between.
+                    refusal = error
+                    session.end()
+        if refusal is not None:
+            raise refusal
 
     async def TakeBatch(
         self, request: reward.TakeBatchRequest, context: Context
     ) -> reward.TakeBatchResponse:
         """Leases the next train batch."""
+        check_take(request)
         batch = await self._loop.pipeline.batches.take(
             request.step, request.policy_version, _seconds(context, "TakeBatch")
         )
@@ -83,6 +109,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward.AcknowledgeBatchRequest, context: Context
     ) -> reward.AcknowledgeBatchResponse:
         """Closes a lease."""
+        check_acknowledgement(request)
         groups = self._loop.pipeline.batches.acknowledge(request.batch_id, request.step)
         await self._loop.ledger.durable()
         await self._loop.dumps.trained(groups, request.step)
@@ -92,6 +119,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward.AnnouncePolicyRequest, context: Context
     ) -> reward.AnnouncePolicyResponse:
         """Takes on a version and its fleet."""
+        check_announcement(request)
         await self._loop.pipeline.announce(
             request.trainer_incarnation,
             request.policy_version,
@@ -103,7 +131,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     async def Score(self, request: reward.ScoreRequest, context: Context) -> reward.ScoreResponse:
         """Grades responses."""
-        items = [_item_from_proto(item) for item in request.items]
+        self._loop.score_requests.check_size(len(request.items))
+        items = [self._item(item, index) for index, item in enumerate(request.items)]
         outcomes = await self._loop.score_requests.score(items)
         return reward.ScoreResponse(results=[_result_to_proto(outcome) for outcome in outcomes])
 
@@ -122,10 +151,29 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Counters and waits."""
         return _status_to_proto(self._loop)
 
+    def _submit(self, request: reward.SubmitPromptsRequest, session: SubmissionSession) -> None:
+        limits = self._limits
+        try:
+            check_prompt(request, limits.max_prompt_turns)
+            session.check_room(limits.max_prompts_per_stream)
+            submission = _submission_from_proto(
+                request,
+                extra_info_of(request.extra_info, "extra_info", limits.max_extra_info_kb << 10),
+            )
+        except InvalidRequestError as error:
+            session.put(Receipt(shown_id(request.prompt_id), None, str(error)))
+            return
+        self._loop.submissions.submit(submission, session)
+
+    def _item(self, item: reward.ScoreItem, index: int) -> ScoreItem:
+        extra_info = extra_info_of(
+            item.extra_info, f"items[{index}].extra_info", self._limits.max_extra_info_kb << 10
+        )
+        return ScoreItem(item.data_source, item.response, item.ground_truth, extra_info)
+
     def _order_from_proto(self, request: reward.EvaluateRequest) -> EvaluationOrder:
+        check_evaluation(request)
         temperature = request.temperature if request.HasField("temperature") else None
-        if temperature is not None and not 0 <= temperature <= MAX_TEMPERATURE:
-            raise InvalidRequestError(f"temperature: {temperature} is not in [0, 100]")
         num_samples = request.n if request.HasField("n") else self._rollout.val_kwargs.n
         if not 1 <= num_samples <= MAX_SAMPLES:
             raise InvalidRequestError(f"n: {num_samples} is not in 1..{MAX_SAMPLES}")
@@ -150,13 +198,15 @@ def _seconds(context: _HasDeadline, method: str) -> float:
     return max(remaining - min(ANSWER_MARGIN_S, 0.1 * remaining), 0.0)
 
 
-def _submission_from_proto(request: reward.SubmitPromptsRequest) -> Submission:
+def _submission_from_proto(
+    request: reward.SubmitPromptsRequest, extra_info: Mapping[str, object]
+) -> Submission:
     return Submission(
         request.prompt_id,
         tuple(ChatMessage(turn.role, turn.content) for turn in request.messages),
         request.data_source,
         request.ground_truth,
-        MessageToDict(request.extra_info),
+        extra_info,
     )
 
 
@@ -174,13 +224,9 @@ def _event_to_proto(event: Receipt | PromptOutcome) -> reward.SubmitPromptsRespo
         step=event.step,
         rewards=event.rewards,
         detail=event.detail,
+        samples=event.samples,
     )
     return reward.SubmitPromptsResponse(outcome=outcome)
-
-
-def _item_from_proto(item: reward.ScoreItem) -> ScoreItem:
-    extra_info = MessageToDict(item.extra_info)
-    return ScoreItem(item.data_source, item.response, item.ground_truth, extra_info)
 
 
 def _result_to_proto(outcome: Scored | Failed) -> reward.ScoreResult:
@@ -207,6 +253,7 @@ def _evaluation_to_proto(result: EvaluationResult) -> reward.EvaluateResponse:
 
 def _status_to_proto(loop: RewardLoop) -> reward.GetStatusResponse:
     pipeline, accounts = loop.pipeline, loop.ledger.accounts()
+    awaited = pipeline.awaited()
     replicas: list[common.Replica] = [
         replica_to_proto(replica.info, replica.policy_version) for replica in loop.queue.replicas
     ]
@@ -222,7 +269,8 @@ def _status_to_proto(loop: RewardLoop) -> reward.GetStatusResponse:
         replicas=replicas,
         awaited=[
             reward.Awaited(peer=wait.peer, phase=wait.phase, seconds=seconds)
-            for wait, seconds in pipeline.awaited()
+            for wait, seconds in awaited
         ],
         statistics=loop.statistics(),
+        wait_report=present_waits_to_proto(as_waits(awaited)),
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.reward.batcher import BatchRules
+from services.reward.judgement import GroupNeeds
 from sluice.types import SamplingParams
 
 
@@ -12,8 +13,8 @@ from sluice.types import SamplingParams
 class PipelineSettings:
     """Settings of the groups and batches of a run.
 
-    With `greedy` one more response to each prompt is drawn, as a baseline. With `whole_groups` a
-    group of which a sample failed is of no use. `probe_samples` are drawn of a group before the
+    With `greedy` one more response to each prompt is drawn, as a baseline. `needs` says
+    which groups are of use. `probe_samples` are drawn of a group before the
     rest is decided about; ``None``: all are drawn at once. `epoch_rows` is the size of the data
     set, 0 without one.
     """
@@ -23,7 +24,7 @@ class PipelineSettings:
     sampling: SamplingParams
     filter_metric: str | None
     greedy: SamplingParams | None = None
-    whole_groups: bool = False
+    needs: GroupNeeds = field(default_factory=GroupNeeds)
     probe_samples: int | None = None
     epoch_rows: int = 0
 

@@ -6,8 +6,9 @@ acknowledgement. All other changes may be lost with the process, from some momen
 their prompts are pending then, and are generated once more.
 
 Stages are not written, since what they hold dies with the process: a prompt read back waits again,
-or is leased. A data-set prompt that ended leaves its position; an ended client's prompt stays whole
-until so many others have ended after it.
+or is leased. Samples are written as they are given (`save_samples`), and a prompt that waits again
+goes on from them. A data-set prompt that ended leaves its position; an ended client's prompt stays
+whole until so many others have ended after it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,17 @@ from typing import Self
 import msgspec
 
 from services.reward.ledger_content import EndedPrompt, encode_body
-from services.reward.ledger_recovery import pack_rewards, read_content, read_trained_after
+from services.reward.ledger_recovery import (
+    pack_rewards,
+    read_content,
+    read_samples,
+    read_trained_after,
+)
 from services.reward.ledger_schema import open_ledger_file, unusable
 from services.reward.ledger_writer import LedgerWriter, Statement
 from services.reward.memory_ledger import ENDED_IDS_REMEMBERED, MemoryLedger
+from services.reward.received_samples import ReceivedSamples
+from services.reward.sample_parts import SampleParts, encode_parts
 from sluice.errors import DataError, InvalidRequestError
 from sluice.types import DataProgress, Prompt, PromptEnd, PromptOrigin
 
@@ -51,6 +59,14 @@ _LEASE = "INSERT OR REPLACE INTO lease VALUES (1, ?, ?, ?)"
 _ACKNOWLEDGE = "INSERT INTO acknowledged (batch_id) VALUES (?)"
 _COUNT_ACKNOWLEDGED = "UPDATE ledger SET num_acknowledged = ?"
 _FORGET_ACKNOWLEDGED = "DELETE FROM acknowledged WHERE batch_id = ?"
+_STRIKE = (
+    "INSERT INTO strikes (key, strikes) VALUES (?, ?) ON CONFLICT (key) DO UPDATE "
+    "SET strikes = excluded.strikes"
+)
+_FORGET_STRIKES = "DELETE FROM strikes WHERE key = ?"
+_SAVE_SAMPLES = "INSERT INTO samples (prompt_id, body) VALUES (?, ?)"
+_FORGET_SAMPLES = "DELETE FROM samples WHERE prompt_id = ?"
+_FORGET_ENDED_SAMPLES = "DELETE FROM samples WHERE prompt_id NOT IN (SELECT prompt_id FROM pending)"
 
 
 class SqliteLedger(MemoryLedger):
@@ -68,11 +84,15 @@ class SqliteLedger(MemoryLedger):
     def __init__(self, path: Path, ended_ids: int = ENDED_IDS_REMEMBERED) -> None:
         database = open_ledger_file(path)
         try:
+            database.execute(_FORGET_ENDED_SAMPLES)
             content = read_content(database)
+            self._received, sizes = read_samples(database)
         except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError) as error:
             database.close()
             raise unusable(path, error) from error
         super().__init__(ended_ids, content)
+        self._sample_sizes = sizes
+        self._saved_bytes = self._sample_sizes.total()
         self._path = path
         self._writer = LedgerWriter(database, partial(unusable, path))
 
@@ -138,6 +158,7 @@ class SqliteLedger(MemoryLedger):
         elif prompt.position is not None:
             statements += self._position_statements(prompt.position, low_water)
         self._write(*statements)
+        self.forget_samples(prompt_id)
         return prompt
 
     def restart_data(self, progress: DataProgress) -> DataProgress:
@@ -198,6 +219,47 @@ class SqliteLedger(MemoryLedger):
         for prompt in chosen:
             forget: Statement = (_FORGET, (prompt.prompt_id,))
             self._write(forget, (_ACCEPT, (*_row(prompt), encode_body(prompt))))
+
+    def note_strikes(self, key: str, strikes: int) -> None:
+        """A prompt has so many strikes now; of those with some the last are remembered."""
+        self._write((_STRIKE, (key, strikes)) if strikes else (_FORGET_STRIKES, (key,)))
+        super().note_strikes(key, strikes)
+
+    @property
+    def saved_bytes(self) -> int | None:
+        """Size of all samples that are noted."""
+        return self._saved_bytes
+
+    def received(self, prompt_id: str) -> ReceivedSamples | None:
+        """What an earlier service received of a prompt's samples."""
+        return self._received.get(prompt_id)
+
+    def save_samples(self, prompt_id: str, parts: SampleParts) -> None:
+        """Note what else was received of a prompt's samples, if it is pending."""
+        if prompt_id in self._prompts:
+            body = encode_parts(parts)
+            self._sample_sizes[prompt_id] += len(body)
+            self._saved_bytes += len(body)
+            self._write((_SAVE_SAMPLES, (prompt_id, body)))
+
+    def forget_samples(self, prompt_id: str) -> None:
+        """What was received of a prompt's samples is of no use any more."""
+        self._received.pop(prompt_id, None)
+        if (size := self._sample_sizes.pop(prompt_id, 0)) > 0:
+            self._saved_bytes -= size
+            self._write((_FORGET_SAMPLES, (prompt_id,)))
+
+    def outlive_trainer(self, version: int | None) -> None:
+        """Another trainer begins: forget samples of versions after its own, or all (``None``)."""
+        for prompt_id in tuple(self._sample_sizes):
+            received = self._received.get(prompt_id) if version is not None else None
+            left = received.up_to(version) if received and version is not None else None
+            if left is not None and left is received:
+                continue
+            self.forget_samples(prompt_id)
+            if left is not None and left.rollouts:
+                self._received[prompt_id] = left
+                self.save_samples(prompt_id, SampleParts.whole(left))
 
     def _remember(self, prompt_id: str, ended: EndedPrompt) -> None:
         oldest = next(iter(self._ended), None)

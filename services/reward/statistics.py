@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from sluice.types import PromptEnd, TrainGroup
+from sluice.types import FailureKind, Outcome, PromptEnd, Scored, TrainGroup
 
 _NAME_BY_END = {
     PromptEnd.FILTERED_ALL_RIGHT: "train/groups_all_right",
@@ -23,6 +23,9 @@ _FILTERED = (
     PromptEnd.FILTERED_ALL_WRONG,
     PromptEnd.FILTERED_UNIFORM,
 )
+SCORED, STALE = "scored", "stale"
+SAMPLE_OUTCOMES = (SCORED, *(kind.value for kind in FailureKind), STALE)
+"""How samples end. One that was graded and grew stale then counts as both."""
 
 
 class Discard(StrEnum):
@@ -48,6 +51,7 @@ class IntervalStatistics:
     num_greedy_tokens: int = 0
     discarded_tokens: Counter[Discard] = field(default_factory=Counter)
     ends: Counter[PromptEnd] = field(default_factory=Counter)
+    sample_outcomes: Counter[str] = field(default_factory=Counter)
 
     def metrics(self, now: float, *, round_size: int, scorer_seconds: float) -> dict[str, float]:
         """The interval as metrics.
@@ -73,9 +77,19 @@ class IntervalStatistics:
             "train/groups_restarted": float(self.num_restarted),
             "train/samples_graded": float(self.num_graded_samples),
             "train/samples_failed": float(self.num_failed_samples),
+            **{
+                f"train/outcomes/{name}": float(self.sample_outcomes[name])
+                for name in SAMPLE_OUTCOMES
+            },
             "timing_s/batch_fill": now - self.started_at,
             "timing_s/reward": scorer_seconds - self.scorer_seconds_before,
         }
+
+
+def outcome_counts(outcomes: Iterable[Outcome]) -> dict[str, int]:
+    """Samples by how they ended, in names of `SAMPLE_OUTCOMES`; without those that are 0."""
+    names = (SCORED if isinstance(each, Scored) else each.kind.value for each in outcomes)
+    return dict(Counter(names))
 
 
 def batch_content_metrics(

@@ -20,6 +20,7 @@ def sampling_rules(config: RunConfig) -> SamplingRules:
         exploration=sampling.exploration,
         coverage_guard=sampling.coverage_guard,
         seed=abs(config.data.seed or 0),
+        paces=config.sluice.asynchrony.pace,
     )
 
 

@@ -17,11 +17,12 @@ from services.reward.ledger import PromptLedger
 from services.reward.ledger_content import body_digest, encode_body
 from services.reward.outcomes import PromptOutcome
 from services.reward.prompt_source import DATASET_ID_PREFIX
-from sluice.errors import DataError, InvalidRequestError
+from sluice.errors import DataError, ExhaustedError, InvalidRequestError
 from sluice.types import ChatMessage, Prompt, PromptOrigin
 
 MAX_ID_BYTES = 128
 MAX_UNSENT = 1024
+MAX_SESSIONS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,14 @@ class SubmissionSession:
         """Wait until the client has read enough of what it was told to be given more."""
         await self._has_room.wait()
 
+    def check_room(self, most: int) -> None:
+        """Raises InvalidRequestError if `most` of its prompts are unfinished."""
+        if self.num_open >= most:
+            raise InvalidRequestError(
+                f"{self.num_open} prompts of this call are unfinished, the most that "
+                "sluice.limits.max_prompts_per_stream allows; wait for outcomes"
+            )
+
     def close_input(self) -> None:
         """No more prompts come: the call ends when all of them have ended."""
         self._is_closed = True
@@ -91,7 +100,7 @@ class SubmissionSession:
         Raises:
             DataError, DeadlineError: the ledger cannot be written.
         """
-        while not (self._is_closed and self.num_open == 0 and self._events.empty()):
+        while not (self._is_closed and self.num_open <= 0 and self._events.empty()):
             told = await self._events.get()
             if self._events.qsize() < MAX_UNSENT:
                 self._has_room.set()
@@ -134,7 +143,7 @@ class Submissions:
         try:
             prompt = self._known_pending(submission, session) or self._accepted(submission)
         except (InvalidRequestError, DataError) as error:
-            session.put(Receipt(submission.prompt_id, None, str(error)))
+            session.put(Receipt(shown_id(submission.prompt_id), None, str(error)))
             return
         if (before := self._sessions.get(prompt.prompt_id)) is not None:
             before.lose()
@@ -152,8 +161,17 @@ class Submissions:
             session.put(outcome)
 
     @contextmanager
-    def session(self) -> Iterator[SubmissionSession]:
-        """A client's session; when it leaves its prompts stay."""
+    def session(self, most: int = MAX_SESSIONS) -> Iterator[SubmissionSession]:
+        """A client's session; when it leaves its prompts stay.
+
+        Raises:
+            ExhaustedError: `most` are open.
+        """
+        if len(self._open_sessions) >= most:
+            raise ExhaustedError(
+                f"{len(self._open_sessions)} SubmitPrompts calls are open, the most that "
+                "sluice.limits.max_submit_streams allows; end one, or send all prompts in one call"
+            )
         session = SubmissionSession(self._ledger)
         self._open_sessions.add(session)
         try:
@@ -211,6 +229,11 @@ class Submissions:
         if not says_the_same:
             return None
         return PromptOutcome(prompt, ended.end, ended.step, ended.rewards, ended.detail)
+
+
+def shown_id(prompt_id: str) -> str:
+    """An id as receipts of refused prompts echo it: whole if it may be one, else its beginning."""
+    return prompt_id if len(prompt_id) <= MAX_ID_BYTES else prompt_id[:MAX_ID_BYTES]
 
 
 def _prompt(submission: Submission, sequence: int) -> Prompt:

@@ -81,15 +81,21 @@ def uses_of_group(
 ) -> Counter[TokenUse]:
     """The tokens of a group that ended, by use.
 
+    Tokens of an earlier service that its samples went on from are taken off those aborted, to
+    which they were counted when that service ended: so the sum is what this service received, and
+    the count of aborted tokens may be below 0.
+
     Args:
         use: of its graded samples, and of its greedy response.
         trace: what was received for it, in all attempts.
         graded: its samples; ``None``: they were never all there, and what was not thrown away is
             of one use.
     """
+    reused = trace.num_reused_tokens
+    num_tokens = trace.num_tokens + reused
     if graded is None:
         lost = trace.num_thrown_away_tokens
-        return Counter({use: trace.num_tokens - lost, TokenUse.ABORTED: lost})
+        return Counter({use: num_tokens - lost, TokenUse.ABORTED: lost - reused})
     found = Counter({use: graded.greedy.group.num_response_tokens if graded.greedy else 0})
     for rollout, outcome in zip(graded.group.rollouts, graded.outcomes, strict=True):
         if not isinstance(outcome, Failed):
@@ -99,5 +105,5 @@ def uses_of_group(
         else:
             found[TokenUse.FAILED] += rollout.num_tokens
     # What is in no sample of the group was drawn by attempts that another one replaced.
-    found[TokenUse.ABORTED] += max(0, trace.num_tokens - found.total())
+    found[TokenUse.ABORTED] += max(0, num_tokens - found.total()) - reused
     return found

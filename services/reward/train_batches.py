@@ -134,8 +134,9 @@ class TrainBatches:
         """The lease, unless the trainer has gone on to a version the batch was not checked for."""
         lease = self._batcher.lease
         if lease is None:
-            if self._ledger.open_lease is not None:
+            if (lost := self._ledger.open_lease) is not None:
                 self.recovered.give_back()
+                self._batcher.not_in_training(lost.version)
                 self._changes.notify()
             return None
         if lease.batch.policy_version == version:

@@ -24,6 +24,7 @@ class YieldGuard:
         self._counts: Counter[str] = Counter()
         self._last_failure = ""
         self._num_left_out, self._last_left_out = 0, ""
+        self._num_quarantined = 0
 
     def ended(self, end: PromptEnd | None, detail: str) -> None:
         """Note how a group ended; ``None``: it was kept."""
@@ -39,6 +40,10 @@ class YieldGuard:
         """Note a prompt that was not generated for: it is longer than data.max_prompt_length."""
         self._num_left_out += 1
         self._last_left_out = detail
+
+    def quarantined(self) -> None:
+        """Note a prompt that was not generated for: it is in quarantine."""
+        self._num_quarantined += 1
 
     def check_yield(self) -> None:
         """Raises `BatchUnfillableError` if too few of the last groups were kept.
@@ -78,4 +83,6 @@ class YieldGuard:
         left_out = ""
         if self._num_left_out:
             left_out = f"; {self._num_left_out} left out as too long, last: {self._last_left_out}"
+        if self._num_quarantined:
+            left_out += f"; {self._num_quarantined} in quarantine (reward/quarantine.jsonl)"
         return f" (last {len(self._window)} groups: {counts or 'none'}{left_out}{failure})"

@@ -9,12 +9,14 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.rollout.engine_pulse import EnginePulse
 from services.rollout.engines.protocol import Engine
 from services.rollout.engines.registry import create_engine
 from services.rollout.hand_over import CountedGeneration
 from services.rollout.prompt_encoder import PromptEncoder
 from services.rollout.registration import Registration
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer, WeightSyncServicer
+from services.rollout.watch import watching
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.api.weights.v1 import weights_pb2_grpc
 from sluice.concurrency.exit_status import exit_status
@@ -26,6 +28,7 @@ from sluice.config.endpoints import advertised_address, peer_address
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.rpc.channel import open_channel
+from sluice.rpc.credentials import Credentials, service_credentials
 from sluice.rpc.server import RpcServer
 from sluice.rpc.stubs import trainer_stub
 from sluice.telemetry.logs import configure_logging
@@ -61,6 +64,7 @@ def _parse(argv: list[str]) -> _Arguments:
 async def _serve(arguments: _Arguments) -> None:
     config = load_config(arguments.config, arguments.overrides)
     configure_logging(arguments.name, config.sluice.log_level)
+    credentials = service_credentials(config.sluice.security, config.sluice.rollout.endpoint)
     encoder = _encoder(config)
     engine = create_engine(config)
     identity = ReplicaIdentity(arguments.name, str(uuid.uuid4()))
@@ -68,10 +72,12 @@ async def _serve(arguments: _Arguments) -> None:
     with stop_on_signals(stop):
         await engine.start()
         try:
-            server = _server(config, engine, encoder, identity)
+            server = _server(config, engine, encoder, identity, credentials)
             await server.start()
             try:
-                await _take_part(config, engine, _replica(config, identity, server.port), stop)
+                replica = _replica(config, identity, server.port)
+                with watching(config, identity.name, engine.load, replica.address):
+                    await _take_part(config, engine, replica, credentials, stop)
             finally:
                 await server.stop(config.sluice.rollout.drain_timeout_s)
         finally:
@@ -91,7 +97,11 @@ def _encoder(config: RunConfig) -> PromptEncoder:
 
 
 def _server(
-    config: RunConfig, engine: Engine, encoder: PromptEncoder, identity: ReplicaIdentity
+    config: RunConfig,
+    engine: Engine,
+    encoder: PromptEncoder,
+    identity: ReplicaIdentity,
+    credentials: Credentials,
 ) -> RpcServer:
     service, endpoint = config.sluice.rollout, config.sluice.rollout.endpoint
     rollouts = RolloutServicer(
@@ -113,7 +123,9 @@ def _server(
         _SERVICES,
         host=endpoint.host,
         port=endpoint.port,
+        health_port=endpoint.health_port,
         max_message_bytes=message_mb(config) << 20,
+        credentials=credentials,
     )
 
 
@@ -128,23 +140,34 @@ def _replica(config: RunConfig, identity: ReplicaIdentity, port: int) -> Replica
 
 
 async def _take_part(
-    config: RunConfig, engine: Engine, replica: ReplicaInfo, stop: asyncio.Event
+    config: RunConfig,
+    engine: Engine,
+    replica: ReplicaInfo,
+    credentials: Credentials,
+    stop: asyncio.Event,
 ) -> None:
     """Stays registered until `stop`, then tells the trainer that the replica drains."""
     trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
     limit = message_mb(config) << 20
-    async with open_channel(trainer, max_message_bytes=limit) as channel:
+    async with open_channel(trainer, max_message_bytes=limit, credentials=credentials) as channel:
         digest = layout_digest(engine.weight_layout)
-        registration = Registration(trainer_stub(channel), replica, digest, engine.load)
-        await _until_stopped(registration, stop)
+        pulse = EnginePulse(engine)
+        registration = Registration(
+            trainer_stub(channel), replica, digest, engine.load, lambda: pulse.turns
+        )
+        await _until_stopped(registration, pulse, stop)
         await registration.announce_drain()
 
 
-async def _until_stopped(registration: Registration, stop: asyncio.Event) -> None:
+async def _until_stopped(
+    registration: Registration, pulse: EnginePulse, stop: asyncio.Event
+) -> None:
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(registration.run(), name="registration")
+        beating = tasks.create_task(pulse.run(), name="engine pulse")
         await stop.wait()
         running.cancel()
+        beating.cancel()
 
 
 def main() -> int:

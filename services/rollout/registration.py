@@ -20,6 +20,7 @@ from services.rollout.engines.protocol import EngineLoad
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.codec.fleet import replica_to_proto
+from sluice.concurrency.waits import Wait, waiting_for
 from sluice.errors import DeadlineError, NotFoundError, PeerError, SluiceError
 from sluice.rpc.call import unary_call
 from sluice.telemetry.process_age import process_age_s
@@ -39,6 +40,7 @@ class Registration:
         replica: who we are.
         layout_digest: digest of the names, dtypes and shapes of our weights.
         load: the engine's latest counters.
+        turns: questions that the engine's loop has answered; 0: nobody counts.
     """
 
     def __init__(
@@ -47,9 +49,10 @@ class Registration:
         replica: ReplicaInfo,
         layout_digest: str,
         load: Callable[[], EngineLoad],
+        turns: Callable[[], int] = lambda: 0,
     ) -> None:
         self._stub, self._replica, self._layout_digest = stub, replica, layout_digest
-        self._load = load
+        self._load, self._turns = load, turns
         self._absence = _Absence()
 
     async def run(self) -> None:
@@ -108,6 +111,7 @@ class Registration:
                 seconds_by_state=load.seconds_by_state,
                 wall_seconds=process_age_s(),
                 draining=draining,
+                engine_turns=self._turns(),
             ),
             name="TrainerService/Heartbeat",
             peer="trainer",
@@ -121,10 +125,12 @@ class _Absence:
     def __init__(self) -> None:
         self._since_s: float | None = None
         self._is_told = False
+        self._wait: Wait | None = None
 
     def go_on(self, error: SluiceError) -> None:
         now_s = time.monotonic()
         self._since_s = now_s if self._since_s is None else self._since_s
+        self._wait = self._wait or waiting_for("trainer", "coming back into reach")
         if now_s - self._since_s >= _NEWS_AFTER_S and not self._is_told:
             logger.warning("trainer out of reach for %g s, trying on: %s", _NEWS_AFTER_S, error)
             self._is_told = True
@@ -132,4 +138,6 @@ class _Absence:
     def end(self) -> None:
         if self._is_told:
             logger.info("the trainer is back")
-        self._since_s, self._is_told = None, False
+        if self._wait is not None:
+            self._wait.end()
+        self._since_s, self._is_told, self._wait = None, False, None

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from services.rollout.engines.protocol import Engine, GenerationRequest, PartialSample
+from services.rollout.engines.protocol import (
+    Engine,
+    EngineLoad,
+    GenerationRequest,
+    PartialSample,
+)
 from services.rollout.generation import Delivery, Generation, GenerationEvent
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
@@ -22,6 +27,10 @@ from sluice.codec.rollout import (
     rollout_to_proto,
     sampling_from_proto,
 )
+from sluice.codec.rollout_rules import check_generate, check_partials
+from sluice.codec.waits import present_waits_to_proto
+from sluice.codec.weights_rules import check_abort, check_commit, check_join, check_stage
+from sluice.concurrency.waits import Waiting, waiting_for
 from sluice.errors import InvalidRequestError, NotReadyError
 from sluice.telemetry.process_age import process_age_s
 from sluice.types import ChatMessage, TokenIds
@@ -81,20 +90,23 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         """Streams samples of one prompt."""
-        decoded = self._decode(request)
+        check_generate(request, self._max_n)
         partials = [rollout_from_proto(partial) for partial in request.partials]
+        check_partials(partials)
+        decoded = self._decode(request)
         await context.write(self._accepted(decoded))
 
         async def send(event: GenerationEvent) -> None:
-            await context.write(_event_to_proto(event))
+            with waiting_for("caller", "taking samples"):
+                await context.write(_event_to_proto(event))
 
         await self._generation.run(decoded, partials, _delivery(request), send)
 
     async def GetStatus(
         self, request: rollout.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> rollout.GetStatusResponse:
-        """Load, capacity and version, asked from inside the engine's loop."""
-        load = await self._engine.probe()
+        """Load, capacity and version, asked from inside the engine's loop unless told not to."""
+        load = self._engine.load() if request.without_engine else await self._engine.probe()
         return rollout.GetStatusResponse(
             name=self._identity.name,
             incarnation=self._identity.incarnation,
@@ -110,6 +122,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             seconds_by_state=load.seconds_by_state,
             wall_seconds=process_age_s(),
             engine=self._engine_name,
+            wait_report=present_waits_to_proto(_first_weights(load)),
         )
 
     def _accepted(self, request: GenerationRequest) -> rollout.GenerateResponse:
@@ -125,10 +138,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     def _decode(self, request: rollout.GenerateRequest) -> GenerationRequest:
         indexes = tuple(request.sample_indexes)
-        if not 1 <= len(indexes) <= self._max_n or len(set(indexes)) != len(indexes):
-            raise InvalidRequestError(
-                f"sample_indexes: {len(indexes)} given; send 1 to {self._max_n} different indexes"
-            )
         unasked = {partial.sample_index for partial in request.partials} - set(indexes)
         if unasked:
             raise InvalidRequestError(f"partials: sample {min(unasked)} is not in sample_indexes")
@@ -171,6 +180,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return ids
 
 
+def _first_weights(load: EngineLoad) -> tuple[Waiting, ...]:
+    if load.version is not None:
+        return ()
+    return (Waiting("trainer", "sending the first weights", process_age_s()),)
+
+
 def _delivery(request: rollout.GenerateRequest) -> Delivery:
     every_token = request.stream_mode == rollout.STREAM_MODE_TOKENS
     interval_s = request.partial_interval_ms / 1000
@@ -208,6 +223,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
         self, request: weights.JoinGroupRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights.JoinGroupResponse:
         """Joins an epoch's transfer group."""
+        check_join(request, self._engine.weight_layout)
         digest = await self._engine.join_group(group_spec_from_proto(request))
         return weights.JoinGroupResponse(epoch=request.epoch, plan_digest=digest)
 
@@ -215,6 +231,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
         self, request: weights.StageUpdateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights.StageUpdateResponse:
         """Receives a version while generation goes on."""
+        check_stage(request)
         staged = await self._engine.stage(request.epoch, request.policy_version)
         return weights.StageUpdateResponse(
             policy_version=staged.version,
@@ -227,6 +244,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
         self, request: weights.CommitUpdateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights.CommitUpdateResponse:
         """Swaps the staged version in."""
+        check_commit(request)
         done = await self._engine.commit(request.epoch, request.policy_version, request.digest)
         return weights.CommitUpdateResponse(
             policy_version=done.version, digest=done.digest, stall_seconds=done.stall_s
@@ -236,5 +254,6 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
         self, request: weights.AbortUpdateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights.AbortUpdateResponse:
         """Throws away what is staged."""
+        check_abort(request)
         await self._engine.abort_update(request.epoch, request.reason)
         return weights.AbortUpdateResponse(policy_version=self._engine.load().version)

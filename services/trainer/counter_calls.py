@@ -13,6 +13,7 @@ from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.errors import PeerError
 from sluice.rpc.call import unary_call
 from sluice.rpc.channel import open_channel
+from sluice.rpc.credentials import OPEN, Credentials
 from sluice.rpc.stubs import rollout_stub
 from sluice.types import ReplicaInfo
 
@@ -39,9 +40,14 @@ def load_from_proto(message: trainer.HeartbeatRequest | rollout.GetStatusRespons
 
 
 class ReplicaCounterCalls:
-    """One channel to each replica, for as long as it is a member. Close it."""
+    """One channel to each replica, for as long as it is a member. Close it.
 
-    def __init__(self) -> None:
+    Args:
+        credentials: what replicas are shown.
+    """
+
+    def __init__(self, credentials: Credentials = OPEN) -> None:
+        self._credentials = credentials
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def ask(self, replica: ReplicaInfo) -> Load:
@@ -52,7 +58,11 @@ class ReplicaCounterCalls:
         """
         channel = self._channels.get(replica.incarnation)
         if channel is None:
-            channel = open_channel(replica.address, max_message_bytes=_MAX_MESSAGE_BYTES)
+            channel = open_channel(
+                replica.address,
+                max_message_bytes=_MAX_MESSAGE_BYTES,
+                credentials=self._credentials,
+            )
             self._channels[replica.incarnation] = channel
         answer = await unary_call(
             rollout_stub(channel).GetStatus,

@@ -1,4 +1,7 @@
-"""Who serves: replicas by name and incarnation, alive as long as their heartbeats come.
+"""Who serves: replicas by name and incarnation, as long as they live and get on.
+
+A replica lives as long as its heartbeats come. One that lives, has work and draws no token is put
+out of use, and comes back as a newcomer when its engine gets on.
 
 Pure state with the time passed in; the shell calls it from one event loop. `changed` is set at
 every change of membership or state and cleared by whoever acts on it.
@@ -8,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from services.trainer.engine_progress import EngineProgress, EngineSign
 from sluice.algorithm.accounts import ReplicaCounters, fleet_counters
 from sluice.errors import InvalidRequestError, NotFoundError
 from sluice.types import ReplicaInfo
@@ -25,6 +30,7 @@ class MemberState(StrEnum):
     PENDING = "pending"  # known, without the current weights
     SERVING = "serving"
     DRAINING = "draining"  # takes nothing new; its samples are generated elsewhere
+    STALLED = "stalled"  # lives, but its engine does not get on; as above, until it does
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +77,15 @@ class Fleet:
     Args:
         layout_digest: replicas whose weights have other names, dtypes or shapes are refused.
         ttl_s: seconds without a heartbeat after which a replica is dropped.
+        stall_s: seconds with work and without a token after which a replica is put out of use.
     """
 
-    def __init__(self, layout_digest: str, ttl_s: float) -> None:
-        self._layout_digest, self._ttl_s = layout_digest, ttl_s
+    def __init__(self, layout_digest: str, ttl_s: float, stall_s: float = math.inf) -> None:
+        self._layout_digest, self._ttl_s, self._stall_s = layout_digest, ttl_s, stall_s
         self._members: dict[str, Member] = {}
         # By incarnation, also of those who left: their counters count on when they come back.
         self._loads: dict[str, Load] = {}
+        self._progress: dict[str, EngineProgress] = {}
         self._refusals: dict[str, str] = {}
         self.changed = asyncio.Event()
 
@@ -100,14 +108,31 @@ class Fleet:
             self._members[info.name] = replace(known, info=info, last_seen_s=now_s)
             return
         load = self._loads.setdefault(info.incarnation, Load(0, 0, 0, 0.0))
-        self._members[info.name] = Member(info, MemberState.PENDING, -1, now_s, load, 0.0, 0.0)
+        progress = self._progress.get(info.incarnation)
+        is_stalled = progress is not None and progress.is_stalled
+        state = MemberState.STALLED if is_stalled else MemberState.PENDING
+        self._members[info.name] = Member(info, state, -1, now_s, load, 0.0, 0.0)
         logger.info("replica %s registered at %s", info.name, info.address)
         self.changed.set()
 
     def heartbeat(
-        self, name: str, incarnation: str, load: Load, *, draining: bool, now_s: float
+        self,
+        name: str,
+        incarnation: str,
+        load: Load,
+        *,
+        draining: bool,
+        now_s: float,
+        turns: int = 0,
     ) -> None:
-        """Notes that a replica lives.
+        """Notes that a replica lives, and whether its engine gets on.
+
+        Args:
+            name, incarnation: which.
+            load: its counters.
+            draining: whether it is going away.
+            now_s: the time.
+            turns: questions that its engine's loop has answered; 0: they are not counted.
 
         Raises:
             NotFoundError: this incarnation is unknown; it registers again.
@@ -116,7 +141,9 @@ class Fleet:
         elapsed_s = max(now_s - member.last_seen_s, 1e-6)
         tokens = load.generated_tokens - member.load.generated_tokens
         busy_s = load.busy_seconds - member.load.busy_seconds
-        state = MemberState.DRAINING if draining else member.state
+        sign = EngineSign(load.generated_tokens, turns, load.slots_busy + load.queued > 0)
+        progress = self._note_progress(incarnation, sign, now_s)
+        state = MemberState.DRAINING if draining else _judged(member.state, progress)
         self._note(incarnation, load)
         self._members[name] = replace(
             member,
@@ -127,7 +154,7 @@ class Fleet:
             idle_share=min(1.0, max(0.0, 1.0 - busy_s / elapsed_s)),
         )
         if state is not member.state:
-            logger.info("replica %s drains", name)
+            _tell(name, member.state, state, now_s - progress.since_s)
             self.changed.set()
 
     def note_counters(self, info: ReplicaInfo, load: Load) -> None:
@@ -139,7 +166,7 @@ class Fleet:
         """Drops and returns the replicas that were silent for longer than the time to live."""
         silent = [m for m in self._members.values() if now_s - m.last_seen_s > self._ttl_s]
         for member in silent:
-            self.expel(member.info, f"no heartbeat for {now_s - member.last_seen_s:.1f} s")
+            self._drop(member.info, f"no heartbeat for {now_s - member.last_seen_s:.1f} s")
         return tuple(member.info for member in silent)
 
     def expel(self, info: ReplicaInfo, reason: str) -> None:
@@ -147,9 +174,10 @@ class Fleet:
         member = self._members.get(info.name)
         if member is None or member.info.incarnation != info.incarnation:
             return
-        logger.warning("replica %s dropped: %s", info.name, reason)
-        del self._members[info.name]
-        self.changed.set()
+        self._drop(info, reason)
+        # It lives but failed us; when it registers again, its engine has to answer first.
+        if (progress := self._progress.get(info.incarnation)) is not None:
+            self._progress[info.incarnation] = progress.suspected()
 
     def refuse(self, info: ReplicaInfo, reason: str) -> None:
         """Drops one incarnation for good: what is wrong with it does not pass."""
@@ -191,6 +219,16 @@ class Fleet:
             for incarnation, load in self._loads.items()
         )
 
+    def _drop(self, info: ReplicaInfo, reason: str) -> None:
+        logger.warning("replica %s dropped: %s", info.name, reason)
+        del self._members[info.name]
+        self.changed.set()
+
+    def _note_progress(self, incarnation: str, sign: EngineSign, now_s: float) -> EngineProgress:
+        known = self._progress.get(incarnation) or EngineProgress(sign, now_s)
+        self._progress[incarnation] = known.after(sign, now_s, self._stall_s)
+        return self._progress[incarnation]
+
     def _note(self, incarnation: str, load: Load) -> None:
         """Keeps the newest counters: answers and heartbeats overtake each other."""
         known = self._loads.get(incarnation)
@@ -202,3 +240,21 @@ class Fleet:
         if member is None or member.info.incarnation != incarnation:
             raise NotFoundError(f"replica {name} ({incarnation}) is unknown; register again")
         return member
+
+
+def _judged(state: MemberState, progress: EngineProgress) -> MemberState:
+    """A replica's state after a heartbeat; one that gets on again needs the weights first."""
+    if state in (MemberState.PENDING, MemberState.SERVING) and progress.is_stalled:
+        return MemberState.STALLED
+    if state is MemberState.STALLED and not progress.is_stalled:
+        return MemberState.PENDING
+    return state
+
+
+def _tell(name: str, before: MemberState, state: MemberState, idle_s: float) -> None:
+    if state is MemberState.DRAINING:
+        logger.info("replica %s drains", name)
+    elif state is MemberState.STALLED:
+        logger.warning("replica %s out of use: work, but no token for %.1f s", name, idle_s)
+    elif before is MemberState.STALLED:
+        logger.info("replica %s gets on again and needs the present weights", name)

@@ -22,7 +22,7 @@ from services.trainer.bookkeeper import Bookkeeper
 from services.trainer.counter_calls import ReplicaCounterCalls, RewardCounterCalls
 from services.trainer.fleet import Fleet
 from services.trainer.follower import REWARD_START_TIMEOUT_S, join_ranks, share_total_steps
-from services.trainer.learner.checkpoint import Checkpoint, CheckpointStore, resume_point
+from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.parallel import DataParallel
 from services.trainer.learner.rank_command import RankLeader
 from services.trainer.learner.worker import Learner
@@ -33,12 +33,14 @@ from services.trainer.metrics.reporter import Reporter
 from services.trainer.metrics.sequence_balance import balance_metrics, rank_cut
 from services.trainer.metrics.sinks import JSONL, SinkTarget, check_sinks, open_sinks
 from services.trainer.metrics.step_metrics import RunScale
+from services.trainer.own_progress import Beginning, beginning
 from services.trainer.port_reservation import PortReservation
 from services.trainer.replica_client import ReplicaClient
 from services.trainer.reward_client import RewardClient
 from services.trainer.run_state import RunState
 from services.trainer.sampling_notice import sampling_notice
 from services.trainer.servicer import TrainerServicer
+from services.trainer.watch import watching
 from services.trainer.weight_publisher import WeightPublisher
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2_grpc
@@ -55,6 +57,7 @@ from sluice.config.group_needs import needs_greedy_baseline, needs_whole_groups
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device, transfer_device
 from sluice.rpc.channel import open_channel
+from sluice.rpc.credentials import Credentials, service_credentials
 from sluice.rpc.server import RpcServer
 from sluice.rpc.stubs import reward_stub
 from sluice.telemetry.process_age import process_age_s
@@ -83,7 +86,7 @@ class _Trained:
     snapshots: SnapshotBuffers
     tensors: tuple[TensorSpec, ...]
     total_steps: int
-    resumed: Checkpoint | None
+    begins: Beginning
 
 
 async def run_leader(config: RunConfig) -> bool:
@@ -109,8 +112,9 @@ async def _lead(config: RunConfig) -> None:
     _warn(config)
     async with AsyncExitStack() as stack:
         endpoint = config.sluice.trainer.endpoint
+        credentials = service_credentials(config.sluice.security, endpoint)
         port = stack.enter_context(PortReservation(endpoint.host, endpoint.port))
-        stub = await _connect_reward(config, stack)
+        stub = await _connect_reward(config, credentials, stack)
         reward = RewardClient(stub, incarnation, config.sluice.trainer.batch_timeout_s)
         dataset_rows = await reward.wait_until_up(REWARD_START_TIMEOUT_S)
         # Forming the ranks and loading block; nothing else needs the loop yet.
@@ -121,24 +125,29 @@ async def _lead(config: RunConfig) -> None:
         trainer = config.trainer
         names = (trainer.project_name, trainer.experiment_name)
         logger.info("%s / %s: %d steps", *names, trained.total_steps)
-        step = trained.resumed.step if trained.resumed else 0
+        resumed = trained.begins.checkpoint
+        step = resumed.step if resumed else 0
         state = RunState(incarnation, trained.total_steps, step, process_age_s())
-        fleet = Fleet(layout_digest(trained.tensors), config.sluice.trainer.replica_ttl_s)
-        record = await _open_record(config)
+        service = config.sluice.trainer
+        fleet = Fleet(
+            layout_digest(trained.tensors), service.replica_ttl_s, service.replica_stall_s
+        )
+        record = await _open_record(config, trained.begins.replaces_after)
         stack.push_async_callback(record.close)
-        publisher = _publisher(config, fleet, trained)
+        publisher = _publisher(config, fleet, trained, credentials)
         stack.push_async_callback(publisher.close)
         port.release()
-        await _serve(config, fleet, state, stack)
+        await _serve(config, fleet, state, credentials, stack)
+        stack.enter_context(watching(config, state, fleet))
         # First of all at the end: whoever watches or waits for a checkpoint gets an answer.
         stack.push_async_callback(state.finish)
-        replicas = ReplicaCounterCalls()
+        replicas = ReplicaCounterCalls(credentials)
         stack.push_async_callback(replicas.close)
         books = Bookkeeper(
             fleet, state, ask_replica=replicas.ask, ask_reward=RewardCounterCalls(stub).ask
         )
         parts = LoopParts(trained.policy, reward, publisher, record, books, fleet, state)
-        resume_from = trained.resumed.progress if trained.resumed else None
+        resume_from = resumed.progress if resumed else None
         loop = TrainLoop(_loop_settings(config, dataset_rows), parts, resume_from)
         await _run_loop(loop, fleet, books, replicas)
     # Once more, with the seconds of shutting down.
@@ -176,10 +185,14 @@ async def _keep_books(books: Bookkeeper, fleet: Fleet, replicas: ReplicaCounterC
         await asyncio.sleep(_BOOKS_INTERVAL_S)
 
 
-async def _open_record(config: RunConfig) -> Reporter:
+async def _open_record(config: RunConfig, replaces_after: int | None) -> Reporter:
     trainer, run_dir = config.trainer, Path(config.sluice.run_dir)
     target = SinkTarget(
-        run_dir, trainer.project_name, trainer.experiment_name, flat_settings(config)
+        run_dir,
+        trainer.project_name,
+        trainer.experiment_name,
+        flat_settings(config),
+        replaces_after,
     )
     # `sluice status` and the report read the JSONL file, whatever else is written.
     names = list(dict.fromkeys([JSONL, *trainer.logger]))
@@ -189,25 +202,37 @@ async def _open_record(config: RunConfig) -> Reporter:
 
 
 async def _connect_reward(
-    config: RunConfig, stack: AsyncExitStack
+    config: RunConfig, credentials: Credentials, stack: AsyncExitStack
 ) -> reward_pb2_grpc.RewardServiceAsyncStub:
     address = peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint")
     limit = message_mb(config) << 20
-    channel = await stack.enter_async_context(open_channel(address, max_message_bytes=limit))
-    return reward_stub(channel)
+    channel = open_channel(address, max_message_bytes=limit, credentials=credentials)
+    return reward_stub(await stack.enter_async_context(channel))
 
 
-async def _serve(config: RunConfig, fleet: Fleet, state: RunState, stack: AsyncExitStack) -> None:
+async def _serve(
+    config: RunConfig,
+    fleet: Fleet,
+    state: RunState,
+    credentials: Credentials,
+    stack: AsyncExitStack,
+) -> None:
     service = config.sluice.trainer
     servicer = TrainerServicer(
-        fleet, state, heartbeat_interval_s=service.heartbeat_interval_s, ttl_s=service.replica_ttl_s
+        fleet,
+        state,
+        heartbeat_interval_s=service.heartbeat_interval_s,
+        ttl_s=service.replica_ttl_s,
+        limits=config.sluice.limits,
     )
     server = RpcServer(
         [lambda server: trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)],
         (_SERVICE,),
         host=service.endpoint.host,
         port=service.endpoint.port,
+        health_port=service.endpoint.health_port,
         max_message_bytes=message_mb(config) << 20,
+        credentials=credentials,
     )
     await server.start()
     stack.push_async_callback(server.stop, _LAST_ANSWERS_S)
@@ -217,15 +242,16 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
     share_total_steps(parallel, total_steps)
     learner = Learner(config, parallel, total_steps)
     leader = RankLeader(learner, parallel, config.sluice.trainer.command_timeout_s)
+    folder = Path(checkpoint_folder(config))
     store = CheckpointStore(
-        Path(checkpoint_folder(config)),
+        folder,
         config.trainer.max_actor_ckpt_to_keep,
         config.trainer.max_critic_ckpt_to_keep,
     )
-    resumed = resume_point(config.trainer, store)
-    if resumed is not None:
-        leader.load(resumed.actor)
-        logger.info("resumed from step %d", resumed.step)
+    begins = beginning(config.trainer, store, folder)
+    if begins.checkpoint is not None:
+        leader.load(begins.checkpoint.actor)
+        logger.info("resumed from step %d", begins.checkpoint.step)
     wire_dtype = getattr(torch, config.actor_rollout_ref.rollout.dtype)
     tensors = tensor_specs(learner.named_weights(), wire_dtype)
     snapshots = SnapshotBuffers(tensors)
@@ -238,10 +264,12 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
     policy = LearnerThread(
         learner, leader, snapshots, store, config.sluice.weights.timeout_s, observe
     )
-    return _Trained(policy, snapshots, tensors, total_steps, resumed)
+    return _Trained(policy, snapshots, tensors, total_steps, begins)
 
 
-def _publisher(config: RunConfig, fleet: Fleet, trained: _Trained) -> WeightPublisher:
+def _publisher(
+    config: RunConfig, fleet: Fleet, trained: _Trained, credentials: Credentials
+) -> WeightPublisher:
     weights, endpoint = config.sluice.weights, config.sluice.trainer.endpoint
     device = transfer_device(config.trainer.device, weights.backend)
     reachable_at = advertised_host(endpoint)
@@ -266,6 +294,7 @@ def _publisher(config: RunConfig, fleet: Fleet, trained: _Trained) -> WeightPubl
             max_message_bytes=message_mb(config) << 20,
             timeout_s=weights.timeout_s,
             transfer_timeout_s=transfer_timeout_s,
+            credentials=credentials,
         )
 
     return WeightPublisher(

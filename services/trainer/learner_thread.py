@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+from sluice.concurrency.waits import waiting_for
 from sluice.errors import SluiceError
 from sluice.weights.snapshot import SnapshotBuffers
 
@@ -85,4 +86,5 @@ class LearnerThread:
         self._thread.shutdown(wait=False)
 
     async def _run(self, work: Callable[[], ResultT]) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        with waiting_for("learner thread", "ending its work"):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -11,6 +11,7 @@ from sluice.codec.fleet import group_spec_to_proto
 from sluice.errors import WeightSyncError
 from sluice.rpc.call import unary_call
 from sluice.rpc.channel import open_channel
+from sluice.rpc.credentials import OPEN, Credentials
 from sluice.rpc.stubs import rollout_stub, weight_sync_stub
 from sluice.types import ReplicaInfo, TransferGroupSpec
 
@@ -23,6 +24,7 @@ class ReplicaClient:
         max_message_bytes: largest message either way.
         timeout_s: deadline of joining and of committing.
         transfer_timeout_s: deadline of receiving one version.
+        credentials: what the replica is shown.
     """
 
     def __init__(
@@ -32,10 +34,13 @@ class ReplicaClient:
         max_message_bytes: int,
         timeout_s: float,
         transfer_timeout_s: float,
+        credentials: Credentials = OPEN,
     ) -> None:
         self.replica = replica
         self._timeout_s, self._transfer_timeout_s = timeout_s, transfer_timeout_s
-        self._channel = open_channel(replica.address, max_message_bytes=max_message_bytes)
+        self._channel = open_channel(
+            replica.address, max_message_bytes=max_message_bytes, credentials=credentials
+        )
         self._weights = weight_sync_stub(self._channel)
         self._rollout = rollout_stub(self._channel)
 

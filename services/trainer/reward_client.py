@@ -13,6 +13,7 @@ from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.codec.batch import progress_to_proto, train_batch_from_proto
 from sluice.codec.fleet import replica_to_proto
+from sluice.concurrency.advance import advance
 from sluice.concurrency.progress_deadline import while_progressing
 from sluice.errors import (
     DeadlineError,
@@ -174,6 +175,7 @@ class RewardClient:
             # Tokens for a service that cannot be asked bring no batch.
             if progress and (progress := f"{generated_tokens()} {progress}") != seen:
                 seen, seen_s = progress, now_s
+                advance()
             if now_s - seen_s > self._batch_timeout_s:
                 raise DeadlineError(_PEER, f"filling the batch of step {step}", now_s - seen_s, why)
 

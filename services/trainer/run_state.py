@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -87,6 +87,11 @@ class RunState:
     def is_paused(self) -> bool:
         """Whether anybody holds the run."""
         return bool(self._holds)
+
+    @property
+    def holders(self) -> Collection[str]:
+        """Who holds the run; empty: the operator."""
+        return self._holds.keys()
 
     @property
     def is_over(self) -> bool:

@@ -11,10 +11,21 @@ import grpc
 from services.trainer.counter_calls import load_from_proto
 from services.trainer.fleet import Fleet, Member
 from services.trainer.run_state import RunPhase, RunState
+from services.trainer.watch import phase_waits
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.codec.fleet import replica_from_proto, replica_to_proto
-from sluice.errors import InvalidRequestError
+from sluice.codec.trainer_rules import (
+    check_heartbeat,
+    check_pause,
+    check_register,
+    check_resume,
+    check_stop,
+    check_watch,
+    check_watchers,
+)
+from sluice.codec.waits import present_waits_to_proto
+from sluice.config.limits import LimitsConfig
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -39,18 +50,27 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         state: what the run does.
         heartbeat_interval_s: what replicas are asked for.
         ttl_s: how long a silent replica is kept.
+        limits: of what clients may do.
     """
 
     def __init__(
-        self, fleet: Fleet, state: RunState, *, heartbeat_interval_s: float, ttl_s: float
+        self,
+        fleet: Fleet,
+        state: RunState,
+        *,
+        heartbeat_interval_s: float,
+        ttl_s: float,
+        limits: LimitsConfig | None = None,
     ) -> None:
         self._fleet, self._state = fleet, state
+        self._limits, self._num_watchers = limits or LimitsConfig(), 0
         self._interval_s, self._ttl_s = heartbeat_interval_s, ttl_s
 
     async def RegisterReplica(
         self, request: trainer.RegisterReplicaRequest, context: Context
     ) -> trainer.RegisterReplicaResponse:
         """Takes a replica into the fleet as pending."""
+        check_register(request)
         replica = replica_from_proto(request.replica)
         self._fleet.register(replica, request.weights_layout_digest, time.monotonic())
         return trainer.RegisterReplicaResponse(
@@ -61,11 +81,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer.HeartbeatRequest, context: Context
     ) -> trainer.HeartbeatResponse:
         """Notes that a replica lives."""
+        check_heartbeat(request)
         self._fleet.heartbeat(
             request.name,
             request.incarnation,
             load_from_proto(request),
             draining=request.draining,
+            turns=request.engine_turns,
             now_s=time.monotonic(),
         )
         return trainer.HeartbeatResponse()
@@ -85,17 +107,24 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             replicas=[_member_to_proto(member, now_s) for member in self._fleet.members()],
             metrics=dict(state.last_metrics),
             accounts=dict(state.accounts),
+            wait_report=present_waits_to_proto(phase_waits(state)),
         )
 
     async def WatchSteps(
         self, request: trainer.WatchStepsRequest, context: Context
     ) -> AsyncIterator[trainer.WatchStepsResponse]:
         """Streams finished steps until the run ends."""
-        following = request.from_step or self._state.step + 1
-        while records := await self._state.records_from(following):
-            for record in records:
-                yield trainer.WatchStepsResponse(step=record.step, metrics=dict(record.metrics))
-            following = records[-1].step + 1
+        check_watch(request)
+        check_watchers(self._num_watchers, self._limits.max_watchers)
+        self._num_watchers += 1
+        try:
+            following = request.from_step or self._state.step + 1
+            while records := await self._state.records_from(following):
+                for record in records:
+                    yield trainer.WatchStepsResponse(step=record.step, metrics=dict(record.metrics))
+                following = records[-1].step + 1
+        finally:
+            self._num_watchers -= 1
 
     async def SaveCheckpoint(
         self, request: trainer.SaveCheckpointRequest, context: Context
@@ -106,11 +135,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def Pause(self, request: trainer.PauseRequest, context: Context) -> trainer.PauseResponse:
         """Holds training after the current step for one holder, for good or on a lease."""
+        check_pause(request, self._state.holders)
         lease_s = request.lease_seconds if request.HasField("lease_seconds") else None
-        if lease_s is not None and not lease_s > 0.0:
-            raise InvalidRequestError(
-                f"lease_seconds: {lease_s} is not above 0; leave it out to pause until Resume"
-            )
         self._state.pause(lease_s, request.holder)
         return trainer.PauseResponse(step=self._state.step)
 
@@ -118,11 +144,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer.ResumeRequest, context: Context
     ) -> trainer.ResumeResponse:
         """Ends one holder's hold."""
+        check_resume(request)
         self._state.resume(request.holder)
         return trainer.ResumeResponse(step=self._state.step)
 
     async def Stop(self, request: trainer.StopRequest, context: Context) -> trainer.StopResponse:
         """Ends the run after the current step."""
+        check_stop(request)
         self._state.stop(request.reason or "asked to stop")
         return trainer.StopResponse(step=self._state.step)
 

@@ -8,7 +8,7 @@ LEAST_SHARE = 0.5
 LEAST_SAMPLES = 2
 
 
-def fewest_samples(n: int, *, whole_groups: bool) -> int:
+def fewest_samples(n: int, *, whole_groups: bool, least_share: float = LEAST_SHARE) -> int:
     """Scored samples that make a group.
 
     Half of those drawn and, of several, two: with fewer, what is left would be another comparison
@@ -17,7 +17,8 @@ def fewest_samples(n: int, *, whole_groups: bool) -> int:
     Args:
         n: samples drawn for a prompt, >= 1.
         whole_groups: no sample may be missing, since the loss compares all of a group's.
+        least_share: of the samples drawn, in [`LEAST_SHARE`, 1]; a run may ask for more than half.
     """
     if whole_groups:
         return n
-    return max(math.ceil(LEAST_SHARE * n), min(LEAST_SAMPLES, n))
+    return max(math.ceil(least_share * n), min(LEAST_SAMPLES, n))

@@ -54,7 +54,9 @@ async def _evaluate(
     run: Path, n: int | None, temperature: float | None, wait_s: float
 ) -> tuple[int, ValidationResult]:
     location, _ = await ask_run(run)
-    monitor, client = RunMonitor(location.trainer, location.reward), PolicyClient(location.reward)
+    credentials = location.credentials
+    monitor = RunMonitor(location.trainer, location.reward, credentials=credentials)
+    client = PolicyClient(location.reward, credentials=credentials)
     async with monitor, client, monitor.held(wait_s) as held:
         if held.version is None:
             raise NotReadyError("no policy version was published yet; try again in a moment")

@@ -76,4 +76,5 @@ def _rules(config: RunConfig, seed: int) -> SamplingRules:
         exploration=sampling.exploration,
         coverage_guard=sampling.coverage_guard,
         seed=seed,
+        paces=config.sluice.asynchrony.pace,
     )

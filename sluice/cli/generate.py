@@ -49,12 +49,12 @@ def generate(
 
 
 async def _generate(run: Path, prompt: str, sampling: SamplingParams, n: int) -> list[Rollout]:
-    _, snapshot = await ask_run(run)
+    location, snapshot = await ask_run(run)
     serving = [replica for replica in snapshot.replicas if replica.state == "serving"]
     if not serving:
         raise NotReadyError("no replica serves yet; try again in a moment")
     least_busy = min(serving, key=lambda replica: replica.slots_busy / replica.slots)
     messages = [ChatMessage("user", prompt)]
-    client = PolicyClient(least_busy.address)
+    client = PolicyClient(least_busy.address, credentials=location.credentials)
     async with client, aclosing(client.generate(messages, sampling, n)) as rollouts:
         return [rollout async for rollout in rollouts]

@@ -8,12 +8,14 @@ from typing import Annotated
 
 import typer
 
+from sluice.cli.certs import certs
 from sluice.cli.config_command import config_commands
 from sluice.cli.data_command import data_commands
 from sluice.cli.evaluate import evaluate
 from sluice.cli.generate import generate
 from sluice.cli.merge_command import merge
 from sluice.cli.quickstart import quickstart
+from sluice.cli.scale import scale
 from sluice.cli.simulate import simulate
 from sluice.cli.status import status
 from sluice.cli.submit import submit
@@ -54,10 +56,12 @@ commands.command("quickstart")(quickstart)
 commands.command("up")(up)
 commands.command("train")(train)
 commands.command("status")(status)
+commands.command("scale")(scale)
 commands.command("generate")(generate)
 commands.command("submit")(submit)
 commands.command("eval")(evaluate)
 commands.command("merge")(merge)
+commands.command("certs")(certs)
 commands.command("simulate")(simulate)
 commands.add_typer(config_commands, name="config")
 commands.add_typer(data_commands, name="data")

@@ -9,18 +9,21 @@ from sluice.config.endpoints import peer_address
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
+from sluice.rpc.credentials import Credentials, client_credentials
 
 CONFIG_NAME = "config.yaml"
 
 
 @dataclass(frozen=True, slots=True)
 class RunLocation:
-    """Addresses (host:port) of a run's services, its folder and its configuration."""
+    """Addresses (host:port) of a run's services, its folder, its configuration, and what its
+    services are shown."""
 
     trainer: str
     reward: str
     run_dir: Path
     config: RunConfig
+    credentials: Credentials
 
 
 def locate_run(run: Path) -> RunLocation:
@@ -30,7 +33,7 @@ def locate_run(run: Path) -> RunLocation:
         run: the run's folder, or its configuration file.
 
     Raises:
-        ConfigError: nothing was started from there.
+        ConfigError: nothing was started from there, or its credentials cannot be used here.
     """
     file = run / CONFIG_NAME if run.is_dir() else run
     if not file.is_file():
@@ -44,4 +47,5 @@ def locate_run(run: Path) -> RunLocation:
         peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint"),
         file.parent,
         config,
+        client_credentials(config.sluice.security),
     )

@@ -8,7 +8,7 @@ from typing import Literal
 
 from sluice.cli.run_location import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
-from sluice.errors import DeadlineError, NotReadyError, PeerError
+from sluice.errors import DeadlineError, HandshakeError, NotReadyError, PeerError
 from sluice.report.run_record import read_progress
 
 
@@ -58,11 +58,15 @@ async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
     Raises:
         ConfigError: nothing was started from there.
         NotReadyError: its trainer does not answer; says how the run ended.
+        HandshakeError, AccessDeniedError: the run's services do not accept our credentials.
     """
     location = locate_run(run)
-    async with RunMonitor(location.trainer, location.reward) as monitor:
+    monitor = RunMonitor(location.trainer, location.reward, credentials=location.credentials)
+    async with monitor:
         try:
             return location, await monitor.snapshot()
+        except HandshakeError:
+            raise
         except (PeerError, DeadlineError) as error:
             text = past_run(location.run_dir).as_text(location.run_dir)
             raise NotReadyError(f"the run does not go on.\n{text}") from error

@@ -12,9 +12,12 @@ import typer
 from rich.console import Console
 
 from sluice.cli.accuracy_tail import AccuracyTail
-from sluice.cli.run_location import locate_run
+from sluice.cli.run_location import CONFIG_NAME, locate_run
 from sluice.cli.run_table import run_table
 from sluice.cli.running_run import ask_run, past_run
+from sluice.cli.wait_chain import explain
+from sluice.cli.wait_view import wait_object, wait_table
+from sluice.client.wait_survey import survey_waits
 from sluice.errors import NotReadyError
 from sluice.report.run_record import METRICS_NAME
 
@@ -22,6 +25,9 @@ from sluice.report.run_record import METRICS_NAME
 def status(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("runs/quickstart"),
     *,
+    why: Annotated[
+        bool, typer.Option("--why", help="Show what each service waits for, and who is behind it.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show step, accuracy, group composition, idle shares, replicas and books of a run.
@@ -32,9 +38,12 @@ def status(
     Of a run that is not going on it shows how far it came.
 
     \b
-    Example:
+    Examples:
       sluice status runs/quickstart
+      sluice status --why runs/quickstart
     """
+    if why and _show_why(run, as_json=as_json):
+        return
     try:
         location, snapshot = asyncio.run(ask_run(run))
     except NotReadyError:
@@ -47,3 +56,27 @@ def status(
         return
     accuracy = AccuracyTail(location.run_dir / METRICS_NAME).newest()
     Console().print(run_table(snapshot, accuracy))
+
+
+def _show_why(run: Path, *, as_json: bool) -> bool:
+    """Shows what the services wait for; false if none answers and none has a process."""
+    location = locate_run(run)
+    # It is written when a run starts; processes noted before are of an earlier one.
+    config_file = location.run_dir / CONFIG_NAME
+    services = asyncio.run(
+        survey_waits(
+            location.trainer,
+            location.reward,
+            location.run_dir,
+            since_s=config_file.stat().st_mtime if config_file.is_file() else 0.0,
+            credentials=location.credentials,
+        )
+    )
+    if all(service.failure and service.process in {"", "gone"} for service in services):
+        return False
+    found = explain(services)
+    if as_json:
+        typer.echo(json.dumps(wait_object(found), sort_keys=True))
+    else:
+        Console().print(wait_table(found))
+    return True

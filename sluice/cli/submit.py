@@ -85,7 +85,7 @@ async def _submit(run: Path, prompts: list[NewPrompt], *, watch: bool) -> int:
     """Prints what becomes of the prompts; how many were refused."""
     location, _ = await ask_run(run)
     receipts = refused = 0
-    client = PolicyClient(location.reward)
+    client = PolicyClient(location.reward, credentials=location.credentials)
     async with client, aclosing(client.submit(prompts)) as events:
         async for event in events:
             typer.echo(printable(_line(event)))

@@ -24,11 +24,15 @@ from sluice.config.explain import launch_notices
 from sluice.config.loader import load_config
 from sluice.config.remarks import remarks
 from sluice.config.run import RunConfig
+from sluice.config.security import with_absolute_files
 from sluice.errors import ConfigError
+from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.reward_function_check import check_reward_function
-from sluice.launch.service_spec import local_services, with_ports
+from sluice.launch.service_spec import local_services, rollout_service, with_ports
+from sluice.launch.servicer import launch_service, launcher_credentials
 from sluice.launch.supervisor import EXIT_INTERRUPTED, RunEnd, Supervisor
 from sluice.report.run_record import ACCOUNTS_NAME
+from sluice.rpc.credentials import service_credentials
 
 # A service spends its own grace period draining; what it needs to leave comes on top.
 _EXIT_MARGIN_S = 5.0
@@ -134,7 +138,15 @@ async def _supervise(
     )
     trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
     reward = peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint")
-    async with RunMonitor(trainer, reward) as monitor, asyncio.TaskGroup() as tasks:
+    credentials = service_credentials(config.sluice.security, config.sluice.trainer.endpoint)
+    monitor = RunMonitor(trainer, reward, credentials=credentials)
+    scale = ReplicaScale(
+        supervisor,
+        lambda number: rollout_service(config, config_file, number),
+        has_fixed_port=config.sluice.rollout.endpoint.port != 0,
+    )
+    control = launch_service(run_dir, supervisor, scale, launcher_credentials(credentials))
+    async with monitor, control, asyncio.TaskGroup() as tasks:
         following = tasks.create_task(view.follow(monitor), name="live-view")
         end = await supervisor.run()
         following.cancel()
@@ -142,8 +154,9 @@ async def _supervise(
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The run folder, absolute, since services may run in another directory."""
+    """The run folder and credentials, absolute, since commands may run in another directory."""
     run_dir = str(Path(config.sluice.run_dir).absolute())
+    security = with_absolute_files(config.sluice.security)
     return msgspec.structs.replace(
-        config, sluice=msgspec.structs.replace(config.sluice, run_dir=run_dir)
+        config, sluice=msgspec.structs.replace(config.sluice, run_dir=run_dir, security=security)
     )

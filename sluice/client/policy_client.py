@@ -15,6 +15,7 @@ from sluice.concurrency.progress_deadline import while_progressing
 from sluice.errors import DeadlineError, PeerError
 from sluice.rpc.call import stream_call, unary_call
 from sluice.rpc.channel import open_channel
+from sluice.rpc.credentials import OPEN, Credentials
 from sluice.rpc.stubs import reward_stub, rollout_stub
 from sluice.types import ChatMessage, Rollout, SamplingParams
 
@@ -57,11 +58,20 @@ class PolicyClient:
     Args:
         address: host:port of a rollout replica (generate) or of the reward service (the rest).
         max_message_bytes: largest message either way.
+        credentials: what the service is shown; see `sluice.rpc.credentials.client_credentials`.
     """
 
-    def __init__(self, address: str, *, max_message_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        max_message_bytes: int = 64 << 20,
+        credentials: Credentials = OPEN,
+    ) -> None:
         self._address = address
-        self._channel = open_channel(address, max_message_bytes=max_message_bytes)
+        self._channel = open_channel(
+            address, max_message_bytes=max_message_bytes, credentials=credentials
+        )
 
     async def __aenter__(self) -> Self:
         return self

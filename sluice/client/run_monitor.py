@@ -16,6 +16,7 @@ from sluice.concurrency.deadline import deadline
 from sluice.errors import DeadlineError, NotReadyError, PeerError
 from sluice.rpc.call import RequestT, ResponseT, UnaryMethod, stream_call, unary_call
 from sluice.rpc.channel import open_channel
+from sluice.rpc.credentials import OPEN, Credentials
 from sluice.rpc.stubs import reward_stub, trainer_stub
 
 _HELD, _FINISHED = "paused", "finished"
@@ -74,11 +75,19 @@ class RunMonitor:
         trainer: host:port of the trainer.
         reward: host:port of the reward service.
         max_message_bytes: largest message either way.
+        credentials: what both are shown; see `sluice.rpc.credentials.client_credentials`.
     """
 
-    def __init__(self, trainer: str, reward: str, *, max_message_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self,
+        trainer: str,
+        reward: str,
+        *,
+        max_message_bytes: int = 64 << 20,
+        credentials: Credentials = OPEN,
+    ) -> None:
         self._channels = [
-            open_channel(address, max_message_bytes=max_message_bytes)
+            open_channel(address, max_message_bytes=max_message_bytes, credentials=credentials)
             for address in (trainer, reward)
         ]
         self._trainer = trainer_stub(self._channels[0])

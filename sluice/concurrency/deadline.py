@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from sluice.concurrency.waits import waiting_for
 from sluice.errors import DeadlineError
 
 
@@ -13,14 +14,15 @@ from sluice.errors import DeadlineError
 async def deadline(
     seconds: float, *, peer: str, phase: str, remedy: str = ""
 ) -> AsyncIterator[None]:
-    """Ends the block after `seconds`.
+    """Ends the block after `seconds`; meanwhile it is among the process's waits (`waits`).
 
     Raises:
         DeadlineError: naming `peer` and `phase`.
     """
     try:
         async with asyncio.timeout(seconds) as scope:
-            yield
+            with waiting_for(peer, phase):
+                yield
     except TimeoutError as error:
         if not scope.expired():
             raise

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from sluice.concurrency.advance import advance
 from sluice.errors import DeadlineError, SluiceError
 
 ResultT = TypeVar("ResultT")
@@ -67,4 +68,5 @@ async def _extend(
         found = await progress()
         if found is not None and found != seen and not scope.expired():
             seen = found
+            advance()
             scope.reschedule(asyncio.get_running_loop().time() + stall_s)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sluice.config.run import RunConfig
+from sluice.config.security_checks import run_security_problems
 
 MODEL_KEY = "actor_rollout_ref.model.path"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -21,6 +22,7 @@ def file_problems(config: RunConfig) -> list[str]:
         *_reward_problems(config),
         *_resume_problems(config),
         *_run_dir_problems(config.sluice.run_dir),
+        *run_security_problems(config),
     ]
 
 

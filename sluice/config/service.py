@@ -7,8 +7,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from sluice.config.limits import LimitsConfig
+from sluice.config.sample_outcomes import SampleOutcomesConfig
 from sluice.config.sampling import SamplingConfig
 from sluice.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from sluice.config.security import SecurityConfig
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 SlowFactor = Annotated[float, Meta(gt=1)]
@@ -37,6 +40,15 @@ class AsynchronyConfig(Section, frozen=True):
             )
         ),
     ] = "wait"
+    pace: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Start prompts that are expected to take long early in a version's time, by their "
+                "earlier lengths, so that fewer batches wait; false: in the order of issue."
+            )
+        ),
+    ] = True
 
 
 class EndpointConfig(Section, frozen=True):
@@ -48,6 +60,15 @@ class EndpointConfig(Section, frozen=True):
         str | None,
         Meta(description="host or host:port that peers use; none, or without a port: those above."),
     ] = None
+    health_port: Annotated[
+        Port,
+        Meta(
+            description=(
+                "Unencrypted port where health answers and nothing else, for probes without "
+                "credentials; 0: health answers on the service's port alone."
+            )
+        ),
+    ] = 0
 
 
 class RolloutServiceConfig(Section, frozen=True):
@@ -97,7 +118,8 @@ class RewardServiceConfig(Section, frozen=True):
         PositiveInt,
         Meta(
             description=(
-                "Times a group's missing samples are generated before it is dropped as failed."
+                "Failed attempts to generate a group's missing samples before it is left without "
+                "them (outcomes.engine_error)."
             )
         ),
     ] = 5
@@ -173,6 +195,24 @@ class RewardServiceConfig(Section, frozen=True):
             )
         ),
     ] = "sqlite"
+    ledger_samples_interval_s: Annotated[
+        PositiveFloat | None,
+        Meta(
+            description=(
+                "Seconds between two savings of the samples that pending groups have received so "
+                "far, which a service that starts anew goes on from; none: they die with it."
+            )
+        ),
+    ] = 5.0
+    ledger_samples_mb: Annotated[
+        PositiveInt,
+        Meta(
+            description=(
+                "Most of these samples in the ledger, MiB; groups beyond it are not saved."
+            )
+        ),
+    ] = 256
+    outcomes: SampleOutcomesConfig = msgspec.field(default_factory=SampleOutcomesConfig)
 
 
 class TrainerServiceConfig(Section, frozen=True):
@@ -198,6 +238,15 @@ class TrainerServiceConfig(Section, frozen=True):
         PositiveFloat,
         Meta(description="Seconds without a heartbeat after which a replica is dropped."),
     ] = 6.0
+    replica_stall_s: Annotated[
+        PositiveFloat,
+        Meta(
+            description=(
+                "Seconds in which a replica that has work draws no token, after which it is out of "
+                "use until it gets on."
+            )
+        ),
+    ] = 60.0
     command_timeout_s: Annotated[
         PositiveFloat, Meta(description="Seconds a trainer rank waits for rank 0's next command.")
     ] = 120.0
@@ -236,6 +285,29 @@ class WeightsConfig(Section, frozen=True):
     ] = False
 
 
+class WatchdogConfig(Section, frozen=True):
+    """When a process that does not get on is told of, and when it is ended."""
+
+    stall_s: Annotated[
+        PositiveFloat | None,
+        Meta(
+            description=(
+                "Seconds without progress, although there is work, after which a service logs what "
+                "it waits for; none: never."
+            )
+        ),
+    ] = 300.0
+    give_up_s: Annotated[
+        PositiveFloat | None,
+        Meta(
+            description=(
+                "Seconds without progress after which the process ends with exit code 75, to be "
+                "started again; none: never."
+            )
+        ),
+    ] = 1800.0
+
+
 class ServiceConfig(Section, frozen=True):
     """sluice's own keys."""
 
@@ -248,6 +320,9 @@ class ServiceConfig(Section, frozen=True):
     reward: RewardServiceConfig = msgspec.field(default_factory=RewardServiceConfig)
     trainer: TrainerServiceConfig = msgspec.field(default_factory=TrainerServiceConfig)
     weights: WeightsConfig = msgspec.field(default_factory=WeightsConfig)
+    security: SecurityConfig = msgspec.field(default_factory=SecurityConfig)
+    watchdog: WatchdogConfig = msgspec.field(default_factory=WatchdogConfig)
+    limits: LimitsConfig = msgspec.field(default_factory=LimitsConfig)
     max_message_mb: Annotated[
         MessageSize | None,
         Meta(description="Largest gRPC message, MiB; none: 64, or a whole train batch if larger."),

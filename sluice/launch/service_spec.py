@@ -10,11 +10,36 @@ from pathlib import Path
 
 import msgspec
 
+from sluice.config.derived import checkpoint_folder
 from sluice.config.host_port import split_host_port
 from sluice.config.run import RunConfig
+from sluice.launch.checkpoint_mark import MARK_VARIABLE, checkpoint_mark
 from sluice.rpc.bound_socket import bound_socket
 
-_ROLLOUT_RESTARTS = _REWARD_RESTARTS = 5
+# Tells a process how often it was started before in this run.
+RESTARTS_VARIABLE = "SLUICE_RESTARTS"
+TRAINER = "trainer"
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """When a service that failed is started again.
+
+    Args:
+        max_restarts: times in a row.
+        retries_errors: whether also after it ended by itself, with an error; else only after a
+            signal has ended it.
+    """
+
+    max_restarts: int
+    retries_errors: bool
+
+
+# What the reward service or the trainer refuses it would refuse again; what a replica meets may
+# be another process's state (its port, its memory, a trainer that restarts).
+REWARD_RESTARTS = RestartPolicy(5, retries_errors=False)
+TRAINER_RESTARTS = RestartPolicy(5, retries_errors=False)
+ROLLOUT_RESTARTS = RestartPolicy(5, retries_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +54,8 @@ class ServiceSpec:
         retries_errors: whether also after it ended by itself, with an error; else only after a
             signal has ended it.
         ends_run: when it ends with code 0 the run is over.
-        is_needed: when it ends before the run is over, the run fails, whatever the code.
+        is_needed: when it ends before the run is over because it was asked to, the run fails.
+        crew: processes of one crew are ended and started together; empty: it has its own.
     """
 
     name: str
@@ -39,6 +65,12 @@ class ServiceSpec:
     retries_errors: bool = True
     ends_run: bool = False
     is_needed: bool = False
+    crew: str = ""
+
+    @property
+    def crew_name(self) -> str:
+        """Its crew's name."""
+        return self.crew or self.name
 
 
 def with_ports(config: RunConfig) -> RunConfig:
@@ -66,54 +98,69 @@ def local_services(config: RunConfig, config_file: Path) -> tuple[ServiceSpec, .
         config_file: where the processes read the same configuration.
     """
     file = str(config_file)
-    threads = {"OMP_NUM_THREADS": str(config.sluice.trainer.torch_threads)}
+    reward_config, folder = config.sluice.reward, Path(checkpoint_folder(config))
+    trainer = {
+        "OMP_NUM_THREADS": str(config.sluice.trainer.torch_threads),
+        MARK_VARIABLE: checkpoint_mark(folder),
+    }
     reward = ServiceSpec(
         "reward",
         _module("services.reward", "--config", file),
-        # With the ledger on disk it goes on where it was; what it refuses itself it would again.
-        max_restarts=_REWARD_RESTARTS if config.sluice.reward.ledger == "sqlite" else 0,
-        retries_errors=False,
+        # Only with the ledger on disk does it go on where it was.
+        max_restarts=REWARD_RESTARTS.max_restarts if reward_config.ledger == "sqlite" else 0,
+        retries_errors=REWARD_RESTARTS.retries_errors,
         is_needed=True,
     )
     rollouts = [
         rollout_service(config, config_file, index)
         for index in range(config.sluice.rollout.replicas)
     ]
-    return (reward, *_trainer_ranks(config, file, threads), *rollouts)
+    return (reward, *_trainer_ranks(config, file, trainer), *rollouts)
+
+
+def replica_name(index: int) -> str:
+    """The name of the replica with a number."""
+    return f"rollout-{index}"
 
 
 def rollout_service(config: RunConfig, config_file: Path, index: int) -> ServiceSpec:
     """One replica."""
-    name = f"rollout-{index}"
+    name = replica_name(index)
     return ServiceSpec(
         name,
         _module("services.rollout", "--config", str(config_file), "--name", name),
         {"OMP_NUM_THREADS": str(config.sluice.rollout.torch_threads)},
-        max_restarts=_ROLLOUT_RESTARTS,
+        max_restarts=ROLLOUT_RESTARTS.max_restarts,
+        retries_errors=ROLLOUT_RESTARTS.retries_errors,
     )
 
 
 def _trainer_ranks(
-    config: RunConfig, file: str, threads: Mapping[str, str]
+    config: RunConfig, file: str, environment: Mapping[str, str]
 ) -> tuple[ServiceSpec, ...]:
     ranks = config.trainer.n_gpus_per_node
     command = _module("services.trainer", "--config", file)
-    if ranks == 1:
-        return (ServiceSpec("trainer", command, threads, ends_run=True),)
     host = split_host_port(config.sluice.trainer.endpoint.host)[0]
-    rendezvous = {
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(_rendezvous_port(config, host)),
-        "WORLD_SIZE": str(ranks),
-    }
+    places: list[dict[str, str]] = [{}]
+    if ranks > 1:
+        meeting = {
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(_rendezvous_port(config, host)),
+            "WORLD_SIZE": str(ranks),
+        }
+        places = [{**meeting, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(ranks)]
     return tuple(
         ServiceSpec(
-            "trainer" if rank == 0 else f"trainer-{rank}",
+            TRAINER if rank == 0 else f"{TRAINER}-{rank}",
             command,
-            {**threads, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            {**environment, **place},
+            max_restarts=TRAINER_RESTARTS.max_restarts,
+            retries_errors=TRAINER_RESTARTS.retries_errors,
             ends_run=rank == 0,
+            is_needed=True,
+            crew=TRAINER,
         )
-        for rank in range(ranks)
+        for rank, place in enumerate(places)
     )
 
 

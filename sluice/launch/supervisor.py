@@ -2,9 +2,9 @@
 
 Consumes: specifications. Waits for: the process that ends the run, a failure, or a signal.
 Unblocked by: exits of processes and signals. Produces: log lines, an exit code.
-On failure: a process that may restart is started again with a growing pause, until it has failed
-    too often in a row (a crash loop); any other failure ends the run, with that process's last
-    lines. That a needed process leaves early, in order, is a failure.
+On failure: a crew that may restart is started again with a growing pause, until it has failed too
+    often in a row (a crash loop); any other failure ends the run, with that process's last lines.
+    That a needed process leaves early, in order or because it was asked to, is a failure.
 On shutdown: SIGTERM to all in reverse order of start, the grace period, SIGKILL to what is left;
     the exit code is 0 only if the run reached its end and nothing failed or had to be killed.
 """
@@ -15,27 +15,23 @@ import asyncio
 import logging
 import signal
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.concurrency.shutdown import stop_on_signals
-from sluice.errors import ConfigError
-from sluice.launch.child_process import ChildProcess, start_child
+from sluice.concurrency.watchdog import EXIT_STALLED
+from sluice.errors import ConfigError, NotFoundError, NotReadyError
+from sluice.launch.crew import REQUESTS, Crew, CrewEnd, LogLine, crews_of, meaning
 from sluice.launch.service_spec import ServiceSpec
 
 logger = logging.getLogger(__name__)
 
-LogLine = Callable[[str, str], None]
-
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-_LAST_LINES = 15
 _FIRST_PAUSE_S = 0.5
 # A process that lived this long was no part of a crash loop: its restarts are counted anew.
 _STABLE_S = 120.0
-_LAST_OUTPUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +42,14 @@ class RunEnd:
     failures: tuple[str, ...]
 
 
-@dataclass(slots=True)
-class _Supervised:
-    """A process and its history."""
+@dataclass(frozen=True, slots=True)
+class ServiceState:
+    """One process of the run. `pid` is None while it waits to be started again."""
 
-    spec: ServiceSpec
-    child: ChildProcess | None = None
-    restarts: int = 0
-    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
-
-    def diagnosis(self, code: int, when: str = "") -> str:
-        """How it ended, with its last lines."""
-        again = f" after {self.restarts} restarts" if self.restarts else ""
-        lines = "".join(f"\n  {line}" for line in self.last_lines)
-        end = f"{_meaning(code)}{again}{when}{':' if lines else ''}"
-        return f"{self.spec.name} ended with {end}{lines}"
+    name: str
+    pid: int | None
+    restarts: int
+    is_draining: bool
 
 
 class Supervisor:
@@ -76,8 +65,9 @@ class Supervisor:
     def __init__(
         self, specs: Sequence[ServiceSpec], log_dir: Path, on_line: LogLine, grace_s: float
     ) -> None:
-        self._services = [_Supervised(spec) for spec in specs]
         self._log_dir, self._on_line, self._grace_s = log_dir, on_line, grace_s
+        self._crews = crews_of(specs, log_dir, on_line, grace_s)
+        self._tasks: asyncio.TaskGroup | None = None
         self._over = asyncio.Event()
         self._interrupted = asyncio.Event()
         self._failures: list[str] = []
@@ -88,9 +78,10 @@ class Supervisor:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         with stop_on_signals(self._interrupted):
             async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
                 interruption = tasks.create_task(self._end_on_signal(), name="signals")
-                for service in self._services:
-                    tasks.create_task(self._keep(service), name=service.spec.name)
+                for crew in self._crews:
+                    tasks.create_task(self._keep(crew), name=crew.name)
                 await self._over.wait()
                 await self._end_all()
                 interruption.cancel()
@@ -98,117 +89,140 @@ class Supervisor:
 
     def pid_of(self, name: str) -> int | None:
         """The process id of a running service."""
-        for service in self._services:
-            if service.spec.name == name and service.child is not None:
-                return service.child.pid
-        return None
+        found = (pid for crew in self._crews if (pid := crew.pid_of(name)) is not None)
+        return next(found, None)
+
+    def services(self) -> tuple[ServiceState, ...]:
+        """All processes that run or are going to be started again, in the order of start."""
+        return tuple(
+            ServiceState(spec.name, crew.pid_of(spec.name), crew.restarts, crew.is_dismissed)
+            for crew in self._crews
+            for spec in crew.specs
+        )
+
+    def add(self, spec: ServiceSpec) -> None:
+        """Starts one more process.
+
+        Raises:
+            NotReadyError: the run has not begun or is over.
+        """
+        if self._tasks is None or self._ending or self._over.is_set():
+            raise NotReadyError(f"{spec.name}: the run is starting or ending; nothing is started")
+        crew = Crew((spec,), self._log_dir, self._on_line, self._grace_s)
+        self._crews.append(crew)
+        self._tasks.create_task(self._keep(crew), name=crew.name)
+        logger.info("%s is started", spec.name)
+
+    def dismiss(self, name: str) -> None:
+        """Asks a process to leave in order, for good; it is killed after the grace period.
+
+        Raises:
+            NotFoundError: no process has that name.
+            NotReadyError: the run has not begun.
+        """
+        crew = next((crew for crew in self._crews if crew.name == name), None)
+        if crew is None:
+            raise NotFoundError(f"{name}: no process of this run has that name")
+        if self._tasks is None:
+            raise NotReadyError(f"{name}: the run is starting")
+        logger.info("%s is asked to leave", name)
+        crew.is_dismissed = True
+        crew.released.set()
+        crew.terminate()
+        self._tasks.create_task(self._kill_late(crew), name=f"{name} leaves")
+
+    async def _kill_late(self, crew: Crew) -> None:
+        try:
+            async with asyncio.timeout(self._grace_s):
+                await crew.wait()
+        except TimeoutError:
+            logger.warning("%s did not leave within %g s: killed", crew.name, self._grace_s)
+            crew.kill()
 
     async def _end_on_signal(self) -> None:
         await self._interrupted.wait()
         logger.info("interrupted; ending all services in order")
         self._over.set()
 
-    async def _keep(self, service: _Supervised) -> None:
-        """Runs one process, again and again as far as its policy allows."""
+    async def _keep(self, crew: Crew) -> None:
+        """Runs one crew, again and again as far as its policy allows."""
         while True:
             began_s = time.monotonic()
             try:
-                code = await self._run_once(service)
+                end = await crew.run_once()
             except ConfigError as error:
                 self._fail(str(error))
                 return
             if self._ending:
-                self._note_last_exit(service, code)
+                self._note_last_exits(crew, end)
                 return
-            if code == 0:
-                self._note_end(service)
+            if crew.is_dismissed or end.cause.code == 0 or _was_asked_to_leave(end):
+                self._note_end(crew, end)
                 return
             if time.monotonic() - began_s > _STABLE_S:
-                service.restarts = 0
-            if not await self._may_restart(service, code):
+                crew.restarts = 0
+            if not await self._may_restart(crew, end):
                 return
 
-    def _note_end(self, service: _Supervised) -> None:
-        if service.spec.ends_run:
+    def _note_end(self, crew: Crew, end: CrewEnd) -> None:
+        spec, code = end.cause.spec, end.cause.code
+        if spec.ends_run and code == 0:
+            self._note_last_exits(crew, end)
             self._over.set()
-        elif service.spec.is_needed:
-            self._fail(service.diagnosis(0, when=" in the middle of the run"))
+        elif spec.is_needed:
+            when = " in the middle of the run" if code == 0 else ""
+            self._fail(crew.diagnosis(end.cause, when))
         else:  # somebody asked it to: fewer replicas are no failure
-            logger.info("%s has ended", service.spec.name)
+            logger.info("%s has ended", crew.name)
+            self._crews.remove(crew)
 
-    def _note_last_exit(self, service: _Supervised, code: int) -> None:
-        """An end that we asked for; SIGTERM may come before the process can handle it."""
-        if code not in (0, -signal.SIGTERM, -signal.SIGKILL):
-            self._failures.append(service.diagnosis(code))
-
-    async def _may_restart(self, service: _Supervised, code: int) -> bool:
-        spec = service.spec
-        is_refusal = code > 0 and not spec.retries_errors
-        if is_refusal or service.restarts >= spec.max_restarts:
-            self._fail(service.diagnosis(code))
-            return False
-        pause_s = _FIRST_PAUSE_S * 2**service.restarts
-        service.restarts += 1
-        logger.warning(
-            "%s ended with %s; starting it again in %g s", spec.name, _meaning(code), pause_s
+    def _note_last_exits(self, crew: Crew, end: CrewEnd) -> None:
+        """Ends that we asked for; SIGTERM may come before a process can handle it."""
+        self._failures.extend(
+            crew.diagnosis(each)
+            for each in end.exits
+            if each.code not in (0, -signal.SIGTERM, -signal.SIGKILL)
         )
-        return not await self._is_over_within(pause_s)
+
+    async def _may_restart(self, crew: Crew, end: CrewEnd) -> bool:
+        spec, code = end.cause.spec, end.cause.code
+        # A process that its watchdog ended hung; it refused nothing.
+        is_refusal = code > 0 and code != EXIT_STALLED and not spec.retries_errors
+        if is_refusal or crew.restarts >= spec.max_restarts:
+            self._fail(crew.diagnosis(end.cause))
+            return False
+        pause_s = _FIRST_PAUSE_S * 2**crew.restarts
+        crew.restarts += 1
+        name = spec.name if len(crew.specs) == 1 else f"{spec.name}, with all of {crew.name},"
+        logger.warning("%s ended with %s; starting again in %g s", name, meaning(code), pause_s)
+        if not await _is_set_within(crew.released, pause_s):
+            return True
+        if crew.is_dismissed:
+            self._crews.remove(crew)
+        return False
 
     def _fail(self, diagnosis: str) -> None:
         self._failures.append(diagnosis)
         self._over.set()
 
-    async def _is_over_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._over.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    async def _run_once(self, service: _Supervised) -> int:
-        child = await start_child(service.spec)
-        service.child = child
-        if self._ending:  # it was being started when the others were asked to end
-            child.kill()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                forwarding = tasks.create_task(self._forward(service, child), name="output")
-                code = await child.wait()
-                child.kill()  # what it started and left behind
-                await asyncio.wait([forwarding], timeout=_LAST_OUTPUT_S)
-                forwarding.cancel()
-            return code
-        finally:
-            await child.end(self._grace_s)
-            service.child = None
-
-    async def _forward(self, service: _Supervised, child: ChildProcess) -> None:
-        name = service.spec.name
-        with (self._log_dir / f"{name}.log").open("a", encoding="utf-8") as file:
-            async for line in child.lines():
-                file.write(line + "\n")
-                file.flush()
-                service.last_lines.append(line)
-                self._on_line(name, line)
-
     async def _end_all(self) -> None:
         """Ends every process, asking in reverse order of start."""
         self._ending = True
-        running = [(s.spec.name, s.child) for s in reversed(self._services) if s.child is not None]
-        for _, child in running:
-            child.terminate()
+        crews = list(reversed(self._crews))
+        for crew in crews:
+            crew.released.set()
+            crew.terminate()
         try:
             async with asyncio.timeout(self._grace_s):
-                for _, child in running:
-                    await child.wait()
+                for crew in crews:
+                    await crew.wait()
         except TimeoutError:
-            for name, child in running:
-                if not child.has_ended:
-                    self._failures.append(
-                        f"{name} did not end within {self._grace_s:g} s and was killed"
-                    )
-                    child.kill()
+            for crew in crews:
+                self._failures.extend(
+                    f"{name} did not end within {self._grace_s:g} s and was killed"
+                    for name in crew.names_running()
+                )
+                crew.kill()
 
     def _exit_code(self) -> int:
         if self._failures:
@@ -216,11 +230,15 @@ class Supervisor:
         return EXIT_INTERRUPTED if self._interrupted.is_set() else 0
 
 
-def _meaning(code: int) -> str:
-    """An exit code in words."""
-    if code >= 0:
-        return f"code {code}"
+def _was_asked_to_leave(end: CrewEnd) -> bool:
+    """Whether somebody else sent the signal that asks a process to end."""
+    return end.cause.code in REQUESTS and not end.cause.was_asked
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
     try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

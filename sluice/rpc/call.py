@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 import grpc
 
+from sluice.concurrency.waits import waiting_for
 from sluice.errors import SluiceError
 from sluice.rpc.call_policy import CALL_POLICIES
 from sluice.rpc.status_codes import CLASS_KEY, error_of
@@ -57,7 +58,8 @@ async def unary_call(
     seconds = policy.deadline_s if deadline_s is None else deadline_s
     for attempt in range(policy.attempts):
         try:
-            return await method(request, timeout=seconds)
+            with waiting_for(peer, phase):
+                return await method(request, timeout=seconds)
         except grpc.aio.AioRpcError as error:
             last = attempt + 1 == policy.attempts
             if last or error.code() is not grpc.StatusCode.UNAVAILABLE:
@@ -83,8 +85,11 @@ async def stream_call(
     seconds = CALL_POLICIES[name].deadline_s if deadline_s is None else deadline_s
     call = method(request, timeout=seconds)
     try:
-        async for message in call:
-            yield message
+        with waiting_for(peer, phase) as wait:
+            async for message in call:
+                wait.restart()
+                yield message
+                wait.restart()
     except grpc.aio.AioRpcError as error:
         raise _translated(error, peer, phase, seconds) from error
     finally:

@@ -50,4 +50,6 @@ CALL_POLICIES: dict[str, CallPolicy] = {
     "TrainerService/Pause": _QUICK,
     "TrainerService/Resume": _QUICK,
     "TrainerService/Stop": _QUICK,
+    "LaunchService/SetReplicas": _QUICK,
+    "LaunchService/GetServices": _QUICK,
 }

@@ -14,6 +14,7 @@ import grpc
 
 from sluice.concurrency.exception_leaves import leaves
 from sluice.errors import SluiceError
+from sluice.rpc.malformed_request import checked, checked_stream, lenient
 from sluice.rpc.status_codes import status_of
 
 logger = logging.getLogger(__name__)
@@ -69,15 +70,19 @@ def _wrapped(handler: Any, method: str) -> Any:
         behaviour = _guard_unary(inner, method)
     return build(
         behaviour,
-        request_deserializer=handler.request_deserializer,
+        request_deserializer=lenient(handler.request_deserializer),
         response_serializer=handler.response_serializer,
     )
+
+
+def _checked(request: Any) -> Any:
+    return checked_stream(request) if hasattr(request, "__aiter__") else checked(request)
 
 
 def _guard_unary(inner: Handler, method: str) -> Handler:
     async def guarded(request: Any, context: Any) -> Any:
         try:
-            return await inner(request, context)
+            return await inner(_checked(request), context)
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise
         except Exception as error:  # noqa: BLE001  the boundary where errors become statuses
@@ -89,7 +94,7 @@ def _guard_unary(inner: Handler, method: str) -> Handler:
 def _guard_stream(inner: Handler, method: str) -> Handler:
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            async with aclosing(inner(request, context)) as messages:
+            async with aclosing(inner(_checked(request), context)) as messages:
                 async for message in messages:
                     yield message
         except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):

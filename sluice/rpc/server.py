@@ -13,9 +13,15 @@ from grpc_reflection.v1alpha import reflection
 from sluice.config.host_port import join_host_port
 from sluice.rpc.bound_socket import check_bindable, port_in_use
 from sluice.rpc.channel import message_limits
+from sluice.rpc.credentials import OPEN, Credentials
+from sluice.rpc.exposure import exposure
 from sluice.rpc.interceptors import ErrorInterceptor
+from sluice.rpc.token_interceptor import TokenInterceptor
 
 logger = logging.getLogger(__name__)
+
+_KEEPALIVE_MS, _PING_TIMEOUT_MS = 30_000, 10_000
+_STREAMS_PER_CONNECTION = 1_024
 
 Registration = Callable[[grpc.aio.Server], None]
 
@@ -29,6 +35,8 @@ class RpcServer:
         host: interface to listen on.
         port: 0 lets the system choose.
         max_message_bytes: largest message either way.
+        credentials: what callers are asked for; without any, everybody is let in.
+        health_port: where health answers unencrypted, and nothing else; 0: nowhere.
     """
 
     def __init__(
@@ -39,16 +47,25 @@ class RpcServer:
         host: str,
         port: int,
         max_message_bytes: int,
+        credentials: Credentials = OPEN,
+        health_port: int = 0,
     ) -> None:
-        self._host, self._wanted_port = host, port
+        self._host, self._wanted_port, self._credentials = host, port, credentials
+        self._health_port = health_port
         self._service_names = tuple(service_names)
         self._server = grpc.aio.server(
-            interceptors=(ErrorInterceptor(),),
+            # The token is asked for first: without one not even an error says what is served.
+            interceptors=(*_token_interceptors(credentials), ErrorInterceptor()),
             options=[
                 *message_limits(max_message_bytes),
                 ("grpc.so_reuseport", 0),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.keepalive_permit_without_calls", 1),
+                # A client that vanished without a word is found, and its slots are freed.
+                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+                ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+                ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
+                ("grpc.max_concurrent_streams", _STREAMS_PER_CONNECTION),
             ],
         )
         for register in registrations:
@@ -58,6 +75,9 @@ class RpcServer:
         reflection.enable_server_reflection(
             (*self._service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME), self._server
         )
+        self._probed = grpc.aio.server(options=[("grpc.so_reuseport", 0)]) if health_port else None
+        if self._probed is not None:
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
         self.port = 0
 
     @property
@@ -74,12 +94,30 @@ class RpcServer:
         check_bindable(self._host, self._wanted_port)
         wanted = join_host_port(self._host, self._wanted_port)
         try:
-            self.port = self._server.add_insecure_port(wanted)
+            self.port = self._bind(wanted)
         except RuntimeError as error:
             raise port_in_use(self._host, self._wanted_port) from error
         await self._server.start()
+        await self._start_probed()
         await self.set_serving(serving=serving)
         logger.info("listening on %s", self.address)
+        if risk := exposure(self._host, self._credentials):
+            logger.warning("%s: %s", self.address, risk)
+
+    def _bind(self, wanted: str) -> int:
+        if self._credentials.is_encrypted:
+            return self._server.add_secure_port(wanted, self._credentials.for_server())
+        return self._server.add_insecure_port(wanted)
+
+    async def _start_probed(self) -> None:
+        if self._probed is None:
+            return
+        check_bindable(self._host, self._health_port)
+        try:
+            self._probed.add_insecure_port(join_host_port(self._host, self._health_port))
+        except RuntimeError as error:
+            raise port_in_use(self._host, self._health_port) from error
+        await self._probed.start()
 
     async def set_serving(self, *, serving: bool) -> None:
         """What health checks answer, for the whole server and each of its services."""
@@ -92,3 +130,9 @@ class RpcServer:
         """Refuses new calls, lets running ones end for `grace_s` seconds, then cancels them."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
+        if self._probed is not None:
+            await self._probed.stop(0)
+
+
+def _token_interceptors(credentials: Credentials) -> tuple[TokenInterceptor, ...]:
+    return () if credentials.tokens is None else (TokenInterceptor(credentials.tokens),)

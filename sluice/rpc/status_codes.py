@@ -12,6 +12,7 @@ from typing import NamedTuple
 import grpc
 
 from sluice import errors
+from sluice.rpc.handshake_remedy import handshake_remedy
 
 CLASS_KEY = "sluice-error"
 # Details travel as percent-encoded metadata, of which peers take 8 KiB.
@@ -20,6 +21,7 @@ _LONGEST_DETAILS = 2000
 _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
     (errors.PromptTooLongError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.AccessDeniedError, grpc.StatusCode.UNAUTHENTICATED),
     (errors.NotFoundError, grpc.StatusCode.NOT_FOUND),
     (errors.NotReadyError, grpc.StatusCode.UNAVAILABLE),
     (errors.ExhaustedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
@@ -30,6 +32,7 @@ _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
     (errors.WeightSyncError, grpc.StatusCode.ABORTED),
     # Above its base, too.
     (errors.PeerDefectError, grpc.StatusCode.INTERNAL),
+    (errors.HandshakeError, grpc.StatusCode.UNAVAILABLE),
     (errors.PeerError, grpc.StatusCode.UNAVAILABLE),
     (errors.EngineError, grpc.StatusCode.INTERNAL),
     (errors.ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
@@ -95,6 +98,8 @@ def error_of(
     match code:
         case grpc.StatusCode.INVALID_ARGUMENT:
             return errors.InvalidRequestError(details)
+        case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
+            return errors.AccessDeniedError(f"{peer}: refused while {phase}: {details}")
         case grpc.StatusCode.NOT_FOUND:
             return errors.NotFoundError(details)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -104,4 +109,10 @@ def error_of(
         case grpc.StatusCode.INTERNAL:
             return errors.PeerDefectError(peer, phase, f"{code.name}: {details}")
         case _:
-            return errors.PeerError(peer, phase, f"{code.name}: {details}")
+            return _failed_peer(code, details, peer, phase)
+
+
+def _failed_peer(code: grpc.StatusCode, details: str, peer: str, phase: str) -> errors.PeerError:
+    if code is grpc.StatusCode.UNAVAILABLE and (remedy := handshake_remedy(details)):
+        return errors.HandshakeError(peer, phase, f"{remedy} ({details})")
+    return errors.PeerError(peer, phase, f"{code.name}: {details}")

@@ -55,7 +55,10 @@ class SimulatedLoop:
         )
         self._strategy = SamplingStrategy(rules)
         self._batching = Batching(rules.train_batch_size, rules.max_staleness, settings.on_stale)
-        self._feed = PromptFeed()
+        forecast = self._strategy.forecast
+        self._feed = PromptFeed(
+            self._strategy.num_in_line, lambda at: workload.prompt(at, 0).key, forecast
+        )
         self._histories: dict[str, PromptHistory] = {}
         self._in_flight: dict[int, SimulatedGroup] = {}
         self._sure: set[int] = set()  # of those, whose samples differ already
@@ -131,7 +134,10 @@ class SimulatedLoop:
 
     def _issue(self, again: SimulatedGroup | None) -> None:
         """Draw the next prompt, or that of a group that begins again."""
-        position = self._feed.next_position() if again is None else again.position
+        if again is None:
+            position = self._feed.next_position(self._version, self._events.now)
+        else:
+            position = again.position
         prompt = self._workload.prompt(position, self._version)
         history = self._histories.get(prompt.key)
         visit = self._strategy.visit(prompt.key, position, history, self._version)
@@ -220,6 +226,7 @@ class SimulatedLoop:
             mean_tokens=group.finished_tokens / group.num_asked,
             kept=is_kept,
             version=self._version,
+            seconds=self._events.now - group.issued_s,
         )
         if is_kept:
             self._batching.keep(group)
@@ -301,6 +308,7 @@ class SimulatedLoop:
         self._version += 1
         for key, seen in self._strategy.new_version():
             self._histories[key] = remembered(self._histories.get(key), seen)
+        self._strategy.forecast.announced(now)
         self._batching.published(self._version)
         self._fleet.announce(self._version)
         self._asked_s, self._has_changed = now, not self._is_over

@@ -1,21 +1,25 @@
 """Digests of weights: what lets two processes prove that they hold the same model.
 
-A tensor's digest is blake2b-128 over its name, dtype and shape, then the check sums
-(`sluice.weights.block_sums`) of its bytes in row-major order. The digest of all weights is
-blake2b-128 over the (name, digest) pairs sorted by name, so it does not depend on the order of the
-wire. Both are independent of where the tensors live. They prove that nothing was lost, mixed up or
-damaged; they are no signature.
+A tensor's digest is XXH3-128 (the xxHash project's, seed 0, canonical big-endian bytes) over a
+header (name, dtype and shape as compact JSON, behind its length as a u64) and the tensor's bytes in
+row-major order. The digest of all weights is blake2b-128 over the (name, digest) pairs sorted by
+name, so it does not depend on the order of the wire. Both are independent of where the tensors
+live. XXH3 is faster than memory can be read and proof against faults: lost, mixed up or damaged
+bytes. It is no signature.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from sluice.types import TensorSpec
-from sluice.weights.block_sums import BlockSums
 from sluice.weights.plan import Bucket, TransferPlan
 
 if TYPE_CHECKING:
@@ -24,42 +28,54 @@ if TYPE_CHECKING:
 DIGEST_BYTES = 16
 
 
-class StreamDigest:
-    """Takes the digest of all weights from buckets as they pass.
+@dataclass(frozen=True)
+class WeightDigests:
+    """The digest of each tensor, `DIGEST_BYTES` long, in the order of `specs`."""
 
-    Each bucket is absorbed once; summing one while the next is on the wire hides most of its cost.
+    specs: tuple[TensorSpec, ...]
+    tensors: tuple[bytes, ...]
+
+    @cached_property
+    def combined(self) -> str:
+        """Hex digest of all weights."""
+        hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        named = zip((spec.name.encode() for spec in self.specs), self.tensors, strict=True)
+        for name, digest in sorted(named):
+            hasher.update(len(name).to_bytes(8, "little") + name + digest)
+        return hasher.hexdigest()
+
+    def differing(self, others: Sequence[bytes]) -> list[str]:
+        """Names of the tensors whose digest is another one in `others`, in the order of `specs`."""
+        return [
+            spec.name
+            for spec, ours, other in zip(self.specs, self.tensors, others, strict=True)
+            if ours != other
+        ]
+
+
+class StreamDigest:
+    """Takes the digests of all tensors from buckets as they pass.
+
+    Each bucket is absorbed once, in the order of the plan. Hashing one while the next is on the
+    wire hides the cost.
     """
 
     def __init__(self, plan: TransferPlan) -> None:
-        self._plan = plan
-        self._sums = [BlockSums(size) for size in plan.sizes]
+        self._specs = plan.tensors
+        self._hashers = [xxhash.xxh3_128(_header(spec)) for spec in plan.tensors]
 
     def absorb(self, bucket: Bucket, content: torch.Tensor) -> None:
         """Take in one bucket: `content` is uint8 ``[bucket.num_bytes]`` on the CPU."""
-        received = content.numpy()
+        received = content.numpy().data
         for piece in bucket.pieces:
             end = piece.bucket_start + piece.num_bytes
-            self._sums[piece.tensor].add(piece.tensor_start, received[piece.bucket_start : end])
+            self._hashers[piece.tensor].update(received[piece.bucket_start : end])
 
-    def hexdigest(self) -> str:
-        """The digest of all weights; meaningful once every bucket was absorbed."""
-        return _combine(
-            {
-                spec.name: _tensor_digest(spec, sums)
-                for spec, sums in zip(self._plan.tensors, self._sums, strict=True)
-            }
-        )
+    def digests(self) -> WeightDigests:
+        """The digests; meaningful once every bucket was absorbed."""
+        return WeightDigests(self._specs, tuple(hasher.digest() for hasher in self._hashers))
 
 
-def _combine(digests: Mapping[str, bytes]) -> str:
-    hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for name in sorted(digests):
-        encoded = name.encode()
-        hasher.update(len(encoded).to_bytes(8, "little") + encoded + digests[name])
-    return hasher.hexdigest()
-
-
-def _tensor_digest(spec: TensorSpec, sums: BlockSums) -> bytes:
-    header = json.dumps([spec.name, spec.dtype, list(spec.shape)], separators=(",", ":")).encode()
-    content = len(header).to_bytes(8, "little") + header + sums.tobytes()
-    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+def _header(spec: TensorSpec) -> bytes:
+    text = json.dumps([spec.name, spec.dtype, list(spec.shape)], separators=(",", ":")).encode()
+    return len(text).to_bytes(8, "little") + text

@@ -1,6 +1,6 @@
 """How weights lie on the wire: one stream of bytes, cut into buckets, the same on both ends.
 
-The stream holds the tensors in their given order, each starting at a multiple of 16 bytes, with
+The stream holds the tensors in their given order, each starting at a multiple of 64 bytes, with
 zeros between them. A bucket is one collective: a slice of the stream. Buckets end at the border
 of a tensor where they can; only a tensor larger than a bucket is split. Memory laid out like the
 stream (`sluice.weights.buffer`) is therefore sent and received without any copy.
@@ -23,10 +23,13 @@ from sluice.weights.dtypes import dtype_name, torch_dtype
 if TYPE_CHECKING:
     import torch
 
-ALIGNMENT_BYTES = 16
+ALIGNMENT_BYTES = 64
+"""Where tensors start: models compute from memory laid out like the stream, and the speed and last
+bits of a matrix product may depend on the place of its operands in a cache line."""
+
 MIN_BUCKET_BYTES = 4096
 
-_FRAMING = "header, buckets, trailer; digest of block sums"
+_FRAMING = "header, buckets, trailer; XXH3-128 of each tensor"
 """Part of the plan's digest, so that two ends which would disagree on it do not begin."""
 
 
@@ -114,7 +117,7 @@ def plan_transfer(tensors: Sequence[TensorSpec], bucket_bytes: int) -> TransferP
 
     Args:
         tensors: in the order of the wire; names are unique (tied weights are listed once).
-        bucket_bytes: largest collective, a multiple of 16 and at least 4096.
+        bucket_bytes: largest collective, a multiple of 64 and at least 4096.
 
     Raises:
         InvalidRequestError: no tensors, a repeated name, an unknown dtype, a negative dimension

@@ -19,6 +19,7 @@ from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.weights.buffer import WeightBuffer
+from sluice.weights.digest import WeightDigests
 from sluice.weights.group import SENDER_NAME, TransferGroup
 from sluice.weights.plan import TransferPlan, plan_transfer
 from sluice.weights.sparse_update import ChangeReceivingLane
@@ -45,7 +46,7 @@ class StagedWeights:
     `digest` was computed from `buffer` and equals the sender's. `received_bytes` counts padding;
     `seconds` run from the request to the last byte. The memory belongs to the caller until it is
     given back by `WeightReceiver.recycle` or `WeightReceiver.keep`. `is_base`: the sender may build
-    on this version.
+    on this version; `base` is what it was built on itself.
     """
 
     version: int
@@ -54,6 +55,7 @@ class StagedWeights:
     received_bytes: int
     seconds: float
     is_base: bool = False
+    base: Base | None = None
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -130,18 +132,26 @@ class WeightReceiver:
         """Give staging memory back for a later version; its tensors must not be used again."""
         self._spare = staged.buffer
 
-    def keep(self, staged: StagedWeights) -> None:
+    def keep(self, staged: StagedWeights, *, lent: bool = False) -> None:
         """Give staging memory back, of a version that serves from now on.
 
-        Its tensors must not be written to again. If later updates may build on it, the version is
-        held until the next one is given to this method, and the memory of the one before is spare.
+        Its tensors must not be written to again. If later updates may build on it, or if it is
+        `lent` to a model that computes from it, the version is held until the next one is given to
+        this method; then its memory is spare.
         """
-        if not staged.is_base:
+        if not staged.is_base and not lent:
             self.recycle(staged)
             return
         before, self._held = self._held, staged
         if before is not None and before is not staged:
             self.recycle(before)
+
+    def base_of(self, staged: StagedWeights) -> WeightBuffer | None:
+        """What a version was built on, as long as it is held; only to be read."""
+        held = self._held
+        if held is None or staged.base != Base(held.version, held.digest):
+            return None
+        return held.buffer
 
     def abort(self, reason: str) -> None:
         """Leave the epoch, if any. Returns at once; a call in progress fails soon."""
@@ -206,19 +216,21 @@ class WeightReceiver:
             header = _read_header(receive_header(group, plan, phase, stop), plan, version, phase)
             lane = self._lane_for(header, buffer, phase)
             digests.append(broadcast_buckets(group, plan, lane, phase, stop))
-            _check_trailer(receive_trailer(group, phase, stop), version, plan, digests[0], phase)
+            content = receive_trailer(group, plan, phase, stop)
+            _check_trailer(content, version, plan, digests[0], phase)
             return header
 
-        digests: list[str] = []
+        digests: list[WeightDigests] = []
         timeout_s = (len(plan.buckets) + NUM_FRAMING_COLLECTIVES) * group.spec.timeout_s
         header = group.run(receive, phase, timeout_s, stop)
         return StagedWeights(
             version,
-            digests[0],
+            digests[0].combined,
             buffer,
             plan.total_bytes if header.base is None else sum(header.sizes),
             time.monotonic() - started,
             is_base=header.keep,
+            base=header.base,
         )
 
     def _take_memory(self, plan: TransferPlan) -> WeightBuffer:
@@ -245,7 +257,7 @@ class WeightReceiver:
 
     def _base(self, wanted: Base) -> WeightBuffer:
         held = self._held
-        if held is None or Base(held.version, held.digest) != wanted:
+        if held is None or not held.is_base or Base(held.version, held.digest) != wanted:
             found = "none" if held is None else f"version {held.version} ({held.digest})"
             raise ValueError(
                 f"the update builds on version {wanted.version} ({wanted.digest}); held here is "
@@ -270,7 +282,7 @@ def _read_header(
 
 
 def _check_trailer(
-    content: torch.Tensor, version: int, plan: TransferPlan, digest: str, phase: str
+    content: torch.Tensor, version: int, plan: TransferPlan, digests: WeightDigests, phase: str
 ) -> None:
     try:
         trailer = Trailer.decode(content)
@@ -280,8 +292,11 @@ def _check_trailer(
         detail = f"it sent version {trailer.version}"
     elif trailer.total_bytes != plan.total_bytes:
         detail = f"it sent {trailer.total_bytes} bytes, {plan.total_bytes} were received"
-    elif trailer.digest != digest:
-        detail = f"its digest is {trailer.digest}, of the received bytes {digest}"
+    elif different := digests.differing(trailer.digests):
+        detail = (
+            f"tensor {different[0]} differs from what was sent; {len(different)} of "
+            f"{len(plan.tensors)} tensors differ"
+        )
     else:
         return
     raise WeightSyncError(SENDER_NAME, phase, detail)

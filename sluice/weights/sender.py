@@ -1,7 +1,8 @@
 """The trainer's end of the weight wire.
 
 Consumes: weights and their version, or what changed since an earlier one. Produces: one broadcast
-per version to all members of the current epoch: a header, the buckets, a trailer with the digest.
+per version to all members of the current epoch: a header, the buckets, a trailer with the digest of
+each tensor.
 Waits for: members at `join`, each collective at `broadcast`; both end by the timeout or the stop
 event. That every byte was *sent* proves nothing about a receiver (sockets buffer megabytes): only
 its answer with the same digest does.
@@ -62,7 +63,7 @@ class WeightSender:
 
     Args:
         device: where collectives run; decides the backend.
-        bucket_bytes: largest collective, a multiple of 16.
+        bucket_bytes: largest collective, a multiple of 64.
         timeout_s: for each formation and each collective.
         host: the address members connect to; port 0 lets the operating system choose.
         bind_host: the address to listen on, by default `host`.
@@ -198,9 +199,10 @@ class WeightSender:
 
         def send() -> str:
             send_header(group, header, phase, should_stop)
-            digest = broadcast_buckets(group, plan, lane, phase, should_stop)
-            send_trailer(group, Trailer(version, plan.total_bytes, digest), phase, should_stop)
-            return digest
+            digests = broadcast_buckets(group, plan, lane, phase, should_stop)
+            trailer = Trailer(version, plan.total_bytes, digests.tensors)
+            send_trailer(group, trailer, phase, should_stop)
+            return digests.combined
 
         started = time.monotonic()
         timeout_s = (len(plan.buckets) + NUM_FRAMING_COLLECTIVES) * self._timeout_s

@@ -1,7 +1,8 @@
 """The loop both ends run: the same collectives in the same order, two of them in flight.
 
 While one bucket is on the wire, the one before it is hashed (and on a device copied), so that
-digests cost little time of their own.
+digests cost little time of their own. That takes several buckets: what is hashed when the last one
+has arrived is on nobody's wire.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import Protocol
 
 import torch
 
+from sluice.concurrency.advance import advance
 from sluice.weights.backend import Work
 from sluice.weights.buffer import WeightBuffer
-from sluice.weights.digest import StreamDigest
+from sluice.weights.digest import StreamDigest, WeightDigests
 from sluice.weights.group import TransferGroup
 from sluice.weights.plan import Bucket, TransferPlan
-from sluice.weights.trailer import TRAILER_BYTES, Trailer
+from sluice.weights.trailer import Trailer, trailer_bytes
 from sluice.weights.update_header import UpdateHeader, header_bytes
 
 NUM_FRAMING_COLLECTIVES = 2
@@ -115,8 +117,8 @@ def receive_header(
 
 def broadcast_buckets(
     group: TransferGroup, plan: TransferPlan, lane: Lane, phase: str, should_stop: threading.Event
-) -> str:
-    """Move every bucket; returns the hex digest of what passed. Runs in the owner thread.
+) -> WeightDigests:
+    """Move every bucket; returns the digests of what passed. Runs in the owner thread.
 
     Raises:
         WeightSyncError: see `TransferGroup.settle`.
@@ -131,13 +133,14 @@ def broadcast_buckets(
         digest.absorb(bucket, lane.unload(bucket, wire))
 
     for bucket in plan.buckets:
+        advance()
         wire = lane.load(bucket)
         in_flight.append((bucket, wire, group.post(wire)))
         if len(in_flight) == _IN_FLIGHT:
             settle_oldest()
     while in_flight:
         settle_oldest()
-    return digest.hexdigest()
+    return digest.digests()
 
 
 def send_trailer(
@@ -148,9 +151,11 @@ def send_trailer(
     group.settle(group.post(wire), phase, "the trailer", should_stop)
 
 
-def receive_trailer(group: TransferGroup, phase: str, should_stop: threading.Event) -> torch.Tensor:
-    """The other ranks' counterpart: uint8 ``[TRAILER_BYTES]`` on the CPU."""
-    return _receive(group, TRAILER_BYTES, phase, "the trailer", should_stop)
+def receive_trailer(
+    group: TransferGroup, plan: TransferPlan, phase: str, should_stop: threading.Event
+) -> torch.Tensor:
+    """The other ranks' counterpart: uint8 ``[trailer_bytes(plan)]`` on the CPU."""
+    return _receive(group, trailer_bytes(plan), phase, "the trailer", should_stop)
 
 
 def _receive(

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from sluice.api.trainer.v1 import trainer_pb2
+from sluice.cli.main import commands
 from tests.support.small_run import WAIT_S, Assets, LiveRun, Record, run_to_end
 
 MANY_STEPS = 1_000_000
+EXPLAINED: list[dict[str, Any]] = []
 
 
 @pytest.fixture(scope="module")
 def starved(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, int]:
     """A run whose only replica stands still, which is then asked to save and to stop."""
     steps: list[int] = []
+    EXPLAINED.clear()
     record = run_to_end(
         small_assets,
         tmp_path_factory.mktemp("starved") / "run",
@@ -42,6 +49,7 @@ async def starve(run: LiveRun, steps: list[int]) -> None:
             return waiting and not status.replicas and status.phase_seconds > 1.0
 
         await run.until(waits, "the wait for a batch that does not come")
+        EXPLAINED.append(await asyncio.to_thread(explained, run))
         request = trainer_pb2.SaveCheckpointRequest()
         steps.append((await run.trainer.SaveCheckpoint(request, timeout=WAIT_S)).step)
         assert (await run.status()).phase == trainer_pb2.RUN_PHASE_WAITING_FOR_BATCH
@@ -54,6 +62,30 @@ async def starve(run: LiveRun, steps: list[int]) -> None:
         await run.until(has_said_so, "the end of the run")
     finally:
         run.send("rollout-0", signal.SIGCONT)
+
+
+def explained(run: LiveRun) -> dict[str, Any]:
+    """What `sluice status --why` says, and the replica's process id as its ``pid``."""
+    arguments = ["status", "--why", "--json", run.config.sluice.run_dir]
+    result = CliRunner().invoke(commands, arguments)
+    assert result.exit_code == 0, result.output
+    return {**json.loads(result.output), "pid": run.pid_of("rollout-0")}
+
+
+def test_a_replica_that_was_stopped_is_named_as_what_the_run_waits_for(
+    starved: tuple[Record, int],
+) -> None:
+    (said,) = EXPLAINED
+    assert said["root"] == "rollout-0"
+    assert f"its process {said['pid']} is stopped by a signal" in said["cause"]
+    assert "reward service is waiting for the rollout fleet" in said["cause"]
+    waits = {
+        service["name"]: [(wait["peer"], wait["phase"]) for wait in service["waits"]]
+        for service in said["services"]
+    }
+    assert list(waits) == ["rollout-0", "reward service", "trainer"]
+    assert ("reward service", "filling a batch") in waits["trainer"]
+    assert waits["rollout-0"] == []
 
 
 def test_a_run_that_waits_for_a_batch_saves_when_asked(starved: tuple[Record, int]) -> None:

@@ -69,10 +69,10 @@ class _Trainer:
 
     def send(self, peers: list[PeerProcess], number: int) -> int:
         """Sends a version that every peer then holds; the bytes it took."""
+        weights, changes = _version(number), self.changes(number)
         for peer in peers:
             peer.stage(number, keep=1)
-        weights = _version(number)
-        report = self.sender.broadcast(weights, number, _NEVER, self.changes(number))
+        report = self.sender.broadcast(weights, number, _NEVER, changes)
         expected = plain_digest(weights.tensors)
         for peer in peers:
             answer = peer.answer()
@@ -142,8 +142,8 @@ def test_a_peer_lost_among_changes_leaves_the_survivor_with_the_old_version_or_t
 _DAMAGE = {
     "form": (0, "bucket 4 of 13: "),
     "count": (4, "bucket 4 of 13: the gap code marks"),
-    "gap": (_HEADER + 70, "its digest is"),
-    "value": (_HEADER + 2622 + 900, "its digest is"),
+    "gap": (_HEADER + 70, "tensor embed differs"),
+    "value": (_HEADER + 2622 + 900, "tensor embed differs"),
 }
 
 
@@ -153,10 +153,10 @@ def test_a_flipped_bit_is_noticed_wherever_it_is_and_the_old_version_stays() -> 
         for number, (place, said) in enumerate(_DAMAGE.values(), start=1):
             trainer.form(peers)
             trainer.send(peers, number)
+            update, weights = trainer.changes(number + 1), _version(number + 1)
             peer.stage(number + 1, keep=1, bucket=3, flip=place)
             with suppress(SluiceError):
-                update = trainer.changes(number + 1)
-                trainer.sender.broadcast(_version(number + 1), number + 1, _NEVER, update)
+                trainer.sender.broadcast(weights, number + 1, _NEVER, update)
             answer = peer.answer()
             assert answer["error"] == "WeightSyncError"
             assert f"trainer failed in phase receiving version {number + 1}" in answer["message"]

@@ -37,6 +37,7 @@ from sluice.quickstart.problems import draw_problem, task_named
 from sluice.quickstart.tokenizer import save_tokenizer, train_tokenizer
 from sluice.quickstart.worked_answers import make_dialogues
 from sluice.rpc.channel import open_channel
+from sluice.rpc.credentials import client_credentials
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 
 GROUPS, SAMPLES, TRAIN_ROWS = 4, 4, 2000
@@ -161,7 +162,11 @@ class LiveRun:
         self.config, self._config_file, self._supervisor = config, config_file, supervisor
         self._channels = {
             # Not gRPC's own channel, which after failures waits ever longer to connect.
-            name: open_channel(peer_address(service.endpoint, name), max_message_bytes=1 << 20)
+            name: open_channel(
+                peer_address(service.endpoint, name),
+                max_message_bytes=1 << 20,
+                credentials=client_credentials(config.sluice.security),
+            )
             for name, service in (
                 ("trainer", config.sluice.trainer),
                 ("reward", config.sluice.reward),

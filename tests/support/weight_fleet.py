@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -44,20 +45,30 @@ class PeerProcess:
 
     def join(self, spec: TransferGroupSpec) -> None:
         """Begin to join; the answer comes when the group is formed."""
-        self._send({"op": "join", "spec": msgspec.to_builtins(spec)})
+        self.send("join", spec=msgspec.to_builtins(spec))
 
-    def stage(self, version: int, **fault: int) -> None:
-        """Begin to receive; `fault` is ``bucket`` with ``signal`` or ``flip``, or ``keep``."""
-        self._send({"op": "stage", "version": version, **fault})
+    def stage(self, version: int, *, keep: int = 0, **fault: float) -> None:
+        """Begin to receive; `fault` is ``bucket`` and what goes wrong there."""
+        self.send("stage", version=version, keep=keep, **fault)
 
     def held(self) -> dict[str, Any]:
         """What it holds as serving; nothing else may be under way."""
-        self._send({"op": "held"})
+        self.send("held")
         return self.answer()
 
     def abort(self, reason: str) -> None:
         """Leave the epoch."""
-        self._send({"op": "abort", "reason": reason})
+        self.send("abort", reason=reason)
+
+    def send(self, op: str, **arguments: Any) -> None:
+        """Begin any command of `tests.support.weight_peer`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+        self._process.stdin.flush()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send the process a signal."""
+        self._process.send_signal(number)
 
     def answer(self) -> dict[str, Any]:
         """The next answer, whatever it answers."""
@@ -69,6 +80,13 @@ class PeerProcess:
             self._error_reader.join(_ANSWER_S)
             raise AssertionError(f"{self.name} ended: {''.join(self._errors)}")
         return answer
+
+    def answers_so_far(self) -> list[dict[str, Any] | None]:
+        """All answers that came since the last one taken; ``None`` at the end of the process."""
+        answers = []
+        while not self._answers.empty():
+            answers.append(self._answers.get())
+        return answers
 
     def leave(self) -> tuple[int, str]:
         """End it in the ordinary way; returns exit code and stderr."""
@@ -87,11 +105,6 @@ class PeerProcess:
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert pipe is not None
             pipe.close()
-
-    def _send(self, command: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

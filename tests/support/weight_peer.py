@@ -1,12 +1,18 @@
 """A replica's end of the weight wire as a process, steered by JSON lines.
 
-Commands on stdin: ``join`` (spec), ``stage`` (version; optionally keep: 1 to hold the version as
-one that serves; bucket and signal: the process sends itself that signal when it unloads that
-bucket; bucket and flip: a bit of that byte of the bucket is flipped on its way), ``held`` (what is
-held as serving), ``abort``. On stdout a first line
-``{"op": "ready"}``, then one answer for each command when it ended: ``{"op": ..., "ok": true,
-...}`` or ``{"op": ..., "ok": false, "error": type, "message": ...}``. End of stdin ends the
-process in the ordinary way.
+Commands on stdin:
+
+* ``join``: spec; optionally expects, shapes by name that its model has beside those of the spec;
+* ``stage``: version; optionally keep: 1 to hold the version as one that serves, and a bucket at
+  which it goes wrong: signal: the process sends itself that signal; flip: a bit of that byte of
+  the bucket is flipped on its way; cut: the bucket is zeros from that byte on; wait: seconds;
+* ``commit``: version, digest: what is staged serves from then on;
+* ``held``: what is held as serving;
+* ``probe``, ``abort``.
+
+On stdout a first line ``{"op": "ready"}``, then one answer for each command when it ended:
+``{"op": ..., "ok": true, ...}`` or ``{"op": ..., "ok": false, "error": type, "message": ...}``.
+End of stdin ends the process in the ordinary way.
 """
 
 from __future__ import annotations
@@ -15,13 +21,14 @@ import json
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 import msgspec
 import torch
 
 from sluice.device.cpu import CpuDevice
-from sluice.errors import SluiceError
+from sluice.errors import SluiceError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.weights.buffer import WeightBuffer
 from sluice.weights.plan import Bucket
@@ -30,12 +37,14 @@ from sluice.weights.transfer import Lane
 from sluice.weights.update_header import UpdateHeader
 from tests.support.weight_digest import plain_digest
 
+_FAULTS = ("bucket", "signal", "flip", "cut", "wait")
+
 
 class _FaultyLane:
-    """Receives like any other until a given bucket; there it signals its own process, or damages
-    what arrived."""
+    """Receives like any other until a given bucket; there it signals its own process, waits, or
+    damages what arrived."""
 
-    def __init__(self, lane: Lane, fault: dict[str, int]) -> None:
+    def __init__(self, lane: Lane, fault: dict[str, float]) -> None:
         self._lane, self._fault = lane, fault
 
     def load(self, bucket: Bucket) -> torch.Tensor:
@@ -43,15 +52,31 @@ class _FaultyLane:
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
         if bucket.index == self._fault.get("bucket"):
-            if "signal" in self._fault:
-                os.kill(os.getpid(), self._fault["signal"])
-            else:
-                wire[self._fault["flip"]] ^= 1
+            self._go_wrong(wire)
         return self._lane.unload(bucket, wire)
+
+    def _go_wrong(self, wire: torch.Tensor) -> None:
+        match self._fault:
+            case {"signal": number}:
+                os.kill(os.getpid(), int(number))
+            case {"flip": place}:
+                wire[int(place)] ^= 1
+            case {"cut": place}:
+                wire[int(place) :] = 0
+            case {"wait": seconds}:
+                time.sleep(seconds)
 
 
 class _Peer(WeightReceiver):
-    fault: dict[str, int] = {}  # noqa: RUF012 - replaced, never changed
+    fault: dict[str, float] = {}  # noqa: RUF012 - replaced, never changed
+    staged: StagedWeights | None = None
+
+    def expect(self, spec: TransferGroupSpec, shapes: dict[str, list[int]] | None) -> None:
+        """Have a model with the tensors of `spec`, but for these shapes."""
+        self._expected_shapes = None
+        if shapes is not None:
+            offered = {tensor.name: tensor.shape for tensor in spec.tensors}
+            self._expected_shapes = offered | {name: tuple(s) for name, s in shapes.items()}
 
     @property
     def held(self) -> StagedWeights | None:
@@ -62,21 +87,41 @@ class _Peer(WeightReceiver):
 
 
 def _run(peer: _Peer, command: dict[str, Any]) -> dict[str, Any]:
-    if command["op"] == "join":
-        spec = msgspec.convert(command["spec"], TransferGroupSpec)
-        return {"plan_digest": peer.join(spec)}
-    if command["op"] == "stage":
-        peer.fault = {key: command[key] for key in ("bucket", "signal", "flip") if key in command}
-        staged = peer.stage(command["version"])
-        recomputed = plain_digest(staged.tensors)
-        (peer.keep if command.get("keep") else peer.recycle)(staged)
-        return {"version": staged.version, "digest": staged.digest, "recomputed": recomputed}
-    if command["op"] == "held":
-        held = peer.held
-        assert held is not None
-        return {"version": held.version, "recomputed": plain_digest(held.tensors)}
-    peer.abort(command["reason"])
+    match command["op"]:
+        case "join":
+            spec = msgspec.convert(command["spec"], TransferGroupSpec)
+            peer.expect(spec, command.get("expects"))
+            return {"plan_digest": peer.join(spec)}
+        case "stage":
+            return _stage(peer, command)
+        case "commit":
+            return _commit(peer, command)
+        case "held":
+            held = peer.held
+            assert held is not None
+            return {"version": held.version, "recomputed": plain_digest(held.tensors)}
+        case "abort":
+            peer.staged = None
+            peer.abort(command["reason"])
     return {}
+
+
+def _stage(peer: _Peer, command: dict[str, Any]) -> dict[str, Any]:
+    peer.fault = {key: command[key] for key in _FAULTS if key in command}
+    staged = peer.stage(command["version"])
+    recomputed = plain_digest(staged.tensors)
+    if "keep" in command:
+        (peer.keep if command["keep"] else peer.recycle)(staged)
+    peer.staged = staged
+    return {"version": staged.version, "digest": staged.digest, "recomputed": recomputed}
+
+
+def _commit(peer: _Peer, command: dict[str, Any]) -> dict[str, Any]:
+    staged = peer.staged
+    if staged is None or (staged.version, staged.digest) != (command["version"], command["digest"]):
+        raise WeightSyncError("trainer", f"committing version {command['version']}", "not staged")
+    peer.keep(staged, lent=True)  # as by a model that computes from it
+    return {"version": staged.version, "digest": staged.digest}
 
 
 def _answer(peer: _Peer, command: dict[str, Any], lock: threading.Lock) -> None:

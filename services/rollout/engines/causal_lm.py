@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from services.rollout.engines.torch_settings import TorchEngineSettings
-from sluice.errors import ConfigError, WeightSyncError
+from sluice.errors import ConfigError
 from sluice.types import TensorSpec
 from sluice.weights.dtypes import dtype_name
 
@@ -34,26 +33,6 @@ class CausalLM:
     eos_token_ids: tuple[int, ...]
     layout: tuple[TensorSpec, ...]
 
-    def copy_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copies all of `layout` into the model; a tied tensor's other name may come along.
-
-        Raises:
-            WeightSyncError: a tensor is missing, unknown or of another shape; nothing was copied.
-        """
-        state = self.model.state_dict()
-        for spec in self.layout:
-            if spec.name not in tensors:
-                raise _mismatch(spec.name, "is missing")
-            shape = tuple(tensors[spec.name].shape)
-            if shape != spec.shape:
-                raise _mismatch(spec.name, f"has shape {shape}, the model's is {spec.shape}")
-        for name in tensors:
-            if name not in state:
-                raise _mismatch(name, "is unknown to the model")
-        with torch.inference_mode():
-            for spec in self.layout:
-                state[spec.name].copy_(tensors[spec.name])
-
     def refuse_row_dependence(self) -> None:
         """Raises ConfigError for a mixture of experts.
 
@@ -67,12 +46,6 @@ class CausalLM:
                 "mixture of experts, whose results depend on the rest of the batch; set "
                 "sluice.rollout.batch_invariant=false"
             )
-
-
-def _mismatch(name: str, detail: str) -> WeightSyncError:
-    return WeightSyncError(
-        "trainer", "loading weights", f"tensor {name} {detail}; give both ends the same model"
-    )
 
 
 def build_causal_lm(settings: TorchEngineSettings, device: torch.device) -> CausalLM:

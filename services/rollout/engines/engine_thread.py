@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from services.rollout.engines.generation_loop import Delivery, GenerationLoop
+from sluice.concurrency.waits import waiting_for
 from sluice.errors import DeadlineError, EngineError, SluiceError
 
 __all__ = ["EngineThread"]
@@ -79,7 +80,8 @@ class EngineThread:
         """The result of `command`, run between two steps."""
         future: asyncio.Future[_T] = self._event_loop.create_future()
         self._enqueue(command, future)
-        return await future
+        with waiting_for("torch engine", "ending a step"):
+            return await future
 
     def _enqueue(self, command: Command, future: asyncio.Future[Any] | None) -> None:
         with self._wake:  # a failure drains the commands under the same lock

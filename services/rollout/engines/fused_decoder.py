@@ -1,8 +1,10 @@
 """A hand-written forward of the Llama family (Llama, Mistral, Qwen2, Qwen3) for small overhead.
 
-Query, key and value projections are one matrix, and so are gate and up; the model's own parameters
-become views of them, so new weights copied into the model are in place here as well. Rotary tables
-are computed once. Prefill stops at the last layer's keys and values, since no logits are needed.
+Query, key and value projections are one matrix, and so are gate and up. The model's own parameters
+become views of them, so weights copied into the model are in place here as well; where the model's
+parameters point to other memory, the matrix is what lies there, or a copy if its parts do not lie
+one behind the other. Rotary tables are computed once. Prefill stops at the last layer's keys and
+values, since no logits are needed.
 """
 
 from __future__ import annotations
@@ -31,32 +33,57 @@ _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Norms:
+    before: RmsNorm
+    qk: RmsNorm | None  # of all query heads, then all key heads
+    after: RmsNorm
+
+    def refresh(self) -> None:
+        self.before.refresh()
+        self.after.refresh()
+        if self.qk is not None:
+            self.qk.refresh()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
-    input_norm: RmsNorm
+    norms: _Norms
     qkv: torch.Tensor  # [(heads + 2 kv heads) * head dim, hidden]
     qkv_bias: torch.Tensor | None
-    qk_norm: RmsNorm | None  # of all query heads, then all key heads
     output: torch.Tensor  # [heads * head dim, hidden], transposed view
     output_bias: torch.Tensor | None
-    post_norm: RmsNorm
     gate_up: torch.Tensor  # [2 * intermediate, hidden]
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor  # [intermediate, hidden], transposed view
     down_bias: torch.Tensor | None
 
 
-def _fuse(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One weight and bias for `linears`, whose own parameters become views of them."""
-
-    def join(name: str) -> torch.Tensor:
+def _fuse(linears: Sequence[nn.Linear]) -> None:
+    """Makes the weights and biases of `linears` views of one weight and one bias."""
+    for name in ("weight", "bias") if _has_bias(linears[0]) else ("weight",):
         parts: list[torch.Tensor] = [getattr(linear, name) for linear in linears]
-        whole = torch.cat([part.detach() for part in parts])
-        views = whole.split([part.shape[0] for part in parts])
+        views = torch.cat([part.detach() for part in parts]).split([len(part) for part in parts])
         for linear, view in zip(linears, views, strict=True):
             setattr(linear, name, nn.Parameter(view, requires_grad=False))
-        return whole
 
-    return join("weight"), join("bias") if _has_bias(linears[0]) else None
+
+def _fused(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One weight and bias for `linears`: views if the parts are neighbours in memory."""
+    weight = _whole([linear.weight.data for linear in linears])
+    return weight, _whole([x.bias.data for x in linears]) if _has_bias(linears[0]) else None
+
+
+def _whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    first, place = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != place or not part.is_contiguous():
+            return torch.cat(list(parts))
+        place += part.nbytes
+    storage = first.untyped_storage()
+    if place > storage.data_ptr() + storage.nbytes():
+        return torch.cat(list(parts))
+    rows = sum(len(part) for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def _has_bias(linear: nn.Linear) -> bool:
@@ -94,19 +121,21 @@ class FusedDecoder:
         attention = model.model.layers[0].self_attn
         self._head_dim: int = attention.head_dim
         self._scale: float = attention.scaling
-        self._layers = [self._layer(module) for module in model.model.layers]
+        self._modules = [(module, self._norms(module)) for module in model.model.layers]
+        for module, _ in self._modules:
+            attention, mlp = module.self_attn, module.mlp
+            _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
+            _fuse([mlp.gate_proj, mlp.up_proj])
+        self.refresh()
         self._rotary_tables(max_model_len)
         shapes = [(self._kv_heads, self._head_dim, self._head_dim)] * len(self._layers)
         self._cache = SlotCache(shapes, slots, max_model_len, model.dtype, self._device)
         self._bias = CausalBias(max_model_len, model.dtype, self._device)
-        self.refresh()
 
-    def _layer(self, module: nn.Module) -> _Layer:
-        norms: tuple[Any, Any] = module.input_layernorm, module.post_attention_layernorm
+    def _norms(self, module: nn.Module) -> _Norms:
+        before: Any = module.input_layernorm
+        after: Any = module.post_attention_layernorm
         attention: Any = module.self_attn
-        mlp: Any = module.mlp
-        qkv, qkv_bias = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
-        gate_up, gate_up_bias = _fuse([mlp.gate_proj, mlp.up_proj])
         qk_norm = None
         if hasattr(attention, "q_norm"):
             parts = (
@@ -114,14 +143,23 @@ class FusedDecoder:
                 (attention.k_norm.weight, self._kv_heads),
             )
             qk_norm = RmsNorm(parts, self._eps)
+        return _Norms(
+            RmsNorm([(before.weight, None)], self._eps),
+            qk_norm,
+            RmsNorm([(after.weight, None)], self._eps),
+        )
+
+    def _layer(self, module: nn.Module, norms: _Norms) -> _Layer:
+        attention: Any = module.self_attn
+        mlp: Any = module.mlp
+        qkv, qkv_bias = _fused([attention.q_proj, attention.k_proj, attention.v_proj])
+        gate_up, gate_up_bias = _fused([mlp.gate_proj, mlp.up_proj])
         return _Layer(
-            input_norm=RmsNorm([(norms[0].weight, None)], self._eps),
+            norms=norms,
             qkv=qkv,
             qkv_bias=qkv_bias,
-            qk_norm=qk_norm,
             output=attention.o_proj.weight.t(),
             output_bias=attention.o_proj.bias,
-            post_norm=RmsNorm([(norms[1].weight, None)], self._eps),
             gate_up=gate_up,
             gate_up_bias=gate_up_bias,
             down=mlp.down_proj.weight.t(),
@@ -143,23 +181,21 @@ class FusedDecoder:
         self._cos, self._sin = cos[0, :, None].clone(), (sin * sign)[0, :, None].clone()
 
     def refresh(self) -> None:
-        """See `Decoder.refresh`: only the norms keep copies of their weights."""
-        for layer in self._layers:
-            layer.input_norm.refresh()
-            layer.post_norm.refresh()
-            if layer.qk_norm is not None:
-                layer.qk_norm.refresh()
+        """See `Decoder.refresh`: norms copy their weights, all else points to the model's."""
+        for _, norms in self._modules:
+            norms.refresh()
+        self._layers = [self._layer(module, norms) for module, norms in self._modules]
         self._last_norm.refresh()
 
     def _project(
         self, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated queries, and rotated keys with values behind; [tokens, heads, head dim]."""
-        normed = layer.input_norm(hidden)
+        normed = layer.norms.before(hidden)
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(hidden), -1, self._head_dim)
         rotated = self._heads + self._kv_heads
         unrotated = qkv[:, :rotated]
-        qk = unrotated if layer.qk_norm is None else layer.qk_norm(unrotated)
+        qk = unrotated if layer.norms.qk is None else layer.norms.qk(unrotated)
         turned = torch.roll(qk, self._head_dim // 2, -1)
         torch.addcmul(qk * cos, turned, sin, out=unrotated)
         queries, keys_values = qkv.split((self._heads, 2 * self._kv_heads), 1)
@@ -170,7 +206,7 @@ class FusedDecoder:
         hidden = torch.addmm(hidden, attended.reshape(len(hidden), -1), layer.output)
         if layer.output_bias is not None:
             hidden = hidden + layer.output_bias
-        normed = layer.post_norm(hidden)
+        normed = layer.norms.after(hidden)
         gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
         hidden = torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
         return hidden if layer.down_bias is None else hidden + layer.down_bias

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ from services.rollout.engines.batch_invariance import DecodeShapes
 from services.rollout.engines.causal_lm import CausalLM
 from services.rollout.engines.counter_random import sample_keys
 from services.rollout.engines.decoder import Decoder, PrefilledPrompts, TokenRow
+from services.rollout.engines.live_weights import LiveWeights, NewWeights
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk, num_tokens
 from services.rollout.engines.row_table import RowTable, RunningSample
 from services.rollout.engines.sampling import SamplingPlan, draw, plan_sampling
@@ -66,6 +67,7 @@ class GenerationLoop:
         dropped_tokens: those of them that were never delivered, their request being cancelled.
         busy_seconds: spent in steps since the start.
         clock: the time since the process started, by what was done.
+        weights: the model's.
 
     Args:
         invariant_shapes: decode only in these shapes, and prefill each prompt alone.
@@ -83,6 +85,7 @@ class GenerationLoop:
         recompute_kv: bool,
     ) -> None:
         self._language_model = language_model
+        self.weights = LiveWeights(language_model)
         self._decoder = decoder
         self._device = language_model.model.device
         self._max_model_len = max_model_len
@@ -179,29 +182,32 @@ class GenerationLoop:
         for row in self._table.occupied():
             self._finish(row, FinishReason.ABORTED)
 
-    def swap(self, tensors: Mapping[str, torch.Tensor], version: int, digest: str) -> None:
+    def swap(self, new: NewWeights, version: int, digest: str) -> None:
         """Takes new weights between two steps.
 
         Tokens not handed out yet are, under the version that drew them.
 
         Raises:
             WeightSyncError: the tensors do not fit the model; the old weights go on serving.
+
+        Any other error came half-way: the weights are a mixture, and the loop must not go on.
         """
+        self.weights.check(new.tensors)
         interrupted = self.clock.state
         if interrupted is not EngineState.STARTING:
             self.clock.enter(EngineState.SWAPPING)
         try:
-            self._exchange(tensors)
+            self._exchange(new)
             self.version, self.digest = version, digest
             interrupted = EngineState.GENERATING if self.has_work else EngineState.IDLE
         finally:
             self.clock.enter(interrupted)
 
-    def _exchange(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._language_model.copy_weights(tensors)
+    def _exchange(self, new: NewWeights) -> None:
+        for row in self._table.occupied():
+            self._hand_out(row)
+        self.weights.take(new, self.digest)
         with torch.inference_mode():
-            for row in self._table.occupied():
-                self._hand_out(row)
             self._decoder.refresh()
             self._queue.forget_prefilled()
             if self._recompute_kv:

@@ -17,6 +17,7 @@ from services.rollout.engines.causal_lm import CausalLM, build_causal_lm
 from services.rollout.engines.decoder_choice import choose_decoder
 from services.rollout.engines.engine_thread import EngineThread
 from services.rollout.engines.generation_loop import Delivery, GenerationLoop, Ticket
+from services.rollout.engines.live_weights import NewWeights
 from services.rollout.engines.protocol import (
     CommitResult,
     EngineLoad,
@@ -123,7 +124,7 @@ class TorchEngine:
         self._loop = await thread.start()
         self._thread = thread
         wire = transfer_device(self._settings.device, self._settings.weights_backend)
-        self._inbox = WeightInbox(wire, self._model().layout)
+        self._inbox = WeightInbox(wire, self._model().layout, self._loop.weights.places)
 
     def _build(self, device: torch.device) -> GenerationLoop:
         """Runs in the engine's thread, where the number of torch threads has to be set."""
@@ -281,22 +282,26 @@ class TorchEngine:
         if serving == (version, digest):
             return CommitResult(version, digest, 0.0)
         staged = inbox.staged(epoch, version, digest)
-        result = await self.load_weights(staged.tensors, version, digest)
+        result = await self._swap(staged, version, digest)
         inbox.release(staged)
         return result
 
     async def load_weights(
         self, tensors: Mapping[str, torch.Tensor], version: int, digest: str
     ) -> CommitResult:
-        """Swaps given weights in between two decode steps, as `commit` does with staged ones.
+        """Swaps a copy of given weights in between two decode steps.
 
         Raises:
             WeightSyncError: they do not fit the model; the old weights go on serving.
         """
+        device = self._model().model.device
+        copies = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
+        return await self._swap(NewWeights(copies), version, digest)
 
+    async def _swap(self, new: NewWeights, version: int, digest: str) -> CommitResult:
         def swap(loop: GenerationLoop) -> CommitResult:
             started = time.perf_counter()
-            loop.swap(tensors, version, digest)
+            loop.swap(new, version, digest)
             return CommitResult(version, digest, time.perf_counter() - started)
 
         return await self._running().call(swap)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from services.trainer.learner.micro_batch import MicroBatch
 from sluice.algorithm.entropy import entropy_from_logits, logprobs_from_logits
+from sluice.concurrency.advance import advance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,6 +52,7 @@ def token_outputs(
         entropy: whether to compute the entropies, and whether they are differentiated.
         with_sum_pi_squared: compute them, without a gradient.
     """
+    advance()
     logits = response_logits(model, micro_batch)
     logprobs = logprobs_from_logits(logits, micro_batch.labels, temperature)
     squares = sum_pi_squared(logits, temperature) if with_sum_pi_squared else None
@@ -72,6 +74,7 @@ def sum_pi_squared(logits: Tensor, temperature: float) -> Tensor:
 
 def response_values(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
     """Values [N], float32, that a critic gives the state before each response token."""
+    advance()
     outputs = model(
         input_ids=micro_batch.input_ids,
         position_ids=micro_batch.position_ids,

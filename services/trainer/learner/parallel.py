@@ -26,6 +26,7 @@ from services.trainer.learner.rank_rendezvous import (
     RankRendezvous,
     rank_place,
 )
+from sluice.concurrency.waits import waiting_for
 from sluice.device.protocol import Device
 from sluice.errors import DeadlineError, PeerError, WeightSyncError
 
@@ -180,7 +181,8 @@ class TorchDistributed:
         try:
             work = start()
             assert work is not None
-            work.wait(timedelta(seconds=self._timeout_s))
+            with waiting_for("trainer ranks", phase):
+                work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
             peer = f"a trainer rank, seen from rank {self.rank} of {self.world_size}"
             # Gloo tells a deadline from a lost connection by its text alone, the clock for sure.

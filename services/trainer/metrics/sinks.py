@@ -42,12 +42,15 @@ class SinkTarget:
         project: ``trainer.project_name``, the vendor's project or experiment.
         experiment: ``trainer.experiment_name``, the vendor's run.
         settings: the run's configuration by dotted key, shown beside the curves.
+        replaces_after: steps above this one may be on record already and are recorded anew; None:
+            none are.
     """
 
     run_dir: Path
     project: str = "sluice"
     experiment: str = "default"
     settings: Mapping[str, object] = field(default_factory=dict)
+    replaces_after: int | None = None
 
 
 class _SinkType(Protocol):

@@ -18,11 +18,15 @@ FOLDER_VARIABLE = "TENSORBOARD_DIR"
 
 
 class TensorBoardSink:
-    """Writes to ``<run dir>/tensorboard``, or to ``TENSORBOARD_DIR`` as under verl."""
+    """Writes to ``<run dir>/tensorboard``, or to ``TENSORBOARD_DIR`` as under verl.
+
+    Of steps that are recorded anew TensorBoard shows only the later record.
+    """
 
     def __init__(self, target: SinkTarget) -> None:
         folder = os.environ.get(FOLDER_VARIABLE) or target.run_dir / "tensorboard"
-        self._writer = SummaryWriter(log_dir=str(Path(folder)))
+        first = None if target.replaces_after is None else target.replaces_after + 1
+        self._writer = SummaryWriter(log_dir=str(Path(folder)), purge_step=first)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds one scalar per metric."""

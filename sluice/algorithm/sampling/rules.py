@@ -50,6 +50,7 @@ class SamplingRules:
         coverage_guard: keep the share of hard prompts among the kept ones what it is without
             probes and memory.
         seed: decides the draws of `exploration`.
+        paces: start long prompts early in a version's time (`pacing`), where S >= 1.
     """
 
     strategy: StrategyName
@@ -62,3 +63,4 @@ class SamplingRules:
     exploration: float = 0.1
     coverage_guard: bool = True
     seed: int = 0
+    paces: bool = True

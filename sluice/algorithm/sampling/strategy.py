@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from sluice.algorithm.admission import YieldEstimate, groups_to_admit
 from sluice.algorithm.sampling.choice import Knowledge, choose_rest, choose_visit
 from sluice.algorithm.sampling.coverage_guard import CoverageGuard, Side
+from sluice.algorithm.sampling.pacing import FinishForecast
 from sluice.algorithm.sampling.pass_rates import Evidence, PassRateBelief
 from sluice.algorithm.sampling.prompt_memory import PromptHistory, SeenVisit
 from sluice.algorithm.sampling.rounds import Rounds
@@ -53,6 +54,7 @@ class SamplingStrategy:
         self._ends: list[VisitEnd] = []
         self._counts: Counter[str] = Counter()
         self.estimate = YieldEstimate()
+        self.forecast = FinishForecast(rules.max_staleness)
 
     @property
     def rules(self) -> SamplingRules:
@@ -63,6 +65,16 @@ class SamplingStrategy:
     def discards_surplus(self) -> bool:
         """Whether kept groups beyond a batch are thrown away."""
         return self._rules.strategy is StrategyName.ROUNDS
+
+    @property
+    def num_in_line(self) -> int:
+        """Prompts that are weighed against each other for the next start (`pacing`); 1: none.
+
+        No more than a batch: about so many start in a version's time at the least, so that hardly
+        one is passed by for longer.
+        """
+        is_paced = self._rules.paces and self._rules.max_staleness > 0
+        return self._rules.train_batch_size if is_paced else 1
 
     def num_to_start(self, load: LoopLoad) -> int:
         """Groups to start now.
@@ -149,6 +161,7 @@ class SamplingStrategy:
         mean_tokens: float,
         kept: bool,
         version: int,
+        seconds: float,
     ) -> None:
         """A group was kept or filtered (a stopped one is filtered). One that failed is not told.
 
@@ -159,8 +172,11 @@ class SamplingStrategy:
             mean_tokens: mean response length.
             kept: whether it waits for a batch.
             version: announced now.
+            seconds: since it was admitted.
         """
         self.estimate = self.estimate.observe(kept)
+        if num_scored == self._rules.samples_per_group:
+            self.forecast.ended(visit.key, mean_tokens=mean_tokens, seconds=seconds)
         evidence = Evidence(float(num_right), float(num_scored - num_right))
         self._ends.append(VisitEnd(visit, evidence, mean_tokens, kept, version))
 

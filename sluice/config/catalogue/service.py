@@ -9,7 +9,21 @@ _KEY = "sluice"
 
 def _endpoint(service: str) -> tuple[Entry, ...]:
     return tuple(
-        honoured(f"{_KEY}.{service}.endpoint.{name}") for name in ("host", "port", "advertise")
+        honoured(f"{_KEY}.{service}.endpoint.{name}")
+        for name in ("host", "port", "advertise", "health_port")
+    )
+
+
+def _scoring_failure(kind: str) -> tuple[Entry, ...]:
+    key = f"{_KEY}.reward.outcomes.{kind}"
+    return (
+        honoured(
+            f"{key}.action",
+            effect="generate_again favours responses that can be scored, which biases what is "
+            "trained",
+        ),
+        honoured(f"{key}.max_attempts"),
+        honoured(f"{key}.then"),
     )
 
 
@@ -25,6 +39,7 @@ ENTRIES: tuple[Entry, ...] = (
         ),
     ),
     honoured(f"{_KEY}.asynchrony.on_stale"),
+    honoured(f"{_KEY}.asynchrony.pace"),
     honoured(
         f"{_KEY}.sampling.strategy",
         effect="How many tokens are drawn for each that is trained, and how fast a batch is full",
@@ -95,6 +110,23 @@ ENTRIES: tuple[Entry, ...] = (
         effect="A client's receipt, a batch and its acknowledgement wait for the disk, 1 to 10 ms",
         advice="sqlite",
     ),
+    honoured(
+        f"{_KEY}.reward.ledger_samples_interval_s",
+        unit="seconds",
+        effect="What a killed reward service costs is at most one interval's tokens",
+    ),
+    honoured(
+        f"{_KEY}.reward.ledger_samples_mb",
+        unit="MiB",
+        effect="Disk of the run's folder; about 8 bytes a token",
+    ),
+    *_scoring_failure("unscorable"),
+    *_scoring_failure("scorer_timeout"),
+    *_scoring_failure("scorer_crash"),
+    honoured(f"{_KEY}.reward.outcomes.engine_error.then"),
+    honoured(f"{_KEY}.reward.outcomes.aborted.then"),
+    honoured(f"{_KEY}.reward.outcomes.min_share", advice="0.5"),
+    honoured(f"{_KEY}.reward.outcomes.max_strikes", unit="visits"),
     *_endpoint("trainer"),
     honoured(f"{_KEY}.trainer.torch_threads"),
     honoured(f"{_KEY}.trainer.min_replicas"),
@@ -102,6 +134,12 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(f"{_KEY}.trainer.batch_timeout_s", unit="seconds"),
     honoured(f"{_KEY}.trainer.heartbeat_interval_s", unit="seconds"),
     honoured(f"{_KEY}.trainer.replica_ttl_s", unit="seconds"),
+    honoured(
+        f"{_KEY}.trainer.replica_stall_s",
+        unit="seconds",
+        effect="How long a replica with a hung engine keeps samples and delays new weights",
+        advice="More than the engine's longest step, the first one's compilation included",
+    ),
     honoured(f"{_KEY}.trainer.command_timeout_s", unit="seconds"),
     honoured(f"{_KEY}.weights.bucket_mb", unit="MiB", effect="Memory on both sides"),
     honoured(f"{_KEY}.weights.timeout_s", unit="seconds"),
@@ -113,6 +151,35 @@ ENTRIES: tuple[Entry, ...] = (
         advice="auto; off where host memory is short",
     ),
     honoured(f"{_KEY}.weights.recompute_kv"),
+    honoured(f"{_KEY}.watchdog.stall_s", unit="seconds", advice="Above the time of a checkpoint"),
+    honoured(
+        f"{_KEY}.watchdog.give_up_s",
+        unit="seconds",
+        effect="A wait with a deadline of its own is left to that one",
+        advice="Well above stall_s; null where somebody looks at every stall",
+    ),
+    honoured(
+        f"{_KEY}.security.tls",
+        effect="mtls costs about 0.1 ms of CPU a call on each side",
+        advice="mtls wherever a service listens on more than loopback",
+    ),
+    honoured(f"{_KEY}.security.ca_file"),
+    honoured(f"{_KEY}.security.cert_file"),
+    honoured(f"{_KEY}.security.key_file"),
+    honoured(
+        f"{_KEY}.security.server_name",
+        advice="sluice with the certificates of `sluice certs`, which all carry that name",
+    ),
+    honoured(
+        f"{_KEY}.security.token_file",
+        effect="Without a token nothing but health answers; read again when it changes",
+        advice="the same file for all services; clients get one with a token of theirs",
+    ),
+    honoured(f"{_KEY}.limits.max_submit_streams", unit="calls"),
+    honoured(f"{_KEY}.limits.max_prompts_per_stream", unit="prompts"),
+    honoured(f"{_KEY}.limits.max_watchers", unit="calls"),
+    honoured(f"{_KEY}.limits.max_prompt_turns", unit="turns"),
+    honoured(f"{_KEY}.limits.max_extra_info_kb", unit="KiB"),
     honoured(
         f"{_KEY}.max_message_mb",
         unit="MiB",

@@ -12,7 +12,19 @@ from typer.testing import CliRunner
 
 from sluice.cli.main import app, commands
 
-NAMES = ("quickstart", "up", "train", "status", "generate", "submit", "eval", "merge", "simulate")
+NAMES = (
+    "quickstart",
+    "up",
+    "train",
+    "status",
+    "scale",
+    "generate",
+    "submit",
+    "eval",
+    "merge",
+    "simulate",
+    "certs",
+)
 
 
 def invoke(*arguments: str) -> tuple[int, str]:

@@ -9,6 +9,7 @@ import pytest
 from sluice.config.endpoints import peer_address
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
+from sluice.launch.checkpoint_mark import MARK_VARIABLE, TRACKER_NAME
 from sluice.launch.service_spec import ServiceSpec, local_services, with_ports
 from tests.support.loopback import needs_ipv6
 
@@ -34,11 +35,41 @@ def test_a_run_is_one_reward_service_one_trainer_and_its_replicas() -> None:
     ]
 
 
-def test_no_trainer_rank_is_started_again_and_only_rank_0_ends_the_run() -> None:
+def test_all_trainer_ranks_are_one_crew_and_only_rank_0_ends_the_run() -> None:
     specs = services("trainer.n_gpus_per_node=2").values()
-    assert {each.name for each in specs if each.max_restarts} == {"reward", "rollout-0"}
+    crews = {each.name: each.crew_name for each in specs}
+    assert crews == {
+        "reward": "reward",
+        "trainer": "trainer",
+        "trainer-1": "trainer",
+        "rollout-0": "rollout-0",
+    }
     assert [each.name for each in specs if each.ends_run] == ["trainer"]
-    assert [each.name for each in specs if each.is_needed] == ["reward"]
+    assert [each.name for each in specs if each.is_needed] == ["reward", "trainer", "trainer-1"]
+
+
+def test_every_service_may_be_started_again_but_only_replicas_after_errors_of_their_own() -> None:
+    specs = services("trainer.n_gpus_per_node=2").values()
+    assert {each.max_restarts for each in specs} == {5}
+    assert [each.name for each in specs if each.retries_errors] == ["rollout-0"]
+
+
+def test_the_trainer_is_told_which_checkpoints_were_there_before_the_run(tmp_path: Path) -> None:
+    def mark() -> str:
+        folder = f"trainer.default_local_dir={tmp_path}"
+        return services(folder)["trainer"].environment[MARK_VARIABLE]
+
+    def save(step: int) -> None:
+        fresh = tmp_path / "fresh"
+        fresh.write_text(str(step), encoding="ascii")
+        fresh.replace(tmp_path / TRACKER_NAME)
+
+    marks = [mark()]
+    for step in (2, 4, 4):
+        save(step)
+        assert mark() == mark()
+        marks.append(mark())
+    assert len(set(marks)) == len(marks)
 
 
 def test_a_reward_service_is_started_again_where_its_ledger_outlives_it_and_it_did_not_refuse() -> (

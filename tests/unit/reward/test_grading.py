@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from services.reward.grading import Grader, OverlongShaping, overlong_shaping
-from services.reward.judgement import judge
+from services.reward.judgement import GroupNeeds, judge
 from services.reward.scorer_messages import ScoreItem
 from sluice.config.reward import RewardConfig
 from sluice.errors import ConfigError
@@ -159,7 +159,7 @@ def test_a_group_is_judged_by_what_could_be_scored(
 def test_where_the_loss_compares_whole_groups_one_sample_lost_is_too_many(
     outcomes: list[Outcome], detail: str
 ) -> None:
-    verdict = judge(graded_of(*outcomes), metric="acc", whole_groups=True)
+    verdict = judge(graded_of(*outcomes), metric="acc", needs=GroupNeeds(whole_groups=True))
     end = PromptEnd.DROPPED_FAILED if detail else None
     assert (verdict.end, verdict.detail) == (end, detail)
 

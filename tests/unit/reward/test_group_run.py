@@ -12,7 +12,7 @@ import pytest
 from services.reward.assembly import RewardLoop
 from services.reward.dispatcher import GroupRequest
 from services.reward.group_run import joined
-from services.reward.judgement import judge_probes
+from services.reward.judgement import GroupNeeds, judge_probes
 from services.reward.ledger import PromptState
 from services.reward.scorer_messages import ScoreItem
 from sluice.config.run import RunConfig
@@ -108,7 +108,8 @@ def test_the_parts_of_a_group_are_joined_in_the_order_of_samples() -> None:
 def test_probes_judge_a_group_only_where_the_rest_could_not_help_or_they_agree(
     outcomes: tuple[Outcome, ...], whole_groups: bool, end: PromptEnd | None
 ) -> None:
-    verdict = judge_probes(group_of(*outcomes), metric="acc", whole_groups=whole_groups)
+    needs = GroupNeeds(whole_groups=whole_groups)
+    verdict = judge_probes(group_of(*outcomes), metric="acc", needs=needs)
     assert (verdict.end if verdict else None) is end
 
 

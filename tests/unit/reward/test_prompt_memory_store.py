@@ -44,6 +44,13 @@ def test_visits_that_overlapped_are_all_remembered(tmp_path: Path) -> None:
     assert (history.num_right, history.num_wrong, history.num_visits) == (9.0, 39.0, 3)
 
 
+def test_lengths_are_those_of_the_prompts_visited_last(tmp_path: Path) -> None:
+    with PromptMemoryStore(tmp_path / "memory.sqlite") as store:
+        for version, key in enumerate([KEY, OTHER, "ab" * 16]):
+            store.add([(key, SeenVisit(1, 2, 10.0 + version, version))])
+        assert store.lengths(2) == [(OTHER, 11.0), ("ab" * 16, 12.0)]
+
+
 visits = st.builds(
     SeenVisit,
     st.integers(0, 16),

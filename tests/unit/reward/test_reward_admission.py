@@ -130,14 +130,15 @@ async def test_a_memory_that_cannot_be_read_is_told_and_loses_no_prompt(tmp_path
     rows = write_prompts(tmp_path / "train.parquet", prompt_rows([MIXED] * 8))
     settings = config("memory", data={"train_files": str(rows)})
     memory = PromptMemoryStore(tmp_path / "memory.sqlite")
-    memory.close()
     files, sets = RunFiles(memory, GroupLog(None)), open_prompt_sets(settings)
     async with running_loop(settings, ScriptedClient(), sets, files) as loop:
+        memory.close()
         await loop.pipeline.announce("trainer", 0, [replica("a")], None)
         with pytest.raises(DataError, match="memory of prompts cannot be used"):
             await loop.pipeline.batches.take(1, 0, 5)
         assert loop.statistics()["reward/prompts_lost"] == 0
-        assert loop.ledger.accounts().num_pending == 1
+        accounts = loop.ledger.accounts()
+        assert accounts.num_pending == accounts.num_submitted > 0
 
 
 def _keys(contents: list[str]) -> list[str]:

@@ -14,6 +14,7 @@ from services.rollout.engines.decoder import DecodeBatch, Decoder
 from services.rollout.engines.decoder_choice import choose_decoder
 from services.rollout.engines.fused_decoder import FusedDecoder
 from services.rollout.engines.generic_decoder import GenericDecoder
+from services.rollout.engines.live_weights import LiveWeights, NewWeights
 from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.recompute_decoder import RecomputeDecoder
 from sluice.types import SamplingParams
@@ -145,7 +146,7 @@ def test_fused_and_generic_decoders_agree(family: str, tmp_path: Path) -> None:
     logits = []
     for make in (FusedDecoder, GenericDecoder):
         decoder = make(lm.model, 4, 48)
-        lm.copy_weights(reference_model(tmp_path).state_dict())
+        LiveWeights(lm).take(NewWeights(reference_model(tmp_path).state_dict()), "")
         decoder.refresh()
         logits.append(_teacher_forced(decoder, tokens, start=6))
     torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)

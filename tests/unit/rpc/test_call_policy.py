@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.descriptor import MethodDescriptor
 
+from sluice.api.launch.v1 import launch_pb2
 from sluice.api.reward.v1 import reward_pb2
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.api.trainer.v1 import trainer_pb2
@@ -23,13 +24,15 @@ IDEMPOTENT = {
     "TrainerService/Pause",
     "TrainerService/Resume",
     "TrainerService/Stop",
+    "LaunchService/SetReplicas",
+    "LaunchService/GetServices",
 }
 
 
 def methods() -> dict[str, MethodDescriptor]:
     return {
         f"{service.name}/{method.name}": method
-        for module in (reward_pb2, rollout_pb2, trainer_pb2, weights_pb2)
+        for module in (launch_pb2, reward_pb2, rollout_pb2, trainer_pb2, weights_pb2)
         for service in module.DESCRIPTOR.services_by_name.values()
         for method in service.methods
     }

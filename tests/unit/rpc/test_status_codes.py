@@ -48,6 +48,7 @@ def test_every_error_has_a_code_of_its_own_or_carries_its_class(
 
 # A peer that is not ready has failed us, and one whose engine fails is broken.
 ARRIVES_AS = {
+    errors.HandshakeError: errors.PeerError,  # another one's handshake
     errors.NotReadyError: errors.PeerError,
     errors.EngineError: errors.PeerDefectError,
 }

@@ -27,7 +27,7 @@ def _tensors(draw: st.DrawFn) -> tuple[TensorSpec, ...]:
     )
 
 
-_BUCKET_BYTES = st.integers(256, 4096).map(lambda blocks: 16 * blocks)
+_BUCKET_BYTES = st.integers(64, 1024).map(lambda blocks: 64 * blocks)
 
 
 def _covered(plan: TransferPlan, tensor: int) -> list[tuple[int, int, Bucket, int]]:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+import xxhash
 
 from sluice.weights.buffer import WeightBuffer
-from sluice.weights.digest import StreamDigest
+from sluice.weights.digest import StreamDigest, WeightDigests
 from sluice.weights.plan import plan_transfer, tensor_specs
 from tests.support.weight_digest import plain_digest
 
@@ -25,6 +26,10 @@ def _weights() -> dict[str, torch.Tensor]:
 
 
 def _digest(weights: Mapping[str, torch.Tensor], bucket_bytes: int = 4096) -> str:
+    return _digests(weights, bucket_bytes).combined
+
+
+def _digests(weights: Mapping[str, torch.Tensor], bucket_bytes: int = 4096) -> WeightDigests:
     """Of the buckets as they would pass."""
     plan = plan_transfer(tensor_specs(weights.items()), bucket_bytes)
     buffer = WeightBuffer(plan)
@@ -33,7 +38,7 @@ def _digest(weights: Mapping[str, torch.Tensor], bucket_bytes: int = 4096) -> st
     stream = StreamDigest(plan)
     for bucket in plan.buckets:
         stream.absorb(bucket, buffer.bucket(bucket))
-    return stream.hexdigest()
+    return stream.digests()
 
 
 @pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20], ids=["many buckets", "one bucket"])
@@ -57,6 +62,20 @@ def test_name_dtype_and_shape_are_part_of_the_digest() -> None:
         _digest({"a": tensor.view(6, 4)}),
     }
     assert len(digests) == 4
+
+
+def test_the_hash_is_the_published_one() -> None:
+    """The xxHash project's own test value of XXH3-128 for no input."""
+    assert xxhash.xxh3_128(b"").hexdigest() == "99aa06d3014798d86001c324468d497f"
+
+
+def test_the_tensors_that_differ_are_named_in_the_order_of_the_wire() -> None:
+    weights = _weights()
+    before = _digests(weights)
+    weights["steps"] += 1
+    weights["half"].view(torch.uint8)[17] ^= 1
+    assert _digests(weights).differing(before.tensors) == ["half", "steps"]
+    assert before.differing(before.tensors) == []
 
 
 def test_swapping_the_contents_of_two_weights_changes_the_digest() -> None:

@@ -367,3 +367,65 @@ class DataProgress(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["ended_above", b"ended_above", "low_water", b"low_water"]) -> None: ...
 
 global___DataProgress = DataProgress
+
+@typing.final
+class Wait(google.protobuf.message.Message):
+    """Waits of one process for one peer and one purpose, counted together."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: builtins.int
+    PHASE_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    TASK_FIELD_NUMBER: builtins.int
+    peer: builtins.str
+    """Whom it waits for: "trainer", "reward service", a replica's name, or a thing of its own such as
+    "scorer pool".
+    """
+    phase: builtins.str
+    """What for."""
+    seconds: builtins.float
+    """How long the longest of them has lasted, seconds, at least 0."""
+    count: builtins.int
+    """How many there are, at least 1."""
+    task: builtins.str
+    """The task or thread that waits longest. Empty: the process as a whole."""
+    def __init__(
+        self,
+        *,
+        peer: builtins.str = ...,
+        phase: builtins.str = ...,
+        seconds: builtins.float = ...,
+        count: builtins.int = ...,
+        task: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "peer", b"peer", "phase", b"phase", "seconds", b"seconds", "task", b"task"]) -> None: ...
+
+global___Wait = Wait
+
+@typing.final
+class WaitReport(google.protobuf.message.Message):
+    """What a process waits for, and whether it gets on."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WAITS_FIELD_NUMBER: builtins.int
+    STILL_SECONDS_FIELD_NUMBER: builtins.int
+    still_seconds: builtins.float
+    """Seconds without progress although there is work. Absent: there is none, or nobody looks."""
+    @property
+    def waits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Wait]:
+        """The longest first, at most 64."""
+
+    def __init__(
+        self,
+        *,
+        waits: collections.abc.Iterable[global___Wait] | None = ...,
+        still_seconds: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_still_seconds", b"_still_seconds", "still_seconds", b"still_seconds"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_still_seconds", b"_still_seconds", "still_seconds", b"still_seconds", "waits", b"waits"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_still_seconds", b"_still_seconds"]) -> typing.Literal["still_seconds"] | None: ...
+
+global___WaitReport = WaitReport

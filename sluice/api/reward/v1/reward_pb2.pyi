@@ -41,7 +41,7 @@ class _PromptEndEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """Its oldest token grew older than the staleness bound."""
     PROMPT_END_DROPPED_FAILED: _PromptEnd.ValueType  # 6
     """Too many of its samples failed (one is too many where the loss compares whole groups), or its
-    greedy response did.
+    greedy response did, or it is in quarantine.
     """
     PROMPT_END_DROPPED_SURPLUS: _PromptEnd.ValueType  # 7
     """Its group was kept, but the batch was full and the sampling strategy carries nothing over."""
@@ -65,7 +65,7 @@ PROMPT_END_DROPPED_STALE: PromptEnd.ValueType  # 5
 """Its oldest token grew older than the staleness bound."""
 PROMPT_END_DROPPED_FAILED: PromptEnd.ValueType  # 6
 """Too many of its samples failed (one is too many where the loss compares whole groups), or its
-greedy response did.
+greedy response did, or it is in quarantine.
 """
 PROMPT_END_DROPPED_SURPLUS: PromptEnd.ValueType  # 7
 """Its group was kept, but the batch was full and the sampling strategy carries nothing over."""
@@ -146,11 +146,28 @@ class PromptOutcome(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class SamplesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     PROMPT_ID_FIELD_NUMBER: builtins.int
     END_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     REWARDS_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
+    SAMPLES_FIELD_NUMBER: builtins.int
     prompt_id: builtins.str
     """Echo."""
     end: global___PromptEnd.ValueType
@@ -163,6 +180,13 @@ class PromptOutcome(google.protobuf.message.Message):
     def rewards(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Reward of each sample, in order of sample index; samples without a score are left out."""
 
+    @property
+    def samples(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Samples by how they ended: "scored", "unscorable", "scorer_timeout", "scorer_crash",
+        "engine_error" or "aborted". Empty where nothing was graded, and when the outcome is told again
+        to a client that sends its prompt again.
+        """
+
     def __init__(
         self,
         *,
@@ -171,9 +195,10 @@ class PromptOutcome(google.protobuf.message.Message):
         step: builtins.int | None = ...,
         rewards: collections.abc.Iterable[builtins.float] | None = ...,
         detail: builtins.str = ...,
+        samples: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_step", b"_step", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_step", b"_step", "detail", b"detail", "end", b"end", "prompt_id", b"prompt_id", "rewards", b"rewards", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_step", b"_step", "detail", b"detail", "end", b"end", "prompt_id", b"prompt_id", "rewards", b"rewards", "samples", b"samples", "step", b"step"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
 
 global___PromptOutcome = PromptOutcome
@@ -733,6 +758,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     REPLICAS_FIELD_NUMBER: builtins.int
     AWAITED_FIELD_NUMBER: builtins.int
     STATISTICS_FIELD_NUMBER: builtins.int
+    WAIT_REPORT_FIELD_NUMBER: builtins.int
     prompts_submitted: builtins.int
     """Prompts accepted since the start."""
     prompts_pending: builtins.int
@@ -763,6 +789,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     def statistics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Further counters and gauges by metric name."""
 
+    @property
+    def wait_report(self) -> sluice.api.common.v1.common_pb2.WaitReport:
+        """All that it waits for: what `awaited` says, and the waits of its groups."""
+
     def __init__(
         self,
         *,
@@ -777,9 +807,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         replicas: collections.abc.Iterable[sluice.api.common.v1.common_pb2.Replica] | None = ...,
         awaited: collections.abc.Iterable[global___Awaited] | None = ...,
         statistics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        wait_report: sluice.api.common.v1.common_pb2.WaitReport | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "awaited", b"awaited", "dataset_rows", b"dataset_rows", "groups_generating", b"groups_generating", "groups_grading", b"groups_grading", "groups_kept", b"groups_kept", "policy_version", b"policy_version", "prompts_by_end", b"prompts_by_end", "prompts_pending", b"prompts_pending", "prompts_submitted", b"prompts_submitted", "replicas", b"replicas", "statistics", b"statistics"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version", "wait_report", b"wait_report"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "awaited", b"awaited", "dataset_rows", b"dataset_rows", "groups_generating", b"groups_generating", "groups_grading", b"groups_grading", "groups_kept", b"groups_kept", "policy_version", b"policy_version", "prompts_by_end", b"prompts_by_end", "prompts_pending", b"prompts_pending", "prompts_submitted", b"prompts_submitted", "replicas", b"replicas", "statistics", b"statistics", "wait_report", b"wait_report"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
 
 global___GetStatusResponse = GetStatusResponse

@@ -207,9 +207,17 @@ class GetStatusRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    WITHOUT_ENGINE_FIELD_NUMBER: builtins.int
+    without_engine: builtins.bool
+    """True: answers at once with the counters last known, without asking the engine, so that a
+    replica whose engine hangs still says what it waits for. Default false.
+    """
     def __init__(
         self,
+        *,
+        without_engine: builtins.bool = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["without_engine", b"without_engine"]) -> None: ...
 
 global___GetStatusRequest = GetStatusRequest
 
@@ -249,6 +257,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     RUNNING_TOKENS_FIELD_NUMBER: builtins.int
     SECONDS_BY_STATE_FIELD_NUMBER: builtins.int
     WALL_SECONDS_FIELD_NUMBER: builtins.int
+    WAIT_REPORT_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Stable name of the replica."""
     incarnation: builtins.str
@@ -281,6 +290,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         "idle" and "swapping" (weights are exchanged). They add up to wall_seconds.
         """
 
+    @property
+    def wait_report(self) -> sluice.api.common.v1.common_pb2.WaitReport:
+        """What it waits for."""
+
     def __init__(
         self,
         *,
@@ -298,9 +311,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         running_tokens: builtins.int = ...,
         seconds_by_state: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         wall_seconds: builtins.float = ...,
+        wait_report: sluice.api.common.v1.common_pb2.WaitReport | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "engine", b"engine", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "name", b"name", "policy_version", b"policy_version", "queued", b"queued", "running_tokens", b"running_tokens", "seconds_by_state", b"seconds_by_state", "slots", b"slots", "slots_busy", b"slots_busy", "unsent_tokens", b"unsent_tokens", "wall_seconds", b"wall_seconds", "weight_digest", b"weight_digest"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version", "wait_report", b"wait_report"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "engine", b"engine", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "name", b"name", "policy_version", b"policy_version", "queued", b"queued", "running_tokens", b"running_tokens", "seconds_by_state", b"seconds_by_state", "slots", b"slots", "slots_busy", b"slots_busy", "unsent_tokens", b"unsent_tokens", "wait_report", b"wait_report", "wall_seconds", b"wall_seconds", "weight_digest", b"weight_digest"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
 
 global___GetStatusResponse = GetStatusResponse

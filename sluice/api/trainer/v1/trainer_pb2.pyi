@@ -153,6 +153,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     RUNNING_TOKENS_FIELD_NUMBER: builtins.int
     SECONDS_BY_STATE_FIELD_NUMBER: builtins.int
     WALL_SECONDS_FIELD_NUMBER: builtins.int
+    ENGINE_TURNS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name."""
     incarnation: builtins.str
@@ -175,6 +176,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
     """Tokens drawn and not sent yet, of calls that go on."""
     wall_seconds: builtins.float
     """Seconds since the process started, by another clock than the states' one."""
+    engine_turns: builtins.int
+    """Questions that the engine's own loop has answered since the process started; stands still while
+    the engine hangs, though heartbeats go on. 0 or absent: not counted.
+    """
     @property
     def seconds_by_state(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Seconds of the process in each state: "starting" (until the first weights serve), "generating",
@@ -196,9 +201,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
         running_tokens: builtins.int = ...,
         seconds_by_state: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         wall_seconds: builtins.float = ...,
+        engine_turns: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "draining", b"draining", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "name", b"name", "policy_version", b"policy_version", "queued", b"queued", "running_tokens", b"running_tokens", "seconds_by_state", b"seconds_by_state", "slots_busy", b"slots_busy", "unsent_tokens", b"unsent_tokens", "wall_seconds", b"wall_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "draining", b"draining", "engine_turns", b"engine_turns", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "name", b"name", "policy_version", b"policy_version", "queued", b"queued", "running_tokens", b"running_tokens", "seconds_by_state", b"seconds_by_state", "slots_busy", b"slots_busy", "unsent_tokens", b"unsent_tokens", "wall_seconds", b"wall_seconds"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
@@ -240,7 +246,9 @@ class ReplicaStatus(google.protobuf.message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: builtins.int
     IDLE_SHARE_FIELD_NUMBER: builtins.int
     state: builtins.str
-    """"pending", "serving" or "draining"."""
+    """"pending", "serving", "draining", or "stalled": it lives and has work, and its engine draws
+    nothing.
+    """
     heartbeat_age_seconds: builtins.float
     """Seconds since its last heartbeat."""
     slots_busy: builtins.int
@@ -315,6 +323,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     REPLICAS_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
     ACCOUNTS_FIELD_NUMBER: builtins.int
+    WAIT_REPORT_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     """UUID of this start of the trainer."""
     phase: global___RunPhase.ValueType
@@ -342,6 +351,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         Empty before they were first taken.
         """
 
+    @property
+    def wait_report(self) -> sluice.api.common.v1.common_pb2.WaitReport:
+        """What it waits for."""
+
     def __init__(
         self,
         *,
@@ -354,9 +367,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         replicas: collections.abc.Iterable[global___ReplicaStatus] | None = ...,
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         accounts: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        wait_report: sluice.api.common.v1.common_pb2.WaitReport | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "accounts", b"accounts", "incarnation", b"incarnation", "metrics", b"metrics", "phase", b"phase", "phase_seconds", b"phase_seconds", "policy_version", b"policy_version", "replicas", b"replicas", "step", b"step", "total_steps", b"total_steps"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version", "wait_report", b"wait_report"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "accounts", b"accounts", "incarnation", b"incarnation", "metrics", b"metrics", "phase", b"phase", "phase_seconds", b"phase_seconds", "policy_version", b"policy_version", "replicas", b"replicas", "step", b"step", "total_steps", b"total_steps", "wait_report", b"wait_report"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
 
 global___GetStatusResponse = GetStatusResponse

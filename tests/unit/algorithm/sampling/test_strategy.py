@@ -91,6 +91,7 @@ class World:
             mean_tokens=100.0,
             kept=bool(kept),
             version=version,
+            seconds=1.0,
         )
         return Totals(seen.size, int(kept), int(kept and self.rates[prompt] < 0.1))
 
@@ -167,6 +168,7 @@ def test_what_is_learnt_does_not_depend_on_which_group_ended_first() -> None:
                 mean_tokens=10.0,
                 kept=visit.sequence % 17 not in {0, 16},
                 version=0,
+                seconds=1.0,
             )
         histories = chosen.new_version()
         learnt.append((histories, chosen.statistics()["sampling/price"]))
@@ -177,7 +179,9 @@ def test_nothing_is_learnt_before_a_version_is_announced() -> None:
     chosen = strategy(StrategyName.STAGED)
     before = chosen.statistics()["sampling/price"]
     visit = chosen.visit("a", 0, None, 0)
-    chosen.ended(visit, num_right=0, num_scored=4, mean_tokens=1.0, kept=False, version=0)
+    chosen.ended(
+        visit, num_right=0, num_scored=4, mean_tokens=1.0, kept=False, version=0, seconds=1.0
+    )
     assert chosen.statistics()["sampling/price"] == before
     assert chosen.new_version() == []  # staged remembers no prompts
     assert chosen.statistics()["sampling/price"] != before
@@ -211,7 +215,9 @@ def test_a_group_sure_to_be_kept_takes_a_whole_place() -> None:
     chosen = strategy(StrategyName.STAGED)
     for sequence in range(400):
         visit = chosen.visit(str(sequence), sequence, None, 0)
-        chosen.ended(visit, num_right=0, num_scored=4, mean_tokens=1.0, kept=False, version=0)
+        chosen.ended(
+            visit, num_right=0, num_scored=4, mean_tokens=1.0, kept=False, version=0, seconds=1.0
+        )
     unsure = chosen.num_to_start(LoopLoad(100, 0, 0, room=10_000))
     sure = chosen.num_to_start(LoopLoad(100, 0, 0, room=10_000, num_sure=100))
     assert sure < unsure

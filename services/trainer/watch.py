@@ -1,0 +1,71 @@
+"""The trainer's work as its watchdog and its status calls see it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from services.trainer.fleet import Fleet
+from services.trainer.run_state import RunPhase, RunState
+from sluice.concurrency.advance import units_done
+from sluice.concurrency.stall import Sighting
+from sluice.concurrency.waits import WAITS, Waiting, told_together
+from sluice.concurrency.watchdog import watched_service
+from sluice.config.endpoints import advertised_address
+from sluice.config.run import RunConfig
+from sluice.config.service import TrainerServiceConfig
+
+_AWAITED_IN = {
+    RunPhase.WAITING_FOR_REPLICAS: ("rollout fleet", "registering replicas"),
+    RunPhase.WAITING_FOR_BATCH: ("reward service", "filling a batch"),
+    RunPhase.TRAINING: ("learner thread", "updating the policy"),
+    RunPhase.PUBLISHING: ("rollout fleet", "taking the weights"),
+    RunPhase.EVALUATING: ("reward service", "validating"),
+    RunPhase.SAVING: ("learner thread", "saving a checkpoint"),
+    RunPhase.PAUSED: ("operator", "resuming the run"),
+}
+_AT_REST = (RunPhase.PAUSED, RunPhase.FINISHED)
+
+
+def phase_waits(state: RunState) -> tuple[Waiting, ...]:
+    """Whom the run as a whole waits for, since the present phase began."""
+    awaited = _AWAITED_IN.get(state.phase)
+    return () if awaited is None else (Waiting(*awaited, state.phase_seconds),)
+
+
+def watching(config: RunConfig, state: RunState, fleet: Fleet) -> AbstractContextManager[None]:
+    """The trainer's watchdog."""
+    service = config.sluice.trainer
+    work = TrainerWork(service, state, fleet)
+    address = advertised_address(service.endpoint, service.endpoint.port)
+    return watched_service("trainer", config.sluice, work.sight, address=address, waits=work.waits)
+
+
+class TrainerWork:
+    """What the watchdog asks.
+
+    Progress are steps, changes of phase, forward passes, buckets of weights, and tokens of the
+    fleet, which is what a wait for a batch waits for. A paused or finished run has no work.
+
+    Args:
+        service: the deadlines of the waits that have one of their own.
+        state: what the run does.
+        fleet: who generates.
+    """
+
+    def __init__(self, service: TrainerServiceConfig, state: RunState, fleet: Fleet) -> None:
+        self._state, self._fleet = state, fleet
+        self._patience_s = {
+            RunPhase.WAITING_FOR_REPLICAS: service.replica_wait_timeout_s,
+            RunPhase.WAITING_FOR_BATCH: service.batch_timeout_s,
+            RunPhase.EVALUATING: service.batch_timeout_s,
+        }
+
+    def sight(self) -> Sighting:
+        """In the event loop."""
+        phase = self._state.phase
+        progress = (phase, self._state.step, units_done(), self._fleet.totals())
+        return Sighting(progress, phase not in _AT_REST, self._patience_s.get(phase, 0.0))
+
+    def waits(self) -> tuple[Waiting, ...]:
+        """In any thread."""
+        return told_together((*phase_waits(self._state), *WAITS.snapshot()))

@@ -1,0 +1,146 @@
+"""In which order prompts start: those that are expected to take long, early in a version's time.
+
+A group started under version v has to end before the batch of v + S is formed, or that batch waits
+for it. So what starts late in the time between two announcements should be short. Of the prompts
+that are next in line the longest is started that is expected to end in time; if none is, the
+shortest. Expected is what the prompt's earlier visits took, in tokens, times the seconds that
+groups have lately taken for each of their mean tokens (their longest sample and the wait for a
+slot included).
+
+Nobody waits for long: a prompt that two announcements have passed by goes first. At S = 0 the order
+stays that of issue, and a run repeats.
+
+State without I/O; the reward service and the simulator drive the same object, each with its clock.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_KEPT_OF_RATE, _KEPT_OF_LENGTH, _KEPT_OF_INTERVAL = 0.98, 0.98, 0.8
+KNOWN_LENGTHS = 65_536
+"""Prompts whose lengths a forecast remembers."""
+_VERSIONS_PASSED_BY = 2
+
+
+@dataclass(slots=True)
+class _Average:
+    """A mean in which recent values weigh more; `kept` is the weight of the past."""
+
+    kept: float
+    value: float | None = None
+
+    def see(self, value: float) -> None:
+        past = value if self.value is None else self.value
+        self.value = self.kept * past + (1.0 - self.kept) * value
+
+
+class FinishForecast:
+    """How long groups take, and how much time is left for those that start now.
+
+    Args:
+        max_staleness: S >= 0.
+    """
+
+    def __init__(self, max_staleness: int) -> None:
+        self._max_staleness = max_staleness
+        self._interval_s = _Average(_KEPT_OF_INTERVAL)
+        self._s_per_token = _Average(_KEPT_OF_RATE)
+        self._tokens = _Average(_KEPT_OF_LENGTH)
+        self._lengths: OrderedDict[str, float] = OrderedDict()
+        self._announced_s: float | None = None
+
+    def announced(self, now_s: float) -> None:
+        """A version was announced."""
+        if self._announced_s is not None:
+            self._interval_s.see(now_s - self._announced_s)
+        self._announced_s = now_s
+
+    def ended(self, key: str, *, mean_tokens: float, seconds: float) -> None:
+        """A group ended whose samples had so many tokens in the mean, so long after its start."""
+        if mean_tokens <= 0.0:
+            return
+        self.remember(key, mean_tokens)
+        self._s_per_token.see(seconds / mean_tokens)
+
+    def remember(self, key: str, mean_tokens: float) -> None:
+        """A prompt's samples had so many tokens in the mean; too many prompts: one is forgotten."""
+        self._lengths[key] = mean_tokens
+        self._lengths.move_to_end(key)
+        if len(self._lengths) > KNOWN_LENGTHS:
+            self._lengths.popitem(last=False)
+        self._tokens.see(mean_tokens)
+
+    def tokens(self, key: str) -> float:
+        """Mean response length to expect of a prompt: as in its last visit, else as of all."""
+        return self._lengths.get(key, self._tokens.value or 0.0)
+
+    def tokens_in_time(self, now_s: float) -> float | None:
+        """Mean response length of a group that would just end in time; ``None``: not known yet."""
+        interval_s, s_per_token = self._interval_s.value, self._s_per_token.value
+        if self._announced_s is None or interval_s is None or not s_per_token:
+            return None
+        end_s = self._announced_s + self._max_staleness * interval_s
+        return (end_s - now_s) / s_per_token
+
+
+class AdmissionOrder:
+    """Prompts next in line, by expected length.
+
+    All operations cost O(log n) comparisons and a move within a short list.
+    """
+
+    def __init__(self) -> None:
+        self._by_tokens: list[tuple[float, int]] = []  # expected tokens, sequence
+        self._since: OrderedDict[int, tuple[float, int]] = OrderedDict()  # by sequence
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._since)
+
+    def since(self, sequence: int) -> int:
+        """The version under which a prompt came into line; `KeyError` if it is not in it."""
+        return self._since[sequence][1]
+
+    def add(self, sequence: int, expected_tokens: float, version: int) -> None:
+        """A prompt is next in line from `version` on; `sequence` is its place in the issue."""
+        insort(self._by_tokens, (expected_tokens, sequence))
+        self._since[sequence] = expected_tokens, version
+
+    def next(self, version: int, tokens_in_time: float | None) -> int:
+        """The sequence of the prompt to start now; it stays in line until it is removed.
+
+        Args:
+            version: announced now.
+            tokens_in_time: see `FinishForecast`; ``None``: in the order in which they came.
+
+        Raises:
+            IndexError: nobody is in line.
+        """
+        if not self._since:
+            raise IndexError("no prompt is in line")
+        first = next(iter(self))
+        is_overdue = self.since(first) <= version - _VERSIONS_PASSED_BY
+        if is_overdue or tokens_in_time is None:
+            return first
+        place = bisect_right(self._by_tokens, (tokens_in_time, math.inf)) - 1
+        longest = self._by_tokens[max(place, 0)][0]
+        # Of equally long ones the one that came first.
+        return self._by_tokens[bisect_left(self._by_tokens, (longest, -1))][1]
+
+    def remove(self, sequence: int) -> None:
+        """A prompt is in line no more; harmless if it is not."""
+        known = self._since.pop(sequence, None)
+        if known is not None:
+            del self._by_tokens[bisect_left(self._by_tokens, (known[0], sequence))]
+
+    def clear(self) -> None:
+        """Nobody is in line any more."""
+        self._by_tokens.clear()
+        self._since.clear()

@@ -1,0 +1,108 @@
+"""`sluice certs`: a development CA with the files that a secured run needs."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sluice.config.host_port import split_host_port
+from sluice.errors import ConfigError
+from sluice.security.private_files import write_private
+
+_TOKEN_BYTES = 32
+_LONGEST_VALIDITY_DAYS = 3650
+
+
+def certs(
+    *,
+    out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("certs"),
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name or address where services are found; may be repeated."),
+    ] = None,
+    days: Annotated[
+        int, typer.Option(min=1, max=_LONGEST_VALIDITY_DAYS, help="Days of validity.")
+    ] = 365,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace files of an earlier call, all of them.")
+    ] = False,
+) -> None:
+    """Make a development CA, certificates for services and clients, and bearer tokens.
+
+    Prints the lines for the run's configuration. Anybody with a file other than ca.pem can call
+    the services, so they are readable by you alone. For production use your own CA's certificates.
+
+    \b
+    Examples:
+      sluice certs
+      sluice certs --out certs --host trainer.lab --host 10.0.0.5 --days 90
+    """
+    hosts = host or []
+    files = _contents(_checked(hosts), days)
+    folder = out.absolute()
+    write_private(folder, files, replace=force)
+    typer.echo(_configuration(folder, name_is_fixed=not hosts))
+    typer.echo(_for_clients(folder))
+
+
+def _checked(hosts: list[str]) -> list[str]:
+    names = []
+    for given in hosts:
+        name, port = split_host_port(given)
+        if port is not None or not name.isascii() or not name.isprintable() or " " in name:
+            raise ConfigError(
+                f"--host {given!r} is no name or address; write it without a port, as trainer.lab"
+            )
+        names.append(name)
+    return names
+
+
+def _contents(hosts: list[str], days: int) -> dict[str, bytes]:
+    try:
+        from sluice.security.development_ca import LOCAL_NAMES, DevelopmentCa
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"sluice certs needs the package {error.name}; pip install 'sluice[certs]'"
+        ) from error
+    authority = DevelopmentCa(days)
+    service = authority.service(tuple(dict.fromkeys((*LOCAL_NAMES, *hosts))), days)
+    client = authority.client(days)
+    for_service, for_client = (secrets.token_urlsafe(_TOKEN_BYTES) for _ in range(2))
+    return {
+        "ca.pem": authority.itself.certificate,
+        "ca.key": authority.itself.key,
+        "service.pem": service.certificate,
+        "service.key": service.key,
+        "service.tokens": f"service {for_service}\nclient {for_client}\n".encode(),
+        "client.pem": client.certificate,
+        "client.key": client.key,
+        "client.token": f"client {for_client}\n".encode(),
+    }
+
+
+def _configuration(folder: Path, *, name_is_fixed: bool) -> str:
+    name = "\n    server_name: sluice" if name_is_fixed else ""
+    return f"""wrote {folder}; for the configuration of the run:
+
+sluice:
+  security:
+    tls: mtls
+    ca_file: {folder / "ca.pem"}
+    cert_file: {folder / "service.pem"}
+    key_file: {folder / "service.key"}
+    token_file: {folder / "service.tokens"}{name}
+"""
+
+
+def _for_clients(folder: Path) -> str:
+    return f"""for clients, who may submit, generate and look; they need no other files:
+
+export SLUICE_CA_FILE={folder / "ca.pem"}
+export SLUICE_CERT_FILE={folder / "client.pem"}
+export SLUICE_KEY_FILE={folder / "client.key"}
+export SLUICE_TOKEN_FILE={folder / "client.token"}
+
+ca.key signs further certificates; no service needs it, so keep it elsewhere or delete it"""

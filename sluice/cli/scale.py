@@ -1,0 +1,104 @@
+"""`sluice scale`: more or fewer replicas while a run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from sluice.cli.run_location import RunLocation, locate_run
+from sluice.client.launcher import Launcher, Scaling
+from sluice.client.run_monitor import RunMonitor
+from sluice.concurrency.deadline import deadline
+from sluice.errors import DeadlineError, NotReadyError, PeerError
+from sluice.launch.launcher_address import launcher_address
+from sluice.launch.replica_scale import check_number
+from sluice.launch.servicer import launcher_credentials
+
+_POLL_S = 0.5
+
+
+class Scalable(StrEnum):
+    """What there may be more or fewer of."""
+
+    ROLLOUT = "rollout"
+
+
+def scale(
+    service: Annotated[Scalable, typer.Argument(help="What to scale.")],
+    count: Annotated[int, typer.Argument(help="How many there shall be, 1 or more.")],
+    *,
+    run_dir: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds to wait until it is so.")
+    ] = 600.0,
+) -> None:
+    """Start or drain replicas of a run that `sluice up` has started, and wait until it is done.
+
+    New replicas serve once they hold the current weights. The highest numbers leave first; what
+    they were sampling continues on the others. 0 is refused: nobody would sample.
+
+    \b
+    Example:
+      sluice scale rollout 4 --run-dir runs/quickstart
+    """
+    check_number(count)
+    asyncio.run(_scale(count, locate_run(run_dir), timeout, Console(highlight=False)))
+
+
+async def _scale(count: int, location: RunLocation, timeout_s: float, console: Console) -> None:
+    address = launcher_address(location.run_dir)
+    credentials = launcher_credentials(location.credentials)
+    async with (
+        Launcher(address, credentials) as launcher,
+        RunMonitor(location.trainer, location.reward, credentials=location.credentials) as monitor,
+    ):
+        try:
+            change = await launcher.set_replicas(count)
+        except PeerError as error:
+            raise NotReadyError(
+                f"run: the launcher of {location.run_dir} does not answer; it has ended"
+            ) from error
+        if not (change.started or change.drained):
+            console.print(f"{count} replicas already; nothing to do")
+            return
+        console.print(_as_text(change))
+        with console.status("waiting") as status:
+            async with deadline(
+                timeout_s,
+                peer="rollout fleet",
+                phase=f"scaling to {count} replicas",
+                remedy=f"see the logs in {location.run_dir / 'logs'}; the change goes on",
+            ):
+                while left := await _outstanding(change, launcher, monitor):
+                    status.update(f"waiting for {', '.join(left)}")
+                    await asyncio.sleep(_POLL_S)
+        console.print(f"done: {count} replicas")
+
+
+def _as_text(change: Scaling) -> str:
+    parts = [("starting", change.started), ("draining", change.drained)]
+    return "; ".join(f"{what} {', '.join(names)}" for what, names in parts if names)
+
+
+async def _outstanding(change: Scaling, launcher: Launcher, monitor: RunMonitor) -> list[str]:
+    """What is not done yet: replicas that do not serve, and those that have not left."""
+    there = await launcher.services()
+    late = [f"{name} to leave" for name in change.drained if name in there]
+    if not change.started:
+        return late
+    serving = await _serving(monitor)
+    return [*late, *(f"{name} to serve" for name in change.started if name not in serving)]
+
+
+async def _serving(monitor: RunMonitor) -> set[str]:
+    """Names of replicas that serve; none while the trainer is away."""
+    try:
+        replicas = (await monitor.snapshot()).replicas
+    except (PeerError, DeadlineError):
+        return set()
+    return {replica.name for replica in replicas if replica.state == "serving"}

@@ -1,0 +1,57 @@
+"""What a run waits for, as a table and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sluice.cli.wait_chain import Explanation
+from sluice.client.wait_survey import ServiceWaits
+from sluice.concurrency.waits import Waiting
+
+_WORTH_TELLING_S = 1.0
+_MOST_ROWS_A_SERVICE = 8
+
+
+def wait_table(explanation: Explanation) -> RenderableType:
+    """The cause in a sentence, then a row a wait, the root of all first."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for name in ("service", "waits for", "phase"):
+        table.add_column(name, overflow="fold")
+    table.add_column("since", justify="right", no_wrap=True)
+    for service in explanation.services:
+        for row in _rows(service):
+            table.add_row(*(Text(cell) for cell in row))
+    return Group(Text(explanation.cause, style="bold"), table)
+
+
+def wait_object(explanation: Explanation) -> dict[str, Any]:
+    """The same for programs: ``cause``, ``root`` and ``services``, each with all of its waits."""
+    return asdict(explanation)
+
+
+def _rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:
+    if service.failure:
+        process = f"; process {service.pid} is {service.process}" if service.process else ""
+        unheard = "" if service.unheard_s is None else f"{service.unheard_s:.0f} s"
+        yield service.name, "-", f"{service.failure}{process}", unheard
+        return
+    if service.still_s is not None and service.still_s >= _WORTH_TELLING_S:
+        yield service.name, "-", "no progress though there is work", f"{service.still_s:.0f} s"
+    told = [wait for wait in service.waits if wait.seconds >= _WORTH_TELLING_S]
+    for wait in told[:_MOST_ROWS_A_SERVICE]:
+        yield service.name, wait.peer, _phase(wait), f"{wait.seconds:.0f} s"
+    left_out = len(told) - _MOST_ROWS_A_SERVICE
+    if left_out > 0:
+        yield service.name, "...", f"{left_out} more; all of them with --json", ""
+    if not told:
+        yield service.name, "-", "nobody for longer than a second", ""
+
+
+def _phase(wait: Waiting) -> str:
+    return f"{wait.phase} ({wait.count} times)" if wait.count > 1 else wait.phase

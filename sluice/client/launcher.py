@@ -1,0 +1,80 @@
+"""Asks the launcher of a run for its processes, and to change the number of replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, cast
+
+from sluice.api.launch.v1 import launch_pb2, launch_pb2_grpc
+from sluice.rpc.call import unary_call
+from sluice.rpc.channel import open_channel
+from sluice.rpc.credentials import OPEN, Credentials
+
+if TYPE_CHECKING:
+    import grpc
+
+_PEER = "launcher"
+_MAX_MESSAGE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Names of replicas that are started, and of those that leave."""
+
+    started: tuple[str, ...]
+    drained: tuple[str, ...]
+
+
+class Launcher:
+    """The launcher's calls. Use it as a context manager.
+
+    Args:
+        address: its host:port.
+        credentials: what it is shown.
+    """
+
+    def __init__(self, address: str, credentials: Credentials = OPEN) -> None:
+        self._channel: grpc.aio.Channel = open_channel(
+            address, max_message_bytes=_MAX_MESSAGE_BYTES, credentials=credentials
+        )
+        stub = launch_pb2_grpc.LaunchServiceStub(self._channel)
+        self._stub = cast("launch_pb2_grpc.LaunchServiceAsyncStub", stub)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._channel.close()
+
+    async def set_replicas(self, count: int) -> Scaling:
+        """Has `count` replicas left; returns at once.
+
+        Raises:
+            InvalidRequestError: a number that a run cannot have.
+            PeerError, DeadlineError: the launcher does not answer.
+        """
+        answer = await unary_call(
+            self._stub.SetReplicas,
+            launch_pb2.SetReplicasRequest(replicas=count),
+            name="LaunchService/SetReplicas",
+            peer=_PEER,
+            phase="asking it for another number of replicas",
+        )
+        return Scaling(tuple(answer.started), tuple(answer.drained))
+
+    async def services(self) -> tuple[str, ...]:
+        """Names of all processes that run or are going to be started again."""
+        answer = await unary_call(
+            self._stub.GetServices,
+            launch_pb2.GetServicesRequest(),
+            name="LaunchService/GetServices",
+            peer=_PEER,
+            phase="asking for its processes",
+        )
+        return tuple(service.name for service in answer.services)

@@ -1,0 +1,58 @@
+"""What a request to generate must fulfil before its prompt is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sluice.api.rollout.v1 import rollout_pb2 as rollout
+from sluice.codec.field_rules import check_name, check_range
+from sluice.codec.numbers import MAX_NUMBER
+from sluice.errors import InvalidRequestError
+from sluice.types import Rollout
+
+__all__ = ["check_generate", "check_partials"]
+
+MAX_SAMPLE_INDEX = 1023
+MAX_LINGER_MS = 60_000
+MAX_PARTIAL_INTERVAL_MS = 3_600_000
+
+
+def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
+    """Names, indexes and times in their ranges. Raises InvalidRequestError."""
+    check_name("request_id", request.request_id, may_be_empty=True)
+    indexes = request.sample_indexes
+    if not 1 <= len(indexes) <= max_n or len(set(indexes)) != len(indexes):
+        raise InvalidRequestError(
+            f"sample_indexes: {len(indexes)} given; send 1 to {max_n} different indexes"
+        )
+    check_range("sample_indexes", max(indexes), 0, MAX_SAMPLE_INDEX)
+    if request.stream_mode not in rollout.StreamMode.values():
+        raise InvalidRequestError(
+            f"stream_mode: {request.stream_mode} is unknown; send STREAM_MODE_SAMPLES or "
+            "STREAM_MODE_TOKENS"
+        )
+    check_range("linger_ms", request.linger_ms, 0, MAX_LINGER_MS)
+    check_range("partial_interval_ms", request.partial_interval_ms, 0, MAX_PARTIAL_INTERVAL_MS)
+    if len(request.partials) > len(indexes):
+        raise InvalidRequestError(
+            f"partials: {len(request.partials)} given for {len(indexes)} samples; send at most one "
+            "a sample"
+        )
+
+
+def check_partials(partials: Sequence[Rollout]) -> None:
+    """Samples that can be continued: known versions, finite logprobs.
+
+    Raises:
+        InvalidRequestError: names the sample.
+    """
+    for partial in partials:
+        for span in partial.version_spans:
+            check_range(f"partials[{partial.sample_index}].version", span.version, 0, MAX_NUMBER)
+        if not np.isfinite(partial.behavior_logprobs).all():
+            raise InvalidRequestError(
+                f"partials[{partial.sample_index}].behavior_logprobs_f32: not all are finite; "
+                "send them as they came"
+            )

@@ -1,0 +1,136 @@
+"""What this process waits for at the moment: whom, what for, since when.
+
+Whoever waits says so for as long as it does, from tasks and threads alike; status calls and the
+watchdog read it. Entering and leaving are one operation on a dict each, which the interpreter does
+not interrupt, so that there is no lock to hang on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+MOST_TOLD = 32
+"""Lines a status answer holds at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Waits for one peer and one purpose, counted together.
+
+    Attributes:
+        peer: who has to act.
+        phase: what for.
+        seconds: how long the longest lasts.
+        count: how many there are.
+        task: the task or thread that waits longest.
+    """
+
+    peer: str
+    phase: str
+    seconds: float
+    count: int = 1
+    task: str = ""
+
+
+class Wait:
+    """One wait, from entering its block to leaving it; or from `begin` to `end`."""
+
+    __slots__ = ("_open", "_owner", "peer", "phase", "since_s")
+
+    def __init__(self, peer: str, phase: str, now_s: float, still_open: dict[Wait, None]) -> None:
+        self.peer, self.phase, self.since_s = peer, phase, now_s
+        self._open = still_open
+        self._owner = _present_owner()
+        still_open[self] = None
+
+    def restart(self, now_s: float | None = None) -> None:
+        """Something came: what is waited for is the next thing."""
+        self.since_s = time.monotonic() if now_s is None else now_s
+
+    def end(self) -> None:
+        """Nobody waits any more. Repeating it is harmless."""
+        self._open.pop(self, None)
+
+    @property
+    def task(self) -> str:
+        """Who waits: the task's name, or the thread's outside of tasks."""
+        owner = self._owner
+        return owner.get_name() if isinstance(owner, asyncio.Task) else owner.name
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+
+class WaitRegistry:
+    """All waits under way.
+
+    Args:
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._open: dict[Wait, None] = {}
+
+    def waiting_for(self, peer: str, phase: str) -> Wait:
+        """A wait that begins here; a context manager that ends it."""
+        return Wait(peer, phase, self._clock(), self._open)
+
+    def snapshot(self, most: int = MOST_TOLD) -> tuple[Waiting, ...]:
+        """Waits by peer and phase, the longest first, `most` lines at most."""
+        now_s = self._clock()
+        return told_together(
+            (Waiting(w.peer, w.phase, now_s - w.since_s, 1, w.task) for w in list(self._open)), most
+        )
+
+
+def told_together(waits: Iterable[Waiting], most: int = MOST_TOLD) -> tuple[Waiting, ...]:
+    """One line a peer and phase, the longest wait first, `most` lines at most."""
+    by_purpose: dict[tuple[str, str], list[Waiting]] = {}
+    for wait in waits:
+        by_purpose.setdefault((wait.peer, wait.phase), []).append(wait)
+    lines = [_one_line(group) for group in by_purpose.values()]
+    lines.sort(key=lambda line: (-line.seconds, line.peer, line.phase))
+    return tuple(lines[:most])
+
+
+def _one_line(group: Sequence[Waiting]) -> Waiting:
+    longest = max(group, key=lambda wait: wait.seconds)
+    count = sum(wait.count for wait in group)
+    return Waiting(longest.peer, longest.phase, longest.seconds, count, longest.task)
+
+
+def _present_owner() -> asyncio.Task[object] | threading.Thread:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # a thread without an event loop
+        task = None
+    return threading.current_thread() if task is None else task
+
+
+WAITS = WaitRegistry()
+"""This process's waits."""
+
+
+def waiting_for(peer: str, phase: str) -> Wait:
+    """Says that this task or thread waits, for as long as the block runs.
+
+    Args:
+        peer: who has to act: a service's or replica's name, or a thing such as "ledger's disk".
+        phase: what for, in words that are the same for waits to be counted together.
+    """
+    return WAITS.waiting_for(peer, phase)

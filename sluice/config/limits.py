@@ -1,0 +1,38 @@
+"""`sluice.limits.*`: what one client may ask of the services; beyond it calls are refused.
+
+Further limits stand with what they bound: `sluice.max_message_mb`, `data.max_prompt_length`,
+`sluice.rollout.max_n`, `sluice.rollout.max_queued`, `sluice.reward.max_client_pending`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from sluice.config.section import PositiveInt, Section
+
+__all__ = ["LimitsConfig"]
+
+
+class LimitsConfig(Section, frozen=True):
+    """Limits of clients."""
+
+    max_submit_streams: Annotated[
+        PositiveInt, Meta(description="SubmitPrompts calls that may be open at once.")
+    ] = 256
+    max_prompts_per_stream: Annotated[
+        PositiveInt, Meta(description="Unfinished prompts of one SubmitPrompts call.")
+    ] = 16384
+    max_watchers: Annotated[
+        PositiveInt, Meta(description="WatchSteps calls that may be open at once.")
+    ] = 256
+    max_prompt_turns: Annotated[
+        PositiveInt, Meta(description="Turns of a prompt that a client submits.")
+    ] = 1024
+    max_extra_info_kb: Annotated[
+        PositiveInt,
+        Meta(
+            description="Size of the extra_info of a prompt or response that a client sends, KiB."
+        ),
+    ] = 1024

@@ -1,0 +1,112 @@
+"""How many replicas of its own a launcher keeps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from sluice.errors import InvalidRequestError
+from sluice.launch.service_spec import ServiceSpec, replica_name
+from sluice.launch.supervisor import ServiceState
+
+MOST_REPLICAS = 1024
+_NAME = re.compile(re.escape(replica_name(0)).replace("0", r"(\d+)"))
+
+
+class Processes(Protocol):
+    """What a supervisor does; see `Supervisor`."""
+
+    def services(self) -> tuple[ServiceState, ...]:
+        """All processes."""
+        ...
+
+    def add(self, spec: ServiceSpec, /) -> None:
+        """Starts one more."""
+        ...
+
+    def dismiss(self, name: str, /) -> None:
+        """Asks one to leave."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleChange:
+    """Numbers of replicas to start, and of those to drain, in the order in which it is done."""
+
+    start: tuple[int, ...]
+    drain: tuple[int, ...]
+
+
+def scale_change(serving: Sequence[int], draining: Sequence[int], wanted: int) -> ScaleChange:
+    """What makes `wanted` replicas of those numbered `serving`.
+
+    The lowest numbers that are free are started, the highest ones drain. The number of a replica
+    that still drains is not free: two processes never have one name.
+    """
+    if wanted >= len(serving):
+        taken = {*serving, *draining}
+        free = (number for number in range(MOST_REPLICAS + len(taken)) if number not in taken)
+        return ScaleChange(tuple(next(free) for _ in range(wanted - len(serving))), ())
+    return ScaleChange((), tuple(sorted(serving, reverse=True)[: len(serving) - wanted]))
+
+
+def check_number(wanted: int) -> None:
+    """Refuses a number of replicas that no run can have.
+
+    Raises:
+        InvalidRequestError: says why.
+    """
+    if wanted < 1:
+        raise InvalidRequestError(
+            f"replicas: {wanted} is below 1; a run without replicas only waits until it fails "
+            "(sluice.trainer.batch_timeout_s); end it with Ctrl-C and start it again later, "
+            "it goes on from its last checkpoint"
+        )
+    if wanted > MOST_REPLICAS:
+        raise InvalidRequestError(f"replicas: {wanted} is above {MOST_REPLICAS}")
+
+
+class ReplicaScale:
+    """Starts and drains replicas.
+
+    Args:
+        processes: of the run.
+        make_replica: the specification of the replica with a number.
+        has_fixed_port: whether all replicas would listen on the same port.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        make_replica: Callable[[int], ServiceSpec],
+        *,
+        has_fixed_port: bool = False,
+    ) -> None:
+        self._processes, self._make_replica = processes, make_replica
+        self._has_fixed_port = has_fixed_port
+
+    def set(self, wanted: int) -> ScaleChange:
+        """Starts or drains until `wanted` are left; returns what was begun.
+
+        Raises:
+            InvalidRequestError: a number that a run cannot have.
+            NotReadyError: the run is starting or ending.
+        """
+        check_number(wanted)
+        if wanted > 1 and self._has_fixed_port:
+            raise InvalidRequestError(
+                f"replicas: {wanted} cannot share one port; start the run with "
+                "sluice.rollout.endpoint.port=0"
+            )
+        numbers: dict[bool, list[int]] = {False: [], True: []}
+        for state in self._processes.services():
+            if (match := _NAME.fullmatch(state.name)) is not None:
+                numbers[state.is_draining].append(int(match[1]))
+        change = scale_change(numbers[False], numbers[True], wanted)
+        for number in change.start:
+            self._processes.add(self._make_replica(number))
+        for number in change.drain:
+            self._processes.dismiss(replica_name(number))
+        return change

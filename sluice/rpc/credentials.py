@@ -1,0 +1,142 @@
+"""What a process shows to its peers and asks of them, from `sluice.security.*`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import msgspec
+
+from sluice.config.endpoints import advertised_host
+from sluice.config.problems import raise_problems
+from sluice.config.security import SecurityConfig
+from sluice.config.security_checks import (
+    TOKEN_KEY,
+    client_problems,
+    exposed_secrets,
+    server_problems,
+)
+from sluice.config.service import EndpointConfig
+from sluice.security.token_file import GivenToken, TokenFile, TokenSource
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "SLUICE_TOKEN"
+FILE_VARIABLES = {
+    "ca_file": "SLUICE_CA_FILE",
+    "cert_file": "SLUICE_CERT_FILE",
+    "key_file": "SLUICE_KEY_FILE",
+    "token_file": "SLUICE_TOKEN_FILE",
+}
+"""Variables that stand for a command's files, in the place of the configuration's."""
+_CHECKED = "sluice.security"
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Certificates and tokens of one process; without any, everybody is let in.
+
+    Args:
+        authority: PEM of the authorities that peers' certificates are checked against; none: the
+            system's.
+        certificate, key: PEM of what this process shows; none: it shows nothing.
+        is_encrypted: whether connections use TLS.
+        asks_certificate: whether servers ask callers for a certificate.
+        server_name: the name that servers' certificates carry, whatever their address.
+        tokens: accepted by servers; the first is presented to them.
+    """
+
+    authority: bytes | None = None
+    certificate: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
+    is_encrypted: bool = False
+    asks_certificate: bool = False
+    server_name: str | None = None
+    tokens: TokenSource | None = None
+
+    @property
+    def identify_callers(self) -> bool:
+        """Whether servers know who calls."""
+        return self.asks_certificate or self.tokens is not None
+
+    def for_server(self) -> grpc.ServerCredentials:
+        """What a server with TLS listens with."""
+        assert self.key is not None
+        assert self.certificate is not None
+        return grpc.ssl_server_credentials(
+            [(self.key, self.certificate)],
+            self.authority if self.asks_certificate else None,
+            require_client_auth=self.asks_certificate,
+        )
+
+    def for_channel(self) -> grpc.ChannelCredentials:
+        """What a channel with TLS connects with."""
+        return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
+
+
+OPEN = Credentials()
+"""No TLS and no token: for loopback and private networks."""
+
+
+def service_credentials(security: SecurityConfig, endpoint: EndpointConfig) -> Credentials:
+    """The credentials of a service that is found at `endpoint`; warns of secrets others can read.
+
+    Raises:
+        ConfigError: they would not work; lists why, with remedies.
+    """
+    raise_problems(server_problems(security, advertised_host(endpoint)), _CHECKED)
+    return _load(security, os.environ.get(TOKEN_VARIABLE))
+
+
+def client_credentials(
+    security: SecurityConfig, environment: Mapping[str, str] = os.environ
+) -> Credentials:
+    """The credentials of a command or of a program that uses the SDK.
+
+    Args:
+        security: as the run is configured; names of files in `environment` come first.
+        environment: see `TOKEN_VARIABLE` and `FILE_VARIABLES`.
+
+    Raises:
+        ConfigError: they would not work; lists why, with remedies.
+    """
+    given: dict[str, str | None] = {
+        key: environment[name] for key, name in FILE_VARIABLES.items() if environment.get(name)
+    }
+    if security.tls == "off":  # the variables may be for another run
+        given = {key: path for key, path in given.items() if key == "token_file"}
+    token = environment.get(TOKEN_VARIABLE)
+    if token:
+        given["token_file"] = None
+    merged = msgspec.structs.replace(security, **given)
+    raise_problems(client_problems(merged), f"{_CHECKED} and SLUICE_ variables")
+    return _load(merged, token)
+
+
+def _load(security: SecurityConfig, token: str | None) -> Credentials:
+    for sentence in exposed_secrets(security):
+        logger.warning("%s", sentence)
+    tokens: TokenSource | None = None
+    if security.token_file:
+        tokens = TokenFile(Path(security.token_file), TOKEN_KEY)
+    elif token:
+        tokens = GivenToken(token, TOKEN_VARIABLE)
+    if security.tls == "off":
+        return Credentials(tokens=tokens)
+    return Credentials(
+        authority=_read(security.ca_file),
+        certificate=_read(security.cert_file),
+        key=_read(security.key_file),
+        is_encrypted=True,
+        asks_certificate=security.tls == "mtls",
+        server_name=security.server_name,
+        tokens=tokens,
+    )
+
+
+def _read(path: str | None) -> bytes | None:
+    return Path(path).read_bytes() if path else None

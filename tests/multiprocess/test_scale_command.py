@@ -1,0 +1,112 @@
+"""`sluice scale` on a run of `sluice up`, each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from sluice.cli.run_location import locate_run
+from sluice.client.run_monitor import RunMonitor
+from sluice.errors import SluiceError
+from sluice.launch.launcher_address import LAUNCHER_NAME, launcher_address
+from tests.support.small_run import WAIT_S, Assets, processes_naming
+
+SLUICE = (sys.executable, "-m", "sluice.cli.main")
+MANY_STEPS = 1_000_000
+ENVIRONMENT = {**os.environ, "COLUMNS": "400"}
+
+
+@contextmanager
+def running(assets: Assets, run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    arguments = [
+        f"sluice.run_dir={run_dir}",
+        f"trainer.total_training_steps={MANY_STEPS}",
+        "trainer.total_epochs=1000",
+    ]
+    process = subprocess.Popen(
+        [*SLUICE, "up", str(assets.config), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def scale(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*SLUICE, "scale", "rollout", *arguments, "--run-dir", str(run_dir)],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+        env=ENVIRONMENT,
+    )
+
+
+async def serving_after_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> list[str]:
+    """Names of replicas that serve, once the run has made `step` steps."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            if process.poll() is not None and process.stdout is not None:
+                raise AssertionError(f"the run has ended:\n{process.stdout.read()}")
+            try:
+                location = locate_run(run_dir)
+                async with RunMonitor(location.trainer, location.reward) as monitor:
+                    snapshot = await monitor.snapshot()
+                if snapshot.step >= step:
+                    return [each.name for each in snapshot.replicas if each.state == "serving"]
+            except SluiceError:
+                pass
+            await asyncio.sleep(0.1)
+
+
+def is_healthy(address: str) -> bool:
+    with grpc.insecure_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service="sluice.api.launch.v1.LaunchService")
+        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def stop(run_dir: Path) -> None:
+    with grpc.insecure_channel(locate_run(run_dir).trainer) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        stub.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
+
+
+def test_replicas_are_started_and_drained_while_the_run_goes_on(
+    small_assets: Assets, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    with running(small_assets, run_dir) as process:
+        assert asyncio.run(serving_after_step(process, run_dir, 1)) == ["rollout-0"]
+        assert is_healthy(launcher_address(run_dir))
+        up = scale(run_dir, "3")
+        assert (up.returncode, up.stderr) == (0, "")
+        assert "starting rollout-1, rollout-2" in up.stdout
+        assert up.stdout.endswith("done: 3 replicas\n")
+        three = asyncio.run(serving_after_step(process, run_dir, 2))
+        assert three == ["rollout-0", "rollout-1", "rollout-2"]
+        down = scale(run_dir, "1")
+        assert (down.returncode, down.stderr) == (0, "")
+        assert "draining rollout-2, rollout-1" in down.stdout
+        assert len([line for line in processes_naming(run_dir) if "rollout-" in line]) == 1
+        assert asyncio.run(serving_after_step(process, run_dir, 3)) == ["rollout-0"]
+        stop(run_dir)
+        output, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, output
+    assert not (run_dir / LAUNCHER_NAME).exists()
+    assert processes_naming(run_dir) == []

@@ -1,0 +1,178 @@
+"""A scorer that explodes is killed with all it started, and its CPU is free again within 2 s.
+
+Each bomb notes the pids of its processes, which are then looked up one by one: where they went (a
+session of their own, another parent) makes no difference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from services.reward.scorer_messages import ScoreItem
+from services.reward.scorer_pool import running_scorer_pool
+from sluice.config.reward import CustomRewardFunctionConfig, ScorerPoolConfig
+from sluice.types import Failed, FailureKind, Scored
+from tests.support.small_run import is_running
+
+RECLAIMED_WITHIN_S = 2.0
+BOMBS = """
+import os, re, signal, subprocess, sys, threading, time
+
+def noted():
+    with open(__file__ + ".pids", "a") as file:
+        file.write(f"{os.getpid()}\\n")
+
+def spin():
+    noted()
+    while True:
+        pass
+
+def child(work):
+    if os.fork() == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+
+def exponential_regex():
+    noted()
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+def sympy_blow_up():
+    noted()
+    import sympy
+    x = sympy.Symbol("x")
+    sympy.expand((1 + x + sympy.sin(x)) ** 5000)
+
+def huge_power():
+    noted()
+    return str(9 ** 9 ** 9)
+
+def forks():
+    for _ in range(5):
+        os.fork()  # all copies fork on: 32 processes
+    spin()
+
+def sessions():
+    def leave():
+        os.setsid()
+        spin()
+    for _ in range(4):
+        child(leave)
+    spin()
+
+def orphans():
+    def leave_twice():
+        os.setsid()
+        child(spin)
+        os._exit(0)
+    for _ in range(4):
+        child(leave_twice)
+    spin()
+
+def orphans_of_a_scorer_that_ends():
+    def leave():
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        spin()
+    for _ in range(4):
+        child(leave)
+    time.sleep(0.3)
+    os._exit(3)
+
+def programs():
+    for _ in range(4):
+        code = "import os\\nopen(%r, 'a').write(str(os.getpid()) + chr(10))\\nwhile True: pass"
+        code = code % (__file__ + ".pids")
+        subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    spin()
+
+def memory_of_many():
+    def hold():
+        noted()
+        held = []
+        while True:
+            held.append(bytearray(2**20))
+            time.sleep(0.01)
+    for _ in range(4):
+        child(hold)
+    spin()
+
+def threads():
+    for _ in range(20):
+        threading.Thread(target=spin, daemon=True).start()
+    spin()
+
+def files():
+    noted()
+    held = []
+    while True:
+        try:
+            held.append(open(__file__))
+        except OSError:
+            time.sleep(0.01)
+
+def ignores_everything():
+    for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_IGN)
+    sessions()
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return globals()[solution_str]() if solution_str in globals() else 1.0
+"""
+LIMITS = ScorerPoolConfig(num_workers=1, timeout_s=1.5, memory_mb=600)
+HANGS = (
+    *("exponential_regex", "sympy_blow_up", "huge_power", "forks", "sessions", "orphans"),
+    *("programs", "memory_of_many", "threads", "files", "ignores_everything"),
+)
+
+
+@pytest.fixture
+def bombs(tmp_path: Path) -> CustomRewardFunctionConfig:
+    path = tmp_path / "bombs.py"
+    path.write_text(BOMBS)
+    return CustomRewardFunctionConfig(path=str(path))
+
+
+def items(*responses: str) -> list[ScoreItem]:
+    return [ScoreItem("mine", response, "A") for response in responses]
+
+
+def told(outcomes: tuple[Scored | Failed, ...]) -> list[object]:
+    return [o.kind if isinstance(o, Failed) else o.score for o in outcomes]
+
+
+def pids_of(bombs: CustomRewardFunctionConfig) -> list[int]:
+    return [int(line) for line in Path(f"{bombs.path}.pids").read_text().split()]
+
+
+async def until_reclaimed(bombs: CustomRewardFunctionConfig) -> None:
+    """Within the product's own limit no process of a bomb is left."""
+    async with asyncio.timeout(RECLAIMED_WITHIN_S):
+        while any(map(is_running, pids_of(bombs))):
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("bomb", HANGS)
+async def test_a_bomb_is_killed_with_all_it_started_and_costs_its_own_sample(
+    bombs: CustomRewardFunctionConfig, bomb: str
+) -> None:
+    async with running_scorer_pool(LIMITS, bombs) as pool:
+        outcomes = told(await pool.score(items("a", bomb, "b")))
+        await until_reclaimed(bombs)
+        assert outcomes == [1.0, FailureKind.SCORER_TIMEOUT, 1.0]
+        assert told(await pool.score(items("c"))) == [1.0]
+    assert pids_of(bombs)
+
+
+async def test_what_a_scorer_left_in_other_sessions_ends_when_the_scorer_does(
+    bombs: CustomRewardFunctionConfig,
+) -> None:
+    async with running_scorer_pool(LIMITS, bombs) as pool:
+        outcomes = told(await pool.score(items("orphans_of_a_scorer_that_ends")))
+        await until_reclaimed(bombs)
+    assert outcomes == [FailureKind.SCORER_CRASH]
+    assert len(pids_of(bombs)) == 4

@@ -1,0 +1,172 @@
+"""Every fault of a replica in every phase of a weight update, with real processes and sockets.
+
+Whatever happens to one replica, the update ends by its deadlines and names it with the phase and,
+where there is one, the tensor; the other replica serves the version, and nobody a mixture.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from sluice.types import TensorSpec
+from sluice.weights.buffer import WeightBuffer
+from sluice.weights.plan import plan_transfer
+from tests.support.weight_digest import plain_digest
+from tests.support.weight_fault_fleet import FaultFleet, Replica, fault_fleet
+from tests.support.weight_fleet import PeerProcess, peer_processes
+
+_SPECS = (
+    TensorSpec("embed", "bfloat16", (3 << 18,)),  # tied to the head, and so listed once
+    TensorSpec("norm", "float32", (1000,)),
+    TensorSpec("steps", "int64", ()),
+)
+
+
+def _weights(number: int) -> dict[str, torch.Tensor]:
+    """Each version differs from the one before in 1 of 100 elements, and in a step counter."""
+    buffer = WeightBuffer(plan_transfer(_SPECS, 4096))
+    embed = buffer.tensors["embed"].view(torch.int16)
+    embed.copy_(torch.arange(embed.numel()) % 30_000)
+    for earlier in range(1, number + 1):
+        embed[earlier::100] += 1
+    buffer.tensors["norm"].fill_(0.5)
+    buffer.tensors["steps"].fill_(number)
+    return dict(buffer.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """What goes wrong in `phase` of the second version, and what is said about it.
+
+    `is_lost`: the replica is no member afterwards; otherwise it serves the second version too.
+    """
+
+    phase: str
+    how: dict[str, Any]
+    said: str
+    is_lost: bool = True
+
+
+_KILL, _STOP = {"before": signal.SIGKILL}, {"before": signal.SIGSTOP}
+_FAULTS = {
+    "killed in front of join": _Fault("join", _KILL, "victim.*joining epoch"),
+    "killed in the middle of stage": _Fault(
+        "stage", {"bucket": 2, "signal": int(signal.SIGKILL)}, "victim.*staging version 2"
+    ),
+    "killed in front of commit": _Fault("commit", _KILL, "victim.*committing version 2"),
+    "stopped in front of join": _Fault("join", _STOP, "victim.*forming"),
+    "stopped in the middle of stage": _Fault(
+        "stage", {"bucket": 2, "signal": int(signal.SIGSTOP)}, "victim.*staging version 2"
+    ),
+    "stopped in front of commit": _Fault("commit", _STOP, "victim.*committing version 2"),
+    "slow to join": _Fault("join", {"before": 0.5}, "", is_lost=False),
+    "slow to stage": _Fault("stage", {"bucket": 2, "wait": 0.5}, "", is_lost=False),
+    "slow to commit": _Fault("commit", {"before": 0.5}, "", is_lost=False),
+    "a model of another shape": _Fault(
+        "join",
+        {"expects": {"norm": [999]}},
+        r"victim: 1 weights differ .* norm: offered \(1000,\), expected \(999,\)",
+    ),
+    "a tied tensor is missing": _Fault(
+        "join",
+        {"expects": {"head": [3 << 18]}},
+        r"victim: 1 weights differ .* head: offered None, expected \(786432,\)",
+    ),
+    "a flipped bit": _Fault(
+        "stage",
+        {"bucket": 0, "flip": 1500},
+        "staging version 2: victim: .*receiving version 2 .*(tensor embed|bucket 1 of 7)",
+        is_lost=False,
+    ),
+    "a bucket cut short": _Fault(
+        "stage",
+        {"bucket": 3, "cut": 800},
+        "staging version 2: victim: .*receiving version 2 .*(tensor embed|bucket 4 of 7)",
+        is_lost=False,
+    ),
+}
+
+
+class _Processes:
+    """Processes that outlive a test, as long as they live."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._idle: list[PeerProcess] = []
+
+    def take(self, names: list[str]) -> list[PeerProcess]:
+        missing = len(names) - len(self._idle)
+        if missing > 0:
+            self._idle += self._stack.enter_context(peer_processes(["new"] * missing))
+        peers, self._idle = self._idle, []
+        for peer, name in zip(peers, names, strict=True):
+            peer.name = name
+        return peers
+
+    def give_back(self, peer: PeerProcess) -> None:
+        self._idle.append(peer)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[_Processes]:
+    with ExitStack() as stack:
+        yield _Processes(stack)
+
+
+async def _assert_serves(replica: Replica, number: int) -> None:
+    assert await replica.held() == (number, plain_digest(_weights(number)))
+
+
+async def _check(fleet: FaultFleet, fault: _Fault) -> None:
+    victim, other = fleet.replicas["victim"], fleet.replicas["other"]
+    both = {"victim": 1, "other": 1}
+    await fleet.publish(1, _weights(1))
+    assert fleet.serving() == both
+    victim.faults[fault.phase] = dict(fault.how)
+    if fault.phase == "join":
+        fleet.publisher._main._members = ()  # the next version begins an epoch
+    await fleet.publish(2, _weights(2))
+    await _assert_serves(other, 2)
+    if fault.is_lost:
+        assert fleet.serving() == {"other": 2}
+    else:
+        assert fleet.serving() == {"victim": 2, "other": 2}
+        await _assert_serves(victim, 2)
+
+
+@pytest.mark.parametrize("sends_changes", [False, True], ids=["whole", "changes"])
+@pytest.mark.parametrize("name", _FAULTS)
+async def test_a_fault_costs_at_most_the_replica_that_has_it(
+    name: str,
+    sends_changes: bool,
+    processes: _Processes,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    fault = _FAULTS[name]
+    victim, other = peers = processes.take(["victim", "other"])
+    async with fault_fleet(peers, _SPECS, sends_changes=sends_changes) as fleet:
+        await _check(fleet, fault)
+    said = " ".join(record.getMessage() for record in caplog.records)
+    if fault.said:
+        assert _matches(fault.said, said), said
+    else:
+        assert not said
+    processes.give_back(other)
+    if fault.how not in (_KILL, _STOP) and "signal" not in fault.how:
+        processes.give_back(victim)
+    else:
+        victim.end()
+
+
+def _matches(pattern: str, text: str) -> bool:
+    return re.search(pattern, text) is not None

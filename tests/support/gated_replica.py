@@ -1,0 +1,34 @@
+"""A rollout replica whose engine hangs in a step as long as a file exists; its process goes on.
+
+Run as ``python -m tests.support.gated_replica``, with the file's name in `GATE_VARIABLE`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from services.rollout import __main__ as replica
+from services.rollout.engines.generation_loop import GenerationLoop
+from sluice.concurrency.process_exit import leave
+
+GATE_VARIABLE = "SLUICE_TEST_GATE"
+_POLL_S = 0.02
+
+
+def hang_while(gate: Path) -> None:
+    """Makes every step of the engine wait until `gate` is gone."""
+    step = GenerationLoop.step
+
+    def gated(loop: GenerationLoop) -> None:
+        while gate.exists():
+            time.sleep(_POLL_S)
+        step(loop)
+
+    GenerationLoop.step = gated  # type: ignore[method-assign, assignment]
+
+
+if __name__ == "__main__":
+    hang_while(Path(os.environ[GATE_VARIABLE]))
+    leave(replica.main())

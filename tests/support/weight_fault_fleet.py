@@ -1,0 +1,158 @@
+"""A publisher whose replicas are processes that fail on command, each in a chosen phase."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import torch
+
+from services.trainer.fleet import Fleet, MemberState
+from services.trainer.weight_publisher import WeightPublisher
+from sluice.device.cpu import CpuDevice
+from sluice.errors import DeadlineError, InvalidRequestError, SluiceError, WeightSyncError
+from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
+from sluice.weights.sender import WeightSender
+from sluice.weights.snapshot import SnapshotBuffers
+from tests.support.weight_fleet import PeerProcess
+
+TIMEOUT_S = 3.0
+PROBE_S = 1.0
+_LAYOUT = "layout"
+_ERRORS: dict[str, Callable[[str, str], SluiceError]] = {
+    "InvalidRequestError": lambda name, text: InvalidRequestError(f"{name}: {text}"),
+}
+
+
+class Replica:
+    """The calls to one process. `faults` are arguments that a phase's next call has besides, and
+    ``before``: a signal that the process gets in front of it, or seconds to wait."""
+
+    def __init__(self, peer: PeerProcess) -> None:
+        self.peer = peer
+        self.info = ReplicaInfo(peer.name, f"{peer.name}-1", f"{peer.name}:1", 8)
+        self.faults: dict[str, dict[str, Any]] = {}
+        self._answers: dict[str, dict[str, Any]] = {}
+        self._ended = False
+
+    async def join(self, spec: TransferGroupSpec) -> None:
+        await self._call("join", f"joining epoch {spec.epoch}", spec=msgspec.to_builtins(spec))
+
+    async def stage(self, epoch: int, version: int) -> str:
+        answer = await self._call("stage", f"staging version {version}", version=version)
+        return str(answer["digest"])
+
+    async def commit(self, epoch: int, version: int, digest: str) -> float:
+        phase = f"committing version {version}"
+        await self._call("commit", phase, version=version, digest=digest)
+        return 0.0
+
+    async def abort(self, epoch: int, reason: str) -> None:
+        await self._call("abort", f"aborting epoch {epoch}", timeout_s=PROBE_S, reason=reason)
+
+    async def probe(self, timeout_s: float) -> None:
+        await self._call("probe", "answering a probe", timeout_s=timeout_s)
+
+    async def close(self) -> None:
+        """The process stays."""
+
+    async def held(self) -> tuple[int, str]:
+        """Version and digest of what it serves, computed from its memory."""
+        answer = await self._call("held", "telling what it holds")
+        return answer["version"], answer["recomputed"]
+
+    def _take(self, op: str, phase: str) -> dict[str, Any] | None:
+        """The answer to `op`, if it came."""
+        for answer in self.peer.answers_so_far():
+            if answer is None:
+                self._ended = True
+            else:
+                self._answers[answer["op"]] = answer
+        if self._ended:
+            raise WeightSyncError(self.info.name, phase, "its process ended")
+        return self._answers.pop(op, None)
+
+    async def _call(
+        self, op: str, phase: str, timeout_s: float = 1.5 * TIMEOUT_S, **arguments: Any
+    ) -> dict[str, Any]:
+        fault = self.faults.pop(op, {})
+        await self._break(fault.pop("before", None))
+        self._take(op, phase)  # an answer that came too late
+        try:
+            self.peer.send(op, **arguments, **fault)
+            async with asyncio.timeout(timeout_s):
+                while (answer := self._take(op, phase)) is None:
+                    await asyncio.sleep(0.005)
+        except TimeoutError as error:
+            raise DeadlineError(self.info.name, phase, timeout_s) from error
+        except BrokenPipeError as error:
+            raise WeightSyncError(self.info.name, phase, "its process ended") from error
+        if answer["ok"]:
+            return answer
+        if make := _ERRORS.get(answer["error"]):
+            raise make(self.info.name, answer["message"])
+        raise WeightSyncError(self.info.name, phase, answer["message"])
+
+    async def _break(self, how: signal.Signals | float | None) -> None:
+        if isinstance(how, signal.Signals):
+            self.peer.signal(how)
+        elif how is not None:
+            await asyncio.sleep(how)
+
+
+class FaultFleet:
+    """The trainer's side: what is frozen, who is a member, and the publisher."""
+
+    def __init__(self, specs: tuple[TensorSpec, ...], *, sends_changes: bool) -> None:
+        self.fleet = Fleet(_LAYOUT, 1e9)
+        self.snapshots = SnapshotBuffers(specs)
+        self.replicas: dict[str, Replica] = {}
+        self.publisher = WeightPublisher(
+            self.fleet,
+            self.snapshots,
+            specs,
+            make_sender=lambda: WeightSender(
+                device=CpuDevice(),
+                bucket_bytes=1 << 18,
+                timeout_s=TIMEOUT_S,
+                keeps_base=sends_changes,
+            ),
+            connect=lambda info: self.replicas[info.name],
+            timeout_s=2 * TIMEOUT_S,
+            probe_timeout_s=PROBE_S,
+            sends_changes=sends_changes,
+        )
+
+    def register(self, replica: Replica) -> None:
+        self.replicas[replica.info.name] = replica
+        self.fleet.register(replica.info, _LAYOUT, 0.0)
+
+    async def publish(self, version: int, weights: Mapping[str, torch.Tensor]) -> Any:
+        self.snapshots.write(weights.items(), version, TIMEOUT_S)
+        return await self.publisher.publish(version)
+
+    def serving(self) -> dict[str, int | None]:
+        """Versions by name of who serves."""
+        return {
+            member.info.name: member.version
+            for member in self.fleet.members()
+            if member.state is MemberState.SERVING
+        }
+
+
+@asynccontextmanager
+async def fault_fleet(
+    peers: list[PeerProcess], specs: tuple[TensorSpec, ...], *, sends_changes: bool
+) -> AsyncIterator[FaultFleet]:
+    """A fleet of these processes, registered in this order."""
+    fleet = FaultFleet(specs, sends_changes=sends_changes)
+    try:
+        for peer in peers:
+            fleet.register(Replica(peer))
+        yield fleet
+    finally:
+        await fleet.publisher.close()

@@ -1,0 +1,269 @@
+"""Every request with a value that cannot be is refused by the name of its field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf.struct_pb2 import Struct
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.api.common.v1 import common_pb2 as common
+from sluice.api.reward.v1 import reward_pb2 as reward
+from sluice.api.rollout.v1 import rollout_pb2 as rollout
+from sluice.api.trainer.v1 import trainer_pb2 as trainer
+from sluice.api.weights.v1 import weights_pb2 as weights
+from sluice.codec import reward_rules, rollout_rules, trainer_rules, weights_rules
+from sluice.codec.field_rules import check_text, shortened
+from sluice.errors import ExhaustedError, InvalidRequestError
+from sluice.types import FinishReason, Rollout, TensorSpec, VersionSpan
+
+LAYOUT = (TensorSpec("w", "float32", (2, 3)), TensorSpec("b", "float32", ()))
+HUGE, NAN = 2**62, math.nan
+
+
+def replica(**changes: Any) -> common.Replica:
+    valid = {"name": "r", "incarnation": "1", "address": "host:1", "slots": 8}
+    return common.Replica(**{**valid, **changes})
+
+
+def register(**changes: Any) -> trainer.RegisterReplicaRequest:
+    return trainer.RegisterReplicaRequest(
+        replica=replica(**changes), weights_layout_digest=changes.pop("digest", "ab")
+    )
+
+
+def heartbeat(**changes: Any) -> trainer.HeartbeatRequest:
+    return trainer.HeartbeatRequest(**{"name": "r", "incarnation": "1", **changes})
+
+
+def announce(**changes: Any) -> reward.AnnouncePolicyRequest:
+    valid = {"trainer_incarnation": "t", "policy_version": 1, "replicas": [replica()]}
+    return reward.AnnouncePolicyRequest(**{**valid, **changes})
+
+
+def join(**changes: Any) -> weights.JoinGroupRequest:
+    valid = {
+        "epoch": 1,
+        "host": "h",
+        "port": 1,
+        "rank": 1,
+        "world_size": 2,
+        "backend": "gloo",
+        "bucket_bytes": 4096,
+        "timeout_seconds": 1.0,
+        "tensors": [weights.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in LAYOUT],
+        "plan_digest": "ab",
+    }
+    return weights.JoinGroupRequest(**{**valid, **changes})
+
+
+def generate(**changes: Any) -> rollout.GenerateRequest:
+    return rollout.GenerateRequest(**{"sample_indexes": [0, 1023], **changes})
+
+
+def check_generate(request: rollout.GenerateRequest) -> None:
+    rollout_rules.check_generate(request, 8)
+
+
+def check_join(request: weights.JoinGroupRequest) -> None:
+    weights_rules.check_join(request, LAYOUT)
+
+
+def check_pause(request: trainer.PauseRequest) -> None:
+    trainer_rules.check_pause(request, ())
+
+
+def check_prompt(request: reward.SubmitPromptsRequest) -> None:
+    reward_rules.check_prompt(request, 4)
+
+
+TURN = common.ChatMessage(role="user", content="1")
+Check = Callable[[Any], None]
+VALID: list[tuple[Check, Any]] = [
+    (trainer_rules.check_register, register()),
+    (trainer_rules.check_register, register(address="[fd00::1]:7001")),
+    (trainer_rules.check_heartbeat, heartbeat(busy_seconds=1e9, seconds_by_state={"idle": 1.0})),
+    (trainer_rules.check_watch, trainer.WatchStepsRequest()),
+    (check_pause, trainer.PauseRequest()),
+    (check_pause, trainer.PauseRequest(lease_seconds=0.5, holder="a person")),
+    (trainer_rules.check_stop, trainer.StopRequest(reason="seen\nenough")),
+    (reward_rules.check_announcement, announce()),
+    (reward_rules.check_take, reward.TakeBatchRequest(step=1)),
+    (reward_rules.check_acknowledgement, reward.AcknowledgeBatchRequest(batch_id="b", step=1)),
+    (reward_rules.check_evaluation, reward.EvaluateRequest(n=1024, temperature=0.0)),
+    (check_prompt, reward.SubmitPromptsRequest(prompt_id="a b", messages=[TURN] * 4)),
+    (check_generate, generate(stream_mode=rollout.STREAM_MODE_TOKENS)),
+    (check_join, join()),
+    (weights_rules.check_stage, weights.StageUpdateRequest(epoch=1)),
+    (weights_rules.check_commit, weights.CommitUpdateRequest(epoch=1, digest="ab")),
+    (weights_rules.check_abort, weights.AbortUpdateRequest(reason="a\nb")),
+]
+REFUSED: list[tuple[Check, Any, str]] = [
+    *(
+        (trainer_rules.check_register, register(name=n), "replica.name")
+        for n in ("", "a\n", "é" * 65)
+    ),
+    (trainer_rules.check_register, register(incarnation="\0"), "replica.incarnation"),
+    *((trainer_rules.check_register, register(slots=s), "replica.slots") for s in (0, 65537)),
+    *(
+        (trainer_rules.check_register, register(address=address), "replica.address")
+        for address in ("", "host", "host:0", "host:65536", "a b:1", "http://h:1", ":1", "unix:/x")
+    ),
+    (trainer_rules.check_heartbeat, heartbeat(name=""), "name"),
+    *(
+        (trainer_rules.check_heartbeat, heartbeat(busy_seconds=v), "busy")
+        for v in (NAN, math.inf, -1)
+    ),
+    (trainer_rules.check_heartbeat, heartbeat(wall_seconds=NAN), "wall_seconds"),
+    (trainer_rules.check_heartbeat, heartbeat(seconds_by_state={"idle": NAN}), "idle"),
+    (
+        trainer_rules.check_heartbeat,
+        heartbeat(seconds_by_state={str(i): 1.0 for i in range(17)}),
+        "seconds_by_state: 17",
+    ),
+    (trainer_rules.check_heartbeat, heartbeat(policy_version=-1), "policy_version"),
+    (trainer_rules.check_heartbeat, heartbeat(generated_tokens=2**64 - 1), "generated_tokens"),
+    *(
+        (trainer_rules.check_watch, trainer.WatchStepsRequest(from_step=s), "from_step")
+        for s in (-1, HUGE)
+    ),
+    *(
+        (check_pause, trainer.PauseRequest(lease_seconds=s), "lease_seconds")
+        for s in (NAN, math.inf, -1.0, 0.0, 1e9)
+    ),
+    (check_pause, trainer.PauseRequest(holder="x" * 129), "holder"),
+    (trainer_rules.check_resume, trainer.ResumeRequest(holder="\x1b[2J"), "holder"),
+    (trainer_rules.check_stop, trainer.StopRequest(reason="x" * 2001), "reason"),
+    (reward_rules.check_announcement, announce(trainer_incarnation=""), "trainer_incarnation"),
+    (reward_rules.check_announcement, announce(policy_version=HUGE), "policy_version"),
+    (reward_rules.check_announcement, announce(replicas=[replica(), replica()]), "twice"),
+    (reward_rules.check_announcement, announce(replicas=[replica(slots=2**31)]), "slots"),
+    *(
+        (
+            reward_rules.check_announcement,
+            announce(resume_from=common.DataProgress(low_water=low, ended_above=above)),
+            "resume_from",
+        )
+        for low, above in ((-1, []), (HUGE, []), (5, [4]), (5, [7, 7]), (5, [9, 8]))
+    ),
+    *((reward_rules.check_take, reward.TakeBatchRequest(step=s), "step") for s in (0, -1, HUGE)),
+    (reward_rules.check_take, reward.TakeBatchRequest(step=1, policy_version=-1), "policy_version"),
+    (reward_rules.check_acknowledgement, reward.AcknowledgeBatchRequest(step=1), "batch_id"),
+    *((reward_rules.check_evaluation, reward.EvaluateRequest(n=n), "n: ") for n in (0, 1025)),
+    *(
+        (reward_rules.check_evaluation, reward.EvaluateRequest(temperature=t), "temperature")
+        for t in (NAN, -1.0, 101.0)
+    ),
+    (check_prompt, reward.SubmitPromptsRequest(messages=[TURN] * 5), "messages: 5"),
+    (check_prompt, reward.SubmitPromptsRequest(prompt_id="a\r"), "prompt_id"),
+    (check_prompt, reward.SubmitPromptsRequest(data_source="x" * 257), "data_source"),
+    (
+        check_prompt,
+        reward.SubmitPromptsRequest(messages=[common.ChatMessage(role="x" * 65)]),
+        "role",
+    ),
+    *(
+        (check_generate, rollout.GenerateRequest(sample_indexes=indexes), "sample_indexes")
+        for indexes in ([], [0, 0], list(range(9)), [1024], [2**32 - 1])
+    ),
+    (check_generate, generate(request_id="x" * 129), "request_id"),
+    (check_generate, generate(stream_mode=99), "stream_mode"),
+    (check_generate, generate(linger_ms=2**32 - 1), "linger_ms"),
+    (check_generate, generate(partial_interval_ms=2**32 - 1), "partial_interval_ms"),
+    (check_generate, generate(partials=[common.Rollout()] * 3), "partials: 3"),
+    (check_join, join(epoch=-1), "epoch"),
+    (check_join, join(host=""), "host"),
+    *((check_join, join(port=p), "port") for p in (0, 65536)),
+    *((check_join, join(world_size=w), "world_size") for w in (0, 1, 2**32 - 1)),
+    *((check_join, join(rank=r), "rank") for r in (0, 2)),
+    *((check_join, join(bucket_bytes=b), "bucket_bytes") for b in (0, 4095, 2**63)),
+    *((check_join, join(timeout_seconds=s), "timeout_seconds") for s in (0, -1, NAN, math.inf)),
+    (check_join, join(tensors=[]), "tensors: 0"),
+    *(
+        (
+            check_join,
+            join(tensors=[weights.TensorSpec(name="w", shape=shape), weights.TensorSpec(name="b")]),
+            "tensors: 'w'",
+        )
+        for shape in ([2**40], [-2, -3], [2], [2, 3, 1])
+    ),
+    (weights_rules.check_stage, weights.StageUpdateRequest(epoch=-1), "epoch"),
+    (weights_rules.check_commit, weights.CommitUpdateRequest(epoch=1), "digest"),
+    (weights_rules.check_abort, weights.AbortUpdateRequest(reason="x" * 4001), "reason"),
+]
+
+
+@pytest.mark.parametrize(("check", "request_"), VALID)
+def test_what_a_caller_may_send_is_taken(check: Check, request_: Any) -> None:
+    check(request_)
+
+
+@pytest.mark.parametrize(("check", "request_", "field"), REFUSED)
+def test_what_cannot_be_is_refused_by_the_name_of_its_field(
+    check: Check, request_: Any, field: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        check(request_)
+    assert field in str(caught.value)
+    assert len(str(caught.value)) < 400
+    assert str(caught.value).isprintable()
+
+
+def partial(logprobs: list[float], version: int = 0) -> Rollout:
+    size = len(logprobs)
+    spans = (VersionSpan(version, 0, size),)
+    ids, values = np.zeros(size, np.uint32), np.array(logprobs, np.float32)
+    return Rollout(0, ids, values, spans, FinishReason.ABORTED, "")
+
+
+@pytest.mark.parametrize("broken", [partial([-1.0, NAN]), partial([-math.inf]), partial([0.0], -1)])
+def test_a_partial_with_impossible_numbers_is_not_continued(broken: Rollout) -> None:
+    rollout_rules.check_partials([partial([-1.0, 0.0])])
+    with pytest.raises(InvalidRequestError, match="partials"):
+        rollout_rules.check_partials([broken])
+
+
+@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
+def test_further_information_that_is_not_json_is_refused(value: float) -> None:
+    struct = Struct()
+    struct.update({"a": [1.0, {"b": value}]})
+    with pytest.raises(InvalidRequestError, match="extra_info: not JSON"):
+        reward_rules.extra_info_of(struct, "extra_info", 1 << 20)
+
+
+def test_further_information_is_bounded_before_it_is_looked_at() -> None:
+    struct = Struct()
+    struct.update({"a": "x" * 1024})
+    assert reward_rules.extra_info_of(struct, "extra_info", 2048) == {"a": "x" * 1024}
+    with pytest.raises(InvalidRequestError, match="max_extra_info_kb"):
+        reward_rules.extra_info_of(struct, "extra_info", 1024)
+
+
+def test_the_run_is_held_by_few_and_watched_by_few() -> None:
+    holders = [str(number) for number in range(trainer_rules.MAX_HOLDERS)]
+    trainer_rules.check_pause(trainer.PauseRequest(holder="1"), holders)
+    with pytest.raises(ExhaustedError, match="holder"):
+        trainer_rules.check_pause(trainer.PauseRequest(holder="another"), holders)
+    trainer_rules.check_watchers(1, 2)
+    with pytest.raises(ExhaustedError, match="max_watchers"):
+        trainer_rules.check_watchers(2, 2)
+
+
+@given(st.text())
+def test_a_shown_value_is_one_short_printable_line(value: str) -> None:
+    assert shortened(value).isprintable()
+    assert len(shortened(value)) < 700
+
+
+@given(st.text(max_size=40))
+def test_the_length_of_a_text_counts_in_bytes(value: str) -> None:
+    size = len(value.encode())
+    check_text("field", value, size)
+    if size:
+        with pytest.raises(InvalidRequestError, match="field"):
+            check_text("field", value, size - 1)

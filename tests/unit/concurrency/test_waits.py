@@ -1,0 +1,144 @@
+"""What a process says it waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.concurrency.deadline import deadline
+from sluice.concurrency.waits import WAITS, Waiting, WaitRegistry, told_together
+from sluice.errors import DeadlineError
+
+
+class Clock:
+    """Shows `now`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def waits(clock: Clock) -> WaitRegistry:
+    return WaitRegistry(clock)
+
+
+def test_a_wait_is_told_while_its_block_runs_and_not_after(
+    waits: WaitRegistry, clock: Clock
+) -> None:
+    with waits.waiting_for("rollout-1", "staging version 7"):
+        clock.now += 34.0
+        assert waits.snapshot() == (
+            Waiting("rollout-1", "staging version 7", 34.0, 1, "MainThread"),
+        )
+    assert waits.snapshot() == ()
+
+
+def test_a_wait_that_fails_is_over(waits: WaitRegistry) -> None:
+    with pytest.raises(ValueError, match="lost"), waits.waiting_for("disk", "committing"):
+        raise ValueError("lost")
+    assert waits.snapshot() == ()
+
+
+def test_waits_for_the_same_are_one_line_with_the_longest_first(
+    waits: WaitRegistry, clock: Clock
+) -> None:
+    with waits.waiting_for("rollout-1", "generating"):
+        clock.now += 10.0
+        with waits.waiting_for("rollout-1", "generating"), waits.waiting_for("disk", "committing"):
+            clock.now += 1.0
+            assert [(w.peer, w.seconds, w.count) for w in waits.snapshot()] == [
+                ("rollout-1", 11.0, 2),
+                ("disk", 1.0, 1),
+            ]
+            assert len(waits.snapshot(most=1)) == 1
+
+
+def test_what_came_restarts_the_wait(waits: WaitRegistry, clock: Clock) -> None:
+    with waits.waiting_for("rollout-1", "generating") as wait:
+        clock.now += 10.0
+        wait.restart(clock.now)
+        clock.now += 2.0
+        assert waits.snapshot()[0].seconds == 2.0
+
+
+async def test_a_wait_names_its_task(waits: WaitRegistry) -> None:
+    entered = asyncio.Event()
+
+    async def wait_for_ever() -> None:
+        with waits.waiting_for("trainer", "announcing"):
+            entered.set()
+            await asyncio.Event().wait()
+
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(wait_for_ever(), name="prompt data-3")
+        await entered.wait()
+        assert waits.snapshot()[0].task == "prompt data-3"
+        task.cancel()
+    assert waits.snapshot() == ()
+
+
+def test_waits_of_many_threads_are_neither_lost_nor_left() -> None:
+    waits, num_threads = WaitRegistry(), 8
+    entered, leave = threading.Barrier(num_threads + 1), threading.Event()
+
+    def work() -> None:
+        for _ in range(200):
+            with waits.waiting_for("rank", "reducing"):
+                waits.snapshot()
+        with waits.waiting_for("rank", "reducing"):
+            entered.wait(30)
+            leave.wait(30)
+
+    threads = [threading.Thread(target=work) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    entered.wait(30)
+    assert waits.snapshot()[0].count == num_threads
+    leave.set()
+    for thread in threads:
+        thread.join(30)
+    assert waits.snapshot() == ()
+
+
+async def test_a_deadline_is_among_the_waits_of_the_process() -> None:
+    async with deadline(30.0, peer="ledger's disk", phase="committing changes"):
+        (found,) = (wait for wait in WAITS.snapshot() if wait.peer == "ledger's disk")
+    assert found.phase == "committing changes"
+    assert not [wait for wait in WAITS.snapshot() if wait.peer == "ledger's disk"]
+
+
+async def test_a_deadline_that_ran_out_is_no_wait_any_more() -> None:
+    with pytest.raises(DeadlineError):
+        async with deadline(0.001, peer="nobody at all", phase="answering"):
+            await asyncio.Event().wait()
+    assert not [wait for wait in WAITS.snapshot() if wait.peer == "nobody at all"]
+
+
+WAITINGS = st.builds(
+    Waiting,
+    st.sampled_from(["trainer", "rollout-0", "disk"]),
+    st.sampled_from(["generating", "staging"]),
+    st.floats(0, 1e6),
+    st.integers(1, 100),
+)
+
+
+@given(st.lists(WAITINGS))
+def test_telling_waits_together_keeps_their_number_and_the_longest(found: list[Waiting]) -> None:
+    told = told_together(found)
+    assert sum(wait.count for wait in told) == sum(wait.count for wait in found)
+    assert len({(wait.peer, wait.phase) for wait in told}) == len(told)
+    assert [wait.seconds for wait in told] == sorted((w.seconds for w in told), reverse=True)
+    assert max((w.seconds for w in told), default=0) == max((w.seconds for w in found), default=0)

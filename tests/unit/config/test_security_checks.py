@@ -1,0 +1,174 @@
+"""What is wrong with credentials, told with the key, its value and the remedy."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from sluice.config.dump import dump_config, flat_settings
+from sluice.config.file_checks import file_problems
+from sluice.config.loader import load_config
+from sluice.config.run import RunConfig
+from sluice.config.security import FILE_FIELDS, SecurityConfig, with_absolute_files
+from sluice.config.security_checks import client_problems, exposed_secrets, server_problems
+from sluice.config.service import ServiceConfig
+from tests.support.certified import (
+    CLIENT_TOKEN,
+    SERVICE_TOKEN,
+    authority,
+    client_key,
+    service_key,
+    write_pair,
+    write_security,
+)
+
+HOST = "127.0.0.1"
+
+
+def problems(folder: Path, host: str = HOST, **changes: Any) -> list[str]:
+    given = {**write_security(folder), **changes}
+    return server_problems(SecurityConfig(**given), host)
+
+
+def test_the_defaults_ask_for_nothing() -> None:
+    assert server_problems(SecurityConfig(), HOST) == []
+    assert client_problems(SecurityConfig()) == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "sluice"])
+def test_certificates_that_fit_are_accepted_at_every_name_in_them(
+    host: str, tmp_path: Path
+) -> None:
+    assert problems(tmp_path, host) == []
+
+
+@pytest.mark.parametrize("name", ["ca_file", "cert_file", "key_file"])
+def test_mtls_needs_each_of_its_files(name: str, tmp_path: Path) -> None:
+    (told,) = problems(tmp_path, **{name: None})
+    assert told.startswith(f"sluice.security.tls = mtls needs sluice.security.{name}, which is not")
+
+
+@pytest.mark.parametrize("name", FILE_FIELDS)
+def test_a_file_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
+    missing = str(tmp_path / "none")
+    assert problems(tmp_path, **{name: missing}) == [
+        f"sluice.security.{name} = {missing!r} is no file; check the path"
+    ]
+
+
+def test_a_file_that_this_user_cannot_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, _: not str(path).endswith(".key"))
+    (told,) = problems(tmp_path)
+    assert told.endswith("service.key' cannot be read by this user; give it the right")
+
+
+def test_a_name_that_the_certificate_lacks_is_told_with_both_remedies(tmp_path: Path) -> None:
+    (told,) = problems(tmp_path, "trainer.lab")
+    assert told.startswith("sluice.security.cert_file = ")
+    assert "does not name trainer.lab, where peers connect to" in told
+    assert "`sluice certs --host trainer.lab`" in told
+    assert "sluice.security.server_name" in told
+    assert problems(tmp_path, "trainer.lab", server_name="sluice") == []
+    (told,) = problems(tmp_path, "10.1.2.3")
+    assert "does not name 10.1.2.3" in told
+
+
+def test_an_expired_certificate_is_told(tmp_path: Path) -> None:
+    expired = authority("ours").service((HOST,), -1)
+    certificate, key = write_pair(tmp_path, "expired", expired)
+    (told,) = problems(tmp_path, cert_file=certificate, key_file=key)
+    assert told.startswith(f"sluice.security.cert_file = {certificate!r} has expired; make another")
+
+
+def test_a_key_of_another_certificate_is_told(tmp_path: Path) -> None:
+    _, key = write_pair(tmp_path, "other", client_key())
+    (told,) = problems(tmp_path, key_file=key)
+    assert told.startswith(f"sluice.security.key_file = {key!r} does not belong to the certificate")
+
+
+def test_an_authority_that_did_not_sign_is_told(tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_bytes(authority("theirs").itself.certificate)
+    (told,) = problems(tmp_path, ca_file=str(tmp_path / "theirs"))
+    assert "theirs' did not sign the certificate; give the CA that did" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "about"), [("cert_file", "key_file"), ("key_file", "key_file"), ("ca_file", "ca_file")]
+)
+def test_a_file_that_is_no_pem_is_told(name: str, about: str, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no PEM")
+    (told,) = problems(tmp_path, **{name: str(tmp_path / "text")})
+    assert told.startswith(f"sluice.security.{about} = ")
+    assert "no PEM file" in told
+
+
+def test_a_clients_certificate_cannot_serve(tmp_path: Path) -> None:
+    certificate, key = write_pair(tmp_path, "client", client_key())
+    (told,) = problems(tmp_path, cert_file=certificate, key_file=key)
+    assert "is refused by peers: " in told
+    assert client_problems(SecurityConfig(**write_security(tmp_path))) == []
+
+
+def test_files_without_tls_are_refused_for_they_would_protect_nothing(tmp_path: Path) -> None:
+    found = problems(tmp_path, tls="off")
+    assert [told.partition(" = ")[0] for told in found] == [
+        "sluice.security.ca_file",
+        "sluice.security.cert_file",
+        "sluice.security.key_file",
+    ]
+    assert all("has no effect with sluice.security.tls = off; set tls=mtls" in t for t in found)
+
+
+def test_services_present_a_services_token(tmp_path: Path) -> None:
+    tokens = tmp_path / "clients"
+    tokens.write_text(f"client {CLIENT_TOKEN}\n{SERVICE_TOKEN}")
+    (told,) = problems(tmp_path, token_file=str(tokens))
+    assert "its first token is a client's, with which services cannot call each other" in told
+    given = {**write_security(tmp_path), "token_file": str(tokens)}
+    assert client_problems(SecurityConfig(**given)) == []
+
+
+@pytest.mark.parametrize("name", ["key_file", "token_file"])
+def test_a_secret_that_everybody_can_read_is_warned_of(name: str, tmp_path: Path) -> None:
+    given = write_security(tmp_path)
+    assert list(exposed_secrets(SecurityConfig(**given))) == []
+    Path(given[name]).chmod(0o644)
+    (told,) = exposed_secrets(SecurityConfig(**given))
+    assert told.startswith(f"sluice.security.{name} = {given[name]!r} can be read by every user")
+
+
+def test_a_run_is_checked_at_the_addresses_of_all_its_services(tmp_path: Path) -> None:
+    given = write_security(tmp_path)
+    overrides = [f"sluice.security.{key}={value}" for key, value in given.items()]
+    assert [p for p in file_problems(load_config(None, overrides)) if "security" in p] == []
+    far = "sluice.rollout.endpoint.advertise=node-7"
+    (told,) = [p for p in file_problems(load_config(None, [*overrides, far])) if "security" in p]
+    assert "does not name node-7" in told
+
+
+def test_a_dump_names_files_and_holds_no_secret(tmp_path: Path) -> None:
+    security = SecurityConfig(**write_security(tmp_path))
+    config = RunConfig(sluice=ServiceConfig(security=security))
+    shown = dump_config(config) + str(flat_settings(config))
+    assert "tokens" in shown
+    assert SERVICE_TOKEN not in shown
+    assert service_key().key.decode()[:60] not in shown
+
+
+def test_paths_are_made_absolute_where_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    found = with_absolute_files(SecurityConfig(tls="server", cert_file="a/b", token_file="/c"))
+    assert msgspec.structs.asdict(found) == {
+        "tls": "server",
+        "ca_file": None,
+        "cert_file": "/a/b",
+        "key_file": None,
+        "server_name": None,
+        "token_file": "/c",
+    }

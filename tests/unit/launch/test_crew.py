@@ -1,0 +1,201 @@
+"""Processes that start and end together, crash loops, and processes that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sluice.concurrency.watchdog import EXIT_STALLED
+from sluice.config.loader import load_config
+from sluice.errors import NotFoundError, NotReadyError
+from sluice.launch import crew as crew_module
+from sluice.launch import supervisor as supervisor_module
+from sluice.launch.crew import CrewEnd, Exit
+from sluice.launch.service_spec import (
+    RESTARTS_VARIABLE,
+    ServiceSpec,
+    local_services,
+    with_ports,
+)
+from tests.support.scripted_children import (
+    POLITE,
+    SLEEP,
+    STUBBORN,
+    WAIT_S,
+    Supervised,
+    end_self,
+    polite,
+    spec,
+    until_gone,
+)
+
+SERVICES = ("reward", "trainer", "trainer-1", "rollout-0")
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(crew_module, "_COMPANIONS_S", 0.3)
+
+
+def rank(number: int, script: str, **policy: object) -> ServiceSpec:
+    given = {"max_restarts": 1, "retries_errors": False, "is_needed": True, **policy}
+    return spec(f"trainer-{number}", script, crew="trainer", **given)
+
+
+def once(mark: Path, first: str, then: str) -> str:
+    """Does `first` at its first start and `then` at later ones."""
+    return f"""
+import os, pathlib, signal, sys, time
+mark = pathlib.Path({str(mark)!r})
+print("ready", os.environ[{RESTARTS_VARIABLE!r}])
+if not mark.exists():
+    mark.write_text("")
+    {first}
+else:
+    {then}
+"""
+
+
+KILL_SELF = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize("other", [POLITE.format(code=0), STUBBORN])
+async def test_when_one_of_a_crew_is_killed_all_end_and_start_together(
+    tmp_path: Path, other: str
+) -> None:
+    follower = rank(1, once(tmp_path / "mark", KILL_SELF, "sys.exit(0)"))
+    leader = rank(0, once(tmp_path / "other", other.replace("\n", "\n    "), "sys.exit(0)"))
+    run = Supervised(tmp_path, replace(leader, ends_run=True), follower, grace_s=3.0)
+    end = await run.run()
+    assert (end.exit_code, end.failures) == (0, ())
+    assert [line for line in run.said("trainer-0") if line.startswith("ready ")] == [
+        "ready 0",
+        "ready 1",
+    ]
+    assert run.said("trainer-1") == ["ready 0", "ready 1"]
+    await until_gone(*run.pids)
+
+
+async def test_a_rank_that_fails_because_another_was_killed_is_not_taken_for_the_cause(
+    tmp_path: Path,
+) -> None:
+    gone = tmp_path / "gone"
+    killed = once(tmp_path / "mark", f"open({str(gone)!r}, 'w'); {KILL_SELF}", "sys.exit(0)")
+    notices = f"[time.sleep(.01) for _ in iter(lambda: os.path.exists({str(gone)!r}), True)]"
+    fails = once(tmp_path / "other", f"{notices}; sys.exit('rank 1 is gone')", "sys.exit(0)")
+    leader = rank(0, fails, ends_run=True)
+    end = await Supervised(tmp_path, leader, rank(1, killed)).run()
+    assert (end.exit_code, end.failures) == (0, ())
+
+
+def test_the_cause_is_the_end_in_order_then_a_signal_then_the_first_error() -> None:
+    leads, follows = ServiceSpec("trainer", (), ends_run=True), ServiceSpec("trainer-1", ())
+
+    def cause(*exits: tuple[ServiceSpec, int, bool]) -> int:
+        return CrewEnd(tuple(Exit(*each) for each in exits)).cause.code
+
+    assert cause((follows, 1, False), (leads, -9, False)) == -9
+    assert cause((leads, 1, False), (follows, 2, False)) == 1
+    assert cause((leads, 1, False), (follows, -9, True)) == 1
+    assert cause((leads, 1, False), (follows, EXIT_STALLED, False)) == EXIT_STALLED
+    assert cause((leads, 0, False), (follows, -9, False)) == 0
+    assert cause((follows, 0, False), (leads, 3, False)) == 3
+
+
+async def test_a_process_that_its_watchdog_ended_is_started_again(tmp_path: Path) -> None:
+    hangs = once(tmp_path / "mark", f"sys.exit({EXIT_STALLED})", "sys.exit(0)")
+    trainer = spec("trainer", hangs, max_restarts=1, retries_errors=False, ends_run=True)
+    end = await Supervised(tmp_path, trainer).run()
+    assert (end.exit_code, end.failures) == (0, ())
+
+
+async def test_a_needed_process_that_somebody_asked_to_end_is_not_started_again(
+    tmp_path: Path,
+) -> None:
+    trainer = spec("trainer", SLEEP, max_restarts=5, ends_run=True, is_needed=True)
+    run = Supervised(tmp_path, trainer)
+
+    def ask() -> None:
+        pid = run.supervisor.pid_of("trainer")
+        assert pid is not None
+        os.kill(pid, signal.SIGTERM)
+
+    end = await run.run(when_ready=ask)
+    assert (end.exit_code, end.failures) == (1, ("trainer ended with SIGTERM:\n  ready",))
+
+
+@pytest.mark.parametrize("name", SERVICES)
+async def test_a_crash_loop_of_any_service_ends_the_run_with_its_last_lines(
+    tmp_path: Path, name: str
+) -> None:
+    config = with_ports(load_config(None, ["trainer.n_gpus_per_node=2"]))
+    crash = "import os; print('no space left', flush=True); os.kill(os.getpid(), 9)"
+
+    def scripted(real: ServiceSpec) -> ServiceSpec:
+        code = crash if real.name == name else POLITE.format(code=0)
+        return replace(real, command=(sys.executable, "-c", code))
+
+    specs = [scripted(real) for real in local_services(config, tmp_path / "run.yaml")]
+    run = Supervised(tmp_path, *specs)
+    end = await run.run()
+    assert end.exit_code == 1
+    assert end.failures[0].startswith(f"{name} ended with SIGKILL after 5 restarts:\n")
+    assert end.failures[0].endswith("\n  no space left")
+    assert run.said(name) == ["no space left"] * 6
+    await until_gone(*run.pids)
+
+
+async def test_processes_are_added_and_dismissed_while_the_run_goes_on(tmp_path: Path) -> None:
+    run = Supervised(tmp_path, polite("reward"))
+    with pytest.raises(NotReadyError):
+        run.supervisor.add(polite("rollout-1"))
+    async with asyncio.timeout(2 * WAIT_S), asyncio.TaskGroup() as tasks:
+        ending = tasks.create_task(run.supervisor.run())
+        await run.until_ready()
+        run.supervisor.add(polite("rollout-1"))
+        await run.until(lambda: run.said("rollout-1") == ["ready"])
+        run.supervisor.dismiss("rollout-1")
+        assert run.supervisor.services()[-1].is_draining
+        while len(run.supervisor.services()) > 1:
+            await asyncio.sleep(0.01)
+        assert run.said("rollout-1") == ["ready", "bye"]
+        with pytest.raises(NotFoundError, match="rollout-1"):
+            run.supervisor.dismiss("rollout-1")
+        end_self(signal.SIGINT)()
+    assert (ending.result().exit_code, ending.result().failures) == (130, ())
+
+
+async def test_a_process_that_does_not_leave_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+    run = Supervised(tmp_path, polite("reward"), spec("rollout-0", STUBBORN), grace_s=0.3)
+    async with asyncio.timeout(2 * WAIT_S), asyncio.TaskGroup() as tasks:
+        ending = tasks.create_task(run.supervisor.run())
+        await run.until_ready()
+        run.supervisor.dismiss("rollout-0")
+        while len(run.supervisor.services()) > 1:
+            await asyncio.sleep(0.01)
+        end_self(signal.SIGINT)()
+    assert (ending.result().exit_code, ending.result().failures) == (130, ())
+
+
+async def test_a_process_that_waits_for_its_restart_can_be_dismissed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", 600.0)
+    run = Supervised(tmp_path, polite("reward"), spec("rollout-0", "exit(3)", max_restarts=9))
+    async with asyncio.timeout(2 * WAIT_S), asyncio.TaskGroup() as tasks:
+        ending = tasks.create_task(run.supervisor.run())
+        await run.until(lambda: bool(run.said("reward")))
+        while not any(state.restarts for state in run.supervisor.services()):
+            await asyncio.sleep(0.01)
+        run.supervisor.dismiss("rollout-0")
+        while len(run.supervisor.services()) > 1:
+            await asyncio.sleep(0.01)
+        end_self(signal.SIGINT)()
+    assert (ending.result().exit_code, ending.result().failures) == (130, ())

@@ -1,0 +1,57 @@
+"""The launcher's calls over a real socket, and the file that tells where it listens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sluice.client.launcher import Launcher, Scaling
+from sluice.errors import InvalidRequestError, NotReadyError
+from sluice.launch.launcher_address import LAUNCHER_NAME, launcher_address
+from sluice.launch.replica_scale import ReplicaScale
+from sluice.launch.service_spec import ServiceSpec, replica_name
+from sluice.launch.servicer import launch_service
+from sluice.launch.supervisor import ServiceState
+
+
+class Processes:
+    """A reward service and two replicas."""
+
+    def __init__(self) -> None:
+        self.names = ["reward", "rollout-0", "rollout-1"]
+
+    def services(self) -> tuple[ServiceState, ...]:
+        return tuple(ServiceState(name, None, 0, is_draining=False) for name in self.names)
+
+    def add(self, spec: ServiceSpec) -> None:
+        self.names.append(spec.name)
+
+    def dismiss(self, name: str) -> None:
+        self.names.remove(name)
+
+
+async def test_replicas_are_started_and_drained_through_the_address_in_the_runs_folder(
+    tmp_path: Path,
+) -> None:
+    processes = Processes()
+    scale = ReplicaScale(processes, lambda number: ServiceSpec(replica_name(number), ("true",)))
+    async with launch_service(tmp_path, processes, scale) as address:
+        assert launcher_address(tmp_path) == address
+        async with Launcher(address) as launcher:
+            assert await launcher.set_replicas(3) == Scaling(("rollout-2",), ())
+            assert await launcher.services() == ("reward", "rollout-0", "rollout-1", "rollout-2")
+            assert await launcher.set_replicas(1) == Scaling((), ("rollout-2", "rollout-1"))
+            with pytest.raises(InvalidRequestError, match="0 is below 1"):
+                await launcher.set_replicas(0)
+    assert processes.names == ["reward", "rollout-0"]
+    with pytest.raises(NotReadyError, match="no launcher runs there"):
+        launcher_address(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"pid": 7})])
+def test_a_file_that_names_no_address_is_as_good_as_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / LAUNCHER_NAME).write_text(content, encoding="utf-8")
+    with pytest.raises(NotReadyError, match="no launcher runs there"):
+        launcher_address(tmp_path)

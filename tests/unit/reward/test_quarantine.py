@@ -1,0 +1,166 @@
+"""Prompts that fail again and again are drawn no more, until somebody releases them."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.reward.assembly import RewardLoop
+from services.reward.grading import SampleScorer
+from services.reward.memory_ledger import MemoryLedger
+from services.reward.prompt_key import prompt_key
+from services.reward.quarantine import Quarantine, read_quarantine
+from services.reward.run_files import QUARANTINE_FILE, open_run_files
+from services.reward.scorer_messages import ScoreItem
+from services.reward.sqlite_ledger import SqliteLedger
+from services.reward.submissions import Submission, SubmissionSession
+from sluice.config.run import RunConfig
+from sluice.errors import DataError
+from sluice.types import ChatMessage, Failed, FailureKind, PromptEnd, Scored
+from tests.support.client_prompt import client_prompt
+from tests.support.reward_loop import (
+    InlineScorer,
+    ScriptedClient,
+    replica,
+    running_loop,
+    settled,
+)
+
+CRASHED = Failed(FailureKind.SCORER_CRASH, "exit code 3")
+POISON, SOUND = client_prompt("answer=1 right=2 poison"), client_prompt("answer=1 right=2")
+
+
+def test_a_prompt_is_quarantined_by_the_strike_at_the_bound_and_no_earlier(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "reward" / "quarantine.jsonl"
+    quarantine = Quarantine(MemoryLedger(), 3, path)
+    assert [quarantine.struck(POISON, CRASHED) for _ in range(2)] == [None, None]
+    assert (quarantine.reason(POISON), len(quarantine)) == (None, 0)
+    reason = quarantine.struck(POISON, CRASHED)
+    assert reason is not None
+    assert reason.startswith("quarantined: 3 visits in a row failed, the last: scorer_crash: exit")
+    assert str(path) in reason
+    assert quarantine.reason(POISON) == reason
+    assert quarantine.reason(SOUND) is None
+    assert list(read_quarantine(path)) == [prompt_key(POISON)]
+
+
+def test_a_visit_that_ends_well_takes_strikes_back() -> None:
+    quarantine = Quarantine(MemoryLedger(), 2)
+    for _ in range(5):
+        assert quarantine.struck(POISON, CRASHED) is None
+        quarantine.cleared(POISON)
+    assert len(quarantine) == 0
+
+
+def test_without_a_bound_no_prompt_is_quarantined() -> None:
+    quarantine = Quarantine(MemoryLedger(), None)
+    assert [quarantine.struck(POISON, CRASHED) for _ in range(9)] == [None] * 9
+
+
+def test_strikes_and_quarantine_survive_the_service(tmp_path: Path) -> None:
+    ledger, path = tmp_path / "ledger.sqlite", tmp_path / "quarantine.jsonl"
+    for visit in range(3):
+        with SqliteLedger(ledger) as opened:
+            reason = Quarantine(opened, 3, path).struck(POISON, CRASHED)
+            assert (reason is not None) == (visit == 2)
+    with SqliteLedger(ledger) as opened:
+        assert Quarantine(opened, 3, path).reason(POISON) is not None
+
+
+def test_a_prompt_whose_line_was_deleted_begins_without_strikes(tmp_path: Path) -> None:
+    ledger, path = tmp_path / "ledger.sqlite", tmp_path / "quarantine.jsonl"
+    with SqliteLedger(ledger) as opened:
+        quarantine = Quarantine(opened, 2, path)
+        for prompt in (POISON, POISON, SOUND, SOUND):
+            quarantine.struck(prompt, CRASHED)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[1])
+    with SqliteLedger(ledger) as opened:
+        quarantine = Quarantine(opened, 2, path)
+        assert quarantine.reason(POISON) is None
+        assert quarantine.reason(SOUND) is not None
+        assert quarantine.struck(POISON, CRASHED) is None
+
+
+def test_a_line_that_a_killed_service_left_unfinished_is_passed_by(tmp_path: Path) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    path.write_bytes(b'{"key":"a"}\n{"key":"b')
+    assert list(read_quarantine(path)) == ["a"]
+
+
+def test_a_file_of_something_else_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    path.write_bytes(b'{"key":"a"}\n{"name":"b"}\n{"key":"c"}\n')
+    with pytest.raises(DataError, match=r"quarantine.jsonl, line 2: .*repair or delete the line"):
+        read_quarantine(path)
+
+
+class CrashingOnPoison(InlineScorer):
+    """Loses every sample of a prompt that says poison."""
+
+    async def score(self, items: Any) -> tuple[Scored | Failed, ...]:
+        return tuple(map(self._lost_or_scored, items))
+
+    def _lost_or_scored(self, item: ScoreItem) -> Scored | Failed:
+        return CRASHED if item.question.endswith("poison") else self._score(item)
+
+
+def config(run_dir: Path) -> RunConfig:
+    tree = {
+        "data": {"train_batch_size": 1},
+        "actor_rollout_ref": {"rollout": {"n": 4}},
+        "sluice": {
+            "run_dir": str(run_dir),
+            "reward": {"outcomes": {"max_strikes": 2}, "group_log": False},
+        },
+    }
+    return msgspec.convert(tree, RunConfig)
+
+
+def _has_ended(loop: RewardLoop, prompt_id: str) -> bool:
+    return loop.ledger.ended(prompt_id) is not None
+
+
+async def visits(
+    rules: RunConfig, first: int, count: int, scorer: SampleScorer, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[str], int, dict[str, float]]:
+    """Details of the ends of the same poisonous words sent as `count` prompts, one after the other;
+    calls of replicas, statistics."""
+    monkeypatch.setattr("tests.support.reward_loop.InlineScorer", lambda: scorer)
+    client, details = ScriptedClient(), []
+    with open_run_files(rules) as files:
+        async with running_loop(rules, client, files=files) as loop:
+            await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+            for number in range(first, first + count):
+                name = f"p{number}"
+                message = ChatMessage("user", "answer=1 right=2 poison")
+                sent = Submission(name, (message,), "math_dapo", "1", {})
+                loop.submissions.submit(sent, SubmissionSession())
+                await settled(partial(_has_ended, loop, name))
+                ended = loop.ledger.ended(name)
+                assert ended is not None
+                assert ended.end is PromptEnd.DROPPED_FAILED
+                details.append(ended.detail)
+            statistics = loop.statistics()
+    return details, len(client.calls), statistics
+
+
+async def test_a_poisonous_prompt_costs_a_bounded_number_of_visits_over_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules, scorer = config(tmp_path), CrashingOnPoison()
+    first, num_calls, _ = await visits(rules, 0, 1, scorer, monkeypatch)
+    assert (num_calls, first[0].startswith("4 of 4 samples failed")) == (1, True)
+    second, num_calls, statistics = await visits(rules, 1, 3, scorer, monkeypatch)
+    assert num_calls == 1
+    assert all(detail.startswith("quarantined: 2 visits in a row") for detail in second)
+    assert statistics["reward/prompts_quarantined"] == 2
+    assert statistics["reward/quarantine"] == 1
+    assert statistics["reward/prompts_lost"] == 0
+    assert len(read_quarantine(tmp_path / QUARANTINE_FILE)) == 1

@@ -1,0 +1,53 @@
+"""What the reward service's watchdog sees of groups that are generated and graded."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.reward.group_request import GroupRequest
+from services.reward.watch import RewardWork
+from sluice.config.loader import load_config
+from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
+
+SETTINGS = ("data.train_batch_size=1", "actor_rollout_ref.rollout.n=2")
+
+
+async def test_groups_that_replicas_generate_are_work_that_moves_with_every_sample() -> None:
+    released = [asyncio.Event(), asyncio.Event()]
+
+    async def before(_name: str, _request: GroupRequest, index: int) -> None:
+        await released[index].wait()
+
+    client = ScriptedClient(before_sample=before)
+    async with running_loop(load_config(None, SETTINGS), client) as loop:
+        work = RewardWork(loop, patience_s=600.0)
+        assert not work.sight().has_work
+        submit(loop, ["answer=1 right=1"])
+        await loop.pipeline.announce("trainer-1", 0, [replica("a")], None)
+        await settled(lambda: bool(client.calls))
+        before_sample = work.sight()
+        assert before_sample.has_work
+        assert before_sample.patience_s == 600.0
+        assert work.sight().progress == before_sample.progress
+        assert ("rollout fleet", 1) in [(wait.peer, wait.count) for wait in work.waits()]
+        released[0].set()
+        await settled(lambda: work.sight().progress != before_sample.progress)
+        released[1].set()
+        await settled(lambda: not work.sight().has_work)
+
+
+async def test_groups_whose_replicas_have_left_are_no_work_of_the_service() -> None:
+    async def never(_name: str, _request: GroupRequest, _index: int) -> None:
+        await asyncio.Event().wait()
+
+    client = ScriptedClient(before_sample=never)
+    async with running_loop(load_config(None, SETTINGS), client) as loop:
+        work = RewardWork(loop, patience_s=600.0)
+        await loop.pipeline.announce("trainer-1", 0, [replica("a")], None)
+        submit(loop, ["answer=1 right=1"])
+        await settled(lambda: bool(client.calls))
+        assert work.sight().has_work
+        await loop.pipeline.announce("trainer-1", 0, [], None)
+        assert not work.sight().has_work
+        assert loop.pipeline.num_generating == 1
+        assert "rollout fleet" in {wait.peer for wait in work.waits()}

@@ -1,0 +1,144 @@
+"""Taking over a version: from its memory or by copies, tied and fused tensors included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.rollout.engines.causal_lm import CausalLM, build_causal_lm
+from services.rollout.engines.fused_decoder import FusedDecoder
+from services.rollout.engines.live_weights import ChangedElements, LiveWeights, NewWeights
+from services.rollout.engines.torch_engine import TorchEngine
+from sluice.errors import EngineError
+from sluice.weights.buffer import WeightBuffer
+from sluice.weights.changed_elements import changed_positions
+from sluice.weights.plan import plan_transfer
+from tests.support.causal_lms import (
+    engine_settings,
+    generate,
+    reference_model,
+    request,
+    running_engine,
+    save_config,
+    weights_of,
+)
+
+
+def _model(family: str, folder: Path) -> CausalLM:
+    return build_causal_lm(engine_settings(save_config(family, folder)), torch.device("cpu"))
+
+
+def _buffer(model: CausalLM, folder: Path, seed: int) -> WeightBuffer:
+    """A version in one piece of memory, as it is staged."""
+    buffer = WeightBuffer(plan_transfer(model.layout, 4096))
+    state = reference_model(folder, seed).state_dict()
+    for name, tensor in buffer.tensors.items():
+        tensor.copy_(state[name])
+    return buffer
+
+
+def _logits(model: CausalLM, decoder: FusedDecoder) -> torch.Tensor:
+    prefilled = decoder.prefill([np.array([5, 9, 23], dtype=np.int64)])
+    return torch.cat([part.flatten() for layer in prefilled.layers for part in layer])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "llama_biased"])
+def test_a_decoder_computes_with_what_was_taken_over_and_nothing_is_copied(
+    family: str, tmp_path: Path
+) -> None:
+    model = _model(family, tmp_path)
+    decoder = FusedDecoder(model.model, 2, 16)
+    live = LiveWeights(model)
+    for seed in (1, 2):
+        buffer = _buffer(model, tmp_path, seed)
+        live.take(NewWeights(buffer.tensors), "")
+        with torch.inference_mode():
+            decoder.refresh()
+            taken = _logits(model, decoder)
+            fresh = FusedDecoder(reference_model(tmp_path, seed), 2, 16)
+            torch.testing.assert_close(taken, _logits(model, fresh))
+        memory = {t.untyped_storage().data_ptr() for t in model.model.parameters()}
+        assert memory == {buffer.bucket(buffer.plan.buckets[0]).untyped_storage().data_ptr()}
+
+
+def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
+    model = _model("qwen3", tmp_path)
+    (name,) = (s.name for s in model.layout if "embed_tokens" in s.name)
+    assert all("lm_head" not in spec.name for spec in model.layout)
+    live = LiveWeights(model)
+    for seed in (1, 2):
+        buffer = _buffer(model, tmp_path, seed)
+        live.take(NewWeights(buffer.tensors), "")
+        for tied in (model.model.lm_head.weight, model.model.model.embed_tokens.weight):
+            assert tied.data_ptr() == buffer.tensors[name].data_ptr()
+
+
+def _as_bfloat16(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+
+
+def test_of_what_cannot_be_taken_over_only_the_changed_elements_are_written(
+    tmp_path: Path,
+) -> None:
+    model = _model("qwen3", tmp_path)
+    live = LiveWeights(model)
+    old = _as_bfloat16(_buffer(model, tmp_path, 1).tensors)
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    for tensor in new.values():
+        tensor.view(-1)[::7] *= 1.5
+    changes = {}
+    for name, tensor in new.items():
+        positions = changed_positions(old[name], tensor)
+        changes[name] = ChangedElements(positions, tensor.view(-1)[positions].float())
+    live.take(NewWeights(old), "")
+    state = model.model.state_dict()
+    marked = old.keys() - {"model.norm.weight"}
+    for name in marked:  # shows that nothing else is written
+        state[name].view(-1)[1] = 77
+    live.take(NewWeights(new, changes, "one"), serving_digest="one")
+    for name, tensor in new.items():
+        expected = tensor.float()
+        if name in marked:
+            expected.view(-1)[1] = 77
+        assert torch.equal(state[name], expected)
+    live.take(NewWeights(new, changes, "one"), serving_digest="another")
+    assert all(torch.equal(state[name], tensor.float()) for name, tensor in new.items())
+
+
+def test_memory_that_was_taken_over_is_never_written_to(tmp_path: Path) -> None:
+    model = _model("llama", tmp_path)
+    live = LiveWeights(model)
+    buffer = _buffer(model, tmp_path, 1)
+    before = {name: tensor.clone() for name, tensor in buffer.tensors.items()}
+    live.take(NewWeights(buffer.tensors), "")
+    other = _as_bfloat16(_buffer(model, tmp_path, 2).tensors)
+    live.take(NewWeights(other), "")
+    assert all(torch.equal(buffer.tensors[name], before[name]) for name in before)
+    state = model.model.state_dict()
+    assert all(torch.equal(state[name], other[name].float()) for name in other)
+
+
+async def test_an_engine_that_failed_in_the_middle_of_a_swap_serves_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = reference_model(save_config("qwen3", tmp_path))
+    taken = LiveWeights.take
+
+    def take_half(self: LiveWeights, new: NewWeights, serving_digest: str) -> None:
+        broken = dict(new.tensors)
+        del broken["model.norm.weight"]
+        taken(self, NewWeights(broken), serving_digest)
+
+    engine: TorchEngine
+    async with running_engine(tmp_path, model) as engine:
+        assert await generate(engine, request())
+        monkeypatch.setattr(LiveWeights, "take", take_half)
+        with pytest.raises(EngineError):
+            await engine.load_weights(weights_of(model, engine), 2, "two")
+        for call in (engine.probe(), generate(engine, request())):
+            with pytest.raises(EngineError):
+                await call

@@ -1,0 +1,89 @@
+"""What the trainer's watchdog sees, and whom the run waits for in each phase."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.trainer.fleet import Fleet, Load
+from services.trainer.run_state import RunPhase, RunState, StepRecord
+from services.trainer.servicer import TrainerServicer
+from services.trainer.watch import TrainerWork, phase_waits
+from sluice.api.trainer.v1 import trainer_pb2
+from sluice.concurrency.advance import advance
+from sluice.config.service import TrainerServiceConfig
+from sluice.types import ReplicaInfo
+
+SERVICE = TrainerServiceConfig(replica_wait_timeout_s=11.0, batch_timeout_s=22.0)
+CONTEXT: Any = None
+REPLICA = ReplicaInfo("rollout-0", "incarnation-0", "host:1", 8)
+
+
+class Trainer:
+    """A run's state, fleet and watchdog's view."""
+
+    def __init__(self) -> None:
+        self.state, self.fleet = RunState("trainer-1", 10, 2), Fleet("layout", 6.0)
+        self.fleet.register(REPLICA, "layout", 0.0)
+        self.work = TrainerWork(SERVICE, self.state, self.fleet)
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    return Trainer()
+
+
+async def test_every_step_of_the_work_is_progress(trainer: Trainer) -> None:
+    seen = [trainer.work.sight().progress]
+
+    def moved() -> None:
+        seen.append(trainer.work.sight().progress)
+        assert seen[-1] not in seen[:-1]
+
+    trainer.state.enter(RunPhase.TRAINING)
+    moved()
+    advance()
+    moved()
+    await trainer.state.record(StepRecord(3, {}))
+    moved()
+    load = Load(slots_busy=1, queued=0, generated_tokens=40, busy_seconds=1.0)
+    trainer.fleet.heartbeat("rollout-0", "incarnation-0", load, draining=False, now_s=1.0)
+    moved()
+    assert trainer.work.sight().progress == seen[-1]
+
+
+def test_a_paused_or_finished_run_has_no_work(trainer: Trainer) -> None:
+    for phase in RunPhase:
+        trainer.state.enter(phase)
+        rests = phase in {RunPhase.PAUSED, RunPhase.FINISHED}
+        assert trainer.work.sight().has_work is not rests
+
+
+def test_waits_for_others_are_left_to_their_own_deadlines(trainer: Trainer) -> None:
+    found = {}
+    for phase in RunPhase:
+        trainer.state.enter(phase)
+        found[phase] = trainer.work.sight().patience_s
+    assert {phase: seconds for phase, seconds in found.items() if seconds} == {
+        RunPhase.WAITING_FOR_REPLICAS: 11.0,
+        RunPhase.WAITING_FOR_BATCH: 22.0,
+        RunPhase.EVALUATING: 22.0,
+    }
+
+
+def test_each_phase_but_the_first_and_the_last_names_whom_it_waits_for(trainer: Trainer) -> None:
+    silent = set()
+    for phase in RunPhase:
+        trainer.state.enter(phase)
+        silent |= set() if phase_waits(trainer.state) else {phase}
+    assert silent == {RunPhase.STARTING, RunPhase.FINISHED}
+
+
+async def test_status_tells_whom_the_run_waits_for(trainer: Trainer) -> None:
+    trainer.state.enter(RunPhase.WAITING_FOR_BATCH)
+    servicer = TrainerServicer(trainer.fleet, trainer.state, heartbeat_interval_s=1.0, ttl_s=6.0)
+    status = await servicer.GetStatus(trainer_pb2.GetStatusRequest(), CONTEXT)
+    (wait,) = (w for w in status.wait_report.waits if w.phase == "filling a batch")
+    assert (wait.peer, wait.count) == ("reward service", 1)
+    assert not status.wait_report.HasField("still_seconds")

@@ -1,0 +1,1 @@
+"""Malformed, absurd and broken-off requests against live services."""

@@ -1,0 +1,84 @@
+"""Values that protobuf allows and that no sensible caller sends, by type of field."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from google.protobuf.descriptor import FieldDescriptor
+
+__all__ = ["nasty_bytes", "nasty_scalar", "nasty_text"]
+
+_INT32 = (0, 1, -1, 2, 7, 64, 1023, 1024, 65535, 2**31 - 1, -(2**31))
+_INT64 = (*_INT32, 2**31, 2**53 + 1, 2**62, 2**63 - 1, -(2**63))
+_UINT32 = (0, 1, 2, 3, 7, 256, 257, 1023, 1024, 65535, 65536, 2**31, 2**32 - 1)
+_UINT64 = (*_UINT32, 2**53 + 1, 2**63, 2**64 - 1)
+_FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-30, 100.0, 100.1, math.nan, math.inf, -math.inf, 1e30)
+_TEXTS = (
+    *(
+        "",
+        " ",
+        "a",
+        "\0",
+        "\n\r\t",
+        "\x1b[2J\x07",
+        "\u202e",
+        "\ufeff",
+        "é" * 64,
+        "日本語",
+        "\U0001f600",
+    ),
+    *(
+        "../../etc/passwd",
+        "data-0",
+        "'; DROP TABLE prompts; --",
+        "%s%n%x",
+        "{{ 7 * 7 }}",
+        "${HOME}",
+    ),
+    *(
+        "localhost:0",
+        "127.0.0.1:99999",
+        "[::1",
+        "http://[",
+        "unix:/tmp/x",
+        "host:port",
+        ":1",
+        "nan",
+    ),
+    *("\\boxed{" * 50, "#### 1,1,1", "<|im_start|>", "</think>", "9" * 400, "(" * 300),
+)
+_SIZES = (1, 127, 128, 129, 1000, 5000, 70_000)
+
+
+def nasty_text(rng: random.Random) -> str:
+    """A text that is odd, or long."""
+    if rng.random() < 0.85:
+        return rng.choice(_TEXTS)
+    return rng.choice(("x", "é", "\0", " a", "{", "<|im_end|>")) * rng.choice(_SIZES)
+
+
+def nasty_bytes(rng: random.Random) -> bytes:
+    """Bytes of any length, whole numbers of four among them."""
+    size = rng.choice((0, 1, 2, 3, 4, 5, 8, 16, 63, 64, 256, 4096))
+    return rng.randbytes(size) if rng.random() < 0.5 else bytes([rng.randrange(4), 0, 0, 0]) * size
+
+
+def nasty_scalar(field: FieldDescriptor, rng: random.Random) -> object:
+    """A value of a field that holds no message; enumerations get unknown numbers too."""
+    match field.cpp_type:
+        case FieldDescriptor.CPPTYPE_INT32 | FieldDescriptor.CPPTYPE_ENUM:
+            return rng.choice(_INT32)
+        case FieldDescriptor.CPPTYPE_INT64:
+            return rng.choice(_INT64)
+        case FieldDescriptor.CPPTYPE_UINT32:
+            return rng.choice(_UINT32)
+        case FieldDescriptor.CPPTYPE_UINT64:
+            return rng.choice(_UINT64)
+        case FieldDescriptor.CPPTYPE_BOOL:
+            return rng.random() < 0.5
+        case FieldDescriptor.CPPTYPE_STRING:
+            is_bytes = field.type == FieldDescriptor.TYPE_BYTES
+            return nasty_bytes(rng) if is_bytes else nasty_text(rng)
+        case _:
+            return rng.choice(_FLOATS)
