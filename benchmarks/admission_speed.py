@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, cast
 from services.reward.admission import Admission, AdmissionParts
 from services.reward.batcher import Batcher, BatchRules
 from services.reward.in_flight import InFlightItem, InFlightTable
+from services.reward.memory_ledger import MemoryLedger
 from services.reward.prompt_key import prompt_key
+from services.reward.quarantine import Quarantine
 from services.reward.replica_queue import ReplicaQueue
 from services.reward.settings import PipelineSettings
 from services.reward.stale_groups import StaleGroups
 from sluice.algorithm.routing import AnnouncedReplica
+from sluice.algorithm.sampling.pacing import AdmissionOrder
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.algorithm.sampling.strategy import SamplingStrategy
 from sluice.types import ChatMessage, Prompt, PromptOrigin, ReplicaInfo, SamplingParams
@@ -31,16 +34,19 @@ def admissions_per_second(num_in_flight: int) -> float:
     """Admits one prompt at a time with so many groups in flight on 1,024 replicas, `stream`.
 
     Counted is what an admission decides: how many may start, by the room of the fleet and the
-    groups in flight, once before and once after the prompt was read; the prompt's key; its visit;
-    the group's entry; when it starts, whether any group is left without a place. Another group
-    ends for each that starts. Not counted are the prompt's reading, the ledger and the calls.
+    groups in flight, once before and once after the prompt was read; which of those in line is
+    next, and whether it is in quarantine; the prompt's key; its visit; the group's entry; when it
+    starts, whether any group is left without a place. Another group ends for each that starts. Not
+    counted are the prompt's reading, the ledger and the calls.
     """
     world = _World()
-    prompts = [_prompt(sequence) for sequence in range(num_in_flight + _REPEATS)]
-    for prompt in prompts[:num_in_flight]:
+    prompts = [_prompt(sequence) for sequence in range(_BATCH + num_in_flight + _REPEATS)]
+    for prompt in prompts[:_BATCH]:
+        world.line_up(prompt)
+    for prompt in prompts[_BATCH : _BATCH + num_in_flight]:
         world.admit(prompt)
     began_s = time.perf_counter()
-    for prompt in prompts[num_in_flight:]:
+    for prompt in prompts[_BATCH + num_in_flight :]:
         world.admit(prompt)
         world.end_oldest()
     return _REPEATS / (time.perf_counter() - began_s)
@@ -58,17 +64,29 @@ class _World:
         sampling = SamplingParams(1.0, 1.0, -1, 1024, 0)
         settings = PipelineSettings(rules, _GROUP, sampling, "acc")
         source, recorder = cast("PromptSource", None), cast("OutcomeRecorder", None)  # not asked
+        quarantine = Quarantine(MemoryLedger(), None)
         parts = AdmissionParts(
-            self.strategy, source, queue, batcher, self._in_flight, recorder, memory=None
+            self.strategy, source, queue, batcher, self._in_flight, recorder, None, quarantine
         )
         self._admission = Admission(settings, parts, lambda: 0)
         replicas = [ReplicaInfo(f"r{i}", "0", f"r{i}:1", _SLOTS) for i in range(_REPLICAS)]
         queue.announce([AnnouncedReplica(replica, 0) for replica in replicas])
         self._items: deque[InFlightItem] = deque()
+        self._order, self._in_line = AdmissionOrder(), dict[int, Prompt]()
+        self._quarantine = quarantine
+
+    def line_up(self, prompt: Prompt) -> None:
+        """It is weighed against those in line."""
+        expected = 1_000.0 + prompt.sequence * 7_919 % 1_000  # as if it had been visited
+        self._order.add(prompt.sequence, expected, 0)
+        self._in_line[prompt.sequence] = prompt
 
     def admit(self, prompt: Prompt) -> None:
         for _ in range(2):
             assert self.strategy.num_to_start(self._admission.load(0)) > 0
+        self.line_up(prompt)
+        prompt = self._in_line.pop(self._order.take(0, 1_500.0))
+        assert self._quarantine.reason(prompt) is None
         visit = self.strategy.visit(prompt_key(prompt), prompt.sequence, None, 0)
         self.strategy.started(visit)
         item = self._in_flight.add(prompt, visit, _GROUP)

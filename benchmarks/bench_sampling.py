@@ -23,9 +23,10 @@ from benchmarks.sampling_real import (
     accuracy_of_end,
     measure_strategies,
     measure_synchrony,
+    steps_to_accuracy,
     twin_errors,
 )
-from benchmarks.sampling_simulated import SimulatedFigures, simulate_mixtures
+from benchmarks.sampling_simulated import SimulatedFigures, simulate_mixtures, simulate_pacing
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     parsed.output.mkdir(parents=True, exist_ok=True)
     simulated = simulate_mixtures(seeds=parsed.seeds, steps=parsed.simulated_steps)
     report: dict[str, object] = {**_simulated(simulated)}
+    report["pacing_speedup"] = simulate_pacing(parsed.seeds, parsed.simulated_steps)
     report["admissions_per_s"] = round(admissions_per_second(num_in_flight=10_000))
     if parsed.real:
         report |= _real(parsed)
@@ -53,7 +55,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="simulated")
     parser.add_argument("--simulated-steps", type=int, default=180)
     parser.add_argument("--real", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--steps", type=int, default=24, help="batches of each real run")
+    parser.add_argument("--steps", type=int, default=24, help="batches of a strategy's run")
+    parser.add_argument("--pair-steps", type=int, default=40, help="batches of each of a pair")
     parser.add_argument("--pairs", type=int, default=3, help="synchronous/asynchronous pairs")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "sampling")
     return parser.parse_args(arguments)
@@ -76,19 +79,24 @@ def _simulated(figures: Mapping[str, SimulatedFigures]) -> dict[str, object]:
 def _real(parsed: argparse.Namespace) -> dict[str, object]:
     strategies = measure_strategies(parsed.output, steps=parsed.steps)
     pairs = [
-        measure_synchrony(parsed.output, steps=parsed.steps, seed=seed)
+        measure_synchrony(parsed.output, steps=parsed.pair_steps, seed=seed)
         for seed in range(parsed.pairs)
     ]
-    speedups = [sync.seconds / overlapped.seconds for sync, overlapped in pairs]
+    speedups = [sync.step_s / overlapped.step_s for sync, overlapped in pairs]
+    equally_good = [
+        speedup * steps_to_accuracy(sync, accuracy_of_end(overlapped)) / parsed.pair_steps
+        for speedup, (sync, overlapped) in zip(speedups, pairs, strict=True)
+    ]
     errors = [twin_errors(overlapped) for _, overlapped in pairs]
     return {
         "real_gen_per_trained": {run.name: run.gen_per_trained for run in strategies},
         "real_surplus_discarded": {run.name: run.surplus_discarded for run in strategies},
         "real_hard_share_ratio": {run.name: run.hard_share_ratio for run in strategies},
         "real_prompts_skipped": {run.name: run.prompts_skipped for run in strategies},
-        "real_seconds": {run.name: round(run.seconds, 2) for run in strategies},
+        "real_step_s": {run.name: round(run.step_s, 2) for run in strategies},
         "async_speedup": round(statistics.median(speedups), 3),
         "async_speedups": [round(speedup, 3) for speedup in speedups],
+        "async_speedup_equal_accuracy": round(statistics.median(equally_good), 3),
         "accuracy_sync": _accuracies([sync for sync, _ in pairs]),
         "accuracy_async": _accuracies([overlapped for _, overlapped in pairs]),
         "twin_error": {

@@ -9,18 +9,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from sluice.cli.fitted_simulation import fitted_simulation
 from sluice.launch.run_folder import claim_folder
 from sluice.quickstart.prepare import PrepareProgress, prepare
-from sluice.report.run_record import RunRecord, read_run
+from sluice.report.run_record import AccuracyPoint, RunRecord, read_run
 from sluice.simulate.twin import twin
 
 ROOT = Path(__file__).resolve().parent.parent
 TASK = "stretch"
 COMMON = (
     "trainer.val_before_train=false",
-    "trainer.test_freq=1000",  # after the last batch
     "trainer.save_freq=0",
     "actor_rollout_ref.rollout.val_kwargs.n=4",
     "sluice.rollout.batch_invariant=false",
@@ -39,16 +39,20 @@ STRATEGIES = {
 # One thread on each side: a replica and a trainer of one rank.
 ONE_EACH = ("sluice.rollout.replicas=1", "trainer.n_gpus_per_node=1")
 WARM_UP_STEPS = 4
+PAIR_VALIDATION_EVERY = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RealRun:
-    """One run; `seconds` are of all steps but the first `WARM_UP_STEPS`."""
+    """One run; `step_s` is the mean of all steps but the first `WARM_UP_STEPS`.
+
+    A step that follows a validation does not count: the validation has held its batch up.
+    """
 
     name: str
     folder: Path
     record: RunRecord
-    seconds: float
+    step_s: float
     gen_per_trained: float
     surplus_discarded: float
     prompts_skipped: float
@@ -57,8 +61,9 @@ class RealRun:
 
 def measure_strategies(output: Path, *, steps: int) -> list[RealRun]:
     """One run a strategy, same seed."""
+    common = [f"trainer.total_training_steps={steps}", f"trainer.test_freq={steps}"]
     return [
-        measure(output, name, [*overrides, f"trainer.total_training_steps={steps}"], seed=0)
+        measure(output, name, [*overrides, *common], seed=0)
         for name, overrides in STRATEGIES.items()
     ]
 
@@ -66,6 +71,7 @@ def measure_strategies(output: Path, *, steps: int) -> list[RealRun]:
 def measure_synchrony(output: Path, *, steps: int, seed: int) -> tuple[RealRun, RealRun]:
     """The same job synchronously and with a staleness of 1, one thread on each side."""
     common = [*ONE_EACH, f"trainer.total_training_steps={steps}"]
+    common.append(f"trainer.test_freq={PAIR_VALIDATION_EVERY}")
     synchronous = [*common, "sluice.asynchrony.max_staleness=0"]
     overlapped = [*common, "sluice.asynchrony.max_staleness=1"]
     return (
@@ -85,12 +91,17 @@ def measure(output: Path, name: str, overrides: Sequence[str], *, seed: int) -> 
     subprocess.run(command, cwd=ROOT, check=True)
     record = read_run(folder)
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    timed = record.steps[WARM_UP_STEPS:]
+    validated = {point.step for point in record.accuracies()}
+    timed = [
+        row.get("timing_s/step") or 0.0
+        for step, row in enumerate(record.steps, start=1)
+        if step > WARM_UP_STEPS and step - 1 not in validated
+    ]
     return RealRun(
         name,
         folder,
         record,
-        seconds=sum(row.get("timing_s/step") or 0.0 for row in timed),
+        step_s=fmean(timed),
         gen_per_trained=round(summary["generated_tokens"] / summary["trained_tokens"], 3),
         surplus_discarded=record.total("train/groups_surplus"),
         prompts_skipped=record.total("train/prompts_skipped"),
@@ -101,6 +112,20 @@ def measure(output: Path, name: str, overrides: Sequence[str], *, seed: int) -> 
 def accuracy_of_end(run: RealRun) -> float:
     """Held-out accuracy after the last batch."""
     return run.record.accuracies()[-1].accuracy
+
+
+def steps_to_accuracy(run: RealRun, accuracy: float) -> float:
+    """Steps after which the held-out accuracy was reached, interpolated between validations.
+
+    Where it never was, the steps of the whole run.
+    """
+    before = AccuracyPoint(0, 0.0)
+    for point in run.record.accuracies():
+        if point.accuracy >= accuracy:
+            share = (accuracy - before.accuracy) / (point.accuracy - before.accuracy)
+            return before.step + share * (point.step - before.step)
+        before = point
+    return float(before.step)
 
 
 def twin_errors(run: RealRun) -> dict[str, float]:

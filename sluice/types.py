@@ -302,7 +302,8 @@ class TransferGroupSpec:
     """One epoch of a weight-transfer group: everything a member needs to join it.
 
     `rank` 0 is the trainer (sender). `bucket_bytes` bounds one collective; `timeout_s` bounds the
-    formation and each collective.
+    formation and each collective. `store_key` is the epoch's secret, for the rendezvous store at
+    `host` and `port`; empty for a store that is open to all.
     """
 
     epoch: int
@@ -315,6 +316,7 @@ class TransferGroupSpec:
     timeout_s: float
     tensors: tuple[TensorSpec, ...]
     plan_digest: str
+    store_key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,5 +14,5 @@ def prompt_key(prompt: Prompt) -> str:
     parts = [part for turn in prompt.messages for part in (turn.role, turn.content)]
     encoded = [part.encode() for part in (*parts, prompt.ground_truth)]
     # With their lengths, or "ab" + "c" would be "a" + "bc".
-    framed = b"".join(len(part).to_bytes(8, "little") + part for part in encoded)
+    framed = b"".join([len(part).to_bytes(8, "little") + part for part in encoded])
     return blake2b(framed, digest_size=_KEY_BYTES).hexdigest()

@@ -123,8 +123,7 @@ class PromptSource:
             return heappop(self._waiting)[1]
         if not self._in_line:
             return None
-        sequence = self._order.next(version, self._forecast.tokens_in_time(now_s))
-        self._order.remove(sequence)
+        sequence = self._order.take(version, self._forecast.tokens_in_time(now_s))
         return self._in_line.pop(sequence)
 
     def _line_up(self, prompt: Prompt, version: int) -> None:

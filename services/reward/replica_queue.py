@@ -55,8 +55,10 @@ class ReplicaQueue:
 
     def num_free_sequences(self, lowest_version: int) -> int:
         """Sequences that could start now, less those that wait for a replica already."""
-        waiting = sum(waiter.wanted.num_sequences for waiter in self._waiters)
-        return self._fleet.num_free(lowest_version, time.monotonic()) - waiting
+        free = self._fleet.num_free(lowest_version, time.monotonic())
+        if not self._waiters:
+            return free
+        return free - sum(waiter.wanted.num_sequences for waiter in self._waiters)
 
     def announce(self, replicas: Sequence[AnnouncedReplica]) -> tuple[Member, ...]:
         """Take on a new fleet; returns the members that are gone."""

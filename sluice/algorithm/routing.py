@@ -172,7 +172,12 @@ class Fleet:
 
     def num_free(self, lowest_version: int, now: float) -> int:
         """Sequences that could be started now on replicas of `lowest_version` or later."""
-        free = sum(count for version, count in self._num_free.items() if version >= lowest_version)
+        free = 0
+        for version, count in self._num_free.items():  # asked at every start: no generator
+            if version >= lowest_version:
+                free += count
+        if not self._paused:
+            return free
         paused = sum(
             self._room(member)
             for member in self._paused

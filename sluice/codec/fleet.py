@@ -46,6 +46,7 @@ def group_spec_to_proto(spec: TransferGroupSpec) -> weights.JoinGroupRequest:
             weights.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in spec.tensors
         ],
         plan_digest=spec.plan_digest,
+        store_key=spec.store_key,
     )
 
 
@@ -70,4 +71,5 @@ def group_spec_from_proto(message: weights.JoinGroupRequest) -> TransferGroupSpe
         timeout_s=message.timeout_seconds,
         tensors=tuple(TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in message.tensors),
         plan_digest=message.plan_digest,
+        store_key=message.store_key,
     )

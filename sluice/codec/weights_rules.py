@@ -16,6 +16,7 @@ MAX_WORLD_SIZE = 65536
 MIN_BUCKET_BYTES, MAX_BUCKET_BYTES = 4096, 2**34
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_HOST_BYTES, MAX_REASON_BYTES = 255, 4000
+STORE_KEY_BYTES = 32
 
 
 def check_join(request: weights.JoinGroupRequest, layout: Sequence[TensorSpec]) -> None:
@@ -35,6 +36,10 @@ def check_join(request: weights.JoinGroupRequest, layout: Sequence[TensorSpec]) 
         raise InvalidRequestError(
             f"timeout_seconds: {request.timeout_seconds}; send more than 0, at most "
             f"{MAX_TIMEOUT_S:g}"
+        )
+    if len(request.store_key) not in (0, STORE_KEY_BYTES):  # a secret: only its length is shown
+        raise InvalidRequestError(
+            f"store_key: {len(request.store_key)} bytes; send {STORE_KEY_BYTES}, or none"
         )
     _check_tensors(request.tensors, layout)
 

@@ -40,6 +40,4 @@ class PromptFeed:
             expected = self._forecast.tokens(self._key(self._next_position))
             self._order.add(self._next_position, expected, version)
             self._next_position += 1
-        position = self._order.next(version, self._forecast.tokens_in_time(now_s))
-        self._order.remove(position)
-        return position
+        return self._order.take(version, self._forecast.tokens_in_time(now_s))

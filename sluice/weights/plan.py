@@ -29,7 +29,7 @@ bits of a matrix product may depend on the place of its operands in a cache line
 
 MIN_BUCKET_BYTES = 4096
 
-_FRAMING = "header, buckets, trailer; XXH3-128 of each tensor"
+_FRAMING = "sealed store; header, buckets, trailer; XXH3-128 of each tensor"
 """Part of the plan's digest, so that two ends which would disagree on it do not begin."""
 
 

@@ -1,21 +1,22 @@
 """Where the members of a group find each other: one store of keys at the sender.
 
 The store lives as long as the sender and knows the keys of one epoch, the newest; what belongs
-to a group that failed is forgotten when the next one begins, and its late members are refused.
+to a group that failed is forgotten when the next one begins, and its late members are refused. So
+is whoever does not have the epoch's secret (`sluice.weights.store_seal`).
 """
 
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from sluice.config.host_port import bare_host, join_host_port
 from sluice.errors import ConfigError
 from sluice.types import TransferGroupSpec
 from sluice.weights.key_table import KeyTable
 from sluice.weights.store_link import StoreLink
-from sluice.weights.store_messages import Answer, Question, Write, from_body, to_frame
+from sluice.weights.store_messages import Answer, Question, Write, from_body, to_body
 from sluice.weights.store_server import StoreServer
 
 _BACKLOG = 128
@@ -37,26 +38,29 @@ class RendezvousStore:
         self.host = bare_host(host)
         listener = _listen(bare_host(bind_host or host), port)
         self.port: int = listener.getsockname()[1]
-        self._table, self._lock = KeyTable(), threading.Lock()
-        self._server = StoreServer(listener, self._answer)
+        self._server = StoreServer(listener)
 
-    def begin(self, epoch: int) -> None:
-        """Forget the keys of earlier epochs and take those of this one."""
-        with self._lock:
-            self._table.begin(epoch)
+    def begin(self, epoch: int, store_key: bytes = b"") -> None:
+        """Forget the keys of earlier epochs and take those of this one.
+
+        Args:
+            store_key: the epoch's secret. The members of an earlier one do not have it; an empty
+                one keeps nobody out.
+        """
+        table = KeyTable()
+        table.begin(epoch)
+        self._server.serve(store_key, partial(_answer, table))
 
     def close(self) -> None:
         """Stop listening. Groups already formed live on."""
         self._server.close()
 
-    def _answer(self, body: bytes) -> bytes:
-        try:
-            question = from_body(body, Question)
-            with self._lock:
-                answer = self._table.answer(question)
-            return to_frame(answer)
-        except ValueError as error:
-            return to_frame(Answer(refusal=str(error)))
+
+def _answer(table: KeyTable, body: bytes) -> bytes:
+    try:
+        return to_body(table.answer(from_body(body, Question)))
+    except ValueError as error:
+        return to_body(Answer(refusal=str(error)))
 
 
 def gather(link: StoreLink, spec: TransferGroupSpec, names: Mapping[int, str]) -> None:

@@ -11,6 +11,7 @@ On failure: the epoch is over; `form_group` starts the next one, and everything 
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from sluice.weights.group import SENDER_NAME, TransferGroup
 from sluice.weights.plan import TransferPlan, plan_transfer
 from sluice.weights.rendezvous import RendezvousStore
 from sluice.weights.sparse_update import ChangeSendingLane, SparseUpdate, encode_update
+from sluice.weights.store_seal import KEY_BYTES
 from sluice.weights.trailer import Trailer
 from sluice.weights.transfer import (
     NUM_FRAMING_COLLECTIVES,
@@ -113,7 +115,7 @@ class WeightSender:
             tensors: what will be sent, tied weights once.
 
         Returns:
-            The spec for each member, by name.
+            The spec for each member, by name. It holds the epoch's secret: keep it out of logs.
 
         Raises:
             InvalidRequestError: an epoch that does not rise, no or repeated members, or tensors
@@ -122,7 +124,8 @@ class WeightSender:
         self._check_epoch(epoch, members)
         plan = plan_transfer(tensors, self._bucket_bytes)
         self.abandon(f"epoch {epoch} begins")
-        self._store.begin(epoch)
+        store_key = secrets.token_bytes(KEY_BYTES)
+        self._store.begin(epoch, store_key)
         self._last_epoch, self._plan = epoch, plan
         spec = TransferGroupSpec(
             epoch=epoch,
@@ -135,6 +138,7 @@ class WeightSender:
             timeout_s=self._timeout_s,
             tensors=plan.tensors,
             plan_digest=plan.digest,
+            store_key=store_key,
         )
         names = {0: SENDER_NAME, **dict(enumerate(members, start=1))}
         self._group = TransferGroup(spec, names, self._device)

@@ -7,6 +7,7 @@ Unblocked by: answers, deadlines, and a reason to stop.
 
 from __future__ import annotations
 
+import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -16,14 +17,20 @@ from sluice.errors import DeadlineError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.weights.owner_thread import StopReason
 from sluice.weights.store_messages import (
-    FRAME_HEADER,
+    MAX_FRAME_BYTES,
     Action,
     Answer,
     Question,
     Read,
-    body_length,
     from_body,
-    to_frame,
+    to_body,
+)
+from sluice.weights.store_seal import (
+    FRAME_HEADER,
+    NONCE_BYTES,
+    Conversation,
+    Seals,
+    sealed_length,
 )
 
 _POLL_MIN_S = 0.001
@@ -37,7 +44,7 @@ class StoreLink:
     turned into a name.
 
     Args:
-        spec: where the store is, the epoch, and how long to wait for it.
+        spec: where the store is, the epoch and its secret, and how long to wait for it.
         phase: what the keys are for, in errors.
         stop_reason: ends every wait.
 
@@ -48,6 +55,7 @@ class StoreLink:
 
     def __init__(self, spec: TransferGroupSpec, phase: str, stop_reason: StopReason) -> None:
         self._epoch, self._timeout_s = spec.epoch, spec.timeout_s
+        self._store_key = spec.store_key
         self._phase, self._stop_reason = phase, stop_reason
         self._store = f"store {join_host_port(spec.host, spec.port)}"
         self._address: tuple[str, int] = (bare_host(spec.host), spec.port)
@@ -60,15 +68,18 @@ class StoreLink:
 
         Raises:
             DeadlineError: no answer within the spec's timeout.
-            WeightSyncError: the connection broke, or the store refused: another epoch has begun,
-                a bound is broken.
+            WeightSyncError: the connection broke, the store ended it because another epoch has
+                begun, it refused because a bound is broken, or what answers is not the store.
         """
         try:
-            frame = to_frame(Question(self._epoch, action))
+            question = to_body(Question(self._epoch, action))
             with self._connect() as connection:
-                answer = from_body(_exchange(connection, frame, self._timeout_s), Answer)
+                answer = from_body(self._exchange(connection, question), Answer)
         except TimeoutError as error:
             raise DeadlineError(self._store, self._phase, self._timeout_s) from error
+        except ConnectionError as error:
+            detail = f"{error}: it is gone, or epoch {self._epoch} is over and so is its key"
+            raise WeightSyncError(self._store, self._phase, detail) from error
         except (OSError, ValueError) as error:
             raise WeightSyncError(self._store, self._phase, str(error)) from error
         if answer.refusal is not None:
@@ -118,13 +129,17 @@ class StoreLink:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
 
-
-def _exchange(connection: socket.socket, frame: bytes, timeout_s: float) -> bytes:
-    """Send a frame; returns the body of the answer. ``TimeoutError`` after `timeout_s` in all."""
-    deadline = time.monotonic() + timeout_s
-    connection.sendall(frame)
-    header = _receive(connection, FRAME_HEADER.size, deadline)
-    return _receive(connection, body_length(header), deadline)
+    def _exchange(self, connection: socket.socket, question: bytes) -> bytes:
+        """Prove the key and ask; the answer's body. ``TimeoutError`` after the timeout in all."""
+        deadline = time.monotonic() + self._timeout_s
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        conversation = Conversation(_receive(connection, NONCE_BYTES, deadline), nonce)
+        proof = conversation.proof(self._store_key)
+        frame = conversation.seal(self._store_key, Seals.QUESTION, question)
+        connection.sendall(nonce + proof + frame)
+        header = _receive(connection, FRAME_HEADER.size, deadline)
+        sealed = _receive(connection, sealed_length(header, MAX_FRAME_BYTES), deadline)
+        return conversation.open(self._store_key, Seals.ANSWER, sealed)
 
 
 def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:

@@ -1,18 +1,17 @@
 """What the members of a group and the rendezvous store say to each other.
 
-One question and one answer per connection at a time, each a frame: a 4-byte little-endian length
-and a msgpack body. Bounds are part of the types; whoever breaks one is refused, whatever sent it.
+One question and one answer per connection at a time, each the msgpack body of a sealed frame
+(`sluice.weights.store_seal`). Bounds are part of the types; whoever breaks one is refused, whatever
+sent it.
 """
 
 from __future__ import annotations
 
-import struct
 from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-FRAME_HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 1 << 20
 MAX_VALUE_BYTES = 256 << 10
 MAX_KEY_CHARS = 256
@@ -79,15 +78,16 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 _MessageT = TypeVar("_MessageT", Question, Answer)
 
 
-def to_frame(message: Question | Answer) -> bytes:
-    """Header and body.
+def to_body(message: Question | Answer) -> bytes:
+    """The body of a frame.
 
     Raises:
-        ValueError: the frame would be longer than `MAX_FRAME_BYTES`.
+        ValueError: it would be longer than `MAX_FRAME_BYTES`.
     """
     body = msgspec.msgpack.encode(message)
-    check_length(len(body))
-    return FRAME_HEADER.pack(len(body)) + body
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes; at most {MAX_FRAME_BYTES} may travel")
+    return body
 
 
 def from_body(body: bytes, kind: type[_MessageT]) -> _MessageT:
@@ -100,20 +100,3 @@ def from_body(body: bytes, kind: type[_MessageT]) -> _MessageT:
         return msgspec.msgpack.decode(body, type=kind)
     except msgspec.MsgspecError as error:
         raise ValueError(f"no {kind.__name__.lower()}: {error}") from error
-
-
-def body_length(header: bytes) -> int:
-    """The length a header announces, before any of it is read.
-
-    Raises:
-        ValueError: it is longer than `MAX_FRAME_BYTES`.
-    """
-    length: int = FRAME_HEADER.unpack(header)[0]
-    check_length(length)
-    return length
-
-
-def check_length(length: int) -> None:
-    """Refuse a body longer than `MAX_FRAME_BYTES` by ValueError."""
-    if length > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {length} bytes; at most {MAX_FRAME_BYTES} may travel")

@@ -108,4 +108,5 @@ def transfer_groups(draw: st.DrawFn) -> TransferGroupSpec:
         timeout_s=draw(st.floats(0, 1000)),
         tensors=tuple(draw(st.lists(tensor_specs, max_size=3))),
         plan_digest=draw(words),
+        store_key=draw(st.sampled_from([b"", bytes(range(32))])),
     )

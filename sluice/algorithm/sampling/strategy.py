@@ -8,7 +8,7 @@ depend on which of two groups ended first, and a synchronous run repeats.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sluice.algorithm.admission import YieldEstimate, groups_to_admit
 from sluice.algorithm.sampling.choice import Knowledge, choose_rest, choose_visit
@@ -21,8 +21,7 @@ from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.algorithm.sampling.visit import Visit, VisitEnd
 
 
-@dataclass(frozen=True, slots=True)
-class LoopLoad:
+class LoopLoad(NamedTuple):
     """Groups by where they are.
 
     `num_in_flight` started and did not end, `num_kept` wait for a batch, `num_in_training` are

@@ -99,6 +99,7 @@ VALID: list[tuple[Check, Any]] = [
     (check_prompt, reward.SubmitPromptsRequest(prompt_id="a b", messages=[TURN] * 4)),
     (check_generate, generate(stream_mode=rollout.STREAM_MODE_TOKENS)),
     (check_join, join()),
+    *((check_join, join(store_key=bytes(n))) for n in (0, 32)),
     (weights_rules.check_stage, weights.StageUpdateRequest(epoch=1)),
     (weights_rules.check_commit, weights.CommitUpdateRequest(epoch=1, digest="ab")),
     (weights_rules.check_abort, weights.AbortUpdateRequest(reason="a\nb")),
@@ -183,6 +184,7 @@ REFUSED: list[tuple[Check, Any, str]] = [
     *((check_join, join(rank=r), "rank") for r in (0, 2)),
     *((check_join, join(bucket_bytes=b), "bucket_bytes") for b in (0, 4095, 2**63)),
     *((check_join, join(timeout_seconds=s), "timeout_seconds") for s in (0, -1, NAN, math.inf)),
+    *((check_join, join(store_key=bytes(n)), "store_key") for n in (1, 31, 33, 4096)),
     (check_join, join(tensors=[]), "tensors: 0"),
     *(
         (

@@ -58,6 +58,7 @@ class JoinGroupRequest(google.protobuf.message.Message):
     TIMEOUT_SECONDS_FIELD_NUMBER: builtins.int
     TENSORS_FIELD_NUMBER: builtins.int
     PLAN_DIGEST_FIELD_NUMBER: builtins.int
+    STORE_KEY_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Number of the epoch, rising by at least one with each new group."""
     host: builtins.str
@@ -76,6 +77,10 @@ class JoinGroupRequest(google.protobuf.message.Message):
     """Seconds allowed to form the group and for each collective."""
     plan_digest: builtins.str
     """Hex digest of tensors and buckets, compared by the receiver with its own."""
+    store_key: builtins.bytes
+    """Secret of the epoch: whoever has it may talk to the rendezvous store. 32 bytes, or none for a
+    store that is open to all.
+    """
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorSpec]:
         """All weights in the order of the wire."""
@@ -93,8 +98,9 @@ class JoinGroupRequest(google.protobuf.message.Message):
         timeout_seconds: builtins.float = ...,
         tensors: collections.abc.Iterable[global___TensorSpec] | None = ...,
         plan_digest: builtins.str = ...,
+        store_key: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["backend", b"backend", "bucket_bytes", b"bucket_bytes", "epoch", b"epoch", "host", b"host", "plan_digest", b"plan_digest", "port", b"port", "rank", b"rank", "tensors", b"tensors", "timeout_seconds", b"timeout_seconds", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "bucket_bytes", b"bucket_bytes", "epoch", b"epoch", "host", b"host", "plan_digest", b"plan_digest", "port", b"port", "rank", b"rank", "store_key", b"store_key", "tensors", b"tensors", "timeout_seconds", b"timeout_seconds", "world_size", b"world_size"]) -> None: ...
 
 global___JoinGroupRequest = JoinGroupRequest
 

@@ -28,43 +28,47 @@ def _forecast(max_staleness: int = 1) -> FinishForecast:
 
 
 def test_the_longest_that_ends_in_time_starts_first() -> None:
-    assert _line(30.0, 90.0, 60.0).next(VERSION, tokens_in_time=70.0) == 2
+    assert _line(30.0, 90.0, 60.0).take(VERSION, tokens_in_time=70.0) == 2
 
 
 def test_a_group_that_just_ends_in_time_is_in_time() -> None:
-    assert _line(30.0, 70.0).next(VERSION, tokens_in_time=70.0) == 1
+    assert _line(30.0, 70.0).take(VERSION, tokens_in_time=70.0) == 1
 
 
 def test_where_none_ends_in_time_the_shortest_starts() -> None:
-    assert _line(50.0, 30.0, 90.0).next(VERSION, tokens_in_time=-5.0) == 1
+    assert _line(50.0, 30.0, 90.0).take(VERSION, tokens_in_time=-5.0) == 1
 
 
 def test_of_equally_long_ones_the_first_in_line_starts() -> None:
-    assert _line(30.0, 30.0, 30.0).next(VERSION, tokens_in_time=70.0) == 0
+    assert _line(30.0, 30.0, 30.0).take(VERSION, tokens_in_time=70.0) == 0
 
 
 def test_without_a_forecast_the_order_is_that_of_the_line() -> None:
-    assert _line(90.0, 30.0).next(VERSION, tokens_in_time=None) == 0
+    assert _line(90.0, 30.0).take(VERSION, tokens_in_time=None) == 0
 
 
 def test_who_was_passed_by_for_two_versions_goes_first() -> None:
-    order = _line(90.0, 30.0)
-    assert order.next(VERSION + 1, tokens_in_time=40.0) == 1
-    assert order.next(VERSION + 2, tokens_in_time=40.0) == 0
+    assert _line(90.0, 30.0).take(VERSION + 1, tokens_in_time=40.0) == 1
+    assert _line(90.0, 30.0).take(VERSION + 2, tokens_in_time=40.0) == 0
 
 
 def test_an_empty_line_is_an_error() -> None:
     with pytest.raises(IndexError, match="no prompt"):
-        AdmissionOrder().next(VERSION, None)
+        AdmissionOrder().take(VERSION, None)
 
 
-def test_who_left_is_not_named_again_and_may_leave_twice() -> None:
+def test_whoever_starts_leaves_the_line() -> None:
+    order = _line(30.0, 90.0, 90.0)
+    assert [order.take(VERSION, 100.0) for _ in range(3)] == [1, 2, 0]
+    assert len(order) == 0
+
+
+def test_a_cleared_line_is_empty() -> None:
     order = _line(30.0, 90.0)
-    order.remove(1)
-    order.remove(1)
-    assert order.next(VERSION, tokens_in_time=100.0) == 0
     order.clear()
     assert len(order) == 0
+    order.add(5, 10.0, VERSION)
+    assert order.take(VERSION, 100.0) == 5
 
 
 @given(
@@ -74,19 +78,20 @@ def test_who_left_is_not_named_again_and_may_leave_twice() -> None:
 def test_everyone_in_line_starts_once_and_none_is_passed_by_for_more_than_two_versions(
     lengths: list[float], limits: list[float]
 ) -> None:
-    order, started, version = AdmissionOrder(), list[int](), 0
+    order, started, since = AdmissionOrder(), list[int](), dict[int, int]()
     waiting = list(enumerate(lengths))
     for number, limit in enumerate(limits):
         version = number // 3
         while waiting and len(order) < 4:
             sequence, tokens = waiting.pop(0)
             order.add(sequence, tokens, version)
+            since[sequence] = version
         if not len(order):
             break
-        overdue = [s for s in order if version - order.since(s) >= 2]
-        chosen = order.next(version, limit)
+        overdue = [sequence for sequence, came in since.items() if version - came >= 2]
+        chosen = order.take(version, limit)
         assert not overdue or chosen == overdue[0]
-        order.remove(chosen)
+        del since[chosen]
         started.append(chosen)
     assert sorted(started) == list(range(len(lengths)))
 

@@ -1,0 +1,104 @@
+"""Waits that lasted longer than their deadline allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sluice.config.service import ServiceConfig
+
+__all__ = ["LateWait", "SeenWait", "WaitLimits", "late_waits", "limits_of"]
+
+# A look takes a second, a busy machine some more.
+GRACE_S = 10.0
+_BUCKETS = 3  # of a small model: one of weights, two that frame them
+
+
+@dataclass(frozen=True, slots=True)
+class SeenWait:
+    """A wait as a service told of it at `at_s`."""
+
+    at_s: float
+    service: str
+    peer: str
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LateWait:
+    """The worst sight of a wait, and what it was allowed."""
+
+    wait: SeenWait
+    allowed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WaitLimits:
+    """Seconds by the beginning of a phase; `longest_s` for all others."""
+
+    by_phase: tuple[tuple[str, float], ...]
+    longest_s: float
+
+    def allowed_s(self, phase: str) -> float:
+        """The deadline of a wait."""
+        found = (limit for start, limit in self.by_phase if phase.startswith(start))
+        return next(found, self.longest_s)
+
+
+def limits_of(service: ServiceConfig) -> WaitLimits:
+    """Deadlines by phase as `service` and the table of call policies set them.
+
+    What is not listed waits for another wait of the run and has to end with the longest of them.
+    """
+    reward, weights = service.reward, service.weights
+    transfer_s = _BUCKETS * weights.timeout_s
+    return WaitLimits(
+        (
+            ("generating", reward.stall_timeout_s),
+            ("joining epoch", weights.timeout_s),
+            ("staging version", transfer_s),
+            ("committing version", 2 * weights.timeout_s),
+            ("aborting epoch", weights.timeout_s),
+            ("answering a probe", weights.probe_timeout_s),
+            ("leaving a failed epoch", weights.timeout_s),
+            ("sending a heartbeat", 3.0),
+            ("registering a replica", 16.0),
+            ("committing changes", 60.0),
+        ),
+        max(
+            service.trainer.batch_timeout_s,
+            service.trainer.replica_wait_timeout_s,
+            reward.generate_timeout_s,
+        ),
+    )
+
+
+def late_waits(
+    seen: Iterable[SeenWait],
+    limits: WaitLimits,
+    stopped: Sequence[tuple[str, float, float]] = (),
+    *,
+    grace_s: float = GRACE_S,
+) -> tuple[LateWait, ...]:
+    """One entry for each wait that grew too old.
+
+    Args:
+        seen: all looks.
+        limits: deadlines.
+        stopped: service, from, to (the clock of `seen`): a stopped process sees no deadline.
+        grace_s: on top of each deadline.
+    """
+    worst: dict[tuple[str, str, str, int], LateWait] = {}
+    for wait in seen:
+        began_s = wait.at_s - wait.seconds
+        own = [(a, b) for name, a, b in stopped if name == wait.service]
+        asleep_s = sum(max(0.0, min(b, wait.at_s) - max(a, began_s)) for a, b in own)
+        allowed_s = limits.allowed_s(wait.phase)
+        if wait.seconds - asleep_s <= allowed_s + grace_s:
+            continue
+        # Sights of one wait agree about its beginning to a second or two.
+        key = (wait.service, wait.peer, wait.phase, round(began_s / 5))
+        if key not in worst or worst[key].wait.seconds < wait.seconds:
+            worst[key] = LateWait(wait, allowed_s)
+    return tuple(worst.values())

@@ -1,0 +1,66 @@
+"""How long throughput stays down after a fault, and the longest time without a step."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+__all__ = ["StepMark", "longest_pause_s", "percentile", "recovery_s", "tokens_per_s"]
+
+FULL_SHARE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class StepMark:
+    """A finished step, also one that is trained again: when it was seen, and its tokens."""
+
+    at_s: float
+    tokens: float
+
+
+def tokens_per_s(steps: Sequence[StepMark], from_s: float, to_s: float) -> float:
+    """Trained tokens a second of the steps that ended in ``[from_s, to_s)``."""
+    times = [step.at_s for step in steps]
+    within = steps[bisect_left(times, from_s) : bisect_left(times, to_s)]
+    return math.fsum(step.tokens for step in within) / (to_s - from_s)
+
+
+def recovery_s(
+    steps: Sequence[StepMark], fault_s: float, *, full_rate: float, window_s: float, end_s: float
+) -> float | None:
+    """Seconds from a fault to the first moment that begins a window of full throughput.
+
+    0: nothing was lost. Faults that come meanwhile are not taken out, so that it is an upper
+    bound. ``None``: no such window was seen before `end_s`.
+
+    Args:
+        steps: in order of time.
+        fault_s: when it began.
+        full_rate: tokens a second before all faults; 95 % of it is full throughput.
+        window_s: length of a window.
+        end_s: when watching ended.
+    """
+    starts = [fault_s, *(step.at_s for step in steps if step.at_s > fault_s)]
+    for start_s in starts:
+        if start_s + window_s > end_s:
+            return None
+        if tokens_per_s(steps, start_s, start_s + window_s) >= FULL_SHARE * full_rate:
+            return start_s - fault_s
+    return None
+
+
+def longest_pause_s(steps: Sequence[StepMark], from_s: float, end_s: float) -> float:
+    """The longest time without the end of a step."""
+    inside = [step.at_s for step in steps if from_s < step.at_s < end_s]
+    times = [from_s, *inside, end_s]
+    return max(later - earlier for earlier, later in pairwise(times))
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """Nearest-rank percentile; ``None`` of nothing."""
+    if not values:
+        return None
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
