@@ -287,12 +287,14 @@ def _advertised(key: str, endpoint: EndpointConfig) -> Iterator[str]:
 
 def _heartbeats(config: RunConfig) -> Iterator[str]:
     trainer = config.sluice.trainer
-    if trainer.replica_ttl_s < 2 * trainer.heartbeat_interval_s:
-        yield (
-            f"sluice.trainer.replica_ttl_s = {trainer.replica_ttl_s:g} is less than two heartbeats "
-            f"(heartbeat_interval_s = {trainer.heartbeat_interval_s:g}), so one late heartbeat "
-            "drops a replica; raise it"
-        )
+    for key, consequence in (("replica_ttl_s", "drops"), ("replica_stall_s", "stalls")):
+        seconds = getattr(trainer, key)
+        if seconds < 2 * trainer.heartbeat_interval_s:
+            yield (
+                f"sluice.trainer.{key} = {seconds:g} is less than two heartbeats "
+                f"(heartbeat_interval_s = {trainer.heartbeat_interval_s:g}), so one late heartbeat "
+                f"{consequence} a replica; raise it"
+            )
 
 
 def _message_size(config: RunConfig) -> Iterator[Violation]:

@@ -34,7 +34,8 @@ def calibrated(fitted: FittedRun, settings: SimulationSettings) -> SimulationSet
         return settings
     for _ in range(NUM_ROUNDS):
         recorder = Recorder()
-        simulate(settings, FittedWorkload(fitted.groups, settings.seed), recorder)
+        workload = FittedWorkload(fitted.groups, settings.seed)
+        simulate(settings.as_issued(), workload, recorder)
         last = recorder.steps[-1]
         scale = last.generated / last.busy_s / measured
         settings = replace(settings, fleet=_scaled(settings.fleet, scale))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sluice.algorithm.sampling.rules import SamplingRules
 from sluice.algorithm.staleness import OnStale
@@ -108,6 +108,10 @@ class SimulationSettings:
                 f"simulation: {self.num_steps} steps, {self.num_warmup} of them to warm up; at "
                 "least two must be left"
             )
+
+    def as_issued(self) -> SimulationSettings:
+        """The same without pacing: for a workload in the order in which a run's groups started."""
+        return replace(self, rules=replace(self.rules, paces=False))
 
     @property
     def num_warmup(self) -> int:

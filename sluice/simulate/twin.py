@@ -57,6 +57,7 @@ def twin(
     Raises:
         BatchUnfillableError: the workload is hopeless.
     """
+    settings = settings.as_issued()
     result = simulate(settings, FittedWorkload(fitted.groups, settings.seed), on_step=on_step)
     real = _real(fitted.record, settings.num_warmup + 1)
     simulated = {

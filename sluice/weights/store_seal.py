@@ -12,8 +12,8 @@ anything of a message before its MAC is proven. One connection:
 
 A MAC is HMAC-SHA256(connection key, what it is for (1 byte) + number of the exchange (8 bytes,
 little-endian, from 0) + body). So a message counts once, in its place, in its direction and in
-its connection: a recording is worth nothing to either side, for each gave random bytes. The bodies are
-not encrypted.
+its connection: a recording is worth nothing to either side, for each gave random bytes. The bodies
+are not encrypted.
 """
 
 from __future__ import annotations

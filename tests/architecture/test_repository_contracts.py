@@ -45,10 +45,10 @@ def proto_services() -> list[ServiceDescriptor]:
 
 
 def served_methods(servicer: str) -> set[str]:
-    """Methods that the services' classes derived from `servicer` define."""
+    """Methods that the classes derived from `servicer` define; the launcher's is in `sluice`."""
     return {
         member.name
-        for path in python_files("services")
+        for path in python_files("services", "sluice/launch")
         for node in ast.walk(syntax_tree(path))
         if isinstance(node, ast.ClassDef)
         and any(dotted(base).rpartition(".")[2] == servicer for base in node.bases)

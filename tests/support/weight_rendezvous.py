@@ -6,6 +6,7 @@ from sluice.types import TransferGroupSpec
 from sluice.weights.owner_thread import StopReason
 from sluice.weights.rendezvous import RendezvousStore
 from sluice.weights.store_link import StoreLink
+from tests.support.raw_member import KEY
 
 
 def make_spec(
@@ -16,6 +17,7 @@ def make_spec(
     world_size: int = 2,
     host: str = "127.0.0.1",
     timeout_s: float = 5.0,
+    store_key: bytes = KEY,
 ) -> TransferGroupSpec:
     return TransferGroupSpec(
         epoch=epoch,
@@ -28,6 +30,7 @@ def make_spec(
         timeout_s=timeout_s,
         tensors=(),
         plan_digest="",
+        store_key=store_key,
     )
 
 
@@ -37,6 +40,9 @@ def link_to(
     epoch: int = 1,
     timeout_s: float = 5.0,
     stop_reason: StopReason = lambda: None,
+    store_key: bytes = KEY,
 ) -> StoreLink:
-    spec = make_spec(store.port, epoch=epoch, host=store.host, timeout_s=timeout_s)
+    spec = make_spec(
+        store.port, epoch=epoch, host=store.host, timeout_s=timeout_s, store_key=store_key
+    )
     return StoreLink(spec, "forming epoch 1", stop_reason)

@@ -8,28 +8,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["StepMark", "longest_pause_s", "percentile", "recovery_s", "tokens_per_s"]
+__all__ = ["Yield", "longest_pause_s", "percentile", "recovery_s", "tokens_per_s"]
 
 FULL_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class StepMark:
-    """A finished step, also one that is trained again: when it was seen, and its tokens."""
+class Yield:
+    """Response tokens of something that ended: when it was seen, and how many."""
 
     at_s: float
     tokens: float
 
 
-def tokens_per_s(steps: Sequence[StepMark], from_s: float, to_s: float) -> float:
-    """Trained tokens a second of the steps that ended in ``[from_s, to_s)``."""
-    times = [step.at_s for step in steps]
-    within = steps[bisect_left(times, from_s) : bisect_left(times, to_s)]
-    return math.fsum(step.tokens for step in within) / (to_s - from_s)
+def tokens_per_s(yields: Sequence[Yield], from_s: float, to_s: float) -> float:
+    """Tokens a second of what ended in ``[from_s, to_s)``."""
+    times = [each.at_s for each in yields]
+    within = yields[bisect_left(times, from_s) : bisect_left(times, to_s)]
+    return math.fsum(each.tokens for each in within) / (to_s - from_s)
 
 
 def recovery_s(
-    steps: Sequence[StepMark], fault_s: float, *, full_rate: float, window_s: float, end_s: float
+    yields: Sequence[Yield], fault_s: float, *, full_rate: float, window_s: float, end_s: float
 ) -> float | None:
     """Seconds from a fault to the first moment that begins a window of full throughput.
 
@@ -37,24 +37,24 @@ def recovery_s(
     bound. ``None``: no such window was seen before `end_s`.
 
     Args:
-        steps: in order of time.
+        yields: in order of time.
         fault_s: when it began.
         full_rate: tokens a second before all faults; 95 % of it is full throughput.
         window_s: length of a window.
         end_s: when watching ended.
     """
-    starts = [fault_s, *(step.at_s for step in steps if step.at_s > fault_s)]
+    starts = [fault_s, *(each.at_s for each in yields if each.at_s > fault_s)]
     for start_s in starts:
         if start_s + window_s > end_s:
             return None
-        if tokens_per_s(steps, start_s, start_s + window_s) >= FULL_SHARE * full_rate:
+        if tokens_per_s(yields, start_s, start_s + window_s) >= FULL_SHARE * full_rate:
             return start_s - fault_s
     return None
 
 
-def longest_pause_s(steps: Sequence[StepMark], from_s: float, end_s: float) -> float:
-    """The longest time without the end of a step."""
-    inside = [step.at_s for step in steps if from_s < step.at_s < end_s]
+def longest_pause_s(steps_s: Sequence[float], from_s: float, end_s: float) -> float:
+    """The longest time without the end of a step, of the times at which steps ended."""
+    inside = [at_s for at_s in steps_s if from_s < at_s < end_s]
     times = [from_s, *inside, end_s]
     return max(later - earlier for earlier, later in pairwise(times))
 

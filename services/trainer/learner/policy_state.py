@@ -21,6 +21,7 @@ from torch import Tensor
 
 from services.trainer.learner.checkpoint import resume_remedy
 from services.trainer.learner.optimizer import PolicyOptimizer
+from sluice.concurrency.advance import advance
 from sluice.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -60,10 +61,12 @@ def save_policy_state(
     huggingface = directory / HUGGINGFACE_FOLDER
     try:
         model.save_pretrained(huggingface)
+        advance()
         tensors = {
             name: t.detach().cpu().contiguous() for name, t in optimizer.state_tensors().items()
         }
         save_file(tensors, directory / OPTIMIZER_FILE)
+        advance()
     except SafetensorError as error:  # its own form of a full disk
         raise OSError(f"{directory}: {error}") from error
     for pattern in TOKENIZER_FILES:

@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from sluice.api.launch.v1 import launch_pb2_grpc
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2_grpc
@@ -42,6 +43,7 @@ STUBS = (
     weights_pb2_grpc.WeightSyncServiceStub,
     reward_pb2_grpc.RewardServiceStub,
     trainer_pb2_grpc.TrainerServiceStub,
+    launch_pb2_grpc.LaunchServiceStub,
 )
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 DENIED = grpc.StatusCode.PERMISSION_DENIED
@@ -163,7 +165,7 @@ async def test_every_method_is_refused_without_a_token_that_allows_it(
 ) -> None:
     async with Serving(TOKENS_ONLY) as address:
         found = await codes(address, caller)
-    assert len(found) == 21
+    assert len(found) == 23
     refused = {path for path, code in found.items() if code is refusal}
     allowed = set(CLIENT_METHODS) if refusal is DENIED else set()
     assert refused == set(found) - allowed

@@ -16,6 +16,7 @@ from sluice.errors import DeadlineError, WeightSyncError
 from sluice.weights.epoch_store import EpochStore
 from sluice.weights.rendezvous import RendezvousStore
 from sluice.weights.store_messages import MAX_KEY_CHARS, MAX_VALUE_BYTES
+from tests.support.raw_member import KEY
 from tests.support.weight_rendezvous import link_to
 
 _KEYS = st.sampled_from(["a", "b", "c/d"])
@@ -33,7 +34,7 @@ _STEPS = st.one_of(
 @pytest.fixture
 def server() -> Iterator[RendezvousStore]:
     with closing(RendezvousStore("127.0.0.1")) as server:
-        server.begin(1)
+        server.begin(1, KEY)
         yield server
 
 
@@ -57,7 +58,7 @@ def _take(store: Store, step: tuple[Any, ...]) -> object:
 def test_it_answers_like_torchs_own_store(
     server: RendezvousStore, steps: list[tuple[Any, ...]]
 ) -> None:
-    server.begin(1)
+    server.begin(1, KEY)
     ours = _store(server)
     # Through torch's prefix, as process groups use it: C++ calls our methods.
     prefixed, reference = PrefixStore("p", ours), PrefixStore("p", HashStore())
@@ -134,6 +135,6 @@ def test_an_answer_too_large_for_one_message_is_refused(server: RendezvousStore)
 
 def test_a_member_of_an_epoch_that_is_over_is_refused(server: RendezvousStore) -> None:
     store = _store(server)
-    server.begin(2)
-    with pytest.raises(WeightSyncError, match="epoch 1 is not open: the store is at 2"):
+    server.begin(2, bytes(32))
+    with pytest.raises(WeightSyncError, match="epoch 1 is over and so is its key"):
         store.set("a", "1")

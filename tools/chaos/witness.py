@@ -1,0 +1,67 @@
+"""A client that submits prompts all the time and remembers what it was told."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing, suppress
+
+from sluice.client.policy_client import NewPrompt, PolicyClient
+from sluice.errors import SluiceError
+from sluice.types import ChatMessage
+
+__all__ = ["Witness"]
+
+_SESSION_S, _PAUSE_S, _MOST_OPEN = 3.0, 0.5, 8
+
+
+class Witness:
+    """Submits prompts, and those again whose outcome it does not know.
+
+    Attributes:
+        accepted: ids with a receipt.
+        outcomes: how they ended, as told last.
+        refused: ids with the reason.
+    """
+
+    def __init__(self, address: str, data_source: str) -> None:
+        self._address, self._data_source = address, data_source
+        self.accepted: set[str] = set()
+        self.outcomes: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
+        self._open: list[NewPrompt] = []
+        self._count = 0
+
+    async def run(self) -> None:
+        """Submits until it is cancelled; a service that is away is asked again."""
+        while True:
+            if len(self._open) < _MOST_OPEN:
+                self._open.append(self._next())
+            with suppress(SluiceError, TimeoutError):
+                async with asyncio.timeout(_SESSION_S):
+                    await self._submit()
+            self._open = [p for p in self._open if p.prompt_id not in self._settled()]
+            await asyncio.sleep(_PAUSE_S)
+
+    def _settled(self) -> set[str]:
+        return {*self.outcomes, *self.refused}
+
+    def _next(self) -> NewPrompt:
+        self._count += 1
+        number = self._count
+        question = ChatMessage("user", f"{number % 90} + {number % 7} = ?")
+        return NewPrompt(
+            f"witness-{number}", (question,), self._data_source, str(number % 90 + number % 7)
+        )
+
+    async def _submit(self) -> None:
+        async with (
+            PolicyClient(self._address) as client,
+            aclosing(client.submit(self._open)) as events,
+        ):
+            async for event in events:
+                if event.event == "accepted":
+                    self.accepted.add(event.prompt_id)
+                elif event.event == "refused":
+                    self.refused[event.prompt_id] = event.detail
+                else:
+                    self.outcomes[event.prompt_id] = event.event
