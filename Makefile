@@ -12,7 +12,7 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= torch==$(TORCH_VERSION)
 
 .PHONY: help quickstart test test-loggers lint format protos bench-quickstart bench-algorithms bench-sampling \
-	bench-sync fuzz clean
+	bench-sync fuzz chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## List the commands
@@ -52,6 +52,9 @@ bench-sync: $(VENV)/.installed-train  ## Measure what bringing new weights to th
 
 fuzz: $(VENV)/.installed-train  ## Send 100,000 hostile requests to a live run and see what is left of it
 	@$(PY) -m tools.fuzz $(ARGS)
+
+chaos: $(VENV)/.installed-train  ## Train for MINUTES=10 under kills, stops, joins, leaves and partitions
+	@$(PY) -m tools.chaos --minutes $(or $(MINUTES),10) $(ARGS)
 
 clean:  ## Remove the environment and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \

@@ -180,6 +180,11 @@ class LiveRun:
         """To the trainer or the reward service."""
         return self._channels[service]
 
+    @property
+    def run_dir(self) -> Path:
+        """Where it writes."""
+        return Path(self.config.sluice.run_dir)
+
     def pid_of(self, name: str) -> int:
         """The process id of a running service."""
         pid = self._supervisor.pid_of(name)

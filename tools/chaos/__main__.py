@@ -27,6 +27,8 @@ from tools.chaos.preparation import SIZES
 from tools.chaos.schedule import draw_schedule
 from tools.chaos.verdict import json_report, print_tables
 
+_LONGEST_CALM_S, _LONGEST_QUIET_S = 30.0, 45.0
+
 
 def main(arguments: Sequence[str]) -> int:
     """Runs chaos; 0: nothing was found."""
@@ -50,12 +52,16 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    quiet_s = min(30.0, max(8.0, 60 * options.minutes * 0.2))
-    faults_s = max(1.0, 60 * options.minutes - quiet_s)
+    """A seventh of the time is calm before the faults, a sixth quiet after them."""
+    seconds = 60 * options.minutes
+    calm_s, quiet_s = min(_LONGEST_CALM_S, seconds / 7), min(_LONGEST_QUIET_S, seconds / 6)
     schedule = draw_schedule(
-        options.seed, faults_s, interval_s=options.interval, replicas=Plan.replicas
+        options.seed,
+        seconds - calm_s - quiet_s,
+        interval_s=options.interval,
+        replicas=Plan.replicas,
     )
-    return Plan(SIZES[options.size], options.seed, schedule, options.calm, quiet_s)
+    return Plan(SIZES[options.size], options.seed, schedule, calm_s, quiet_s)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -64,11 +70,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         description="Kills, stops, adds, removes and cuts off processes of a run that trains.",
         epilog="example: python -m tools.chaos --minutes 1 --seed 7 --size tiny",
     )
-    parser.add_argument("--minutes", type=float, default=10.0, help="from the first fault on")
+    parser.add_argument("--minutes", type=float, default=10.0, help="calm, faults and quiet")
     parser.add_argument("--seed", type=int, default=0, help="of faults, model, data and sampling")
     parser.add_argument("--interval", type=float, default=6.0, help="mean seconds between faults")
-    parser.add_argument("--size", choices=sorted(SIZES), default="quickstart")
-    parser.add_argument("--calm", type=float, default=20.0, help="seconds without faults before")
+    parser.add_argument("--size", choices=sorted(SIZES), default="stretch")
     parser.add_argument("--folder", type=Path, help="an empty one: keep everything written here")
     return parser.parse_args(arguments)
 

@@ -19,6 +19,7 @@ __all__ = [
     "Dump",
     "LedgerView",
     "TrainerRestart",
+    "ended_as",
     "judge_books",
     "read_dumps",
     "read_ledger",

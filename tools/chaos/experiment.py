@@ -22,6 +22,7 @@ from sluice.rpc.channel import open_channel
 from sluice.rpc.stubs import trainer_stub
 from tools.chaos.bookkeeping import (
     LedgerView,
+    ended_as,
     judge_books,
     read_dumps,
     read_ledger,
@@ -200,6 +201,11 @@ def _findings(
         final_accuracy=accuracy,
         starts={name: len(found) for name, found in seen.starts.items()},
         tracebacks=seen.tracebacks,
+        client_prompts={
+            "accepted": len(witness.accepted),
+            "refused": len(witness.refused),
+            **ended_as(ledger),
+        },
     )
 
 

@@ -19,8 +19,9 @@ from tools.chaos.schedule import Fault, FaultKind
 
 __all__ = ["Injected", "Injector"]
 
-# The supervisor gives a process up after five deaths in a row.
-_MOST_RESTARTS = 4
+# The supervisor gives a process up that dies six times in a row, with no life of two minutes.
+_MOST_RESTARTS, _LONG_LIFE_S = 4, 125.0
+_START_FIELD = 19  # of what follows the command's name in /proc/PID/stat
 _DELAYS_S = (0.05, 0.3)
 _CORE = ("trainer", "reward")
 
@@ -158,8 +159,23 @@ def _named(whom: str, processes: dict[str, Process]) -> list[Process]:
 
 
 def _mortal(processes: Sequence[Process]) -> list[Process]:
-    """Those that are started again when they are killed."""
-    return [process for process in processes if process.restarts < _MOST_RESTARTS]
+    """Those that are started again when they are killed: not too often, or after a long life."""
+    return [
+        process
+        for process in processes
+        if process.restarts < _MOST_RESTARTS or _age_s(process.pid) > _LONG_LIFE_S
+    ]
+
+
+def _age_s(pid: int) -> float:
+    """Seconds since a process started; 0 if it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0.0
+    ticks = int(stat.rsplit(")", 1)[1].split()[_START_FIELD])
+    up_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+    return up_s - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _chosen(fault: Fault, among: Sequence[Process]) -> Process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ __all__ = ["LateWait", "SeenWait", "WaitLimits", "late_waits", "limits_of"]
 
 # A look takes a second, a busy machine some more.
 GRACE_S = 10.0
+_COUNT = re.compile(r"\d+")
 _BUCKETS = 3  # of a small model: one of weights, two that frame them
 
 
@@ -35,15 +37,15 @@ class LateWait:
 
 @dataclass(frozen=True, slots=True)
 class WaitLimits:
-    """Seconds by the beginning of a phase; `longest_s` for all others."""
+    """Seconds by phase, but for a number at its end; `longest_s` for all others."""
 
     by_phase: tuple[tuple[str, float], ...]
     longest_s: float
 
     def allowed_s(self, phase: str) -> float:
         """The deadline of a wait."""
-        found = (limit for start, limit in self.by_phase if phase.startswith(start))
-        return next(found, self.longest_s)
+        name = phase.rstrip("0123456789 ")
+        return next((limit for one, limit in self.by_phase if one == name), self.longest_s)
 
 
 def limits_of(service: ServiceConfig) -> WaitLimits:
@@ -97,8 +99,10 @@ def late_waits(
         allowed_s = limits.allowed_s(wait.phase)
         if wait.seconds - asleep_s <= allowed_s + grace_s:
             continue
-        # Sights of one wait agree about its beginning to a second or two.
-        key = (wait.service, wait.peer, wait.phase, round(began_s / 5))
+        # Sights of one wait agree about its beginning to a second or two,
+        # and its phase may hold counts.
+        phase = _COUNT.sub("", wait.phase)
+        key = (wait.service, wait.peer, phase, round(began_s / 5))
         if key not in worst or worst[key].wait.seconds < wait.seconds:
             worst[key] = LateWait(wait, allowed_s)
     return tuple(worst.values())

@@ -47,6 +47,7 @@ class Findings:
     final_accuracy: float | None
     starts: Mapping[str, int]
     tracebacks: Mapping[str, int]
+    client_prompts: Mapping[str, int]
 
     @property
     def prompts_lost(self) -> int:
@@ -112,6 +113,7 @@ def json_report(findings: Findings, *, minutes: float, seed: int) -> dict[str, o
         "final_accuracy": findings.final_accuracy,
         "steps_trained": len(findings.steps_s),
         "steps_without_dump": findings.books.unseen_steps,
+        "client_prompts": dict(findings.client_prompts),
         "starts": dict(sorted(findings.starts.items())),
         "tracebacks": dict(findings.tracebacks),
         "exit_code": findings.exit_code,

@@ -106,6 +106,7 @@ def _join() -> weights.JoinGroupRequest:
         timeout_seconds=1.0,
         tensors=[weights.TensorSpec(name="w", dtype="float32", shape=[2, 3])],
         plan_digest="ab" * 16,
+        store_key=bytes(range(32)),
     )
 
 

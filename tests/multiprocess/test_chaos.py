@@ -1,0 +1,47 @@
+"""A minute of chaos on a whole run; `make chaos` is the long one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.source_tree import ROOT
+
+# Deals a leave, two deaths of a replica, a stop, a death of the trainer and of the reward service,
+# a join and, where the machine allows it, delay and partition.
+SEED, INTERVAL_S = 111, 4.5
+NETWORK = {"partition", "delay"}
+ZEROS = ("prompts_lost", "prompts_doubled", "digest_mismatches", "late_waits", "exit_code")
+
+
+@pytest.mark.timeout(300)
+def test_no_prompt_is_lost_or_doubled_whatever_dies_stops_joins_or_leaves(tmp_path: Path) -> None:
+    finished = subprocess.run(
+        [
+            *(sys.executable, "-m", "tools.chaos", "--minutes", "1", "--size", "tiny"),
+            *("--seed", str(SEED), "--interval", str(INTERVAL_S), "--folder", str(tmp_path)),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert finished.stdout, finished.stderr[-5000:]
+    report = json.loads(finished.stdout.splitlines()[-1])
+    assert {name: report[name] for name in ZEROS} == dict.fromkeys(ZEROS, 0), finished.stderr[
+        -5000:
+    ]
+    assert finished.returncode == 0
+    assert sum(report["faults"].values()) + len(report["skipped"]) >= 8
+    assert {"kill_trainer", "kill_reward"} <= set(report["faults"])
+    assert set(report["skipped"]) <= {*NETWORK, "kill_replica", "stop_replica", "join", "leave"}
+    assert report["starts"]["trainer"] >= 2
+    assert report["steps_trained"] > 0
+    assert report["client_prompts"]["trained"] > 0
+    assert report["client_prompts"]["refused"] == 0
+    assert report["final_accuracy"] is not None
