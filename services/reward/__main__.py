@@ -59,7 +59,7 @@ async def _serve(config: RunConfig) -> None:
         credentials=credentials,
     )
     stop = asyncio.Event()
-    pool = configured_scorer_pool(config.reward)
+    pool = configured_scorer_pool(config.reward, Path(config.sluice.run_dir))
     with stop_on_signals(stop), open_run_files(config) as files:
         async with client, pool as scorers:
             loop = assemble(config, sets, scorers, client, files)

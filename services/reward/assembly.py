@@ -262,7 +262,7 @@ def _sample_keeper(
         interval_s=config.sluice.reward.ledger_samples_interval_s,
         max_bytes=config.sluice.reward.ledger_samples_mb * MIB,
     )
-    dispatcher.on_home = keeper.came_home
+    dispatcher.on_open, dispatcher.on_home = keeper.opened, keeper.came_home
     return keeper
 
 

@@ -91,6 +91,7 @@ class CollectedGroup:
         )
         for rollout in accepted:
             self._prompt_token_ids = received.prompt_token_ids
+            self.request.allowance.read_as(received.prompt_token_ids)
             self._count(rollout.num_tokens)
             if rollout.finish_reason is FinishReason.ABORTED:
                 self._growing[rollout.sample_index] = GrowingSample()

@@ -27,6 +27,7 @@ from services.reward.group_request import (
     StartCallback,
     first_samples,
 )
+from services.reward.incomplete_group import end_early, go_without
 from services.reward.replica_queue import Priority, ReplicaQueue
 from services.reward.stream_watch import StreamEnd, StreamWatch
 from sluice.algorithm.routing import AnnouncedReplica, Grant, Wanted
@@ -36,10 +37,11 @@ from sluice.errors import (
     EngineError,
     ExhaustedError,
     InvalidRequestError,
+    PeerDefectError,
     PromptTooLongError,
     SluiceError,
 )
-from sluice.types import FailureKind, PromptOrigin, Rollout, RolloutGroup
+from sluice.types import PromptOrigin, Rollout, RolloutGroup
 
 __all__ = [
     "PHASE",
@@ -61,6 +63,7 @@ class GroupDispatcher:
     """Groups on their way to replicas and back.
 
     Attributes:
+        on_open: told of each request that is to be saved when it begins, with what it took up.
         on_home: told of each request that is to be saved when its samples are all there.
 
     Args:
@@ -89,6 +92,7 @@ class GroupDispatcher:
         self._streams: dict[StreamWatch, Grant] = {}
         self._open: dict[CollectedGroup, None] = {}
         self._on_taken_up = on_taken_up or _ignore_samples
+        self.on_open: Callable[[CollectedGroup], None] | None = None
         self.on_home: Callable[[CollectedGroup], None] | None = None
 
     @property
@@ -153,9 +157,9 @@ class GroupDispatcher:
                     failure = await self._attempt(grant, collected, partials, notify)
                     failures += [failure] if failure else []
             if collected.missing and len(failures) >= self._max_attempts:
-                _go_without(collected, failures)
+                go_without(collected, failures)
         if collected.missing:
-            _end_early(collected)
+            end_early(collected)
 
     def is_over(self, request: GroupRequest) -> bool:
         """Whether the group that `request` is of has taken its time or its tokens.
@@ -229,6 +233,8 @@ class GroupDispatcher:
                 *(collected.request.prompt.prompt_id, error, collected.state()),
             )
             self._queue.pause(member)
+            if isinstance(error, EngineError | PeerDefectError):
+                collected.request.allowance.engine_answered = True
             return str(error)
         return None
 
@@ -336,6 +342,8 @@ class GroupDispatcher:
             yield
             return
         self._open[collected] = None
+        if self.on_open is not None:
+            self.on_open(collected)
         try:
             yield
             if self.on_home is not None:
@@ -355,32 +363,6 @@ class GroupDispatcher:
             del self._streams[watch]
             if watch.pace.rate(_now()) is None and (least := watch.pace.least_rate()) is not None:
                 self._rates.note(grant.member.announced.info.name, least)
-
-
-def _end_early(collected: CollectedGroup) -> None:
-    """End a group that has taken its time or its tokens, as it stands."""
-    prompt_id, state = collected.request.prompt.prompt_id, collected.state()
-    limits = "sluice.reward.group_deadline_s or group_token_budget"
-    if not collected.request.allowance.has_finished_samples:
-        raise GroupFailedError(f"no sample finished within {limits}: {state}")
-    logger.warning(
-        "prompt %s: ended by %s without samples %s: %s",
-        *(prompt_id, limits, collected.missing, state),
-    )
-    collected.end_unfinished()
-
-
-def _go_without(collected: CollectedGroup, failures: Sequence[str]) -> None:
-    """End a group that failed too often without the samples that nobody could generate."""
-    request, missing = collected.request, collected.missing
-    detail = f"{len(failures)} attempts failed, the last: {failures[-1]}"
-    if not (request.goes_without and request.allowance.has_finished_samples):
-        raise GroupFailedError(detail, FailureKind.ENGINE_ERROR)
-    logger.warning(
-        "prompt %s: goes on without samples %s: %s", request.prompt.prompt_id, missing, detail
-    )
-    request.allowance.engine_errors.update(dict.fromkeys(missing, detail))
-    collected.end_unfinished()
 
 
 def _is_bounded(request: GroupRequest) -> bool:

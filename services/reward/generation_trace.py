@@ -24,6 +24,7 @@ class GroupTrace:
             many messages it came.
         num_thrown_away_tokens: those of them that no sample holds any more, since the sample was
             not continued from them but started again.
+        num_replaced_tokens: tokens of samples without a grade, in whose places others were drawn.
         num_reused_tokens: tokens that an earlier service received, and that samples went on from;
             they are not among those received.
     """
@@ -31,9 +32,10 @@ class GroupTrace:
     replicas: list[str] = field(default_factory=list)
     num_tokens: int = 0
     num_thrown_away_tokens: int = 0
+    num_replaced_tokens: int = 0
     num_reused_tokens: int = 0
-    # Tokens held of each sample. One prompt may be asked for by several `SamplingParams`, each of
-    # which numbers its samples from 0; they are told apart as objects.
+    # Tokens held of each sample. One prompt may be asked for in several ways (a greedy response,
+    # another seed), each of which numbers its samples from 0; they are told apart by their values.
     _held: dict[tuple[SamplingParams, int], int] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -49,6 +51,10 @@ class GroupTrace:
         for sample in samples:
             self._held[sampling, sample.sample_index] = sample.num_tokens
             self.num_reused_tokens += sample.num_tokens
+
+    def replaced(self, samples: Sequence[Rollout]) -> None:
+        """Samples without a grade are drawn once more, by a request of their own."""
+        self.num_replaced_tokens += sum(sample.num_tokens for sample in samples)
 
     def asked(
         self, sampling: SamplingParams, sample_indexes: Sequence[int], partials: Sequence[Rollout]

@@ -97,7 +97,8 @@ async def _response(
     except GroupFailedError as error:
         if type(error) is not GroupFailedError:
             raise  # it is the prompt that is refused, by a name that says why
+        kind = error.kind or FailureKind.ENGINE_ERROR
         raise GroupFailedError(
-            f"{FailureKind.ENGINE_ERROR}: no greedy response, the baseline of its samples: {error}",
+            f"{kind}: no greedy response, the baseline of its samples: {error}",
             error.kind,
         ) from error

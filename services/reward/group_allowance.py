@@ -20,10 +20,12 @@ class GroupAllowance:
     Attributes:
         first_start: when a replica took a part of it on first, in seconds of the event loop's
             clock.
-        prompt_token_ids: its prompt as that replica reads it, [prompt tokens].
+        prompt_token_ids: its prompt as that replica reads it, or as one read it for an earlier
+            service whose samples were taken up, [prompt tokens].
         num_tokens: response tokens that its parts hold, of unfinished samples too.
         has_finished_samples: any of its samples is complete.
         is_over: it has taken its time or its tokens.
+        engine_answered: a replica answered a request for it with an error of its engine.
         engine_errors: why no replica could generate a sample, by its index.
     """
 
@@ -32,6 +34,7 @@ class GroupAllowance:
     num_tokens: int = 0
     has_finished_samples: bool = False
     is_over: bool = False
+    engine_answered: bool = False
     engine_errors: dict[int, str] = field(default_factory=dict)
     _followers: list[Callable[[], None]] = field(default_factory=list)
 
@@ -40,6 +43,11 @@ class GroupAllowance:
         if self.first_start is None:
             self.first_start, self.prompt_token_ids = now, prompt_token_ids
             self._tell()
+
+    def read_as(self, prompt_token_ids: TokenIds) -> None:
+        """Samples were taken up: it may be over before a replica takes a part of it on."""
+        if self.prompt_token_ids is None:
+            self.prompt_token_ids = prompt_token_ids
 
     def end(self) -> None:
         """It has taken its time or its tokens."""

@@ -11,8 +11,9 @@ used it ends as it stands.
 A sample without a score is scored again by the grader, drawn again here, or left out, as the
 policy says (`outcome_policy`); a group is trained on its scored samples if enough of them are left.
 
-On failure: what this group meets ends its prompt, and may be a strike against it (`quarantine`);
-what all groups would meet is also handed on.
+On failure: what this group meets ends its prompt, and may be a strike against it (`quarantine`):
+an engine's error is one only if a replica answered with it, and none where replicas were lost.
+What all groups would meet is also handed on.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from sluice.errors import SluiceError
 from sluice.types import (
     Failed,
     GradedGroup,
+    Outcome,
     Prompt,
     PromptEnd,
     RolloutGroup,
@@ -94,42 +96,58 @@ class GroupRun:
 
     async def run(self, item: InFlightItem) -> None:
         """One group, to its judgement."""
-        recorder = self._parts.recorder
+        recorder, allowance = self._parts.recorder, GroupAllowance()
         try:
-            graded, verdict = await self._judged(item)
+            graded, verdict = await self._judged(item, allowance)
         except OverlongPromptError as error:
+            self._parts.quarantine.cleared(item.prompt)
             recorder.left_out(item.prompt, str(error))
             return
         except SluiceError as error:
-            self._not_generated(item.prompt, error)
+            self._not_generated(item, error, allowance)
             return
         detail = verdict.detail
-        if verdict.end is not PromptEnd.DROPPED_FAILED:
+        if verdict.end is PromptEnd.DROPPED_FAILED:
+            detail = self._quarantined(item.prompt, graded.outcomes, allowance) or detail
+        else:
             self._parts.quarantine.cleared(item.prompt)
             self._tell_strategy(item, graded, kept=verdict.end is None)
-        elif (failed := striking(graded.outcomes)) is not None:
-            detail = self._parts.quarantine.struck(item.prompt, failed) or detail
         if verdict.end is None:
             recorder.kept(graded)
             self._parts.on_kept(item)
         else:
             recorder.ended(item.prompt, verdict.end, graded=graded, detail=detail)
 
-    def _not_generated(self, prompt: Prompt, error: SluiceError) -> None:
+    def _not_generated(
+        self, item: InFlightItem, error: SluiceError, allowance: GroupAllowance
+    ) -> None:
         """A group ends without its samples."""
-        detail = str(error)
+        detail, failures = str(error), list[Failed]()
         if isinstance(error, GroupFailedError) and error.kind is not None:
-            failed = Failed(error.kind, detail)
-            self._parts.recorder.not_generated(failed, self._settings.samples_per_group)
+            failures.append(Failed(error.kind, detail))
+            self._parts.recorder.not_generated(failures[0], item.num_ungraded)
             detail = f"{error.kind}: {detail.removeprefix(f'{error.kind}: ')}"
-            detail = self._parts.quarantine.struck(prompt, failed) or detail
-        self._parts.recorder.ended(prompt, PromptEnd.DROPPED_FAILED, detail=detail)
+        detail = self._quarantined(item.prompt, failures, allowance) or detail
+        self._parts.recorder.ended(item.prompt, PromptEnd.DROPPED_FAILED, detail=detail)
         if not isinstance(error, GroupFailedError):
             self._parts.on_error(error)
 
-    async def _judged(self, item: InFlightItem) -> tuple[GradedGroup, Judgement]:
+    def _quarantined(
+        self, prompt: Prompt, outcomes: Sequence[Outcome], allowance: GroupAllowance
+    ) -> str | None:
+        """A group has failed: a strike against its prompt, or the end of those before it. Returns
+        the reason if the prompt is quarantined by it."""
+        failed = striking(outcomes, engine_answered=allowance.engine_answered)
+        if failed is not None:
+            return self._parts.quarantine.struck(prompt, failed)
+        self._parts.quarantine.cleared(prompt)
+        return None
+
+    async def _judged(
+        self, item: InFlightItem, allowance: GroupAllowance
+    ) -> tuple[GradedGroup, Judgement]:
         num_samples, first = self._settings.samples_per_group, item.visit.first_samples
-        start, allowance = OldestStart(self._start_callback(item)), GroupAllowance()
+        start = OldestStart(self._start_callback(item))
         item.num_requests = 1
         if first >= num_samples:
             graded = await self._drawn(item, range(num_samples), allowance, start.of("samples"))
@@ -191,8 +209,14 @@ class GroupRun:
         graded = await self._parts.grader.grade(
             drawn.samples, known=watch.outcomes, engine_errors=allowance.engine_errors
         )
-        self._parts.recorder.graded(graded)
+        self._count(item, graded)
         return graded
+
+    def _count(self, item: InFlightItem, graded: GradedGroup) -> None:
+        """Samples have their outcomes, each of which counts once."""
+        num_greedy = len(graded.greedy.outcomes) if graded.greedy else 0
+        item.num_ungraded -= len(graded.outcomes) + num_greedy
+        self._parts.recorder.graded(graded)
 
     def _goes_on(self, item: InFlightItem, *, is_sure: bool) -> None:
         """Another request follows; told before it begins, so that the first is not the last."""
@@ -241,7 +265,7 @@ class GroupRun:
         graded = await self._parts.grader.grade(
             drawn.samples, drawn.greedy, engine_errors=allowance.engine_errors
         )
-        self._parts.recorder.graded(graded)
+        self._count(item, graded)
         return graded
 
     async def _drawn_again(
@@ -258,15 +282,16 @@ class GroupRun:
         policy, draws = self._settings.needs.policy, 1
         while places := policy.to_generate_again(graded.outcomes, draws):
             draws += 1
-            indexes = [graded.group.rollouts[place].sample_index for place in places]
+            replaced = [graded.group.rollouts[place] for place in places]
+            indexes = [rollout.sample_index for rollout in replaced]
             self._goes_on(item, is_sure=samples_differ(graded.scored, self._metric))
-            self._parts.recorder.generated_again(len(indexes))
+            self._parts.recorder.generated_again(item.prompt, replaced)
             request = self._request(item, indexes, allowance, draw=draws)
             drawn = await self._generated(item, request, None, start.of(f"draw {draws}"))
             again = await self._parts.grader.grade(
                 drawn.samples, engine_errors=allowance.engine_errors
             )
-            self._parts.recorder.graded(again)
+            self._count(item, again)
             graded = joined(graded, again)
         return graded
 
@@ -278,6 +303,7 @@ class GroupRun:
         on_start: StartCallback,
         on_sample: SampleCallback | None = None,
     ) -> DrawnGroup:
+        item.num_ungraded += request.num_samples + (greedy is not None)
         drawn = await generate_group(self._parts.dispatcher, request, greedy, on_start, on_sample)
         item.num_requests -= 1
         self._parts.recorder.generated(drawn, is_last=not item.num_requests)

@@ -24,6 +24,7 @@ class Fate(StrEnum):
 class InFlightItem:
     """One group under way.
 
+    `num_ungraded` is how many samples it has asked for whose outcomes are not counted yet;
     `drawn_as` is what was decided when its prompt was drawn, `visit` the same after its probes;
     `num_unasked` is how many sequences it will ask the fleet's room for and has not yet;
     `is_sure` once its samples differ; `on_age` is told of every change of its start version.
@@ -38,6 +39,7 @@ class InFlightItem:
     is_grading: bool = False
     is_sure: bool = False
     num_requests: int = 0
+    num_ungraded: int = 0
     fate: Fate = Fate.REQUEUED
     is_cancelled: bool = False
     began_s: float = field(default_factory=time.monotonic)

@@ -25,7 +25,7 @@ from services.reward.statistics import (
 )
 from services.reward.token_accounts import USE_BY_END, TokenAccounts, TokenUse
 from services.reward.yield_guard import YieldGuard
-from sluice.types import Failed, GradedGroup, Prompt, PromptEnd, Scored, TrainGroup
+from sluice.types import Failed, GradedGroup, Prompt, PromptEnd, Rollout, Scored, TrainGroup
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +113,7 @@ class OutcomeRecorder:
         self._interval = IntervalStatistics(time.monotonic())
         self._received_before = 0  # tokens for training, of the intervals before
         self._totals: Counter[str] = Counter()
+        self._num_ended = 0
 
     def generated(self, drawn: DrawnGroup, *, is_last: bool = True) -> None:
         """All samples of a request are there, and the greedy response if there is one.
@@ -184,19 +185,19 @@ class OutcomeRecorder:
         self._ends(PromptOutcome(prompt, end, step, rewards, detail, samples))
 
     def not_generated(self, failed: Failed, num_samples: int) -> None:
-        """No sample of a group could be had."""
+        """A group failed before so many of its samples were graded."""
         self._count_outcomes({failed.kind.value: num_samples})
 
-    def generated_again(self, num_samples: int) -> None:
-        """Samples without a score are drawn once more."""
-        self._totals["reward/samples_generated_again"] += num_samples
+    def generated_again(self, prompt: Prompt, replaced: Sequence[Rollout]) -> None:
+        """Samples without a score are drawn once more, and others take their places."""
+        self._totals["reward/samples_generated_again"] += len(replaced)
+        self._trace.of(prompt.prompt_id).replaced(replaced)
 
     def quarantined(self, prompt: Prompt, detail: str) -> None:
         """A prompt in quarantine comes up: it ends, and nothing is generated for it."""
         self._guard.quarantined()
         self._totals["reward/prompts_quarantined"] += 1
-        self._ledger.end(prompt.prompt_id, PromptEnd.DROPPED_FAILED, detail=detail)
-        self._on_end(PromptOutcome(prompt, PromptEnd.DROPPED_FAILED, None, (), detail))
+        self._end(PromptOutcome(prompt, PromptEnd.DROPPED_FAILED, None, (), detail))
 
     def left_out(self, prompt: Prompt, detail: str) -> None:
         """A prompt that is too long ends; it says nothing about the yield of the others."""
@@ -205,8 +206,7 @@ class OutcomeRecorder:
         self._log.restarted(prompt)
         logger.info("prompt %s left out: %s", prompt.prompt_id, detail)
         self._totals["reward/prompts_overlong"] += 1
-        self._ledger.end(prompt.prompt_id, PromptEnd.DROPPED_FAILED, detail=detail)
-        self._on_end(PromptOutcome(prompt, PromptEnd.DROPPED_FAILED, None, (), detail))
+        self._end(PromptOutcome(prompt, PromptEnd.DROPPED_FAILED, None, (), detail))
 
     def skipped(self, prompt: Prompt, detail: str) -> None:
         """A prompt is passed by: nothing is generated for it."""
@@ -224,7 +224,6 @@ class OutcomeRecorder:
         self._discard(trace, why)
         if why is Discard.STALE:
             self._grew_stale(trace.num_samples)
-            self._ledger.forget_samples(prompt.prompt_id)
         self._log.restarted(prompt)
         self._interval.num_restarted += 1
         self._totals["reward/groups_restarted"] += 1
@@ -267,6 +266,11 @@ class OutcomeRecorder:
             "perf/reward_rss_mb": _peak_memory_mb(),
         }
 
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Prompts that ended, samples graded and tokens received since the start: cheap to ask."""
+        return self._num_ended, self._totals["reward/samples_graded"], self._received.total
+
     def totals(self) -> dict[str, float]:
         """Counters since the start; they stand still while nothing happens.
 
@@ -298,6 +302,11 @@ class OutcomeRecorder:
         self._count_outcomes({STALE: num_samples})
 
     def _ends(self, outcome: PromptOutcome) -> None:
+        self._interval.ends[outcome.end] += 1
+        self._end(outcome)
+
+    def _end(self, outcome: PromptOutcome) -> None:
+        self._num_ended += 1
         self._ledger.end(
             outcome.prompt.prompt_id,
             outcome.end,
@@ -305,7 +314,6 @@ class OutcomeRecorder:
             rewards=outcome.rewards,
             detail=outcome.detail,
         )
-        self._interval.ends[outcome.end] += 1
         self._on_end(outcome)
 
     def _discard(self, trace: GroupTrace, why: Discard) -> None:

@@ -310,10 +310,13 @@ class Pipeline:
             self._trainer = trainer
             return
         self.batches.recovered.forget()
+        await self._end_what_runs()  # before it has ended, what it received may still be saved
         # Tokens of this trainer's way are of use again; those that came meanwhile are of another.
         goes_on = self._trainer is None and resume_from is not None
         self._parts.samples.outlive_trainer(version if goes_on else None)
-        await self._end_what_runs()
+        if self._trainer is None:  # the trainer says where an earlier service's draws stand
+            ledger.forget_data()
+            self._parts.source.forget_data()
         self._give_back_kept(resume_from)
         for prompt in await self._trained_in_vain(version):
             self._parts.source.put(prompt)
@@ -323,18 +326,15 @@ class Pipeline:
         self._trainer = trainer
 
     async def _end_what_runs(self) -> None:
-        """End groups under way; before the first announcement, forget what an earlier service drew
-        from the data set: the new trainer says where that stands."""
+        """End groups under way; before the first announcement there are none."""
         if self._trainer is None:
-            self._parts.ledger.forget_data()
-            self._parts.source.forget_data()
-        else:
-            logger.warning("another trainer announces itself; pending groups start again")
-            running = self._in_flight.cancel_all(Fate.REQUEUED)
-            async with deadline(TAKE_OVER_TIMEOUT_S, peer="rollout fleet", phase="cancelling"):
-                if running:
-                    await asyncio.wait(running)
-            self._parts.strategy.batch_formed()  # waves of the batch under way count no more
+            return
+        logger.warning("another trainer announces itself; pending groups start again")
+        running = self._in_flight.cancel_all(Fate.REQUEUED)
+        async with deadline(TAKE_OVER_TIMEOUT_S, peer="rollout fleet", phase="cancelling"):
+            if running:
+                await asyncio.wait(running)
+        self._parts.strategy.batch_formed()  # waves of the batch under way count no more
 
     async def _trained_in_vain(self, version: int) -> tuple[Prompt, ...]:
         """Clients' prompts of steps that `version` knows nothing of: accepted once more."""
@@ -361,6 +361,8 @@ class Pipeline:
 
     def _restart(self, prompt: Prompt, why: Discard) -> None:
         self._parts.recorder.restarted(prompt, why)
+        if why is Discard.STALE:
+            self._parts.samples.forget(prompt.prompt_id)
         self._parts.source.put(prompt)
 
     def _reason(self) -> str:

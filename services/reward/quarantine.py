@@ -1,9 +1,11 @@
 """Prompts that fail again and again at the cost of others, and are drawn no more.
 
-A visit whose group failed by a scorer that hung or crashed, or by the engine, is a strike against
-the prompt's words (`prompt_key`), whichever row or client brings them; any other end takes its
-strikes back. Strikes are in the ledger. After `max_strikes` in a row the prompt gets a line in
-`<run_dir>/reward/quarantine.jsonl`, and from then on ends as failed without being generated for.
+A visit whose group failed by a scorer that hung or crashed, or by an error that a replica's engine
+answered with, is a strike against the prompt's words (`prompt_key`), whichever row or client brings
+them. A group that ends in any other way takes its strikes back; one that is broken off (too old, or
+by another trainer) says nothing. Strikes are in the ledger. After `max_strikes` in a row the prompt
+gets a line in `<run_dir>/reward/quarantine.jsonl`, and from then on ends as failed without being
+generated for.
 
 That file is what counts: a service that starts anew quarantines the prompts in it and no others.
 So a prompt is released by deleting its line (or the file) and starting the service anew.
@@ -63,6 +65,8 @@ class Quarantine:
     ) -> None:
         self._ledger, self._max_strikes, self._path = ledger, max_strikes, path
         self._found = dict(read_quarantine(path)) if path is not None else {}
+        if path is not None and path.exists():
+            _end_last_line(path)
         self._release_others()
 
     def __len__(self) -> int:
@@ -97,7 +101,7 @@ class Quarantine:
         return self._told(entry)
 
     def cleared(self, prompt: Prompt) -> None:
-        """A visit ended well: strikes before it do not count any more."""
+        """A visit ended without a strike: those before it do not count any more."""
         if not self._ledger.has_strikes:
             return
         key = prompt_key(prompt)
@@ -133,10 +137,11 @@ class Quarantine:
 def read_quarantine(path: Path) -> Mapping[str, QuarantinedPrompt]:
     """The prompts of a file by their keys; none if there is no file.
 
-    A last line that a killed process left unfinished is passed by.
+    Lines that are none of a quarantine, such as one that a killed process left unfinished, are
+    passed by with a warning.
 
     Raises:
-        DataError: a line is none of a quarantine.
+        DataError: the file cannot be read.
     """
     if not path.exists():
         return {}
@@ -146,14 +151,35 @@ def read_quarantine(path: Path) -> Mapping[str, QuarantinedPrompt]:
         raise DataError(f"{path}: cannot be read: {error}; repair the file or delete it") from error
     found: dict[str, QuarantinedPrompt] = {}
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
-            entry = msgspec.json.decode(line, type=QuarantinedPrompt) if line.strip() else None
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            if number == len(lines):
-                break
-            raise DataError(
-                f"{path}, line {number}: no quarantined prompt ({error}); repair or delete the line"
-            ) from error
-        if entry is not None:
+            entry = _entry(line)
+        except ValueError as error:
+            logger.warning("%s, line %d: no quarantined prompt: %s", path, number, error)
+        else:
             found[entry.key] = entry
     return found
+
+
+def _entry(line: bytes) -> QuarantinedPrompt:
+    """Raises `ValueError` (msgspec's errors and those of UTF-8 are some) if the line is none."""
+    return msgspec.json.decode(line, type=QuarantinedPrompt)
+
+
+def _end_last_line(path: Path) -> None:
+    """Make what is appended a line of its own: a last line without its end is ended, or cut off if
+    it is unfinished."""
+    try:
+        with path.open("r+b") as file:
+            whole, end, last = file.read().rpartition(b"\n")
+            if not last.strip():
+                return
+            try:
+                _entry(last)
+            except ValueError:
+                file.truncate(len(whole) + len(end))
+            else:
+                file.write(b"\n")
+    except OSError as error:
+        logger.warning("%s: its last line cannot be ended: %s", path, error)

@@ -59,6 +59,7 @@ class SampleKeeper:
         self._ledger, self._under_way = ledger, under_way
         self._interval_s, self._max_bytes = interval_s, max_bytes
         self._home: deque[CollectedGroup] = deque()
+        self._forgotten: set[str] = set()  # prompt ids, since the saving under way began
         self._era = 0  # trainers so far
         self.num_saved_tokens = 0  # since the start
         self._told: WeakKeyDictionary[CollectedGroup, _Told] = WeakKeyDictionary()
@@ -75,8 +76,23 @@ class SampleKeeper:
             return None
         if received.digest == request_digest(prompt, sampling):
             return received
-        self._ledger.forget_samples(prompt.prompt_id)
+        self.forget(prompt.prompt_id)
         return None
+
+    def forget(self, prompt_id: str) -> None:
+        """A prompt's samples so far are of no use; those of groups to come are told whole."""
+        self._forgotten.add(prompt_id)
+        self._home = deque(group for group in self._home if _prompt_id(group) != prompt_id)
+        for group in [group for group in self._told if _prompt_id(group) == prompt_id]:
+            del self._told[group]
+        self._ledger.forget_samples(prompt_id)
+
+    def opened(self, collected: CollectedGroup) -> None:
+        """A request begins: the ledger has what it took up of an earlier service's samples."""
+        request = collected.request
+        if self.is_on and request.received is not None:
+            told = _Told(request.received.digest)
+            self._told[collected] = _after(collected, told)
 
     def came_home(self, collected: CollectedGroup) -> None:
         """A request has ended; what it brought is saved next time, if its prompt is pending."""
@@ -85,9 +101,10 @@ class SampleKeeper:
 
     def outlive_trainer(self, version: int | None) -> None:
         """Another trainer begins at `version`, on whose way all tokens were drawn that an earlier
-        service received; ``None``: samples are of no use to it."""
+        service received; ``None``: samples are of no use to it. No request is under way."""
         self._era += 1
         self._home.clear()
+        self._told.clear()
         self._ledger.outlive_trainer(version)
 
     async def run(self) -> None:
@@ -102,12 +119,14 @@ class SampleKeeper:
     async def save(self) -> None:
         """Save what is there now; others run between two groups."""
         era = self._era
+        self._forgotten.clear()
         for collected in (*self._home, *self._under_way()):
             if self._era != era:
                 return  # what is left is of another trainer's policy
             if self._home and collected is self._home[0]:
                 self._home.popleft()
-            self._save(collected)
+            if _prompt_id(collected) not in self._forgotten:
+                self._save(collected)
             await asyncio.sleep(0)
 
     def _save(self, collected: CollectedGroup) -> None:
@@ -126,6 +145,10 @@ class SampleKeeper:
             )
             self._told[collected] = _after(collected, told)
             self.num_saved_tokens += sum(len(part.token_ids) for part in parts) // TOKEN_BYTES
+
+
+def _prompt_id(collected: CollectedGroup) -> str:
+    return collected.request.prompt.prompt_id
 
 
 def _news(collected: CollectedGroup, told: _Told) -> Iterator[SamplePart]:

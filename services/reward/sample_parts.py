@@ -6,6 +6,7 @@ the parts before it say and adds its own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Self
 
@@ -14,6 +15,8 @@ import numpy as np
 
 from services.reward.received_samples import ReceivedSamples
 from sluice.types import FinishReason, Logprobs, Rollout, TokenIds, VersionSpan
+
+logger = logging.getLogger(__name__)
 
 _TOKEN, _LOGPROB = np.dtype("<u4"), np.dtype("<f4")
 
@@ -118,11 +121,22 @@ def encode_parts(parts: SampleParts) -> bytes:
 def decode_samples(bodies: Iterable[tuple[str, bytes]]) -> dict[str, ReceivedSamples]:
     """Samples by prompt id, of encoded parts in their order.
 
-    Raises:
-        msgspec.MsgspecError, ValueError: they are damaged.
+    A prompt whose parts are damaged or do not fit has none: its samples are drawn again, which
+    costs less than a ledger that nobody can open.
     """
     found: dict[str, ReceivedSamples] = {}
+    damaged: set[str] = set()
     for prompt_id, body in bodies:
-        parts = msgspec.msgpack.decode(body, type=SampleParts)
-        found[prompt_id] = parts.after(found.get(prompt_id))
+        if prompt_id in damaged:
+            continue
+        try:
+            parts = msgspec.msgpack.decode(body, type=SampleParts)
+            found[prompt_id] = parts.after(found.get(prompt_id))
+        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+            logger.warning(
+                "prompt %s: its saved samples cannot be used (%s) and are drawn again",
+                *(prompt_id, error),
+            )
+            damaged.add(prompt_id)
+            found.pop(prompt_id, None)
     return found

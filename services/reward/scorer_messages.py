@@ -11,6 +11,7 @@ works on and since when: after a hang or a crash the service knows whose fault i
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Mapping
 from mmap import mmap
 from typing import NamedTuple
@@ -121,7 +122,23 @@ def note_idle(page: mmap) -> None:
     _PROGRESS.pack_into(page, 0, _IDLE, 0.0)
 
 
-def read_progress(page: mmap) -> Progress | None:
-    """Who is being scored; ``None`` between requests."""
-    progress = Progress(*_PROGRESS.unpack_from(page, 0))
-    return None if progress.item == _IDLE else progress
+def read_progress(
+    page: mmap, num_items: int, sent_at: float, now: float | None = None
+) -> Progress | None:
+    """Who is being scored; ``None`` between requests.
+
+    A scorer may have written anything: what names no item of the request counts as nothing, and a
+    time outside of the request as the nearest one in it.
+
+    Args:
+        page: the shared page.
+        num_items: of the request.
+        sent_at: when the request was sent, as by ``time.monotonic``.
+        now: the present, on the same clock.
+    """
+    item, started_at = _PROGRESS.unpack_from(page, 0)
+    if not 0 <= item < num_items:
+        return None
+    if not started_at >= sent_at:  # not a number, too
+        started_at = sent_at
+    return Progress(item, min(started_at, time.monotonic() if now is None else now))

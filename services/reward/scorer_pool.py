@@ -3,7 +3,8 @@
 Consumes: lists of responses. Waits for: an idle process. Unblocked by: a process that answers, is
 killed for taking too long, or dies. Produces: one outcome per response, a number or a typed
 failure. On failure of a process: the item it worked on is failed, it is replaced, and the other
-items are scored again. On shutdown: all processes are killed and reaped.
+items are scored again; one that uses CPU while it is idle is replaced as well. On shutdown: all
+processes are killed and reaped.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 
 import msgspec
 
+from services.reward.scorer_idleness import IdleCpu, watch_idle
+from services.reward.scorer_mark import family_of
 from services.reward.scorer_messages import (
     ScoreItem,
     ScorerAnswer,
@@ -25,24 +29,44 @@ from services.reward.scorer_messages import (
     ScorerSetup,
     encoding_error,
 )
-from services.reward.scorer_worker import ScorerFault, ScorerWorker, start_worker
+from services.reward.scorer_offspring import end_left_behind, end_marked
+from services.reward.scorer_worker import (
+    END_TIMEOUT_S,
+    PEER,
+    ScorerFault,
+    ScorerWorker,
+    start_worker,
+)
 from services.reward.scorers.registry import scored_characters
 from services.reward.scorers.reward_model_settings import RewardModelSettings, configured_settings
+from sluice.concurrency.deadline import deadline
 from sluice.concurrency.waits import waiting_for
 from sluice.config.reward import CustomRewardFunctionConfig, RewardConfig, ScorerPoolConfig
+from sluice.errors import DeadlineError
 from sluice.types import Failed, FailureKind, Scored
 
 logger = logging.getLogger(__name__)
 
 MAX_UNEXPLAINED_FAULTS = 3
 MAX_KNOWN_SOURCES = 256
+MAX_SOURCE_CHARS = 100
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Seat:
-    """A place for one process; empty before the first use and after a fault."""
+    """A place for one process; empty before the first use and after a fault.
+
+    Attributes:
+        worker: the process.
+        is_idle: whether the next request may have it.
+        num_uses: requests that got it so far.
+        last_source: data source of the last item of the last request.
+    """
 
     worker: ScorerWorker | None = None
+    is_idle: bool = False
+    num_uses: int = 0
+    last_source: str = ""
 
 
 class ScorerPool:
@@ -53,6 +77,8 @@ class ScorerPool:
         custom: the user's function, if any.
         routes: built-in scorers by data source, before verl's routing.
         reward_model: whom to ask instead of the built-in scorers, if anyone.
+        run_dir: the run's folder; what earlier services of the same run left behind is ended.
+            ``None``: this is no run's.
     """
 
     def __init__(
@@ -61,7 +87,9 @@ class ScorerPool:
         custom: CustomRewardFunctionConfig,
         routes: Mapping[str, str] | None = None,
         reward_model: RewardModelSettings | None = None,
+        run_dir: Path | None = None,
     ) -> None:
+        self._family = family_of(run_dir)
         self._max_chars = pool.max_response_chars
         uses_rules = custom.path is None and reward_model is None
         self._tail_chars = _tail_chars(routes or {}) if uses_rules else _whole
@@ -78,6 +106,9 @@ class ScorerPool:
         self._idle: asyncio.LifoQueue[_Seat] = asyncio.LifoQueue()
         self._busy_seconds = 0.0
         self.num_replaced = 0
+        """Processes ended for what they did, since the start."""
+        self.num_ended_idle = 0
+        """Those of them that used CPU while they had nothing to score."""
 
     @property
     def busy_seconds(self) -> float:
@@ -87,21 +118,38 @@ class ScorerPool:
     async def start(self) -> None:
         """Start every process, so that a scorer that cannot be loaded is known at once.
 
+        What a service that was killed could not end is ended first.
+
         Raises:
             ConfigError: the custom function cannot be loaded, a route names no scorer, or a setting
                 of the reward model is impossible; `DeadlineError`: loading takes too long.
         """
+        with _told_if_stuck():
+            async with deadline(
+                END_TIMEOUT_S, peer=PEER, phase="ending what a service left behind"
+            ):
+                await end_left_behind(self._family)
         for seat in self._seats:
-            seat.worker = await start_worker(self._setup)
-            self._idle.put_nowait(seat)
+            seat.worker = await self._new_worker()
+            self._put_back(seat)
+
+    async def watch(self) -> None:
+        """Until cancelled: end idle processes that use CPU; the next request starts another."""
+        await watch_idle(self._idle_uses, self._end_idle)
 
     async def stop(self) -> None:
-        """Kill and reap every process."""
+        """Kill and reap every process, and all that any of them has started.
+
+        Raises:
+            DeadlineError: one is left (it hangs in the kernel).
+        """
         workers = [seat.worker for seat in self._seats if seat.worker is not None]
         for worker in workers:
             worker.kill()
-        for worker in workers:
-            await worker.wait_ended()
+        async with deadline(END_TIMEOUT_S, peer=PEER, phase="ending after SIGKILL"):
+            await end_marked(self._family)
+            for worker in workers:
+                await worker.wait_reaped()
 
     async def score(self, items: Sequence[ScoreItem]) -> tuple[Scored | Failed, ...]:
         """Grade responses; the reward of a scored one is its score.
@@ -134,7 +182,7 @@ class ScorerPool:
         return tuple(outcomes[i] for i in range(len(items)))
 
     async def _ask(self, items: Sequence[ScoreItem]) -> tuple[ScorerAnswer, ...]:
-        async with self._worker() as worker:
+        async with self._worker(items[-1].data_source) as worker:
             started_at = time.monotonic()
             try:
                 with waiting_for("scorer process", "grading"):
@@ -143,19 +191,71 @@ class ScorerPool:
                 self._busy_seconds += time.monotonic() - started_at
 
     @asynccontextmanager
-    async def _worker(self) -> AsyncIterator[ScorerWorker]:
+    async def _worker(self, last_source: str) -> AsyncIterator[ScorerWorker]:
         with waiting_for("scorer pool", "freeing a process"):
             seat = await self._idle.get()
+        seat.is_idle, seat.last_source = False, last_source
+        seat.num_uses += 1
         try:
             if seat.worker is None:
-                seat.worker = await start_worker(self._setup)
+                seat.worker = await self._new_worker()
             yield seat.worker
         except BaseException:
             # Fault or cancellation: the process may be in the middle of an item.
             await self._discard(seat)
             raise
         finally:
-            self._idle.put_nowait(seat)
+            self._put_back(seat)
+
+    async def _new_worker(self) -> ScorerWorker:
+        return await start_worker(self._setup, family=self._family)
+
+    def _put_back(self, seat: _Seat) -> None:
+        seat.is_idle = True
+        self._idle.put_nowait(seat)
+
+    def _take_out(self, seat: _Seat) -> None:
+        """No request gets this idle seat until it is put back; the others keep their order."""
+        idle = [self._idle.get_nowait() for _ in range(self._idle.qsize())]
+        for each in reversed(idle):
+            if each is not seat:
+                self._idle.put_nowait(each)
+        seat.is_idle = False
+
+    def _idle_uses(self) -> dict[str, int]:
+        """Requests so far of each process that has none now, by its mark."""
+        return {
+            seat.worker.mark: seat.num_uses
+            for seat in self._seats
+            if seat.worker is not None and seat.is_idle
+        }
+
+    def _idle_seat(self, mark: str, num_uses: int) -> _Seat | None:
+        """Where that process idles; ``None``: it has been asked, or replaced, since that number."""
+        for seat in self._seats:
+            if seat.worker is not None and seat.worker.mark == mark:
+                return seat if seat.is_idle and seat.num_uses == num_uses else None
+        return None
+
+    async def _end_idle(self, mark: str, num_uses: int, used: IdleCpu) -> None:
+        seat = self._idle_seat(mark, num_uses)
+        if seat is None or seat.worker is None:
+            return
+        self._take_out(seat)
+        self.num_replaced += 1
+        self.num_ended_idle += 1
+        logger.warning(
+            "scorer replaced (%d replaced so far, %d of them for this): %s",
+            *(self.num_replaced, self.num_ended_idle, _restlessness(used, seat.last_source)),
+        )
+        try:
+            seat.worker.kill()
+            with _told_if_stuck():
+                await seat.worker.wait_ended()
+            # Not before: a wait that a shutdown cuts short leaves the process to `stop`.
+            seat.worker = None
+        finally:
+            self._put_back(seat)
 
     async def _discard(self, seat: _Seat) -> None:
         worker, seat.worker = seat.worker, None
@@ -178,17 +278,37 @@ async def running_scorer_pool(
     custom: CustomRewardFunctionConfig,
     routes: Mapping[str, str] | None = None,
     reward_model: RewardModelSettings | None = None,
+    run_dir: Path | None = None,
 ) -> AsyncIterator[ScorerPool]:
     """A started pool (arguments of `ScorerPool`); no process outlives the block."""
-    scorers = ScorerPool(pool, custom, routes, reward_model)
+    scorers = ScorerPool(pool, custom, routes, reward_model, run_dir)
     try:
         await scorers.start()
-        yield scorers
+        async with _beside(scorers.watch()):
+            yield scorers
     finally:
         await scorers.stop()
 
 
-def configured_scorer_pool(reward: RewardConfig) -> AbstractAsyncContextManager[ScorerPool]:
+@asynccontextmanager
+async def _beside(work: Coroutine[object, object, None]) -> AsyncIterator[None]:
+    """`work` goes on for the length of the block; the block's errors come out as they are."""
+    failure: Exception | None = None
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(work, name="idle scorers")
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  raised again below: the group would wrap it
+            failure = error
+        finally:
+            task.cancel()
+    if failure is not None:
+        raise failure
+
+
+def configured_scorer_pool(
+    reward: RewardConfig, run_dir: Path
+) -> AbstractAsyncContextManager[ScorerPool]:
     """The pool that a run's configuration asks for, as `running_scorer_pool`.
 
     Raises:
@@ -196,7 +316,23 @@ def configured_scorer_pool(reward: RewardConfig) -> AbstractAsyncContextManager[
     """
     model = configured_settings(reward.reward_model)
     return running_scorer_pool(
-        reward.scorer_pool, reward.custom_reward_function, reward.scorer_routes, model
+        reward.scorer_pool, reward.custom_reward_function, reward.scorer_routes, model, run_dir
+    )
+
+
+@contextmanager
+def _told_if_stuck() -> Iterator[None]:
+    try:
+        yield
+    except DeadlineError as error:
+        logger.warning("a scorer process is left behind: %s", error)
+
+
+def _restlessness(used: IdleCpu, last_source: str) -> str:
+    return (
+        f"it used {used.cpu_s:.1f} s of CPU in {used.idle_s:.1f} s without anything to score; the "
+        f"last item it graded was of data_source {last_source[:MAX_SOURCE_CHARS]!r}. Let the "
+        "reward function end the threads and processes it starts before it returns or raises"
     )
 
 

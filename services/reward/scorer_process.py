@@ -38,12 +38,12 @@ from services.reward.scorer_messages import (
     note_progress,
 )
 from services.reward.scorer_output import limited_output
+from services.reward.scorer_process_limit import ProcessLimit
 from services.reward.scorers.custom import load_custom_scorer
 from services.reward.scorers.registry import Scorer, check_routes, scorer_for
 from sluice.errors import SluiceError
 
 MAX_OPEN_FILES = 256
-MAX_MORE_PROCESSES = 1024
 MAX_OUTPUT_BYTES = 64 * 2**10
 CPU_SLACK_S = 10
 _PR_SET_PDEATHSIG = 1
@@ -61,6 +61,7 @@ def main(parent_pid: int, page_fd: int) -> int:
     if setup is None:
         return 0
     _limit_resources(setup.memory_bytes)
+    processes = ProcessLimit()
     try:
         scorer = _chosen_scorer(setup)
     except SluiceError as error:
@@ -69,6 +70,7 @@ def main(parent_pid: int, page_fd: int) -> int:
     _send(replies, SetupReply(None))
     with limited_output(MAX_OUTPUT_BYTES) as output:
         for request in _messages(requests, ScoreRequest):
+            processes.renew()
             _limit_cpu(setup.timeout_s * len(request.items))
             output.begin_request()
             answers = [_answer(scorer, item, i, page) for i, item in enumerate(request.items)]
@@ -144,21 +146,6 @@ def _limit_resources(memory_bytes: int) -> None:
     _lower(resource.RLIMIT_AS, memory_bytes)
     _lower(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
     _lower(resource.RLIMIT_CORE, 0)
-    if num_threads := _threads_of_user():
-        # Counted for the whole user; the system does not count those of root.
-        _lower(resource.RLIMIT_NPROC, num_threads + MAX_MORE_PROCESSES)
-
-
-def _threads_of_user() -> int:
-    """Threads of all processes of this user; where there is no /proc: none."""
-    found = 0
-    for entry in os.scandir("/proc") if os.path.isdir("/proc") else ():
-        try:
-            if entry.name.isdigit() and entry.stat().st_uid == os.getuid():
-                found += len(os.listdir(f"/proc/{entry.name}/task"))
-        except OSError:
-            continue
-    return found
 
 
 def _lower(limit: int, value: int) -> None:

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import msgspec
 
+from services.reward.scorer_mark import MARK_VARIABLE, new_mark
 from services.reward.scorer_messages import (
     FRAME_HEADER,
     MAX_REPLY_BYTES,
     PROGRESS_BYTES,
+    Progress,
     ScoreItem,
     ScorerAnswer,
     ScoreReply,
@@ -29,12 +31,7 @@ from services.reward.scorer_messages import (
     note_idle,
     read_progress,
 )
-from services.reward.scorer_offspring import (
-    MARK_VARIABLE,
-    end_marked,
-    kill_marked,
-    new_mark,
-)
+from services.reward.scorer_offspring import end_marked
 from sluice.concurrency.deadline import deadline
 from sluice.errors import ConfigError
 from sluice.types import FailureKind
@@ -72,7 +69,13 @@ class ScorerWorker:
         self._stdin, self._stdout = process.stdin, process.stdout
         self._reply_decoder = msgspec.msgpack.Decoder(ScoreReply)
         self._header: bytes | None = None
-        self._num_requests = 0
+        self._num_requests = self._num_items = 0
+        self._sent_at = 0.0
+
+    @property
+    def mark(self) -> str:
+        """What it and all it started carry; no other worker has it."""
+        return self._mark
 
     async def set_up(self, setup: ScorerSetup, timeout_s: float = START_TIMEOUT_S) -> None:
         """Load the scorer within `timeout_s`.
@@ -102,11 +105,11 @@ class ScorerWorker:
             ScorerFault: one item ran over its time, the process ended, or its answer is none.
         """
         note_idle(self._page)
-        sent_at = time.monotonic()
+        self._sent_at, self._num_items = time.monotonic(), len(items)
         self._num_requests += 1
         try:
             self._stdin.write(frame(ScoreRequest(self._num_requests, tuple(items))))
-            reply = self._reply_decoder.decode(await self._reply_before_timeout(sent_at))
+            reply = self._reply_decoder.decode(await self._reply_before_timeout())
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise await self._crash() from error
         except msgspec.DecodeError as error:
@@ -119,42 +122,52 @@ class ScorerWorker:
         return reply.answers
 
     def kill(self) -> None:
-        """End the process and all it started, at once."""
+        """End the process and its session, at once; `wait_ended` ends what has left that."""
         with suppress(ProcessLookupError):
             # It leads its own session, so this reaches whatever the scorer started as well, also
             # after the scorer itself has ended, and no fork can get ahead of it.
             os.killpg(self._process.pid, signal.SIGKILL)
-        kill_marked(self._mark)
 
     async def wait_ended(self) -> None:
-        """Wait until a killed process and all it started are gone.
+        """End what a killed process started, and wait until all of it is gone.
 
         Raises:
             DeadlineError: they are not (one hangs in the kernel).
         """
         async with deadline(END_TIMEOUT_S, peer=PEER, phase="ending after SIGKILL"):
-            await self._process.wait()
             await end_marked(self._mark)
+            await self._process.wait()
 
-    async def _reply_before_timeout(self, sent_at: float) -> bytes:
+    async def wait_reaped(self) -> None:
+        """Wait until the killed process itself is gone; the caller sets the deadline."""
+        await self._process.wait()
+
+    async def _reply_before_timeout(self) -> bytes:
         """Wait as long as the item in work has time left, item after item."""
         while True:
             try:
-                async with asyncio.timeout(self._time_left(sent_at)):
+                async with asyncio.timeout(self._time_left()):
                     return await self._read_body()
             except TimeoutError:
-                if self._time_left(sent_at) > 0:
+                if self._time_left() > 0:
                     continue
-                progress = read_progress(self._page)
+                progress = self._progress()
                 detail = f"no answer within reward.scorer_pool.timeout_s = {self._timeout_s:g} s"
                 raise ScorerFault(
                     FailureKind.SCORER_TIMEOUT, progress.item if progress else None, detail
                 ) from None
 
-    def _time_left(self, sent_at: float) -> float:
-        progress = read_progress(self._page)
-        started_at = progress.started_at if progress else sent_at
-        return started_at + self._timeout_s - time.monotonic()
+    def _time_left(self) -> float:
+        """Of the item in work, but not of more than all items together, and one to read them."""
+        progress = self._progress()
+        started_at = progress.started_at if progress else self._sent_at
+        ends_at = min(
+            started_at + self._timeout_s, self._sent_at + (self._num_items + 1) * self._timeout_s
+        )
+        return ends_at - time.monotonic()
+
+    def _progress(self) -> Progress | None:
+        return read_progress(self._page, self._num_items, self._sent_at)
 
     async def _read_body(self) -> bytes:
         # The header is kept: a wait that is cut short must not lose it.
@@ -170,7 +183,7 @@ class ScorerWorker:
     async def _crash(self) -> ScorerFault:
         self.kill()
         code = await self._process.wait()
-        progress = read_progress(self._page)
+        progress = self._progress()
         item = progress.item if progress else None
         return ScorerFault(FailureKind.SCORER_CRASH, item, f"the scorer ended with {_ending(code)}")
 
@@ -179,9 +192,17 @@ def _garbled(detail: str) -> ScorerFault:
     return ScorerFault(FailureKind.SCORER_CRASH, None, f"the scorer's answer is garbled: {detail}")
 
 
-async def start_worker(setup: ScorerSetup, *, timeout_s: float = START_TIMEOUT_S) -> ScorerWorker:
-    """Start a process and load its scorer; errors as in `ScorerWorker.set_up`."""
-    mark = new_mark()
+async def start_worker(
+    setup: ScorerSetup, *, timeout_s: float = START_TIMEOUT_S, family: str | None = None
+) -> ScorerWorker:
+    """Start a process and load its scorer; errors as in `ScorerWorker.set_up`.
+
+    Args:
+        setup: what it scores with.
+        timeout_s: limit of loading it.
+        family: see `scorer_mark`; ``None``: one of its own.
+    """
+    mark = new_mark(family)
     with tempfile.TemporaryFile() as file:
         file.truncate(PROGRESS_BYTES)
         page = mmap(file.fileno(), PROGRESS_BYTES)
@@ -210,7 +231,12 @@ def _environment(mark: str) -> dict[str, str]:
     path = [str(_PACKAGE_ROOT), *([inherited] if inherited else [])]
     # One thread each: there are as many processes as the configuration asks for.
     own = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", MARK_VARIABLE: mark}
-    return {**os.environ, **own}
+    # A reward function is to have no key to the run's services.
+    return {name: value for name, value in os.environ.items() if not _is_secret(name)} | own
+
+
+def _is_secret(name: str) -> bool:
+    return name.startswith("SLUICE_") and name.endswith(("TOKEN", "_FILE"))
 
 
 def _ending(code: int) -> str:

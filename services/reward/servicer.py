@@ -32,6 +32,7 @@ from sluice.codec.reward_rules import (
     check_announcement,
     check_evaluation,
     check_prompt,
+    check_score,
     check_take,
     extra_info_of,
 )
@@ -132,6 +133,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def Score(self, request: reward.ScoreRequest, context: Context) -> reward.ScoreResponse:
         """Grades responses."""
         self._loop.score_requests.check_size(len(request.items))
+        check_score(request)
         items = [self._item(item, index) for index, item in enumerate(request.items)]
         outcomes = await self._loop.score_requests.score(items)
         return reward.ScoreResponse(results=[_result_to_proto(outcome) for outcome in outcomes])

@@ -3,7 +3,7 @@
 Reads are answered from memory; a writer thread commits changes in their order. Who must not be
 wrong about what survives waits for `durable`: a client's receipt or outcome, a leased batch, an
 acknowledgement. All other changes may be lost with the process, from some moment on all of them:
-their prompts are pending then, and are generated once more.
+their prompts are pending then, and go on from the samples that were saved.
 
 Stages are not written, since what they hold dies with the process: a prompt read back waits again,
 or is leased. Samples are written as they are given (`save_samples`), and a prompt that waits again
@@ -93,8 +93,11 @@ class SqliteLedger(MemoryLedger):
         super().__init__(ended_ids, content)
         self._sample_sizes = sizes
         self._saved_bytes = self._sample_sizes.total()
+        self._drawn_again: dict[str, int] = {}  # positions of forgotten prompts with samples
         self._path = path
         self._writer = LedgerWriter(database, partial(unusable, path))
+        for prompt_id in self._sample_sizes.keys() - self._received.keys():
+            self.forget_samples(prompt_id)
 
     def __enter__(self) -> Self:
         return self
@@ -168,10 +171,20 @@ class SqliteLedger(MemoryLedger):
             (_LOW_WATER, (progress.low_water,)),
             *((_END_POSITION, (position,)) for position in progress.ended_above),
         )
+        for prompt_id, position in self._drawn_again.items():
+            if position < progress.low_water or position in progress.ended_above:
+                self.forget_samples(prompt_id)
+        self._drawn_again.clear()
         return super().restart_data(progress)
 
     def forget_data(self) -> None:
-        """Take back that data-set prompts were drawn which are pending: they are drawn again."""
+        """Take back that data-set prompts were drawn which are pending: they are drawn again.
+
+        Their samples stay until `restart_data` says which of them are not.
+        """
+        for prompt in self._prompts.values():
+            if prompt.position is not None and prompt.prompt_id in self._sample_sizes:
+                self._drawn_again[prompt.prompt_id] = prompt.position
         super().forget_data()
         self._write(("DELETE FROM pending WHERE position IS NOT NULL", ()))
 

@@ -21,7 +21,8 @@ class TokenUse(StrEnum):
     """What became of a token.
 
     ``aborted``: of samples that were broken off, and of copies that another replica finished first;
-    ``failed``: of groups that failed, and of samples without a grade in any group;
+    ``failed``: of groups that failed, and of samples without a grade in any group, those that were
+    drawn once more included;
     ``taken_over``: of groups that another trainer made start again.
     """
 
@@ -94,8 +95,10 @@ def uses_of_group(
     reused = trace.num_reused_tokens
     num_tokens = trace.num_tokens + reused
     if graded is None:
-        lost = trace.num_thrown_away_tokens
-        return Counter({use: num_tokens - lost, TokenUse.ABORTED: lost - reused})
+        lost, replaced = trace.num_thrown_away_tokens, trace.num_replaced_tokens
+        found = Counter({TokenUse.FAILED: replaced, TokenUse.ABORTED: lost - reused})
+        found[use] += num_tokens - lost - replaced
+        return found
     found = Counter({use: graded.greedy.group.num_response_tokens if graded.greedy else 0})
     for rollout, outcome in zip(graded.group.rollouts, graded.outcomes, strict=True):
         if not isinstance(outcome, Failed):
@@ -104,6 +107,7 @@ def uses_of_group(
             found[TokenUse.ABORTED] += rollout.num_tokens
         else:
             found[TokenUse.FAILED] += rollout.num_tokens
+    found[TokenUse.FAILED] += trace.num_replaced_tokens
     # What is in no sample of the group was drawn by attempts that another one replaced.
     found[TokenUse.ABORTED] += max(0, num_tokens - found.total()) - reused
     return found

@@ -40,7 +40,10 @@ class RewardWork:
         pipeline = self._loop.pipeline
         self._awaited, self._looked_s = pipeline.awaited(), time.monotonic()
         generates = pipeline.num_generating > 0 and bool(self._loop.queue.replicas)
-        progress = (pipeline.policy_version, self._loop.batcher.num_kept, self._loop.statistics())
+        progress = (
+            *(pipeline.policy_version, self._loop.batcher.num_kept),
+            self._loop.recorder.progress,
+        )
         return Sighting(progress, generates or pipeline.num_grading > 0, self._patience_s)
 
     def waits(self) -> tuple[Waiting, ...]:

@@ -69,7 +69,7 @@ class PromptEncoder:
             PromptTooLongError: the prompt is over the limit and is not to be cut.
             InvalidRequestError: the template refuses the turns.
         """
-        self._check_size(sum(len(m.content) for m in messages))
+        self._check_size(sum(len(m.role) + len(m.content) for m in messages))
         turns = [{"role": m.role, "content": m.content} for m in messages]
         try:
             text = self._tokenizer.apply_chat_template(

@@ -26,6 +26,7 @@ async def fan_out(
     call: Callable[[PeerT], Awaitable[AnswerT]],
     *,
     on_failure: Callable[[], Awaitable[None]] | None = None,
+    phase: str = "a joint call",
 ) -> Answers[PeerT, AnswerT]:
     """Calls every peer concurrently and waits for all.
 
@@ -35,6 +36,7 @@ async def fan_out(
         on_failure: run once, at the first failure, while other calls are still under way (to
             make them end: a collective that lost a member does not end by itself). Calls that go
             on all the same when it returns are given up and count as failed.
+        phase: what the calls are about, for errors.
     """
     answers: Answers[PeerT, AnswerT] = Answers()
     scopes: set[asyncio.Timeout] = set()
@@ -48,7 +50,8 @@ async def fan_out(
         except SluiceError as error:
             answers.failed[peer] = error
         except TimeoutError:
-            answers.failed[peer] = PeerError(str(peer), "a joint call", "given up: another failed")
+            name = str(getattr(peer, "name", peer))
+            answers.failed[peer] = PeerError(name, phase, "given up: another failed")
         finally:
             scopes.discard(scope)
         if peer in answers.failed:

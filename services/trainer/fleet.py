@@ -71,6 +71,13 @@ class Member:
     idle_share: float
 
 
+MAX_MEMBERS = 4_096
+"""Replicas at one time; as many as an announcement to the reward service may name."""
+
+MAX_INCARNATIONS = 65_536
+"""Processes over the life of a trainer: the counters of those that left count on."""
+
+
 class Fleet:
     """All known replicas.
 
@@ -93,7 +100,8 @@ class Fleet:
         """Adds a replica as pending; a new incarnation replaces the old one.
 
         Raises:
-            InvalidRequestError: its weights do not fit the trainer's model, or it was refused.
+            InvalidRequestError: its weights do not fit the trainer's model, it was refused, or
+                there are too many.
         """
         refusal = self._refusals.get(info.incarnation)
         if refusal is not None:
@@ -107,6 +115,15 @@ class Fleet:
         if known is not None and known.info.incarnation == info.incarnation:
             self._members[info.name] = replace(known, info=info, last_seen_s=now_s)
             return
+        if known is None and len(self._members) >= MAX_MEMBERS:
+            raise InvalidRequestError(
+                f"replica {info.name}: {MAX_MEMBERS} replicas are registered, which is the limit"
+            )
+        if info.incarnation not in self._loads and len(self._loads) >= MAX_INCARNATIONS:
+            raise InvalidRequestError(
+                f"replica {info.name}: {MAX_INCARNATIONS} processes have registered so far; start "
+                "the trainer anew, which forgets those that are gone"
+            )
         load = self._loads.setdefault(info.incarnation, Load(0, 0, 0, 0.0))
         progress = self._progress.get(info.incarnation)
         is_stalled = progress is not None and progress.is_stalled

@@ -150,9 +150,10 @@ class WeightLane:
             members,
             lambda member: self._clients[member].join(specs[keys[member]]),
             self._sender.join,
+            phase := f"forming the group of epoch {self._epoch}",
         )
         if answers.failed:
-            await self._recover(members, answers, delivery, "forming the group")
+            await self._recover(members, answers, delivery, phase)
             return False
         self._members = members
         return True
@@ -170,11 +171,12 @@ class WeightLane:
         def send(stop: threading.Event) -> None:
             reports.append(self._sender.broadcast(snapshot.weights, version, stop, update))
 
-        answers = await self._together(members, receive, send)
+        phase = f"staging version {version}"
+        answers = await self._together(members, receive, send, phase)
         if reports:
             _compare(digests, reports[0].digest, answers, delivery)
         if answers.failed:
-            await self._recover(members, answers, delivery, f"staging version {version}")
+            await self._recover(members, answers, delivery, phase)
             return None
         return reports[0]
 
@@ -213,6 +215,7 @@ class WeightLane:
         members: tuple[ReplicaInfo, ...],
         call: Callable[[ReplicaInfo], Awaitable[None]],
         own: Callable[[threading.Event], None],
+        phase: str,
     ) -> Answers[Member, None]:
         """We and all members enter a collective; one failure ends it for all."""
         stop, we_are_out = threading.Event(), asyncio.Event()
@@ -234,7 +237,7 @@ class WeightLane:
                 await we_are_out.wait()
 
         try:
-            return await fan_out((None, *members), enter, on_failure=end_it)
+            return await fan_out((None, *members), enter, on_failure=end_it, phase=phase)
         finally:
             stop.set()  # a cancelled delivery must not leave the sending thread behind
 

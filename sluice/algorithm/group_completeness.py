@@ -6,6 +6,7 @@ import math
 
 LEAST_SHARE = 0.5
 LEAST_SAMPLES = 2
+_SHARE_DIGITS = 9  # 0.56 * 25 is 14.000000000000002, and asks for 14 samples
 
 
 def fewest_samples(n: int, *, whole_groups: bool, least_share: float = LEAST_SHARE) -> int:
@@ -21,4 +22,4 @@ def fewest_samples(n: int, *, whole_groups: bool, least_share: float = LEAST_SHA
     """
     if whole_groups:
         return n
-    return max(math.ceil(least_share * n), min(LEAST_SAMPLES, n))
+    return max(math.ceil(round(least_share * n, _SHARE_DIGITS)), min(LEAST_SAMPLES, n))

@@ -29,7 +29,7 @@ class OutcomeAction(StrEnum):
 FINAL_ACTIONS = frozenset({OutcomeAction.LEAVE_OUT, OutcomeAction.DROP_GROUP})
 """Those that end a sample."""
 
-NEEDS_RESPONSE = frozenset(
+RESPONDED = frozenset(
     {FailureKind.UNSCORABLE, FailureKind.SCORER_TIMEOUT, FailureKind.SCORER_CRASH}
 )
 """Failures of samples that have a response, so that another look or another draw may help."""
@@ -37,7 +37,7 @@ NEEDS_RESPONSE = frozenset(
 STRIKING_KINDS = frozenset(
     {FailureKind.SCORER_TIMEOUT, FailureKind.SCORER_CRASH, FailureKind.ENGINE_ERROR}
 )
-"""Failures that cost others time: a scorer process, or streams of replicas."""
+"""Failures that cost others time: a scorer process, or a replica's engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class OutcomePolicy:
 
     def __post_init__(self) -> None:
         for kind, rule in self.rules.items():
-            if kind not in NEEDS_RESPONSE and rule.action not in FINAL_ACTIONS:
+            if kind not in RESPONDED and rule.action not in FINAL_ACTIONS:
                 raise ValueError(f"{kind}: {rule.action} asks for a response, and there is none")
 
     def rule(self, kind: FailureKind) -> OutcomeRule:
@@ -125,17 +125,25 @@ class OutcomePolicy:
         )
 
 
-def striking(outcomes: Collection[Outcome]) -> Failed | None:
-    """The first failure of a kind that counts against the prompt; ``None``: there is none."""
-    return next((o for o in _failed(outcomes) if o.kind in STRIKING_KINDS), None)
+def striking(outcomes: Collection[Outcome], *, engine_answered: bool = True) -> Failed | None:
+    """The first failure that counts against the prompt; ``None``: there is none.
+
+    Args:
+        outcomes: of the group's samples.
+        engine_answered: whether a replica answered with an error of its engine. If none did,
+            replicas were lost or stood still, which says nothing about the prompt.
+    """
+    kinds = STRIKING_KINDS if engine_answered else STRIKING_KINDS - {FailureKind.ENGINE_ERROR}
+    return next((o for o in _failed(outcomes) if o.kind in kinds), None)
 
 
 def is_quarantined(strikes: int, max_strikes: int | None) -> bool:
     """Whether a prompt with so many strikes in a row is drawn no more; ``None``: never.
 
-    A visit is a strike where the group failed and a striking failure took part in it. A visit
-    that ends in any other way takes the strikes before it back, so that the trouble of a fleet,
-    which meets all prompts now and then, does not add up.
+    A visit is a strike where the group failed and a striking failure took part in it. A group
+    that comes to any other end of its own takes the strikes before it back, so that trouble which
+    meets all prompts now and then does not add up. One that is broken off (too old, or by another
+    trainer) says nothing.
     """
     return max_strikes is not None and strikes >= max_strikes
 

@@ -15,9 +15,8 @@ from sluice.client.launcher import Launcher, Scaling
 from sluice.client.run_monitor import RunMonitor
 from sluice.concurrency.deadline import deadline
 from sluice.errors import DeadlineError, NotReadyError, PeerError
-from sluice.launch.launcher_address import launcher_address
+from sluice.launch.launcher_address import launcher_of
 from sluice.launch.replica_scale import check_number
-from sluice.launch.servicer import launcher_credentials
 
 _POLL_S = 0.5
 
@@ -47,14 +46,21 @@ def scale(
       sluice scale rollout 4 --run-dir runs/quickstart
     """
     check_number(count)
-    asyncio.run(_scale(count, locate_run(run_dir), timeout, Console(highlight=False)))
+    asyncio.run(scale_rollout(count, locate_run(run_dir), timeout, Console(highlight=False)))
 
 
-async def _scale(count: int, location: RunLocation, timeout_s: float, console: Console) -> None:
-    address = launcher_address(location.run_dir)
-    credentials = launcher_credentials(location.credentials)
+async def scale_rollout(
+    count: int, location: RunLocation, timeout_s: float, console: Console
+) -> None:
+    """Has the launcher of a run keep `count` replicas, and waits until they serve.
+
+    Raises:
+        NotReadyError: no launcher answers.
+        DeadlineError: it takes longer than `timeout_s` seconds.
+    """
+    found = launcher_of(location.run_dir)
     async with (
-        Launcher(address, credentials) as launcher,
+        Launcher(found.address, found.credentials) as launcher,
         RunMonitor(location.trainer, location.reward, credentials=location.credentials) as monitor,
     ):
         try:
@@ -63,10 +69,9 @@ async def _scale(count: int, location: RunLocation, timeout_s: float, console: C
             raise NotReadyError(
                 f"run: the launcher of {location.run_dir} does not answer; it has ended"
             ) from error
-        if not (change.started or change.drained):
-            console.print(f"{count} replicas already; nothing to do")
-            return
-        console.print(_as_text(change))
+        is_changed = bool(change.started or change.drained)
+        if is_changed:
+            console.print(_as_text(change))
         with console.status("waiting") as status:
             async with deadline(
                 timeout_s,
@@ -74,10 +79,11 @@ async def _scale(count: int, location: RunLocation, timeout_s: float, console: C
                 phase=f"scaling to {count} replicas",
                 remedy=f"see the logs in {location.run_dir / 'logs'}; the change goes on",
             ):
-                while left := await _outstanding(change, launcher, monitor):
+                while left := await _outstanding(change, launcher, monitor, is_changed):
                     status.update(f"waiting for {', '.join(left)}")
                     await asyncio.sleep(_POLL_S)
-        console.print(f"done: {count} replicas")
+        done = "done: {} replicas" if is_changed else "{} replicas already; nothing to do"
+        console.print(done.format(count))
 
 
 def _as_text(change: Scaling) -> str:

@@ -17,7 +17,7 @@ from sluice.cli.live_view import LiveView
 from sluice.cli.run_location import CONFIG_NAME
 from sluice.cli.terminal_text import printable
 from sluice.client.run_monitor import RunMonitor
-from sluice.config.checks import check_config
+from sluice.config.checks import check_config, fixed_ports
 from sluice.config.dump import write_config
 from sluice.config.endpoints import peer_address
 from sluice.config.explain import launch_notices
@@ -29,7 +29,7 @@ from sluice.errors import ConfigError
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.reward_function_check import check_reward_function
 from sluice.launch.service_spec import local_services, rollout_service, with_ports
-from sluice.launch.servicer import launch_service, launcher_credentials
+from sluice.launch.servicer import launch_service
 from sluice.launch.supervisor import EXIT_INTERRUPTED, RunEnd, Supervisor
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.rpc.credentials import service_credentials
@@ -143,9 +143,11 @@ async def _supervise(
     scale = ReplicaScale(
         supervisor,
         lambda number: rollout_service(config, config_file, number),
-        has_fixed_port=config.sluice.rollout.endpoint.port != 0,
+        has_fixed_port=bool(fixed_ports(config.sluice.rollout)),
     )
-    control = launch_service(run_dir, supervisor, scale, launcher_credentials(credentials))
+    control = launch_service(
+        run_dir, supervisor, scale, asks_secret=credentials.identify_callers
+    )
     async with monitor, control, asyncio.TaskGroup() as tasks:
         following = tasks.create_task(view.follow(monitor), name="live-view")
         end = await supervisor.run()

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.json_format import MessageToDict
 
 from sluice.api.reward.v1 import reward_pb2 as reward
-from sluice.codec.field_rules import check_count, check_name, check_range, check_text
+from sluice.codec.field_rules import check_name, check_range, check_text
 from sluice.codec.fleet_rules import check_replicas
 from sluice.codec.numbers import MAX_NUMBER
+from sluice.codec.rollout_rules import check_turns
 from sluice.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -20,11 +21,12 @@ __all__ = [
     "check_announcement",
     "check_evaluation",
     "check_prompt",
+    "check_score",
     "check_take",
     "extra_info_of",
 ]
 
-MAX_ROLE_BYTES, MAX_SOURCE_BYTES = 64, 256
+MAX_SOURCE_BYTES = 256
 MAX_SAMPLES, MAX_TEMPERATURE = 1024, 100.0
 
 
@@ -47,12 +49,16 @@ def extra_info_of(struct: Struct, field: str, max_bytes: int) -> dict[str, Any]:
 
 def check_prompt(request: reward.SubmitPromptsRequest, max_turns: int) -> None:
     """Few turns, with short roles, and a name of the data source."""
-    check_count("messages", request.messages, max_turns)
-    for index, turn in enumerate(request.messages):
-        check_text(f"messages[{index}].role", turn.role, MAX_ROLE_BYTES)
+    check_turns("messages", request.messages, max_turns)
     check_text("data_source", request.data_source, MAX_SOURCE_BYTES)
     if request.prompt_id and not request.prompt_id.isprintable():
         check_name("prompt_id", request.prompt_id)
+
+
+def check_score(request: reward.ScoreRequest) -> None:
+    """Short names of data sources: what is known of a source is kept by its name."""
+    for index, item in enumerate(request.items):
+        check_text(f"items[{index}].data_source", item.data_source, MAX_SOURCE_BYTES)
 
 
 def check_take(request: reward.TakeBatchRequest) -> None:

@@ -6,22 +6,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
-from sluice.codec.field_rules import check_name, check_range
+from sluice.codec.field_rules import check_count, check_name, check_range, check_text
 from sluice.codec.numbers import MAX_NUMBER
 from sluice.errors import InvalidRequestError
 from sluice.types import Rollout
 
-__all__ = ["check_generate", "check_partials"]
+__all__ = ["MAX_ROLE_BYTES", "MAX_TURNS", "check_generate", "check_partials", "check_turns"]
 
 MAX_SAMPLE_INDEX = 1023
+MAX_TURNS, MAX_ROLE_BYTES = 1024, 64
 MAX_LINGER_MS = 60_000
 MAX_PARTIAL_INTERVAL_MS = 3_600_000
 
 
 def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
-    """Names, indexes and times in their ranges. Raises InvalidRequestError."""
+    """Names, indexes, turns and times in their ranges. Raises InvalidRequestError."""
     check_name("request_id", request.request_id, may_be_empty=True)
+    check_turns("prompt.chat.messages", request.prompt.chat.messages, MAX_TURNS)
     indexes = request.sample_indexes
     if not 1 <= len(indexes) <= max_n or len(set(indexes)) != len(indexes):
         raise InvalidRequestError(
@@ -40,6 +43,17 @@ def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
             f"partials: {len(request.partials)} given for {len(indexes)} samples; send at most one "
             "a sample"
         )
+
+
+def check_turns(field: str, turns: Sequence[common.ChatMessage], most: int) -> None:
+    """Few turns with short roles: chat templates take longer with each, whatever it says.
+
+    Raises:
+        InvalidRequestError: names the field, which is `field` or a role in it.
+    """
+    check_count(field, turns, most)
+    for index, turn in enumerate(turns):
+        check_text(f"{field}[{index}].role", turn.role, MAX_ROLE_BYTES)
 
 
 def check_partials(partials: Sequence[Rollout]) -> None:

@@ -3,7 +3,9 @@
 Consumes: sightings, taken in the event loop at intervals. Waits for: the time of the next look.
 Produces: after `stall_s` without progress what is waited for, as a warning, and the stacks of all
 threads and tasks in a file of the run's logs; after `give_up_s` the same and the end of the
-process with the exit code `EXIT_STALLED`, so that whoever supervises it can start it again.
+process with the exit code `EXIT_STALLED`, so that whoever supervises it can start it again. Where
+no thread can look any more because one keeps the interpreter's lock, SIGPROF ends the process
+(`cpu_deadline`, which also says what is not seen).
 On failure: a report that cannot be written or told in `REPORT_TIMEOUT_S` is left out; a stuck log
 must not keep the process from its end.
 On shutdown: the block ends, and the thread with it.
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from sluice.concurrency.cpu_deadline import CpuDeadline
 from sluice.concurrency.process_mark import marked_process
 from sluice.concurrency.stacks import write_stacks
 from sluice.concurrency.stall import Sighting, StallJudge, Verdict
@@ -50,6 +53,7 @@ class Watchdog:
         stacks_file: where stacks are added; ``None``: nowhere.
         interval_s: seconds between two looks.
         end: ends the process at once.
+        cpu_deadline: pushed back by each look; ``None``: a kept interpreter's lock is borne.
     """
 
     def __init__(
@@ -61,9 +65,11 @@ class Watchdog:
         stacks_file: Path | None = None,
         interval_s: float = _MOST_BETWEEN_LOOKS_S,
         end: Callable[[int], object] = os._exit,
+        cpu_deadline: CpuDeadline | None = None,
     ) -> None:
         self._judge, self._sight, self._waits = judge, sight, waits
         self._stacks_file, self._interval_s, self._end = stacks_file, interval_s, end
+        self._cpu_deadline = cpu_deadline
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over = threading.Event()
         self._next: asyncio.TimerHandle | None = None
@@ -74,6 +80,8 @@ class Watchdog:
         self._loop = asyncio.get_running_loop()
         self._beat()
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        if self._cpu_deadline is not None:
+            self._cpu_deadline.start()
         thread.start()
         try:
             yield
@@ -82,6 +90,8 @@ class Watchdog:
             if self._next is not None:
                 self._next.cancel()
             thread.join(self._interval_s + REPORT_TIMEOUT_S)
+            if self._cpu_deadline is not None:
+                self._cpu_deadline.stop()
 
     @property
     def still_s(self) -> float | None:
@@ -96,6 +106,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.wait(self._interval_s):
+            if self._cpu_deadline is not None:
+                self._cpu_deadline.push_back()
             verdict = self._judge.look(time.monotonic())
             if verdict is Verdict.STALLED:
                 self._within_bounds(lambda: logger.warning("%s", self._report()))
@@ -170,7 +182,15 @@ def watched_service(
     interval_s = min([_MOST_BETWEEN_LOOKS_S, *(each / _LOOKS_A_STALL for each in known_s)])
     stacks_file = run_dir / "logs" / f"{name}.stacks.txt" if run_dir.is_dir() else None
     judge = StallJudge(limits.stall_s, limits.give_up_s, interval_s)
-    watchdog = Watchdog(judge, sight, waits=waits, stacks_file=stacks_file, interval_s=interval_s)
+    give_up_s = limits.give_up_s
+    watchdog = Watchdog(
+        judge,
+        sight,
+        waits=waits,
+        stacks_file=stacks_file,
+        interval_s=interval_s,
+        cpu_deadline=None if give_up_s is None else CpuDeadline(give_up_s, stacks_file),
+    )
     _watching.append(watchdog)
     try:
         with marked_process(run_dir, name, address), watchdog.watching():

@@ -22,7 +22,7 @@ from sluice.config.model_rules import engine_violations, shape_violations
 from sluice.config.problems import raise_problems
 from sluice.config.rollout import ENGINES
 from sluice.config.run import RunConfig
-from sluice.config.service import MOST_MESSAGE_MB, EndpointConfig
+from sluice.config.service import MOST_MESSAGE_MB, EndpointConfig, RolloutServiceConfig
 from sluice.config.straggler_limits import straggler_problems
 from sluice.config.strategy_rules import strategy_problems
 from sluice.config.verl_reading import verl_run
@@ -31,7 +31,9 @@ from sluice.config.verl_run import ACTOR, ROLLOUT
 from sluice.config.violation import Violation
 from sluice.errors import ConfigError
 
+_NO_PORT = {"port": "0 to have one chosen", "health_port": "0 for none"}
 DEVICES = ("cpu", "cuda", "npu")
+_SHORTEST_STALL_S = 1.0
 _NEEDS_OTHERS = ("grpo_passk", "rloo_vectorized", "adpo")  # the others keep a lone raw reward
 
 
@@ -247,6 +249,11 @@ def _resume(config: RunConfig) -> Iterator[str]:
         )
 
 
+def fixed_ports(rollout: RolloutServiceConfig) -> tuple[str, ...]:
+    """Which of the ports of replicas (``port``, ``health_port``) only one replica can have."""
+    return tuple(key for key in _NO_PORT if getattr(rollout.endpoint, key))
+
+
 def _endpoints(config: RunConfig) -> Iterator[str]:
     services = config.sluice
     taken: dict[tuple[str, int], str] = {}
@@ -255,21 +262,23 @@ def _endpoints(config: RunConfig) -> Iterator[str]:
         ("trainer", services.trainer.endpoint),
         ("rollout", services.rollout.endpoint),
     ):
-        where = (endpoint.host, endpoint.port)
-        if endpoint.port and where in taken:
-            yield (
-                f"sluice.{name}.endpoint.port = {endpoint.port} taken by "
-                f"sluice.{taken[where]}.endpoint; give each service its own port, or 0 to have "
-                "one chosen"
-            )
-        taken.setdefault(where, name)
+        for key in ("port", "health_port"):
+            port = getattr(endpoint, key)
+            where, setting = (endpoint.host, port), f"sluice.{name}.endpoint.{key}"
+            if port and where in taken:
+                yield (
+                    f"{setting} = {port} taken by {taken[where]}; give each its own port, or "
+                    f"{_NO_PORT[key]}"
+                )
+            taken.setdefault(where, setting)
         yield from _advertised(f"sluice.{name}.endpoint", endpoint)
-    replicas, port = services.rollout.replicas, services.rollout.endpoint.port
-    if port and replicas > 1:
-        yield (
-            f"sluice.rollout.endpoint.port = {port} with sluice.rollout.replicas = {replicas}: "
-            "all replicas would take one port; set the port to 0"
-        )
+    for key in fixed_ports(services.rollout):
+        replicas, port = services.rollout.replicas, getattr(services.rollout.endpoint, key)
+        if replicas > 1:
+            yield (
+                f"sluice.rollout.endpoint.{key} = {port} with sluice.rollout.replicas = "
+                f"{replicas}: all replicas would take one port; set it to {_NO_PORT[key]}"
+            )
 
 
 def _advertised(key: str, endpoint: EndpointConfig) -> Iterator[str]:
@@ -295,6 +304,22 @@ def _heartbeats(config: RunConfig) -> Iterator[str]:
                 f"(heartbeat_interval_s = {trainer.heartbeat_interval_s:g}), so one late heartbeat "
                 f"{consequence} a replica; raise it"
             )
+
+
+def _watchdog(config: RunConfig) -> Iterator[str]:
+    watchdog = config.sluice.watchdog
+    stall_s, give_up_s = watchdog.stall_s, watchdog.give_up_s
+    if stall_s is not None and stall_s < _SHORTEST_STALL_S:
+        yield (
+            f"sluice.watchdog.stall_s = {stall_s:g}: a healthy service pauses that long; set it to "
+            f"{_SHORTEST_STALL_S:g} or more, or to null"
+        )
+    if stall_s is not None and give_up_s is not None and stall_s >= give_up_s:
+        yield (
+            f"sluice.watchdog.stall_s = {stall_s:g} is not below give_up_s = {give_up_s:g}: the "
+            "process would end before anything is told of its stall; lower stall_s, or raise "
+            "give_up_s"
+        )
 
 
 def _message_size(config: RunConfig) -> Iterator[Violation]:
@@ -327,4 +352,5 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _resume,
     _endpoints,
     _heartbeats,
+    _watchdog,
 )

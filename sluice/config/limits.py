@@ -28,7 +28,12 @@ class LimitsConfig(Section, frozen=True):
         PositiveInt, Meta(description="WatchSteps calls that may be open at once.")
     ] = 256
     max_prompt_turns: Annotated[
-        PositiveInt, Meta(description="Turns of a prompt that a client submits.")
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="Turns of a prompt that a client submits; replicas take no more than 1024.",
+        ),
     ] = 1024
     max_extra_info_kb: Annotated[
         PositiveInt,

@@ -11,6 +11,8 @@ from msgspec import Meta
 from sluice.config.section import Section
 
 FILE_FIELDS = ("ca_file", "cert_file", "key_file", "token_file")
+# An empty text is a variable that was not filled in, not a wish for no protection.
+_Given = Annotated[str, Meta(min_length=1)]
 
 
 class SecurityConfig(Section, frozen=True):
@@ -26,7 +28,7 @@ class SecurityConfig(Section, frozen=True):
         ),
     ] = "off"
     ca_file: Annotated[
-        str | None,
+        _Given | None,
         Meta(
             description=(
                 "PEM file of the authorities that signed the peers' certificates; none, for "
@@ -35,13 +37,13 @@ class SecurityConfig(Section, frozen=True):
         ),
     ] = None
     cert_file: Annotated[
-        str | None, Meta(description="PEM file of this process's certificate and its chain.")
+        _Given | None, Meta(description="PEM file of this process's certificate and its chain.")
     ] = None
     key_file: Annotated[
-        str | None, Meta(description="PEM file of the certificate's private key, unencrypted.")
+        _Given | None, Meta(description="PEM file of the certificate's private key, unencrypted.")
     ] = None
     server_name: Annotated[
-        str | None,
+        _Given | None,
         Meta(
             description=(
                 "Name that every server's certificate carries, whatever its address; none: the "
@@ -50,7 +52,7 @@ class SecurityConfig(Section, frozen=True):
         ),
     ] = None
     token_file: Annotated[
-        str | None,
+        _Given | None,
         Meta(
             description=(
                 "File of bearer tokens, one a line: all are accepted, the first is presented; "

@@ -22,6 +22,7 @@ from sluice.security.trial_handshake import (
 
 KEY = "sluice.security"
 TOKEN_KEY = f"{KEY}.token_file"
+_TEXT_FIELDS = (*FILE_FIELDS, "server_name")
 _FILE_BY_SUBJECT = {"cert": "cert_file", "key": "key_file", "ca": "ca_file"}
 
 
@@ -68,6 +69,13 @@ def exposed_secrets(security: SecurityConfig) -> Iterator[str]:
 
 
 def _missing(security: SecurityConfig, *, for_server: bool) -> list[str]:
+    empty = [
+        f"{KEY}.{name} = '' is empty, which switches nothing off; give it a value, or take it out"
+        for name in _TEXT_FIELDS
+        if getattr(security, name) == ""
+    ]
+    if empty:
+        return empty
     needed = _needed(security, for_server=for_server)
     problems = [
         f"{KEY}.tls = {security.tls} needs {KEY}.{name}, which is not set; name a PEM file "

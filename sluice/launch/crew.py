@@ -90,11 +90,6 @@ class Crew:
         """The crew's name, for logs."""
         return self.specs[0].crew_name
 
-    @property
-    def is_running(self) -> bool:
-        """Whether any of its processes runs."""
-        return any(not child.has_ended for child in self._running.values())
-
     def pid_of(self, name: str) -> int | None:
         """The process id of a running member."""
         child = self._running.get(name)

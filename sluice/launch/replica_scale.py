@@ -74,7 +74,7 @@ class ReplicaScale:
     Args:
         processes: of the run.
         make_replica: the specification of the replica with a number.
-        has_fixed_port: whether all replicas would listen on the same port.
+        has_fixed_port: whether all replicas would listen on the same port, or answer probes there.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ReplicaScale:
         if wanted > 1 and self._has_fixed_port:
             raise InvalidRequestError(
                 f"replicas: {wanted} cannot share one port; start the run with "
-                "sluice.rollout.endpoint.port=0"
+                "sluice.rollout.endpoint.port=0 and sluice.rollout.endpoint.health_port=0"
             )
         numbers: dict[bool, list[int]] = {False: [], True: []}
         for state in self._processes.services():

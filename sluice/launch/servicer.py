@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,10 +11,15 @@ import grpc
 
 from sluice.api.launch.v1 import launch_pb2 as launch
 from sluice.api.launch.v1 import launch_pb2_grpc
-from sluice.launch.launcher_address import LAUNCHER_NAME
+from sluice.launch.launcher_address import (
+    LAUNCHER_NAME,
+    LauncherAddress,
+    drawn_secret,
+    write_launcher,
+)
 from sluice.launch.replica_scale import Processes, ReplicaScale
 from sluice.launch.service_spec import replica_name
-from sluice.rpc.credentials import OPEN, Credentials
+from sluice.rpc.credentials import OPEN
 from sluice.rpc.server import RpcServer
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -64,19 +67,23 @@ class LaunchServicer(launch_pb2_grpc.LaunchServiceServicer):
         )
 
 
-def launcher_credentials(credentials: Credentials) -> Credentials:
-    """What of a run's credentials the launcher asks for, on the loopback interface: its token."""
-    return Credentials(tokens=credentials.tokens)
-
-
 @asynccontextmanager
 async def launch_service(
-    run_dir: Path, processes: Processes, scale: ReplicaScale, credentials: Credentials = OPEN
-) -> AsyncIterator[str]:
+    run_dir: Path, processes: Processes, scale: ReplicaScale, *, asks_secret: bool = True
+) -> AsyncIterator[LauncherAddress]:
     """Serves on a free port of the loopback interface while the block runs; gives the address.
 
-    The address stands in the run's folder meanwhile.
+    The address stands in the run's folder meanwhile, with a secret that is drawn anew at each
+    start. Whoever bears it may call the launcher, and nothing else; no token of the run is asked
+    for, so that none comes here.
+
+    Args:
+        run_dir: the run's folder.
+        processes: of the run.
+        scale: changes the number of replicas.
+        asks_secret: whether calls have to bear the secret.
     """
+    secret = drawn_secret()
     servicer = LaunchServicer(processes, scale)
     server = RpcServer(
         [lambda server: launch_pb2_grpc.add_LaunchServiceServicer_to_server(servicer, server)],
@@ -84,15 +91,13 @@ async def launch_service(
         host=_HOST,
         port=0,
         max_message_bytes=_MAX_MESSAGE_BYTES,
-        credentials=credentials,
+        credentials=LauncherAddress("", secret).credentials if asks_secret else OPEN,
     )
     await server.start()
-    file = run_dir / LAUNCHER_NAME
-    fresh = file.with_suffix(".new")
-    fresh.write_text(json.dumps({"address": server.address, "pid": os.getpid()}), encoding="utf-8")
-    fresh.replace(file)
+    launcher = LauncherAddress(server.address, secret)
+    write_launcher(run_dir, launcher)
     try:
-        yield server.address
+        yield launcher
     finally:
-        file.unlink(missing_ok=True)
+        (run_dir / LAUNCHER_NAME).unlink(missing_ok=True)
         await server.stop(_LAST_ANSWERS_S)

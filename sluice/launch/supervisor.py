@@ -118,13 +118,13 @@ class Supervisor:
 
         Raises:
             NotFoundError: no process has that name.
-            NotReadyError: the run has not begun.
+            NotReadyError: the run has not begun or is over.
         """
         crew = next((crew for crew in self._crews if crew.name == name), None)
         if crew is None:
             raise NotFoundError(f"{name}: no process of this run has that name")
-        if self._tasks is None:
-            raise NotReadyError(f"{name}: the run is starting")
+        if self._tasks is None or self._ending or self._over.is_set():
+            raise NotReadyError(f"{name}: the run is starting or ending; nothing is asked to leave")
         logger.info("%s is asked to leave", name)
         crew.is_dismissed = True
         crew.released.set()

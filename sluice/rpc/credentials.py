@@ -104,26 +104,35 @@ def client_credentials(
     Raises:
         ConfigError: they would not work; lists why, with remedies.
     """
-    given: dict[str, str | None] = {
-        key: environment[name] for key, name in FILE_VARIABLES.items() if environment.get(name)
-    }
+    given = _given_files(environment)
     if security.tls == "off":  # the variables may be for another run
         given = {key: path for key, path in given.items() if key == "token_file"}
+    if security.tls == "server" and not {"cert_file", "key_file"} <= given.keys():
+        # What the configuration names is the service's, and nobody asks a caller for it.
+        given |= {"cert_file": None, "key_file": None}
     token = environment.get(TOKEN_VARIABLE)
-    if token:
+    if token is not None:
         given["token_file"] = None
     merged = msgspec.structs.replace(security, **given)
     raise_problems(client_problems(merged), f"{_CHECKED} and SLUICE_ variables")
     return _load(merged, token)
 
 
+def _given_files(environment: Mapping[str, str]) -> dict[str, str | None]:
+    given = {key: environment[name] for key, name in FILE_VARIABLES.items() if name in environment}
+    empty = [FILE_VARIABLES[key] for key, path in given.items() if not path]
+    problems = [f"{name} is set and empty; name a file, or unset it" for name in empty]
+    raise_problems(problems, "SLUICE_ variables")
+    return dict(given)
+
+
 def _load(security: SecurityConfig, token: str | None) -> Credentials:
     for sentence in exposed_secrets(security):
         logger.warning("%s", sentence)
     tokens: TokenSource | None = None
-    if security.token_file:
+    if security.token_file is not None:
         tokens = TokenFile(Path(security.token_file), TOKEN_KEY)
-    elif token:
+    elif token is not None:
         tokens = GivenToken(token, TOKEN_VARIABLE)
     if security.tls == "off":
         return Credentials(tokens=tokens)

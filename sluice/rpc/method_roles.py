@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from sluice.security.tokens import Role
 
-HEALTH_PREFIX = "/grpc.health.v1.Health/"
+_HEALTH_PREFIX = "/grpc.health.v1.Health/"
+HEALTH_CHECK = f"{_HEALTH_PREFIX}Check"
 
 # Sampling, submitting, scoring and looking. Not what steers the run, hands out its batches or
 # replaces its weights.
@@ -24,11 +25,11 @@ _REFLECTION_PREFIX = "/grpc.reflection."
 
 def is_open(method: str) -> bool:
     """Whether a method (``/package.Service/Method``) needs no token."""
-    return method.startswith(HEALTH_PREFIX)
+    return method == HEALTH_CHECK
 
 
 def is_allowed(role: Role, method: str) -> bool:
     """Whether a caller of that role may use the method."""
     if role is Role.SERVICE:
         return True
-    return method in CLIENT_METHODS or method.startswith(_REFLECTION_PREFIX)
+    return method in CLIENT_METHODS or method.startswith((_REFLECTION_PREFIX, _HEALTH_PREFIX))

@@ -16,6 +16,7 @@ from sluice.rpc.channel import message_limits
 from sluice.rpc.credentials import OPEN, Credentials
 from sluice.rpc.exposure import exposure
 from sluice.rpc.interceptors import ErrorInterceptor
+from sluice.rpc.probe_server import ProbeServer
 from sluice.rpc.token_interceptor import TokenInterceptor
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,6 @@ class RpcServer:
         health_port: int = 0,
     ) -> None:
         self._host, self._wanted_port, self._credentials = host, port, credentials
-        self._health_port = health_port
         self._service_names = tuple(service_names)
         self._server = grpc.aio.server(
             # The token is asked for first: without one not even an error says what is served.
@@ -75,9 +75,7 @@ class RpcServer:
         reflection.enable_server_reflection(
             (*self._service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME), self._server
         )
-        self._probed = grpc.aio.server(options=[("grpc.so_reuseport", 0)]) if health_port else None
-        if self._probed is not None:
-            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
+        self._probed = ProbeServer(self._health, host, health_port) if health_port else None
         self.port = 0
 
     @property
@@ -98,7 +96,8 @@ class RpcServer:
         except RuntimeError as error:
             raise port_in_use(self._host, self._wanted_port) from error
         await self._server.start()
-        await self._start_probed()
+        if self._probed is not None:
+            await self._probed.start()
         await self.set_serving(serving=serving)
         logger.info("listening on %s", self.address)
         if risk := exposure(self._host, self._credentials):
@@ -108,16 +107,6 @@ class RpcServer:
         if self._credentials.is_encrypted:
             return self._server.add_secure_port(wanted, self._credentials.for_server())
         return self._server.add_insecure_port(wanted)
-
-    async def _start_probed(self) -> None:
-        if self._probed is None:
-            return
-        check_bindable(self._host, self._health_port)
-        try:
-            self._probed.add_insecure_port(join_host_port(self._host, self._health_port))
-        except RuntimeError as error:
-            raise port_in_use(self._host, self._health_port) from error
-        await self._probed.start()
 
     async def set_serving(self, *, serving: bool) -> None:
         """What health checks answer, for the whole server and each of its services."""
@@ -131,7 +120,7 @@ class RpcServer:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
         if self._probed is not None:
-            await self._probed.stop(0)
+            await self._probed.stop()
 
 
 def _token_interceptors(credentials: Credentials) -> tuple[TokenInterceptor, ...]:

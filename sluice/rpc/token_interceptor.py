@@ -1,4 +1,4 @@
-"""The server interceptor that asks every call for a bearer token, but for health."""
+"""The server interceptor that asks every call for a bearer token, but for checks of health."""
 
 # ruff: noqa: ANN401
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from sluice.errors import AccessDeniedError
+from sluice.rpc.health_check import BoundedChecks
 from sluice.rpc.method_roles import is_allowed, is_open
 from sluice.rpc.status_codes import CLASS_KEY
 from sluice.security.token_file import TokenSource
@@ -29,7 +30,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, source: TokenSource) -> None:
-        self._source = source
+        self._source, self._checks = source, BoundedChecks()
 
     async def intercept_service(
         self,
@@ -39,7 +40,8 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         """Passes the call on, or refuses it before its request is read."""
         method = handler_call_details.method
         if is_open(method):
-            return await continuation(handler_call_details)
+            handler = await continuation(handler_call_details)
+            return None if handler is None else self._checks.bounded(handler)
         presented = _presented(handler_call_details.invocation_metadata)
         if presented is None:
             return _refusal(grpc.StatusCode.UNAUTHENTICATED, f"no bearer token came; {_REMEDY}")

@@ -35,6 +35,8 @@ def write_private(folder: Path, files: Mapping[str, bytes], *, replace: bool) ->
 
 
 def _write(path: Path, content: bytes) -> None:
+    # A process with this number that was killed may have left one, and others could read it.
+    path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with os.fdopen(os.open(path, flags, _OWNER_ONLY), "wb") as file:
         file.write(content)

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from services.reward import scorer_idleness
 from services.reward.scorer_messages import ScoreItem
+from services.reward.scorer_offspring import ProcessKey, cpu_by_mark
 from services.reward.scorer_pool import running_scorer_pool
+from services.reward.scorer_worker import ScorerWorker
 from sluice.config.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.small_run import is_running
@@ -102,10 +105,44 @@ def memory_of_many():
         child(hold)
     spin()
 
-def threads():
-    for _ in range(20):
+def start_spinning_threads():
+    # Small stacks and few: all of them fit into the process's address space.
+    threading.stack_size(2**18)
+    for _ in range(4):
         threading.Thread(target=spin, daemon=True).start()
+
+def threads():
+    start_spinning_threads()
     spin()
+
+def threads_left_behind():
+    noted()
+    start_spinning_threads()
+    return 1.0
+
+def threads_left_behind_by_an_error():
+    threads_left_behind()
+    raise RuntimeError("can't start new thread")
+
+def sessions_left_behind():
+    def leave():
+        os.setsid()
+        spin()
+    noted()
+    for _ in range(2):
+        child(leave)
+    return 1.0
+
+def works_with_a_helper():
+    def sleep():
+        noted()
+        time.sleep(1000)
+    noted()
+    child(sleep)
+    since = time.process_time()
+    while time.process_time() < since + 1.5:
+        pass
+    return 1.0
 
 def files():
     noted()
@@ -129,6 +166,11 @@ HANGS = (
     *("exponential_regex", "sympy_blow_up", "huge_power", "forks", "sessions", "orphans"),
     *("programs", "memory_of_many", "threads", "files", "ignores_everything"),
 )
+LEAVES_BEHIND = {
+    "threads_left_behind": 1.0,
+    "threads_left_behind_by_an_error": FailureKind.UNSCORABLE,
+    "sessions_left_behind": 1.0,
+}
 
 
 @pytest.fixture
@@ -177,3 +219,67 @@ async def test_what_a_scorer_left_in_other_sessions_ends_when_the_scorer_does(
         await until_reclaimed(bombs)
     assert outcomes == [FailureKind.SCORER_CRASH]
     assert len(pids_of(bombs)) == 4
+
+
+@pytest.mark.parametrize("bomb", LEAVES_BEHIND)
+async def test_what_spins_on_after_an_answer_is_ended_and_others_are_scored_meanwhile(
+    bombs: CustomRewardFunctionConfig, bomb: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = ScorerPoolConfig(num_workers=2, timeout_s=30.0, memory_mb=600)
+    async with running_scorer_pool(limits, bombs) as pool:
+        async with asyncio.TaskGroup() as tasks:
+            exploding = tasks.create_task(pool.score(items(bomb)))
+            other = tasks.create_task(pool.score(items("a")))
+        assert [told(exploding.result()), told(other.result())] == [[LEAVES_BEHIND[bomb]], [1.0]]
+        assert told(await pool.score(items("b"))) == [1.0]
+        await until_reclaimed(bombs)
+        assert told(await pool.score(items("c", "d"))) == [1.0, 1.0]
+        assert (pool.num_ended_idle, pool.num_replaced) == (1, 1)
+    assert "data_source 'mine'" in caplog.text
+
+
+async def test_cpu_of_a_busy_scorer_and_a_helper_that_sleeps_are_borne(
+    bombs: CustomRewardFunctionConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scorer_idleness, "LOOK_INTERVAL_S", 0.1)
+    limits = ScorerPoolConfig(num_workers=1, timeout_s=30.0, memory_mb=600)
+    looks = watched_looks(monkeypatch)
+    async with running_scorer_pool(limits, bombs) as pool:
+        assert told(await pool.score(items("works_with_a_helper"))) == [1.0]
+        async with asyncio.timeout(RECLAIMED_WITHIN_S):
+            while [num for num in looks if num == 2][3:] == []:
+                await asyncio.sleep(0.01)
+        assert pool.num_replaced == 0
+    assert not any(map(is_running, pids_of(bombs)))
+
+
+def watched_looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Processes that each look sees, look by look."""
+    seen: list[int] = []
+
+    def look(marks: set[str]) -> dict[str, dict[ProcessKey, float]]:
+        found = cpu_by_mark(marks)
+        seen.append(sum(map(len, found.values())))
+        return found
+
+    monkeypatch.setattr(scorer_idleness, "cpu_by_mark", look)
+    return seen
+
+
+async def test_a_request_that_comes_while_an_idle_process_is_ended_gets_another(
+    bombs: CustomRewardFunctionConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_kill, asked = ScorerWorker.kill, asyncio.Event()
+
+    def kill(worker: ScorerWorker) -> None:
+        really_kill(worker)
+        asked.set()
+
+    monkeypatch.setattr(ScorerWorker, "kill", kill)
+    limits = ScorerPoolConfig(num_workers=1, timeout_s=30.0, memory_mb=600)
+    async with running_scorer_pool(limits, bombs) as pool:
+        assert told(await pool.score(items("threads_left_behind"))) == [1.0]
+        async with asyncio.timeout(RECLAIMED_WITHIN_S):
+            await asked.wait()
+        assert told(await pool.score(items("a"))) == [1.0]
+        assert (pool.num_ended_idle, pool.num_replaced) == (1, 1)

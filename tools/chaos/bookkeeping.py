@@ -133,7 +133,9 @@ def read_dumps(folder: Path) -> list[Dump]:
     """All whole dumps."""
     found = []
     for file in folder.glob("[0-9]*.jsonl"):
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        # Not splitlines: answers hold other characters that end lines.
+        lines = file.read_text(encoding="utf-8").split("\n")
+        rows = [json.loads(line) for line in lines if line]
         ids = frozenset(row["uid"] for row in rows)
         found.append(Dump(int(file.stem), file.stat().st_mtime, ids))
     return found

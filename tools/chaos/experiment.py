@@ -21,7 +21,6 @@ from sluice.rpc.call import unary_call
 from sluice.rpc.channel import open_channel
 from sluice.rpc.stubs import trainer_stub
 from tools.chaos.bookkeeping import (
-    LedgerView,
     ended_as,
     judge_books,
     read_dumps,
@@ -32,11 +31,11 @@ from tools.chaos.cable import Cable
 from tools.chaos.injection import Injector
 from tools.chaos.late_waits import late_waits, limits_of
 from tools.chaos.launched_run import LaunchedRun, launched_run
-from tools.chaos.observation import Observer, digest_mismatches
+from tools.chaos.observation import Observation, Observer, digest_mismatches
 from tools.chaos.preparation import DUMPS, Size, prepare_run
 from tools.chaos.schedule import Fault
 from tools.chaos.verdict import Findings, Times
-from tools.chaos.witness import Witness
+from tools.chaos.witness import Question, Witness
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +44,7 @@ __all__ = ["Plan", "run_experiment"]
 
 _START_S, _END_S, _POLL_S, _NEWS_S = 240.0, 120.0, 0.2, 5.0
 _LOOPBACK = "127.0.0.1"
+_NUM_QUESTIONS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +76,24 @@ async def run_experiment(
     for fault in plan.schedule:
         length = f" for {fault.seconds:g} s" if fault.seconds else ""
         console.print(f"{fault.at_s:7.1f} s  {fault.kind}{length}", highlight=False)
-    observer, witness = Observer(config, folder), Witness(_reward(config), _data_source(config))
+    observer, witness = Observer(config, folder), Witness(_reward(config), _questions(config))
     async with (
         launched_run(config, config_file, line) as run,
         _beside(observer.run(), witness.run()),
     ):
         injector = Injector(run, plugged)
-        times = await _go(run, observer, injector, plan, console)
+        times, failure = await _go(run, observer, injector, plan, console)
         await _stop(run, config)
         exit_code = await run.ended()
     observer.read_files()
-    return _findings(folder, config, plan, observer, witness, injector, times, exit_code)
+    seen = _Seen(observer.seen, witness, injector, times, exit_code, failure)
+    return _findings(folder, config, seen)
 
 
 async def _go(
     run: LaunchedRun, observer: Observer, injector: Injector, plan: Plan, console: Console
-) -> Times:
-    """Start, calm, faults, quiet."""
+) -> tuple[Times, str]:
+    """Start, calm, faults, quiet; and why the run did not go on after the faults."""
     wanted = Plan.replicas + (not isinstance(injector.cable, str))
     seen = observer.seen
     await _until(
@@ -104,13 +105,22 @@ async def _go(
     faults_from_s = time.monotonic()
     async with _beside(_tell(observer, injector, faults_from_s, plan, console)):
         await injector.follow(plan.schedule)
-        await injector.restore(Plan.replicas)
-        first_quiet = seen.last_step
-        await asyncio.sleep(plan.quiet_s)
-        # Steps fall back when the trainer starts again; what is wanted is that they go on.
-        await _until(lambda: seen.last_step != first_quiet, run, _END_S, "a step after all faults")
+        failure = await _recover(run, observer, injector)
+        await asyncio.sleep(0.0 if failure else plan.quiet_s)
         end_s = time.monotonic()
-    return Times(calm_from_s, faults_from_s, end_s, plan.size.window_s)
+    return Times(calm_from_s, faults_from_s, end_s, plan.size.window_s), failure
+
+
+async def _recover(run: LaunchedRun, observer: Observer, injector: Injector) -> str:
+    """Waits for a step after all faults; why there is none, or nothing."""
+    steps = observer.seen.steps_s
+    before = len(steps)
+    try:
+        await injector.restore(Plan.replicas)
+        await _until(lambda: len(steps) > before, run, _END_S, "a step after all faults")
+    except (RuntimeError, SluiceError) as error:
+        return str(error)
+    return ""
 
 
 async def _tell(
@@ -174,36 +184,41 @@ async def _until(
         await asyncio.sleep(_POLL_S)
 
 
-def _findings(
-    folder: Path,
-    config: RunConfig,
-    plan: Plan,
-    observer: Observer,
-    witness: Witness,
-    injector: Injector,
-    times: Times,
-    exit_code: int,
-) -> Findings:
-    seen, run_dir = observer.seen, Path(config.sluice.run_dir)
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What is known of the run without its files."""
+
+    observed: Observation
+    witness: Witness
+    injector: Injector
+    times: Times
+    exit_code: int
+    failure: str
+
+
+def _findings(folder: Path, config: RunConfig, known: _Seen) -> Findings:
+    seen, run_dir = known.observed, Path(config.sluice.run_dir)
     surviving = surviving_steps(read_dumps(folder / DUMPS), seen.restarts, seen.last_step)
-    ledger: LedgerView = read_ledger(run_dir / "reward" / "ledger.sqlite")
+    ledger = read_ledger(run_dir / "reward" / "ledger.sqlite")
+    accepted = known.witness.accepted
     lost, accuracy = _end_of(run_dir)
     return Findings(
-        injected=injector.done,
+        injected=known.injector.done,
         steps_s=seen.steps_s,
         groups=seen.groups,
-        times=times,
-        books=judge_books(surviving, ledger, witness.accepted, seen.last_step),
+        times=known.times,
+        books=judge_books(surviving, ledger, accepted, seen.last_step),
         lost_by_service=max(lost, seen.most_lost),
         digest_mismatches=digest_mismatches(seen.digests),
-        late=late_waits(seen.waits, limits_of(config.sluice), injector.stopped),
-        exit_code=exit_code,
+        late=late_waits(seen.waits, limits_of(config.sluice), known.injector.stopped),
+        exit_code=known.exit_code,
+        failure=known.failure,
         final_accuracy=accuracy,
         starts={name: len(found) for name, found in seen.starts.items()},
         tracebacks=seen.tracebacks,
         client_prompts={
-            "accepted": len(witness.accepted),
-            "refused": len(witness.refused),
+            "accepted": len(accepted),
+            "refused": len(known.witness.refused),
             **ended_as(ledger),
         },
     )
@@ -224,10 +239,17 @@ def _reward(config: RunConfig) -> str:
     return peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint")
 
 
-def _data_source(config: RunConfig) -> str:
+def _questions(config: RunConfig) -> list[Question]:
+    """Questions of the data set, for the client."""
     files = config.data.train_files or ""
     file = files if isinstance(files, str) else files[0]
-    return str(pq.read_table(file, columns=["data_source"])["data_source"][0].as_py())
+    rows = pq.read_table(file, columns=["data_source", "prompt", "reward_model"])
+    return [
+        Question(
+            row["prompt"][-1]["content"], row["data_source"], row["reward_model"]["ground_truth"]
+        )
+        for row in rows.slice(0, _NUM_QUESTIONS).to_pylist()
+    ]
 
 
 @asynccontextmanager

@@ -211,4 +211,4 @@ class _Tail:
             return []
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return whole.decode(errors="replace").splitlines()
+        return whole.decode(errors="replace").split("\n")[:-1]

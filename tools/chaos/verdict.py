@@ -44,6 +44,7 @@ class Findings:
     digest_mismatches: Sequence[tuple[str, int]]
     late: Sequence[LateWait]
     exit_code: int
+    failure: str
     final_accuracy: float | None
     starts: Mapping[str, int]
     tracebacks: Mapping[str, int]
@@ -68,6 +69,7 @@ class Findings:
             len(self.digest_mismatches),
             len(self.late),
             self.exit_code,
+            self.failure,
         )
         return not any(wrong)
 
@@ -117,6 +119,7 @@ def json_report(findings: Findings, *, minutes: float, seed: int) -> dict[str, o
         "starts": dict(sorted(findings.starts.items())),
         "tracebacks": dict(findings.tracebacks),
         "exit_code": findings.exit_code,
+        "failure": findings.failure,
     }
 
 
@@ -141,7 +144,7 @@ def print_tables(findings: Findings, console: Console) -> None:
     zeros = Table("has to be 0", "found", "examples")
     for name, count, examples in _zeros(findings):
         zeros.add_row(name, str(count), "; ".join(examples[:3]))
-    zeros.add_row("exit code", str(findings.exit_code), "")
+    zeros.add_row("exit code", str(findings.exit_code), findings.failure)
     console.print(zeros)
     console.print(f"longest time without a step: {_stall_s(findings):.1f} s", highlight=False)
 

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 
 from sluice.client.policy_client import NewPrompt, PolicyClient
 from sluice.errors import SluiceError
 from sluice.types import ChatMessage
 
-__all__ = ["Witness"]
+__all__ = ["Question", "Witness"]
 
 _SESSION_S, _PAUSE_S, _MOST_OPEN = 3.0, 0.5, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked, who grades the answer, and the right one."""
+
+    text: str
+    data_source: str
+    answer: str
 
 
 class Witness:
@@ -23,8 +34,8 @@ class Witness:
         refused: ids with the reason.
     """
 
-    def __init__(self, address: str, data_source: str) -> None:
-        self._address, self._data_source = address, data_source
+    def __init__(self, address: str, questions: Sequence[Question]) -> None:
+        self._address, self._questions = address, questions
         self.accepted: set[str] = set()
         self.outcomes: dict[str, str] = {}
         self.refused: dict[str, str] = {}
@@ -47,11 +58,9 @@ class Witness:
 
     def _next(self) -> NewPrompt:
         self._count += 1
-        number = self._count
-        question = ChatMessage("user", f"{number % 90} + {number % 7} = ?")
-        return NewPrompt(
-            f"witness-{number}", (question,), self._data_source, str(number % 90 + number % 7)
-        )
+        asked = self._questions[self._count % len(self._questions)]
+        turn = ChatMessage("user", asked.text)
+        return NewPrompt(f"witness-{self._count}", (turn,), asked.data_source, asked.answer)
 
     async def _submit(self) -> None:
         async with (

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["DATA_SOURCE", "generate_request", "valid_requests"]
 
 DATA_SOURCE = "math_dapo"
+MANY_TURNS = 20_000
 _TURN = common.ChatMessage(role="user", content="1 + 2 = ?")
 
 
@@ -32,7 +33,10 @@ def generate_request(request_id: str = "fuzz") -> rollout.GenerateRequest:
 def valid_requests() -> dict[str, tuple[Message, ...]]:
     """By service and method; a method that is not here is called with an empty request."""
     return {
-        "RolloutService/Generate": (generate_request(), _continued(), _of_tokens()),
+        "RolloutService/Generate": (
+            *(generate_request(), _continued(), _of_tokens()),
+            _crowded(),
+        ),
         "WeightSyncService/JoinGroup": (_join(),),
         "WeightSyncService/StageUpdate": (weights.StageUpdateRequest(epoch=1, policy_version=1),),
         "WeightSyncService/CommitUpdate": (
@@ -67,6 +71,14 @@ def _continued() -> rollout.GenerateRequest:
         version_spans=[common.VersionSpan(version=0, start=0, end=1)],
         finish_reason=common.FINISH_REASON_ABORTED,
     )
+    return request
+
+
+def _crowded() -> rollout.GenerateRequest:
+    """More turns than are allowed: each costs the chat template time, whatever it says."""
+    request = generate_request()
+    turns = [common.ChatMessage(role="u")] * MANY_TURNS
+    request.prompt.chat.messages.extend(turns)
     return request
 
 

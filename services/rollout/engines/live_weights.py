@@ -1,7 +1,8 @@
 """The weights that a model computes with, and their exchange for another version.
 
 On the device and in the dtype of the model, a version is taken over by pointing the parameters at
-its memory: an exchange takes as long for a large model as for a small one. Elsewhere its elements
+its memory: an exchange takes as long for a large model as for a small one, but for models with
+biases of q, k and v (Qwen2), whose fused projections are put together anew. Elsewhere its elements
 are copied, only the changed ones if they are known. Memory that was taken over belongs to whoever
 gave it and is never written to.
 """

@@ -17,3 +17,10 @@ def test_half_of_the_samples_and_of_several_two_make_a_group(n: int, fewest: int
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_a_whole_group_misses_none(n: int) -> None:
     assert fewest_samples(n, whole_groups=True) == n
+
+
+@pytest.mark.parametrize(
+    ("n", "least_share", "fewest"), [(25, 0.56, 14), (25, 0.57, 15), (100, 0.55, 55), (3, 2 / 3, 2)]
+)
+def test_a_share_asks_for_no_sample_beyond_it(n: int, least_share: float, fewest: int) -> None:
+    assert fewest_samples(n, whole_groups=False, least_share=least_share) == fewest

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sluice.algorithm.outcome_policy import (
     FINAL_ACTIONS,
-    NEEDS_RESPONSE,
+    RESPONDED,
     STRIKING_KINDS,
     OutcomeAction,
     OutcomePolicy,
@@ -28,7 +28,7 @@ rules = st.builds(
     st.integers(1, 6),
     st.sampled_from(sorted(FINAL_ACTIONS)),
 )
-kinds = st.sampled_from(sorted(NEEDS_RESPONSE))
+kinds = st.sampled_from(sorted(RESPONDED))
 policies = st.dictionaries(kinds, rules).map(OutcomePolicy)
 outcomes_of = st.one_of(
     st.just(RIGHT), st.sampled_from(list(FailureKind)).map(lambda kind: Failed(kind, "why"))
@@ -57,7 +57,7 @@ def test_a_scored_sample_is_never_tried_again_and_no_sample_in_two_ways(
     for place in scored_again | drawn_again:
         outcome = outcomes[place]
         assert isinstance(outcome, Failed)
-        assert outcome.kind in NEEDS_RESPONSE
+        assert outcome.kind in RESPONDED
 
 
 def test_a_sample_is_tried_as_often_as_its_rule_says() -> None:
@@ -82,7 +82,7 @@ def test_a_group_is_dropped_for_a_kind_that_costs_it(rule: OutcomeRule) -> None:
     assert policy.decisive((RIGHT, failed(FailureKind.ABORTED))) is None
 
 
-@pytest.mark.parametrize("kind", sorted(set(FailureKind) - NEEDS_RESPONSE))
+@pytest.mark.parametrize("kind", sorted(set(FailureKind) - RESPONDED))
 @pytest.mark.parametrize("action", [AGAIN, ANEW])
 def test_what_has_no_response_is_not_tried_again(kind: FailureKind, action: OutcomeAction) -> None:
     with pytest.raises(ValueError, match=f"{kind}: {action} asks for a response"):

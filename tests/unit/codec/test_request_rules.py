@@ -66,6 +66,15 @@ def generate(**changes: Any) -> rollout.GenerateRequest:
     return rollout.GenerateRequest(**{"sample_indexes": [0, 1023], **changes})
 
 
+def chat(*roles: str) -> common.PromptInput:
+    turns = [common.ChatMessage(role=role, content="1") for role in roles]
+    return common.PromptInput(chat=common.ChatPrompt(messages=turns))
+
+
+def score(*sources: str) -> reward.ScoreRequest:
+    return reward.ScoreRequest(items=[reward.ScoreItem(data_source=source) for source in sources])
+
+
 def check_generate(request: rollout.GenerateRequest) -> None:
     rollout_rules.check_generate(request, 8)
 
@@ -98,6 +107,8 @@ VALID: list[tuple[Check, Any]] = [
     (reward_rules.check_evaluation, reward.EvaluateRequest(n=1024, temperature=0.0)),
     (check_prompt, reward.SubmitPromptsRequest(prompt_id="a b", messages=[TURN] * 4)),
     (check_generate, generate(stream_mode=rollout.STREAM_MODE_TOKENS)),
+    (check_generate, generate(prompt=chat(*["x" * 64] * 1024))),
+    (reward_rules.check_score, score("", "x" * 256)),
     (check_join, join()),
     *((check_join, join(store_key=bytes(n))) for n in (0, 32)),
     (weights_rules.check_stage, weights.StageUpdateRequest(epoch=1)),
@@ -173,6 +184,9 @@ REFUSED: list[tuple[Check, Any, str]] = [
         for indexes in ([], [0, 0], list(range(9)), [1024], [2**32 - 1])
     ),
     (check_generate, generate(request_id="x" * 129), "request_id"),
+    (check_generate, generate(prompt=chat(*["u"] * 1025)), "prompt.chat.messages: 1025"),
+    (check_generate, generate(prompt=chat("user", "é" * 33)), "prompt.chat.messages[1].role"),
+    (reward_rules.check_score, score("math", "x" * 257), "items[1].data_source"),
     (check_generate, generate(stream_mode=99), "stream_mode"),
     (check_generate, generate(linger_ms=2**32 - 1), "linger_ms"),
     (check_generate, generate(partial_interval_ms=2**32 - 1), "partial_interval_ms"),

@@ -84,6 +84,24 @@ def test_a_sound_configuration_has_no_problem() -> None:
             ["sluice.rollout.endpoint.port=7000", "sluice.rollout.replicas=2"],
             "all replicas would take one port",
         ),
+        (
+            ["sluice.rollout.endpoint.health_port=8080", "sluice.rollout.replicas=2"],
+            "health_port = 8080 with sluice.rollout.replicas = 2: all replicas would take one port",
+        ),
+        (
+            ["sluice.reward.endpoint.health_port=8080", "sluice.rollout.endpoint.health_port=8080"],
+            "health_port = 8080 taken by sluice.reward.endpoint.health_port; give each",
+        ),
+        (
+            ["sluice.reward.endpoint.health_port=7000", "sluice.trainer.endpoint.port=7000"],
+            "sluice.trainer.endpoint.port = 7000 taken by sluice.reward.endpoint.health_port",
+        ),
+        (
+            ["sluice.reward.endpoint.health_port=7000", "sluice.reward.endpoint.port=7000"],
+            "health_port = 7000 taken by sluice.reward.endpoint.port",
+        ),
+        (["sluice.watchdog.stall_s=0.5"], "stall_s = 0.5: a healthy service pauses"),
+        (["sluice.watchdog.stall_s=1800"], "stall_s = 1800 is not below give_up_s = 1800"),
         (["sluice.trainer.replica_ttl_s=1.5"], "is less than two heartbeats"),
         (["sluice.trainer.replica_stall_s=1.5"], "replica_stall_s = 1.5 is less than two heart"),
         (["sluice.max_message_mb=3"], "is less than the 4 MiB a train batch of 512 rows can reach"),

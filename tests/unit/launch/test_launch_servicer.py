@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 
 import pytest
 
 from sluice.client.launcher import Launcher, Scaling
-from sluice.errors import InvalidRequestError, NotReadyError
-from sluice.launch.launcher_address import LAUNCHER_NAME, launcher_address
+from sluice.errors import AccessDeniedError, InvalidRequestError, NotReadyError
+from sluice.launch.launcher_address import LAUNCHER_NAME, launcher_of
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import ServiceSpec, replica_name
 from sluice.launch.servicer import launch_service
 from sluice.launch.supervisor import ServiceState
+from sluice.rpc.credentials import OPEN, Credentials
+from tests.support.certified import SERVICE_TOKEN, bearing
 
 
 class Processes:
@@ -37,9 +40,9 @@ async def test_replicas_are_started_and_drained_through_the_address_in_the_runs_
 ) -> None:
     processes = Processes()
     scale = ReplicaScale(processes, lambda number: ServiceSpec(replica_name(number), ("true",)))
-    async with launch_service(tmp_path, processes, scale) as address:
-        assert launcher_address(tmp_path) == address
-        async with Launcher(address) as launcher:
+    async with launch_service(tmp_path, processes, scale) as found:
+        assert launcher_of(tmp_path) == found
+        async with Launcher(found.address, found.credentials) as launcher:
             assert await launcher.set_replicas(3) == Scaling(("rollout-2",), ())
             assert await launcher.services() == ("reward", "rollout-0", "rollout-1", "rollout-2")
             assert await launcher.set_replicas(1) == Scaling((), ("rollout-2", "rollout-1"))
@@ -47,11 +50,29 @@ async def test_replicas_are_started_and_drained_through_the_address_in_the_runs_
                 await launcher.set_replicas(0)
     assert processes.names == ["reward", "rollout-0"]
     with pytest.raises(NotReadyError, match="no launcher runs there"):
-        launcher_address(tmp_path)
+        launcher_of(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"pid": 7})])
+async def test_only_who_can_read_the_runs_folder_as_its_owner_is_let_in(tmp_path: Path) -> None:
+    processes = Processes()
+    scale = ReplicaScale(processes, lambda number: ServiceSpec(replica_name(number), ("true",)))
+    secrets = set()
+    for _ in range(2):
+        async with launch_service(tmp_path, processes, scale) as found:
+            secrets.add(found.secret)
+            file = tmp_path / LAUNCHER_NAME
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600
+            for stranger in (OPEN, Credentials(tokens=bearing(SERVICE_TOKEN))):
+                async with Launcher(found.address, stranger) as launcher:
+                    with pytest.raises(AccessDeniedError):
+                        await launcher.set_replicas(1)
+            assert found.secret not in repr(found)
+    assert len(secrets) == 2
+    assert processes.names == ["reward", "rollout-0", "rollout-1"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"pid": 7, "address": "h:1"})])
 def test_a_file_that_names_no_address_is_as_good_as_none(tmp_path: Path, content: str) -> None:
     (tmp_path / LAUNCHER_NAME).write_text(content, encoding="utf-8")
     with pytest.raises(NotReadyError, match="no launcher runs there"):
-        launcher_address(tmp_path)
+        launcher_of(tmp_path)

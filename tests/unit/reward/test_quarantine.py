@@ -19,7 +19,6 @@ from services.reward.scorer_messages import ScoreItem
 from services.reward.sqlite_ledger import SqliteLedger
 from services.reward.submissions import Submission, SubmissionSession
 from sluice.config.run import RunConfig
-from sluice.errors import DataError
 from sluice.types import ChatMessage, Failed, FailureKind, PromptEnd, Scored
 from tests.support.client_prompt import client_prompt
 from tests.support.reward_loop import (
@@ -94,11 +93,26 @@ def test_a_line_that_a_killed_service_left_unfinished_is_passed_by(tmp_path: Pat
     assert list(read_quarantine(path)) == ["a"]
 
 
-def test_a_file_of_something_else_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_lines_of_something_else_are_passed_by_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "quarantine.jsonl"
-    path.write_bytes(b'{"key":"a"}\n{"name":"b"}\n{"key":"c"}\n')
-    with pytest.raises(DataError, match=r"quarantine.jsonl, line 2: .*repair or delete the line"):
-        read_quarantine(path)
+    path.write_bytes(b'{"key":"a"}\n{"name":"b"}\n\xff\n{"key":"c"}\n')
+    assert list(read_quarantine(path)) == ["a", "c"]
+    assert [record.args[1] for record in caplog.records if record.args] == [2, 3]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("last", [b'{"key":"b"}', b'{"key":"b', b""])
+def test_what_is_appended_to_a_file_without_a_last_line_end_is_a_line_of_its_own(
+    tmp_path: Path, last: bytes
+) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    path.write_bytes(b'{"key":"a"}\n' + last)
+    Quarantine(MemoryLedger(), 1, path).struck(POISON, CRASHED)
+    found = ["a", *(["b"] if last.endswith(b"}") else []), prompt_key(POISON)]
+    assert list(read_quarantine(path)) == found
+    assert len(path.read_bytes().splitlines()) == len(found)
+    assert len(Quarantine(MemoryLedger(), 1, path)) == len(found)
 
 
 class CrashingOnPoison(InlineScorer):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from services.reward.assembly import RewardLoop
 from services.reward.group_request import GroupRequest
 from services.reward.watch import RewardWork
 from sluice.config.loader import load_config
@@ -51,3 +54,18 @@ async def test_groups_whose_replicas_have_left_are_no_work_of_the_service() -> N
         assert not work.sight().has_work
         assert loop.pipeline.num_generating == 1
         assert "rollout fleet" in {wait.peer for wait in work.waits()}
+
+
+async def test_what_the_watchdog_asks_every_second_does_not_count_all_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running_loop(load_config(None, SETTINGS), ScriptedClient()) as loop:
+        work = RewardWork(loop, patience_s=600.0)
+        before = work.sight()
+        await loop.pipeline.announce("trainer-1", 0, [replica("a")], None)
+        monkeypatch.setattr(RewardLoop, "statistics", None)
+        monkeypatch.setattr(type(loop.ledger), "pending_ids", None)
+        submit(loop, ["answer=1 right=1"])
+        await settled(lambda: work.sight().progress != before.progress)
+        await settled(lambda: loop.batcher.num_kept == 1)
+        assert loop.recorder.progress == (0, 2, 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -58,7 +59,17 @@ def test_a_trained_groups_tokens_are_told_apart_by_what_became_of_each_sample() 
 
 def test_a_broken_off_group_is_of_one_use_but_for_what_was_thrown_away_before() -> None:
     trace = GroupTrace(num_tokens=9, num_thrown_away_tokens=3)
-    assert uses_of_group(TokenUse.STALE, trace, None) == {TokenUse.STALE: 6, TokenUse.ABORTED: 3}
+    found = uses_of_group(TokenUse.STALE, trace, None)
+    assert found == Counter({TokenUse.STALE: 6, TokenUse.ABORTED: 3})
+
+
+def test_samples_in_whose_places_others_were_drawn_have_failed() -> None:
+    trace = GroupTrace(num_tokens=20)
+    trace.replaced((rollout_of("", 1, 0, 1, 5),))
+    broken_off = uses_of_group(TokenUse.STALE, trace, None)
+    assert broken_off == Counter({TokenUse.STALE: 15, TokenUse.FAILED: 5})
+    found = uses_of_group(TokenUse.TRAINED, trace, graded((8, RIGHT), (7, RIGHT)))
+    assert found == Counter({TokenUse.TRAINED: 15, TokenUse.FAILED: 5})
 
 
 def test_an_interval_ends_and_the_totals_go_on() -> None:

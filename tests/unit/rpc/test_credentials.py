@@ -7,10 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sluice.config.security import SecurityConfig
+from sluice.config.loader import load_config
+from sluice.config.security import FILE_FIELDS, SecurityConfig
 from sluice.config.service import EndpointConfig
 from sluice.errors import ConfigError
-from sluice.rpc.credentials import Credentials, client_credentials, service_credentials
+from sluice.rpc.credentials import (
+    FILE_VARIABLES,
+    Credentials,
+    client_credentials,
+    service_credentials,
+)
 from sluice.security.tokens import Role
 from tests.support.certified import (
     CLIENT_TOKEN,
@@ -82,6 +88,41 @@ def test_a_command_needs_no_right_to_read_what_its_variables_replace(tmp_path: P
     assert client_credentials(away, files).certificate == client_key().certificate
     with pytest.raises(ConfigError, match=r"sluice\.security\.cert_file = '/gone' is no file"):
         client_credentials(away, {})
+
+
+@pytest.mark.parametrize("name", [*FILE_FIELDS, "server_name"])
+def test_an_empty_setting_is_refused_and_switches_nothing_off(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"sluice\.security\.{name}"):
+        load_config(None, [f"sluice.security.{name}=''"])
+    for load in (
+        lambda security: service_credentials(security, EndpointConfig()),
+        lambda security: client_credentials(security, {}),
+    ):
+        with pytest.raises(ConfigError, match=rf"sluice\.security\.{name} = '' is empty"):
+            load(SecurityConfig(**{name: ""}))
+
+
+def test_an_empty_token_is_no_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_TOKEN", "")
+    with pytest.raises(ConfigError, match="SLUICE_TOKEN: a token of 0 characters"):
+        service_credentials(SecurityConfig(), EndpointConfig())
+    with pytest.raises(ConfigError, match="SLUICE_TOKEN: a token of 0 characters"):
+        client_credentials(SecurityConfig(), {"SLUICE_TOKEN": ""})
+
+
+@pytest.mark.parametrize("name", FILE_VARIABLES.values())
+def test_an_empty_variable_of_a_file_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is set and empty; name a file, or unset it"):
+        client_credentials(SecurityConfig(), {name: ""})
+
+
+def test_where_servers_ask_for_none_a_caller_needs_no_key_of_theirs(tmp_path: Path) -> None:
+    given = {**write_security(tmp_path), "tls": "server", "cert_file": "/gone", "key_file": "/gone"}
+    found = client_credentials(SecurityConfig(**given), {})
+    assert (found.certificate, found.key, found.is_encrypted) == (None, None, True)
+    certificate, key = write_pair(tmp_path, "client", client_key())
+    named = {"SLUICE_CERT_FILE": certificate, "SLUICE_KEY_FILE": key}
+    assert client_credentials(SecurityConfig(**given), named).key == client_key().key
 
 
 def test_variables_of_files_do_nothing_for_a_run_without_tls() -> None:

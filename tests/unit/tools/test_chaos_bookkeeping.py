@@ -79,8 +79,13 @@ def test_ledger_and_dumps_are_read_as_the_reward_service_writes_them(tmp_path: P
         "VALUES ('witness-1', 1, x'00', 'trained', 2, x'00', '')"
     )
     database.close()
-    rows = [{"uid": "data-0", "score": 1.0}, {"uid": "data-0", "score": 0.0}, {"uid": "data-1"}]
-    (tmp_path / "7.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    rows = [
+        {"uid": "data-0", "score": 1.0},
+        {"uid": "data-0", "score": 0.0},
+        {"uid": "data-1", "output": "a\u2028b\x85c"},
+    ]
+    lines = [f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows]
+    (tmp_path / "7.jsonl").write_text("".join(lines), encoding="utf-8")
     os.utime(tmp_path / "7.jsonl", (50.0, 50.0))
     (tmp_path / ".8.jsonl.partial").write_text("{")
 

@@ -162,3 +162,18 @@ def test_totals_count_those_who_left_and_no_token_twice(fleet: Fleet) -> None:
     fleet.register(replica("a", incarnation="2"), LAYOUT, 4.0)
     beat(fleet, replica("a", incarnation="2"), 5.0, tokens=3)
     assert fleet.totals() == (20, 1.75)
+
+
+def test_no_more_replicas_and_processes_than_the_limits_are_taken_on(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.trainer.fleet.MAX_MEMBERS", 2)
+    monkeypatch.setattr("services.trainer.fleet.MAX_INCARNATIONS", 3)
+    for name in ("a", "b"):
+        fleet.register(replica(name), LAYOUT, 0.0)
+    with pytest.raises(InvalidRequestError, match="replica c: 2 replicas are registered"):
+        fleet.register(replica("c"), LAYOUT, 0.0)
+    fleet.register(replica("a", "2"), LAYOUT, 0.0)
+    with pytest.raises(InvalidRequestError, match="replica b: 3 processes have registered"):
+        fleet.register(replica("b", "2"), LAYOUT, 0.0)
+    fleet.register(replica("b"), LAYOUT, 1.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,15 +25,15 @@ REPLICA = ReplicaInfo("rollout-0", "incarnation-0", "host:1", 8)
 class Trainer:
     """A run's state, fleet and watchdog's view."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoints: Path) -> None:
         self.state, self.fleet = RunState("trainer-1", 10, 2), Fleet("layout", 6.0)
         self.fleet.register(REPLICA, "layout", 0.0)
-        self.work = TrainerWork(SERVICE, self.state, self.fleet)
+        self.work = TrainerWork(SERVICE, self.state, self.fleet, checkpoints)
 
 
 @pytest.fixture
-def trainer() -> Trainer:
-    return Trainer()
+def trainer(tmp_path: Path) -> Trainer:
+    return Trainer(tmp_path / "checkpoints")
 
 
 async def test_every_step_of_the_work_is_progress(trainer: Trainer) -> None:
@@ -51,6 +53,28 @@ async def test_every_step_of_the_work_is_progress(trainer: Trainer) -> None:
     trainer.fleet.heartbeat("rollout-0", "incarnation-0", load, draining=False, now_s=1.0)
     moved()
     assert trainer.work.sight().progress == seen[-1]
+
+
+async def test_a_checkpoint_that_grows_is_progress_and_one_that_does_not_is_none(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    file = tmp_path / "checkpoints" / ".global_step_3.partial" / "actor" / "optimizer.safetensors"
+    file.parent.mkdir(parents=True)
+    trainer.state.enter(RunPhase.SAVING)
+
+    async def settled() -> object:
+        """The progress that no further look changes."""
+        for _ in range(5):
+            trainer.work.sight()
+            await asyncio.sleep(0.05)
+        return trainer.work.sight().progress
+
+    seen = []
+    for size in (0, 10, 20_000, 20_001):
+        file.write_bytes(b"x" * size)
+        seen.append(await settled())
+        assert await settled() == seen[-1]
+    assert len(set(seen)) == 4
 
 
 def test_a_paused_or_finished_run_has_no_work(trainer: Trainer) -> None:

@@ -52,6 +52,11 @@ def test_who_was_passed_by_for_two_versions_goes_first() -> None:
     assert _line(90.0, 30.0).take(VERSION + 2, tokens_in_time=40.0) == 0
 
 
+def test_after_a_return_to_an_older_version_nobody_is_passed_by_for_longer() -> None:
+    order = _line(90.0, 30.0, 30.0, 30.0, version=20)
+    assert [order.take(5 + number, tokens_in_time=40.0) for number in range(3)] == [1, 2, 0]
+
+
 def test_an_empty_line_is_an_error() -> None:
     with pytest.raises(IndexError, match="no prompt"):
         AdmissionOrder().take(VERSION, None)

@@ -1,0 +1,93 @@
+"""A call that keeps the interpreter's lock stops every thread of Python's; the process ends yet.
+
+Real processes, for the rule is about what the kernel does to them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sluice.concurrency.cpu_deadline import CpuDeadline
+
+TIMEOUT_S = 120.0
+REPOSITORY = Path(__file__).resolve().parents[2]
+WATCHED = """
+import asyncio, re, sys, time
+from sluice.concurrency.stall import Sighting
+from sluice.concurrency.watchdog import watched_service
+from sluice.config.service import ServiceConfig, WatchdogConfig
+
+def backtrack():
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+def work_in_short_calls():
+    end_s = time.process_time() + 4.0
+    while time.process_time() < end_s:
+        sum(range(1000))
+
+async def main():
+    moved = iter(range(10**9))
+    limits = WatchdogConfig(stall_s=None, give_up_s=float(sys.argv[3]))
+    service = ServiceConfig(run_dir=sys.argv[1], watchdog=limits)
+    with watched_service("reward", service, lambda: Sighting(next(moved))):
+        await asyncio.sleep(0.3)
+        print("begins", flush=True)
+        await asyncio.to_thread(globals()[sys.argv[2]])
+    work_in_short_calls()  # and nothing is left that would end it
+
+asyncio.run(main())
+print("done", flush=True)
+"""
+
+
+def start(run_dir: Path, work: str, give_up_s: float) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WATCHED, str(run_dir), work, str(give_up_s)],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_a_call_that_keeps_the_lock_ends_the_process_with_its_stacks(tmp_path: Path) -> None:
+    process = start(tmp_path, "backtrack", 0.5)
+    try:
+        process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGPROF
+    assert "in backtrack" in (tmp_path / "logs" / "reward.stacks.txt").read_text(encoding="utf-8")
+
+
+def test_a_process_that_was_stopped_for_longer_than_the_limit_goes_on(tmp_path: Path) -> None:
+    process = start(tmp_path, "work_in_short_calls", 0.5)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "begins\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(3.0 * CpuDeadline(0.5).cpu_s)
+        process.send_signal(signal.SIGCONT)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    assert (process.returncode, output) == (0, "done\n")
+
+
+def test_a_timer_that_somebody_else_uses_is_left_alone(tmp_path: Path) -> None:
+    signal.setitimer(signal.ITIMER_PROF, 1000.0)
+    try:
+        deadline = CpuDeadline(5.0, tmp_path / "stacks.txt")
+        deadline.start()
+        deadline.push_back()
+        deadline.stop()
+        assert signal.getitimer(signal.ITIMER_PROF)[0] == pytest.approx(1000.0, abs=50.0)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
