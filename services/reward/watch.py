@@ -15,7 +15,10 @@ from sluice.config.run import RunConfig
 
 def watching(config: RunConfig, loop: RewardLoop, address: str) -> AbstractContextManager[None]:
     """The reward service's watchdog; `address` is where it serves."""
-    work = RewardWork(loop, config.sluice.reward.generate_timeout_s)
+    timeouts = config.sluice.reward.outcomes.scorer_timeout.max_attempts
+    # A group counts as progress when all of its samples are graded, each as slowly as is allowed.
+    grading_s = config.actor_rollout_ref.rollout.n * timeouts * config.reward.scorer_pool.timeout_s
+    work = RewardWork(loop, max(config.sluice.reward.generate_timeout_s, grading_s))
     return watched_service("reward", config.sluice, work.sight, address=address, waits=work.waits)
 
 
@@ -27,7 +30,7 @@ class RewardWork:
 
     Args:
         loop: the service's parts.
-        patience_s: seconds a replica may take for a group.
+        patience_s: seconds a replica may take to generate a group, or the scorers to grade it.
     """
 
     def __init__(self, loop: RewardLoop, patience_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -32,8 +33,8 @@ def certs(
 ) -> None:
     """Make a development CA, certificates for services and clients, and bearer tokens.
 
-    Prints the lines for the run's configuration. Anybody with a file other than ca.pem can call
-    the services, so they are readable by you alone. For production use your own CA's certificates.
+    Prints the lines for the run's configuration. Anybody with a key or token file can call the
+    services, so all files are readable by you alone. For production use your own CA's certificates.
 
     \b
     Examples:
@@ -97,12 +98,17 @@ sluice:
 """
 
 
+def _quoted(path: Path) -> str:
+    """As a shell reads it."""
+    return shlex.quote(str(path))
+
+
 def _for_clients(folder: Path) -> str:
     return f"""for clients, who may submit, generate and look; they need no other files:
 
-export SLUICE_CA_FILE={folder / "ca.pem"}
-export SLUICE_CERT_FILE={folder / "client.pem"}
-export SLUICE_KEY_FILE={folder / "client.key"}
-export SLUICE_TOKEN_FILE={folder / "client.token"}
+export SLUICE_CA_FILE={_quoted(folder / "ca.pem")}
+export SLUICE_CERT_FILE={_quoted(folder / "client.pem")}
+export SLUICE_KEY_FILE={_quoted(folder / "client.key")}
+export SLUICE_TOKEN_FILE={_quoted(folder / "client.token")}
 
 ca.key signs further certificates; no service needs it, so keep it elsewhere or delete it"""

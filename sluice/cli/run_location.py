@@ -16,14 +16,21 @@ CONFIG_NAME = "config.yaml"
 
 @dataclass(frozen=True, slots=True)
 class RunLocation:
-    """Addresses (host:port) of a run's services, its folder, its configuration, and what its
-    services are shown."""
+    """Addresses (host:port) of a run's services, its folder and its configuration."""
 
     trainer: str
     reward: str
     run_dir: Path
     config: RunConfig
-    credentials: Credentials
+
+    @property
+    def credentials(self) -> Credentials:
+        """What the run's services are shown; read only here, since one that has ended needs none.
+
+        Raises:
+            ConfigError: they cannot be used here.
+        """
+        return client_credentials(self.config.sluice.security)
 
 
 def locate_run(run: Path) -> RunLocation:
@@ -33,7 +40,7 @@ def locate_run(run: Path) -> RunLocation:
         run: the run's folder, or its configuration file.
 
     Raises:
-        ConfigError: nothing was started from there, or its credentials cannot be used here.
+        ConfigError: nothing was started from there.
     """
     file = run / CONFIG_NAME if run.is_dir() else run
     if not file.is_file():
@@ -47,5 +54,4 @@ def locate_run(run: Path) -> RunLocation:
         peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint"),
         file.parent,
         config,
-        client_credentials(config.sluice.security),
     )

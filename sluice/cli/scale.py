@@ -16,7 +16,7 @@ from sluice.client.run_monitor import RunMonitor
 from sluice.concurrency.deadline import deadline
 from sluice.errors import DeadlineError, NotReadyError, PeerError
 from sluice.launch.launcher_address import launcher_of
-from sluice.launch.replica_scale import check_number
+from sluice.launch.replica_scale import check_number, is_replica_name
 
 _POLL_S = 0.5
 
@@ -69,9 +69,11 @@ async def scale_rollout(
             raise NotReadyError(
                 f"run: the launcher of {location.run_dir} does not answer; it has ended"
             ) from error
-        is_changed = bool(change.started or change.drained)
-        if is_changed:
+        if change.started or change.drained:
             console.print(_as_text(change))
+        elif not await _outstanding(launcher, monitor):
+            console.print(f"{count} replicas already; nothing to do")
+            return
         with console.status("waiting") as status:
             async with deadline(
                 timeout_s,
@@ -79,11 +81,10 @@ async def scale_rollout(
                 phase=f"scaling to {count} replicas",
                 remedy=f"see the logs in {location.run_dir / 'logs'}; the change goes on",
             ):
-                while left := await _outstanding(change, launcher, monitor, is_changed):
+                while left := await _outstanding(launcher, monitor):
                     status.update(f"waiting for {', '.join(left)}")
                     await asyncio.sleep(_POLL_S)
-        done = "done: {} replicas" if is_changed else "{} replicas already; nothing to do"
-        console.print(done.format(count))
+        console.print(f"done: {count} replicas")
 
 
 def _as_text(change: Scaling) -> str:
@@ -91,14 +92,17 @@ def _as_text(change: Scaling) -> str:
     return "; ".join(f"{what} {', '.join(names)}" for what, names in parts if names)
 
 
-async def _outstanding(change: Scaling, launcher: Launcher, monitor: RunMonitor) -> list[str]:
-    """What is not done yet: replicas that do not serve, and those that have not left."""
-    there = await launcher.services()
-    late = [f"{name} to leave" for name in change.drained if name in there]
-    if not change.started:
-        return late
+async def _outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str]:
+    """What is not done yet, whoever asked for it: replicas of the launcher that have not left, and
+    those that stay and do not serve."""
+    replicas = [each for each in await launcher.services() if is_replica_name(each.name)]
     serving = await _serving(monitor)
-    return [*late, *(f"{name} to serve" for name in change.started if name not in serving)]
+    late = [f"{each.name} to leave" for each in replicas if each.is_draining]
+    return late + [
+        f"{each.name} to serve"
+        for each in replicas
+        if not each.is_draining and each.name not in serving
+    ]
 
 
 async def _serving(monitor: RunMonitor) -> set[str]:

@@ -14,11 +14,11 @@ from rich.console import Console
 from sluice.cli.accuracy_tail import AccuracyTail
 from sluice.cli.run_location import CONFIG_NAME, locate_run
 from sluice.cli.run_table import run_table
-from sluice.cli.running_run import ask_run, past_run
+from sluice.cli.running_run import PastRun, ask_run, past_run
 from sluice.cli.wait_chain import explain
 from sluice.cli.wait_view import wait_object, wait_table
 from sluice.client.wait_survey import survey_waits
-from sluice.errors import NotReadyError
+from sluice.errors import ConfigError, NotReadyError
 from sluice.report.run_record import METRICS_NAME
 
 
@@ -42,20 +42,30 @@ def status(
       sluice status runs/quickstart
       sluice status --why runs/quickstart
     """
-    if why and _show_why(run, as_json=as_json):
-        return
+    folder = locate_run(run).run_dir
     try:
+        if why and _show_why(run, as_json=as_json):
+            return
         location, snapshot = asyncio.run(ask_run(run))
     except NotReadyError:
-        folder = locate_run(run).run_dir
+        _show_past(past_run(folder), folder, as_json=as_json)
+        return
+    except ConfigError as error:
         past = past_run(folder)
-        typer.echo(json.dumps(asdict(past), sort_keys=True) if as_json else past.as_text(folder))
+        if past.phase != "finished":  # whether it goes on only its services could tell
+            raise
+        _show_past(past, folder, as_json=as_json)
+        typer.echo(f"note: its services could not have been asked: {error}", err=True)
         return
     if as_json:
         typer.echo(json.dumps(asdict(snapshot), sort_keys=True))
         return
     accuracy = AccuracyTail(location.run_dir / METRICS_NAME).newest()
     Console().print(run_table(snapshot, accuracy))
+
+
+def _show_past(past: PastRun, folder: Path, *, as_json: bool) -> None:
+    typer.echo(json.dumps(asdict(past), sort_keys=True) if as_json else past.as_text(folder))
 
 
 def _show_why(run: Path, *, as_json: bool) -> bool:

@@ -145,9 +145,7 @@ async def _supervise(
         lambda number: rollout_service(config, config_file, number),
         has_fixed_port=bool(fixed_ports(config.sluice.rollout)),
     )
-    control = launch_service(
-        run_dir, supervisor, scale, asks_secret=credentials.identify_callers
-    )
+    control = launch_service(run_dir, supervisor, scale)
     async with monitor, control, asyncio.TaskGroup() as tasks:
         following = tasks.create_task(view.follow(monitor), name="live-view")
         end = await supervisor.run()

@@ -31,12 +31,19 @@ def explain(services: Sequence[ServiceWaits]) -> Explanation:
     """Finds the root: of the services that do not answer the one most waits lead to, otherwise
     the end of the chain of the longest waits.
 
+    A service that refuses the caller is not silent: where one does, that is the cause, since
+    nothing can be told of what is behind it.
+
     Args:
         services: of one run, with different names.
     """
     by_name = {service.name: service for service in services}
+    refused = [service for service in services if service.is_refused]
     silent = [service for service in services if service.failure]
-    if silent:
+    if refused:
+        root = refused[0].name
+        cause = "; ".join([refused[0].failure, *_also_refused(refused[1:])])
+    elif silent:
         root = max(silent, key=lambda one: (_num_led_to(one.name, by_name), one.name)).name
         cause = _silence(by_name[root], [s for s in silent if s.name != root], by_name)
     elif chain := _chain(by_name):
@@ -90,6 +97,11 @@ def _num_led_to(root: str, by_name: Mapping[str, ServiceWaits]) -> int:
     return sum(
         wait.count for name in _distances(root, by_name) for _, wait in _waits_on(name, by_name)
     )
+
+
+def _also_refused(others: Sequence[ServiceWaits]) -> list[str]:
+    names = ", ".join(service.name for service in others)
+    return [f"refused by {names} as well"] if names else []
 
 
 def _silence(

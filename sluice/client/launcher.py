@@ -26,6 +26,14 @@ class Scaling:
     drained: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedProcess:
+    """A process of a run, and whether it was asked to leave."""
+
+    name: str
+    is_draining: bool
+
+
 class Launcher:
     """The launcher's calls. Use it as a context manager.
 
@@ -68,8 +76,8 @@ class Launcher:
         )
         return Scaling(tuple(answer.started), tuple(answer.drained))
 
-    async def services(self) -> tuple[str, ...]:
-        """Names of all processes that run or are going to be started again."""
+    async def services(self) -> tuple[LaunchedProcess, ...]:
+        """All processes that run or are going to be started again."""
         answer = await unary_call(
             self._stub.GetServices,
             launch_pb2.GetServicesRequest(),
@@ -77,4 +85,4 @@ class Launcher:
             peer=_PEER,
             phase="asking for its processes",
         )
-        return tuple(service.name for service in answer.services)
+        return tuple(LaunchedProcess(each.name, each.draining) for each in answer.services)

@@ -19,7 +19,13 @@ from sluice.api.trainer.v1 import trainer_pb2
 from sluice.codec.waits import WaitReport, wait_report_from_proto
 from sluice.concurrency.process_mark import ProcessMark, process_marks
 from sluice.concurrency.waits import Waiting
-from sluice.errors import DeadlineError, PeerError, SluiceError
+from sluice.errors import (
+    AccessDeniedError,
+    DeadlineError,
+    HandshakeError,
+    PeerError,
+    SluiceError,
+)
 from sluice.rpc.call import unary_call
 from sluice.rpc.channel import open_channel
 from sluice.rpc.credentials import OPEN, Credentials
@@ -44,6 +50,8 @@ class ServiceWaits:
         waits: what it waits for, the longest first.
         still_s: seconds without progress although there is work; ``None``: not known, or no work.
         failure: why there is no answer; empty: it answered.
+        is_refused: it is there, and the failure is that caller and service do not accept each
+            other's certificate or token.
         pid: its process id; 0: not known.
         process: what the kernel says of the process, such as "stopped by a signal"; empty: not
             known.
@@ -59,6 +67,7 @@ class ServiceWaits:
     process: str = ""
     unheard_s: float | None = None
     is_replica: bool = False
+    is_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +141,8 @@ def _outcome(name: str, answer: _Answer | SluiceError, timeout_s: float) -> Serv
         return ServiceWaits(name, answer.report.waits, answer.report.still_s)
     if isinstance(answer, DeadlineError):
         return ServiceWaits(name, failure=f"no answer within {timeout_s:g} s")
+    if isinstance(answer, AccessDeniedError | HandshakeError):
+        return ServiceWaits(name, failure=str(answer), is_refused=True)
     # Of a connection that nobody takes the transport's words say no more.
     return ServiceWaits(name, failure="no answer" if type(answer) is PeerError else str(answer))
 

@@ -294,6 +294,16 @@ def _advertised(key: str, endpoint: EndpointConfig) -> Iterator[str]:
         )
 
 
+def _draining(config: RunConfig) -> Iterator[str]:
+    drain_s, grace_s = config.sluice.rollout.drain_timeout_s, config.sluice.shutdown_grace_s
+    if drain_s > grace_s:
+        yield (
+            f"sluice.rollout.drain_timeout_s = {drain_s:g} is more than a service may take to end "
+            f"(sluice.shutdown_grace_s = {grace_s:g}), so a draining replica would be killed; raise "
+            "the latter"
+        )
+
+
 def _heartbeats(config: RunConfig) -> Iterator[str]:
     trainer = config.sluice.trainer
     for key, consequence in (("replica_ttl_s", "drops"), ("replica_stall_s", "stalls")):
@@ -351,6 +361,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _reward_model,
     _resume,
     _endpoints,
+    _draining,
     _heartbeats,
     _watchdog,
 )

@@ -82,8 +82,8 @@ class SampleOutcomesConfig(Section, frozen=True):
         PositiveInt | None,
         Meta(
             description=(
-                "Visits in a row that fail by scorer timeouts, scorer crashes or engine errors "
-                "after which a prompt is quarantined; none: never."
+                "Visits in a row that fail by scorer timeouts, scorer crashes or errors that an "
+                "engine answered with, after which a prompt is quarantined; none: never."
             )
         ),
     ] = 3

@@ -15,6 +15,11 @@ MOST_REPLICAS = 1024
 _NAME = re.compile(re.escape(replica_name(0)).replace("0", r"(\d+)"))
 
 
+def is_replica_name(name: str) -> bool:
+    """Whether a process of a launcher is one of its replicas."""
+    return _NAME.fullmatch(name) is not None
+
+
 class Processes(Protocol):
     """What a supervisor does; see `Supervisor`."""
 

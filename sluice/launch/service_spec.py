@@ -167,8 +167,10 @@ def _trainer_ranks(
 def _rendezvous_port(config: RunConfig, host: str) -> int:
     """A free port that no service is going to take."""
     services = config.sluice
-    taken = {services.reward.endpoint.port, services.trainer.endpoint.port}
-    taken.add(services.rollout.endpoint.port)
+    endpoints = (
+        service.endpoint for service in (services.reward, services.trainer, services.rollout)
+    )
+    taken = {port for endpoint in endpoints for port in (endpoint.port, endpoint.health_port)}
     while (port := _free_ports([host])[0]) in taken:
         continue
     return port

@@ -19,7 +19,6 @@ from sluice.launch.launcher_address import (
 )
 from sluice.launch.replica_scale import Processes, ReplicaScale
 from sluice.launch.service_spec import replica_name
-from sluice.rpc.credentials import OPEN
 from sluice.rpc.server import RpcServer
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -69,7 +68,7 @@ class LaunchServicer(launch_pb2_grpc.LaunchServiceServicer):
 
 @asynccontextmanager
 async def launch_service(
-    run_dir: Path, processes: Processes, scale: ReplicaScale, *, asks_secret: bool = True
+    run_dir: Path, processes: Processes, scale: ReplicaScale
 ) -> AsyncIterator[LauncherAddress]:
     """Serves on a free port of the loopback interface while the block runs; gives the address.
 
@@ -81,7 +80,6 @@ async def launch_service(
         run_dir: the run's folder.
         processes: of the run.
         scale: changes the number of replicas.
-        asks_secret: whether calls have to bear the secret.
     """
     secret = drawn_secret()
     servicer = LaunchServicer(processes, scale)
@@ -91,7 +89,7 @@ async def launch_service(
         host=_HOST,
         port=0,
         max_message_bytes=_MAX_MESSAGE_BYTES,
-        credentials=LauncherAddress("", secret).credentials if asks_secret else OPEN,
+        credentials=LauncherAddress("", secret).credentials,
     )
     await server.start()
     launcher = LauncherAddress(server.address, secret)

@@ -73,7 +73,7 @@ class BoundedChecks:
             raise
 
 
-class ChecksOnly(health_pb2_grpc.HealthServicer):
+class ChecksOnly(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped in grpc
     """Answers `Check`, and no `Watch`: whoever watches keeps a stream for as long as he likes.
 
     Args:

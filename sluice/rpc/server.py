@@ -16,6 +16,7 @@ from sluice.rpc.channel import message_limits
 from sluice.rpc.credentials import OPEN, Credentials
 from sluice.rpc.exposure import exposure
 from sluice.rpc.interceptors import ErrorInterceptor
+from sluice.rpc.open_calls import OpenCallInterceptor
 from sluice.rpc.probe_server import ProbeServer
 from sluice.rpc.token_interceptor import TokenInterceptor
 
@@ -55,7 +56,7 @@ class RpcServer:
         self._service_names = tuple(service_names)
         self._server = grpc.aio.server(
             # The token is asked for first: without one not even an error says what is served.
-            interceptors=(*_token_interceptors(credentials), ErrorInterceptor()),
+            interceptors=_interceptors(credentials),
             options=[
                 *message_limits(max_message_bytes),
                 ("grpc.so_reuseport", 0),
@@ -123,5 +124,7 @@ class RpcServer:
             await self._probed.stop()
 
 
-def _token_interceptors(credentials: Credentials) -> tuple[TokenInterceptor, ...]:
-    return () if credentials.tokens is None else (TokenInterceptor(credentials.tokens),)
+def _interceptors(credentials: Credentials) -> tuple[grpc.aio.ServerInterceptor, ...]:
+    if (tokens := credentials.tokens) is None:
+        return (ErrorInterceptor(),)
+    return (TokenInterceptor(tokens), ErrorInterceptor(), OpenCallInterceptor(tokens))

@@ -16,7 +16,7 @@ from sluice.rpc.handshake_remedy import handshake_remedy
 
 CLASS_KEY = "sluice-error"
 # Details travel as percent-encoded metadata, of which peers take 8 KiB.
-_LONGEST_DETAILS = 2000
+_LONGEST_DETAILS_BYTES = 2000
 
 _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
     (errors.PromptTooLongError, grpc.StatusCode.INVALID_ARGUMENT),
@@ -62,7 +62,7 @@ class Status(NamedTuple):
 
 def status_of(error: errors.SluiceError) -> Status:
     """The status that carries `error`; INTERNAL for one the table does not know."""
-    details = str(error)[:_LONGEST_DETAILS]
+    details = _cut(str(error))
     for kind, code in _CODE_BY_ERROR:
         if isinstance(error, kind):
             return Status(code, details, ((CLASS_KEY, kind.__name__),))
@@ -110,6 +110,21 @@ def error_of(
             return errors.PeerDefectError(peer, phase, f"{code.name}: {details}")
         case _:
             return _failed_peer(code, details, peer, phase)
+
+
+def _cut(details: str) -> str:
+    """The longest beginning that travels in `_LONGEST_DETAILS_BYTES`.
+
+    gRPC over HTTP/2, section Responses: bytes of UTF-8 outside of 0x20 to 0x7E, and the percent
+    sign, take three each.
+    """
+    num_bytes = 0
+    for index, character in enumerate(details):
+        is_plain = " " <= character <= "~" and character != "%"
+        num_bytes += 1 if is_plain else 3 * len(character.encode(errors="surrogatepass"))
+        if num_bytes > _LONGEST_DETAILS_BYTES:
+            return details[:index]
+    return details
 
 
 def _failed_peer(code: grpc.StatusCode, details: str, peer: str, phase: str) -> errors.PeerError:

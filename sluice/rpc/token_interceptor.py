@@ -42,7 +42,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         if is_open(method):
             handler = await continuation(handler_call_details)
             return None if handler is None else self._checks.bounded(handler)
-        presented = _presented(handler_call_details.invocation_metadata)
+        presented = presented_token(handler_call_details.invocation_metadata)
         if presented is None:
             return _refusal(grpc.StatusCode.UNAUTHENTICATED, f"no bearer token came; {_REMEDY}")
         role = role_of(self._source.tokens(), presented)
@@ -58,7 +58,8 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
 
-def _presented(metadata: Any) -> str | None:
+def presented_token(metadata: Any) -> str | None:
+    """The bearer token in a call's metadata; none: there is none."""
     for key, value in metadata or ():
         if key == AUTHORIZATION and isinstance(value, str) and value.lower().startswith(_SCHEME):
             return value[len(_SCHEME) :].strip()

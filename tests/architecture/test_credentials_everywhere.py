@@ -3,34 +3,60 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 
 import pytest
 
 from tests.support.source_tree import name_of, python_files, syntax_tree
 
-OPENERS = {
-    *("open_channel", "RpcServer", "PolicyClient", "RunMonitor", "RolloutClient"),
-    *("ReplicaClient", "ReplicaCounterCalls"),
-}
 RAW = {
     *("grpc.server", "grpc.aio.server", "grpc.insecure_channel", "grpc.secure_channel"),
     *("grpc.aio.insecure_channel", "grpc.aio.secure_channel"),
 }
-HOMES = {"sluice/rpc/channel.py", "sluice/rpc/server.py"}
+# The port for probes answers health to everybody.
+HOMES = {"sluice/rpc/channel.py", "sluice/rpc/server.py", "sluice/rpc/probe_server.py"}
 
 
 def called(call: ast.Call) -> str:
     return ast.unparse(call.func).rsplit(".", 1)[-1]
 
 
+def takers(tree: ast.AST) -> set[str]:
+    """Functions and classes that are called with credentials."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            made_with = (getattr(p, "name", "__init__") for p in node.body if takes_credentials(p))
+            found |= {node.name} if "__init__" in made_with else set()
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and takes_credentials(node):
+            found |= {node.name} - {"__init__"}
+    return found
+
+
+def takes_credentials(node: ast.AST) -> bool:
+    """Whether a function has such a parameter, or a line of a class is such a field."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        arguments = node.args
+        every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+        return any(each.arg == "credentials" for each in every)
+    return isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "credentials"
+
+
+@cache
+def openers() -> frozenset[str]:
+    """Those of the whole program that other files may call."""
+    trees = map(syntax_tree, python_files("sluice", "services"))
+    return frozenset(name for tree in trees for name in takers(tree) if name[0] != "_")
+
+
 def without_credentials(tree: ast.AST) -> list[str]:
     """Calls that open something and say nothing of credentials."""
+    names = openers() | takers(tree)
     return [
         f"{called(node)}, line {node.lineno}"
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
-        and called(node) in OPENERS
-        # The credentials of `ReplicaCounterCalls` are all that it takes.
+        and called(node) in names
         and not any(word.arg == "credentials" for word in node.keywords)
         and not any("credentials" in ast.unparse(argument) for argument in node.args)
     ]
@@ -51,7 +77,28 @@ def test_whatever_opens_a_connection_passes_credentials_on() -> None:
     assert found == {}, "pass what service_credentials or client_credentials gave"
 
 
-def test_grpcs_own_servers_and_channels_are_made_in_one_place_each() -> None:
+def test_every_callable_that_takes_credentials_is_looked_at() -> None:
+    known = {"open_channel", "RpcServer", "PolicyClient", "RunMonitor", "RolloutClient"}
+    known |= {"ReplicaClient", "ReplicaCounterCalls", "Launcher", "survey_waits"}
+    assert known <= openers()
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("def ask(address, *, credentials=OPEN): ...", {"ask"}),
+        ("async def ask(credentials, /): ...", {"ask"}),
+        ("class Caller:\n def __init__(self, credentials): ...", {"Caller"}),
+        ("class Caller:\n credentials: Credentials", {"Caller"}),
+        ("class Caller:\n def __init__(self): ...\n def ask(self, credentials): ...", {"ask"}),
+        ("def ask(address): ...", set()),
+    ],
+)
+def test_a_taker_of_credentials_is_known_by_its_parameters(code: str, found: set[str]) -> None:
+    assert takers(ast.parse(code)) == found
+
+
+def test_grpcs_own_servers_and_channels_are_made_where_they_are_looked_at() -> None:
     found = {
         name_of(file) for file in python_files("sluice", "services") if raw_uses(syntax_tree(file))
     }

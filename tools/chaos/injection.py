@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sluice.client.launcher import Launcher
 from sluice.errors import SluiceError
-from sluice.launch.launcher_address import launcher_address
+from sluice.launch.launcher_address import launcher_of
 from tools.chaos.cable import Cable
 from tools.chaos.launched_run import FAR, LaunchedRun, Process
 from tools.chaos.schedule import Fault, FaultKind
@@ -138,7 +138,8 @@ class Injector:
             cable.is_cut, cable.delay_s = False, 0.0
 
     async def _set_replicas(self, count: int) -> str:
-        async with Launcher(launcher_address(self.run.run_dir)) as launcher:
+        found = launcher_of(self.run.run_dir)
+        async with Launcher(found.address, found.credentials) as launcher:
             change = await launcher.set_replicas(count)
         return ", ".join((*change.started, *change.drained))
 

@@ -20,7 +20,7 @@ from sluice.api.launch.v1 import launch_pb2, launch_pb2_grpc
 from sluice.concurrency.parent_death import SUPERVISOR_VARIABLE
 from sluice.config.run import RunConfig
 from sluice.errors import SluiceError
-from sluice.launch.launcher_address import launcher_address
+from sluice.launch.launcher_address import launcher_of
 from sluice.rpc.call import unary_call
 from sluice.rpc.channel import open_channel
 from tools.chaos.cable import Cable
@@ -57,8 +57,9 @@ class LaunchedRun:
     async def processes(self) -> dict[str, Process]:
         """By name, those that run now. Empty before the launcher serves."""
         with suppress(SluiceError):
+            launcher = launcher_of(self.run_dir)
             async with open_channel(
-                launcher_address(self.run_dir), max_message_bytes=1 << 20
+                launcher.address, max_message_bytes=1 << 20, credentials=launcher.credentials
             ) as channel:
                 stub = cast(
                     "launch_pb2_grpc.LaunchServiceAsyncStub",

@@ -1,6 +1,7 @@
 """`make fuzz`: hostile requests against a live run, and what is left of it afterwards.
 
-The last line printed is one JSON object: `requests` made, `crashes` (answers that tell of a defect,
+The last line printed is one JSON object: `requests` made, `missing` (asked for, and not made within
+`--minutes`, which fails as well), `crashes` (answers that tell of a defect,
 and processes that ended), `leaks` (slots, prompts, memory, files, threads not given back, or a
 service that no longer answers correctly), answers by code, the seed, seconds.
 """
@@ -14,7 +15,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -37,7 +38,12 @@ def main(arguments: Sequence[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         report = asyncio.run(_fuzz(folder, options))
     sys.stdout.write(json.dumps(report) + "\n")
-    return 1 if report["crashes"] or report["leaks"] else 0
+    return exit_code(report)
+
+
+def exit_code(report: Mapping[str, object]) -> int:
+    """1 if something was found, or if fewer requests were made than asked for."""
+    return 1 if report["crashes"] or report["leaks"] or report["missing"] else 0
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -48,7 +54,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=30.0, help="no further requests after")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=30.0,
+        help="no further requests after; fewer than asked for fail",
+    )
     parser.add_argument("--in-flight", type=int, default=48, help="calls at once")
     parser.add_argument("--folder", type=Path, help="keep model, configuration and logs here")
     return parser.parse_args(arguments)
@@ -85,6 +96,7 @@ async def _fuzz(folder: Path, options: argparse.Namespace) -> dict[str, object]:
         _say(example)
     return {
         "requests": tally.requests,
+        "missing": max(options.requests - tally.requests, 0),
         "crashes": tally.crashes + len(died),
         "leaks": len(found),
         "died": died,

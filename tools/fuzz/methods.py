@@ -1,4 +1,8 @@
-"""Every method of every service, from the descriptors: a new method is fuzzed without more ado."""
+"""Every method of trainer, reward service and replicas, from the descriptors.
+
+A new method is fuzzed without more ado. The launcher's service is left out: it listens on the
+loopback interface alone.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ class Method:
 
 
 def all_methods() -> tuple[Method, ...]:
-    """The methods of all four services."""
+    """The methods of the four services: trainer, reward, rollout, weights."""
     return tuple(
         Method(
             _PROCESS[key],

@@ -26,6 +26,7 @@ from services.trainer.learner.checkpoint_retention import (
     delete_roles,
     superfluous_roles,
 )
+from sluice.concurrency.advance import advance
 from sluice.config.trainer import TrainerConfig
 from sluice.errors import CheckpointError, ConfigError
 from sluice.types import DataProgress
@@ -329,6 +330,7 @@ def _write_data(
 def _sync_tree(folder: Path) -> None:
     for path in folder.rglob("*"):
         _sync(path)
+        advance()
     _sync(folder)
 
 

@@ -124,7 +124,9 @@ class AdmissionOrder:
         first = next(iter(self._line))
         step, since = self._line[first]
         if version < since:  # a trainer went back to an older policy: the wait begins anew
-            self._line = OrderedDict((s, (at, min(v, version))) for s, (at, v) in self._line.items())
+            self._line = OrderedDict(
+                (s, (at, min(v, version))) for s, (at, v) in self._line.items()
+            )
             since = version
         if tokens_in_time is not None and version - since < _VERSIONS_PASSED_BY:
             in_time = self._filled & ((2 << _length_step(tokens_in_time)) - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -80,6 +81,18 @@ def test_the_printed_variables_make_a_client_that_is_no_service(
         (Role.CLIENT, True),
     ]
     assert client_problems(security) == []
+
+
+def test_the_printed_lines_are_read_by_a_shell_as_they_are_meant(tmp_path: Path) -> None:
+    out = tmp_path / "my certs; $(true)"
+    script = "\n".join(line for line in certs(out).splitlines() if line.startswith("export "))
+    shown = subprocess.run(
+        ["sh", "-c", f'{script}\nprintf %s "$SLUICE_TOKEN_FILE"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout == str(out / "client.token")
 
 
 def test_no_secret_is_printed(made: tuple[Path, str]) -> None:

@@ -12,7 +12,7 @@ from sluice.cli.main import commands
 from sluice.cli.running_run import ask_run
 from sluice.config.dump import write_config
 from sluice.config.loader import load_config
-from sluice.errors import NotReadyError
+from sluice.errors import ConfigError, NotReadyError
 from tests.support.run_folder import ACCOUNTS, STEPS, VALIDATIONS, run_folder
 
 # Ports on which nothing of ours can listen.
@@ -49,6 +49,34 @@ def test_a_finished_run_says_so_to_machines(tmp_path: Path) -> None:
         "step": 2,
         "accuracies": [0.25, 0.75],
     }
+
+
+def secured(folder: Path, *, ended: bool) -> Path:
+    """A run whose certificates are gone."""
+    run = past(folder, ended=ended)
+    gone = [f"sluice.security.{name}_file=/gone" for name in ("ca", "cert", "key")]
+    write_config(
+        load_config(None, [*NOWHERE, "sluice.security.tls=mtls", *gone]), run / "config.yaml"
+    )
+    return run
+
+
+@pytest.mark.parametrize("why", [(), ("--why",)])
+def test_a_finished_run_is_told_of_without_its_certificates(
+    tmp_path: Path, why: tuple[str, ...]
+) -> None:
+    result = CliRunner().invoke(commands, ["status", *why, str(secured(tmp_path, ended=True))])
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"{tmp_path}: finished after 2 steps; held-out accuracy")
+    assert "note: its services could not have been asked" in result.stderr
+    assert "sluice.security.ca_file = '/gone' is no file" in result.stderr
+
+
+def test_of_a_run_that_may_go_on_nothing_is_claimed_without_asking_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sluice\.security\.ca_file = '/gone' is no file"):
+        CliRunner().invoke(
+            commands, ["status", str(secured(tmp_path, ended=False))], catch_exceptions=False
+        )
 
 
 def test_a_run_that_was_interrupted_says_how_far_it_came_and_how_to_go_on(tmp_path: Path) -> None:

@@ -14,10 +14,13 @@ from sluice.api.common.v1 import common_pb2
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from sluice.cli.wait_chain import explain
 from sluice.client.wait_survey import REWARD, TRAINER, ServiceWaits, survey_waits
 from sluice.concurrency.process_mark import marked_process
 from sluice.concurrency.waits import Waiting
+from sluice.rpc.credentials import OPEN, Credentials
 from sluice.rpc.server import RpcServer
+from tests.support.certified import ACCEPTED
 
 TIMEOUT_S = 1.0
 NOWHERE = "127.0.0.1:1"
@@ -53,13 +56,14 @@ def reports(peer: str, phase: str) -> common_pb2.WaitReport:
 
 
 @asynccontextmanager
-async def listening(add: Any, servicer: Any) -> AsyncIterator[str]:
+async def listening(add: Any, servicer: Any, credentials: Credentials = OPEN) -> AsyncIterator[str]:
     server = RpcServer(
         [lambda grpc_server: add(servicer, grpc_server)],
         [],
         host="127.0.0.1",
         port=0,
         max_message_bytes=1 << 20,
+        credentials=credentials,
     )
     await server.start()
     try:
@@ -134,3 +138,14 @@ async def test_the_reward_services_mark_is_found_under_the_name_that_others_wait
         (TRAINER, 0, ""),
         (REWARD, 4711, "out of sight on elsewhere"),
     ]
+
+
+async def test_a_service_that_refuses_our_token_is_not_called_silent(tmp_path: Path) -> None:
+    answer = Services(trainer_pb2.GetStatusResponse())
+    add = trainer_pb2_grpc.add_TrainerServiceServicer_to_server
+    async with listening(add, answer, Credentials(tokens=ACCEPTED)) as trainer:
+        services = await survey_waits(trainer, NOWHERE, tmp_path, timeout_s=10.0)
+    refused, silent = services
+    assert (refused.name, refused.is_refused, silent.is_refused) == (TRAINER, True, False)
+    assert "no bearer token came" in refused.failure
+    assert explain(services).cause.startswith("trainer: refused while saying what it waits for: no")

@@ -104,6 +104,7 @@ def test_a_sound_configuration_has_no_problem() -> None:
         (["sluice.watchdog.stall_s=1800"], "stall_s = 1800 is not below give_up_s = 1800"),
         (["sluice.trainer.replica_ttl_s=1.5"], "is less than two heartbeats"),
         (["sluice.trainer.replica_stall_s=1.5"], "replica_stall_s = 1.5 is less than two heart"),
+        (["sluice.rollout.drain_timeout_s=60"], "a draining replica would be killed"),
         (["sluice.max_message_mb=3"], "is less than the 4 MiB a train batch of 512 rows can reach"),
         (["data.max_response_length=350000"], "are more than a message can hold (2047 MiB)"),
         (["trainer.val_only=true"], "there is nothing to validate on; give val_files"),

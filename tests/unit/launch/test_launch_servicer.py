@@ -44,7 +44,8 @@ async def test_replicas_are_started_and_drained_through_the_address_in_the_runs_
         assert launcher_of(tmp_path) == found
         async with Launcher(found.address, found.credentials) as launcher:
             assert await launcher.set_replicas(3) == Scaling(("rollout-2",), ())
-            assert await launcher.services() == ("reward", "rollout-0", "rollout-1", "rollout-2")
+            assert [each.name for each in await launcher.services()] == processes.names
+            assert processes.names == ["reward", "rollout-0", "rollout-1", "rollout-2"]
             assert await launcher.set_replicas(1) == Scaling((), ("rollout-2", "rollout-1"))
             with pytest.raises(InvalidRequestError, match="0 is below 1"):
                 await launcher.set_replicas(0)

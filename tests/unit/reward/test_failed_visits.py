@@ -155,7 +155,7 @@ async def test_a_group_that_fails_without_a_strike_takes_earlier_ones_back(
         assert loop.statistics()["reward/quarantine"] == is_quarantined
 
 
-async def test_a_group_that_is_refused_takes_strikes_back() -> None:
+async def test_a_visit_that_loses_its_replicas_takes_strikes_back() -> None:
     errors: list[SluiceError] = [BROKEN, BROKEN, PeerError("a", "generating", "lost"), LOST]
 
     async def fail(_name: str, _request: GroupRequest, _index: int) -> None:

@@ -1,4 +1,4 @@
-"""Saved samples of groups that start again, end in between, or are taken up: what the file holds."""
+"""Saved samples of groups that start again, end in between or are taken up."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ async def test_samples_that_were_taken_up_are_not_written_once_more(tmp_path: Pa
             await loop.pipeline.announce("trainer", 0, [replica("a")], None)
             await settled(lambda: len(client.calls) == 1)  # noqa: B023
             if not sizes:
-                await settled(lambda: received(loop) == 100)  # noqa: B023
+                await settled(lambda: received(loop) == 100)
             await loop.samples.save()
             sizes.append(loop.ledger.saved_bytes)
     assert sizes[0]
@@ -252,6 +252,25 @@ def test_samples_of_rows_that_are_not_drawn_again_are_forgotten(tmp_path: Path) 
         ledger.restart_data(DataProgress(1, (2,)))
         assert [i for i in range(4) if ledger.received(f"data-{i}") is not None] == [1, 3]
         assert ledger.saved_bytes == (size or 0) // 2
+
+
+async def test_rows_that_are_drawn_again_keep_what_another_trainer_can_use_of_their_samples(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / LEDGER_FILE
+    with SqliteLedger(path) as ledger:
+        ledger.accept(row(0))
+        parts = [
+            SamplePart.of(rollout_of("", i, version, 1, 4), 0) for i, version in ((0, 1), (1, 3))
+        ]
+        ledger.save_samples("data-0", SampleParts.of(b"way", PROMPT_TOKENS, parts))
+    async with service(config(tmp_path), ScriptedClient()) as loop:
+        before = loop.ledger.saved_bytes or 0
+        await loop.pipeline.announce("another", 1, [], DataProgress(0))
+        found = loop.ledger.received("data-0")
+        assert found is not None
+        assert [rollout.sample_index for rollout in found.rollouts] == [0]
+        assert 0 < (loop.ledger.saved_bytes or 0) < before
 
 
 async def test_samples_taken_up_beyond_the_budget_end_a_group_that_no_replica_has_begun() -> None:

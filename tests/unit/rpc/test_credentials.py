@@ -19,8 +19,10 @@ from sluice.rpc.credentials import (
 )
 from sluice.security.tokens import Role
 from tests.support.certified import (
+    ACCEPTED,
     CLIENT_TOKEN,
     SERVICE_TOKEN,
+    FixedTokens,
     client_key,
     write_pair,
     write_security,
@@ -146,3 +148,9 @@ def test_settings_hold_for_programs_that_use_the_sdk(tmp_path: Path) -> None:
     found = client_credentials(caller, {"SLUICE_TOKEN": GIVEN})
     assert found.is_encrypted
     assert found.certificate is None
+
+
+def test_a_token_is_in_no_repr_of_what_holds_it() -> None:
+    shown = repr(Credentials(key=b"the-key", tokens=FixedTokens(ACCEPTED.of)))
+    assert SERVICE_TOKEN not in shown
+    assert "the-key" not in shown

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
-from sluice.errors import ConfigError, ExhaustedError
+from sluice.errors import ConfigError, ExhaustedError, InvalidRequestError
 from sluice.rpc.channel import open_channel
 from sluice.rpc.stubs import reward_stub
 from tests.support.loopback import needs_ipv6
@@ -49,6 +49,12 @@ async def test_an_error_inside_nested_task_groups_reaches_the_client_with_its_co
     error = await failed_status(Failing(ExhaustedError("queue: 9 of 9"), grouped=True))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert error.details() == "queue: 9 of 9"
+
+
+async def test_a_long_error_in_other_letters_arrives_as_what_it_was() -> None:
+    error = await failed_status(Failing(InvalidRequestError("é日本\n" * 5000)))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (error.details() or "").startswith("é日本")
 
 
 async def test_a_defect_beside_an_error_of_ours_is_logged_and_not_told(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from sluice import errors
 from sluice.rpc.status_codes import CLASS_KEY, error_of, status_of
 
+PLAIN = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 ALL_ERRORS = [
     kind
     for _, kind in inspect.getmembers(errors, inspect.isclass)
@@ -102,4 +104,9 @@ def test_an_internal_error_is_a_defect_of_the_peer_and_still_an_error_of_it(
 
 
 def test_details_are_cut_to_what_metadata_can_carry() -> None:
-    assert len(status_of(errors.DataError("é" * 100_000)).details) <= 2000
+    for text in ("é" * 100_000, "x" * 100_000, "%" * 3000, "日本\n" * 3000, "\U0001f600" * 3000):
+        details = status_of(errors.DataError(text)).details
+        encoded = quote(details, safe=PLAIN)
+        assert text.startswith(details)
+        assert 1980 < len(encoded) <= 2000
+    assert status_of(errors.DataError("é" * 333)).details == "é" * 333

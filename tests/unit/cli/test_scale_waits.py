@@ -1,0 +1,97 @@
+"""What `sluice scale` waits for, whoever asked for it first."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from rich.console import Console
+
+from sluice.api.common.v1 import common_pb2 as common
+from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from sluice.cli.run_location import locate_run
+from sluice.cli.scale import scale_rollout
+from sluice.config.dump import write_config
+from sluice.config.loader import load_config
+from sluice.errors import DeadlineError
+from sluice.launch.replica_scale import ReplicaScale
+from sluice.launch.service_spec import ServiceSpec, replica_name
+from sluice.launch.servicer import launch_service
+from sluice.launch.supervisor import ServiceState
+
+
+class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
+    """Each time it is asked, one more replica serves, up to `most`."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.num_asked = most, 0
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        self.num_asked += 1
+        serving = min(self.num_asked, self.most)
+        return trainer_pb2.GetStatusResponse(
+            replicas=[
+                trainer_pb2.ReplicaStatus(
+                    replica=common.Replica(name=replica_name(number)), state="serving"
+                )
+                for number in range(serving)
+            ]
+        )
+
+
+class Processes:
+    """Two replicas that an earlier command has started, and one it has asked to leave."""
+
+    def __init__(self, num_looks: int) -> None:
+        self.num_looks = num_looks
+
+    def services(self) -> tuple[ServiceState, ...]:
+        self.num_looks -= 1
+        staying = [ServiceState(replica_name(n), 1, 0, is_draining=False) for n in range(2)]
+        leaving = [ServiceState(replica_name(2), 1, 0, is_draining=True)]
+        return (*staying, *(leaving if self.num_looks > 0 else []))
+
+    def add(self, spec: ServiceSpec) -> None:
+        raise AssertionError
+
+    def dismiss(self, name: str) -> None:
+        raise AssertionError
+
+
+async def said(folder: Path, trainer: Trainer, processes: Processes, timeout_s: float) -> str:
+    server = grpc.aio.server()
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(trainer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    ports = [f"sluice.trainer.endpoint.port={port}", "sluice.reward.endpoint.port=1"]
+    write_config(load_config(None, ports), folder / "config.yaml")
+    scale = ReplicaScale(processes, lambda number: ServiceSpec(replica_name(number), ("true",)))
+    console = Console(file=io.StringIO(), record=True)
+    try:
+        async with launch_service(folder, processes, scale):
+            await scale_rollout(2, locate_run(folder), timeout_s, console)
+    finally:
+        await server.stop(0)
+    return console.export_text()
+
+
+async def test_a_change_that_was_begun_earlier_is_waited_for(tmp_path: Path) -> None:
+    trainer, processes = Trainer(most=2), Processes(num_looks=5)
+    assert (await said(tmp_path, trainer, processes, 60.0)).endswith("done: 2 replicas\n")
+    assert trainer.num_asked >= 2
+    assert processes.num_looks <= 0
+
+
+async def test_only_when_all_serve_there_is_nothing_to_do(tmp_path: Path) -> None:
+    trainer = Trainer(most=2)
+    trainer.num_asked = 1
+    text = await said(tmp_path, trainer, Processes(num_looks=0), 60.0)
+    assert text == "2 replicas already; nothing to do\n"
+
+
+async def test_a_replica_that_never_serves_ends_the_wait_by_its_deadline(tmp_path: Path) -> None:
+    with pytest.raises(DeadlineError, match="scaling to 2 replicas"):
+        await said(tmp_path, Trainer(most=1), Processes(num_looks=0), 1.0)
