@@ -299,8 +299,8 @@ def _draining(config: RunConfig) -> Iterator[str]:
     if drain_s > grace_s:
         yield (
             f"sluice.rollout.drain_timeout_s = {drain_s:g} is more than a service may take to end "
-            f"(sluice.shutdown_grace_s = {grace_s:g}), so a draining replica would be killed; raise "
-            "the latter"
+            f"(sluice.shutdown_grace_s = {grace_s:g}), so a draining replica would be killed; "
+            "raise the latter"
         )
 
 
