@@ -35,9 +35,11 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the benchmark; the exit status."""
     parsed = _parse(arguments)
     parsed.output.mkdir(parents=True, exist_ok=True)
-    simulated = simulate_mixtures(seeds=parsed.seeds, steps=parsed.simulated_steps)
-    report: dict[str, object] = {**_simulated(simulated)}
-    report["pacing_speedup"] = simulate_pacing(parsed.seeds, parsed.simulated_steps)
+    report: dict[str, object] = {}
+    if parsed.simulated:
+        simulated = simulate_mixtures(seeds=parsed.seeds, steps=parsed.simulated_steps)
+        report |= _simulated(simulated)
+        report["pacing_speedup"] = simulate_pacing(parsed.seeds, parsed.simulated_steps)
     report["admissions_per_s"] = round(admissions_per_second(num_in_flight=10_000))
     if parsed.real:
         report |= _real(parsed)
@@ -54,6 +56,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="simulated")
     parser.add_argument("--simulated-steps", type=int, default=180)
+    parser.add_argument("--simulated", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--real", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--steps", type=int, default=24, help="batches of a strategy's run")
     parser.add_argument("--pair-steps", type=int, default=40, help="batches of each of a pair")
