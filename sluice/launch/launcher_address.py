@@ -42,11 +42,6 @@ def write_launcher(run_dir: Path, launcher: LauncherAddress) -> None:
     write_private(run_dir, {LAUNCHER_NAME: json.dumps(content).encode()}, replace=True)
 
 
-def launcher_address(run_dir: Path) -> str:
-    """host:port of the launcher that runs in `run_dir`; as `launcher_of`."""
-    return launcher_of(run_dir).address
-
-
 def launcher_of(run_dir: Path) -> LauncherAddress:
     """The launcher that runs in `run_dir`; one that was killed may have left it.
 

@@ -17,7 +17,7 @@ from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from sluice.cli.run_location import locate_run
 from sluice.client.run_monitor import RunMonitor
 from sluice.errors import SluiceError
-from sluice.launch.launcher_address import LAUNCHER_NAME, launcher_address
+from sluice.launch.launcher_address import LAUNCHER_NAME, launcher_of
 from tests.support.small_run import WAIT_S, Assets, processes_naming
 
 SLUICE = (sys.executable, "-m", "sluice.cli.main")
@@ -93,7 +93,7 @@ def test_replicas_are_started_and_drained_while_the_run_goes_on(
     run_dir = tmp_path / "run"
     with running(small_assets, run_dir) as process:
         assert asyncio.run(serving_after_step(process, run_dir, 1)) == ["rollout-0"]
-        assert is_healthy(launcher_address(run_dir))
+        assert is_healthy(launcher_of(run_dir).address)
         up = scale(run_dir, "3")
         assert (up.returncode, up.stderr) == (0, "")
         assert "starting rollout-1, rollout-2" in up.stdout
