@@ -29,6 +29,7 @@ async def kill(service: RewardProcess, version: int, replica: GrowingReplica) ->
     await service.announce(version, [replica])  # answered once the disk has what was noted
     service.process.kill()
     await service.wait()
+    await until(lambda: replica.num_open == 0)  # a call of the dead must not go on with the next's
 
 
 def tokens_of(status: Any) -> dict[str, float]:

@@ -30,9 +30,17 @@ class GrowingReplica(ScriptedReplica):
     num_sent: int = 0
     partials: Counter[str] = field(default_factory=Counter)
     asked: Counter[str] = field(default_factory=Counter)
+    num_open: int = 0
 
     async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]
         """Stream the samples asked for."""
+        self.num_open += 1
+        try:
+            await self._stream(request, context)
+        finally:
+            self.num_open -= 1
+
+    async def _stream(self, request: Any, context: Any) -> None:
         content = request.prompt.chat.messages[-1].content
         grown = {index: GrowingSample() for index in request.sample_indexes}
         self.asked[content] += len(grown)
