@@ -162,14 +162,20 @@ async def test_a_process_that_lived_long_enough_is_no_crash_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor_module, "_STABLE_S", 0.0)
-    run = Supervised(
-        tmp_path, spec("rollout-0", "print('up'); raise SystemExit(9)", max_restarts=1)
-    )
-    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
-        ending = tasks.create_task(run.supervisor.run())
-        await run.until(lambda: len(run.said("rollout-0")) >= 4)
-        end_self(signal.SIGINT)()
-    assert ending.result().exit_code == 130
+    dies_thrice = f"""
+    import pathlib, sys, time
+    starts = pathlib.Path({str(tmp_path / "starts")!r})
+    starts.touch()
+    with starts.open("a") as file:
+        file.write("x")
+    if len(starts.read_text()) <= 3:
+        sys.exit(9)
+    print("ready")
+    time.sleep(600)
+    """
+    run = Supervised(tmp_path, spec("rollout-0", dies_thrice, max_restarts=1))
+    end = await run.run(end_self(signal.SIGINT))
+    assert (end.exit_code, end.failures) == (130, ())
 
 
 async def test_a_signal_that_ended_a_process_is_named(tmp_path: Path) -> None:
