@@ -95,11 +95,17 @@ def pytest_runs() -> Iterator[tuple[str, list[str]]]:
 
 
 def run_tests(name: str, folders: Sequence[str]) -> Result:
-    """Runs pytest with its output passed on as it comes."""
+    """Runs pytest with its output passed on as it comes.
+
+    A worker for every core; tests of one file stay with one worker and in order, since they may
+    share what is dear to make.
+    """
+    workers = str(max(2, os.cpu_count() or 1))
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
-        command = [PYTHON, "-m", "pytest", "-q", f"--junitxml={report}", *folders]
+        parallel = ["-n", workers, "--dist", "loadfile"]
+        command = [PYTHON, "-m", "pytest", "-q", f"--junitxml={report}", *parallel, *folders]
         status = subprocess.run(command, cwd=ROOT, env=_environment(), check=False).returncode
         counts = read_counts(report)
     return Result(name, status == 0, time.monotonic() - start, counts=counts)
