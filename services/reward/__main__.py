@@ -25,6 +25,7 @@ from sluice.config.derived import message_mb
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.rpc.credentials import Credentials, service_credentials
+from sluice.rpc.handshake_remedy import expect_no_tls
 from sluice.rpc.server import RpcServer
 from sluice.telemetry.logs import configure_logging
 
@@ -50,6 +51,8 @@ def _parse(argv: list[str]) -> tuple[Path, tuple[str, ...]]:
 async def _serve(config: RunConfig) -> None:
     limit = message_mb(config) << 20
     credentials = service_credentials(config.sluice.security, config.sluice.reward.endpoint)
+    if not credentials.is_encrypted:
+        expect_no_tls()
     sets = open_prompt_sets(config)
     client = RolloutClient(
         linger_ms=config.sluice.reward.linger_ms,
@@ -80,6 +83,7 @@ def _server(config: RunConfig, loop: RewardLoop, limit: int, credentials: Creden
         config.actor_rollout_ref.rollout,
         config.data.max_response_length,
         config.sluice.limits,
+        credentials.tokens,
     )
     return RpcServer(
         [lambda server: reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server)],

@@ -64,17 +64,20 @@ class Admission:
         version: Callable[[], int | None],
     ) -> None:
         self._settings, self._parts, self._version = settings, parts, version
+        # Asked at every start, so not computed anew.
+        self._max_staleness = settings.rules.max_staleness
+        self._first_sequences = settings.first_sequences
         self._num_skipped = 0  # in a row
 
     def load(self, version: int) -> LoopLoad:
         """The loop as the strategy sees it."""
-        batcher = self._parts.batcher
+        batcher, in_flight = self._parts.batcher, self._parts.in_flight
         return LoopLoad(
-            num_in_flight=len(self._parts.in_flight),
-            num_kept=batcher.num_kept,
-            num_in_training=batcher.num_in_training,
-            room=self._room(version),
-            num_sure=self._parts.in_flight.num_sure,
+            len(in_flight),
+            batcher.num_kept,
+            batcher.num_in_training,
+            self._room(version),
+            in_flight.num_sure,
         )
 
     async def admit(self, start: Callable[[Prompt, Visit], None]) -> bool:
@@ -115,10 +118,11 @@ class Admission:
     def _room(self, version: int) -> int:
         """Groups the fleet has room for, beyond those that wait for it or are about to."""
         in_flight = self._parts.in_flight
-        lowest = version - self._settings.rules.max_staleness
+        lowest = version - self._max_staleness
         free = self._parts.queue.num_free_sequences(lowest) - in_flight.num_unasked
-        first = self._settings.first_sequences
-        return groups_with_room(free, first_sequences=first, is_idle=not len(in_flight))
+        return groups_with_room(
+            free, first_sequences=self._first_sequences, is_idle=not len(in_flight)
+        )
 
     async def _decided(self, prompt: Prompt) -> Visit | None:
         """What becomes of a prompt; ``None``: it may not start any more."""

@@ -135,7 +135,9 @@ class Batcher:
 
     def next_version(self, announced: int) -> int:
         """The version of the next batch to be formed while `announced` is."""
-        return max((announced, *(leased + 1 for leased in self._unpublished)))
+        if not self._unpublished:
+            return announced
+        return max(announced, max(self._unpublished) + 1)
 
     def published(self, version: int) -> None:
         """A version was announced: groups leased under older ones no longer count."""

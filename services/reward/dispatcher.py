@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 
+from services.reward.broken_streams import BrokenStreams
 from services.reward.collected_group import CollectedGroup
 from services.reward.group_request import (
     PHASE,
@@ -89,6 +90,7 @@ class GroupDispatcher:
         self._leave_out_overlong = leave_out_overlong
         self._rules = rules or StragglerRules()
         self._rates = RateTable()
+        self._broken = BrokenStreams()
         self._streams: dict[StreamWatch, Grant] = {}
         self._open: dict[CollectedGroup, None] = {}
         self._on_taken_up = on_taken_up or _ignore_samples
@@ -228,10 +230,9 @@ class GroupDispatcher:
         except ExhaustedError:
             self._queue.pause(member)  # full: neither the group's fault nor the replica's
         except SluiceError as error:
-            logger.warning(
-                "prompt %s: %s (the group: %s)",
-                *(collected.request.prompt.prompt_id, error, collected.state()),
-            )
+            prompt_id = collected.request.prompt.prompt_id
+            logger.info("prompt %s: %s (the group: %s)", prompt_id, error, collected.state())
+            self._broken.note(name, len(collected.missing), str(error))
             self._queue.pause(member)
             if isinstance(error, EngineError | PeerDefectError):
                 collected.request.allowance.engine_answered = True
@@ -321,9 +322,9 @@ class GroupDispatcher:
             collected.request.allowance.end()
             logger.warning("prompt %s: over on replica %s: %s", prompt_id, name, state)
             return None
-        level = logging.WARNING if end is StreamEnd.STALLED else logging.INFO
-        logger.log(
-            level,
+        if end is StreamEnd.STALLED:
+            self._broken.note(name, len(collected.missing), f"{end}: {state}")
+        logger.info(
             "prompt %s: replica %s is %s, its samples continue elsewhere: %s; the group: %s",
             *(prompt_id, name, end, state, collected.state()),
         )

@@ -122,10 +122,10 @@ class InFlightTable:
         return [item.task for item in self._items.values() if item.task is not None]
 
     def _enter_age(self, item: InFlightItem) -> None:
-        prompt_id = item.prompt.prompt_id
+        prompt_id, version = item.prompt.prompt_id, item.start_version
         if self._items.get(prompt_id) is not item:
             return
-        if item.start_version is None:
+        if version is None:
             self._ages.left(prompt_id)
         else:
-            self._ages.runs(prompt_id, item.start_version)
+            self._ages.runs(prompt_id, version)

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from hashlib import blake2b
+from struct import Struct
 
 from sluice.types import Prompt
 
 _KEY_BYTES = 16
+_FRAME = Struct("<Q").pack
 
 
 def prompt_key(prompt: Prompt) -> str:
     """BLAKE2b of messages and ground truth, 16 bytes in hexadecimal."""
-    parts = [part for turn in prompt.messages for part in (turn.role, turn.content)]
-    encoded = [part.encode() for part in (*parts, prompt.ground_truth)]
-    # With their lengths, or "ab" + "c" would be "a" + "bc".
-    framed = b"".join([len(part).to_bytes(8, "little") + part for part in encoded])
-    return blake2b(framed, digest_size=_KEY_BYTES).hexdigest()
+    framed: list[bytes] = []
+    for turn in prompt.messages:
+        framed += _framed(turn.role), _framed(turn.content)
+    framed.append(_framed(prompt.ground_truth))
+    return blake2b(b"".join(framed), digest_size=_KEY_BYTES).hexdigest()
+
+
+def _framed(part: str) -> bytes:
+    """With its length, or "ab" + "c" would be "a" + "bc"."""
+    encoded = part.encode()
+    return _FRAME(len(encoded)) + encoded

@@ -41,6 +41,8 @@ from sluice.config.actor_rollout_ref import RolloutConfig
 from sluice.config.limits import LimitsConfig
 from sluice.errors import InvalidRequestError, SluiceError
 from sluice.rpc.call_policy import CALL_POLICIES
+from sluice.rpc.caller_name import caller_name
+from sluice.security.token_file import TokenSource
 from sluice.types import ChatMessage, Failed, Scored
 
 MAX_SAMPLES = 1024
@@ -62,6 +64,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         rollout: defaults of validation sampling.
         max_response_length: longest response, tokens.
         limits: of what clients may send.
+        tokens: that name clients; none: they name themselves.
     """
 
     def __init__(
@@ -70,9 +73,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         rollout: RolloutConfig,
         max_response_length: int,
         limits: LimitsConfig | None = None,
+        tokens: TokenSource | None = None,
     ) -> None:
         self._loop, self._rollout, self._limits = loop, rollout, limits or LimitsConfig()
-        self._max_response_length = max_response_length
+        self._max_response_length, self._tokens = max_response_length, tokens
 
     async def SubmitPrompts(  # type: ignore[override]
         self, request_iterator: AsyncIterator[reward.SubmitPromptsRequest], context: Context
@@ -80,7 +84,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Receipts at once, outcomes as prompts end."""
         refusal: SluiceError | None = None
         submissions = self._loop.submissions
-        with submissions.session(self._limits.max_submit_streams) as session:
+        client = caller_name(context.invocation_metadata(), self._tokens)
+        with submissions.session(self._limits.max_submit_streams, client) as session:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_write_events(session, context), name="submission events")
                 try:
@@ -158,6 +163,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         try:
             check_prompt(request, limits.max_prompt_turns)
             session.check_room(limits.max_prompts_per_stream)
+            self._loop.submissions.check_quota(session, limits.max_client_prompts)
             submission = _submission_from_proto(
                 request,
                 extra_info_of(request.extra_info, "extra_info", limits.max_extra_info_kb << 10),

@@ -42,6 +42,8 @@ class StaleGroups:
             return
         next_version = self._batcher.next_version(announced)
         doomed = self._batcher.ages.doomed(next_version)
+        if not doomed:
+            return
         self.cancel([prompt_id for prompt_id in doomed if prompt_id != but_for], next_version)
 
     def cancel(self, doomed: Collection[str], next_version: int) -> None:

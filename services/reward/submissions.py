@@ -50,10 +50,11 @@ class SubmissionSession:
 
     Args:
         ledger: has to have committed what the client is told; ``None``: nothing is waited for.
+        client: whose it is, for quotas; ``None``: nobody's in particular.
     """
 
-    def __init__(self, ledger: PromptLedger | None = None) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: PromptLedger | None = None, client: str | None = None) -> None:
+        self._ledger, self.client = ledger, client
         self._events: asyncio.Queue[tuple[int, Receipt | PromptOutcome] | None] = asyncio.Queue()
         self._is_closed = False
         self._has_room = asyncio.Event()
@@ -160,8 +161,21 @@ class Submissions:
             session.num_open -= 1
             session.put(outcome)
 
+    def check_quota(self, session: SubmissionSession, most: int) -> None:
+        """Raises InvalidRequestError if `most` prompts of the session's client are unfinished."""
+        if session.client is None:
+            return
+        num_open = sum(s.num_open for s in self._open_sessions if s.client == session.client)
+        if num_open >= most:
+            raise InvalidRequestError(
+                f"client {session.client!r}: {num_open} prompts are unfinished, the most that "
+                "sluice.limits.max_client_prompts allows; wait for outcomes"
+            )
+
     @contextmanager
-    def session(self, most: int = MAX_SESSIONS) -> Iterator[SubmissionSession]:
+    def session(
+        self, most: int = MAX_SESSIONS, client: str | None = None
+    ) -> Iterator[SubmissionSession]:
         """A client's session; when it leaves its prompts stay.
 
         Raises:
@@ -172,7 +186,7 @@ class Submissions:
                 f"{len(self._open_sessions)} SubmitPrompts calls are open, the most that "
                 "sluice.limits.max_submit_streams allows; end one, or send all prompts in one call"
             )
-        session = SubmissionSession(self._ledger)
+        session = SubmissionSession(self._ledger, client)
         self._open_sessions.add(session)
         try:
             yield session

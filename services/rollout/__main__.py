@@ -28,7 +28,9 @@ from sluice.config.endpoints import advertised_address, peer_address
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.rpc.channel import open_channel
+from sluice.rpc.client_quota import ClientQuota
 from sluice.rpc.credentials import Credentials, service_credentials
+from sluice.rpc.handshake_remedy import expect_no_tls
 from sluice.rpc.server import RpcServer
 from sluice.rpc.stubs import trainer_stub
 from sluice.telemetry.logs import configure_logging
@@ -65,6 +67,8 @@ async def _serve(arguments: _Arguments) -> None:
     config = load_config(arguments.config, arguments.overrides)
     configure_logging(arguments.name, config.sluice.log_level)
     credentials = service_credentials(config.sluice.security, config.sluice.rollout.endpoint)
+    if not credentials.is_encrypted:
+        expect_no_tls()
     encoder = _encoder(config)
     engine = create_engine(config)
     identity = ReplicaIdentity(arguments.name, str(uuid.uuid4()))
@@ -111,6 +115,12 @@ def _server(
         CountedGeneration(engine, encoder),
         engine_name=config.actor_rollout_ref.rollout.name,
         max_n=service.max_n,
+        quota=ClientQuota(
+            config.sluice.limits.max_client_samples,
+            "samples",
+            "sluice.limits.max_client_samples",
+        ),
+        tokens=credentials.tokens,
     )
     weights = WeightSyncServicer(engine)
     return RpcServer(

@@ -21,6 +21,8 @@ from sluice.types import Rollout, TokenIds
 
 # Tokens that come at intervals come a little after them.
 SIGN_OF_LIFE_INTERVALS = 2
+# A character of UTF-8 has four bytes at most, and a token one at least.
+_MOST_CHARACTER_TOKENS = 4
 
 
 class Detokenizer(Protocol):
@@ -205,9 +207,17 @@ class Generation:
         return new
 
     def _adopt(self, sample: _Sample, partial: Rollout) -> None:
-        """Starts from an earlier part, whose text the caller has already."""
+        """Starts from an earlier part, whose text the caller has already.
+
+        Of a part that ends in the middle of a character that is the text before it.
+        """
         sample.grown.adopt(partial)
-        self._new_text(sample, is_last=False)
+        ids = sample.grown.token_ids()
+        for end in range(ids.size, max(ids.size - _MOST_CHARACTER_TOKENS, 0), -1):
+            text = self._detokenizer.decode(ids[:end])
+            if not text.endswith("\ufffd"):
+                sample.sent_text = text
+                return
 
 
 async def _linger(ended: asyncio.Event, seconds: float) -> None:

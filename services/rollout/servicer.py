@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,14 +27,18 @@ from sluice.codec.rollout import (
     rollout_from_proto,
     rollout_to_proto,
     sampling_from_proto,
+    within_budget,
 )
 from sluice.codec.rollout_rules import check_generate, check_partials
 from sluice.codec.waits import present_waits_to_proto
 from sluice.codec.weights_rules import check_abort, check_commit, check_join, check_stage
 from sluice.concurrency.waits import Waiting, waiting_for
 from sluice.errors import InvalidRequestError, NotReadyError
+from sluice.rpc.caller_name import caller_name
+from sluice.rpc.client_quota import ClientQuota
+from sluice.security.token_file import TokenSource
 from sluice.telemetry.process_age import process_age_s
-from sluice.types import ChatMessage, TokenIds
+from sluice.types import ChatMessage, Rollout, TokenIds
 
 if TYPE_CHECKING:
     import grpc
@@ -71,6 +76,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         generation: runs requests.
         engine_name: for status.
         max_n: most samples in one call.
+        quota: samples that each client may have under way; none: any number.
+        tokens: that name clients; none: they name themselves.
     """
 
     def __init__(
@@ -82,9 +89,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         *,
         engine_name: str,
         max_n: int,
+        quota: ClientQuota | None = None,
+        tokens: TokenSource | None = None,
     ) -> None:
         self._identity, self._engine, self._encoder = identity, engine, encoder
         self._generation, self._engine_name, self._max_n = generation, engine_name, max_n
+        self._quota, self._tokens = quota, tokens
 
     async def Generate(  # type: ignore[override]
         self, request: rollout.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -93,6 +103,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         check_generate(request, self._max_n)
         partials = [rollout_from_proto(partial) for partial in request.partials]
         check_partials(partials)
+        with self._within_quota(len(request.sample_indexes), context):
+            await self._generate(request, partials, context)
+
+    async def _generate(
+        self,
+        request: rollout.GenerateRequest,
+        partials: Sequence[Rollout],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
         decoded = self._decode(request)
         await context.write(self._accepted(decoded))
 
@@ -125,6 +144,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             wait_report=present_waits_to_proto(_first_weights(load)),
         )
 
+    def _within_quota(
+        self, num_samples: int, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AbstractContextManager[None]:
+        if self._quota is None:
+            return nullcontext()
+        client = caller_name(context.invocation_metadata(), self._tokens)
+        return self._quota.held(client, num_samples)
+
     def _accepted(self, request: GenerationRequest) -> rollout.GenerateResponse:
         version = self._engine.load().version
         if version is None:
@@ -145,11 +172,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             request_id=request.request_id,
             prompt_token_ids=self._prompt_tokens(request.prompt),
             sample_indexes=indexes,
-            sampling=sampling_from_proto(
-                request.sampling,
-                default_seed=secrets.randbits(_SEED_BITS),
-                longest=self._engine.max_model_len,
+            sampling=within_budget(
+                sampling_from_proto(
+                    request.sampling,
+                    default_seed=secrets.randbits(_SEED_BITS),
+                    longest=self._engine.max_model_len,
+                ),
+                request.token_budget,
+                len(indexes),
             ),
+            priority=request.priority,
             partials=tuple(
                 PartialSample(
                     partial.sample_index,

@@ -58,6 +58,7 @@ from sluice.config.run import RunConfig
 from sluice.device.select import select_device, transfer_device
 from sluice.rpc.channel import open_channel
 from sluice.rpc.credentials import Credentials, service_credentials
+from sluice.rpc.handshake_remedy import expect_no_tls
 from sluice.rpc.server import RpcServer
 from sluice.rpc.stubs import reward_stub
 from sluice.telemetry.process_age import process_age_s
@@ -113,6 +114,8 @@ async def _lead(config: RunConfig) -> None:
     async with AsyncExitStack() as stack:
         endpoint = config.sluice.trainer.endpoint
         credentials = service_credentials(config.sluice.security, endpoint)
+        if not credentials.is_encrypted:
+            expect_no_tls()
         port = stack.enter_context(PortReservation(endpoint.host, endpoint.port))
         stub = await _connect_reward(config, credentials, stack)
         reward = RewardClient(stub, incarnation, config.sluice.trainer.batch_timeout_s)
@@ -261,9 +264,7 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
     def observe(batch: TrainBatch, step: int) -> dict[str, float]:
         return {**balance_metrics(batch, step, cut), **memory_metrics(device)}
 
-    policy = LearnerThread(
-        learner, leader, snapshots, store, config.sluice.weights.timeout_s, observe
-    )
+    policy = LearnerThread(leader, snapshots, store, config.sluice.weights.timeout_s, observe)
     return _Trained(policy, snapshots, tensors, total_steps, begins)
 
 

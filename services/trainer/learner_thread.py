@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+from services.trainer.learner.holding import Holding
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import SluiceError
 from sluice.weights.snapshot import SnapshotBuffers
@@ -19,7 +20,6 @@ from sluice.weights.snapshot import SnapshotBuffers
 if TYPE_CHECKING:
     from services.trainer.learner.checkpoint import CheckpointStore
     from services.trainer.learner.rank_command import RankLeader
-    from services.trainer.learner.worker import Learner
     from sluice.types import DataProgress, TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ class LearnerThread:
     """What the train loop calls.
 
     Args:
-        learner: rank 0's, for weights and checkpoints.
         leader: all ranks together.
         snapshots: where frozen versions go.
         store: where checkpoints go.
@@ -41,15 +40,13 @@ class LearnerThread:
 
     def __init__(
         self,
-        learner: Learner,
         leader: RankLeader,
         snapshots: SnapshotBuffers,
         store: CheckpointStore,
         freeze_timeout_s: float,
         observe: Callable[[TrainBatch, int], Mapping[str, float]],
     ) -> None:
-        self._learner, self._leader = learner, leader
-        self._snapshots, self._store = snapshots, store
+        self._leader, self._snapshots, self._store = leader, snapshots, store
         self._freeze_timeout_s, self._observe = freeze_timeout_s, observe
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
 
@@ -63,17 +60,18 @@ class LearnerThread:
         return await self._run(train)
 
     async def freeze(self, version: int) -> None:
-        """Copies the present weights as `version`."""
-        await self._run(
-            lambda: self._snapshots.write(
-                self._learner.named_weights(), version, self._freeze_timeout_s
-            )
-        )
+        """Copies the present weights as `version`; if they are sharded, with the other ranks."""
+
+        def freeze() -> None:
+            with self._leader.whole(Holding.WIRE_WEIGHTS) as weights:
+                self._snapshots.write(weights, version, self._freeze_timeout_s)
+
+        await self._run(freeze)
 
     async def save(self, step: int, progress: DataProgress) -> str:
         """Writes a checkpoint; its folder."""
         folder = await self._run(
-            lambda: self._store.save(step, self._learner.save, progress, {"policy_version": step})
+            lambda: self._store.save(step, self._leader.save, progress, {"policy_version": step})
         )
         return str(folder)
 

@@ -1,7 +1,9 @@
 """One transfer group after another to a set of replicas: forms, stages, commits, says who failed.
 
 Consumes: a snapshot and the replicas that shall get it.
-Waits for: formation, staging and commit of each member; each has a deadline.
+Waits for: an answer of each member before a group is formed, then formation, staging and commit;
+    each has a deadline. Who neither answers nor gives another sign of life is left out of the
+    group, since the others would wait for it as long as a formation may take.
 Unblocked by: answers, deadlines, and at the first failure by leaving the epoch on both sides.
 Produces: who serves the version now, proven by a digest equal to ours, and who must be dropped.
     What all members of the group serve already is the base of the next update: if few bytes
@@ -35,6 +37,12 @@ logger = logging.getLogger(__name__)
 
 Member = ReplicaInfo | None
 """One end of a collective; ``None`` is ourselves."""
+
+SignsOfLife = Callable[[], Mapping[str, float]]
+"""When each replica was last heard of, by incarnation, on any clock that rises."""
+
+_ASKS = 2
+"""How often a member is asked before it is left out: on a loaded machine one answer may be late."""
 
 ReadAgain = Callable[[Snapshot], AbstractContextManager[WeightBuffer | None]]
 """The memory of an earlier snapshot, if it still is what it was; see `SnapshotBuffers`."""
@@ -101,7 +109,9 @@ class WeightLane:
         tensors: the weights as they travel.
         next_epoch: numbers that rise, over all lanes.
         timeout_s: seconds our own part of a collective has to end after a failure.
-        probe_timeout_s: seconds a replica has to answer after a failure.
+        probe_timeout_s: seconds a replica has to answer, before a group is formed and after a
+            failure.
+        signs_of_life: of the replicas, other than answers; ``None``: there are none.
         read_again: where earlier snapshots are found; ``None``: updates are always sent whole.
     """
 
@@ -114,8 +124,10 @@ class WeightLane:
         *,
         timeout_s: float,
         probe_timeout_s: float,
+        signs_of_life: SignsOfLife | None = None,
         read_again: ReadAgain | None = None,
     ) -> None:
+        self._signs_of_life = signs_of_life or dict
         self._read_again = read_again
         self._held: _Held | None = None
         self._sender, self._connect, self._tensors = sender, connect, tuple(tensors)
@@ -144,6 +156,10 @@ class WeightLane:
         await self._leave()
         self._epoch = self._next_epoch()
         self._clients = {member: self._connect(member) for member in members}
+        members = await self._living(members, delivery)
+        if not members:
+            await self._leave()
+            return False
         keys = {member: f"{member.name}/{member.incarnation}" for member in members}
         specs = self._sender.form_group(self._epoch, list(keys.values()), self._tensors)
         answers = await self._together(
@@ -157,6 +173,36 @@ class WeightLane:
             return False
         self._members = members
         return True
+
+    async def _living(
+        self, members: tuple[ReplicaInfo, ...], delivery: Delivery
+    ) -> tuple[ReplicaInfo, ...]:
+        """Who answers, or is slow but heard of while it is asked; the others are lost."""
+        before: Mapping[str, float] = {}
+        silent = members
+        for _ in range(_ASKS):
+            # Read anew: a heartbeat from before it fell silent may arrive during the first.
+            before = self._signs_of_life()
+            probes = await self._probe(silent)
+            silent = tuple(probes.failed)
+            if not silent:
+                return members
+        after = self._signs_of_life()
+        for member in silent:
+            key = member.incarnation
+            if key in after and after[key] != before.get(key):
+                logger.info("%s answers no probe, but is heard of: it stays", member.name)
+                continue
+            delivery.lost[member] = (
+                f"silent when the group of epoch {self._epoch} was to be formed: "
+                f"{probes.failed[member]}"
+            )
+        return tuple(member for member in members if member not in delivery.lost)
+
+    async def _probe(self, members: Sequence[ReplicaInfo]) -> Answers[ReplicaInfo, None]:
+        return await fan_out(
+            members, lambda member: self._clients[member].probe(self._probe_timeout_s)
+        )
 
     async def _stage(self, snapshot: Snapshot, delivery: Delivery) -> BroadcastReport | None:
         members, version = self._members, snapshot.version
@@ -257,9 +303,7 @@ class WeightLane:
             logger.warning("%s: %s: %s", phase, peer.name if peer else "trainer", error)
             if peer is not None and isinstance(error, InvalidRequestError):
                 delivery.refused[peer] = f"refused while {phase}: {error}"
-        probes = await fan_out(
-            members, lambda member: self._clients[member].probe(self._probe_timeout_s)
-        )
+        probes = await self._probe(members)
         for member, silent in probes.failed.items():
             delivery.lost[member] = f"silent after a failure while {phase}: {silent}"
         await self._leave()

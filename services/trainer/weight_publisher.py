@@ -148,8 +148,12 @@ class WeightPublisher:
             lambda: next(self._epochs),
             timeout_s=self._timeout_s,
             probe_timeout_s=self._probe_timeout_s,
+            signs_of_life=self._signs_of_life,
             read_again=self._snapshots.read_again if self._sends_changes else None,
         )
+
+    def _signs_of_life(self) -> dict[str, float]:
+        return {member.info.incarnation: member.last_seen_s for member in self._fleet.members()}
 
     def _free(self, *states: MemberState) -> tuple[ReplicaInfo, ...]:
         members = self._fleet.in_state(*states)

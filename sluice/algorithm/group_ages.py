@@ -96,9 +96,13 @@ class _ByVersion:
         self.versions: dict[str, int] = {}
 
     def put(self, prompt_id: str, version: int, sequence: int = 0) -> None:
-        self.take(prompt_id)
+        if prompt_id in self.versions:
+            self.take(prompt_id)
         self.versions[prompt_id] = version
-        self.groups.setdefault(version, {})[prompt_id] = sequence
+        same_age = self.groups.get(version)
+        if same_age is None:
+            same_age = self.groups[version] = {}
+        same_age[prompt_id] = sequence
 
     def take(self, prompt_id: str) -> None:
         version = self.versions.pop(prompt_id, None)

@@ -142,6 +142,8 @@ def _first_alive(
 ) -> int:
     """Running groups of this version or later may have a place; older ones have none."""
     first_alive, filled = oldest_allowed, 0
+    if not kept:  # asked at every start: nothing fills a place
+        return first_alive
     for version in sorted(v for v in {*kept, *running} if v >= oldest_allowed):
         filled += len(kept.get(version, ()))
         if filled >= (version - oldest_allowed + 1) * batch_size:
@@ -150,7 +152,9 @@ def _first_alive(
 
 
 def _older_than(groups: Mapping[int, Collection[str]], version: int) -> tuple[str, ...]:
-    old = sorted(v for v in groups if v < version)
+    old = sorted([v for v in groups if v < version])  # a list is faster than a generator
+    if not old:
+        return ()
     return tuple(prompt_id for v in old for prompt_id in groups[v])
 
 

@@ -116,7 +116,7 @@ def _print_memory(console: Console, memory: MemoryReport) -> None:
     if memory.active_parameters != memory.parameters:
         active = f" ({memory.active_parameters / 1e9:.2f} billion active)"
     parameters = f"{memory.parameters / 1e9:.2f} billion parameters{active}{size}"
-    rows = [*memory.training, ("here: whole model", memory.own_training)]
+    rows = [*memory.training, ("here", memory.own_training)]
     print_table(
         console,
         f"Estimated GiB on each trainer device: {parameters}; {memory.backend} as verl lays it "

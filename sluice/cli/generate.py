@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import json
 import sys
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,48 +14,120 @@ import typer
 
 from sluice.cli.running_run import ask_run
 from sluice.cli.terminal_text import printable
-from sluice.client.policy_client import PolicyClient
-from sluice.errors import NotReadyError
-from sluice.types import ChatMessage, Rollout, SamplingParams
+from sluice.client.async_client import AsyncClient
+from sluice.client.generation_types import (
+    GenerateOptions,
+    GenerationStarted,
+    Prompt,
+    SampleDelta,
+    SampleFinished,
+    Sampling,
+)
+from sluice.types import ChatMessage, Rollout
+
+_STDIN = "-"
 
 
-def generate(
-    prompt: Annotated[str, typer.Argument(help="The user's turn.")],
+@dataclass(frozen=True, slots=True)
+class _Output:
+    as_json: bool
+    stream: bool
+
+
+def generate(  # noqa: PLR0913 - one parameter an option
+    prompt: Annotated[str, typer.Argument(help="The user's turn; - reads it from stdin.")],
     *,
     run: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
-    n: Annotated[int, typer.Option("-n", min=1, help="Responses.")] = 1,
+    n: Annotated[int, typer.Option("-n", min=1, max=1024, help="Responses.")] = 1,
+    system: Annotated[str, typer.Option(help="A system turn before the prompt.")] = "",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it stands: no chat template.")
+    ] = False,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Nucleus mass in (0, 1].")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Most probable tokens kept; -1: all.")] = -1,
     max_tokens: Annotated[int, typer.Option(min=0, help="Longest response; 0: the context.")] = 0,
     seed: Annotated[int | None, typer.Option(min=0, help="Fixes the randomness.")] = None,
+    priority: Annotated[
+        int, typer.Option(min=-100, max=100, help="Higher goes first; training has 0.")
+    ] = 0,
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds in all; none: as long as it takes.")
+    ] = None,
+    token_budget: Annotated[
+        int, typer.Option(min=0, help="Most tokens of all responses, shared out; 0: no bound.")
+    ] = 0,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Show text as it comes, of the first response.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line.")] = False,
 ) -> None:
-    """Sample responses from a replica of a run that is going on.
+    """Sample responses from the replicas of a run that is going on.
+
+    The replica with the most free slots takes the prompt. If it dies, another one goes on from the
+    tokens that came. Interrupting the command ends the samples.
 
     \b
-    Example:
+    Examples:
       sluice generate "What is 2 + 6 + 9? End with 'Answer: N'." -n 4
+      sluice generate "Count to five." --stream --temperature 0 --deadline 30
     """
-    sampling = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=-1,
-        max_tokens=max_tokens,
-        seed=secrets.randbits(63) if seed is None else seed,
+    options = GenerateOptions(
+        n=n,
+        sampling=Sampling(temperature, top_p, top_k, max_tokens, seed),
+        priority=priority,
+        deadline_s=deadline,
+        token_budget=token_budget,
     )
-    for rollout in asyncio.run(_generate(run, prompt, sampling, n)):
-        spans = ", ".join(f"{s.version}" for s in rollout.version_spans)
-        typer.echo(f"[{rollout.sample_index}] version {spans} ({rollout.finish_reason})")
-        # A pipe gets the text as it is; a terminal would obey escape sequences in it.
-        typer.echo(printable(rollout.text) if sys.stdout.isatty() else rollout.text)
+    text = sys.stdin.read() if prompt == _STDIN else prompt
+    turns = [ChatMessage("system", system)] if system else []
+    asked: Prompt = text if raw else [*turns, ChatMessage("user", text)]
+    asyncio.run(_generate(run, asked, options, _Output(as_json, stream and not as_json)))
 
 
-async def _generate(run: Path, prompt: str, sampling: SamplingParams, n: int) -> list[Rollout]:
-    location, snapshot = await ask_run(run)
-    serving = [replica for replica in snapshot.replicas if replica.state == "serving"]
-    if not serving:
-        raise NotReadyError("no replica serves yet; try again in a moment")
-    least_busy = min(serving, key=lambda replica: replica.slots_busy / replica.slots)
-    messages = [ChatMessage("user", prompt)]
-    client = PolicyClient(least_busy.address, credentials=location.credentials)
-    async with client, aclosing(client.generate(messages, sampling, n)) as rollouts:
-        return [rollout async for rollout in rollouts]
+async def _generate(run: Path, prompt: Prompt, options: GenerateOptions, output: _Output) -> None:
+    await ask_run(run)  # says how a run ended that does not go on
+    async with AsyncClient.connect(run) as client:
+        if output.stream:
+            await _show_stream(client, prompt, options)
+            return
+        for rollout in (await client.generate(prompt, options)).rollouts:
+            typer.echo(_json_line(rollout) if output.as_json else _text(rollout))
+
+
+async def _show_stream(client: AsyncClient, prompt: Prompt, options: GenerateOptions) -> None:
+    async with aclosing(client.stream(prompt, options)) as events:
+        async for event in events:
+            match event:
+                case SampleDelta(sample_index=0):
+                    typer.echo(_shown(event.text), nl=False)
+                case SampleFinished(rollout) if rollout.sample_index == 0:
+                    typer.echo()
+                case SampleFinished(rollout):
+                    typer.echo(_text(rollout))
+                case GenerationStarted(moved_because=reason) if reason:
+                    typer.echo(f"\ncontinued by {event.replica}: {printable(reason)}", err=True)
+
+
+def _text(rollout: Rollout) -> str:
+    spans = ", ".join(f"{span.version}" for span in rollout.version_spans)
+    head = f"[{rollout.sample_index}] version {spans} ({rollout.finish_reason})"
+    return f"{head}\n{_shown(rollout.text)}"
+
+
+def _shown(text: str) -> str:
+    """A pipe gets the text as it is; a terminal would obey escape sequences in it."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
+def _json_line(rollout: Rollout) -> str:
+    return json.dumps(
+        {
+            "index": rollout.sample_index,
+            "text": rollout.text,
+            "finish_reason": rollout.finish_reason.value,
+            "token_ids": rollout.token_ids.tolist(),
+            "logprobs": rollout.behavior_logprobs.tolist(),
+            "versions": [[span.version, span.start, span.end] for span in rollout.version_spans],
+        }
+    )

@@ -16,6 +16,8 @@ from sluice.cli.generate import generate
 from sluice.cli.merge_command import merge
 from sluice.cli.quickstart import quickstart
 from sluice.cli.scale import scale
+from sluice.cli.score import score
+from sluice.cli.serve_openai import serve_openai
 from sluice.cli.simulate import simulate
 from sluice.cli.status import status
 from sluice.cli.submit import submit
@@ -59,6 +61,8 @@ commands.command("status")(status)
 commands.command("scale")(scale)
 commands.command("generate")(generate)
 commands.command("submit")(submit)
+commands.command("score")(score)
+commands.command("serve-openai")(serve_openai)
 commands.command("eval")(evaluate)
 commands.command("merge")(merge)
 commands.command("certs")(certs)

@@ -1,1 +1,43 @@
-"""The Python SDK: watch a run, generate with the policy in training, submit prompts to it."""
+"""The Python SDK: watch a run, generate with the policy in training, submit prompts to it.
+
+`AsyncClient` and `Client` are where to begin; docs/clients.md shows them at work.
+"""
+
+from sluice.client.async_client import AsyncClient
+from sluice.client.generation_types import (
+    GenerateOptions,
+    Generation,
+    GenerationEvent,
+    GenerationStarted,
+    Prompt,
+    SampleDelta,
+    SampleFinished,
+    Sampling,
+)
+from sluice.client.policy_client import NewPrompt, PromptEvent
+from sluice.client.retries import RetryPolicy
+from sluice.client.run_address import RunAddress, address_of_run, credentials_from_environment
+from sluice.client.scoring import ScoreItem
+from sluice.client.sync_client import Client
+from sluice.types import ChatMessage
+
+__all__ = [
+    "AsyncClient",
+    "ChatMessage",
+    "Client",
+    "GenerateOptions",
+    "Generation",
+    "GenerationEvent",
+    "GenerationStarted",
+    "NewPrompt",
+    "Prompt",
+    "PromptEvent",
+    "RetryPolicy",
+    "RunAddress",
+    "SampleDelta",
+    "SampleFinished",
+    "Sampling",
+    "ScoreItem",
+    "address_of_run",
+    "credentials_from_environment",
+]

@@ -1,23 +1,24 @@
-"""Generate with the policy in training, submit prompts to train on, ask for a validation."""
+"""Calls to one reward service: submit prompts over one stream, ask for a validation."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, cast
+
+from google.protobuf import struct_pb2
 
 from sluice.api.reward.v1 import reward_pb2
-from sluice.api.rollout.v1 import rollout_pb2
-from sluice.codec.rollout import chat_prompt_to_proto, rollout_from_proto, sampling_to_proto
+from sluice.codec.rollout import chat_prompt_to_proto
 from sluice.concurrency.progress_deadline import while_progressing
-from sluice.errors import DeadlineError, PeerError
+from sluice.errors import DeadlineError, InvalidRequestError, PeerError
 from sluice.rpc.call import stream_call, unary_call
 from sluice.rpc.channel import open_channel
 from sluice.rpc.credentials import OPEN, Credentials
-from sluice.rpc.stubs import reward_stub, rollout_stub
-from sluice.types import ChatMessage, Rollout, SamplingParams
+from sluice.rpc.stubs import reward_stub
+from sluice.types import ChatMessage
 
 # A group of the longest responses may take this long; a service that has died is noticed at once.
 _STALL_S = 1800.0
@@ -26,12 +27,16 @@ _LOOK_EVERY_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class NewPrompt:
-    """A prompt to be trained on; `prompt_id` is unique in the run."""
+    """A prompt to be trained on; `prompt_id` is unique in the run.
+
+    `extra_info` goes to the scorer: texts, finite numbers, lists and mappings with texts as keys.
+    """
 
     prompt_id: str
     messages: tuple[ChatMessage, ...]
     data_source: str
     ground_truth: str
+    extra_info: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +58,12 @@ class ValidationResult:
 
 
 class PolicyClient:
-    """Calls one service of a run. Close it, or use it as a context manager.
+    """Calls the reward service of a run. Close it, or use it as a context manager.
+
+    `sluice.client.AsyncClient` is the client of a whole run, with retries.
 
     Args:
-        address: host:port of a rollout replica (generate) or of the reward service (the rest).
+        address: host:port of the reward service.
         max_message_bytes: largest message either way.
         credentials: what the service is shown; see `sluice.rpc.credentials.client_credentials`.
     """
@@ -84,30 +91,6 @@ class PolicyClient:
     ) -> None:
         await self._channel.close()
 
-    async def generate(
-        self, messages: Sequence[ChatMessage], sampling: SamplingParams, n: int
-    ) -> AsyncGenerator[Rollout, None]:
-        """Samples `n` responses; each comes when it has finished.
-
-        Leaving early ends the others; consume it inside `contextlib.aclosing`.
-        """
-        stub = rollout_stub(self._channel)
-        stream = stream_call(
-            stub.Generate,
-            rollout_pb2.GenerateRequest(
-                prompt=chat_prompt_to_proto(messages),
-                sample_indexes=range(n),
-                sampling=sampling_to_proto(sampling),
-            ),
-            name="RolloutService/Generate",
-            peer=self._address,
-            phase="generating",
-        )
-        async with aclosing(stream) as answers:
-            async for answer in answers:
-                for rollout in answer.rollouts:
-                    yield rollout_from_proto(rollout)
-
     async def submit(self, prompts: Sequence[NewPrompt]) -> AsyncGenerator[PromptEvent, None]:
         """Submits prompts; yields a receipt for each, then an outcome for each accepted one.
 
@@ -123,7 +106,7 @@ class PolicyClient:
         )
         async with aclosing(stream) as answers:
             async for answer in answers:
-                yield _event(answer)
+                yield prompt_event(answer)
 
     async def evaluate(
         self,
@@ -184,15 +167,47 @@ async def _requests(
     prompts: Sequence[NewPrompt],
 ) -> AsyncIterator[reward_pb2.SubmitPromptsRequest]:
     for prompt in prompts:
-        yield reward_pb2.SubmitPromptsRequest(
-            prompt_id=prompt.prompt_id,
-            messages=chat_prompt_to_proto(prompt.messages).chat.messages,
-            data_source=prompt.data_source,
-            ground_truth=prompt.ground_truth,
-        )
+        yield prompt_to_proto(prompt)
 
 
-def _event(answer: reward_pb2.SubmitPromptsResponse) -> PromptEvent:
+def prompt_to_proto(prompt: NewPrompt) -> reward_pb2.SubmitPromptsRequest:
+    """Encodes a prompt to train on.
+
+    Raises:
+        InvalidRequestError: its `extra_info` holds a value that cannot travel.
+    """
+    return reward_pb2.SubmitPromptsRequest(
+        prompt_id=prompt.prompt_id,
+        messages=chat_prompt_to_proto(prompt.messages).chat.messages,
+        data_source=prompt.data_source,
+        ground_truth=prompt.ground_truth,
+        extra_info=extra_info_to_proto(prompt.extra_info, f"prompt {prompt.prompt_id}"),
+    )
+
+
+def extra_info_to_proto(values: Mapping[str, object], owner: str) -> struct_pb2.Struct | None:
+    """Encodes further information for a scorer; none for none at all.
+
+    Args:
+        owner: whose it is, for errors.
+
+    Raises:
+        InvalidRequestError: a value is no text, number, truth value, list or mapping of these.
+    """
+    if not values:
+        return None
+    struct = struct_pb2.Struct()
+    try:
+        struct.update(cast("dict[str, Any]", values))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InvalidRequestError(
+            f"{owner}: extra_info cannot be sent ({error}); use texts, numbers, lists, mappings"
+        ) from error
+    return struct
+
+
+def prompt_event(answer: reward_pb2.SubmitPromptsResponse) -> PromptEvent:
+    """Decodes a receipt or an outcome."""
     if answer.WhichOneof("event") == "receipt":
         receipt = answer.receipt
         event = "refused" if receipt.refused_because else "accepted"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sluice.algorithm.growing_sample import NewTokens
 from sluice.api.common.v1 import common_pb2 as common
@@ -130,6 +131,13 @@ def sampling_from_proto(
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
     )
+
+
+def within_budget(sampling: SamplingParams, token_budget: int, num_samples: int) -> SamplingParams:
+    """The same, each of `num_samples` with at most its share of `token_budget`; 0: no bound."""
+    if not token_budget:
+        return sampling
+    return replace(sampling, max_tokens=min(sampling.max_tokens, token_budget // num_samples))
 
 
 def chat_prompt_to_proto(messages: Sequence[ChatMessage]) -> common.PromptInput:

@@ -19,6 +19,7 @@ MAX_SAMPLE_INDEX = 1023
 MAX_TURNS, MAX_ROLE_BYTES = 1024, 64
 MAX_LINGER_MS = 60_000
 MAX_PARTIAL_INTERVAL_MS = 3_600_000
+MAX_PRIORITY = 100
 
 
 def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
@@ -38,6 +39,12 @@ def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
         )
     check_range("linger_ms", request.linger_ms, 0, MAX_LINGER_MS)
     check_range("partial_interval_ms", request.partial_interval_ms, 0, MAX_PARTIAL_INTERVAL_MS)
+    check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    if request.token_budget and request.token_budget < len(indexes):
+        raise InvalidRequestError(
+            f"token_budget: {request.token_budget} for {len(indexes)} samples; send at least one "
+            "token a sample, or 0 for no bound"
+        )
     if len(request.partials) > len(indexes):
         raise InvalidRequestError(
             f"partials: {len(request.partials)} given for {len(indexes)} samples; send at most one "

@@ -38,12 +38,30 @@ KlEstimator = Literal[
 
 
 class FsdpConfig(Section, frozen=True):
-    """Precision of the trained model."""
+    """Precision of the trained model, and how ranks share it."""
 
     model_dtype: Annotated[FloatDtype, Meta(description="Dtype of the master weights.")] = "float32"
     dtype: Annotated[
         FloatDtype, Meta(description="Dtype of the forward and backward pass (autocast).")
     ] = "bfloat16"
+    fsdp_size: Annotated[
+        int,
+        Meta(
+            description="Trainer ranks that share one copy of weights, gradients and optimizer; "
+            "-1: all, 1: each rank holds the whole model."
+        ),
+    ] = -1
+    reshard_after_forward: Annotated[
+        bool,
+        Meta(description="Free a layer's gathered weights between its forward and its backward."),
+    ] = True
+    use_no_sync_for_gradient_accumulation: Annotated[
+        bool,
+        Meta(
+            description="Sum sharded gradients over ranks once a mini-batch; until then each rank "
+            "holds the whole sum of its own. Otherwise once a micro-batch."
+        ),
+    ] = True
 
 
 class ActorConfig(Section, frozen=True):

@@ -24,6 +24,14 @@ class LimitsConfig(Section, frozen=True):
     max_prompts_per_stream: Annotated[
         PositiveInt, Meta(description="Unfinished prompts of one SubmitPrompts call.")
     ] = 16384
+    max_client_prompts: Annotated[
+        PositiveInt,
+        Meta(description="Unfinished prompts of one client, in all its open SubmitPrompts calls."),
+    ] = 32768
+    max_client_samples: Annotated[
+        PositiveInt,
+        Meta(description="Samples that one client may have under way at one replica."),
+    ] = 1024
     max_watchers: Annotated[
         PositiveInt, Meta(description="WatchSteps calls that may be open at once.")
     ] = 256

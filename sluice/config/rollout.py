@@ -16,7 +16,7 @@ from sluice.config.section import (
     Section,
 )
 
-ENGINES = ("torch",)
+ENGINES = ("torch", "vllm")
 """Engines that replicas can run (`rollout.name`)."""
 
 

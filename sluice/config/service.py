@@ -260,7 +260,13 @@ class WeightsConfig(Section, frozen=True):
         PositiveFloat, Meta(description="Seconds for forming a group, and for each collective.")
     ] = 30.0
     probe_timeout_s: Annotated[
-        PositiveFloat, Meta(description="Seconds a replica has to answer after a failed update.")
+        PositiveFloat,
+        Meta(
+            description=(
+                "Seconds a replica has to answer, before a group is formed and after a failed "
+                "update."
+            )
+        ),
     ] = 3.0
     backend: Annotated[
         Literal["gloo", "nccl", "hccl"] | None, Meta(description="Collectives; none: by device.")

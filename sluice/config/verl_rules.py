@@ -46,6 +46,7 @@ def _world(run: VerlRun) -> Iterator[Violation]:
             f"{ACTOR}.fsdp_config.fsdp_size = {split.fsdp_size} does not divide the {split.world} "
             "trainer ranks",
             f"{ACTOR}.fsdp_config.fsdp_size={largest_divisor(split.world, split.fsdp_size)}",
+            here=True,
         )
 
 

@@ -20,9 +20,23 @@ _REMEDY_BY_SIGN = (
 )
 _CLOSED = ("Socket closed", "Connection reset")
 
+_run_has_no_tls = False
+
+
+def expect_no_tls() -> None:
+    """Say that this process is a service of a run without TLS.
+
+    A peer that ends a connection at once has then died, rather than missed a certificate. Clients,
+    whose settings may differ from the run's, do not call this.
+    """
+    global _run_has_no_tls
+    _run_has_no_tls = True
+
 
 def handshake_remedy(details: str) -> str:
     """What to do about an UNAVAILABLE status with these details; empty if TLS is not the cause."""
+    if _run_has_no_tls:
+        return ""
     for sign, remedy in _REMEDY_BY_SIGN:
         if sign in details:
             return remedy

@@ -10,6 +10,8 @@ must outlive their transfer groups.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +23,13 @@ from torch._C._distributed_c10d import Store, _DistributedBackendOptions
 
 from sluice.errors import ConfigError
 
+_GLOO_LANES = 2
+"""Of connections and threads that move bytes. Collectives take turns on them, and with one lane
+rank 0 copies everything to everybody in one thread."""
+
+_LOOK_AGAIN = timedelta(milliseconds=20)
+_POLL_S = 0.0005
+
 
 class Work(Protocol):
     """A collective that was started."""
@@ -29,9 +38,26 @@ class Work(Protocol):
         """Whether it ended, well or not."""
         ...
 
-    def wait(self) -> bool:
-        """Raise ``RuntimeError`` if it failed; returns at once when it is completed."""
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Raise ``RuntimeError`` if it failed; returns at once when it is completed.
+
+        Gloo's also raises after `timeout` and leaves the collective as it is; those of other
+        backends give the collective up then.
+        """
         ...
+
+
+def wait_a_little(work: Work, backend: str) -> None:
+    """Wait for a collective for some milliseconds at most; neither its end nor its error is told.
+
+    It returns at once when a collective of Gloo ends. Those of other backends are only looked at
+    now and then, since their wait with a timeout ends the collective.
+    """
+    if backend != "gloo":
+        time.sleep(_POLL_S)
+        return
+    with contextlib.suppress(RuntimeError):
+        work.wait(_LOOK_AGAIN)
 
 
 class ProcessGroup(Protocol):
@@ -85,9 +111,12 @@ def _gloo(membership: Membership) -> ProcessGroup:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
     # Bound to the address that reaches the rendezvous: Gloo's own choice is what the host's name
     # resolves to, which on many machines and containers is not reachable or not loopback.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=membership.local_address)]
+    options._devices = [
+        dist.ProcessGroupGloo.create_device(hostname=membership.local_address)
+        for _ in range(_GLOO_LANES)
+    ]
     options._timeout = membership.timeout
-    options._threads = 2
+    options._threads = _GLOO_LANES
     group = dist.ProcessGroupGloo(membership.store, membership.rank, membership.world_size, options)
     return cast("ProcessGroup", group)
 

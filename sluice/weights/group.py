@@ -1,7 +1,7 @@
 """The transfer group of one epoch: formed once, used until its first failure, never repaired.
 
 Consumes: a `TransferGroupSpec`; then buckets, in the order of the plan, the same on all ranks.
-Waits for: all members (formation), then each collective; every wait is polled.
+Waits for: all members (formation), then each collective; every wait is short and repeated.
 Unblocked by: completion, the spec's timeout, the caller's stop event, `abandon`.
 On failure: the group is abandoned. Its owner thread destroys it, which may take as long as the
     pending operation's timeout; meanwhile that operation may still read and write its buffers.
@@ -22,7 +22,13 @@ import torch.distributed as dist
 from sluice.device.protocol import Device
 from sluice.errors import NotReadyError, WeightSyncError
 from sluice.types import TransferGroupSpec
-from sluice.weights.backend import Membership, ProcessGroup, Work, create_process_group
+from sluice.weights.backend import (
+    Membership,
+    ProcessGroup,
+    Work,
+    create_process_group,
+    wait_a_little,
+)
 from sluice.weights.epoch_store import EpochStore
 from sluice.weights.owner_thread import OwnerThread, StopReason
 from sluice.weights.rendezvous import gather
@@ -35,8 +41,6 @@ SENDER_NAME = "trainer"
 """Rank 0 in errors."""
 
 _GRACE_S = 1.0
-_POLL_MIN_S = 0.0001
-_POLL_MAX_S = 0.001
 
 
 class TransferGroup:
@@ -138,15 +142,13 @@ class TransferGroup:
         """
         deadline = time.monotonic() + self.spec.timeout_s + _GRACE_S / 2
         stop_reason = self._stop_reason(should_stop)
-        pause = _POLL_MIN_S
         while not work.is_completed():
             if reason := stop_reason():
                 raise WeightSyncError(self.peers, phase, f"{reason}, at {item}")
             if time.monotonic() > deadline:
                 detail = f"{item} did not end within {self.spec.timeout_s:g} s"
                 raise WeightSyncError(self.peers, phase, detail)
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_MAX_S)
+            wait_a_little(work, self.spec.backend)
         try:
             work.wait()
         except RuntimeError as error:

@@ -29,6 +29,9 @@ bits of a matrix product may depend on the place of its operands in a cache line
 
 MIN_BUCKET_BYTES = 4096
 
+_WANTED_BUCKETS = 4
+_WORTHWHILE_BUCKET_BYTES = 4 << 20
+
 _FRAMING = "sealed store; header, buckets, trailer; XXH3-128 of each tensor"
 """Part of the plan's digest, so that two ends which would disagree on it do not begin."""
 
@@ -110,6 +113,20 @@ def tensor_specs(
         )
         for name, tensor in named_tensors
     )
+
+
+def hiding_bucket_bytes(tensors: Sequence[TensorSpec], most: int) -> int:
+    """Bucket size with which the work on one bucket hides behind the wire of the next.
+
+    A quarter of all weights, so that collectives overlap and little is left to do when the last
+    bucket has arrived, but not so small that starting collectives takes the time that is won.
+
+    Args:
+        tensors: what will be sent.
+        most: largest collective that is allowed; returned where the weights are large.
+    """
+    quarter = _align(sum(map(_num_bytes, tensors)) // _WANTED_BUCKETS)
+    return min(most, max(quarter, _WORTHWHILE_BUCKET_BYTES))
 
 
 def plan_transfer(tensors: Sequence[TensorSpec], bucket_bytes: int) -> TransferPlan:

@@ -24,7 +24,7 @@ from sluice.types import TensorSpec, TransferGroupSpec
 from sluice.weights.buffer import WeightBuffer
 from sluice.weights.dtypes import dtype_name
 from sluice.weights.group import SENDER_NAME, TransferGroup
-from sluice.weights.plan import TransferPlan, plan_transfer
+from sluice.weights.plan import TransferPlan, hiding_bucket_bytes, plan_transfer
 from sluice.weights.rendezvous import RendezvousStore
 from sluice.weights.sparse_update import ChangeSendingLane, SparseUpdate, encode_update
 from sluice.weights.store_seal import KEY_BYTES
@@ -65,7 +65,7 @@ class WeightSender:
 
     Args:
         device: where collectives run; decides the backend.
-        bucket_bytes: largest collective, a multiple of 64.
+        bucket_bytes: largest collective, a multiple of 64; few weights go in smaller ones.
         timeout_s: for each formation and each collective.
         host: the address members connect to; port 0 lets the operating system choose.
         bind_host: the address to listen on, by default `host`.
@@ -122,7 +122,8 @@ class WeightSender:
                 that cannot be planned.
         """
         self._check_epoch(epoch, members)
-        plan = plan_transfer(tensors, self._bucket_bytes)
+        bucket_bytes = hiding_bucket_bytes(tensors, self._bucket_bytes)
+        plan = plan_transfer(tensors, bucket_bytes)
         self.abandon(f"epoch {epoch} begins")
         store_key = secrets.token_bytes(KEY_BYTES)
         self._store.begin(epoch, store_key)
@@ -134,7 +135,7 @@ class WeightSender:
             rank=0,
             world_size=len(members) + 1,
             backend=self._device.collective_backend,
-            bucket_bytes=self._bucket_bytes,
+            bucket_bytes=bucket_bytes,
             timeout_s=self._timeout_s,
             tensors=plan.tensors,
             plan_digest=plan.digest,

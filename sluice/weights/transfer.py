@@ -1,8 +1,8 @@
 """The loop both ends run: the same collectives in the same order, two of them in flight.
 
-While one bucket is on the wire, the one before it is hashed (and on a device copied), so that
-digests cost little time of their own. That takes several buckets: what is hashed when the last one
-has arrived is on nobody's wire.
+Rank 0 hashes a bucket as soon as it is under way, the others hash one while the next is on the
+wire, so that digests cost little time of their own. That takes several buckets: what is hashed when
+the last one has arrived is on nobody's wire.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ class Lane(Protocol):
         ...
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
-        """Called when the collective ended; returns the bucket's bytes on the CPU."""
+        """The bucket's bytes on the CPU.
+
+        Called when they are there: at rank 0 once the collective has begun, elsewhere when it has
+        ended.
+        """
         ...
 
 
@@ -124,18 +128,22 @@ def broadcast_buckets(
         WeightSyncError: see `TransferGroup.settle`.
     """
     digest = StreamDigest(plan)
+    is_source = group.spec.rank == 0
     in_flight: deque[tuple[Bucket, torch.Tensor, Work]] = deque()
 
     def settle_oldest() -> None:
         bucket, wire, work = in_flight.popleft()
         item = f"bucket {bucket.index + 1} of {len(plan.buckets)}"
         group.settle(work, phase, item, should_stop)
-        digest.absorb(bucket, lane.unload(bucket, wire))
+        if not is_source:
+            digest.absorb(bucket, lane.unload(bucket, wire))
 
     for bucket in plan.buckets:
         advance()
         wire = lane.load(bucket)
         in_flight.append((bucket, wire, group.post(wire)))
+        if is_source:
+            digest.absorb(bucket, lane.unload(bucket, wire))
         if len(in_flight) == _IN_FLIGHT:
             settle_oldest()
     while in_flight:

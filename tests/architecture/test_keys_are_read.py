@@ -14,7 +14,6 @@ from sluice.config.section import Section
 from tests.support.attribute_reads import attribute_reads
 from tests.support.source_tree import ROOT, python_files, syntax_tree
 
-_ENGINE = "tunes engines that replicas cannot run; the estimate of their memory takes it by name"
 _TEXT = "images are not read"
 _ROLLOUT = "actor_rollout_ref.rollout"
 EXCEPTIONS: dict[str, str] = {
@@ -22,18 +21,7 @@ EXCEPTIONS: dict[str, str] = {
     "data.mm_processor_kwargs": _TEXT,
     "data.trust_remote_code": "the model's key decides for its tokenizer too",
     "actor_rollout_ref.actor.clip_ratio": "put into clip_ratio_low and _high while loading",
-    f"{_ROLLOUT}.cudagraph_capture_sizes": _ENGINE,
-    f"{_ROLLOUT}.data_parallel_size": _ENGINE,
-    f"{_ROLLOUT}.enable_chunked_prefill": _ENGINE,
-    f"{_ROLLOUT}.enable_prefix_caching": _ENGINE,
-    f"{_ROLLOUT}.enforce_eager": _ENGINE,
-    f"{_ROLLOUT}.engine_kwargs": _ENGINE,
-    f"{_ROLLOUT}.expert_parallel_size": _ENGINE,
-    f"{_ROLLOUT}.gpu_memory_utilization": _ENGINE,
     f"{_ROLLOUT}.ignore_eos": "a setting of single requests; training and validation end texts",
-    f"{_ROLLOUT}.max_num_batched_tokens": _ENGINE,
-    f"{_ROLLOUT}.quantization": _ENGINE,
-    f"{_ROLLOUT}.tensor_model_parallel_size": _ENGINE,
 }
 """Keys that no service reads. docs/configuration.md says of each what happens instead."""
 

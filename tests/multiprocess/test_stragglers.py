@@ -140,9 +140,18 @@ async def test_samples_go_on_elsewhere_token_for_token(
         await until(some_tokens_came)
         await misfortune(run)
         await run.take()
+
+        async def is_told() -> bool:
+            told = run.lines("WARNING", "replica one: streams of", "samples continue elsewhere")
+            return 1 <= len(told) < GROUPS
+
+        if misfortune is not drained:
+            await until(is_told)
     assert run.tokens == unbroken
     for group in range(GROUPS):
         assert run.lines(f"prompt data-{group}: ", *words)
+    assert not run.lines("WARNING", "prompt data-")
+    assert not run.lines("sluice.security")
     assert sum(run.status.prompts_by_end.values()) == 0
     assert run.status.statistics["reward/samples_failed"] == 0
     # Without the tokens of replica one the other one would have had to draw all of them.

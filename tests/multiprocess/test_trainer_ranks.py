@@ -95,7 +95,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def trainer(
-    model: Path, world_size: int, timeout_s: float = LONG_S, **actor: object
+    model: Path,
+    world_size: int,
+    timeout_s: float = LONG_S,
+    frozen: str | None = None,
+    **actor: Any,
 ) -> Iterator[list[Rank]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -105,6 +109,7 @@ def trainer(
         "timeout_s": timeout_s,
         "forming_timeout_s": LONG_S,
         "actor": actor,
+        "frozen": frozen,
     }
     with ExitStack() as stack:
         ranks = [Rank(rank, world_size, port, arguments) for rank in range(world_size)]
@@ -124,7 +129,7 @@ def train_one(model: Path, steps: int, **actor: object) -> tuple[list[Metrics], 
 
 
 def train_two(
-    model: Path, steps: int, weights: Path, **actor: object
+    model: Path, steps: int, weights: Path, **actor: Any
 ) -> tuple[list[Metrics], Weights]:
     with trainer(model, 2, **actor) as ranks:
         metrics = [ranks[0].command(f"train {step}") for step in range(1, steps + 1)]
@@ -137,11 +142,16 @@ def train_two(
     "actor",
     [
         {"ppo_micro_batch_size_per_gpu": 3},
-        {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 70, "entropy_coeff": 0.01},
+        {
+            "use_dynamic_bsz": True,
+            "ppo_max_token_len_per_gpu": 70,
+            "entropy_coeff": 0.01,
+            "fsdp_config": {"dtype": "float32", "fsdp_size": 1},
+        },
         # One group a mini-batch: its rows are split between the ranks.
         {"ppo_mini_batch_size": 1, "loss_agg_mode": "seq-mean-token-mean"},
     ],
-    ids=["by rows", "by tokens", "a group split"],
+    ids=["by rows", "by tokens, each with the whole model", "a group split"],
 )
 def test_two_ranks_train_like_one(model: Path, tmp_path: Path, actor: dict[str, Any]) -> None:
     one, expected = train_one(model, 3, **actor)

@@ -168,5 +168,22 @@ async def test_a_fault_costs_at_most_the_replica_that_has_it(
         victim.end()
 
 
+async def test_a_replica_that_hangs_is_left_out_of_the_group_before_the_others_wait_for_it(
+    processes: _Processes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    victim, other = peers = processes.take(["victim", "other"])
+    async with fault_fleet(peers, _SPECS, sends_changes=True) as fleet:
+        victim.signal(signal.SIGSTOP)
+        report = await fleet.publish(1, _weights(1))
+        assert (report.replicas, report.attempts) == (1, 1)
+        assert fleet.serving() == {"other": 1}
+        await _assert_serves(fleet.replicas["other"], 1)
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert _matches("replica victim dropped: silent when the group of epoch 1", said), said
+    processes.give_back(other)
+    victim.end()
+
+
 def _matches(pattern: str, text: str) -> bool:
     return re.search(pattern, text) is not None

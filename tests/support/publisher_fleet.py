@@ -12,7 +12,7 @@ import torch
 from services.trainer.fleet import Fleet, MemberState
 from services.trainer.weight_publisher import WeightPublisher
 from sluice.device.cpu import CpuDevice
-from sluice.types import ReplicaInfo, TransferGroupSpec
+from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
 from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.sender import WeightSender
@@ -100,12 +100,18 @@ class Replica:
 
 
 class Trainer:
-    """A publisher with its fleet and frozen versions."""
+    """A publisher with its fleet and frozen versions; of `weights` unless `specs` say otherwise."""
 
-    def __init__(self, timeout_s: float, *, sends_changes: bool = True) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        *,
+        sends_changes: bool = True,
+        specs: tuple[TensorSpec, ...] | None = None,
+    ) -> None:
         self.fleet = Fleet(LAYOUT, 1e9)
         self.replicas: dict[str, Replica] = {}
-        specs = tensor_specs(weights(0).items())
+        specs = specs or tensor_specs(weights(0).items())
         self.snapshots = SnapshotBuffers(specs)
         self.publisher = WeightPublisher(
             self.fleet,

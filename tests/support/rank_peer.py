@@ -2,26 +2,37 @@
 
 All ranks wait for a line ``go`` once they are ready, so that none runs into a short deadline while
 another one still loads. Rank 0's further lines are ``train STEP`` (answers with the metrics),
-``weights FILE``, ``save FOLDER``, ``load FOLDER``; the end of input stops all ranks. Every answer
-is one line of JSON; an error ends the process with its text as the last line.
+``weights FILE``, ``save FOLDER``, ``load FOLDER``, ``publish VERSION`` (to a replica in this
+process; answers with what arrived); the end of input stops all ranks, which then answer with the
+bytes that they hold. Every answer is one line of JSON; an error ends the process with its text as
+the last line.
 """
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
+from services.trainer.learner import worker
+from services.trainer.learner.holding import Holding
 from services.trainer.learner.parallel import DataParallel, SingleProcess, TorchDistributed
 from services.trainer.learner.rank_command import RankLeader, follow
 from services.trainer.learner.worker import Learner
 from sluice.device.select import select_device
 from sluice.errors import SluiceError
-from tests.support.tiny_policy import make_batch, make_config
+from sluice.weights.plan import tensor_specs
+from tests.support.publisher_fleet import TIMEOUT_S, Trainer
+from tests.support.tiny_policy import freezing, make_batch, make_config, with_critic
 
 NUM_GROUPS = 4
 
@@ -31,34 +42,90 @@ def answer(values: object) -> None:
     sys.stdout.flush()
 
 
+class Publishing:
+    """A publisher with one replica in this process."""
+
+    def __init__(self, learner: Learner) -> None:
+        specs = tensor_specs(learner.named_weights(), torch.bfloat16)
+        self._trainer, self._runner = Trainer(TIMEOUT_S, specs=specs), asyncio.Runner()
+        self._replica = self._trainer.add("replica")
+
+    def publish(self, leader: RankLeader, version: int) -> dict[str, object]:
+        with leader.whole(Holding.WIRE_WEIGHTS) as whole:
+            self._trainer.snapshots.write(whole, version, TIMEOUT_S)
+        report = self._runner.run(self._trainer.publisher.publish(version))
+        served = self._replica.served
+        assert served is not None
+        assert (served.version, report.replicas) == (version, 1)
+        return {"digest": served.digest, "sent": report.sent_bytes, "all": report.dense_bytes}
+
+    def close(self) -> None:
+        self._runner.run(self._trainer.publisher.close())
+        self._replica.end()
+        self._runner.close()
+
+
 def obey(leader: RankLeader, learner: Learner) -> None:
-    for line in sys.stdin:
-        command, argument = line.split()
-        result: object = "done"
-        if command == "train":
-            step = int(argument)
-            result = leader.train_step(make_batch(NUM_GROUPS, seed=step), step)
-        elif command == "weights":
-            save_file({n: w.clone() for n, w in learner.named_weights()}, argument)
-        elif command == "save":
-            learner.save(Path(argument))
-        elif command == "load":
-            leader.load(Path(argument))
-        answer(result)
+    with ExitStack() as stack:
+        publishing: Publishing | None = None
+        for line in sys.stdin:
+            command, argument = line.split()
+            if command == "publish":
+                if publishing is None:
+                    publishing = Publishing(learner)
+                    stack.callback(publishing.close)
+                answer(publishing.publish(leader, int(argument)))
+            else:
+                answer(obey_one(leader, command, argument))
     leader.stop()
 
 
-def run(model: Path, timeout_s: float, forming_timeout_s: float, actor: dict[str, object]) -> None:
+def obey_one(leader: RankLeader, command: str, argument: str) -> object:
+    if command == "train":
+        step = int(argument)
+        return leader.train_step(make_batch(NUM_GROUPS, seed=step), step)
+    if command == "weights":
+        with leader.whole(Holding.WEIGHTS) as whole:
+            save_file({n: w.clone() for n, w in whole}, argument)
+    elif command == "save":
+        leader.save(Path(argument))
+    elif command == "load":
+        leader.load(Path(argument))
+    return "done"
+
+
+def held_bytes() -> int:
+    """Of all storages that tensors of this process have."""
+    gc.collect()
+    # isinstance would ask an object for its class, and some of torch's warn then.
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    storages = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in storages}
+    return sum(sizes.values())
+
+
+def run(
+    model: Path,
+    timeout_s: float,
+    forming_timeout_s: float,
+    actor: dict[str, object],
+    frozen: str | None = None,
+) -> None:
     parallel: DataParallel = SingleProcess()
     if os.environ["WORLD_SIZE"] != "1":
         parallel = TorchDistributed(select_device("cpu"), timeout_s, forming_timeout_s)
-    learner = Learner(make_config(model, NUM_GROUPS, **actor), parallel, total_steps=10)
+    config = make_config(model, NUM_GROUPS, **actor)
+    if frozen is not None:
+        config = with_critic(config)
+        mock.patch.object(worker, "load_policy", freezing(frozen)).start()
+    learner = Learner(config, parallel, total_steps=10)
     answer("ready")
     assert sys.stdin.readline() == "go\n"
     if parallel.rank == 0:
         obey(RankLeader(learner, parallel, timeout_s), learner)
     else:
         follow(learner, parallel)
+    answer({"held_bytes": held_bytes()})
     parallel.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -48,6 +49,15 @@ class ThreadedRank:
 
     def broadcast_bytes(self, payload: bytes | None, phase: str) -> bytes:
         return self._exchange(payload)[0]  # type: ignore[return-value]
+
+    def shard_mesh(self, size: int) -> None:
+        """torch's groups are one a process: each thread holds the whole model."""
+
+    def gather_to_first(self, own: torch.Tensor, group: object, phase: str) -> None:
+        raise AssertionError("nothing is sharded")
+
+    def naming_failures(self, phase: str) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def close(self) -> None:
         """Nothing is open."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from msgspec import structs
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from services.trainer.learner.model import load_policy
 from sluice.config.run import RunConfig
 from sluice.types import (
     DataProgress,
@@ -93,6 +96,28 @@ def make_config(model: Path, num_groups: int = 6, **actor: object) -> RunConfig:
         "trainer": {"device": "cpu"},
     }
     return msgspec.convert(tree, RunConfig)
+
+
+def with_critic(config: RunConfig) -> RunConfig:
+    """The same run by PPO, with a critic in float32."""
+    return structs.replace(
+        config,
+        algorithm=structs.replace(config.algorithm, adv_estimator="gae"),
+        critic=structs.replace(
+            config.critic, fsdp=structs.replace(config.critic.fsdp, dtype="float32")
+        ),
+    )
+
+
+def freezing(name: str) -> Callable[..., PreTrainedModel]:
+    """`load_policy`, but this parameter is not trained."""
+
+    def load(*arguments: Any) -> PreTrainedModel:
+        model = load_policy(*arguments)
+        model.get_parameter(name).requires_grad_(False)
+        return model
+
+    return load
 
 
 def make_group(seed: int, lengths: tuple[int, ...] | None = None) -> TrainGroup:

@@ -135,9 +135,11 @@ class GenerationLoop:
             elif (reason := _end_of(sample)) is not None:
                 self._deliver(sample, reason)
             else:
-                self._queue.append(WaitingGroup(sample.tokens, deque((sample,))))
+                self._queue.append(
+                    WaitingGroup(sample.tokens, deque((sample,)), priority=request.priority)
+                )
         if fresh:
-            self._queue.append(WaitingGroup(prompt, fresh))
+            self._queue.append(WaitingGroup(prompt, fresh, priority=request.priority))
 
     def _sample(
         self, ticket: Ticket, index: int, key: np.uint64, tokens: TokenRow

@@ -62,6 +62,7 @@ class GenerationRequest:
 
     Randomness of sample *i*, token *t* depends on (`sampling.seed`, i, t) only.
     `sampling.max_tokens` counts a partial's tokens too. `tokens` counts those on their way out.
+    Samples of higher `priority` get free slots first, where the engine has a say in that.
     """
 
     request_id: str
@@ -70,6 +71,7 @@ class GenerationRequest:
     sampling: SamplingParams
     partials: tuple[PartialSample, ...] = ()
     tokens: CallTokens = field(default_factory=CallTokens)
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,6 +17,7 @@ __all__ = ["ENGINES", "create_engine", "find_engine"]
 
 ENGINES: Mapping[str, str] = {
     "torch": "services.rollout.engines.torch_engine:create",
+    "vllm": "services.rollout.engines.vllm_engine:create",
 }
 """Engine name to the ``module:function`` that makes one for a run configuration."""
 

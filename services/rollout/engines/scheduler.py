@@ -1,7 +1,7 @@
 """Which waiting samples get the free slots, and what has to be prefilled for them.
 
-First come, first served. A group's samples share one prefill; if slots run out in the middle of a
-group, its prefilled prompt is kept for the samples that follow.
+By priority, then first come, first served. A group's samples share one prefill; if slots run out in
+the middle of a group, its prefilled prompt is kept for the samples that follow.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ class WaitingGroup:
         tokens: prompt, and what was drawn before of a sample that is continued.
         samples: those still waiting.
         prefilled: where the state of ``tokens[:-1]`` is, once it was computed.
+        priority: groups of higher priority go first.
     """
 
     tokens: TokenRow
     samples: deque[RunningSample]
     prefilled: tuple[PrefilledPrompts, int] | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +47,7 @@ class Admission:
 
 @dataclass(slots=True, eq=False)
 class GroupQueue:
-    """Waiting groups in order of arrival."""
+    """Waiting groups by priority, then in order of arrival."""
 
     slots: int
     _groups: deque[WaitingGroup] = field(default_factory=deque)
@@ -53,7 +55,10 @@ class GroupQueue:
 
     def append(self, group: WaitingGroup) -> None:
         """Takes a group with at least one sample."""
-        self._groups.append(group)
+        place = len(self._groups)
+        while place and self._groups[place - 1].priority < group.priority:
+            place -= 1
+        self._groups.insert(place, group)
         self.waiting += len(group.samples)
 
     def admit(self, free: int) -> list[Admission]:

@@ -12,17 +12,19 @@ from torch import Tensor
 
 from services.trainer.learner.batch_table import BatchTable, gather_tokens, tokens_of
 from services.trainer.learner.critic_settings import CriticSettings
+from services.trainer.learner.even_passes import EvenPasses
 from services.trainer.learner.forward import response_values
 from services.trainer.learner.micro_batch import MicroBatch
 from services.trainer.learner.mini_batch import MiniBatch, Share, split_batch
 from services.trainer.learner.model import compute_context, load_critic
-from services.trainer.learner.optimizer import PolicyOptimizer
 from services.trainer.learner.parallel import DataParallel
+from services.trainer.learner.trained_model import trained_model
 from sluice.algorithm.losses.aggregate import aggregate
 from sluice.algorithm.losses.value_loss import ValueLoss, value_loss
 from sluice.device.protocol import Device
 from sluice.types import TrainBatch
 
+CPU = torch.device("cpu")
 LOSS = "critic/vf_loss"
 TOKEN_MEANS = ("critic/vf_clipfrac", "critic/vpred_mean")
 
@@ -38,12 +40,17 @@ class Critic:
         self, settings: CriticSettings, parallel: DataParallel, device: Device, total_steps: int
     ) -> None:
         self._settings, self._parallel, self._device = settings, parallel, device
-        self.model = load_critic(
-            settings.model, settings.precision, device.torch_device, settings.max_tokens
+        self.trained = trained_model(
+            load_critic(settings.model, settings.precision, CPU, settings.max_tokens),
+            settings.precision,
+            settings.optim,
+            parallel,
+            total_steps,
+            key="critic.fsdp",
+            device=device.torch_device,
         )
-        self.optimizer = PolicyOptimizer(
-            dict(self.model.named_parameters()), settings.optim, total_steps
-        )
+        self.model, self.optimizer = self.trained.model, self.trained.optimizer
+        self._passes = EvenPasses(self.trained.shards, parallel, self._forward, device.torch_device)
         self._mini_batches: list[MiniBatch] = []
         self._old_values: list[list[Tensor]] = []
 
@@ -57,10 +64,12 @@ class Critic:
             step=step,
             device=self._device.torch_device,
         )
+        self._passes.begin(sum(len(one.micro_batches) for one in self._mini_batches))
         self._old_values = [
             [self._forward(micro_batch) for micro_batch in mini_batch.micro_batches]
             for mini_batch in self._mini_batches
         ]
+        self._passes.end_forward_only()
         found = (
             pair
             for mini_batch, old in zip(self._mini_batches, self._old_values, strict=True)
@@ -101,6 +110,7 @@ class Critic:
         self, mini_batch: MiniBatch, old_values: Sequence[Tensor], returns: Tensor
     ) -> list[ValueLoss]:
         losses = []
+        self._passes.begin(len(mini_batch.micro_batches))
         for micro_batch, old in zip(mini_batch.micro_batches, old_values, strict=True):
             loss = value_loss(
                 self._forward(micro_batch),
@@ -116,8 +126,10 @@ class Critic:
                     loss_scale_factor=self._settings.loss_scale_factor,
                 ),
             )
+            self._passes.before_backward()
             loss.loss.backward()
             losses.append(loss)
+        self._passes.end_step()
         return losses
 
     def _forward(self, micro_batch: MicroBatch) -> Tensor:

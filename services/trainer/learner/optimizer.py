@@ -10,6 +10,8 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
+from services.trainer.learner.sharded_gradients import Gradients
+from services.trainer.learner.shards import assign
 from sluice.algorithm.learning_rate import learning_rate_multiplier, resolve_warmup_steps
 from sluice.config.actor_rollout_ref import OptimConfig
 from sluice.errors import CheckpointError
@@ -41,6 +43,9 @@ class FlatGradients:
             cursor += parameter.numel()
         self.buffers.append(buffer)
 
+    def complete(self) -> None:
+        """Every parameter has its view."""
+
     def zero(self) -> None:
         """Set all gradients to 0 in place."""
         for buffer in self.buffers:
@@ -64,10 +69,15 @@ class PolicyOptimizer:
         named_parameters: trained parameters by name, tied ones once.
         config: AdamW and schedule.
         total_steps: train batches of the run, the schedule's length unless the config gives one.
+        gradients: of sharded parameters; by default one buffer for parameters held whole.
     """
 
     def __init__(
-        self, named_parameters: Mapping[str, nn.Parameter], config: OptimConfig, total_steps: int
+        self,
+        named_parameters: Mapping[str, nn.Parameter],
+        config: OptimConfig,
+        total_steps: int,
+        gradients: Gradients | None = None,
     ) -> None:
         self._named, self._config = dict(named_parameters), config
         own = config.total_training_steps
@@ -75,7 +85,7 @@ class PolicyOptimizer:
         self._warmup_steps = resolve_warmup_steps(
             config.lr_warmup_steps, config.lr_warmup_steps_ratio, self._total_steps
         )
-        self.gradients = FlatGradients(list(self._named.values()))
+        self.gradients: Gradients = gradients or FlatGradients(list(self._named.values()))
         self._adamw = torch.optim.AdamW(
             self._named.values(),
             lr=config.lr,
@@ -107,6 +117,7 @@ class PolicyOptimizer:
             the gradient norm before clipping. If it is not finite, no weight changes and
             `skipped_updates` counts the step.
         """
+        self.gradients.complete()
         norm = self.gradients.norm()
         if math.isfinite(norm):
             if norm > self._config.clip_grad:
@@ -123,7 +134,10 @@ class PolicyOptimizer:
         return norm
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """AdamW's moments and counts as ``<parameter name>.<moment>``; empty before any step."""
+        """AdamW's moments and counts as ``<parameter name>.<moment>``; empty before any step.
+
+        A sharded parameter's moments are sharded like it.
+        """
         return {
             f"{name}.{moment}": self._adamw.state[parameter][moment]
             for name, parameter in self._named.items()
@@ -132,7 +146,7 @@ class PolicyOptimizer:
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Inverse of `state_tensors`.
+        """Inverse of `state_tensors`, from whole tensors.
 
         Raises:
             CheckpointError: a parameter's state is missing, of another shape or unknown.
@@ -159,4 +173,8 @@ class PolicyOptimizer:
                 f"optimizer state {key} has shape {tuple(tensor.shape)}, the model "
                 f"{tuple(parameter.shape)}; resume with the model that was trained"
             )
-        return tensor.to(parameter.device).clone()
+        if moment == "step":
+            return tensor.to(parameter.device).clone()
+        own = torch.zeros_like(parameter, dtype=tensor.dtype, requires_grad=False)
+        assign(own, tensor)
+        return own

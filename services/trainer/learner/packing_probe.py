@@ -7,6 +7,7 @@ packed together and each alone, which must agree.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,15 +26,22 @@ _PROMPT_TOKENS = (5, 8)
 _ROW_TOKENS = (6, 9)
 
 
-def check_packing(model: PreTrainedModel) -> None:
-    """Compare mean logprobs of packed and single rows.
+def check_packing(
+    model: PreTrainedModel, naming_failures: AbstractContextManager[object] | None = None
+) -> None:
+    """Compare mean logprobs of packed and single rows. Collective if the model is sharded.
+
+    Args:
+        model: to be trained.
+        naming_failures: tells what other ranks did wrong from what the model did.
 
     Raises:
         ConfigError: they differ by more than rounding.
+        DeadlineError, PeerError: from `naming_failures`.
     """
     rows = _made_up_rows(model.config.get_text_config().vocab_size)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), naming_failures or nullcontext():
             together = _logprobs(model, rows)
             alone = torch.cat([_logprobs(model, [row]) for row in rows])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:

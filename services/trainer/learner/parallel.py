@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from services.trainer.learner.rank_rendezvous import (
     FORMING,
@@ -30,9 +32,17 @@ from sluice.concurrency.waits import waiting_for
 from sluice.device.protocol import Device
 from sluice.errors import DeadlineError, PeerError, WeightSyncError
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+SHARD_DIM, COPY_DIM = "shard", "copy"
+"""Dimensions of the mesh that a model is sharded over."""
+
+_GLOO, _LATE = "gloo", "timed out"
+
 
 class DataParallel(Protocol):
-    """Ranks that hold the same weights and train different rows.
+    """Ranks that train different rows of one batch.
 
     Every method is collective: all ranks call it in the same order. `phase` names the moment in
     errors.
@@ -64,6 +74,30 @@ class DataParallel(Protocol):
         """Rank 0's bytes on every rank; the others pass ``None``."""
         ...
 
+    def shard_mesh(self, size: int) -> DeviceMesh | None:
+        """Groups of `size` neighbouring ranks that share one model.
+
+        Args:
+            size: a divisor of the number of ranks.
+
+        Returns:
+            dimensions ``copy`` (if there are several groups) and ``shard``; ``None`` where each
+            rank holds the whole model: `size` is 1, or these ranks cannot share.
+        """
+        ...
+
+    def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
+        """Equally long tensors ``[n]`` of a group of ranks that rank 0 is in.
+
+        Returns:
+            ``[ranks, n]`` on rank 0, ``None`` on the others.
+        """
+        ...
+
+    def naming_failures(self, phase: str) -> AbstractContextManager[object]:
+        """A block in which torch calls collectives itself: what fails in them is named."""
+        ...
+
     def close(self) -> None:
         """Leave the group."""
         ...
@@ -86,6 +120,18 @@ class SingleProcess:
         """The payload itself."""
         assert payload is not None
         return payload
+
+    def shard_mesh(self, size: int) -> DeviceMesh | None:
+        """Nobody to share with."""
+        return None
+
+    def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
+        """One rank's tensor."""
+        return own[None]
+
+    def naming_failures(self, phase: str) -> AbstractContextManager[object]:
+        """There is nobody who could fail."""
+        return nullcontext()
 
     def close(self) -> None:
         """Nothing was opened."""
@@ -112,7 +158,8 @@ class TorchDistributed:
     def __init__(
         self, device: Device, timeout_s: float, forming_timeout_s: float | None = None
     ) -> None:
-        self._timeout_s = timeout_s
+        self._timeout_s, self._device_type = timeout_s, device.torch_device.type
+        self._meshes: dict[int, DeviceMesh] = {}
         backend = device.collective_backend
         if backend != "gloo":
             backend = f"cpu:gloo,{device.torch_device.type}:{backend}"
@@ -152,6 +199,34 @@ class TorchDistributed:
             self._run(partial(dist.broadcast, content, src=0, async_op=True), phase)
         return content.numpy().tobytes()
 
+    def shard_mesh(self, size: int) -> DeviceMesh | None:
+        """Made once a size; all ranks ask for the same sizes in the same order."""
+        if size == 1:
+            return None
+        if size not in self._meshes:
+            self._meshes[size] = self._make_mesh(size)
+        return self._meshes[size]
+
+    def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
+        """On the tensor's device."""
+        parts: Tensor | None = None
+        if self.rank == 0:
+            parts = own.new_empty((dist.get_world_size(group), own.numel()))
+        into = None if parts is None else list(parts.unbind())
+        self._run(partial(dist.gather, own, into, dst=0, group=group, async_op=True), phase)
+        return parts
+
+    @contextmanager
+    def naming_failures(self, phase: str) -> Iterator[None]:
+        """Tells what a backend raised from other errors by its type or, for Gloo, its text."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error)
+            if not (isinstance(error, dist.DistError) or _GLOO in text):
+                raise
+            self._fail(error, phase, is_late=_LATE in text.lower())
+
     def close(self) -> None:
         """Destroy the process group."""
         dist.destroy_process_group()
@@ -184,11 +259,35 @@ class TorchDistributed:
             with waiting_for("trainer ranks", phase):
                 work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
-            peer = f"a trainer rank, seen from rank {self.rank} of {self.world_size}"
             # Gloo tells a deadline from a lost connection by its text alone, the clock for sure.
-            if time.monotonic() - began_s >= 0.9 * self._timeout_s:
-                raise DeadlineError(peer, phase, self._timeout_s, LATE_REMEDY) from error
-            raise PeerError(peer, phase, str(error)) from error
+            is_late = time.monotonic() - began_s >= 0.9 * self._timeout_s
+            self._fail(error, phase, is_late=is_late)
+
+    def _fail(self, error: RuntimeError, phase: str, *, is_late: bool) -> NoReturn:
+        peer = f"a trainer rank, seen from rank {self.rank} of {self.world_size}"
+        if is_late:
+            raise DeadlineError(peer, phase, self._timeout_s, LATE_REMEDY) from error
+        raise PeerError(peer, phase, str(error)) from error
+
+    def _make_mesh(self, size: int) -> DeviceMesh:
+        """Groups are made here, for those that a mesh makes do not take over the deadline."""
+        if size == self.world_size:
+            world = dist.group.WORLD
+            assert world is not None
+            return DeviceMesh.from_group(world, self._device_type, mesh_dim_names=(SHARD_DIM,))
+        places = torch.arange(self.world_size).view(-1, size)
+        within = [self._new_group(row) for row in places]
+        across = [self._new_group(column) for column in places.T]
+        own = [across[self.rank % size], within[self.rank // size]]
+        return DeviceMesh.from_group(
+            own, self._device_type, mesh=places, mesh_dim_names=(COPY_DIM, SHARD_DIM)
+        )
+
+    def _new_group(self, ranks: Tensor) -> ProcessGroup:
+        """All ranks make every group; those outside one get a stand-in."""
+        deadline = timedelta(seconds=self._timeout_s)
+        group: ProcessGroup = dist.new_group(ranks.tolist(), timeout=deadline)
+        return group
 
 
 def _has_agent_store(environment: Mapping[str, str]) -> bool:

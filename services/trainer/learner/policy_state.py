@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from services.trainer.learner.checkpoint import resume_remedy
 from services.trainer.learner.optimizer import PolicyOptimizer
+from services.trainer.learner.shards import assign, plain_class
 from sluice.concurrency.advance import advance
 from sluice.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+WholeTensors: TypeAlias = Callable[[], AbstractContextManager[Iterator[tuple[str, Tensor]]]]
+"""Opens a stream of named tensors, whole whatever this rank holds of them."""
 
 HUGGINGFACE_FOLDER = "huggingface"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -45,27 +50,33 @@ TOKENIZER_FILES = (
 
 
 def save_policy_state(
-    directory: Path, model: PreTrainedModel, optimizer: PolicyOptimizer, model_path: str
+    directory: Path,
+    model: PreTrainedModel,
+    optimizer: PolicyOptimizer,
+    model_path: str,
+    *,
+    weights: WholeTensors | None,
+    moments: WholeTensors,
 ) -> None:
     """Write all three into `directory`, which is made.
 
     Args:
         directory: new or empty.
-        model: weights are written in their dtype.
+        model: what the weights belong to; they are written in their dtype.
         optimizer: of that model.
         model_path: where the model was first read from; the tokenizer's files are copied.
+        weights: all parameters by the model's names, tied ones once; ``None``: the model is whole.
+        moments: what `PolicyOptimizer.state_tensors` holds.
 
     Raises:
         OSError: the disk is full or cannot be written.
     """
     huggingface = directory / HUGGINGFACE_FOLDER
     try:
-        model.save_pretrained(huggingface)
+        state = None if weights is None else {**_on_host(weights), **_buffers(model)}
+        model.save_pretrained(huggingface, state_dict=state)
         advance()
-        tensors = {
-            name: t.detach().cpu().contiguous() for name, t in optimizer.state_tensors().items()
-        }
-        save_file(tensors, directory / OPTIMIZER_FILE)
+        save_file(_on_host(moments), directory / OPTIMIZER_FILE)
         advance()
     except SafetensorError as error:  # its own form of a full disk
         raise OSError(f"{directory}: {error}") from error
@@ -78,13 +89,27 @@ def save_policy_state(
     (directory / EXTRA_STATE_FILE).write_text(json.dumps(extra), encoding="utf-8")
 
 
-def load_policy_state(directory: Path, model: PreTrainedModel, optimizer: PolicyOptimizer) -> None:
-    """Replace weights, optimizer state and random state in place.
+def load_policy_state(
+    directory: Path,
+    model: PreTrainedModel,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: PolicyOptimizer,
+) -> float:
+    """Replace weights, optimizer state and random state in place; sharded ones by this rank's part.
+
+    Args:
+        directory: what `save_policy_state` wrote, whatever was sharded then.
+        model: sharded or whole.
+        parameters: of the model, all of them.
+        optimizer: of the model.
+
+    Returns:
+        `weight_sum` of the weights read.
 
     Raises:
         CheckpointError: a file is missing or unreadable, or belongs to another model.
     """
-    _load_weights(directory / HUGGINGFACE_FOLDER, model)
+    total = _load_weights(directory / HUGGINGFACE_FOLDER, model, parameters)
     optimizer.load_state_tensors(_read_tensors(directory / OPTIMIZER_FILE))
     try:
         extra = json.loads((directory / EXTRA_STATE_FILE).read_text(encoding="utf-8"))
@@ -95,13 +120,38 @@ def load_policy_state(directory: Path, model: PreTrainedModel, optimizer: Policy
             f"{directory / EXTRA_STATE_FILE} cannot be read ({error}); "
             f"{resume_remedy(directory.parent)}"
         ) from error
+    return total
 
 
-def _load_weights(folder: Path, model: PreTrainedModel) -> None:
+def weight_sum(model: nn.Module) -> float:
+    """Sum of all weights of a model that is not sharded; differs where the weights do."""
+    return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+
+
+def _on_host(tensors: WholeTensors) -> dict[str, Tensor]:
+    """As they are one after the other; what comes from a bucket must not keep it alive."""
+    with tensors() as stream:
+        return {name: _own_copy(tensor.detach().cpu()) for name, tensor in stream}
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    own = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if own and tensor.is_contiguous() else tensor.contiguous().clone()
+
+
+def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What the model's files hold beside parameters."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {n: t.detach().cpu() for n, t in model.state_dict().items() if n not in parameters}
+
+
+def _load_weights(
+    folder: Path, model: PreTrainedModel, trained: Mapping[str, nn.Parameter]
+) -> float:
     """Reload through transformers, which knows about shards and renamed or fused weights."""
     _refuse_another_family(folder, model)
     try:
-        loading: object = type(model).from_pretrained(
+        loading: object = plain_class(model).from_pretrained(
             folder,
             dtype=model.dtype,
             local_files_only=True,
@@ -114,7 +164,7 @@ def _load_weights(folder: Path, model: PreTrainedModel) -> None:
             f"{resume_remedy(folder.parents[1])}"
         ) from error
     saved, report = cast("tuple[PreTrainedModel, Mapping[str, Collection[str]]]", loading)
-    trained, loaded = dict(model.named_parameters()), dict(saved.named_parameters())
+    loaded = dict(saved.named_parameters())
     differing = sorted(set(trained).symmetric_difference(loaded) | set(report["missing_keys"]))
     differing += [n for n in trained if n in loaded and trained[n].shape != loaded[n].shape]
     if differing:
@@ -123,9 +173,9 @@ def _load_weights(folder: Path, model: PreTrainedModel) -> None:
             f"actor_rollout_ref.model.path, first {differing[0]}; resume with the model that was "
             "trained"
         )
-    with torch.no_grad():
-        for name, parameter in trained.items():
-            parameter.copy_(loaded[name])
+    for name, parameter in trained.items():
+        assign(parameter, loaded[name])
+    return weight_sum(saved)
 
 
 def _refuse_another_family(folder: Path, model: PreTrainedModel) -> None:
@@ -156,14 +206,31 @@ def _damaged_file(folder: Path) -> Path | None:
     return None
 
 
+class _TensorFile(Mapping[str, Tensor]):
+    """A safetensors file; a tensor is read when it is asked for."""
+
+    def __init__(self, file: Path) -> None:
+        self._opened = safe_open(file, framework="pt")
+        self._names = frozenset(self._opened.keys())  # type: ignore[no-untyped-call]
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._opened.get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def _read_tensors(file: Path) -> Mapping[str, Tensor]:
     try:
-        tensors: Mapping[str, Tensor] = load_file(file)
+        return _TensorFile(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{file} cannot be read ({error}); {resume_remedy(file.parents[1])}"
         ) from error
-    return tensors
 
 
 def _random_state() -> dict[str, str]:

@@ -11,14 +11,22 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
+from inspect import GEN_SUSPENDED, getgeneratorstate
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from services.trainer.learner.holding import Holding
 from services.trainer.learner.parallel import DataParallel
-from services.trainer.learner.worker import Learner
+from services.trainer.learner.worker import Learner, NamedTensors
 from sluice.codec.batch import train_batch_from_bytes, train_batch_to_bytes
 from sluice.errors import PeerError, SluiceError
 from sluice.types import TrainBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +39,7 @@ class CommandKind(StrEnum):
 
     TRAIN = "train"
     LOAD = "load"
+    GATHER = "gather"
     KEEP_ALIVE = "keep_alive"
     STOP = "stop"
 
@@ -71,6 +80,28 @@ class RankLeader:
             self._send(CommandKind.LOAD, {"directory": str(directory)}, b"")
             self._learner.load(directory)
 
+    @contextmanager
+    def whole(self, holding: Holding) -> Iterator[NamedTensors]:
+        """Whole tensors that ranks hold in shards; all help while they are read.
+
+        They are asked to at the first tensor. What is not read inside the block is gathered after
+        it and dropped, so that all ranks end together.
+
+        Raises:
+            DeadlineError, PeerError: a rank failed.
+        """
+        tensors = self._gather(holding)
+        try:
+            yield tensors
+        finally:
+            if getgeneratorstate(tensors) == GEN_SUSPENDED:
+                for _ in tensors:
+                    pass
+
+    def save(self, directory: Path) -> None:
+        """`Learner.save`; if the model is sharded, all ranks bring their parts."""
+        self._learner.save(directory, self.whole)
+
     def stop(self) -> None:
         """End the other ranks' `follow`. Further calls do nothing."""
         if self._stopped.is_set():
@@ -80,6 +111,14 @@ class RankLeader:
             self._send(CommandKind.STOP, {}, b"")
         if self._signs.is_alive():
             self._signs.join()
+
+    def _gather(self, holding: Holding) -> Generator[tuple[str, Tensor], None, None]:
+        if not self._learner.is_sharded:
+            yield from self._learner.gather(holding)
+            return
+        with self._commanding:
+            self._send(CommandKind.GATHER, {"holding": holding}, b"")
+            yield from self._learner.gather(holding)
 
     def _send(self, kind: CommandKind, arguments: dict[str, object], body: bytes) -> None:
         if self._failure is not None:
@@ -124,3 +163,6 @@ def follow(learner: Learner, parallel: DataParallel) -> None:
             learner.train_step(train_batch_from_bytes(message[split:]), int(header["step"]))
         elif kind is CommandKind.LOAD:
             learner.load(Path(header["directory"]))
+        elif kind is CommandKind.GATHER:
+            for _ in learner.gather(Holding(header["holding"])):
+                pass

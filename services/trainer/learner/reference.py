@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from services.trainer.learner.even_passes import EvenPasses
 from services.trainer.learner.forward import token_outputs
 from services.trainer.learner.micro_batch import MicroBatch
 from services.trainer.learner.model import compute_context, load_policy
+from services.trainer.learner.parallel import DataParallel
+from services.trainer.learner.trained_model import share_model
 from sluice.config.actor import FsdpConfig
 from sluice.config.model import ModelConfig
 from sluice.device.protocol import Device
 
+_SHARDING = "actor_rollout_ref.actor.fsdp_config"
 CPU = torch.device("cpu")
 
 
@@ -21,27 +25,42 @@ class ReferencePolicy:
     """The model as the run began with; a resumed run reads it from the same files.
 
     Its weights wait in the CPU's memory and are on the device only during `logprobs`, like verl's.
+    They are shared over ranks like the policy's.
 
     Raises:
         ConfigError: the model cannot be loaded.
     """
 
     def __init__(
-        self, model: ModelConfig, precision: FsdpConfig, device: Device, max_tokens: int
+        self,
+        model: ModelConfig,
+        precision: FsdpConfig,
+        device: Device,
+        max_tokens: int,
+        parallel: DataParallel,
     ) -> None:
         self._model = load_policy(model, precision, CPU, max_tokens)
         self._model.requires_grad_(requires_grad=False)
         self._precision, self._device = precision, device
+        shards = share_model(self._model, precision, parallel, key=_SHARDING, device=CPU)
+        self._passes = EvenPasses(shards, parallel, self._idle_pass, device.torch_device)
+        self._model.to(CPU)  # type: ignore[arg-type]  # transformers narrows the overloads
 
     @torch.no_grad()
-    def logprobs(self, micro_batches: Iterable[MicroBatch], temperature: float) -> list[Tensor]:
-        """Logprobs [N] of each micro-batch's tokens, at the sampling temperature."""
+    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        """Logprobs [N] of each micro-batch's tokens, at the sampling temperature. Collective."""
         device = self._device.torch_device
+        self._passes.begin(len(micro_batches))
         self._model.to(device)  # type: ignore[arg-type]  # transformers narrows the overloads
         try:
-            return [self._one(micro_batch, temperature) for micro_batch in micro_batches]
+            found = [self._one(micro_batch, temperature) for micro_batch in micro_batches]
+            self._passes.end_forward_only()
+            return found
         finally:
             self._model.to(CPU)  # type: ignore[arg-type]
+
+    def _idle_pass(self, micro_batch: MicroBatch) -> Tensor:
+        return self._one(micro_batch, 1.0)
 
     def _one(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
         with compute_context(self._precision, self._device.torch_device):

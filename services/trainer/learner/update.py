@@ -29,6 +29,7 @@ from services.trainer.learner.batch_table import (
     tokens_of,
 )
 from services.trainer.learner.critic import Critic, value_metrics
+from services.trainer.learner.even_passes import EvenPasses
 from services.trainer.learner.forward import EntropyUse, TokenOutputs, token_outputs
 from services.trainer.learner.loss_terms import LossTerms
 from services.trainer.learner.micro_batch import MicroBatch
@@ -38,6 +39,7 @@ from services.trainer.learner.optimizer import PolicyOptimizer
 from services.trainer.learner.parallel import DataParallel
 from services.trainer.learner.prepared import PreparedMicroBatch, PreparedMiniBatch, prepare
 from services.trainer.learner.reference import ReferencePolicy
+from services.trainer.learner.shards import Shards
 from services.trainer.learner.update_settings import UpdateSettings
 from services.trainer.learner.update_tally import UpdateTally
 from sluice.algorithm.batch_metrics import batch_metrics, batch_rows
@@ -67,6 +69,7 @@ class Replica:
     device: Device
     reference: ReferencePolicy | None = None
     critic: Critic | None = None
+    shards: Shards | None = None
 
 
 class PolicyUpdate:
@@ -91,6 +94,9 @@ class PolicyUpdate:
             self._terms.no_corrections(),
         )
         self.kl_controller = settings.kl_controller
+        self._passes = EvenPasses(
+            replica.shards, self._parallel, self._idle_pass, self._device.torch_device
+        )
 
     def run(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """Train on one batch.
@@ -158,7 +164,9 @@ class PolicyUpdate:
                 return None
         first = 0 if self._settings.needs_old_logprobs_first else 1
         squares: list[tuple[MicroBatch, Tensor]] = []
-        for prepared in _micro_batches(mini_batches[first:]):
+        passed = _micro_batches(mini_batches[first:])
+        self._passes.begin(len(passed))
+        for prepared in passed:
             with torch.no_grad():
                 outputs = self._forward(
                     prepared.micro_batch,
@@ -168,6 +176,7 @@ class PolicyUpdate:
             if outputs.sum_pi_squared is not None:
                 squares.append((prepared.micro_batch, outputs.sum_pi_squared))
             self._note_old_policy(prepared, outputs, tally)
+        self._passes.end_forward_only()
         if self._settings.correction.rollout_is_batch_normalize:
             self._normalize_weights(mini_batches, tally)
         if not self._settings.needs_sum_pi_squared:
@@ -287,6 +296,7 @@ class PolicyUpdate:
         self, mini_batch: PreparedMiniBatch, tally: UpdateTally, seed: int, *, first_pass: bool
     ) -> float:
         """Accumulate gradients over the mini-batch, sum them over ranks and step; the norm."""
+        self._passes.begin(len(mini_batch.micro_batches))
         for number, prepared in enumerate(mini_batch.micro_batches):
             is_old_policy = prepared.old_logprobs is None
             bypassed = first_pass and self._settings.old_is_behavior
@@ -306,8 +316,10 @@ class PolicyUpdate:
                 mini_batch.counts,
                 seed=(seed * _SEEDS_PER_BATCH + number) % 2**62,
             )
+            self._passes.before_backward()
             loss.total.total.backward()
             tally.add_loss(loss.total, loss.objective.metrics)
+        self._passes.end_step()
         self._parallel.all_reduce_sum(self._optimizer.gradients.buffers, "summing gradients")
         norm = self._optimizer.step()
         tally.end_step()
@@ -324,6 +336,9 @@ class PolicyUpdate:
                 entropy=entropy,
                 with_sum_pi_squared=with_sum_pi_squared,
             )
+
+    def _idle_pass(self, micro_batch: MicroBatch) -> Tensor:
+        return self._forward(micro_batch, EntropyUse.NONE).logprobs
 
     def _precision(self) -> AbstractContextManager[object]:
         return compute_context(self._actor.fsdp_config, self._device.torch_device)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from services.trainer.learner.critic import Critic
 from services.trainer.learner.critic_settings import critic_settings, uses_critic
+from services.trainer.learner.gathering import gather_whole
+from services.trainer.learner.holding import Holding
 from services.trainer.learner.model import load_policy
-from services.trainer.learner.optimizer import PolicyOptimizer
 from services.trainer.learner.packing_probe import check_packing
 from services.trainer.learner.parallel import DataParallel
 from services.trainer.learner.policy_state import load_policy_state, save_policy_state
 from services.trainer.learner.reference import ReferencePolicy
+from services.trainer.learner.trained_model import TrainedModel, trained_model
 from services.trainer.learner.update import PolicyUpdate, Replica
 from services.trainer.learner.update_settings import update_settings
 from sluice.config.run import RunConfig
@@ -31,6 +36,14 @@ logger = logging.getLogger(__name__)
 
 CRITIC_FOLDER = "critic"  # beside the policy's
 KL_CONTROL_FILE = "kl_control.json"
+
+_CPU = torch.device("cpu")
+_ACTOR_SHARDING = "actor_rollout_ref.actor.fsdp_config"
+
+
+NamedTensors: TypeAlias = Iterator[tuple[str, Tensor]]
+OpenHolding: TypeAlias = Callable[[Holding], AbstractContextManager[NamedTensors]]
+"""Opens a stream of whole tensors on rank 0, wherever the shards are."""
 
 
 class Learner:
@@ -55,33 +68,49 @@ class Learner:
         device: Device | None = None,
     ) -> None:
         self._config, self._parallel = config, parallel
+        self._critic: Critic | None = None
         self._device = device or select_device(config.trainer.device)
         self._device.set_device()
         torch.manual_seed(config.trainer.seed)
         max_tokens = config.data.max_prompt_length + config.data.max_response_length
-        model, precision = (
-            config.actor_rollout_ref.model,
-            config.actor_rollout_ref.actor.fsdp_config,
-        )
-        self._model = load_policy(model, precision, self._device.torch_device, max_tokens)
-        settings = update_settings(config, self._model.config.get_text_config().vocab_size)
-        check_packing(self._model)
-        self._optimizer = PolicyOptimizer(
-            dict(self._model.named_parameters()),
-            config.actor_rollout_ref.actor.optim,
+        actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+        precision = actor.fsdp_config
+        self._policy = trained_model(
+            load_policy(model, precision, _CPU, max_tokens),
+            precision,
+            actor.optim,
+            parallel,
             total_steps,
+            key=_ACTOR_SHARDING,
+            device=self._device.torch_device,
         )
+        self._model, self._optimizer = self._policy.model, self._policy.optimizer
+        settings = update_settings(config, self._model.config.get_text_config().vocab_size)
+        check_packing(self._model, parallel.naming_failures("trying the model on packed tokens"))
+        self._reshard()
         reference = None
         if settings.needs_reference:
-            reference = ReferencePolicy(model, precision, self._device, max_tokens)
-        self._critic: Critic | None = None
+            reference = ReferencePolicy(model, precision, self._device, max_tokens, parallel)
         if uses_critic(config):
             self._critic = Critic(critic_settings(config), parallel, self._device, total_steps)
         self._update = PolicyUpdate(
-            Replica(self._model, self._optimizer, parallel, self._device, reference, self._critic),
+            Replica(
+                self._model,
+                self._optimizer,
+                parallel,
+                self._device,
+                reference,
+                self._critic,
+                self._policy.shards,
+            ),
             settings,
         )
-        self._check_equal_weights()
+        self._check_equal_weights([trained.initial_sum for trained in self._trained()])
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks must help to bring any tensor together; see `gather`."""
+        return any(trained.shards is not None for trained in self._trained())
 
     def train_step(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """Update the policy with one batch. Collective.
@@ -93,25 +122,57 @@ class Learner:
         Returns:
             metrics by verl's names.
         """
-        return self._update.run(batch, step)
+        with self._parallel.naming_failures(f"training step {step}"):
+            return self._update.run(batch, step)
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights by the model's parameter names, tied ones once, on the device, not copied."""
-        for name, parameter in self._model.named_parameters():
+    def named_weights(self) -> NamedTensors:
+        """Weights by the model's parameter names, tied ones once, on the device, not copied.
+
+        A sharded policy's are DTensors: their shapes are those of the whole.
+        """
+        for name, parameter in self._policy.parameters.items():
             yield name, parameter.detach()
 
-    def save(self, directory: Path) -> None:
+    def gather(self, holding: Holding) -> NamedTensors:
+        """Whole tensors on rank 0, nothing on the others; collective to its end if sharded.
+
+        Raises:
+            DeadlineError, PeerError: a rank did not take part.
+        """
+        trained = self._policy
+        if self._critic and holding in (Holding.CRITIC_WEIGHTS, Holding.CRITIC_MOMENTS):
+            trained = self._critic.trained
+        is_moments = holding in (Holding.MOMENTS, Holding.CRITIC_MOMENTS)
+        held = trained.optimizer.state_tensors() if is_moments else trained.parameters
+        wire_dtype: torch.dtype = getattr(torch, self._config.actor_rollout_ref.rollout.dtype)
+        return gather_whole(
+            held.items(),
+            self._parallel,
+            f"gathering {holding.replace('_', ' ')}",
+            dtype=wire_dtype if holding is Holding.WIRE_WEIGHTS else None,
+        )
+
+    def save(self, directory: Path, whole: OpenHolding | None = None) -> None:
         """Write model, tokenizer, optimizer and random state into `directory` (``actor/``).
 
-        A critic goes into ``critic/`` beside it.
+        A critic goes into ``critic/`` beside it. On rank 0 only.
+
+        Args:
+            directory: new or empty.
+            whole: has all ranks gather; needed if anything is sharded (`RankLeader.save`).
         """
         path = self._config.actor_rollout_ref.model.path
-        save_policy_state(directory, self._model, self._optimizer, path)
+        for trained, folder, weights, moments in self._holdings(directory):
+            save_policy_state(
+                folder,
+                trained.model,
+                trained.optimizer,
+                path,
+                weights=partial(whole or self._own, weights) if trained.shards else None,
+                moments=partial(whole or self._own, moments),
+            )
         coef = self._update.kl_controller.coef
         (directory / KL_CONTROL_FILE).write_text(json.dumps({"coef": coef}), encoding="utf-8")
-        if self._critic is not None:
-            folder = directory.parent / CRITIC_FOLDER
-            save_policy_state(folder, self._critic.model, self._critic.optimizer, path)
 
     def load(self, directory: Path) -> None:
         """Replace weights, optimizer and random state by what `save` wrote. Collective.
@@ -119,17 +180,40 @@ class Learner:
         Raises:
             CheckpointError: files are missing or belong to another model.
         """
-        if self._critic is not None:
-            folder = directory.parent / CRITIC_FOLDER
-            if not folder.is_dir():
-                raise CheckpointError(
-                    f"{folder} is missing: the checkpoint was saved without a critic; set "
-                    "critic.enable=false, or start anew with trainer.resume_mode=disable"
-                )
-            load_policy_state(folder, self._critic.model, self._critic.optimizer)
-        load_policy_state(directory, self._model, self._optimizer)
+        folder = directory.parent / CRITIC_FOLDER
+        if self._critic is not None and not folder.is_dir():
+            raise CheckpointError(
+                f"{folder} is missing: the checkpoint was saved without a critic; set "
+                "critic.enable=false, or start anew with trainer.resume_mode=disable"
+            )
+        self._reshard()
+        sums = [
+            load_policy_state(folder, trained.model, trained.parameters, trained.optimizer)
+            for trained, folder, _, _ in reversed(self._holdings(directory))
+        ]
         self._load_kl_control(directory / KL_CONTROL_FILE)
-        self._check_equal_weights()
+        self._check_equal_weights(sums)
+
+    def _trained(self) -> list[TrainedModel]:
+        return [self._policy, *([self._critic.trained] if self._critic else [])]
+
+    def _holdings(self, actor: Path) -> list[tuple[TrainedModel, Path, Holding, Holding]]:
+        """What goes into a checkpoint, and where."""
+        found = [(self._policy, actor, Holding.WEIGHTS, Holding.MOMENTS)]
+        if self._critic is not None:
+            folder = actor.parent / CRITIC_FOLDER
+            kinds = Holding.CRITIC_WEIGHTS, Holding.CRITIC_MOMENTS
+            found.append((self._critic.trained, folder, *kinds))
+        return found
+
+    def _own(self, holding: Holding) -> AbstractContextManager[NamedTensors]:
+        assert not self.is_sharded, "the other ranks were not told to gather"
+        return nullcontext(self.gather(holding))
+
+    def _reshard(self) -> None:
+        for trained in self._trained():
+            if trained.shards is not None:
+                trained.shards.reshard()
 
     def _load_kl_control(self, file: Path) -> None:
         try:
@@ -140,10 +224,7 @@ class Learner:
             ) from error
         self._update.kl_controller = replace(self._update.kl_controller, coef=coef)
 
-    def _check_equal_weights(self) -> None:
-        sums = [float(weight.double().sum()) for _, weight in self.named_weights()]
-        if self._critic is not None:
-            sums += [float(p.detach().double().sum()) for p in self._critic.model.parameters()]
+    def _check_equal_weights(self, sums: list[float]) -> None:
         totals = self._parallel.all_gather([sum(sums)], "comparing the ranks' weights")
         if any(other != totals[0] for other in totals[1:]):
             raise ConfigError(

@@ -121,8 +121,7 @@ class AdmissionOrder:
         """
         if not self._line:
             raise IndexError("no prompt is in line")
-        first = next(iter(self._line))
-        step, since = self._line[first]
+        step, since = next(iter(self._line.values()))
         if version < since:  # a trainer went back to an older policy: the wait begins anew
             self._line = OrderedDict(
                 (s, (at, min(v, version))) for s, (at, v) in self._line.items()
@@ -133,8 +132,9 @@ class AdmissionOrder:
             shortest = self._filled & -self._filled
             step = (in_time or shortest).bit_length() - 1
         # The first of the line is the first of those alike, too.
-        sequence = self._alike[step].popleft()
-        if not self._alike[step]:
+        alike = self._alike[step]
+        sequence = alike.popleft()
+        if not alike:
             self._filled &= ~(1 << step)
         del self._line[sequence]
         return sequence

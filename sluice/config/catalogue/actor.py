@@ -28,7 +28,7 @@ _LOG_PROB_KEYS: tuple[tuple[str, object, str, Texts], ...] = (
     ("log_prob_max_token_len_per_gpu", int | None, "Token budget then.", {"unit": "tokens"}),
 )
 _PARTS = list[Literal["model", "optimizer", "extra", "hf_model"]]
-STRATEGY = "every trainer rank holds the whole model (data parallel only), whatever the backend"
+STRATEGY = "ranks share the model by FSDP2, as fsdp_config.fsdp_size says, whatever the backend"
 PER_GPU = "sets, divided by the number of trainer ranks, the key that ends in _per_gpu"
 
 
@@ -93,6 +93,7 @@ ENTRIES: tuple[Entry, ...] = (
         "fsdp",
         "Training backend: fsdp, fsdp2, megatron, veomni, torchtitan.",
         STRATEGY,
+        silent=("fsdp", "fsdp2"),
         effect="In verl fsdp2 takes about 7 % less memory than fsdp",
     ),
     honoured(

@@ -10,7 +10,14 @@ _KEY = "critic"
 
 ENTRIES: tuple[Entry, ...] = (
     honoured(f"{_KEY}.enable", effect="Another model in memory and another update"),
-    inapplicable(f"{_KEY}.strategy", str, "fsdp", "Backend of the critic.", STRATEGY),
+    inapplicable(
+        f"{_KEY}.strategy",
+        str,
+        "fsdp",
+        "Backend of the critic.",
+        STRATEGY,
+        silent=("fsdp", "fsdp2"),
+    ),
     honoured(f"{_KEY}.model.path", verl_default="~/models/deepseek-llm-7b-chat"),
     honoured(
         f"{_KEY}.model.enable_gradient_checkpointing",

@@ -1,20 +1,21 @@
-"""`actor_rollout_ref.rollout.*` that tune vLLM and SGLang."""
+"""`actor_rollout_ref.rollout.*` that tune vLLM."""
 
 from __future__ import annotations
 
 from typing import Unpack
 
-from sluice.config.catalogue.entry import Entry, Texts, inapplicable, refused, unread
+from sluice.config.catalogue.entry import Entry, Texts, honoured, inapplicable, refused
 
 _KEY = "actor_rollout_ref.rollout"
-_TORCH = (
-    "it tunes vllm and sglang, which this version does not run; `sluice config check` takes it "
-    "into its estimate for them"
-)
+_ONLY_VLLM = "vllm reads it, torch does without"
 
 
 def _tuning(name: str, **more: Unpack[Texts]) -> Entry:
-    return unread(f"{_KEY}.{name}", _TORCH, **more)
+    effect = more.get("effect")
+    more["effect"] = (
+        f"{effect}; {_ONLY_VLLM}" if effect else _ONLY_VLLM[:1].upper() + _ONLY_VLLM[1:]
+    )
+    return honoured(f"{_KEY}.{name}", **more)
 
 
 def _fixed(name: str, annotation: object, default: object, meaning: str, instead: str) -> Entry:
@@ -39,10 +40,15 @@ ENTRIES: tuple[Entry, ...] = (
             "The smallest for which memory * gpu_memory_utilization * this exceeds two bytes a "
             "parameter: smaller means more replicas"
         ),
-        silent=(1,),
     ),
-    _tuning("data_parallel_size", unit="devices", silent=(1,)),
-    _tuning("expert_parallel_size", unit="devices", silent=(1,)),
+    _tuning(
+        "data_parallel_size",
+        unit="devices",
+    ),
+    _tuning(
+        "expert_parallel_size",
+        unit="devices",
+    ),
     refused(
         f"{_KEY}.pipeline_model_parallel_size",
         int,
@@ -58,35 +64,29 @@ ENTRIES: tuple[Entry, ...] = (
     _tuning(
         "enable_chunked_prefill",
         advice="On; without it max_num_batched_tokens must hold a row",
-        silent=(True,),
     ),
     _tuning(
         "enable_prefix_caching",
         advice="On: the samples of a group share their prompt",
-        silent=(True,),
     ),
     _tuning(
         "enforce_eager",
         effect="true saves the graphs' memory and decodes more slowly",
         advice="false; true where memory is short",
-        silent=(False,),
     ),
     _tuning(
         "cudagraph_capture_sizes",
         effect="Fewer sizes take less memory",
         advice="[1, 2, 4, 8, 16, 32] where memory is short",
-        silent=(None,),
     ),
     _tuning(
         "quantization",
         effect="fp8: rollouts 12 to 18 % faster on Hopper and later",
         advice="Set algorithm.rollout_correction.rollout_is=token with it",
-        silent=(None,),
     ),
     _tuning(
         "engine_kwargs",
         advice="vllm.enable_expert_parallel=true for mixtures of experts",
-        silent=({},),
     ),
     inapplicable(
         f"{_KEY}.quantization_config_file",

@@ -6,7 +6,7 @@ from typing import Literal
 
 from sluice.config.catalogue.entry import Entry, below, block, inapplicable
 
-_WHOLE = "every trainer rank holds the whole model (data parallel only)"
+_WHOLE = "ranks are data parallel and share the model by FSDP2 (fsdp_config.fsdp_size)"
 _ON_DEVICE = "weights, gradients and optimizer state stay on the device of their rank"
 _LAYERS = "the model's own layers run as transformers builds them"
 _STAGES = "there are no pipeline stages"

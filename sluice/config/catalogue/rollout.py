@@ -33,7 +33,7 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(
         f"{_KEY}.name",
         verl_default="none, it has to be set",
-        advice="torch; vllm and sglang are read but replicas of this version do not run them",
+        advice="vllm on accelerators, torch elsewhere; no replica of this version runs sglang",
         caveats=_NO_SUCH_ENGINE,
     ),
     inapplicable(

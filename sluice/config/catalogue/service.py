@@ -177,6 +177,8 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     honoured(f"{_KEY}.limits.max_submit_streams", unit="calls"),
     honoured(f"{_KEY}.limits.max_prompts_per_stream", unit="prompts"),
+    honoured(f"{_KEY}.limits.max_client_prompts", unit="prompts"),
+    honoured(f"{_KEY}.limits.max_client_samples", unit="samples"),
     honoured(f"{_KEY}.limits.max_watchers", unit="calls"),
     honoured(f"{_KEY}.limits.max_prompt_turns", unit="turns"),
     honoured(f"{_KEY}.limits.max_extra_info_kb", unit="KiB"),

@@ -1,10 +1,12 @@
-"""`fsdp_config.*` of actor, reference and critic: one whole copy of the model on every rank."""
+"""`fsdp_config.*` of actor, reference and critic: precision, and how ranks share it (FSDP2)."""
 
 from __future__ import annotations
 
 from sluice.config.catalogue.entry import Entry, below, block, group, honoured, inapplicable
 
-_WHOLE = "every trainer rank holds the whole model, so nothing is sharded"
+_FSDP2 = "FSDP2 cuts by parameter and needs no such choice"
+_BY_LAYER = "each decoder layer is a unit, and what is outside of them is one"
+_LIKE_ACTOR = "the reference is sharded like the actor"
 _ON_DEVICE = "weights and optimizer state stay on the device of their rank"
 _ENTROPY = "entropy is taken in slices of a micro-batch anyway"
 
@@ -13,6 +15,7 @@ def sharding_entries(prefix: str, *, precision_in_schema: bool) -> tuple[Entry, 
     """Rows for one block of FSDP keys."""
     return (
         *_precision(prefix, in_schema=precision_in_schema),
+        *_shared(prefix, in_schema=precision_in_schema),
         *_sharding(prefix),
         *_passes(prefix),
     )
@@ -35,6 +38,50 @@ def _precision(prefix: str, *, in_schema: bool) -> tuple[Entry, ...]:
     return (
         inapplicable(f"{prefix}.model_dtype", str, "fp32", "Dtype of the weights.", actors),
         inapplicable(f"{prefix}.dtype", str, "bfloat16", "Dtype of the passes.", actors),
+    )
+
+
+def _shared(prefix: str, *, in_schema: bool) -> tuple[Entry, ...]:
+    if in_schema:
+        return (
+            honoured(
+                f"{prefix}.fsdp_size",
+                unit="ranks",
+                effect="Memory of weights, gradients and optimizer state is divided by it; each "
+                "pass gathers every layer from as many ranks",
+                advice="A divisor of the trainer's ranks. 1 is fastest where the whole model fits",
+            ),
+            honoured(
+                f"{prefix}.reshard_after_forward",
+                effect="True: a layer at a time is whole, and gathered twice a micro-batch; false: "
+                "all are whole until the backward pass, gathered once",
+            ),
+            honoured(
+                f"{prefix}.use_no_sync_for_gradient_accumulation",
+                effect="True: whole gradients on each rank during a mini-batch of several "
+                "micro-batches, one sum over ranks; false: shards of them, a sum each",
+                advice="false where gradients are what does not fit",
+            ),
+        )
+    return (
+        inapplicable(
+            f"{prefix}.fsdp_size", int, -1, "Ranks that share one copy; -1: all.", _LIKE_ACTOR
+        ),
+        inapplicable(
+            f"{prefix}.reshard_after_forward",
+            bool,
+            True,
+            "Free gathered weights after the forward pass.",
+            _LIKE_ACTOR,
+        ),
+        inapplicable(
+            f"{prefix}.use_no_sync_for_gradient_accumulation",
+            bool,
+            True,
+            "Sum gradients over ranks once a mini-batch.",
+            "the reference has no gradients",
+            silent=(True,),
+        ),
     )
 
 
@@ -66,26 +113,11 @@ _SHARDING: tuple[Entry, ...] = (
         silent=(False,),
     ),
     inapplicable(
-        "reshard_after_forward",
-        bool,
-        True,
-        "Free gathered weights after the forward pass.",
-        _WHOLE,
-    ),
-    inapplicable(
-        "fsdp_size",
-        int,
-        -1,
-        "Ranks that share one copy; -1: all.",
-        _WHOLE,
-        silent=(1,),
-    ),
-    inapplicable(
         "forward_prefetch",
         bool,
         False,
         "Gather the next layer early.",
-        _WHOLE,
+        _FSDP2,
         silent=(False,),
     ),
     inapplicable(
@@ -93,13 +125,13 @@ _SHARDING: tuple[Entry, ...] = (
         int,
         0,
         "Smallest unit of sharding.",
-        _WHOLE,
+        _BY_LAYER,
     ),
     *group(
         "wrap_policy",
         {"transformer_layer_cls_to_wrap": None, "disable": False},
         "Units of sharding.",
-        _WHOLE,
+        _BY_LAYER,
     ),
     block(
         "mixed_precision",
@@ -120,20 +152,26 @@ _SHARDING: tuple[Entry, ...] = (
         bool,
         False,
         "Keep original parameters.",
-        _WHOLE,
+        _FSDP2,
         silent=(False,),
     ),
-    inapplicable("forward_only", bool, False, "No backward pass.", _WHOLE, silent=(False,)),
-    inapplicable("strategy", str, "fsdp", "Sharding library.", _WHOLE),
     inapplicable(
-        "use_no_sync_for_gradient_accumulation",
+        "forward_only",
         bool,
-        True,
-        "Reduce gradients once a mini-batch.",
-        "gradients are always reduced once a mini-batch",
-        silent=(True,),
+        False,
+        "No backward pass.",
+        "the reference makes none, actor and critic do",
+        silent=(False,),
     ),
-    block("turbo_config", "Sharding library of its own.", _WHOLE),
+    inapplicable(
+        "strategy",
+        str,
+        "fsdp",
+        "Sharding library.",
+        "ranks that share a model do so by FSDP2",
+        silent=("fsdp", "fsdp2"),
+    ),
+    block("turbo_config", "Sharding library of its own.", "ranks share a model by FSDP2"),
 )
 
 

@@ -73,19 +73,25 @@ def _update_fit(
 
 
 def _own_update_fit(config: RunConfig, shape: ModelShape, device: float) -> list[Violation]:
-    """sluice's trainer holds the whole model on each rank, whatever the parallel sizes say."""
+    """sluice's trainer shares the model by ``fsdp_size`` alone and offloads nothing."""
     layout = own_training_layout(config)
     peak = training_memory(shape, layout).update
     if peak <= device:
         return []
     what = (
-        f"the policy update needs about {peak / GIB:.1f} GiB here, where every trainer rank holds "
-        f"all {shape.total_parameters:,} parameters, their gradients and optimizer state, of "
-        f"{device / GIB:g} GiB"
+        f"the policy update needs about {peak / GIB:.1f} GiB here, where {layout.shard} of "
+        f"{layout.world} trainer ranks share {shape.total_parameters:,} parameters and optimizer "
+        f"state, of {device / GIB:g} GiB"
     )
-    lighter, override = _checkpointing(config, layout)
-    if training_memory(shape, lighter).update <= device:
-        return [violation("own-update-memory", what, override, here=True)]
+    overrides: list[str] = []
+    for lighten in (_checkpointing, _fully_sharded, _summed_each_pass):
+        lighter, override = lighten(config, layout)
+        if lighter == layout:
+            continue
+        layout = lighter
+        overrides.append(override)
+        if training_memory(shape, layout).update <= device:
+            return [violation("own-update-memory", what, *overrides, here=True)]
     return [Violation("own-update-memory", f"{what}; use a smaller model or larger devices")]
 
 
@@ -110,6 +116,20 @@ def _checkpointing(_: RunConfig, layout: TrainingLayout) -> tuple[TrainingLayout
     if layout.backend == "megatron":
         key = f"+{MEGATRON}.override_transformer_config.recompute_granularity=full"
     return replace(layout, gradient_checkpointing=True), key
+
+
+def _fully_sharded(_: RunConfig, layout: TrainingLayout) -> tuple[TrainingLayout, str]:
+    key = f"{ACTOR}.fsdp_config.fsdp_size=-1"
+    if layout.world == 1:
+        return layout, key
+    return replace(layout, backend="fsdp", shard=layout.world), key
+
+
+def _summed_each_pass(_: RunConfig, layout: TrainingLayout) -> tuple[TrainingLayout, str]:
+    key = f"{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation=false"
+    if layout.backend == "replicated":
+        return layout, key
+    return replace(layout, whole_gradients=False), key
 
 
 def _fused_logits(_: RunConfig, layout: TrainingLayout) -> tuple[TrainingLayout, str]:

@@ -28,12 +28,18 @@ def verl_training_layout(config: RunConfig, settings: KeySettings) -> TrainingLa
 
 
 def own_training_layout(config: RunConfig) -> TrainingLayout:
-    """The trainer as sluice lays it out: the whole model on each rank, no offload."""
+    """The trainer as sluice lays it out: ``fsdp_size`` ranks share the model, without offload."""
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     actor = config.actor_rollout_ref.actor
+    sharding = actor.fsdp_config
+    shard = sharding.fsdp_size if 0 < sharding.fsdp_size < world else world
     return TrainingLayout(
-        backend="replicated",
+        backend="replicated" if shard == 1 else "fsdp",
         world=world,
+        shard=shard,
+        reshard_after_forward=sharding.reshard_after_forward,
+        whole_gradients=sharding.use_no_sync_for_gradient_accumulation,
+        gathers_masters=True,
         micro_tokens=_micro_tokens(config, ranks=1),
         master_bytes=_BYTES[actor.fsdp_config.model_dtype],
         compute_bytes=_BYTES[actor.fsdp_config.dtype],

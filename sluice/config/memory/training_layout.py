@@ -26,6 +26,8 @@ class TrainingLayout:
         optimizer_host_share: share of the optimizer that always lives on the host (Megatron's
             hybrid optimizer).
         fused_logits: logprobs are computed without ever holding all logits.
+        whole_gradients: FSDP's gradients are added up whole on each rank before they are summed.
+        gathers_masters: FSDP gathers stored parameters, which are cast to the compute dtype then.
     """
 
     backend: Backend
@@ -49,6 +51,8 @@ class TrainingLayout:
     activation_offload: bool = False
     fused_logits: bool = False
     reshard_after_forward: bool = True
+    whole_gradients: bool = False
+    gathers_masters: bool = False
 
     @property
     def data_parallel(self) -> int:

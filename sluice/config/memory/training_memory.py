@@ -97,7 +97,8 @@ def _model_state(shape: ModelShape, layout: TrainingLayout) -> tuple[float, floa
         return 2 * (dense + experts), 4 * (dense + experts), optimizer
     ranks = layout.shard if layout.backend == "fsdp" else 1
     held = shape.total_parameters / ranks * layout.master_bytes
-    return held, held, 2 * held
+    gradients = held * ranks if layout.whole_gradients else held
+    return held, gradients, 2 * held
 
 
 def megatron_parameters(shape: ModelShape, layout: TrainingLayout) -> tuple[float, float]:
@@ -119,11 +120,14 @@ def _gathered(shape: ModelShape, layout: TrainingLayout) -> float:
     if layout.backend == "replicated":
         same = layout.master_bytes == layout.compute_bytes
         return 0.0 if same else float(shape.total_parameters * layout.compute_bytes)
+    width = layout.compute_bytes
+    if layout.gathers_masters and layout.master_bytes != layout.compute_bytes:
+        width += layout.master_bytes
     if not layout.reshard_after_forward:
-        return float(shape.total_parameters * layout.compute_bytes)
+        return float(shape.total_parameters * width)
     # The root unit (vocabulary matrices) stays whole; one layer works while the next arrives.
     units = shape.vocabulary_parameters + 2 * shape.layer_parameters
-    return float(units * layout.compute_bytes)
+    return float(units * width)
 
 
 def activation_values(shape: ModelShape) -> int:

@@ -20,6 +20,8 @@ NAMES = (
     "scale",
     "generate",
     "submit",
+    "score",
+    "serve-openai",
     "eval",
     "merge",
     "simulate",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from sluice.cli.submit import read_prompts
+from sluice.cli.submitted_prompts import read_prompts
 from sluice.errors import DataError
 
 GOOD = (
@@ -35,8 +38,9 @@ def test_only_newlines_end_a_line(tmp_path: Path) -> None:
     [
         ("{", "line 2: "),
         ("[]", "line 2: Expected `object`"),
-        (GOOD.replace('"prompt_id": "a1", ', ""), "line 2: .*`prompt_id`"),
-        (GOOD.replace('"4"', "4"), r"line 2: Expected `str`, got `int` - at `\$.ground_truth`"),
+        (GOOD.replace('"data_source": "math_dapo", ', ""), "line 2: .*`data_source`"),
+        (GOOD.replace(', "ground_truth": "4"', ""), "line 2: no ground_truth"),
+        (GOOD.replace('"4"', "4"), r"line 2: Expected `str \| null`.* - at `\$.ground_truth`"),
         (GOOD.replace('"role": "user", ', ""), r"line 2: .*`role` - at `\$.prompt\[0\]`"),
         (GOOD.replace('[{"role": "user", "content": "2 + 2?"}]', '"hi"'), r"line 2: .*\$.prompt"),
     ],
@@ -47,7 +51,7 @@ def test_a_bad_line_is_named_with_what_it_needs(tmp_path: Path, line: str, named
     with pytest.raises(DataError, match=named) as caught:
         read_prompts(file)
     assert str(caught.value).startswith(str(file))
-    assert "a line needs prompt_id, prompt" in str(caught.value)
+    assert "needs prompt ([{role, content}]), data_source and ground_truth" in str(caught.value)
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
@@ -62,5 +66,48 @@ def test_a_file_that_is_missing_or_empty_is_refused(tmp_path: Path, content: str
     file = tmp_path / "prompts.jsonl"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(DataError, match="no such file" if content is None else "holds no prompt"):
+    with pytest.raises(DataError, match="no such file" if content is None else "holds no row"):
+        read_prompts(file)
+
+
+ROW = {
+    "prompt": [{"role": "user", "content": "2 + 2?"}],
+    "data_source": "math_dapo",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 3, "split": "train"},
+    "ability": "math",
+}
+
+
+def test_rows_of_a_training_set_can_be_submitted(tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist([ROW, ROW]), file)
+    first, second = read_prompts(file)
+    assert first.ground_truth == "4"
+    assert first.extra_info == {"index": 3, "split": "train"}
+    assert first.messages[0].content == "2 + 2?"
+    assert first.prompt_id != second.prompt_id
+
+
+def test_a_made_id_is_the_same_for_the_same_row_and_another_for_any_other(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    line = json.dumps(ROW)
+    file.write_text(f"{line}\n")
+    (before,) = read_prompts(file)
+    file.write_text(f"{line}\n{line.replace('2 + 2', '2 + 3')}\n")
+    again, other = read_prompts(file)
+    assert again == before
+    assert other.prompt_id != before.prompt_id
+    assert len(before.prompt_id) <= 128
+    file.write_text(line.replace("train", "test"))
+    assert read_prompts(file)[0].prompt_id != before.prompt_id
+
+
+def test_a_row_that_is_wrong_and_a_file_that_is_no_parquet_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist([ROW, {**ROW, "data_source": None}]), file)
+    with pytest.raises(DataError, match=r"train\.parquet, row 1: Expected `str`, got `null`"):
+        read_prompts(file)
+    file.write_bytes(b"no parquet")
+    with pytest.raises(DataError, match=r"train\.parquet: cannot be read as parquet"):
         read_prompts(file)

@@ -97,20 +97,20 @@ def test_a_notice_is_one_line_with_the_key_as_written_and_what_happens_instead()
     )
 
 
-@pytest.mark.parametrize(("engine", "expected"), [("torch", 0), ("vllm", 1), ("sglang", 1)])
+@pytest.mark.parametrize(("engine", "expected"), [("torch", 0), ("vllm", 0), ("sglang", 1)])
 def test_an_engine_that_replicas_cannot_run_is_noticed(engine: str, expected: int) -> None:
     found = notices([f"{ROLLOUT}.name={engine}"])
     assert len(found) == expected
     for one in found:
         assert one.status is Status.NOT_APPLICABLE
-        assert "run torch only" in one.text
+        assert "run torch, vllm only" in one.text
         assert one.text.endswith(f"set {ROLLOUT}.name=torch")
 
 
 def test_notices_of_a_launch_come_from_the_file_and_the_overrides(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("trainer: {use_v1: true, esi_redundant_time: 5}\n", encoding="utf-8")
-    found = launch_notices(path, ["critic.strategy=fsdp2"])
+    found = launch_notices(path, ["critic.strategy=megatron"])
     assert [one.path for one in found] == ["trainer.esi_redundant_time", "critic.strategy"]
 
 
@@ -119,7 +119,7 @@ def test_coverage_counts_by_status_and_reports_unknown_keys_without_ending(tmp_p
     lines = [
         "data.seed=1",
         "critic.grad_clip=0.5",
-        "+critic.strategy=fsdp2",
+        "+critic.strategy=megatron",
         "data.tool_config_path=tools.yaml",
         "tainer.device=npu",
     ]
@@ -145,7 +145,7 @@ def test_coverage_takes_bare_keys_by_their_usual_standing(tmp_path: Path) -> Non
     assert found.keys == {
         "data.seed": Status.HONOURED,
         "reward_model.reward_manager": Status.MAPPED,
-        f"{ROLLOUT}.engine_kwargs.vllm": Status.NOT_APPLICABLE,
+        f"{ROLLOUT}.engine_kwargs.vllm": Status.HONOURED,
     }
     assert len(found.unknown) == 1
 

@@ -170,7 +170,7 @@ def test_a_model_that_no_engine_can_hold_has_no_remedy_but_larger_devices() -> N
     assert "use larger devices" in one.text
 
 
-def test_the_whole_model_on_each_rank_is_told_apart_from_verls_layout() -> None:
+def test_what_our_own_trainer_needs_is_told_apart_from_verls_layout() -> None:
     rules = {one.rule: one.here for one in too_small(64.0)}
     assert rules == {"own-update-memory": True}
 

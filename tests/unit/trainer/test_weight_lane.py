@@ -32,6 +32,9 @@ class HangingSender:
 
 
 class RefusingReplica:
+    async def probe(self, timeout_s: float) -> None:
+        """It answers."""
+
     async def join(self, spec: Any) -> None:
         raise PeerError("rollout-0", "joining", "gone")
 

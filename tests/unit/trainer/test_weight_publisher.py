@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
-from services.trainer.fleet import MemberState
+from services.trainer.fleet import Load, MemberState
 from sluice.errors import DeadlineError, InvalidRequestError, PeerError, WeightSyncError
 from tests.support.publisher_fleet import TIMEOUT_S, Replica, Trainer, weights
 from tests.support.weight_digest import plain_digest
@@ -84,20 +85,65 @@ async def test_nobody_to_publish_to_is_no_error(trainer: Trainer) -> None:
     assert (await trainer.publish(0)).replicas == 0
 
 
-@pytest.mark.parametrize("phase", ["join", "stage"])
-async def test_a_dead_member_is_dropped_and_the_others_get_the_version_in_the_next_epoch(
-    trainer: Trainer, phase: str
+@pytest.mark.parametrize(("phase", "epochs"), [("join", 1), ("stage", 2)])
+async def test_a_dead_member_is_dropped_and_the_others_get_the_version(
+    trainer: Trainer, phase: str, epochs: int
 ) -> None:
     good, bad = trainer.add("good"), trainer.add("bad")
     if phase == "stage":
         await trainer.publish(0)
     bad.faults = dead("bad")
     report = await trainer.publish(1)
-    assert (report.replicas, report.attempts) == (1, 2)
+    assert (report.replicas, report.attempts) == (1, epochs)
     assert trainer.serving() == {"good": 1}
-    assert len(good.epochs) == 2
+    assert len(good.epochs) == epochs
     assert held(good, 1)
     assert not [member for member in trainer.fleet.members() if member.info.name == "bad"]
+
+
+async def test_a_group_is_formed_without_a_member_that_gives_no_sign_of_life(
+    trainer: Trainer,
+) -> None:
+    trainer.add("good")
+    silent = trainer.add("silent")
+    silent.faults = {"probe": raising(DeadlineError("silent", "answering a probe", 1.0))}
+    report = await trainer.publish(0)
+    assert (report.replicas, report.attempts) == (1, 1)
+    assert silent.epochs == []
+    assert [member.info.name for member in trainer.fleet.members()] == ["good"]
+
+
+async def test_a_member_whose_heartbeats_come_joins_though_it_answers_no_probe(
+    trainer: Trainer,
+) -> None:
+    trainer.add("good")
+    slow = trainer.add("slow")
+    seconds = itertools.count(1)
+
+    async def only_its_heart_beats() -> None:
+        load = Load(slots_busy=8, queued=0, generated_tokens=0, busy_seconds=0.0)
+        name, incarnation = slow.info.name, slow.info.incarnation
+        now_s = float(next(seconds))
+        trainer.fleet.heartbeat(name, incarnation, load, draining=False, now_s=now_s)
+        raise DeadlineError("slow", "answering a probe", 1.0)
+
+    slow.faults = {"probe": only_its_heart_beats}
+    report = await trainer.publish(0)
+    assert (report.replicas, report.attempts) == (2, 1)
+    assert trainer.serving() == {"good": 0, "slow": 0}
+
+
+async def test_one_late_answer_leaves_nobody_out(trainer: Trainer) -> None:
+    late = trainer.add("late")
+    errors = [DeadlineError("late", "answering a probe", 1.0)]
+
+    async def once() -> None:
+        if errors:
+            raise errors.pop()
+
+    late.faults = {"probe": once}
+    report = await trainer.publish(0)
+    assert (report.replicas, report.attempts) == (1, 1)
 
 
 @pytest.mark.parametrize("timeout_s", [2.0])  # of the collective that it never enters

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +13,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from sluice.errors import ConfigError
-from sluice.weights.backend import Membership, create_process_group
+from sluice.weights.backend import (
+    Membership,
+    ProcessGroup,
+    create_process_group,
+    wait_a_little,
+)
 
 
 def _membership(rank: int = 0, world_size: int = 1) -> Membership:
@@ -27,6 +35,39 @@ def _membership(rank: int = 0, world_size: int = 1) -> Membership:
 def test_forming_a_group_leaves_torchs_default_group_alone() -> None:
     create_process_group("gloo", _membership())
     assert not dist.is_initialized()
+
+
+def _pair() -> list[ProcessGroup]:
+    members = [replace(_membership(rank, 2), store=HashStore()) for rank in range(2)]
+    members[1] = replace(members[1], store=members[0].store)
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda member: create_process_group("gloo", member), members))
+
+
+def test_a_short_wait_for_gloo_ends_without_ending_the_collective() -> None:
+    sender, receiver = _pair()
+    arrived, options = torch.zeros(8), dist.BroadcastOptions()
+    work = receiver.broadcast([arrived], options)
+    wait_a_little(work, "gloo")
+    assert not work.is_completed()
+    sent = sender.broadcast([torch.ones(8)], options)
+    for _ in range(500):
+        wait_a_little(work, "gloo")
+        if work.is_completed() and sent.is_completed():
+            break
+    work.wait()
+    assert torch.equal(arrived, torch.ones(8))
+
+
+def test_a_short_wait_for_another_backend_only_looks() -> None:
+    class Untouchable:
+        def is_completed(self) -> bool:
+            return False
+
+        def wait(self, timeout: timedelta = timedelta()) -> bool:
+            raise AssertionError("a wait with a timeout ends collectives of NCCL")
+
+    wait_a_little(Untouchable(), "nccl")
 
 
 def test_hccl_is_constructed_through_its_registration_with_everything_it_needs(

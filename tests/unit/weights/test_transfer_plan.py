@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from sluice.errors import InvalidRequestError
 from sluice.types import TensorSpec
-from sluice.weights.plan import ALIGNMENT_BYTES, Bucket, TransferPlan, plan_transfer, tensor_specs
+from sluice.weights.plan import (
+    ALIGNMENT_BYTES,
+    Bucket,
+    TransferPlan,
+    hiding_bucket_bytes,
+    plan_transfer,
+    tensor_specs,
+)
 
 # A loaded machine is no failure.
 _unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -138,6 +145,20 @@ def test_what_cannot_be_planned_is_named(
 ) -> None:
     with pytest.raises(InvalidRequestError, match=named):
         plan_transfer(tensors, bucket_bytes)
+
+
+@_unhurried
+@given(st.integers(1, 1 << 36), _BUCKET_BYTES.map(lambda size: size << 10))
+def test_weights_go_in_four_buckets_or_more_unless_these_would_be_small(
+    num_elements: int, most: int
+) -> None:
+    chosen = hiding_bucket_bytes((TensorSpec("w", "bfloat16", (num_elements,)),), most)
+    assert chosen % ALIGNMENT_BYTES == 0
+    if chosen < most:
+        assert chosen >= 4 << 20
+    assert chosen <= most
+    if chosen > 4 << 20:
+        assert -(-2 * num_elements // chosen) >= 4
 
 
 def test_the_wire_dtype_concerns_floating_point_tensors_only() -> None:

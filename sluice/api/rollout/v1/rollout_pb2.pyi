@@ -58,6 +58,8 @@ class GenerateRequest(google.protobuf.message.Message):
     LINGER_MS_FIELD_NUMBER: builtins.int
     PARTIALS_FIELD_NUMBER: builtins.int
     PARTIAL_INTERVAL_MS_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    TOKEN_BUDGET_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the caller for logs and traces; at most 128 bytes. May be empty."""
     stream_mode: global___StreamMode.ValueType
@@ -67,6 +69,14 @@ class GenerateRequest(google.protobuf.message.Message):
     partial_interval_ms: builtins.int
     """With SAMPLES: send the tokens of unfinished samples too, without text, at most every so many
     ms, and say when the engine works while samples wait for it. 0: never. Default 0.
+    """
+    priority: builtins.int
+    """Samples of higher priority get free slots first; those of training have 0. -100 to 100.
+    Default 0.
+    """
+    token_budget: builtins.int
+    """Most response tokens of all samples together, at least one a sample. Each gets an equal share,
+    rounded down, as its max_tokens unless that is smaller. 0: no bound. Default 0.
     """
     @property
     def prompt(self) -> sluice.api.common.v1.common_pb2.PromptInput:
@@ -95,9 +105,11 @@ class GenerateRequest(google.protobuf.message.Message):
         linger_ms: builtins.int = ...,
         partials: collections.abc.Iterable[sluice.api.common.v1.common_pb2.Rollout] | None = ...,
         partial_interval_ms: builtins.int = ...,
+        priority: builtins.int = ...,
+        token_budget: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prompt", b"prompt", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["linger_ms", b"linger_ms", "partial_interval_ms", b"partial_interval_ms", "partials", b"partials", "prompt", b"prompt", "request_id", b"request_id", "sample_indexes", b"sample_indexes", "sampling", b"sampling", "stream_mode", b"stream_mode"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["linger_ms", b"linger_ms", "partial_interval_ms", b"partial_interval_ms", "partials", b"partials", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sample_indexes", b"sample_indexes", "sampling", b"sampling", "stream_mode", b"stream_mode", "token_budget", b"token_budget"]) -> None: ...
 
 global___GenerateRequest = GenerateRequest
 

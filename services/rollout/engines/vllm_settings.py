@@ -1,0 +1,162 @@
+"""What the vLLM engine needs to know: the run configuration's keys in vLLM's own words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sluice.config.derived import max_model_len
+from sluice.config.rollout import RolloutConfig
+from sluice.config.run import RunConfig
+from sluice.errors import ConfigError
+
+__all__ = ["WORKER_EXTENSION", "VllmSettings", "vllm_settings"]
+
+WORKER_EXTENSION = "services.rollout.engines.vllm_worker.WeightWorker"
+_KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+_OURS: Mapping[str, str] = {
+    "model": "set actor_rollout_ref.model.path",
+    "dtype": "set actor_rollout_ref.rollout.dtype",
+    "max_model_len": "set actor_rollout_ref.rollout.max_model_len",
+    "max_num_seqs": "set actor_rollout_ref.rollout.max_num_seqs",
+    "tensor_parallel_size": "set actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "data_parallel_size": "set actor_rollout_ref.rollout.data_parallel_size",
+    "pipeline_parallel_size": "replicas run without pipeline stages",
+    "logprobs_mode": "training needs the logprobs of the distribution really sampled",
+    "generation_config": "requests say how to sample",
+    "skip_tokenizer_init": "prompts and responses are token ids",
+    "scheduling_policy": "requests say their priority",
+    "worker_extension_cls": "the weights arrive through it",
+}
+"""Arguments that engine_kwargs must leave alone, with what to do instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """Settings of one `VllmEngine`.
+
+    Attributes:
+        model_path: directory with a Hugging Face configuration; weight files are not needed.
+        trust_remote_code: run model code that ships with it.
+        device: ``cpu``, ``cuda``, ``cuda:N``, ``npu`` ...; ``None`` for what is there.
+        dtype: of weights, cache and activations.
+        slots: samples generated at once.
+        max_model_len: prompt plus response tokens of a sample.
+        max_queued: samples that may wait for a slot.
+        torch_threads: intra-op threads of vLLM's process where it computes on the CPU.
+        weights_backend: collectives that weights arrive by; ``None`` is the device's own.
+        recompute_kv: after a weight swap, recompute the cache of running samples.
+        batch_invariant: have vLLM choose kernels whose results do not depend on the batch.
+        arguments: of vLLM's engine, by its own names; see `vllm_settings`.
+    """
+
+    model_path: str
+    trust_remote_code: bool = False
+    device: str | None = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    slots: int = 256
+    max_model_len: int = 2048
+    max_queued: int = 4096
+    torch_threads: int = 1
+    weights_backend: str | None = None
+    recompute_kv: bool = False
+    batch_invariant: bool = False
+    arguments: Mapping[str, object] = field(default_factory=dict)
+
+    def engine_arguments(self, *, on_cpu: bool) -> dict[str, object]:
+        """All arguments of vLLM's engine, `arguments` last.
+
+        Args:
+            on_cpu: whether vLLM computes on the CPU, where there are no graphs to capture and
+                where its blocks of 128 tokens are longer than many prompts, which could then not
+                be shared.
+        """
+        fixed: dict[str, object] = {
+            "model": self.model_path,
+            "trust_remote_code": self.trust_remote_code,
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.slots,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            "worker_extension_cls": WORKER_EXTENSION,
+            "disable_log_stats": True,
+            "scheduling_policy": "priority",
+        }
+        if on_cpu:
+            fixed |= {"block_size": 32}
+        chosen = fixed | dict(self.arguments)
+        if on_cpu:
+            chosen["enforce_eager"] = True
+        return chosen
+
+
+def vllm_settings(config: RunConfig) -> VllmSettings:
+    """The part of a run configuration that concerns this engine.
+
+    Raises:
+        ConfigError: engine_kwargs.vllm is no mapping or sets what another key decides, or one
+            replica would take more than one device.
+    """
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    service = config.sluice.rollout
+    _one_device(rollout)
+    return VllmSettings(
+        model_path=model.path,
+        trust_remote_code=model.trust_remote_code,
+        device=service.device,
+        dtype=rollout.dtype,
+        slots=rollout.max_num_seqs,
+        max_model_len=max_model_len(config),
+        max_queued=service.max_queued,
+        torch_threads=service.torch_threads,
+        weights_backend=config.sluice.weights.backend,
+        recompute_kv=config.sluice.weights.recompute_kv,
+        batch_invariant=bool(service.batch_invariant),
+        arguments=_arguments(rollout),
+    )
+
+
+def _arguments(rollout: RolloutConfig) -> dict[str, object]:
+    """The rollout's keys by vLLM's names; verl's rule: engine_kwargs win, nulls are left out."""
+    arguments: dict[str, object] = {
+        "seed": rollout.seed,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "data_parallel_size": rollout.data_parallel_size,
+        "enable_expert_parallel": rollout.expert_parallel_size > 1,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "enforce_eager": rollout.enforce_eager,
+        "cudagraph_capture_sizes": rollout.cudagraph_capture_sizes,
+        "quantization": rollout.quantization,
+    }
+    return {
+        name: value
+        for name, value in (arguments | _engine_kwargs(rollout)).items()
+        if value is not None
+    }
+
+
+def _engine_kwargs(rollout: RolloutConfig) -> dict[str, object]:
+    given = rollout.engine_kwargs.get("vllm") or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{_KWARGS} is {given!r}; give a mapping of vLLM's engine arguments")
+    for name in given:
+        if name in _OURS:
+            raise ConfigError(f"{_KWARGS}.{name} cannot be set: {_OURS[name]}")
+    return {str(name): value for name, value in given.items()}
+
+
+def _one_device(rollout: RolloutConfig) -> None:
+    devices = rollout.tensor_model_parallel_size * rollout.data_parallel_size
+    if devices > 1:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout: tensor_model_parallel_size * data_parallel_size = "
+            f"{devices} with name=vllm; transfer groups hold one rank a replica: set both to 1 "
+            "and start more replicas"
+        )

@@ -1,0 +1,174 @@
+"""What sluice adds to each of vLLM's workers; vLLM imports it by name in its own processes.
+
+No method blocks the worker, whose loop draws the tokens, but `sluice_apply`, which is called while
+nothing is drawn.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+import msgspec
+import torch
+
+from services.rollout.engines.vllm_staging import Outcome, WorkerStaging, rank_in_group
+from sluice.device.select import transfer_device
+from sluice.errors import SluiceError
+from sluice.types import TransferGroupSpec
+
+__all__ = ["WeightWorker"]
+
+
+class _LayerMethod(Protocol):
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None: ...
+
+
+class ModelRunner(Protocol):
+    """What is used of vLLM's model runner."""
+
+    requests: Mapping[str, object]
+
+    def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Replaces all weights."""
+        ...
+
+    def get_model(self) -> torch.nn.Module:
+        """The model as vLLM built it."""
+        ...
+
+
+class WeightWorker:
+    """Methods for vLLM's ``worker_extension_cls``, called by name with plain values."""
+
+    sluice_staging: WorkerStaging | None = None
+    rank: int
+    model_runner: ModelRunner
+
+    def sluice_begin(
+        self, owner: int, device: str | None, backend: str | None, layout: bytes
+    ) -> str:
+        """Prepares for weights and ends this process with its owner.
+
+        Args:
+            owner: process that started vLLM.
+            device: that vLLM computes on.
+            backend: collectives that weights arrive by; ``None`` is the device's own.
+            layout: shapes by checkpoint name, JSON.
+        """
+        _end_with(owner)
+        shapes = msgspec.json.decode(layout, type=dict[str, tuple[int, ...]])
+        self.sluice_staging = WorkerStaging(transfer_device(device, backend), shapes)
+        return "ready"
+
+    def sluice_pulse(self) -> int:
+        """Samples that the worker holds since its last step; answers from the engine's loop."""
+        return len(self.model_runner.requests)
+
+    def sluice_process(self) -> int:
+        """This worker's process."""
+        return os.getpid()
+
+    def sluice_join(self, spec: bytes) -> Outcome:
+        """Begins to join; `spec` is a `TransferGroupSpec` in msgpack."""
+        decoded = msgspec.msgpack.decode(spec, type=TransferGroupSpec)
+        return _answered(lambda: _staging(self).join(rank_in_group(decoded, self.rank)))
+
+    def sluice_stage(self, version: int) -> Outcome:
+        """Begins to receive a version."""
+        return _answered(lambda: _staging(self).stage(version))
+
+    def sluice_outcome(self) -> Outcome | None:
+        """How the last join or stage ended; ``None`` while it runs."""
+        return _staging(self).outcome()
+
+    def sluice_apply(self, version: int, digest: str) -> Outcome:
+        """Has the model compute with what is staged; call it only while nothing is drawn.
+
+        Returns:
+            `seconds`; or `error` and `kind`, with `broken` if the model is a mixture of versions.
+        """
+        staging = _staging(self)
+        try:
+            staged = staging.staged(version, digest)
+        except SluiceError as error:
+            return {"error": str(error), "kind": type(error).__name__}
+        started = time.perf_counter()
+        try:
+            _load(self.model_runner, iter(staged.tensors.items()))
+        except Exception as error:  # noqa: BLE001 - crosses a process: the engine is broken by it
+            return {"error": repr(error), "kind": "EngineError", "broken": True}
+        staging.release(staged)
+        return {"seconds": time.perf_counter() - started}
+
+    def sluice_abort(self, reason: str) -> None:
+        """Throws away what is staged and leaves the epoch."""
+        _staging(self).abort(reason)
+
+    def sluice_close(self) -> None:
+        """Leaves the group for good."""
+        _staging(self).close()
+
+
+def _staging(worker: WeightWorker) -> WorkerStaging:
+    if worker.sluice_staging is None:
+        raise RuntimeError("sluice_begin was not called")
+    return worker.sluice_staging
+
+
+def _answered(call: Callable[[], None]) -> Outcome:
+    try:
+        call()
+    except SluiceError as error:
+        return {"error": str(error), "kind": type(error).__name__}
+    return {}
+
+
+def _load(model_runner: ModelRunner, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Through vLLM's layer by layer reload, which processes each layer's weights anew.
+
+    On the CPU a linear layer computes with a packed copy of its weight. The reload renews that of
+    layers that got tensors, which an output layer tied to the embedding does not.
+    """
+    with torch.inference_mode():
+        model_runner.reload_weights(weights_iterator=weights)
+        for module in model_runner.get_model().modules():
+            weight = getattr(module, "weight", None)
+            if hasattr(module, "cpu_linear") and _is_matrix(weight):
+                method: _LayerMethod = module.quant_method  # type: ignore[assignment]
+                method.process_weights_after_loading(module)
+
+
+def _is_matrix(weight: torch.Tensor | None) -> bool:
+    """Packed weights leave an empty tensor behind, but for one that is tied."""
+    return weight is not None and weight.ndim == 2 and weight.numel() > 0
+
+
+def _end_with(owner: int) -> None:
+    """Kills this process, and one between it and `owner`, when `owner` is gone.
+
+    vLLM's processes outlive a killed owner for good and go on holding the device.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return
+    try:
+        watched = os.pidfd_open(owner)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+    parent = os.getppid()
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(watched, select.POLLIN)
+        poll.poll()
+        if parent not in (owner, 1) and os.getppid() == parent:
+            os.kill(parent, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="owner-watch", daemon=True).start()

@@ -1,0 +1,68 @@
+"""Rows of a file that a user gives to a command: JSON lines, or parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from sluice.errors import DataError
+
+RowT = TypeVar("RowT", bound=msgspec.Struct)
+
+
+def read_rows(file: Path, kind: type[RowT], needs: str) -> list[tuple[str, RowT]]:
+    """All rows of a file as `kind`, each with its place ("line 3", "row 2") for messages.
+
+    Args:
+        file: ends in .parquet, or else holds a JSON object a line; empty lines are skipped.
+        kind: a struct; fields it does not have are ignored.
+        needs: what a row must hold, for errors.
+
+    Raises:
+        DataError: names the file, the place and what is wrong there.
+    """
+    if not file.is_file():
+        raise DataError(
+            f"{file}: no such file; give a file with one JSON object a line, or parquet"
+        )
+    is_parquet = file.suffix == ".parquet"
+    places = _parquet_rows(file) if is_parquet else _json_lines(file)
+    rows: list[tuple[str, RowT]] = []
+    for place, found in places:
+        try:
+            row = (
+                msgspec.json.decode(found, type=kind)
+                if isinstance(found, bytes)
+                else msgspec.convert(found, kind)
+            )
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            unit = "row" if is_parquet else "line"
+            raise DataError(f"{file}, {place}: {error}; a {unit} needs {needs}") from error
+        rows.append((place, row))
+    if not rows:
+        raise DataError(f"{file}: holds no row; write one JSON object a line")
+    return rows
+
+
+def _json_lines(file: Path) -> Iterator[tuple[str, bytes]]:
+    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
+        if line.strip():
+            yield f"line {number}", line
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file) as parquet:
+            number = 0
+            for batch in parquet.iter_batches():
+                for row in batch.to_pylist():
+                    yield f"row {number}", row
+                    number += 1
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file}: cannot be read as parquet ({error})") from error

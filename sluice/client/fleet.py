@@ -1,0 +1,104 @@
+"""Which replicas generate for a client, and which of them takes the next request.
+
+Loads are what the trainer heard last, some seconds old, corrected by what this client has under way
+itself: of each replica, what it had under way when the load was heard is taken for part of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from sluice.errors import NotReadyError
+
+_FRESH_S = 2.0
+_SUSPECT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetReplica:
+    """A replica that serves; `slots_busy` samples are in its `slots`, or wait for one."""
+
+    address: str
+    slots: int
+    slots_busy: int
+
+
+def choose_replica(
+    replicas: Sequence[FleetReplica],
+    under_way: dict[str, int],
+    heard_with: dict[str, int],
+    avoided: Collection[str],
+) -> FleetReplica | None:
+    """The replica with the largest share of free slots; one to be avoided only if all are.
+
+    Args:
+        replicas: that serve.
+        under_way: samples of this client, by address.
+        heard_with: those it had when the loads were heard.
+        avoided: addresses that failed a moment ago.
+    """
+
+    def rank(each: FleetReplica) -> tuple[bool, float, str]:
+        of_others = max(each.slots_busy - heard_with.get(each.address, 0), 0)
+        load = (of_others + under_way.get(each.address, 0)) / max(each.slots, 1)
+        return each.address in avoided, load, each.address
+
+    return min(replicas, key=rank, default=None)
+
+
+class Fleet:
+    """The replicas of a run as one client uses them.
+
+    Args:
+        look_up: asks for those that serve.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        look_up: Callable[[], Awaitable[Sequence[FleetReplica]]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._look_up, self._clock = look_up, clock
+        self._replicas: tuple[FleetReplica, ...] = ()
+        self._heard_s: float | None = None
+        self._under_way: dict[str, int] = {}
+        self._heard_with: dict[str, int] = {}
+        self._failed_s: dict[str, float] = {}
+
+    async def choose(self) -> FleetReplica:
+        """The replica for the next request.
+
+        Raises:
+            NotReadyError: none serves.
+            SluiceError: nobody can be asked.
+        """
+        if self._heard_s is None or self._clock() - self._heard_s > _FRESH_S:
+            self._replicas = tuple(await self._look_up())
+            self._heard_s, self._heard_with = self._clock(), dict(self._under_way)
+        now_s = self._clock()
+        self._failed_s = {a: at for a, at in self._failed_s.items() if now_s - at < _SUSPECT_S}
+        chosen = choose_replica(
+            self._replicas, self._under_way, self._heard_with, self._failed_s.keys()
+        )
+        if chosen is None:
+            self._heard_s = None
+            raise NotReadyError("no replica serves; see `sluice status`, and try again in a moment")
+        return chosen
+
+    @contextmanager
+    def occupied(self, address: str, num_samples: int) -> Iterator[None]:
+        """Counts samples as under way at a replica for the length of the block."""
+        self._under_way[address] = self._under_way.get(address, 0) + num_samples
+        try:
+            yield
+        finally:
+            self._under_way[address] -= num_samples
+
+    def failed(self, address: str) -> None:
+        """A replica failed: others come first for a while, and the fleet is asked for anew."""
+        self._failed_s[address] = self._clock()
+        self._heard_s = None

@@ -1,0 +1,143 @@
+"""What a client asks to be generated, and what it is told while that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sluice.errors import InvalidRequestError
+from sluice.types import ChatMessage, Logprobs, Rollout, TokenIds
+
+Prompt = str | Sequence[ChatMessage] | Sequence[int] | TokenIds
+"""A text as it stands, a conversation for the chat template, or token ids."""
+
+MAX_SAMPLES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Args:
+        temperature: divides the logits, in [0, 100]; 0 is greedy.
+        top_p: nucleus mass in (0, 1]; 1 is off.
+        top_k: highest-probability tokens kept; -1 is off.
+        max_tokens: longest response; 0: what the model's context leaves.
+        seed: fixes the samples as long as the weights are the same; none: drawn here.
+        stop_token_ids: further tokens that end a response.
+        ignore_eos: the model's own end tokens do not.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """What is drawn, and how the run treats it.
+
+    Args:
+        n: samples.
+        sampling: how.
+        priority: those of higher priority get slots first, -100 to 100; training has 0.
+        deadline_s: seconds in all, with every retry; none: as long as it takes.
+        token_budget: most response tokens of all samples together, shared out evenly; 0: no bound.
+        first_sample: index of the first sample, which its randomness depends on.
+        request_id: for logs, at most 128 bytes.
+    """
+
+    n: int = 1
+    sampling: Sampling = field(default_factory=Sampling)
+    priority: int = 0
+    deadline_s: float | None = None
+    token_budget: int = 0
+    first_sample: int = 0
+    request_id: str = ""
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.first_sample < 0 or self.first_sample + self.n > MAX_SAMPLES:
+            raise InvalidRequestError(
+                f"n: {self.n} samples from {self.first_sample} on; indexes are in "
+                f"0..{MAX_SAMPLES - 1}, and one at least is drawn"
+            )
+        if self.token_budget and self.token_budget < self.n:
+            raise InvalidRequestError(
+                f"token_budget: {self.token_budget} for {self.n} samples; give at least one token "
+                "a sample, or 0 for no bound"
+            )
+        if self.deadline_s is not None and self.deadline_s <= 0:
+            raise InvalidRequestError(f"deadline_s: {self.deadline_s} is not above 0")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationStarted:
+    """A replica took the prompt, the first one or one that continues it.
+
+    Attributes:
+        prompt_token_ids: the prompt as the model reads it.
+        version: the policy version that starts.
+        replica: its address.
+        moved_because: why the replica before was left; empty for the first.
+    """
+
+    prompt_token_ids: TokenIds
+    version: int
+    replica: str
+    moved_because: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleDelta:
+    """New tokens of one sample, all drawn by one version, and the text that they complete."""
+
+    sample_index: int
+    token_ids: TokenIds  # [new tokens]
+    behavior_logprobs: Logprobs  # [new tokens], natural log
+    version: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleFinished:
+    """A sample with all of its tokens."""
+
+    rollout: Rollout
+
+
+GenerationEvent = GenerationStarted | SampleDelta | SampleFinished
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generation:
+    """All samples of one prompt, in order of their indexes."""
+
+    prompt_token_ids: TokenIds
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The responses."""
+        return tuple(rollout.text for rollout in self.rollouts)
+
+
+def is_conversation(prompt: Prompt) -> bool:
+    """Whether a prompt is made of turns.
+
+    Raises:
+        InvalidRequestError: it is empty, or neither text, turns nor token ids.
+    """
+    if isinstance(prompt, str | np.ndarray):
+        return False
+    kinds = {isinstance(item, ChatMessage) for item in prompt}
+    if len(kinds) != 1:
+        raise InvalidRequestError(
+            "prompt: send a text, one or more ChatMessage, or one or more token ids"
+        )
+    return kinds.pop()

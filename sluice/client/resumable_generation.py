@@ -1,0 +1,98 @@
+"""Generation that outlives replicas: what one has drawn another continues."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from sluice.api.rollout.v1 import rollout_pb2 as rollout
+from sluice.client.fleet import Fleet
+from sluice.client.generation_progress import GenerationProgress
+from sluice.client.generation_types import (
+    GenerateOptions,
+    GenerationEvent,
+    GenerationStarted,
+    Prompt,
+)
+from sluice.client.retries import Retries, RetryPolicy
+from sluice.client.service_channels import ServiceChannels
+from sluice.errors import PeerError, SluiceError
+from sluice.rpc.call import stream_call
+from sluice.rpc.stubs import rollout_stub
+
+_PHASE = "generating"
+_NO_DEADLINE_S = 604_800.0
+_FLEET = "the fleet"
+
+
+class ResumableGeneration:
+    """Generates on the replicas of a run.
+
+    Args:
+        fleet: chooses the replica for each try.
+        channels: to replicas.
+        policy: how long failures in a row are borne.
+    """
+
+    def __init__(self, fleet: Fleet, channels: ServiceChannels, policy: RetryPolicy) -> None:
+        self._fleet, self._channels, self._policy = fleet, channels, policy
+
+    async def run(
+        self, prompt: Prompt, options: GenerateOptions, *, every_token: bool
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """Events until every sample has finished; leaving early ends the samples.
+
+        Raises:
+            DeadlineError: `options.deadline_s` has passed.
+            SluiceError: the request is refused, or nothing got on for the policy's patience.
+        """
+        progress = GenerationProgress(prompt, options, every_token=every_token)
+        whole_s = options.deadline_s
+        retries = Retries(self._policy, None if whole_s is None else time.monotonic() + whole_s)
+        moved_because = ""
+        while progress.num_open:
+            remaining_s = retries.remaining_s(_FLEET, _PHASE, whole_s)
+            try:
+                async with aclosing(self._once(progress, remaining_s, moved_because)) as events:
+                    async for event in events:
+                        if not isinstance(event, GenerationStarted):
+                            retries.got_on()
+                        yield event
+            except SluiceError as error:
+                moved_because = str(error)
+                await retries.wait_after(error)
+
+    async def _once(
+        self, progress: GenerationProgress, deadline_s: float | None, moved_because: str
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """What one replica draws, to its end or failure."""
+        address = (await self._fleet.choose()).address
+        known = progress.num_tokens
+        try:
+            with self._fleet.occupied(address, progress.num_open):
+                stream = self._stream(address, progress.request(), deadline_s)
+                async with aclosing(stream) as messages:
+                    async for message in messages:
+                        for event in progress.take(message, address, moved_because):
+                            yield event
+            if progress.num_open:
+                got = progress.num_tokens - known
+                detail = f"it ended {progress.num_open} samples early, {got} tokens on"
+                raise PeerError(address, _PHASE, detail)
+        except SluiceError:
+            self._fleet.failed(address)
+            raise
+
+    def _stream(
+        self, address: str, request: rollout.GenerateRequest, deadline_s: float | None
+    ) -> AsyncGenerator[rollout.GenerateResponse, None]:
+        stub = rollout_stub(self._channels.to(address))
+        return stream_call(
+            self._channels.named(stub.Generate),
+            request,
+            name="RolloutService/Generate",
+            peer=address,
+            phase=_PHASE,
+            deadline_s=_NO_DEADLINE_S if deadline_s is None else deadline_s,
+        )

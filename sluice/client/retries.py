@@ -1,0 +1,98 @@
+"""Which failures are worth another try, and how long to wait before it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sluice.errors import (
+    DeadlineError,
+    ExhaustedError,
+    HandshakeError,
+    NotReadyError,
+    PeerError,
+    SluiceError,
+)
+
+_LEAST_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How a client bears that services come and go.
+
+    Args:
+        first_s: wait before the second try, seconds; doubled before each further one.
+        most_s: longest such wait.
+        patience_s: failures in a row may last so long; anything that gets on starts it anew.
+            0: nothing is tried again.
+    """
+
+    first_s: float = 0.1
+    most_s: float = 5.0
+    patience_s: float = 60.0
+
+
+def is_transient(error: SluiceError) -> bool:
+    """Whether the same call may succeed later, or elsewhere.
+
+    Credentials that do not fit, requests that break a contract and passed deadlines never do.
+    """
+    if isinstance(error, HandshakeError):
+        return False
+    return isinstance(error, PeerError | NotReadyError | ExhaustedError)
+
+
+@dataclass(slots=True)
+class Retries:
+    """The failures in a row of one call.
+
+    Args:
+        policy: how long to bear them.
+        ends_s: the call's deadline by `clock`; none: it has none.
+        clock: seconds, monotonic.
+    """
+
+    policy: RetryPolicy
+    ends_s: float | None = None
+    clock: Callable[[], float] = time.monotonic
+    _since_s: float | None = field(default=None, init=False)
+    _count: int = field(default=0, init=False)
+
+    def got_on(self) -> None:
+        """Something came: failures count from the beginning."""
+        self._since_s, self._count = None, 0
+
+    def remaining_s(self, peer: str, phase: str, whole_s: float | None) -> float | None:
+        """Seconds to the deadline; none without one.
+
+        Raises:
+            DeadlineError: it has passed.
+        """
+        if self.ends_s is None:
+            return None
+        remaining_s = self.ends_s - self.clock()
+        if remaining_s <= 0:
+            raise DeadlineError(peer, phase, whole_s or 0.0)
+        return remaining_s
+
+    async def wait_after(self, error: SluiceError) -> None:
+        """Waits before another try, at most until the deadline.
+
+        Raises:
+            SluiceError: `error`, if it is not worth another try or patience has ended.
+        """
+        now_s = self.clock()
+        self._since_s = now_s if self._since_s is None else self._since_s
+        if not is_transient(error) or now_s - self._since_s >= self.policy.patience_s:
+            raise error
+        wait_s = min(self.policy.first_s * 2.0**self._count, self.policy.most_s)
+        self._count = min(self._count + 1, 32)
+        # Clients that were thrown off together do not come back together.
+        wait_s *= random.uniform(_LEAST_SHARE, 1.0)
+        if self.ends_s is not None:
+            wait_s = min(wait_s, max(self.ends_s - now_s, 0.0))
+        await asyncio.sleep(wait_s)

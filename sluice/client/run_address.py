@@ -1,0 +1,76 @@
+"""Where the services of a run listen, and what they are shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sluice.config.derived import message_mb
+from sluice.config.endpoints import peer_address
+from sluice.config.loader import load_config
+from sluice.config.security import SecurityConfig
+from sluice.errors import ConfigError
+from sluice.rpc.credentials import FILE_VARIABLES, OPEN, Credentials, client_credentials
+
+CONFIG_NAME = "config.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class RunAddress:
+    """How a client reaches a run. Each address is host:port.
+
+    Args:
+        trainer: knows the fleet; none: only the reward service or `replicas` are asked.
+        reward: takes prompts, grades, and knows the replicas that it was told of.
+        replicas: these alone generate, whatever the trainer says; none: all that serve.
+        credentials: what all of them are shown.
+        max_message_bytes: largest message either way.
+    """
+
+    trainer: str | None = None
+    reward: str | None = None
+    replicas: tuple[str, ...] = ()
+    credentials: Credentials = OPEN
+    max_message_bytes: int = 64 << 20
+
+
+def address_of_run(run: Path, environment: Mapping[str, str] = os.environ) -> RunAddress:
+    """Reads the addresses of a run from its folder.
+
+    Args:
+        run: the run's folder (`sluice.run_dir`), or its configuration file.
+        environment: names of certificates and the token in it come before those of the run.
+
+    Raises:
+        ConfigError: nothing was started from there, or the credentials cannot be used.
+    """
+    file = run / CONFIG_NAME if run.is_dir() else run
+    if not file.is_file():
+        raise ConfigError(
+            f"run: {run} holds no {CONFIG_NAME}; give the folder of a started run "
+            "(its sluice.run_dir), for example runs/quickstart"
+        )
+    config = load_config(file, ())
+    return RunAddress(
+        peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint"),
+        peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint"),
+        credentials=client_credentials(config.sluice.security, environment),
+        max_message_bytes=message_mb(config) << 20,
+    )
+
+
+def credentials_from_environment(environment: Mapping[str, str] = os.environ) -> Credentials:
+    """What the ``SLUICE_`` variables alone say, for a client without the run's configuration.
+
+    TLS is used if ``SLUICE_CA_FILE`` is set, with a certificate of the caller if that is set too.
+
+    Raises:
+        ConfigError: a file is missing or cannot be used.
+    """
+    tls = SecurityConfig()
+    if FILE_VARIABLES["ca_file"] in environment:
+        has_own = FILE_VARIABLES["cert_file"] in environment
+        tls = SecurityConfig(tls="mtls" if has_own else "server")
+    return client_credentials(tls, environment)

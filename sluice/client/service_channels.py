@@ -1,0 +1,50 @@
+"""The connections of one client, and the name that it gives itself on every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from sluice.client.run_address import RunAddress
+from sluice.rpc.caller_name import CLIENT_KEY
+from sluice.rpc.channel import open_channel
+
+if TYPE_CHECKING:
+    import grpc
+
+MethodT = TypeVar("MethodT", bound=Callable[..., object])
+
+
+class ServiceChannels:
+    """One channel an address, opened when it is first used.
+
+    Args:
+        address: credentials and limits of all of them.
+        client_name: told with each call, for quotas; empty: nothing is told.
+    """
+
+    def __init__(self, address: RunAddress, client_name: str) -> None:
+        self._address = address
+        self._metadata = ((CLIENT_KEY, client_name),) if client_name else ()
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def to(self, address: str) -> grpc.aio.Channel:
+        """The channel to host:port."""
+        if address not in self._channels:
+            self._channels[address] = open_channel(
+                address,
+                max_message_bytes=self._address.max_message_bytes,
+                credentials=self._address.credentials,
+            )
+        return self._channels[address]
+
+    def named(self, method: MethodT) -> MethodT:
+        """A stub's method that tells the client's name."""
+        return partial(method, metadata=self._metadata) if self._metadata else method  # type: ignore[return-value]
+
+    async def close(self) -> None:
+        """Closes all of them."""
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.close()

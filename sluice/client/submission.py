@@ -1,0 +1,155 @@
+"""Prompts submitted for training, each told of until its end, through restarts of the service.
+
+A prompt may be sent again as often as needed: the reward service knows it by its id and its
+content, accepts it once, and repeats its receipt and outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import aclosing
+
+from sluice.api.reward.v1 import reward_pb2
+from sluice.client.policy_client import NewPrompt, PromptEvent, prompt_event, prompt_to_proto
+from sluice.client.retries import Retries, RetryPolicy
+from sluice.client.service_channels import ServiceChannels
+from sluice.errors import PeerError, SluiceError
+from sluice.rpc.call import stream_call
+from sluice.rpc.stubs import reward_stub
+
+RECEIPTS = ("accepted", "refused")
+_WINDOW = 1024
+_PHASE = "submitting prompts"
+
+
+class OpenPrompts:
+    """Prompts on their way: those to send, and those sent that are not done with.
+
+    Args:
+        prompts: taken one by one as there is room.
+        until_outcome: a prompt is done with when its outcome came; otherwise, with its receipt.
+
+    Attributes:
+        failure: what taking a prompt raised; the input ends there.
+    """
+
+    def __init__(self, prompts: Iterable[NewPrompt], *, until_outcome: bool) -> None:
+        self._fresh: Iterator[NewPrompt] = iter(prompts)
+        self._until_outcome = until_outcome
+        self._open: dict[str, NewPrompt] = {}
+        self._accepted: set[str] = set()
+        self._has_room = asyncio.Event()
+        self._is_exhausted = False
+        self.failure: Exception | None = None
+
+    @property
+    def are_done(self) -> bool:
+        """Whether nothing is left to send or to wait for."""
+        return self._is_exhausted and not self._open
+
+    @property
+    def num_open(self) -> int:
+        """Prompts sent that are not done with."""
+        return len(self._open)
+
+    async def requests(self) -> AsyncGenerator[reward_pb2.SubmitPromptsRequest, None]:
+        """What one call sends: all that are open, then fresh ones as there is room."""
+        for prompt in list(self._open.values()):
+            yield prompt_to_proto(prompt)
+        while (request := self._next()) is not None:
+            yield request
+            while len(self._open) >= _WINDOW:
+                self._has_room.clear()
+                await self._has_room.wait()
+
+    def _next(self) -> reward_pb2.SubmitPromptsRequest | None:
+        try:
+            prompt = next(self._fresh, None)
+            request = None if prompt is None else prompt_to_proto(prompt)
+        except Exception as error:  # noqa: BLE001 - raised by the caller, outside of gRPC's task
+            self.failure, prompt, request = error, None, None
+        if prompt is None or request is None:
+            self._is_exhausted = True
+            return None
+        self._open.setdefault(prompt.prompt_id, prompt)
+        return request
+
+    def is_news(self, event: PromptEvent) -> bool:
+        """Takes an event on; false for what the client was told before or does not wait for."""
+        was_accepted = event.prompt_id in self._accepted
+        if event.event == "accepted":
+            self._accepted.add(event.prompt_id)
+            if not self._until_outcome:
+                self._done_with(event.prompt_id)
+            return not was_accepted
+        if event.event == "refused" and was_accepted:  # a second prompt of the same id
+            return True
+        self._done_with(event.prompt_id)
+        return event.event == "refused" or self._until_outcome
+
+    def _done_with(self, prompt_id: str) -> None:
+        self._open.pop(prompt_id, None)
+        self._has_room.set()
+
+
+async def submit_prompts(
+    channels: ServiceChannels,
+    reward: str,
+    prompts: Iterable[NewPrompt],
+    policy: RetryPolicy,
+    *,
+    until_outcome: bool,
+) -> AsyncGenerator[PromptEvent, None]:
+    """Submits prompts; yields a receipt for each, and an outcome for each accepted one if wanted.
+
+    At most 1024 are under way at a time. A failed call is made again with the prompts that are not
+    done with, as long as the policy's patience lasts. Accepted prompts stay in the run when the
+    caller leaves early.
+
+    Args:
+        channels: to the service.
+        reward: its address.
+        prompts: with different ids; taken as there is room.
+        policy: how failures are borne.
+        until_outcome: wait for outcomes, too.
+
+    Raises:
+        SluiceError: the service stays away, or refuses the call. A prompt that it refuses is an
+            event and no error.
+    """
+    open_prompts, retries = OpenPrompts(prompts, until_outcome=until_outcome), Retries(policy)
+    while not open_prompts.are_done:
+        try:
+            async with aclosing(_one_call(channels, reward, open_prompts)) as events:
+                async for event in events:
+                    retries.got_on()
+                    yield event
+        except SluiceError as error:
+            if open_prompts.failure is None:
+                await retries.wait_after(error)
+        if open_prompts.failure is not None:
+            raise open_prompts.failure
+
+
+async def _one_call(
+    channels: ServiceChannels, reward: str, open_prompts: OpenPrompts
+) -> AsyncGenerator[PromptEvent, None]:
+    stub = reward_stub(channels.to(reward))
+    stream = stream_call(
+        channels.named(stub.SubmitPrompts),
+        open_prompts.requests(),
+        name="RewardService/SubmitPrompts",
+        peer=reward,
+        phase=_PHASE,
+    )
+    async with aclosing(stream) as answers:
+        async for answer in answers:
+            event = prompt_event(answer)
+            if open_prompts.is_news(event):
+                yield event
+            if open_prompts.are_done:
+                return
+    if open_prompts.num_open and open_prompts.failure is None:
+        detail = f"it ended the call with {open_prompts.num_open} prompts open"
+        raise PeerError(reward, _PHASE, detail)

@@ -1,0 +1,135 @@
+"""The same client for programs without an event loop: a thread runs one for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from sluice.client.async_client import AsyncClient
+from sluice.client.fleet import FleetReplica
+from sluice.client.generation_types import GenerateOptions, Generation, GenerationEvent, Prompt
+from sluice.client.policy_client import NewPrompt, PromptEvent
+from sluice.client.retries import RetryPolicy
+from sluice.client.run_address import RunAddress, address_of_run
+from sluice.client.run_monitor import RunSnapshot
+from sluice.client.scoring import ScoreItem
+from sluice.types import Failed, Scored
+
+ValueT = TypeVar("ValueT")
+
+_DEFAULT_OPTIONS = GenerateOptions()
+_DEFAULT_POLICY = RetryPolicy()
+
+
+class Client:
+    """`AsyncClient` for synchronous programs; use it as a context manager, from any thread.
+
+    Arguments and errors as of `AsyncClient`. Iterators end their call when they are closed, or when
+    a ``for`` over them is left and they are collected; `contextlib.closing` says when.
+    """
+
+    def __init__(
+        self, address: RunAddress, *, name: str = "", policy: RetryPolicy = _DEFAULT_POLICY
+    ) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="sluice client", daemon=True
+        )
+        self._thread.start()
+        self._client = self._wait(_opened(address, name, policy))
+
+    @classmethod
+    def connect(
+        cls, run: str | Path, *, name: str = "", policy: RetryPolicy = _DEFAULT_POLICY
+    ) -> Self:
+        """A client of the run in a folder of this machine."""
+        return cls(address_of_run(Path(run)), name=name, policy=policy)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all calls, connections and the thread. Repeating it is harmless."""
+        if self._loop.is_closed():
+            return
+        self._wait(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    def stream(
+        self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS
+    ) -> Generator[GenerationEvent, None, None]:
+        """Samples responses; tokens come as they are drawn, then each sample whole."""
+        return self._each(self._client.stream(prompt, options))
+
+    def generate(self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS) -> Generation:
+        """Samples responses and waits for all of them."""
+        return self._wait(self._client.generate(prompt, options))
+
+    def submit(
+        self, prompts: Iterable[NewPrompt], *, until_outcome: bool = True
+    ) -> Generator[PromptEvent, None, None]:
+        """Submits prompts to be trained on; `prompts` is consumed in the client's thread."""
+        return self._each(self._client.submit(prompts, until_outcome=until_outcome))
+
+    def score(self, items: Sequence[ScoreItem]) -> list[Scored | Failed]:
+        """Grades responses; one outcome per item, in order."""
+        return self._wait(self._client.score(items))
+
+    def replicas(self) -> Sequence[FleetReplica]:
+        """The replicas that serve, asked for anew."""
+        return self._wait(self._client.replicas())
+
+    def status(self) -> RunSnapshot:
+        """Step, phase, version and replicas of the run."""
+        return self._wait(self._client.status())
+
+    def steps(self, from_step: int = 0) -> Generator[tuple[int, Mapping[str, float]], None, None]:
+        """Finished steps with their metrics until the run ends (0: from now on)."""
+        return self._each(self._client.steps(from_step))
+
+    def _wait(self, work: Coroutine[object, object, ValueT]) -> ValueT:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _each(self, events: AsyncGenerator[ValueT, None]) -> Generator[ValueT, None, None]:
+        try:
+            while True:
+                try:
+                    yield self._wait(_next_of(events))
+                except StopAsyncIteration:
+                    return
+        finally:
+            if not self._loop.is_closed():
+                self._wait(_closed(events))
+
+
+async def _opened(address: RunAddress, name: str, policy: RetryPolicy) -> AsyncClient:
+    """Opened inside of the loop that its channels belong to."""
+    return AsyncClient(address, name=name, policy=policy)
+
+
+async def _next_of(events: AsyncGenerator[ValueT, None]) -> ValueT:
+    return await anext(events)
+
+
+async def _closed(events: AsyncGenerator[ValueT, None]) -> None:
+    await events.aclose()

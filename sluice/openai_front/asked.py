@@ -1,0 +1,232 @@
+"""What a request in the OpenAI dialect asks for: decoded, checked, in our own terms."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from sluice.client.generation_types import MAX_SAMPLES, GenerateOptions, Prompt, Sampling
+from sluice.openai_front.refusals import RefusedError
+from sluice.types import ChatMessage
+
+MAX_STOPS, MAX_PROMPTS = 16, 256
+_COMPLETION_TOKENS = 16  # what the dialect gives a completion that names no max_tokens
+_SEED_BITS = 63
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class _Request(msgspec.Struct):
+    """Fields of both kinds. Those of the second half are refused unless they say nothing."""
+
+    model: str
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    max_tokens: int | None = None
+    priority: int | None = None
+    return_token_ids: bool | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str = ""
+
+
+class _Turn(msgspec.Struct):
+    role: str
+    content: str | list[_Part] | None = None
+
+
+class ChatRequest(_Request):
+    """The body of ``/v1/chat/completions``."""
+
+    messages: list[_Turn] = msgspec.field(default_factory=list)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class CompletionRequest(_Request):
+    """The body of ``/v1/completions``."""
+
+    prompt: str | list[str | int | list[int]] = ""
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+RequestT = TypeVar("RequestT", bound=_Request)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request in our terms.
+
+    Choice *i* of prompt *p* has the index ``p n + i``. `stops` are strings that end a response and
+    are left out of it.
+    """
+
+    kind: Literal["chat", "completion"]
+    model: str
+    prompts: tuple[Prompt, ...]
+    options: GenerateOptions
+    stops: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    logprobs: bool
+    token_ids: bool
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of all prompts."""
+        return len(self.prompts) * self.options.n
+
+
+def decode(body: bytes, kind: type[RequestT]) -> RequestT:
+    """Decodes a body.
+
+    Raises:
+        RefusedError: it is no JSON, or a field has another type; names the field.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        _, _, path = str(error).partition("at `$")
+        raise RefusedError(f"body: {error}", path.strip(".`")) from error
+
+
+def asked_of_chat(request: ChatRequest, deadline_s: float | None) -> Asked:
+    """Checks a chat request. Raises RefusedError, which names the field."""
+    _refuse("tools", request.tools, "functions are not offered")
+    shape = (request.response_format or {"type": "text"}).get("type")
+    _refuse("response_format", shape != "text", "only text is offered")
+    _refuse("top_logprobs", request.top_logprobs, "only the drawn token's logprob is known; send 0")
+    if not request.messages:
+        raise RefusedError("messages: empty; send at least one turn", "messages")
+    turns = tuple(_message(turn, index) for index, turn in enumerate(request.messages))
+    longest = request.max_completion_tokens or request.max_tokens or 0
+    return _asked(request, "chat", (turns,), longest, deadline_s, logprobs=bool(request.logprobs))
+
+
+def asked_of_completion(request: CompletionRequest, deadline_s: float | None) -> Asked:
+    """Checks a completion request. Raises RefusedError, which names the field."""
+    _refuse("echo", request.echo, "logprobs of prompts are not offered")
+    _refuse("suffix", request.suffix, "only continuing is offered")
+    best_of = request.best_of or request.n or 1
+    _refuse("best_of", best_of != (request.n or 1), "send the same as n, or nothing")
+    many = (request.logprobs or 0) > 1
+    _refuse("logprobs", many, "only the drawn token's logprob is known; send 0 or 1")
+    prompts = _prompts(request.prompt)
+    longest = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    if longest < 1:
+        raise RefusedError(f"max_tokens: {longest}; at least one token is drawn", "max_tokens")
+    logprobs = request.logprobs is not None
+    return _asked(request, "completion", prompts, longest, deadline_s, logprobs=logprobs)
+
+
+def _asked(
+    request: _Request,
+    kind: Literal["chat", "completion"],
+    prompts: tuple[Prompt, ...],
+    max_tokens: int,
+    deadline_s: float | None,
+    *,
+    logprobs: bool,
+) -> Asked:
+    _refuse("frequency_penalty", request.frequency_penalty, "it is not offered; send 0")
+    _refuse("presence_penalty", request.presence_penalty, "it is not offered; send 0")
+    _refuse("logit_bias", request.logit_bias, "it is not offered; leave it out")
+    n = 1 if request.n is None else request.n
+    if not 1 <= n <= MAX_SAMPLES:
+        raise RefusedError(f"n: {n} is not in 1..{MAX_SAMPLES}", "n")
+    if max_tokens < 0:
+        raise RefusedError(f"max_tokens: {max_tokens} is below 1", "max_tokens")
+    options = GenerateOptions(
+        n=n,
+        sampling=Sampling(
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=-1 if request.top_k is None else request.top_k,
+            max_tokens=max_tokens,
+            # One for all prompts: whether they are one request or several makes no difference.
+            seed=secrets.randbits(_SEED_BITS) if request.seed is None else _seed(request.seed),
+        ),
+        priority=request.priority or 0,
+        deadline_s=deadline_s,
+    )
+    with_usage = request.stream_options is not None and request.stream_options.include_usage
+    return Asked(
+        kind=kind,
+        model=request.model,
+        prompts=prompts,
+        options=options,
+        stops=_stops(request.stop),
+        stream=bool(request.stream),
+        include_usage=with_usage,
+        logprobs=logprobs,
+        token_ids=bool(request.return_token_ids),
+    )
+
+
+def _refuse(field: str, value: object, reason: str) -> None:
+    if value:
+        raise RefusedError(f"{field}: {reason}", field)
+
+
+def _seed(seed: int) -> int:
+    if not -(1 << 63) <= seed < 1 << 63:
+        raise RefusedError(f"seed: {seed} is no integer of 64 bits", "seed")
+    return seed % (1 << 64)
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > MAX_STOPS or not all(stops):
+        raise RefusedError(f"stop: send at most {MAX_STOPS} texts, none of them empty", "stop")
+    return tuple(stops)
+
+
+def _message(turn: _Turn, index: int) -> ChatMessage:
+    content = turn.content
+    if isinstance(content, list):
+        other = sorted({part.type for part in content} - {"text"})
+        if other:
+            place = f"messages[{index}].content"
+            raise RefusedError(f"{place}: {', '.join(other)} is not offered; send text", place)
+        content = "".join(part.text for part in content)
+    return ChatMessage(turn.role, content or "")
+
+
+def _prompts(prompt: str | Sequence[str | int | Sequence[int]]) -> tuple[Prompt, ...]:
+    """One text or list of token ids, or several; not a mixture."""
+    if isinstance(prompt, str):
+        return (prompt,)
+    numbers = tuple(item for item in prompt if isinstance(item, int))
+    if numbers and len(numbers) == len(prompt):
+        return (numbers,)
+    texts = tuple(item for item in prompt if isinstance(item, str))
+    lists = tuple(tuple(item) for item in prompt if not isinstance(item, int | str))
+    found: tuple[Prompt, ...] = texts or lists
+    if len(found) != len(prompt) or not 1 <= len(found) <= MAX_PROMPTS:
+        raise RefusedError(
+            f"prompt: send one text or list of token ids, or 1 to {MAX_PROMPTS} of a kind", "prompt"
+        )
+    return found

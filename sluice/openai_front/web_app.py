@@ -1,0 +1,226 @@
+"""The HTTP server. The only file that imports aiohttp (the extra `openai-front`)."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+
+from sluice.client.async_client import AsyncClient
+from sluice.concurrency.exception_leaves import leaves
+from sluice.errors import SluiceError
+from sluice.openai_front.answers import Answer
+from sluice.openai_front.asked import (
+    Asked,
+    ChatRequest,
+    CompletionRequest,
+    asked_of_chat,
+    asked_of_completion,
+    decode,
+)
+from sluice.openai_front.choices import Piece, PromptTaken, draw_choices
+from sluice.openai_front.refusals import NO_KEY, Refusal, RefusedError, refusal_of
+from sluice.security.token_file import TokenSource
+from sluice.security.tokens import role_of
+
+_MAX_BODY_BYTES = 16 << 20
+_SCHEME = "bearer "
+_END = b"data: [DONE]\n\n"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSettings:
+    """What the front serves.
+
+    Args:
+        model_name: the one model; requests that name another one are refused.
+        deadline_s: longest time for one request, seconds; none: as long as it takes.
+        keys: API keys that are accepted; none: nobody is asked for one.
+    """
+
+    model_name: str = "policy"
+    deadline_s: float | None = None
+    keys: TokenSource | None = None
+
+
+class OpenAIFront:
+    """Answers ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``; ``/health``.
+
+    Args:
+        client: of the run whose replicas generate.
+        settings: what is served to whom.
+    """
+
+    def __init__(self, client: AsyncClient, settings: FrontSettings) -> None:
+        self._client, self._settings = client, settings
+
+    def app(self) -> web.Application:
+        """The application, for aiohttp's runners."""
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guarded])
+        app.router.add_get("/health", _health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name}", self._model)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._completion)
+        return app
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Asks for the key; gives every failure the dialect's shape."""
+        if request.path != "/health" and not self._is_admitted(request):
+            return _refused(NO_KEY)
+        try:
+            return await handler(request)
+        except SluiceError as error:
+            return _refused(refusal_of(error))
+        except web.HTTPException as error:
+            return _refused(Refusal(error.status, error.reason, "invalid_request_error"))
+
+    def _is_admitted(self, request: web.Request) -> bool:
+        if self._settings.keys is None:
+            return True
+        given = request.headers.get("Authorization", "")
+        if not given.lower().startswith(_SCHEME):
+            return False
+        return role_of(self._settings.keys.tokens(), given[len(_SCHEME) :].strip()) is not None
+
+    async def _models(self, _request: web.Request) -> web.StreamResponse:
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        self._check_model(request.match_info["name"])
+        return _json(self._card())
+
+    def _card(self) -> dict[str, object]:
+        return {
+            "id": self._settings.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "sluice",
+        }
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = decode(await request.read(), ChatRequest)
+        return await self._answer(request, asked_of_chat(body, self._settings.deadline_s))
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        body = decode(await request.read(), CompletionRequest)
+        return await self._answer(request, asked_of_completion(body, self._settings.deadline_s))
+
+    def _check_model(self, name: str) -> None:
+        if name != self._settings.model_name:
+            raise RefusedError(
+                f"model: {name!r} is not served; name {self._settings.model_name!r}",
+                "model",
+                status=404,
+                code="model_not_found",
+            )
+
+    async def _answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+        self._check_model(asked.model)
+        prefix = "chatcmpl" if asked.kind == "chat" else "cmpl"
+        answer = Answer(asked, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
+        if asked.stream:
+            return await _Stream(request, asked, answer).run(self._client)
+
+        async def take(piece: Piece) -> None:
+            answer.take(piece)
+
+        await _drawn(self._client, asked, take)
+        return _json(answer.whole())
+
+
+class _Stream:
+    """One answer as server-sent events; its status waits for the first piece."""
+
+    def __init__(self, request: web.Request, asked: Asked, answer: Answer) -> None:
+        self._request, self._asked, self._answer = request, asked, answer
+        self._response: web.StreamResponse | None = None
+
+    async def run(self, client: AsyncClient) -> web.StreamResponse:
+        try:
+            await _drawn(client, self._asked, self._take)
+        except SluiceError as error:
+            if self._response is None:
+                raise
+            await self._send(refusal_of(error).body())
+        else:
+            if self._asked.include_usage:
+                await self._send(self._answer.usage_chunk())
+        response = await self._started()
+        await response.write(_END)
+        await response.write_eof()
+        return response
+
+    async def _take(self, piece: Piece) -> None:
+        self._answer.take(piece)
+        if not isinstance(piece, PromptTaken):
+            await self._send(self._answer.chunk(piece))
+        elif self._response is None:
+            for chunk in self._answer.first_chunks():
+                await self._send(chunk)
+
+    async def _send(self, chunk: dict[str, object]) -> None:
+        response = await self._started()
+        await response.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
+
+    async def _started(self) -> web.StreamResponse:
+        if self._response is None:
+            headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+            self._response = web.StreamResponse(headers=headers)
+            await self._response.prepare(self._request)
+        return self._response
+
+
+async def _drawn(
+    client: AsyncClient, asked: Asked, take: Callable[[Piece], Awaitable[None]]
+) -> None:
+    """Draws the choices; the first error of ours stands for all of a group.
+
+    Raises:
+        SluiceError: as of `AsyncClient.stream`.
+    """
+    try:
+        await draw_choices(client, asked, take)
+    except BaseExceptionGroup as group:
+        known = next((error for error in leaves(group) if isinstance(error, SluiceError)), None)
+        if known is None:
+            raise
+        raise known from group
+
+
+async def _health(_request: web.Request) -> web.StreamResponse:
+    return _json({"status": "ok"})
+
+
+def _json(content: object, status: int = 200) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(content), status=status, content_type="application/json"
+    )
+
+
+def _refused(refusal: Refusal) -> web.Response:
+    return _json(refusal.body(), refusal.status)
+
+
+@asynccontextmanager
+async def listening(front: OpenAIFront, host: str, port: int) -> AsyncIterator[int]:
+    """Serves for the length of the block; the port (0 lets the system choose).
+
+    A caller that goes away ends its samples.
+    """
+    runner = web.AppRunner(front.app(), handler_cancellation=True, access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+        yield int(runner.addresses[0][1])
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,130 @@
+"""Two ranks that share one model train, save, resume and publish like one that holds it whole.
+
+The model has a tied and a frozen weight; there are a critic and a reference too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.trainer.learner import worker
+from services.trainer.learner.parallel import SingleProcess
+from services.trainer.learner.worker import Learner
+from tests.multiprocess.test_trainer_ranks import Rank, trainer
+from tests.support.rank_peer import NUM_GROUPS
+from tests.support.tiny_policy import freezing, make_batch, make_config, save_model, with_critic
+from tests.support.weight_digest import plain_digest
+
+FROZEN = "model.layers.0.mlp.up_proj.weight"
+TIED = "model.embed_tokens.weight"
+# Rows are few and of many lengths: the ranks differ in their number of micro-batches.
+ACTOR: dict[str, Any] = {
+    "ppo_micro_batch_size_per_gpu": 3,
+    "ppo_mini_batch_size": 2,
+    "use_kl_loss": True,
+    "entropy_coeff": 0.01,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def ranks(model: Path) -> Iterator[list[Rank]]:
+    with trainer(model, 2, frozen=FROZEN, **ACTOR) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def single(model: Path) -> Learner:
+    """One rank in this process."""
+    config = with_critic(make_config(model, NUM_GROUPS, **ACTOR))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "load_policy", freezing(FROZEN))
+        return Learner(config, SingleProcess(), total_steps=10)
+
+
+def assert_like(found: dict[str, float], expected: dict[str, float]) -> None:
+    for name, value in expected.items():
+        if not name.startswith(("timing", "perf")):
+            assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+def step(learner: Learner, number: int) -> dict[str, float]:
+    return learner.train_step(make_batch(NUM_GROUPS, seed=number), number)
+
+
+def copies(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in learner.named_weights()}
+
+
+def wire_digest(learner: Learner) -> str:
+    return plain_digest({name: w.bfloat16() for name, w in learner.named_weights()})
+
+
+def test_they_train_like_one(ranks: list[Rank], single: Learner, tmp_path: Path) -> None:
+    before = copies(single)
+    for number in (1, 2):
+        assert_like(ranks[0].command(f"train {number}"), step(single, number))
+    ranks[0].command(f"weights {tmp_path / 'two'}")
+    found, expected = load_file(tmp_path / "two"), copies(single)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-5, msg=name)
+    assert torch.equal(found[FROZEN], before[FROZEN])
+    assert not torch.equal(found[TIED], before[TIED])
+
+
+def test_what_shards_wrote_goes_on_whole_and_the_other_way_round(
+    ranks: list[Rank], single: Learner, tmp_path: Path
+) -> None:
+    sharded, whole = tmp_path / "a" / "actor", tmp_path / "b" / "actor"
+    ranks[0].command("train 3")
+    ranks[0].command(f"save {sharded}")
+    single.load(sharded)
+    single.save(whole)
+    for folder in ("actor", "critic"):
+        for file in ("huggingface/model.safetensors", "optimizer.safetensors"):
+            ours = load_file(tmp_path / "a" / folder / file)
+            theirs = load_file(tmp_path / "b" / folder / file)
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    goes_on = ranks[0].command("train 4")
+    assert_like(step(single, 4), goes_on)
+    ranks[0].command(f"load {whole}")
+    again = ranks[0].command("train 4")
+    assert again["actor/grad_norm"] == goes_on["actor/grad_norm"]
+    assert again["critic/vf_loss"] == goes_on["critic/vf_loss"]
+
+
+def test_replicas_get_the_bytes_that_a_whole_model_gives_them(
+    ranks: list[Rank], single: Learner, tmp_path: Path
+) -> None:
+    for version, rows in ((1, 0), (2, 1)):
+        with torch.no_grad():
+            dict(single.named_weights())[TIED][:rows] += 0.5
+        folder = tmp_path / f"{version}" / "actor"
+        single.save(folder)
+        ranks[0].command(f"load {folder}")
+        published = ranks[0].command(f"publish {version}")
+        assert published["digest"] == wire_digest(single)
+        is_sparse = published["sent"] < 0.2 * published["all"]
+        assert is_sparse == (version == 2)
+
+
+def test_each_holds_about_half(ranks: list[Rank], single: Learner) -> None:
+    policy = sum(w.numel() * w.element_size() for _, w in single.named_weights())
+    # Weights and two moments of policy and critic, and the reference's weights. No gradients are
+    # left between steps; the critic has one output instead of the tied vocabulary's.
+    whole = 3 * policy + 3 * policy + policy
+    assert [rank.finish() for rank in ranks] == [0, 0]
+    held = ranks[1].answer()["held_bytes"]
+    assert 0.45 * whole < held < 0.6 * whole

@@ -1,0 +1,292 @@
+"""What every inference engine promises of the samples it draws, one rule a test.
+
+An adapter's test module has a class that extends `DrawingContract` and `UpdateContract`, then one
+that extends `LifecycleContract`, and gives fixtures `world` and `fresh`, two engines of one folder,
+that last for the module; see `tests.support.engine_contract_world`. All run in one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+
+from services.rollout.engines.protocol import GenerationRequest, PartialSample, num_tokens
+from sluice.errors import InvalidRequestError
+from sluice.types import FinishReason
+from tests.support.causal_lms import EOS, VOCABULARY, expected_logprobs, request, samples_of
+from tests.support.engine_contract_calls import (
+    ENDLESS,
+    PLAIN,
+    PROMPTS,
+    TOLERANCE,
+    WAIT_S,
+    chunks_of,
+    generate,
+    greedy_tokens,
+    until,
+)
+from tests.support.engine_contract_world import MAX_MODEL_LEN, SLOTS, ContractWorld
+
+
+class DrawingContract:
+    """Rules that one running engine can be asked for in any order."""
+
+    async def test_greedy_tokens_and_logprobs_are_those_of_a_plain_forward(
+        self, world: ContractWorld
+    ) -> None:
+        await world.serve(world.first)
+        for prompt in PROMPTS:
+            wanted = request(prompt, temperature=0.0, max_tokens=24)
+            tokens, logprobs = (await generate(world.engine, wanted))[0]
+            assert len(tokens) == 24
+            assert greedy_tokens(world.first, prompt, tokens)
+            exact = expected_logprobs(world.first, prompt, tokens, PLAIN)
+            np.testing.assert_allclose(logprobs, exact, atol=TOLERANCE)
+
+    @pytest.mark.parametrize(
+        ("temperature", "top_p", "top_k"),
+        [(1.0, 1.0, -1), (0.7, 1.0, -1), (1.0, 0.9, -1), (0.6, 0.8, 20), (1.4, 0.7, -1)],
+    )
+    async def test_logprobs_are_those_of_the_distribution_drawn_from(
+        self, world: ContractWorld, temperature: float, top_p: float, top_k: int
+    ) -> None:
+        await world.serve(world.first)
+        wanted = request(
+            samples=4, temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=40
+        )
+        prompt = wanted.prompt_token_ids.tolist()
+        for tokens, logprobs in (await generate(world.engine, wanted)).values():
+            exact = expected_logprobs(world.first, prompt, tokens, wanted.sampling)
+            np.testing.assert_allclose(logprobs, exact, atol=TOLERANCE)
+
+    async def test_a_seed_decides_a_samples_tokens_whatever_else_runs(
+        self, world: ContractWorld
+    ) -> None:
+        await world.serve(world.first)
+        alone = await generate(world.engine, request(samples=3, max_tokens=30))
+        async with asyncio.TaskGroup() as tasks:
+            for seed in (11, 12):
+                tasks.create_task(
+                    generate(world.engine, request(samples=6, max_tokens=30, seed=seed))
+                )
+            again = tasks.create_task(generate(world.engine, request(samples=3, max_tokens=30)))
+        assert {i: t for i, (t, _) in again.result().items()} == {
+            i: t for i, (t, _) in alone.items()
+        }
+        assert len({tuple(tokens) for tokens, _ in alone.values()}) == 3
+        other = await generate(world.engine, request(samples=3, max_tokens=30, seed=4))
+        assert all(other[index][0] != alone[index][0] for index in range(3))
+
+    async def test_a_sample_by_itself_is_drawn_as_in_its_group(self, world: ContractWorld) -> None:
+        await world.serve(world.first)
+        group = await generate(world.engine, request(samples=4, max_tokens=20))
+        lone = await generate(world.engine, request(samples=(2,), max_tokens=20))
+        assert lone[2][0] == group[2][0]
+
+    async def test_a_stop_token_ends_a_sample_which_includes_it(self, world: ContractWorld) -> None:
+        await world.serve(world.first)
+        free = await generate(world.engine, request(samples=6, max_tokens=30))
+        stop = free[0][0][4]
+        chunks = await chunks_of(world.engine, request(samples=6, max_tokens=30, stop=(stop,)))
+        for index, (tokens, logprobs) in samples_of(chunks).items():
+            whole = free[index][0]
+            end = whole.index(stop) + 1 if stop in whole else len(whole)
+            assert (tokens, len(logprobs)) == (whole[:end], end)
+        reasons = {chunk.sample_index: chunk.finish_reason for chunk in chunks}
+        assert reasons[0] is FinishReason.STOP
+
+    async def test_the_models_end_token_ends_a_sample_unless_it_is_ignored(
+        self, world: ContractWorld
+    ) -> None:
+        await world.serve(world.first)
+        ignored = await generate(world.engine, request(samples=16, max_tokens=60))
+        ended = await generate(world.engine, request(samples=16, max_tokens=60, ignore_eos=False))
+        assert any(EOS in tokens[:-1] for tokens, _ in ignored.values())
+        for index, (tokens, _) in ended.items():
+            whole = ignored[index][0]
+            assert tokens == (whole[: whole.index(EOS) + 1] if EOS in whole else whole)
+
+    async def test_samples_end_at_max_tokens_or_where_the_context_ends(
+        self, world: ContractWorld
+    ) -> None:
+        await world.serve(world.first)
+        most = MAX_MODEL_LEN
+        for prompt, max_tokens, expected in (
+            (4, 1, 1),
+            (4, 9, 9),
+            (most - 6, 20, 6),
+            (most - 1, 9, 1),
+        ):
+            chunks = await chunks_of(world.engine, request([3] * prompt, max_tokens=max_tokens))
+            assert len(samples_of(chunks)[0][0]) == expected
+            assert chunks[-1].finish_reason is FinishReason.LENGTH
+
+    async def test_the_samples_of_a_group_share_the_prompts_prefill(
+        self, world: ContractWorld
+    ) -> None:
+        await world.serve(world.first)
+        prompt = np.random.default_rng(0).integers(8, VOCABULARY, 200).tolist()
+        before = world.insight.prefilled_tokens()
+        await generate(world.engine, request(prompt, samples=16, max_tokens=4))
+        computed = world.insight.prefilled_tokens() - before
+        assert 100 < computed < 3 * len(prompt), "16 prefills of their own would be 3200"
+
+    async def test_every_token_comes_by_itself_when_asked_for(self, world: ContractWorld) -> None:
+        await world.serve(world.first)
+        wanted = request(samples=3, max_tokens=12)
+        streamed = await chunks_of(world.engine, wanted, every_token=True)
+        whole = await chunks_of(world.engine, wanted)
+        assert [chunk.token_ids.size for chunk in whole] == [12, 12, 12]
+        assert len(streamed) >= 30
+        assert {i: t for i, (t, _) in samples_of(streamed).items()} == {
+            i: t for i, (t, _) in samples_of(whole).items()
+        }
+        assert sum(chunk.finish_reason is not None for chunk in streamed) == 3
+
+    async def test_tokens_of_unfinished_samples_come_at_intervals_when_asked_for(
+        self, world: ContractWorld
+    ) -> None:
+        await world.serve(world.first)
+        wanted = request(samples=2, max_tokens=ENDLESS)
+        stream = world.engine.generate(wanted, every_token=False, partial_interval_s=0.02)
+        async with asyncio.timeout(WAIT_S), aclosing(stream) as parts:
+            seen = 0
+            async for chunks in parts:
+                assert all(chunk.finish_reason is None for chunk in chunks)
+                seen += num_tokens(chunks)
+                if seen > 20:
+                    break
+        assert seen > 20
+
+    async def test_closing_the_iterator_frees_the_slots(self, world: ContractWorld) -> None:
+        await world.serve(world.first)
+        wanted = request(samples=SLOTS, max_tokens=ENDLESS)
+        async with asyncio.timeout(WAIT_S):
+            async with aclosing(world.engine.generate(wanted, every_token=True)) as stream:
+                await anext(stream)
+                assert world.engine.load().slots_busy == SLOTS
+            load = await world.engine.probe()
+            assert (load.slots_busy, load.queued) == (0, 0)
+            other = world.engine.generate(request(max_tokens=ENDLESS), every_token=True)
+            async with aclosing(other) as stream:
+                await anext(stream)
+                assert await world.insight.running_samples() == 1
+            assert len(await generate(world.engine, request(samples=SLOTS, max_tokens=2))) == SLOTS
+
+    async def test_cancelling_the_consumer_frees_the_slots_and_others_go_on(
+        self, world: ContractWorld
+    ) -> None:
+        await world.serve(world.first)
+        other = request(samples=4, max_tokens=60, seed=8)
+        alone = await generate(world.engine, other)
+        async with asyncio.TaskGroup() as tasks:
+            before = world.engine.load().generated_tokens
+            doomed = tasks.create_task(
+                generate(world.engine, request(samples=4, max_tokens=ENDLESS))
+            )
+            await until(lambda: world.engine.load().generated_tokens > before or doomed.done())
+            kept = tasks.create_task(generate(world.engine, other))
+            await until(lambda: world.engine.load().slots_busy == 8 or kept.done())
+            doomed.cancel()
+        assert doomed.cancelled()
+        assert {i: t for i, (t, _) in kept.result().items()} == {
+            i: t for i, (t, _) in alone.items()
+        }
+        assert (await world.engine.probe()).slots_busy == 0
+
+    async def test_a_greedy_sample_that_is_continued_ends_as_it_would_have(
+        self, world: ContractWorld
+    ) -> None:
+        await world.serve(world.first)
+        whole = await generate(world.engine, request(samples=3, max_tokens=20, temperature=0.0))
+        partial = PartialSample(1, np.array(whole[1][0][:8], np.uint32))
+        wanted = request(samples=3, max_tokens=20, temperature=0.0, partials=(partial,))
+        continued = await generate(world.engine, wanted)
+        assert continued[1][0] == whole[1][0][8:]
+        np.testing.assert_allclose(continued[1][1], whole[1][1][8:], atol=TOLERANCE)
+        assert continued[0][0] == whole[0][0]
+
+    async def test_a_continued_sample_has_the_logprobs_of_its_whole_prefix(
+        self, world: ContractWorld
+    ) -> None:
+        await world.serve(world.first)
+        begun = [int(token) for token in np.random.default_rng(1).integers(8, VOCABULARY, 37)]
+        partial = PartialSample(0, np.array(begun, np.uint32))
+        wanted = request(max_tokens=60, temperature=0.8, top_p=0.9, partials=(partial,))
+        tokens, logprobs = (await generate(world.engine, wanted))[0]
+        assert len(tokens) == 60 - 37
+        prefix = [*wanted.prompt_token_ids.tolist(), *begun]
+        exact = expected_logprobs(world.first, prefix, tokens, wanted.sampling)
+        np.testing.assert_allclose(logprobs, exact, atol=TOLERANCE)
+
+    @pytest.mark.parametrize(
+        ("partial", "reason"),
+        [([4, 5, 6], FinishReason.LENGTH), ([4, EOS], FinishReason.STOP)],
+    )
+    async def test_a_continued_sample_that_is_complete_ends_at_once(
+        self, world: ContractWorld, partial: list[int], reason: FinishReason
+    ) -> None:
+        await world.serve(world.first)
+        partials = (PartialSample(0, np.array(partial, np.uint32)),)
+        wanted = request(max_tokens=3, ignore_eos=False, partials=partials)
+        (chunk,) = await chunks_of(world.engine, wanted)
+        assert (chunk.token_ids.size, chunk.finish_reason) == (0, reason)
+
+    @pytest.mark.parametrize(
+        ("wanted", "named"),
+        [
+            (request([]), "0 tokens"),
+            (request([3] * MAX_MODEL_LEN), f"{MAX_MODEL_LEN} tokens"),
+            (request([3, VOCABULARY]), str(VOCABULARY)),
+            (request(temperature=-0.1), "temperature"),
+            (request(max_tokens=0), "max_tokens"),
+        ],
+    )
+    async def test_a_request_that_cannot_be_generated_is_refused_and_others_go_on(
+        self, world: ContractWorld, wanted: GenerationRequest, named: str
+    ) -> None:
+        await world.serve(world.first)
+        with pytest.raises(InvalidRequestError, match=named):
+            await generate(world.engine, wanted)
+        assert len((await generate(world.engine, request()))[0][0]) == 12
+
+    async def test_128_samples_run_at_once_and_all_are_exact(self, world: ContractWorld) -> None:
+        await world.serve(world.first)
+        draws = np.random.default_rng(3)
+        wanted = [
+            request(draws.integers(8, VOCABULARY, int(length)).tolist(), samples=8, max_tokens=24)
+            for length in draws.integers(1, 60, 16)
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(generate(world.engine, one)) for one in wanted]
+            await until(
+                lambda: world.engine.load().slots_busy == 128 or all(t.done() for t in running)
+            )
+        for one, task in zip(wanted, running, strict=True):
+            assert sorted(task.result()) == list(range(8))
+            tokens, logprobs = task.result()[5]
+            exact = expected_logprobs(world.first, one.prompt_token_ids.tolist(), tokens, PLAIN)
+            assert len(tokens) == 24
+            np.testing.assert_allclose(logprobs, exact, atol=TOLERANCE)
+
+    async def test_every_token_drawn_is_sent_unsent_or_on_its_way(
+        self, world: ContractWorld
+    ) -> None:
+        await world.serve(world.first)
+        before = world.engine.load()
+        wanted = request(samples=4, max_tokens=10)
+        chunks = await chunks_of(world.engine, wanted)
+        assert wanted.tokens.yielded == num_tokens(chunks) == 40
+        world.engine.books.sent += 40
+        stream = world.engine.generate(request(max_tokens=ENDLESS), every_token=True)
+        async with asyncio.timeout(WAIT_S), aclosing(stream) as parts:
+            world.engine.books.unsent += num_tokens(await anext(parts))
+        after = await world.engine.probe()
+        drawn = after.generated_tokens - before.generated_tokens
+        assert drawn > 40
+        assert drawn == 40 + after.unsent_tokens - before.unsent_tokens
+        assert after.running_tokens == before.running_tokens
+        assert after.busy_seconds > before.busy_seconds

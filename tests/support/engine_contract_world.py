@@ -1,0 +1,153 @@
+"""What the engine contract is tested in: one running engine, two sets of weights, a trainer.
+
+An adapter's test module says how its engine is made (`EngineFactory`) and how to see inside
+(`Insight`); weights come over the real wire, so that the suite knows nothing else of the adapter
+beyond the Protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import AutoConfig, PreTrainedModel
+
+from services.rollout.engines.protocol import Engine
+from sluice.device.cpu import CpuDevice
+from sluice.types import TransferGroupSpec
+from sluice.weights.sender import WeightSender
+from tests.support.causal_lms import EOS, VOCABULARY, reference_model
+from tests.support.weight_digest import plain_digest
+
+SLOTS, MAX_MODEL_LEN = 128, 2048
+TIED, UNTIED = "qwen3", "llama"
+FAMILIES = (TIED, UNTIED)
+EngineFactory = Callable[[Path], Engine]
+"""Makes an engine for a folder with a configuration: `SLOTS` samples at once of `MAX_MODEL_LEN`
+tokens, float32, on the CPU, which recomputes caches after a swap."""
+
+
+class Insight(Protocol):
+    """What the Protocol does not tell of a started engine."""
+
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens computed so far."""
+        ...
+
+    async def running_samples(self) -> int:
+        """Samples that the step loop itself holds, as of its last step."""
+        ...
+
+
+InsightFactory = Callable[[Any], Insight]
+
+
+def save_contract_config(family: str, directory: Path) -> Path:
+    """A configuration that every engine can run; heads of 64 are the smallest some can."""
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=family == TIED,
+        eos_token_id=EOS,
+        bos_token_id=0,
+        pad_token_id=0,
+        architectures=["Qwen3ForCausalLM" if family == TIED else "LlamaForCausalLM"],
+    )
+    config.save_pretrained(directory)
+    return directory
+
+
+@dataclass(slots=True, eq=False)
+class Trainer:
+    """The sending end of the weight wire, in threads of this process."""
+
+    engine: Engine
+    sender: WeightSender
+    epoch: int = 0
+    version: int = 0
+    _never: threading.Event = field(default_factory=threading.Event)
+
+    async def form(self) -> TransferGroupSpec:
+        """Begins the next epoch."""
+        self.epoch += 1
+        specs = self.sender.form_group(self.epoch, ["replica"], tuple(self.engine.weight_layout))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(asyncio.to_thread(self.sender.join, self._never))
+            joined = tasks.create_task(self.engine.join_group(specs["replica"]))
+        assert joined.result() == specs["replica"].plan_digest
+        return specs["replica"]
+
+    async def stage(self, model: PreTrainedModel) -> str:
+        """Broadcasts the model as the next version; returns the digest the engine computed."""
+        if self.epoch == 0:
+            await self.form()
+        self.version += 1
+        state = model.state_dict()
+        weights = {spec.name: state[spec.name] for spec in self.engine.weight_layout}
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(
+                asyncio.to_thread(self.sender.broadcast, weights, self.version, self._never)
+            )
+            staged = tasks.create_task(self.engine.stage(self.epoch, self.version))
+        assert staged.result().version == self.version
+        assert staged.result().digest == plain_digest(weights)
+        return staged.result().digest
+
+    async def publish(self, model: PreTrainedModel) -> None:
+        """Has the model serve as the next version."""
+        digest = await self.stage(model)
+        await self.engine.commit(self.epoch, self.version, digest)
+
+
+@dataclass(slots=True, eq=False)
+class ContractWorld:
+    """A running engine that serves `first`, unless a rule published something else."""
+
+    folder: Path
+    engine: Engine
+    first: PreTrainedModel
+    second: PreTrainedModel
+    trainer: Trainer
+    insight: Insight
+    serving: PreTrainedModel | None = None
+
+    async def serve(self, model: PreTrainedModel) -> None:
+        """Publishes the model, if it does not serve."""
+        if self.serving is not model:
+            self.serving = None
+            await self.trainer.publish(model)
+            self.serving = model
+
+
+@asynccontextmanager
+async def contract_world(
+    folder: Path, make_engine: EngineFactory, look_into: InsightFactory
+) -> AsyncIterator[ContractWorld]:
+    """A started engine without weights, for the configuration in `folder`."""
+    engine = make_engine(folder)
+    sender = WeightSender(device=CpuDevice(), bucket_bytes=1 << 16, timeout_s=30.0)
+    await engine.start()
+    try:
+        yield ContractWorld(
+            folder,
+            engine,
+            reference_model(folder, seed=1),
+            reference_model(folder, seed=2),
+            Trainer(engine, sender),
+            look_into(engine),
+        )
+    finally:
+        await engine.stop()
+        sender.close()

@@ -1,0 +1,113 @@
+"""`sluice generate`, `submit` and `score` against a scripted run over real sockets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from sluice.cli.main import commands
+from sluice.errors import DeadlineError
+from tests.support.threaded_run import folder_of, threaded_run
+from tests.support.token_replica import TokenReplica
+
+WHOLE = "[0][1][2][3][4][5]"
+PROMPT = {
+    "prompt_id": "a",
+    "prompt": [{"role": "user", "content": "2 + 2?"}],
+    "data_source": "math_dapo",
+    "ground_truth": "4",
+}
+
+
+@pytest.fixture
+def replica() -> TokenReplica:
+    return TokenReplica()
+
+
+@pytest.fixture
+def run(replica: TokenReplica, tmp_path: Path) -> Iterator[Path]:
+    with threaded_run(replica) as address:
+        yield folder_of(address, tmp_path)
+
+
+def sluice(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(commands, arguments, input=stdin)
+
+
+def rows(file: Path, *values: dict[str, object]) -> str:
+    file.write_text("".join(f"{json.dumps(value)}\n" for value in values))
+    return str(file)
+
+
+def test_responses_are_shown_with_their_version(run: Path, replica: TokenReplica) -> None:
+    shown = sluice("generate", "hi", "--run", str(run), "-n", "2", "--priority", "3")
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.splitlines()[:2] == ["[0] version 3 (stop)", WHOLE]
+    (request,) = replica.requests
+    assert request.priority == 3
+    assert [turn.role for turn in request.prompt.chat.messages] == ["user"]
+
+
+def test_a_prompt_may_come_from_stdin_raw_and_be_streamed(run: Path, replica: TokenReplica) -> None:
+    options = ("--run", str(run), "--raw", "--stream", "--token-budget", "2")
+    shown = sluice("generate", "-", *options, stdin="from stdin")
+    assert shown.stdout == "[0][1]\n"
+    assert replica.requests[0].prompt.text == "from stdin"
+
+
+def test_json_holds_tokens_logprobs_and_versions(run: Path) -> None:
+    shown = sluice("generate", "hi", "--run", str(run), "--json", "--system", "be brief")
+    found = json.loads(shown.stdout)
+    assert found["token_ids"] == list(range(6))
+    assert len(found["logprobs"]) == 6
+    assert found["versions"] == [[3, 0, 6]]
+
+
+def test_a_deadline_is_an_error(run: Path, replica: TokenReplica) -> None:
+    replica.hangs_after = 0
+    shown = sluice("generate", "hi", "--run", str(run), "--deadline", "0.3")
+    assert isinstance(shown.exception, DeadlineError)
+
+
+def test_watched_prompts_are_told_of_to_their_end(run: Path, tmp_path: Path) -> None:
+    file = rows(tmp_path / "prompts.jsonl", PROMPT, {**PROMPT, "prompt_id": "bad"})
+    shown = sluice("submit", file, "--run", str(run), "--watch")
+    assert shown.exit_code == 1  # one was refused
+    assert shown.stdout.splitlines() == [
+        "a accepted",
+        "bad refused: the id is taken",
+        "a trained in step 1 rewards [1.0, -1.0]",
+    ]
+    assert shown.stderr.splitlines()[-1] == "1 accepted, 1 refused, 1 trained"
+
+
+def test_without_watching_receipts_are_all(run: Path, tmp_path: Path) -> None:
+    file = rows(tmp_path / "prompts.jsonl", PROMPT)
+    shown = sluice("submit", file, "--run", str(run), "--json")
+    assert shown.exit_code == 0
+    assert [json.loads(line)["event"] for line in shown.stdout.splitlines()] == ["accepted"]
+
+
+def test_responses_are_graded_in_order_and_a_failure_is_exit_code_1(
+    run: Path, tmp_path: Path
+) -> None:
+    asked = [
+        {"data_source": "math_dapo", "ground_truth": "4", "response": text}
+        for text in ("4", "5", "slow")
+    ]
+    file = rows(tmp_path / "responses.jsonl", *asked)
+    shown = sluice("score", file, "--run", str(run))
+    assert shown.exit_code == 1
+    assert shown.stdout.splitlines() == [
+        "[0] score 1 acc=1",
+        "[1] score 0 acc=0",
+        "[2] failed: scorer_timeout: 10 s",
+    ]
+    assert "2 of 3 graded, mean score 0.5" in shown.stderr
+    graded = sluice("score", rows(tmp_path / "one.jsonl", asked[0]), "--run", str(run), "--json")
+    assert graded.exit_code == 0
+    assert json.loads(graded.stdout)["score"] == 1.0

@@ -1,0 +1,192 @@
+"""Generation through replicas that fail, leave, hang or are full."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+
+import grpc
+import numpy as np
+import pytest
+
+from sluice.client import (
+    AsyncClient,
+    ChatMessage,
+    GenerateOptions,
+    GenerationStarted,
+    RetryPolicy,
+    RunAddress,
+    SampleDelta,
+    SampleFinished,
+    Sampling,
+)
+from sluice.client.generation_types import Prompt
+from sluice.client.retries import is_transient
+from sluice.errors import (
+    DeadlineError,
+    ExhaustedError,
+    InvalidRequestError,
+    PeerError,
+    SluiceError,
+)
+from tests.support.token_replica import PROMPT, TokenReplica, text_of, token_replicas
+
+QUICK = RetryPolicy(first_s=0.01, most_s=0.02, patience_s=5.0)
+TWO = GenerateOptions(n=2, sampling=Sampling(seed=11))
+
+
+def client_of(*addresses: str, policy: RetryPolicy = QUICK, name: str = "") -> AsyncClient:
+    return AsyncClient(RunAddress(replicas=addresses), policy=policy, name=name)
+
+
+async def test_samples_come_whole_in_order_of_index_with_the_prompt_as_the_model_reads_it() -> None:
+    async with token_replicas(TokenReplica()) as addresses, client_of(*addresses) as client:
+        found = await client.generate("text", TWO)
+    assert found.prompt_token_ids.tolist() == PROMPT.tolist()
+    assert [r.token_ids.tolist() for r in found.rollouts] == [
+        list(range(6)),
+        list(range(100, 106)),
+    ]
+    assert found.texts == tuple(text_of(r.token_ids) for r in found.rollouts)
+
+
+@pytest.mark.parametrize("failure", ["breaks", "aborts"])
+@pytest.mark.parametrize("every_token", [True, False])
+async def test_a_broken_generation_goes_on_elsewhere_from_the_tokens_that_came(
+    failure: str, every_token: bool
+) -> None:
+    broken = TokenReplica(
+        breaks_after=8 if failure == "breaks" else None,
+        aborts_after=8 if failure == "aborts" else None,
+    )
+    sound = TokenReplica(slots_busy=3)
+    async with token_replicas(broken, sound) as addresses, client_of(*addresses) as client:
+        if every_token:
+            async with aclosing(client.stream("text", TWO)) as stream:
+                events = [event async for event in stream]
+            ended = [event.rollout for event in events if isinstance(event, SampleFinished)]
+            for index in range(2):
+                deltas = [
+                    e for e in events if isinstance(e, SampleDelta) and e.sample_index == index
+                ]
+                tokens = np.concatenate([delta.token_ids for delta in deltas])
+                assert tokens.tolist() == list(range(100 * index, 100 * index + 6))
+                assert "".join(delta.text for delta in deltas) == text_of(tokens)
+            started = [event for event in events if isinstance(event, GenerationStarted)]
+            assert [event.replica for event in started] == list(addresses)
+            assert started[0].moved_because == ""
+            assert addresses[0] in started[1].moved_because
+        else:
+            ended = list((await client.generate("text", TWO)).rollouts)
+    assert [r.token_ids.tolist() for r in ended] == [list(range(6)), list(range(100, 106))]
+    assert [r.behavior_logprobs.size for r in ended] == [6, 6]
+    rest = sound.requests[0]
+    assert list(rest.sample_indexes) == [1]  # the first had ended
+    assert len(rest.partials[0].token_ids_u32) == 2 * 4
+    assert rest.sampling.seed == 11
+    assert rest.prompt.tokens.token_ids_u32 == PROMPT.astype("<u4").tobytes()
+
+
+async def test_without_a_seed_a_continued_sample_keeps_the_one_it_began_with() -> None:
+    broken, sound = TokenReplica(breaks_after=2), TokenReplica(slots_busy=3)
+    async with token_replicas(broken, sound) as addresses, client_of(*addresses) as client:
+        await client.generate("text")
+    assert broken.requests[0].sampling.HasField("seed")
+    assert broken.requests[0].sampling.seed == sound.requests[0].sampling.seed
+
+
+async def test_the_share_of_a_token_budget_stays_the_same_when_samples_are_continued() -> None:
+    broken, sound = TokenReplica(breaks_after=4), TokenReplica(slots_busy=3)
+    options = GenerateOptions(n=2, token_budget=7)
+    async with token_replicas(broken, sound) as addresses, client_of(*addresses) as client:
+        found = await client.generate("text", options)
+    assert [rollout.num_tokens for rollout in found.rollouts] == [3, 3]
+    assert [replica.requests[0].token_budget for replica in (broken, sound)] == [6, 3]
+
+
+async def test_leaving_a_stream_cancels_the_call_at_the_replica() -> None:
+    replica = TokenReplica(hangs_after=2)
+    async with token_replicas(replica) as addresses, client_of(*addresses) as client:
+        async with aclosing(client.stream("text")) as events:
+            async for event in events:
+                if isinstance(event, SampleDelta):
+                    break
+        await replica.cancelled.wait()
+
+
+async def test_a_deadline_covers_all_and_ends_the_call_at_the_replica() -> None:
+    replica = TokenReplica(hangs_after=2)
+    options = GenerateOptions(deadline_s=0.3)
+    async with token_replicas(replica) as addresses, client_of(*addresses) as client:
+        with pytest.raises(DeadlineError, match="while generating"):
+            await client.generate("text", options)
+        await replica.cancelled.wait()
+    async with client_of("127.0.0.1:1") as client:
+        with pytest.raises(DeadlineError, match=r"the fleet: no answer within 0\.3 s"):
+            await client.generate("text", options)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "num_tries"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequestError, 1),
+        (grpc.StatusCode.UNAVAILABLE, PeerError, 2),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, PeerError, 2),
+    ],
+)
+async def test_only_what_may_pass_is_tried_again(
+    code: grpc.StatusCode, kind: type[SluiceError], num_tries: int
+) -> None:
+    replica = TokenReplica(breaks_after=0, code=code)
+    policy = RetryPolicy(first_s=0.01, most_s=0.01, patience_s=0.1)
+    async with token_replicas(replica) as addresses, client_of(*addresses, policy=policy) as client:
+        with pytest.raises(kind):
+            await client.generate("text")
+    assert (len(replica.requests) > 1) == (num_tries > 1)
+
+
+async def test_requests_spread_over_replicas_by_their_free_slots() -> None:
+    small = TokenReplica(slots=2, hangs_after=1)
+    large = TokenReplica(slots=8, slots_busy=2, hangs_after=1)
+    async with token_replicas(small, large) as addresses, client_of(*addresses) as client:
+        streams = [client.stream("text", GenerateOptions(n=2)) for _ in range(3)]
+        for stream in streams:
+            await anext(stream)
+        assert [len(replica.requests) for replica in (small, large)] == [1, 2]
+        for stream in streams:
+            await stream.aclose()
+
+
+async def test_options_travel_and_the_client_tells_its_name() -> None:
+    replica = TokenReplica()
+    options = GenerateOptions(
+        priority=-5, request_id="mine", sampling=Sampling(temperature=0.5, stop_token_ids=(4,))
+    )
+    async with token_replicas(replica) as addresses, client_of(*addresses, name="eval") as client:
+        await client.generate([ChatMessage("user", "hi")], options)
+        await client.generate(np.array([1, 2], np.uint32), options)
+    chat, tokens = replica.requests
+    assert (chat.priority, chat.request_id) == (-5, "mine")
+    assert (chat.sampling.temperature, list(chat.sampling.stop_token_ids)) == (0.5, [4])
+    assert [turn.content for turn in chat.prompt.chat.messages] == ["hi"]
+    assert tokens.prompt.tokens.token_ids_u32 == b"\1\0\0\0\2\0\0\0"
+    assert replica.metadata[0]["sluice-client"] == "eval"
+
+
+@pytest.mark.parametrize("prompt", [[], ["a"], [ChatMessage("user", "a"), 3], [-1], [1 << 40]])
+async def test_a_prompt_that_is_none_of_the_forms_is_refused(prompt: Prompt) -> None:
+    async with token_replicas(TokenReplica()) as addresses, client_of(*addresses) as client:
+        with pytest.raises(InvalidRequestError, match="prompt: "):
+            await client.generate(prompt)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"n": 0}, {"n": 1025}, {"deadline_s": 0.0}, {"n": 3, "token_budget": 2}]
+)
+def test_options_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequestError, match="|".join(wrong)):
+        GenerateOptions(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_full_queue_is_worth_another_try() -> None:
+    assert is_transient(ExhaustedError("full"))
+    assert not is_transient(InvalidRequestError("wrong"))

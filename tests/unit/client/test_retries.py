@@ -1,0 +1,67 @@
+"""How long failures in a row are borne."""
+
+from __future__ import annotations
+
+import pytest
+
+from sluice.client.retries import Retries, RetryPolicy, is_transient
+from sluice.errors import (
+    AccessDeniedError,
+    DeadlineError,
+    HandshakeError,
+    NotReadyError,
+    PeerError,
+    SluiceError,
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+GONE = PeerError("reward", "scoring", "gone")
+
+
+async def test_patience_ends_with_the_failure_itself_and_begins_anew_when_something_came() -> None:
+    clock = Clock()
+    retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), clock=clock)
+    for clock.now_s in (0.0, 9.0):
+        await retries.wait_after(GONE)
+    retries.got_on()
+    for clock.now_s in (10.0, 19.0):
+        await retries.wait_after(GONE)
+    clock.now_s = 20.0
+    with pytest.raises(PeerError, match="gone"):
+        await retries.wait_after(GONE)
+
+
+async def test_no_patience_is_no_second_try() -> None:
+    with pytest.raises(PeerError, match="gone"):
+        await Retries(RetryPolicy(patience_s=0.0)).wait_after(GONE)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_worth_it"),
+    [
+        (GONE, True),
+        (NotReadyError("no replica"), True),
+        (HandshakeError("reward", "scoring", "certificates"), False),
+        (AccessDeniedError("token"), False),
+        (DeadlineError("reward", "scoring", 1.0), False),
+    ],
+)
+def test_only_absence_is_worth_another_try(error: SluiceError, is_worth_it: bool) -> None:
+    assert is_transient(error) is is_worth_it
+
+
+def test_a_passed_deadline_names_the_whole_time() -> None:
+    clock = Clock()
+    retries = Retries(RetryPolicy(), ends_s=5.0, clock=clock)
+    assert retries.remaining_s("fleet", "generating", 5.0) == 5.0
+    clock.now_s = 5.0
+    with pytest.raises(DeadlineError, match="fleet: no answer within 5 s while generating"):
+        retries.remaining_s("fleet", "generating", 5.0)

@@ -1,0 +1,191 @@
+"""Prompts submitted through a service that comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.json_format import MessageToDict
+
+from sluice.api.common.v1 import common_pb2
+from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
+from sluice.client import (
+    AsyncClient,
+    NewPrompt,
+    PromptEvent,
+    RetryPolicy,
+    RunAddress,
+    ScoreItem,
+)
+from sluice.client.submission import OpenPrompts
+from sluice.errors import ConfigError, InvalidRequestError, PeerError
+from sluice.types import ChatMessage, Failed, FailureKind, Scored
+from tests.support.rpc_server import serving
+
+QUICK = RetryPolicy(first_s=0.01, most_s=0.02, patience_s=1.0)
+
+
+def prompt(prompt_id: str, **extra: object) -> NewPrompt:
+    return NewPrompt(prompt_id, (ChatMessage("user", "2 + 2?"),), "math_dapo", "4", extra)
+
+
+@dataclass
+class MovingReward(reward_pb2_grpc.RewardServiceServicer):
+    """Knows prompts by their ids; breaks each of the first calls after so many receipts.
+
+    Prompts end when a call's input has ended.
+    """
+
+    breaks_after: list[int] = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
+    requests: list[Any] = field(default_factory=list)
+    scores: list[int] = field(default_factory=list)
+
+    async def SubmitPrompts(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        breaks_after = self.breaks_after.pop(0) if self.breaks_after else None
+        waiting: list[str] = []
+        seen: set[str] = set()
+        async for request in request_iterator:
+            if len(seen) == breaks_after:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "restarting")
+            self.requests.append(request)
+            twin = request.prompt_id in seen
+            seen.add(request.prompt_id)
+            if not twin and request.prompt_id not in self.accepted:
+                self.accepted.append(request.prompt_id)
+            refused = "the id is taken" if twin else ""
+            receipt = reward_pb2.PromptReceipt(prompt_id=request.prompt_id, refused_because=refused)
+            yield reward_pb2.SubmitPromptsResponse(receipt=receipt)
+            waiting += [] if twin else [request.prompt_id]
+        for prompt_id in waiting:
+            yield _trained(prompt_id)
+
+    async def Score(self, request: Any, context: Any) -> Any:
+        self.scores.append(len(request.items))
+        if len(self.scores) == 1:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "32 Score calls are running")
+        results = [
+            reward_pb2.ScoreResult(failure="scorer_timeout: 10 s")
+            if item.response == "slow"
+            else reward_pb2.ScoreResult(score=common_pb2.Score(score=1, reward=0.5))
+            for item in request.items
+        ]
+        return reward_pb2.ScoreResponse(results=results)
+
+
+def _trained(prompt_id: str) -> Any:
+    outcome = reward_pb2.PromptOutcome(
+        prompt_id=prompt_id, end=reward_pb2.PROMPT_END_TRAINED, step=4
+    )
+    return reward_pb2.SubmitPromptsResponse(outcome=outcome)
+
+
+async def submitted(
+    reward: MovingReward, prompts: Iterator[NewPrompt] | list[NewPrompt], **options: bool
+) -> list[tuple[str, str]]:
+    async with (
+        serving(reward=reward) as server,
+        AsyncClient(RunAddress(reward=server.address), policy=QUICK) as client,
+        aclosing(client.submit(prompts, **options)) as events,
+    ):
+        return [(event.prompt_id, event.event) async for event in events]
+
+
+async def test_a_broken_call_is_made_again_and_every_prompt_is_told_of_once() -> None:
+    reward = MovingReward(breaks_after=[2, 1])
+    events = await submitted(reward, [prompt(name) for name in "abcd"])
+    assert sorted(events) == sorted(
+        (name, event) for name in "abcd" for event in ("accepted", "trained")
+    )
+    assert sorted(reward.accepted) == list("abcd")
+    assert len(reward.requests) > 4  # those without an outcome were sent again
+
+
+async def test_a_second_prompt_of_an_id_is_refused_and_the_first_still_waited_for() -> None:
+    events = await submitted(MovingReward(), [prompt("a"), prompt("a")])
+    assert events == [("a", "accepted"), ("a", "refused"), ("a", "trained")]
+
+
+async def test_without_outcomes_the_call_ends_with_the_last_receipt() -> None:
+    events = await submitted(
+        MovingReward(), (prompt(str(n)) for n in range(3)), until_outcome=False
+    )
+    assert events == [(str(n), "accepted") for n in range(3)]
+
+
+async def test_no_more_prompts_are_under_way_than_a_call_may_have() -> None:
+    under_way = OpenPrompts((prompt(str(n)) for n in range(1025)), until_outcome=True)
+    requests = under_way.requests()
+    for _ in range(1024):
+        await anext(requests)
+    under_way.is_news(PromptEvent("0", "accepted", None, (), ""))
+    async with asyncio.TaskGroup() as tasks:
+        last = tasks.create_task(anext(requests))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not last.done()
+        under_way.is_news(PromptEvent("0", "trained", 1, (), ""))
+    assert last.result().prompt_id == "1024"
+
+
+async def test_no_prompts_are_no_events() -> None:
+    assert await submitted(MovingReward(), []) == []
+
+
+async def test_extra_info_travels_and_what_cannot_is_refused_with_its_prompt() -> None:
+    reward = MovingReward()
+    await submitted(reward, [prompt("a", level=3, tags=["x"], nested={"is": True})])
+    assert MessageToDict(reward.requests[0].extra_info) == {
+        "level": 3.0,
+        "tags": ["x"],
+        "nested": {"is": True},
+    }
+    with pytest.raises(InvalidRequestError, match=r"prompt b: extra_info cannot be sent"):
+        await submitted(reward, [prompt("a"), prompt("b", when=object())])
+
+
+async def test_a_failure_of_the_callers_own_iterator_is_the_callers() -> None:
+    def prompts() -> Iterator[NewPrompt]:
+        yield prompt("a")
+        raise ValueError("line 2")
+
+    with pytest.raises(ValueError, match="line 2"):
+        await submitted(MovingReward(), prompts())
+
+
+async def test_a_service_that_stays_away_is_an_error_that_names_it() -> None:
+    address = RunAddress(reward="127.0.0.1:1")
+    policy = RetryPolicy(first_s=0.01, most_s=0.01, patience_s=0.05)
+    async with AsyncClient(address, policy=policy) as client:
+        with pytest.raises(PeerError, match=r"127\.0\.0\.1:1: failed while submitting prompts"):
+            async for _ in client.submit([prompt("a")]):
+                pass
+
+
+async def test_scores_come_in_order_and_a_full_service_is_asked_again() -> None:
+    reward = MovingReward()
+    items = [ScoreItem("math_dapo", "4", "4")] * 300 + [ScoreItem("math_dapo", "slow", "4")]
+    async with (
+        serving(reward=reward) as server,
+        AsyncClient(RunAddress(reward=server.address), policy=QUICK) as client,
+    ):
+        outcomes = await client.score(items)
+    assert reward.scores == [256, 256, 45]
+    assert isinstance(outcomes[0], Scored)
+    assert (outcomes[0].score, outcomes[0].reward) == (1.0, 0.5)
+    assert outcomes[300] == Failed(FailureKind.SCORER_TIMEOUT, "10 s")
+
+
+async def test_without_an_address_the_client_says_which_is_missing() -> None:
+    async with AsyncClient(RunAddress()) as client:
+        with pytest.raises(ConfigError, match="no address of a reward service"):
+            client.submit([])
+        with pytest.raises(ConfigError, match="no address of a trainer"):
+            await client.generate("text")
+        with pytest.raises(ConfigError, match="no address of a trainer"):
+            await client.status()

@@ -1,0 +1,146 @@
+"""What requests in the OpenAI dialect mean, and which are refused with the field's name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from sluice.openai_front.asked import (
+    Asked,
+    ChatRequest,
+    CompletionRequest,
+    asked_of_chat,
+    asked_of_completion,
+    decode,
+)
+from sluice.openai_front.refusals import RefusedError
+from sluice.types import ChatMessage
+
+TURN = {"role": "user", "content": "hi"}
+
+
+def chat(**fields: Any) -> Asked:
+    body = json.dumps({"model": "policy", "messages": [TURN], **fields}).encode()
+    return asked_of_chat(decode(body, ChatRequest), None)
+
+
+def completion(**fields: Any) -> Asked:
+    body = json.dumps({"model": "policy", "prompt": "hi", **fields}).encode()
+    return asked_of_completion(decode(body, CompletionRequest), 7.0)
+
+
+def test_a_bare_request_draws_one_choice_at_temperature_1() -> None:
+    asked = chat()
+    assert asked.prompts == ((ChatMessage("user", "hi"),),)
+    sampling = asked.options.sampling
+    assert (asked.options.n, sampling.temperature, sampling.top_p, sampling.max_tokens) == (
+        1,
+        1.0,
+        1.0,
+        0,
+    )
+    assert (asked.stream, asked.logprobs, asked.stops) == (False, False, ())
+    assert completion().options.sampling.max_tokens == 16
+    assert completion().options.deadline_s == 7.0
+
+
+def test_every_field_that_is_offered_counts() -> None:
+    asked = chat(
+        n=3,
+        temperature=0,
+        top_p=0.5,
+        top_k=4,
+        seed=-1,
+        stop="END",
+        stream=True,
+        stream_options={"include_usage": True},
+        max_completion_tokens=9,
+        max_tokens=5,
+        logprobs=True,
+        priority=-3,
+    )
+    sampling = asked.options.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 0.5, 4)
+    assert (sampling.max_tokens, sampling.seed) == (9, 2**64 - 1)
+    assert (asked.options.n, asked.options.priority, asked.stops) == (3, -3, ("END",))
+    assert asked.stream
+    assert asked.include_usage
+    assert asked.logprobs
+
+
+def test_content_in_parts_is_their_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).prompts == (
+        (ChatMessage("user", "ab"),),
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ("a",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ((1, 2),)),
+        ([[1, 2], [3]], ((1, 2), (3,))),
+    ],
+)
+def test_all_four_forms_of_a_prompt_are_taken(prompt: Any, prompts: Any) -> None:
+    asked = completion(prompt=prompt, n=2)
+    assert asked.prompts == prompts
+    assert asked.num_choices == 2 * len(prompts)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"n": 0}, "n"),
+        ({"n": "1"}, "n"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"tools": [{}]}, "tools"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"seed": 1 << 63}, "seed"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+        ),
+    ],
+)
+def test_a_chat_request_that_cannot_be_is_refused_with_its_field(
+    fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(RefusedError, match=param.partition("[")[0]) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"echo": True}, "echo"),
+        ({"best_of": 3}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [["a"]]}, "prompt[...][...]"),
+    ],
+)
+def test_a_completion_request_that_cannot_be_is_refused_with_its_field(
+    fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(RefusedError) as caught:
+        completion(**fields)
+    assert caught.value.param.startswith(param.partition("[")[0])
+
+
+def test_what_is_no_json_is_refused() -> None:
+    with pytest.raises(RefusedError, match="body: "):
+        decode(b"{", ChatRequest)

@@ -1,0 +1,60 @@
+"""A replica that dies is told of once, whatever number of groups it had."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+
+import pytest
+
+from services.reward import broken_streams
+from services.reward.broken_streams import BrokenStreams
+from tests.support.reward_loop import settled
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> BrokenStreams:
+    monkeypatch.setattr(broken_streams, "GATHER_S", 0.05)
+    return BrokenStreams()
+
+
+def _has_told(caplog: pytest.LogCaptureFixture, times: int) -> bool:
+    return len(warnings(caplog)) == times
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+async def test_streams_that_break_together_are_one_warning_for_each_replica(
+    streams: BrokenStreams, caplog: pytest.LogCaptureFixture
+) -> None:
+    for group in range(3):
+        streams.note("one", 4, f"one: reset while generating p{group}")
+        await asyncio.sleep(0)
+    streams.note("two", 2, "two: reset")
+    await settled(lambda: len(caplog.records) == 2)
+    assert warnings(caplog) == [
+        "replica one: streams of 3 groups broke, 12 samples continue elsewhere; the first: one: "
+        "reset while generating p0",
+        "replica two: streams of 1 groups broke, 2 samples continue elsewhere; the first: two: "
+        "reset",
+    ]
+
+
+async def test_a_replica_that_breaks_again_later_is_told_of_again(
+    streams: BrokenStreams, caplog: pytest.LogCaptureFixture
+) -> None:
+    for told in (1, 2):
+        streams.note("one", 1, "one: reset")
+        await settled(partial(_has_told, caplog, told))
+
+
+async def test_a_stream_that_breaks_after_its_last_sample_is_not_counted(
+    streams: BrokenStreams, caplog: pytest.LogCaptureFixture
+) -> None:
+    streams.note("one", 0, "one: late")
+    streams.note("one", 3, "one: reset")
+    await settled(lambda: bool(warnings(caplog)))
+    assert "streams of 1 groups broke, 3 samples" in warnings(caplog)[0]

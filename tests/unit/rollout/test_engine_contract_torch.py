@@ -1,0 +1,78 @@
+"""The engine contract, kept by the embedded engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from services.rollout.engines.decoder import PrefilledPrompts, TokenRow
+from services.rollout.engines.torch_engine import TorchEngine
+from services.rollout.engines.torch_settings import TorchEngineSettings
+from tests.support.engine_contract import DrawingContract
+from tests.support.engine_contract_weights import LifecycleContract, UpdateContract
+from tests.support.engine_contract_world import (
+    FAMILIES,
+    MAX_MODEL_LEN,
+    SLOTS,
+    ContractWorld,
+    contract_world,
+    save_contract_config,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def _make(folder: Path) -> TorchEngine:
+    return TorchEngine(
+        TorchEngineSettings(
+            str(folder), slots=SLOTS, max_model_len=MAX_MODEL_LEN, recompute_kv=True
+        )
+    )
+
+
+class _Insight:
+    def __init__(self, engine: TorchEngine) -> None:
+        assert engine._loop is not None
+        self._engine, self._prefilled = engine, 0
+        decoder = engine._loop._decoder
+        original = decoder.prefill
+
+        def prefill(prompts: Sequence[TokenRow]) -> PrefilledPrompts:
+            self._prefilled += sum(len(prompt) for prompt in prompts)
+            return original(prompts)
+
+        decoder.prefill = prefill
+
+    def prefilled_tokens(self) -> int:
+        return self._prefilled
+
+    async def running_samples(self) -> int:
+        return (await self._engine.probe()).slots_busy
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_contract_config(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(folder: Path) -> AsyncIterator[ContractWorld]:
+    async with contract_world(folder, _make, _Insight) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fresh(folder: Path) -> AsyncIterator[ContractWorld]:
+    async with contract_world(folder, _make, _Insight) as running:
+        yield running
+
+
+class TestTorchContract(DrawingContract, UpdateContract):
+    pass
+
+
+class TestTorchLifecycle(LifecycleContract):
+    pass

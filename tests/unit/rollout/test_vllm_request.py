@@ -1,0 +1,146 @@
+"""One request's samples, over a client that is not vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
+from services.rollout.engines.vllm_features import Delta, SamplingChoice
+from services.rollout.engines.vllm_request import ModelLimits, Pace, RequestRun
+from sluice.errors import EngineError
+from sluice.types import FinishReason
+from tests.support.causal_lms import EOS, request
+
+_LIMITS = ModelLimits(48, (EOS,))
+_WHOLE = Pace(every_token=False, interval_s=None)
+
+
+class _Serving:
+    def __init__(self) -> None:
+        self.version: int | None = 1
+        self.drawn = self.prefilled = 0
+
+    def count(self, drawn: int, prefilled: int) -> None:
+        self.drawn += drawn
+        self.prefilled += prefilled
+
+
+class _Client:
+    """Plays the same deltas to every sample; an int among them is the version from there on."""
+
+    def __init__(self, script: Sequence[Delta | int | Exception], serving: _Serving) -> None:
+        self._script, self._serving = script, serving
+        self.asked: list[tuple[list[int], str, SamplingChoice]] = []
+        self.priorities: list[int] = []
+
+    async def generate(
+        self, _: str, prompt: Sequence[int], salt: str, choice: SamplingChoice, priority: int
+    ) -> AsyncIterator[Delta]:
+        self.priorities.append(priority)
+        self.asked.append((list(prompt), salt, choice))
+        for one in self._script:
+            if isinstance(one, int):
+                self._serving.version = one
+            elif isinstance(one, Exception):
+                raise one
+            else:
+                yield one
+
+
+def _delta(tokens: Sequence[int], finish: str | None = None, spans: tuple[Any, ...] = ()) -> Delta:
+    return Delta(tokens, [-0.5 * token for token in tokens], finish, 2, spans)
+
+
+async def _run(
+    script: Sequence[Delta | int | Exception], wanted: GenerationRequest, pace: Pace = _WHOLE
+) -> tuple[list[SampleChunk], _Client, _Serving]:
+    serving = _Serving()
+    client, chunks = _Client(script, serving), []
+    run = RequestRun(client, 7, wanted, _LIMITS, pace, serving, chunks.extend)  # type: ignore[arg-type]
+    await run.run()
+    assert run.drawn == serving.drawn
+    return chunks, client, serving
+
+
+def _told(chunks: Sequence[SampleChunk]) -> list[tuple[list[int], int, FinishReason | None]]:
+    return [(chunk.token_ids.tolist(), chunk.version, chunk.finish_reason) for chunk in chunks]
+
+
+async def test_tokens_come_in_one_chunk_a_version_when_the_sample_ends() -> None:
+    script = [_delta([4]), _delta([5, 6]), 2, _delta([8]), _delta([9], "stop")]
+    chunks, _, serving = await _run(script, request())
+    assert _told(chunks) == [([4, 5, 6], 1, None), ([8, 9], 2, FinishReason.STOP)]
+    np.testing.assert_array_equal(chunks[1].behavior_logprobs, np.float32([-4, -4.5]))
+    assert (serving.drawn, serving.prefilled) == (5, 2)
+
+
+async def test_vllms_account_of_versions_corrects_what_was_not_handed_on() -> None:
+    spans = (("1", 0, 2), ("2", 2, 4))
+    script = [_delta([4]), 2, _delta([5]), _delta([6, 8], "length", spans)]
+    chunks, _, _ = await _run(script, request())
+    assert _told(chunks) == [([4, 5], 1, None), ([6, 8], 2, FinishReason.LENGTH)]
+
+
+async def test_tokens_handed_on_as_another_version_are_an_error() -> None:
+    script = [_delta([4]), 2, _delta([5]), _delta([6], "length", (("1", 0, 2), ("2", 2, 3)))]
+    with pytest.raises(EngineError, match="handed on as version 2"):
+        await _run(script, request(), Pace(every_token=True, interval_s=None))
+
+
+async def test_every_token_goes_on_as_it_comes_when_asked_for() -> None:
+    script = [_delta([4]), _delta([5]), _delta([], "abort")]
+    chunks, _, _ = await _run(script, request(), Pace(every_token=True, interval_s=None))
+    assert _told(chunks) == [([4], 1, None), ([5], 1, None), ([], 1, FinishReason.ABORTED)]
+
+
+async def test_a_partial_is_part_of_the_prompt_and_of_the_limit() -> None:
+    partial = PartialSample(1, np.array([8, 9], np.uint32))
+    wanted = request([3, 4], samples=2, max_tokens=5, partials=(partial,), ignore_eos=False)
+    _, client, _ = await _run([_delta([5], "stop")], wanted)
+    by_prompt = {tuple(prompt): choice for prompt, _, choice in client.asked}
+    assert by_prompt[3, 4].max_tokens == 5
+    assert by_prompt[3, 4, 8, 9].max_tokens == 3
+    assert by_prompt[3, 4].stop_token_ids == (EOS,)
+
+
+async def test_the_context_bounds_max_tokens() -> None:
+    _, client, _ = await _run([_delta([5], "length")], request([3] * 40, max_tokens=20))
+    assert client.asked[0][2].max_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("partial", "reason"), [([4, EOS], FinishReason.STOP), ([4, 5, 6], FinishReason.LENGTH)]
+)
+async def test_a_complete_partial_asks_vllm_for_nothing(
+    partial: list[int], reason: FinishReason
+) -> None:
+    partials = (PartialSample(0, np.array(partial, np.uint32)),)
+    wanted = request(max_tokens=3, partials=partials, ignore_eos=False)
+    chunks, client, _ = await _run([], wanted)
+    assert _told(chunks) == [([], 1, reason)]
+    assert client.asked == []
+
+
+async def test_seeds_differ_by_seed_sample_and_first_token() -> None:
+    partial = PartialSample(0, np.array([8], np.uint32))
+    seeds = set()
+    for wanted in (request(samples=3), request(seed=4), request(partials=(partial,))):
+        _, client, _ = await _run([_delta([5], "stop")], wanted)
+        seeds |= {choice.seed for _, _, choice in client.asked}
+    assert len(seeds) == 5
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+async def test_every_sample_has_its_requests_priority() -> None:
+    _, client, _ = await _run([_delta([5], "stop")], replace(request(samples=2), priority=-3))
+    assert client.priorities == [-3, -3]
+
+
+async def test_a_failing_sample_fails_its_request() -> None:
+    with pytest.raises(EngineError, match="boom"):
+        await _run([_delta([4]), EngineError("boom")], request(samples=3))
