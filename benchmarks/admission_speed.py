@@ -37,8 +37,8 @@ def admissions_per_second(num_in_flight: int) -> float:
     groups in flight, once before and once after the prompt was read; which of those in line is
     next, and whether it is in quarantine; the prompt's key; its visit; the group's entry; when it
     starts, whether any group is left without a place. Another group ends for each that starts. Not
-    counted are the prompt's reading, the ledger and the calls. Seconds are of the processor: one thread
-    decides, and others on the machine are not measured.
+    counted are the prompt's reading, the ledger and the calls. Seconds are of the
+    processor: one thread decides, and what else the machine does is not measured.
     """
     world = _World()
     prompts = [_prompt(sequence) for sequence in range(_BATCH + num_in_flight + _REPEATS)]
