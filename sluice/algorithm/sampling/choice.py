@@ -79,9 +79,9 @@ def choose_visit(knowledge: Knowledge, rules: SamplingRules, visit: Visit, versi
         price=knowledge.price,
     )
     worth = stakes.worth(knowledge.price)
-    if worth >= 1.0:
+    side = _side(knowledge, weights, worth)
+    if side is Side.SURE:
         return visit
-    side = Side.EASY if mean_pass_rate(weights) >= _EASY_FROM else Side.HARD
     probability = knowledge.guard.probability(side, worth)
     chosen = replace(_passed(visit, side, worth, probability), draw_probability=probability)
     is_drawn = _uniform(rules.seed, visit, "visit") < probability
@@ -131,6 +131,13 @@ def choose_rest(
     return _passed(visit, side, worth, probability) if is_drawn else None
 
 
+def _side(knowledge: Knowledge, weights: Weights, worth: float) -> Side:
+    if worth >= 1.0:
+        keeps_up = hard_probability(weights) >= knowledge.guard.plain_share
+        return Side.SURE if keeps_up else Side.PLAIN
+    return Side.EASY if mean_pass_rate(weights) >= _EASY_FROM else Side.HARD
+
+
 def _saved(knowledge: Knowledge, rules: SamplingRules, weights: Weights) -> float:
     return saved_by_probes(
         weights,
@@ -141,11 +148,15 @@ def _saved(knowledge: Knowledge, rules: SamplingRules, weights: Weights) -> floa
 
 
 def _passed(visit: Visit, side: Side, worth: float, probability: float) -> Visit:
-    """A group that passed two choices counts for the harder side."""
-    probability *= visit.probability
+    """A group that passed two choices counts for the harder side.
+
+    Its worth there is taken times the probability of the other choice: so what the guard expects
+    of w is what comes of both.
+    """
+    before, together = visit.probability, visit.probability * probability
     if visit.side is Side.HARD and side is Side.EASY:
-        return replace(visit, probability=probability)
-    return replace(visit, side=side, worth=worth, probability=probability)
+        return replace(visit, worth=visit.worth * probability, probability=together)
+    return replace(visit, side=side, worth=worth * before, probability=together)
 
 
 def _uniform(seed: int, visit: Visit, purpose: str) -> float:

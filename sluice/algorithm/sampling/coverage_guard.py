@@ -3,18 +3,23 @@
 Prompts and groups that are not worth their tokens are drawn all the same with a probability that
 is known. So each kept group stands for ``1 / probability`` groups of plain drawing (Horvitz and
 Thompson 1952), which gives an unbiased estimate of the share h of hard prompts that plain drawing
-would train. Kept groups fall into three classes: *sure* ones that met no such choice, and those
-that passed one on the *easy* or on the *hard* side.
+would train. Kept groups fall into four classes: *sure* ones that met no such choice, *plain* ones
+that are worth their tokens but less likely hard than kept groups are on average, and those that
+passed a choice on the *easy* or on the *hard* side.
 
-The easy side is drawn as rarely as allowed, with e = exploration; the hard side with ``w * worth``,
-so that what is hopeless for certain is drawn less often than what is merely hard. With plain
-drawing the classes would number M, E and W groups, Mh, Eh and Wh of them hard, and W' and Wh' be
-those of the hard side weighted by their worth. The share of hard ones is t if
+The easy side is drawn as rarely as allowed, with e = exploration; the plain one with s; the hard
+side with ``w * worth``, so that what is hopeless for certain is drawn less often than what is
+merely hard. With plain drawing the classes would number M, P, E and W groups, Mh, Ph, Eh and Wh of
+them hard, and W' and Wh' be those of the hard side weighted by their worth. The share of hard ones
+is t if
 
-    Mh + e Eh + w Wh' = t (M + e E + w W')
+    Mh + s Ph + e Eh + w Wh' = t (M + s P + e E + w W')
 
-which is solved for w. The aim t is h, corrected by what the share was of late. If even the smallest
-w leaves more than `MOST` times h, e is raised instead.
+which is solved for w with s = 1. Where that takes more than `MOST_HARD_FACTOR`, most tokens would
+go into prompts that are hopeless; so w stays there and s is solved for, down to `LEAST_PLAIN`, and
+only then w is raised. What holds the share is then that fewer of the others are drawn. The aim t is
+a little over h (`AIM`), corrected by what the share was of late. If even the smallest w leaves more
+than `MOST` times h, e is raised instead.
 """
 
 from __future__ import annotations
@@ -24,17 +29,33 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 DECAY_PER_GROUP = 0.998
+"""Weight of the past at each kept group: shares are those of about 500 groups."""
+
+AIM = 1.03
+"""Share of hard prompts to keep, over that of plain drawing. Prompts become easier, and what is
+known of them is older than the group: some that seem hard are hard no more."""
+
 MOST = 1.06
 """Largest share of hard prompts that is left alone, over that of plain drawing."""
+
+MOST_HARD_FACTOR = 0.4
+"""Largest w at which the plain side is still drawn in full."""
+
+LEAST_PLAIN = 0.3
+"""Least probability with which a prompt on the plain side is drawn."""
 
 GAIN = 2.0
 _LEAST_KEPT = 32.0  # groups, below which nothing is said about shares
 
 
 class Side(StrEnum):
-    """Which choice a group passed: none, or one for prompts too easy, or one for those too hard."""
+    """Which choice a group passed: none, or one for prompts too easy, or one for those too hard.
+
+    ``PLAIN`` is worth its tokens, and drawn less often only to keep the share of hard prompts.
+    """
 
     SURE = "sure"
+    PLAIN = "plain"
     EASY = "easy"
     HARD = "hard"
 
@@ -70,7 +91,8 @@ class CoverageGuard:
 
     Args:
         exploration: least probability of a draw that is not worth its tokens.
-        is_on: off: both sides are drawn with `exploration`, whatever that does to the shares.
+        is_on: off: what is too easy or too hard is drawn with `exploration`, all else always,
+            whatever that does to the shares.
     """
 
     exploration: float
@@ -85,7 +107,8 @@ class CoverageGuard:
         Args:
             side: the choice it passed.
             hardness: probability that its prompt is hard, given all its samples.
-            worth: of the choice it passed, as given to `probability`.
+            worth: of the choice it passed, as given to `probability`, times the probability of any
+                other that it passed.
             probability: with which it was drawn.
         """
         classes = {other: counted.decayed() for other, counted in self.classes.items()}
@@ -117,33 +140,62 @@ class CoverageGuard:
             worth: what is expected to be trained, times the price, over what is expected to be
                 drawn; in [0, 1].
         """
-        if side is Side.SURE:
+        if side is Side.SURE or (side is Side.PLAIN and not self.is_on):
             return 1.0
         if not self.is_on:
             return self.exploration
-        easy, hard = self._solved()
+        easy, plain, hard = self._solved()
+        if side is Side.PLAIN:
+            return max(self.exploration, plain)
         return easy if side is Side.EASY else min(1.0, max(self.exploration, hard * worth))
 
-    def _solved(self) -> tuple[float, float]:
-        """e and w; w has no upper bound."""
-        sure, easy, hard = (self.classes[s] for s in (Side.SURE, Side.EASY, Side.HARD))
+    def _solved(self) -> tuple[float, float, float]:
+        """e, s and w; w has no upper bound."""
         e, h = self.exploration, self.plain_share
-        if sure.real + easy.real + hard.real < _LEAST_KEPT or not h:
-            return e, math.inf
-        w = self._hard_factor(h * (1.0 + GAIN * (1.0 - self.ratio)))
-        if w > 0.0 and hard.worth:
-            return e, w
-        most = MOST * h
-        surplus = sure.plain_hard + e * hard.plain_hard - most * (sure.plain + e * hard.plain)
-        room = most * easy.plain - easy.plain_hard
-        return (min(1.0, max(e, surplus / room)) if room > 0.0 else e), w
+        if sum(c.real for c in self.classes.values()) < _LEAST_KEPT or not h:
+            return e, 1.0, math.inf
+        aim = h * (AIM + GAIN * (AIM - self.ratio))
+        w = self._hard_factor(aim, 1.0)
+        if not w or not self.classes[Side.HARD].worth:
+            return self._easy_probability(MOST * h), 1.0, w
+        if w <= MOST_HARD_FACTOR:
+            return e, 1.0, w
+        s = self._plain_probability(aim)
+        return e, s, max(MOST_HARD_FACTOR, self._hard_factor(aim, s))
 
-    def _hard_factor(self, aim: float) -> float:
-        """w for a share of `aim` with the easy side at its rarest."""
-        sure, easy, hard = (self.classes[s] for s in (Side.SURE, Side.EASY, Side.HARD))
+    def _excess(self, aim: float, s: float) -> float:
+        """Hard groups beyond a share of `aim`, with none of the hard side."""
+        sure, plain, easy = (self.classes[x] for x in (Side.SURE, Side.PLAIN, Side.EASY))
         e = self.exploration
-        steer = hard.worth_hard - aim * hard.worth
+        hard = sure.plain_hard + s * plain.plain_hard + e * easy.plain_hard
+        return hard - aim * (sure.plain + s * plain.plain + e * easy.plain)
+
+    def _steer(self, aim: float) -> float:
+        """Hard groups beyond a share of `aim` that w = 1 brings."""
+        return self.classes[Side.HARD].worth_hard - aim * self.classes[Side.HARD].worth
+
+    def _hard_factor(self, aim: float, s: float) -> float:
+        """w for a share of `aim` with the easy side at its rarest."""
+        steer = self._steer(aim)
         if steer <= 0.0:  # the hard side is no harder than the rest: drawing it all is plain
             return math.inf
-        wanted = aim * (sure.plain + e * easy.plain) - sure.plain_hard - e * easy.plain_hard
-        return max(0.0, wanted / steer)
+        return max(0.0, -self._excess(aim, s) / steer)
+
+    def _plain_probability(self, aim: float) -> float:
+        """s for a share of `aim` with w at `MOST_HARD_FACTOR`."""
+        plain = self.classes[Side.PLAIN]
+        softens = aim * plain.plain - plain.plain_hard
+        if softens <= 0.0 or self._steer(aim) <= 0.0:
+            return 1.0
+        surplus = self._excess(aim, 0.0) + MOST_HARD_FACTOR * self._steer(aim)
+        return min(1.0, max(LEAST_PLAIN, surplus / softens))
+
+    def _easy_probability(self, most: float) -> float:
+        """e for a share of at most `most`, with the hard side at its rarest."""
+        others = (self.classes[Side.SURE], self.classes[Side.PLAIN])
+        easy, hard = self.classes[Side.EASY], self.classes[Side.HARD]
+        e = self.exploration
+        surplus = sum(c.plain_hard - most * c.plain for c in others)
+        surplus += e * (hard.plain_hard - most * hard.plain)
+        room = most * easy.plain - easy.plain_hard
+        return min(1.0, max(e, surplus / room)) if room > 0.0 else e

@@ -31,7 +31,9 @@ GRID: Weights = 1.0 / (1.0 + np.exp(-_LOGITS))
 """Pass rates, 0.002 to 0.998, evenly spaced in log odds: nobody is hopeless or sure for ever."""
 
 _LOG_RIGHT, _LOG_WRONG = np.log(GRID), np.log1p(-GRID)
-_HARD = (GRID < HARD_BELOW).astype(np.float64)
+_STEP = _LOGITS[1] - _LOGITS[0]
+# A point stands for its cell, of which a part may be hard.
+_HARD = np.clip((np.log(HARD_BELOW / (1.0 - HARD_BELOW)) - _LOGITS) / _STEP + 0.5, 0.0, 1.0)
 # U-shaped, as pass rates are: log odds between those of "almost never" and "almost always".
 _PRIOR = np.full(GRID.size, 1.0 / GRID.size)
 

@@ -20,6 +20,8 @@ from sluice.algorithm.sampling.rounds import Rounds
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.algorithm.sampling.visit import Visit, VisitEnd
 
+_EXPLORED = (Side.EASY, Side.HARD)
+
 
 class LoopLoad(NamedTuple):
     """Groups by where they are.
@@ -45,6 +47,11 @@ class SamplingStrategy:
 
     def __init__(self, rules: SamplingRules) -> None:
         self._rules = rules
+        # These are asked at every start, and follow from the rules.
+        self._discards_surplus = rules.strategy is StrategyName.ROUNDS
+        self._uses_memory = rules.strategy.uses_memory
+        uses_probes = rules.strategy.uses_probes
+        self._first_samples = rules.probe_samples if uses_probes else rules.samples_per_group
         self._rounds = Rounds(
             rules.gen_batch_size, rules.train_batch_size, rules.max_num_gen_batches
         )
@@ -63,7 +70,7 @@ class SamplingStrategy:
     @property
     def discards_surplus(self) -> bool:
         """Whether kept groups beyond a batch are thrown away."""
-        return self._rules.strategy is StrategyName.ROUNDS
+        return self._discards_surplus
 
     @property
     def num_in_line(self) -> int:
@@ -88,15 +95,17 @@ class SamplingStrategy:
                 num_in_training=load.num_in_training,
             )
             return min(wanted, load.room)
+        num_in_flight, num_kept, num_in_training, room, num_sure = load
+        num_unsure = num_in_flight - num_sure
         return groups_to_admit(
             train_batch_size=self._rules.train_batch_size,
             max_staleness=self._rules.max_staleness,
             # What is sure to be kept takes a place as if it were.
-            num_in_flight=load.num_in_flight - load.num_sure,
-            num_kept=load.num_kept + load.num_sure,
-            num_in_training=load.num_in_training,
+            num_in_flight=num_unsure,
+            num_kept=num_kept + num_sure,
+            num_in_training=num_in_training,
             estimate=self.estimate,
-            max_in_flight=load.num_in_flight - load.num_sure + load.room,
+            max_in_flight=num_unsure + room,
         )
 
     def visit(self, key: str, sequence: int, history: PromptHistory | None, version: int) -> Visit:
@@ -108,19 +117,17 @@ class SamplingStrategy:
             history: of its earlier visits; ignored by strategies without memory.
             version: announced now.
         """
-        uses_probes = self._rules.strategy.uses_probes
-        first = self._rules.probe_samples if uses_probes else self._rules.samples_per_group
-        known = history if self._rules.strategy.uses_memory else None
-        return choose_visit(
-            self._knowledge, self._rules, Visit(key, sequence, known, first), version
-        )
+        if history is None or not self._uses_memory:
+            return Visit(key, sequence, None, self._first_samples)
+        visit = Visit(key, sequence, history, self._first_samples)
+        return choose_visit(self._knowledge, self._rules, visit, version)
 
     def started(self, visit: Visit) -> None:
         """The group of a visit starts."""
         if self.discards_surplus:
             self._rounds = self._rounds.drew()
         self._counts["visits"] += 1
-        self._counts["explored"] += visit.side is not Side.SURE
+        self._counts["explored"] += visit.side in _EXPLORED
 
     def skipped(self, visit: Visit) -> None:
         """A prompt was passed by."""
@@ -132,7 +139,7 @@ class SamplingStrategy:
         if self.discards_surplus:
             self._rounds = self._rounds.gave_back()
         self._counts["visits"] -= 1
-        self._counts["explored"] -= visit.side is not Side.SURE
+        self._counts["explored"] -= visit.side in _EXPLORED
 
     def after_probes(
         self, visit: Visit, *, num_right: int, num_scored: int, version: int
@@ -209,7 +216,8 @@ class SamplingStrategy:
             gauges |= {
                 f"sampling/{name}": float(self._counts[name])
                 for name in (
-                    *("visits", "explored", "skipped", "skipped_easy", "skipped_hard"),
+                    *("visits", "explored", "skipped"),
+                    *("skipped_easy", "skipped_plain", "skipped_hard"),
                     *("stopped", "stopped_easy", "stopped_hard"),
                 )
             }
@@ -229,5 +237,6 @@ def _of_knowledge(knowledge: Knowledge) -> dict[str, float]:
         "sampling/hard_share_plain": guard.plain_share,
         "sampling/hard_share_ratio": guard.ratio,
         "sampling/draw_probability_easy": guard.probability(Side.EASY),
+        "sampling/draw_probability_plain": guard.probability(Side.PLAIN),
         "sampling/draw_probability_hard": guard.probability(Side.HARD),
     }

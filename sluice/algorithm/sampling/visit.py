@@ -20,7 +20,8 @@ class Visit:
         first_samples: samples to draw first; 0: the prompt is passed by.
         draw_probability: with which it was drawn at all, by its history; in (0, 1].
         probability: with which it came this far, the choice about its rest included; in (0, 1].
-        side, worth: of the choice it passed, for the coverage guard; the harder one's of two.
+        side, worth: of the choice it passed, for the coverage guard; the harder one's of two, its
+            worth times the other's probability.
     """
 
     key: str

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.sampling.coverage_guard import CoverageGuard, Side
+from sluice.algorithm.sampling.coverage_guard import (
+    AIM,
+    GAIN,
+    LEAST_PLAIN,
+    MOST_HARD_FACTOR,
+    CoverageGuard,
+    Side,
+)
 
 
 def kept_like(
@@ -67,6 +74,52 @@ def test_too_many_hard_prompts_raise_the_easy_side_instead() -> None:
         guard = guard.kept(Side.SURE, hardness=0.3, worth=1.0, probability=1.0)
         guard = guard.kept(Side.EASY, hardness=0.0, worth=0.9, probability=0.2)
     assert guard.probability(Side.EASY, 0.9) > 0.1
+
+
+def with_plain_prompts() -> CoverageGuard:
+    """200 times a hard group that is sure, one of the hard side, and a plain one."""
+    guard = CoverageGuard(0.1)
+    for _ in range(200):
+        guard = guard.kept(Side.SURE, hardness=1.0, worth=1.0, probability=1.0)
+        guard = guard.kept(Side.HARD, hardness=1.0, worth=0.5, probability=0.5)
+        guard = guard.kept(Side.PLAIN, hardness=0.0, worth=1.0, probability=0.6)
+    return guard
+
+
+def test_plain_prompts_are_drawn_less_often_rather_than_most_hopeless_ones() -> None:
+    guard = with_plain_prompts()
+    assert LEAST_PLAIN <= guard.probability(Side.PLAIN) < 1.0
+    assert guard.probability(Side.HARD, 1.0) == pytest.approx(MOST_HARD_FACTOR)
+
+
+def test_the_plain_side_and_the_hard_side_solve_the_aimed_share() -> None:
+    guard = with_plain_prompts()
+    s, w = guard.probability(Side.PLAIN), guard.probability(Side.HARD, 1.0)
+    sure, plain, hard = (guard.classes[x] for x in (Side.SURE, Side.PLAIN, Side.HARD))
+    num_hard = sure.plain_hard + w * hard.worth_hard
+    aim = guard.plain_share * (AIM + GAIN * (AIM - guard.ratio))
+    assert num_hard / (sure.plain + s * plain.plain + w * hard.worth) == pytest.approx(aim)
+
+
+def test_plain_prompts_are_all_drawn_where_few_of_the_hard_side_keep_the_share() -> None:
+    guard = CoverageGuard(0.1)
+    for i in range(400):
+        guard = guard.kept(Side.SURE, hardness=0.5, worth=1.0, probability=1.0)
+        guard = guard.kept(Side.PLAIN, hardness=0.45, worth=1.0, probability=1.0)
+        if i % 10 == 0:
+            guard = guard.kept(Side.HARD, hardness=1.0, worth=0.5, probability=0.2)
+        if i % 50 in {0, 17, 34}:
+            guard = guard.kept(Side.EASY, hardness=0.0, worth=0.5, probability=0.1)
+    assert guard.probability(Side.PLAIN) == 1.0
+    assert 0.1 < guard.probability(Side.HARD, 1.0) < MOST_HARD_FACTOR
+
+
+def test_without_the_guard_plain_prompts_are_all_drawn() -> None:
+    assert CoverageGuard(0.1, is_on=False).probability(Side.PLAIN) == 1.0
+
+
+def test_plain_prompts_are_all_drawn_until_shares_are_known() -> None:
+    assert CoverageGuard(0.1).probability(Side.PLAIN) == 1.0
 
 
 @given(

@@ -110,3 +110,15 @@ def test_sixteen_wrong_samples_make_a_prompt_probably_hard_and_right_ones_do_not
 def test_negative_counts_are_refused() -> None:
     with pytest.raises(ConfigError, match="negative"):
         Evidence(-1.0, 0.0)
+
+
+def test_of_the_point_at_the_limit_of_hard_a_part_is_hard() -> None:
+    by_rate = [
+        hard_probability((np.arange(GRID.size) == i).astype(float)) for i in range(GRID.size)
+    ]
+    assert sorted(by_rate, reverse=True) == by_rate
+    assert all(hard == 1.0 for hard, rate in zip(by_rate, GRID, strict=True) if rate < 0.08)
+    assert all(hard == 0.0 for hard, rate in zip(by_rate, GRID, strict=True) if rate > 0.12)
+    # The cells before it end at 0.089, its own at 0.118; the limit is 0.1.
+    (at_limit,) = [hard for hard, rate in zip(by_rate, GRID, strict=True) if 0.08 < rate < 0.12]
+    assert at_limit == pytest.approx(0.41, abs=0.01)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from sluice.algorithm.sampling.coverage_guard import Side
 from sluice.algorithm.sampling.prompt_memory import PromptHistory, remembered
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
@@ -228,3 +229,43 @@ def test_a_prompt_known_to_be_in_between_is_drawn_without_probes() -> None:
     history = PromptHistory(8.0, 8.0, 100.0, 0, 1)
     visit = strategy(StrategyName.STAGED_MEMORY).visit("a", 0, history, 0)
     assert visit.first_samples == N
+
+
+def after_wrong_samples() -> SamplingStrategy:
+    """A strategy whose guard has seen enough hard groups to draw the hard side at w < 1."""
+    chosen = strategy(StrategyName.STAGED_MEMORY)
+    World(chosen).run(40, 0)
+    return chosen
+
+
+def test_a_group_that_passes_two_choices_counts_with_the_probability_of_both() -> None:
+    chosen = after_wrong_samples()
+    factor = chosen.statistics()["sampling/draw_probability_hard"]
+    history = PromptHistory(1.0, 16.0, 100.0, 40, 1)
+    visits = [chosen.visit(str(i), i, history, 40) for i in range(400)]
+    drawn = [replace(visit, first_samples=RULES.probe_samples, probability=0.5) for visit in visits]
+    passed = [
+        goes_on
+        for visit in drawn
+        if (goes_on := chosen.after_probes(visit, num_right=0, num_scored=4, version=40))
+    ]
+    assert {visit.side for visit in passed} == {Side.HARD}
+    # With w as it is the guard expects what is really drawn.
+    assert all(factor * v.worth == pytest.approx(v.probability) for v in passed)
+    assert all(0.1 < v.probability < 0.5 for v in passed)
+
+
+def test_known_prompts_are_drawn_less_often_than_hard_ones_where_the_share_needs_it() -> None:
+    chosen = after_wrong_samples()
+    middling, hard = PromptHistory(8.0, 8.0, 1.0, 40, 1), PromptHistory(2.0, 30.0, 1.0, 40, 2)
+    plain = [chosen.visit(str(i), i, middling, 40) for i in range(1000)]
+    num_drawn = sum(not visit.is_skipped for visit in plain)
+    probability = chosen.statistics()["sampling/draw_probability_plain"]
+    assert probability < 1.0
+    assert num_drawn == pytest.approx(1000 * probability, abs=60)
+    assert {visit.side for visit in plain} == {Side.PLAIN}
+    assert chosen.visit("h", 0, hard, 40).side is not Side.PLAIN
+    assert all(not chosen.visit(str(i), i, None, 40).is_skipped for i in range(100))
+    before = chosen.statistics()["sampling/skipped_plain"]
+    chosen.skipped(next(visit for visit in plain if visit.is_skipped))
+    assert chosen.statistics()["sampling/skipped_plain"] == before + 1
