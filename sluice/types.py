@@ -79,6 +79,7 @@ class SamplingParams:
 
     `top_p` = 1 and `top_k` = -1 mean off; `temperature` = 0 is greedy (logprobs are then those of
     temperature 1). `seed` fixes sample *i*'s randomness independently of batching.
+    A sample ends with the token that completes one of the strings in `stop`; its text ends before.
     """
 
     temperature: float
@@ -88,6 +89,7 @@ class SamplingParams:
     seed: int
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

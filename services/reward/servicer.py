@@ -45,7 +45,6 @@ from sluice.rpc.caller_name import caller_name
 from sluice.security.token_file import TokenSource
 from sluice.types import ChatMessage, Failed, Scored
 
-MAX_SAMPLES = 1024
 ANSWER_MARGIN_S = 0.5
 """An answer that says what was waited for has to leave before the caller's deadline."""
 
@@ -183,8 +182,6 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         check_evaluation(request)
         temperature = request.temperature if request.HasField("temperature") else None
         num_samples = request.n if request.HasField("n") else self._rollout.val_kwargs.n
-        if not 1 <= num_samples <= MAX_SAMPLES:
-            raise InvalidRequestError(f"n: {num_samples} is not in 1..{MAX_SAMPLES}")
         return EvaluationOrder(
             request.policy_version,
             num_samples,

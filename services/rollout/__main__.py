@@ -27,6 +27,7 @@ from sluice.config.derived import message_mb
 from sluice.config.endpoints import advertised_address, peer_address
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
+from sluice.device.ascend_host import prepare_process
 from sluice.rpc.channel import open_channel
 from sluice.rpc.client_quota import ClientQuota
 from sluice.rpc.credentials import Credentials, service_credentials
@@ -66,6 +67,12 @@ def _parse(argv: list[str]) -> _Arguments:
 async def _serve(arguments: _Arguments) -> None:
     config = load_config(arguments.config, arguments.overrides)
     configure_logging(arguments.name, config.sluice.log_level)
+    prepare_process(
+        config,
+        config.sluice.rollout.device,
+        config.sluice.rollout.endpoint,
+        collectives_on_device=config.sluice.weights.backend != "gloo",
+    )
     credentials = service_credentials(config.sluice.security, config.sluice.rollout.endpoint)
     if not credentials.is_encrypted:
         expect_no_tls()

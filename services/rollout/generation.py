@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Protocol
 
 from services.rollout.engines.protocol import Engine, GenerationRequest, SampleChunk
+from services.rollout.engines.stop_strings import before_stop, tellable
 from sluice.algorithm.growing_sample import GrowingSample
 from sluice.errors import EngineError
 from sluice.types import Rollout, TokenIds
@@ -77,8 +78,9 @@ class Delivery:
 
 @dataclass(slots=True, eq=False)
 class _Sample:
-    """A sample under way."""
+    """A sample under way, which one of `stops` may end."""
 
+    stops: tuple[str, ...] = ()
     grown: GrowingSample = field(default_factory=GrowingSample)
     sent_text: str = ""
 
@@ -113,7 +115,10 @@ class Generation:
         Raises:
             SluiceError: what the engine raised (inside an exception group).
         """
-        growing = {index: _Sample() for index in request.sample_indexes}
+        stops = request.sampling.stop
+        if stops:
+            request = replace(request, decode=self._detokenizer.decode)
+        growing = {index: _Sample(stops) for index in request.sample_indexes}
         for partial in partials:
             self._adopt(growing[partial.sample_index], partial)
         inbox: asyncio.Queue[tuple[SampleChunk, ...]] = asyncio.Queue()
@@ -193,15 +198,20 @@ class Generation:
             elif delivery.sends_tokens and index not in finished and chunk.token_ids.size:
                 deltas.append(TextDelta(chunk, ""))
             if chunk.finish_reason is not None:
-                text = self._detokenizer.decode(sample.grown.token_ids())
+                text = self._text(sample)
                 rollouts.append(sample.grown.rollout(index, chunk.finish_reason, text))
                 del growing[index]
         return GenerationEvent(tuple(deltas), tuple(rollouts))
 
+    def _text(self, sample: _Sample) -> str:
+        return before_stop(self._detokenizer.decode(sample.grown.token_ids()), sample.stops)
+
     def _new_text(self, sample: _Sample, *, is_last: bool) -> str:
-        text = self._detokenizer.decode(sample.grown.token_ids())
-        if text.endswith("\ufffd") and not is_last:  # in the middle of a multi-byte character
-            return ""
+        text = self._text(sample)
+        if not is_last:
+            if text.endswith("\ufffd"):  # in the middle of a multi-byte character
+                return ""
+            text = tellable(text, sample.stops)
         new = text[len(sample.sent_text) :]
         sample.sent_text = text
         return new
@@ -216,7 +226,7 @@ class Generation:
         for end in range(ids.size, max(ids.size - _MOST_CHARACTER_TOKENS, 0), -1):
             text = self._detokenizer.decode(ids[:end])
             if not text.endswith("\ufffd"):
-                sample.sent_text = text
+                sample.sent_text = tellable(text, sample.stops)
                 return
 
 

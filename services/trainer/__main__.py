@@ -18,7 +18,9 @@ from services.trainer.leader import run_leader
 from sluice.concurrency.exit_status import exit_status
 from sluice.concurrency.parent_death import end_with_supervisor
 from sluice.concurrency.process_exit import leave
+from sluice.config.derived import world_size
 from sluice.config.loader import load_config
+from sluice.device.ascend_host import prepare_process
 from sluice.telemetry.logs import configure_logging
 
 
@@ -50,6 +52,12 @@ def main() -> int:
 def _run(file: Path, overrides: list[str], rank: int) -> None:
     config = load_config(file, overrides)
     configure_logging("trainer" if rank == 0 else f"trainer-{rank}", config.sluice.log_level)
+    prepare_process(
+        config,
+        config.trainer.device,
+        config.sluice.trainer.endpoint,
+        collectives_on_device=world_size(config) > 1 or config.sluice.weights.backend != "gloo",
+    )
     if rank > 0:
         run_follower(config)
     elif not asyncio.run(run_leader(config)):

@@ -64,10 +64,9 @@ from sluice.rpc.stubs import reward_stub
 from sluice.telemetry.process_age import process_age_s
 from sluice.types import ReplicaInfo, TensorSpec, TrainBatch
 from sluice.weights.layout import layout_digest
-from sluice.weights.plan import plan_transfer, tensor_specs
-from sluice.weights.sender import WeightSender
+from sluice.weights.plan import tensor_specs
+from sluice.weights.sender import WeightSender, broadcast_deadline_s
 from sluice.weights.snapshot import SnapshotBuffers
-from sluice.weights.transfer import NUM_FRAMING_COLLECTIVES
 
 logger = logging.getLogger(__name__)
 
@@ -275,14 +274,14 @@ def _publisher(
     device = transfer_device(config.trainer.device, weights.backend)
     reachable_at = advertised_host(endpoint)
 
-    num_buckets = len(plan_transfer(trained.tensors, weights.bucket_mb << 20).buckets)
-    transfer_timeout_s = (num_buckets + NUM_FRAMING_COLLECTIVES) * weights.timeout_s
+    bucket_bytes = weights.bucket_mb << 20
+    transfer_timeout_s = broadcast_deadline_s(trained.tensors, bucket_bytes, weights.timeout_s)
     sends_changes = weights.delta == "auto"
 
     def make_sender() -> WeightSender:
         return WeightSender(
             device=device,
-            bucket_bytes=weights.bucket_mb << 20,
+            bucket_bytes=bucket_bytes,
             timeout_s=weights.timeout_s,
             host=reachable_at,
             bind_host=endpoint.host,

@@ -23,6 +23,7 @@ from sluice.client.generation_types import (
     SampleFinished,
     Sampling,
 )
+from sluice.errors import DataError
 from sluice.types import ChatMessage, Rollout
 
 _STDIN = "-"
@@ -79,10 +80,17 @@ def generate(  # noqa: PLR0913 - one parameter an option
         deadline_s=deadline,
         token_budget=token_budget,
     )
-    text = sys.stdin.read() if prompt == _STDIN else prompt
+    text = _read_stdin() if prompt == _STDIN else prompt
     turns = [ChatMessage("system", system)] if system else []
     asked: Prompt = text if raw else [*turns, ChatMessage("user", text)]
     asyncio.run(_generate(run, asked, options, _Output(as_json, stream and not as_json)))
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise DataError(f"stdin: no text of {error.encoding} ({error.reason})") from error
 
 
 async def _generate(run: Path, prompt: Prompt, options: GenerateOptions, output: _Output) -> None:

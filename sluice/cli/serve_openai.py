@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -39,6 +40,9 @@ def serve_openai(
     deadline: Annotated[
         float | None, typer.Option(help="Longest request, seconds; none: as long as it takes.")
     ] = None,
+    max_choices: Annotated[
+        int, typer.Option(min=1, help="Most choices drawn at once, of all requests.")
+    ] = 4096,
 ) -> None:
     """Serve the replicas of a run over HTTP as OpenAI's API does, for evaluation harnesses.
 
@@ -50,12 +54,14 @@ def serve_openai(
     Example:
       sluice serve-openai runs/quickstart --port 8000
     """
-    front = _front(host, model_name, key_file, deadline)
+    if deadline is not None and not 0 < deadline < math.inf:
+        raise ConfigError(f"--deadline {deadline}: give seconds above 0, or leave it out")
+    front = _front(host, model_name, key_file, deadline, max_choices)
     asyncio.run(_serve(run, host, port, front))
 
 
 def _front(
-    host: str, model_name: str, key_file: Path | None, deadline_s: float | None
+    host: str, model_name: str, key_file: Path | None, deadline_s: float | None, max_choices: int
 ) -> FrontSettings:
     try:
         from sluice.openai_front.web_app import FrontSettings
@@ -63,7 +69,7 @@ def _front(
         raise ConfigError(
             "serve-openai: aiohttp is not installed; pip install 'sluice[openai-front]'"
         ) from error
-    return FrontSettings(model_name, deadline_s, _keys(host, key_file))
+    return FrontSettings(model_name, deadline_s, _keys(host, key_file), max_choices)
 
 
 def _keys(host: str, key_file: Path | None) -> TokenSource | None:

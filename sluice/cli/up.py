@@ -33,6 +33,7 @@ from sluice.launch.servicer import launch_service
 from sluice.launch.supervisor import EXIT_INTERRUPTED, RunEnd, Supervisor
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.rpc.credentials import service_credentials
+from sluice.rpc.handshake_remedy import expect_no_tls
 
 # A service spends its own grace period draining; what it needs to leave comes on top.
 _EXIT_MARGIN_S = 5.0
@@ -139,6 +140,8 @@ async def _supervise(
     trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
     reward = peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint")
     credentials = service_credentials(config.sluice.security, config.sluice.trainer.endpoint)
+    if not credentials.is_encrypted:
+        expect_no_tls()
     monitor = RunMonitor(trainer, reward, credentials=credentials)
     scale = ReplicaScale(
         supervisor,

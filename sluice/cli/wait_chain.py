@@ -10,7 +10,9 @@ from sluice.client.wait_survey import ServiceWaits
 from sluice.concurrency.waits import Waiting
 
 FLEET = "rollout fleet"
-_WORTH_TELLING_S = 1.0
+WORTH_TELLING_S = 1.0
+"""Waits that are shorter are the ordinary course of a run."""
+
 _MOST_WAITERS_TOLD = 3
 
 
@@ -151,7 +153,7 @@ def _next(
     for."""
     for wait in sorted(by_name[name].waits, key=lambda wait: -wait.seconds):
         targets = [each for each in _targets(wait.peer, by_name) if each not in seen]
-        if targets and wait.seconds >= _WORTH_TELLING_S:
+        if targets and wait.seconds >= WORTH_TELLING_S:
             own = {each: _count_for(each, by_name[name]) for each in targets}
             return max(targets, key=lambda each: (own[each], each)), wait
     return None
@@ -171,9 +173,9 @@ def _chain_in_words(
         key=lambda wait: wait.seconds,
         default=None,
     )
-    if root.still_s is not None and root.still_s >= _WORTH_TELLING_S:
+    if root.still_s is not None and root.still_s >= WORTH_TELLING_S:
         end = f"got nothing done for {root.still_s:.0f} s"
-    elif own is not None and own.seconds >= _WORTH_TELLING_S:
+    elif own is not None and own.seconds >= WORTH_TELLING_S:
         end = f"waits for {own.peer} ({own.phase}, {own.seconds:.0f} s)"
     else:
         end = "is at work"

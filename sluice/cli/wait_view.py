@@ -10,11 +10,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sluice.cli.wait_chain import Explanation
+from sluice.cli.wait_chain import WORTH_TELLING_S, Explanation
 from sluice.client.wait_survey import ServiceWaits
 from sluice.concurrency.waits import Waiting
 
-_WORTH_TELLING_S = 1.0
 _MOST_ROWS_A_SERVICE = 8
 
 
@@ -41,9 +40,9 @@ def _rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:
         unheard = "" if service.unheard_s is None else f"{service.unheard_s:.0f} s"
         yield service.name, "-", f"{service.failure}{process}", unheard
         return
-    if service.still_s is not None and service.still_s >= _WORTH_TELLING_S:
+    if service.still_s is not None and service.still_s >= WORTH_TELLING_S:
         yield service.name, "-", "no progress though there is work", f"{service.still_s:.0f} s"
-    told = [wait for wait in service.waits if wait.seconds >= _WORTH_TELLING_S]
+    told = [wait for wait in service.waits if wait.seconds >= WORTH_TELLING_S]
     for wait in told[:_MOST_ROWS_A_SERVICE]:
         yield service.name, wait.peer, _phase(wait), f"{wait.seconds:.0f} s"
     left_out = len(told) - _MOST_ROWS_A_SERVICE

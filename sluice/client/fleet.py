@@ -6,12 +6,13 @@ itself: of each replica, what it had under way when the load was heard is taken 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from sluice.errors import NotReadyError
+from sluice.errors import NotReadyError, SluiceError
 
 _FRESH_S = 2.0
 _SUSPECT_S = 10.0
@@ -68,6 +69,8 @@ class Fleet:
         self._under_way: dict[str, int] = {}
         self._heard_with: dict[str, int] = {}
         self._failed_s: dict[str, float] = {}
+        self._asking = asyncio.Lock()
+        self._unanswered: tuple[float, SluiceError] | None = None
 
     async def choose(self) -> FleetReplica:
         """The replica for the next request.
@@ -76,9 +79,8 @@ class Fleet:
             NotReadyError: none serves.
             SluiceError: nobody can be asked.
         """
-        if self._heard_s is None or self._clock() - self._heard_s > _FRESH_S:
-            self._replicas = tuple(await self._look_up())
-            self._heard_s, self._heard_with = self._clock(), dict(self._under_way)
+        if not self._is_fresh():
+            await self._ask(self._clock())
         now_s = self._clock()
         self._failed_s = {a: at for a, at in self._failed_s.items() if now_s - at < _SUSPECT_S}
         chosen = choose_replica(
@@ -88,6 +90,23 @@ class Fleet:
             self._heard_s = None
             raise NotReadyError("no replica serves; see `sluice status`, and try again in a moment")
         return chosen
+
+    def _is_fresh(self) -> bool:
+        return self._heard_s is not None and self._clock() - self._heard_s <= _FRESH_S
+
+    async def _ask(self, since_s: float) -> None:
+        """Asks once for all requests that wait for it; they share a failure, too."""
+        async with self._asking:
+            if self._is_fresh():
+                return
+            if self._unanswered is not None and self._unanswered[0] > since_s:
+                raise self._unanswered[1]
+            try:
+                self._replicas = tuple(await self._look_up())
+            except SluiceError as error:
+                self._unanswered = self._clock(), error
+                raise
+            self._heard_s, self._heard_with = self._clock(), dict(self._under_way)
 
     @contextmanager
     def occupied(self, address: str, num_samples: int) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from sluice.api.reward.v1 import reward_pb2
@@ -10,6 +11,7 @@ from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client.fleet import FleetReplica
 from sluice.client.run_address import RunAddress
 from sluice.client.service_channels import ServiceChannels
+from sluice.concurrency.exception_leaves import leaves
 from sluice.errors import ConfigError, DeadlineError, HandshakeError, PeerError
 from sluice.rpc.call import unary_call
 from sluice.rpc.stubs import reward_stub, rollout_stub, trainer_stub
@@ -36,7 +38,7 @@ class FleetLookup:
             PeerError, DeadlineError: nobody answers.
         """
         if self._address.replicas:
-            return [r for a in self._address.replicas if (r := await self._itself(a)) is not None]
+            return await self._of_themselves()
         if self._address.trainer is None:
             return await self._of_reward_service()
         try:
@@ -47,6 +49,18 @@ class FleetLookup:
             if self._address.reward is None:
                 raise
             return await self._of_reward_service()
+
+    async def _of_themselves(self) -> Sequence[FleetReplica]:
+        """All at once: one that hangs keeps nobody from hearing of the others."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asked = [
+                    tasks.create_task(self._itself(address), name=f"asking {address}")
+                    for address in self._address.replicas
+                ]
+        except ExceptionGroup as group:
+            raise leaves(group)[0] from group
+        return [found for task in asked if (found := task.result()) is not None]
 
     async def _of_trainer(self, trainer: str) -> Sequence[FleetReplica]:
         answer = await unary_call(

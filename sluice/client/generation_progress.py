@@ -27,7 +27,7 @@ from sluice.codec.rollout import (
     rollout_from_proto,
     rollout_to_proto,
 )
-from sluice.errors import InvalidRequestError
+from sluice.errors import InvalidRequestError, PeerDefectError
 from sluice.types import ChatMessage, FinishReason, Rollout, TokenIds
 
 _SEED_BITS = 63
@@ -54,7 +54,7 @@ class GenerationProgress:
         self._options, self._every_token = options, every_token
         seed = options.sampling.seed
         self._seed = secrets.randbits(_SEED_BITS) if seed is None else seed
-        self._prompt = _prompt_to_proto(prompt)
+        self._prompt, self._is_accepted = _prompt_to_proto(prompt), False
         first = options.first_sample
         self._open = {index: _Sample() for index in range(first, first + options.n)}
 
@@ -93,17 +93,30 @@ class GenerationProgress:
     def take(
         self, message: rollout.GenerateResponse, replica: str, moved_because: str
     ) -> Iterator[GenerationEvent]:
-        """Takes on a message of a replica; what the client is told of it."""
-        if message.HasField("accepted"):
-            yield self._started(message.accepted, replica, moved_because)
-        for delta in message.deltas:
-            yield from self._grow(delta)
-        for finished in message.rollouts:
-            yield from self._finish(rollout_from_proto(finished))
+        """Takes on a message of a replica; what the client is told of it.
+
+        Raises:
+            PeerDefectError: the message is not what a replica sends.
+        """
+        try:
+            if message.HasField("accepted"):
+                yield self._started(message.accepted, replica, moved_because)
+            for delta in message.deltas:
+                yield from self._grow(delta)
+            for finished in message.rollouts:
+                yield from self._finish(rollout_from_proto(finished))
+        except InvalidRequestError as error:  # its mistake, not that of the request
+            raise PeerDefectError(replica, "reading its samples", str(error)) from error
+
+    def _sample(self, index: int) -> _Sample:
+        if not self._is_accepted or index not in self._open:
+            raise InvalidRequestError(f"sample {index} is not awaited")
+        return self._open[index]
 
     def _started(
         self, accepted: rollout.PromptAccepted, replica: str, moved_because: str
     ) -> GenerationStarted:
+        self._is_accepted = True
         # Continued from the very tokens, whatever the next replica makes of the text.
         self._prompt = common.PromptInput(
             tokens=common.TokenPrompt(token_ids_u32=accepted.prompt_token_ids_u32)
@@ -112,7 +125,7 @@ class GenerationProgress:
         return GenerationStarted(ids, accepted.policy_version, replica, moved_because)
 
     def _grow(self, delta: rollout.TokenDelta) -> Iterator[SampleDelta]:
-        tokens, sample = new_tokens_from_proto(delta), self._open[delta.sample_index]
+        tokens, sample = new_tokens_from_proto(delta), self._sample(delta.sample_index)
         sample.grown.append(tokens.token_ids, tokens.behavior_logprobs, tokens.version)
         if self._every_token:
             sample.sent_text += delta.text
@@ -125,7 +138,7 @@ class GenerationProgress:
             )
 
     def _finish(self, ended: Rollout) -> Iterator[GenerationEvent]:
-        sample = self._open[ended.sample_index]
+        sample = self._sample(ended.sample_index)
         if ended.finish_reason is FinishReason.ABORTED:  # a replica that leaves: go on elsewhere
             sample.grown = GrowingSample()
             sample.grown.adopt(ended)
@@ -158,10 +171,13 @@ def _text_alone(ended: Rollout, text: str) -> SampleDelta:
 
 
 def _prompt_to_proto(prompt: Prompt) -> common.PromptInput:
-    if isinstance(prompt, str):
-        return common.PromptInput(text=prompt)
-    if is_conversation(prompt):
-        return chat_prompt_to_proto([turn for turn in prompt if isinstance(turn, ChatMessage)])
+    try:
+        if isinstance(prompt, str):
+            return common.PromptInput(text=prompt)
+        if is_conversation(prompt):
+            return chat_prompt_to_proto([turn for turn in prompt if isinstance(turn, ChatMessage)])
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"prompt: no text of Unicode: {error}") from error
     return common.PromptInput(
         tokens=common.TokenPrompt(token_ids_u32=token_ids_to_bytes(_token_ids(prompt)))
     )
@@ -169,6 +185,13 @@ def _prompt_to_proto(prompt: Prompt) -> common.PromptInput:
 
 def _token_ids(prompt: Prompt) -> TokenIds:
     try:
-        return np.asarray(prompt, dtype=np.uint32)
+        ids = np.asarray(prompt)
     except (OverflowError, ValueError, TypeError) as error:
         raise InvalidRequestError(f"prompt: not token ids of 32 bits: {error}") from error
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        found = f"{ids.ndim} dimensions of {ids.dtype}"
+        raise InvalidRequestError(f"prompt: not token ids of 32 bits: {found}")
+    if ids.size and (ids.min() < 0 or ids.max() > np.iinfo(np.uint32).max):
+        found = f"they are in {ids.min()}..{ids.max()}"
+        raise InvalidRequestError(f"prompt: not token ids of 32 bits: {found}")
+    return ids.astype(np.uint32)

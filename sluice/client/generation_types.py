@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from sluice.codec.field_rules import check_range
 from sluice.errors import InvalidRequestError
 from sluice.types import ChatMessage, Logprobs, Rollout, TokenIds
 
@@ -14,6 +16,8 @@ Prompt = str | Sequence[ChatMessage] | Sequence[int] | TokenIds
 """A text as it stands, a conversation for the chat template, or token ids."""
 
 MAX_SAMPLES = 1024
+_UINT32, _UINT64, _INT32 = (1 << 32) - 1, (1 << 64) - 1, (1 << 31) - 1
+_MAX_TEMPERATURE, _MAX_PRIORITY = 100, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,9 @@ class Sampling:
         seed: fixes the samples as long as the weights are the same; none: drawn here.
         stop_token_ids: further tokens that end a response.
         ignore_eos: the model's own end tokens do not.
+
+    Raises:
+        InvalidRequestError: a value is out of its range; names it.
     """
 
     temperature: float = 1.0
@@ -37,6 +44,21 @@ class Sampling:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature <= _MAX_TEMPERATURE:
+            raise InvalidRequestError(
+                f"temperature: {self.temperature} is not in 0..{_MAX_TEMPERATURE}"
+            )
+        if not 0 < self.top_p <= 1:
+            raise InvalidRequestError(f"top_p: {self.top_p} is not in (0, 1]; 1 is off")
+        if self.top_k != -1:
+            check_range("top_k", self.top_k, 1, _INT32)
+        check_range("max_tokens", self.max_tokens, 0, _UINT32)
+        if self.seed is not None:
+            check_range("seed", self.seed, 0, _UINT64)
+        for token_id in self.stop_token_ids:
+            check_range("stop_token_ids", token_id, 0, _UINT32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +73,9 @@ class GenerateOptions:
         token_budget: most response tokens of all samples together, shared out evenly; 0: no bound.
         first_sample: index of the first sample, which its randomness depends on.
         request_id: for logs, at most 128 bytes.
+
+    Raises:
+        InvalidRequestError: a value is out of its range; names it.
     """
 
     n: int = 1
@@ -67,13 +92,17 @@ class GenerateOptions:
                 f"n: {self.n} samples from {self.first_sample} on; indexes are in "
                 f"0..{MAX_SAMPLES - 1}, and one at least is drawn"
             )
+        check_range("priority", self.priority, -_MAX_PRIORITY, _MAX_PRIORITY)
+        check_range("token_budget", self.token_budget, 0, _UINT32)
         if self.token_budget and self.token_budget < self.n:
             raise InvalidRequestError(
                 f"token_budget: {self.token_budget} for {self.n} samples; give at least one token "
                 "a sample, or 0 for no bound"
             )
-        if self.deadline_s is not None and self.deadline_s <= 0:
-            raise InvalidRequestError(f"deadline_s: {self.deadline_s} is not above 0")
+        if self.deadline_s is not None and not 0 < self.deadline_s < math.inf:
+            raise InvalidRequestError(
+                f"deadline_s: {self.deadline_s} is no finite time above 0; none is no deadline"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -174,15 +174,19 @@ def prompt_to_proto(prompt: NewPrompt) -> reward_pb2.SubmitPromptsRequest:
     """Encodes a prompt to train on.
 
     Raises:
-        InvalidRequestError: its `extra_info` holds a value that cannot travel.
+        InvalidRequestError: a text of it is no Unicode, or its `extra_info` cannot travel.
     """
-    return reward_pb2.SubmitPromptsRequest(
-        prompt_id=prompt.prompt_id,
-        messages=chat_prompt_to_proto(prompt.messages).chat.messages,
-        data_source=prompt.data_source,
-        ground_truth=prompt.ground_truth,
-        extra_info=extra_info_to_proto(prompt.extra_info, f"prompt {prompt.prompt_id}"),
-    )
+    owner = f"prompt {prompt.prompt_id}"
+    try:
+        return reward_pb2.SubmitPromptsRequest(
+            prompt_id=prompt.prompt_id,
+            messages=chat_prompt_to_proto(prompt.messages).chat.messages,
+            data_source=prompt.data_source,
+            ground_truth=prompt.ground_truth,
+            extra_info=extra_info_to_proto(prompt.extra_info, owner),
+        )
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{owner}: no text of Unicode: {error}") from error
 
 
 def extra_info_to_proto(values: Mapping[str, object], owner: str) -> struct_pb2.Struct | None:

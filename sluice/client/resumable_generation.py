@@ -17,12 +17,12 @@ from sluice.client.generation_types import (
 )
 from sluice.client.retries import Retries, RetryPolicy
 from sluice.client.service_channels import ServiceChannels
-from sluice.errors import PeerError, SluiceError
+from sluice.errors import InvalidRequestError, PeerError, SluiceError
 from sluice.rpc.call import stream_call
 from sluice.rpc.stubs import rollout_stub
 
 _PHASE = "generating"
-_NO_DEADLINE_S = 604_800.0
+_LONGEST_S = 604_800.0
 _FLEET = "the fleet"
 
 
@@ -53,13 +53,18 @@ class ResumableGeneration:
         moved_because = ""
         while progress.num_open:
             remaining_s = retries.remaining_s(_FLEET, _PHASE, whole_s)
+            num_tokens = progress.num_tokens
             try:
                 async with aclosing(self._once(progress, remaining_s, moved_because)) as events:
                     async for event in events:
-                        if not isinstance(event, GenerationStarted):
+                        if isinstance(event, GenerationStarted):
+                            retries.answered()
+                        else:
                             retries.got_on()
                         yield event
             except SluiceError as error:
+                if progress.num_tokens > num_tokens:  # of samples that are told of whole
+                    retries.got_on()
                 moved_because = str(error)
                 await retries.wait_after(error)
 
@@ -80,13 +85,15 @@ class ResumableGeneration:
                 got = progress.num_tokens - known
                 detail = f"it ended {progress.num_open} samples early, {got} tokens on"
                 raise PeerError(address, _PHASE, detail)
-        except SluiceError:
-            self._fleet.failed(address)
+        except SluiceError as error:
+            if not isinstance(error, InvalidRequestError):  # that one is the caller's doing
+                self._fleet.failed(address)
             raise
 
     def _stream(
         self, address: str, request: rollout.GenerateRequest, deadline_s: float | None
     ) -> AsyncGenerator[rollout.GenerateResponse, None]:
+        self._channels.check_size("prompt", request)
         stub = rollout_stub(self._channels.to(address))
         return stream_call(
             self._channels.named(stub.Generate),
@@ -94,5 +101,5 @@ class ResumableGeneration:
             name="RolloutService/Generate",
             peer=address,
             phase=_PHASE,
-            deadline_s=_NO_DEADLINE_S if deadline_s is None else deadline_s,
+            deadline_s=min(_LONGEST_S if deadline_s is None else deadline_s, _LONGEST_S),
         )

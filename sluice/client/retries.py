@@ -60,11 +60,17 @@ class Retries:
     ends_s: float | None = None
     clock: Callable[[], float] = time.monotonic
     _since_s: float | None = field(default=None, init=False)
+    _answered_s: float | None = field(default=None, init=False)
     _count: int = field(default=0, init=False)
 
     def got_on(self) -> None:
         """Something came: failures count from the beginning."""
         self._since_s, self._count = None, 0
+
+    def answered(self) -> None:
+        """The try was taken up, though nothing came of it so far."""
+        if self._answered_s is None:
+            self._answered_s = self.clock()
 
     def remaining_s(self, peer: str, phase: str, whole_s: float | None) -> float | None:
         """Seconds to the deadline; none without one.
@@ -86,6 +92,9 @@ class Retries:
             SluiceError: `error`, if it is not worth another try or patience has ended.
         """
         now_s = self.clock()
+        if self._answered_s is not None and now_s - self._answered_s >= self.policy.patience_s:
+            self.got_on()  # a try that was taken up for so long is no failure in a row
+        self._answered_s = None
         self._since_s = now_s if self._since_s is None else self._since_s
         if not is_transient(error) or now_s - self._since_s >= self.policy.patience_s:
             raise error

@@ -10,12 +10,13 @@ from sluice.client.policy_client import extra_info_to_proto
 from sluice.client.retries import Retries, RetryPolicy
 from sluice.client.service_channels import ServiceChannels
 from sluice.codec.batch import score_from_proto
-from sluice.errors import SluiceError
+from sluice.errors import InvalidRequestError, PeerDefectError, SluiceError
 from sluice.rpc.call import unary_call
 from sluice.rpc.stubs import reward_stub
 from sluice.types import Failed, FailureKind, Scored
 
 ITEMS_PER_CALL = 256
+_PHASE = "scoring responses"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +35,25 @@ async def score_items(
     """One grade or failure per item, in order; in calls of 256 items.
 
     Raises:
+        InvalidRequestError: an item cannot be sent; names it.
         SluiceError: the service stays away, or refuses the call.
     """
     outcomes: list[Scored | Failed] = []
+    encoded = [_to_proto(item, f"items[{index}]") for index, item in enumerate(items)]
     for start in range(0, len(items), ITEMS_PER_CALL):
-        outcomes += await _one_call(channels, reward, items[start : start + ITEMS_PER_CALL], policy)
+        call = encoded[start : start + ITEMS_PER_CALL]
+        outcomes += await _one_call(channels, reward, call, policy)
     return outcomes
 
 
 async def _one_call(
-    channels: ServiceChannels, reward: str, items: Sequence[ScoreItem], policy: RetryPolicy
+    channels: ServiceChannels,
+    reward: str,
+    items: Sequence[reward_pb2.ScoreItem],
+    policy: RetryPolicy,
 ) -> list[Scored | Failed]:
-    request = reward_pb2.ScoreRequest(items=[_to_proto(item) for item in items])
+    request = reward_pb2.ScoreRequest(items=items)
+    channels.check_size("items", request)
     stub, retries = reward_stub(channels.to(reward)), Retries(policy)
     while True:
         try:
@@ -54,21 +62,27 @@ async def _one_call(
                 request,
                 name="RewardService/Score",
                 peer=reward,
-                phase="scoring responses",
+                phase=_PHASE,
             )
         except SluiceError as error:
             await retries.wait_after(error)
-        else:
-            return [_from_proto(result) for result in answer.results]
+            continue
+        if len(answer.results) != len(items):
+            detail = f"{len(answer.results)} results for {len(items)} responses"
+            raise PeerDefectError(reward, _PHASE, detail)
+        return [_from_proto(result) for result in answer.results]
 
 
-def _to_proto(item: ScoreItem) -> reward_pb2.ScoreItem:
-    return reward_pb2.ScoreItem(
-        data_source=item.data_source,
-        response=item.response,
-        ground_truth=item.ground_truth,
-        extra_info=extra_info_to_proto(item.extra_info, "item"),
-    )
+def _to_proto(item: ScoreItem, owner: str) -> reward_pb2.ScoreItem:
+    try:
+        return reward_pb2.ScoreItem(
+            data_source=item.data_source,
+            response=item.response,
+            ground_truth=item.ground_truth,
+            extra_info=extra_info_to_proto(item.extra_info, owner),
+        )
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{owner}: no text of Unicode: {error}") from error
 
 
 def _from_proto(result: reward_pb2.ScoreResult) -> Scored | Failed:

@@ -7,11 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from sluice.client.run_address import RunAddress
+from sluice.errors import InvalidRequestError
 from sluice.rpc.caller_name import CLIENT_KEY
 from sluice.rpc.channel import open_channel
 
 if TYPE_CHECKING:
     import grpc
+    from google.protobuf.message import Message
 
 MethodT = TypeVar("MethodT", bound=Callable[..., object])
 
@@ -42,6 +44,16 @@ class ServiceChannels:
     def named(self, method: MethodT) -> MethodT:
         """A stub's method that tells the client's name."""
         return partial(method, metadata=self._metadata) if self._metadata else method  # type: ignore[return-value]
+
+    def check_size(self, name: str, message: Message) -> None:
+        """Refuses what gRPC would not send, and would call a failure of the service.
+
+        Raises:
+            InvalidRequestError: the message is over the limit; `name` says what it is.
+        """
+        size, most = message.ByteSize(), self._address.max_message_bytes
+        if size > most:
+            raise InvalidRequestError(f"{name}: {size} bytes; send at most {most} at a time")
 
     async def close(self) -> None:
         """Closes all of them."""

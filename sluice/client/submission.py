@@ -40,10 +40,9 @@ class OpenPrompts:
         self._open: dict[str, NewPrompt] = {}
         self._accepted: set[str] = set()
         self._has_room = asyncio.Event()
-        self._is_exhausted = False
+        self._is_exhausted, self._num_calls = False, 0
         self.failure: Exception | None = None
 
-    @property
     def are_done(self) -> bool:
         """Whether nothing is left to send or to wait for."""
         return self._is_exhausted and not self._open
@@ -54,12 +53,18 @@ class OpenPrompts:
         return len(self._open)
 
     async def requests(self) -> AsyncGenerator[reward_pb2.SubmitPromptsRequest, None]:
-        """What one call sends: all that are open, then fresh ones as there is room."""
+        """What one call sends: all that are open, then fresh ones as there is room.
+
+        Ends when those of the next call begin: gRPC may still draw from a call that has failed.
+        """
+        self._num_calls += 1
+        call = self._num_calls
+        self._has_room.set()
         for prompt in list(self._open.values()):
             yield prompt_to_proto(prompt)
-        while (request := self._next()) is not None:
+        while call == self._num_calls and (request := self._next()) is not None:
             yield request
-            while len(self._open) >= _WINDOW:
+            while call == self._num_calls and len(self._open) >= _WINDOW:
                 self._has_room.clear()
                 await self._has_room.wait()
 
@@ -119,12 +124,16 @@ async def submit_prompts(
             event and no error.
     """
     open_prompts, retries = OpenPrompts(prompts, until_outcome=until_outcome), Retries(policy)
-    while not open_prompts.are_done:
+    while not open_prompts.are_done():
         try:
             async with aclosing(_one_call(channels, reward, open_prompts)) as events:
                 async for event in events:
-                    retries.got_on()
-                    yield event
+                    retries.answered()
+                    if open_prompts.is_news(event):
+                        retries.got_on()
+                        yield event
+                    if open_prompts.are_done():
+                        break
         except SluiceError as error:
             if open_prompts.failure is None:
                 await retries.wait_after(error)
@@ -145,11 +154,7 @@ async def _one_call(
     )
     async with aclosing(stream) as answers:
         async for answer in answers:
-            event = prompt_event(answer)
-            if open_prompts.is_news(event):
-                yield event
-            if open_prompts.are_done:
-                return
+            yield prompt_event(answer)
     if open_prompts.num_open and open_prompts.failure is None:
         detail = f"it ended the call with {open_prompts.num_open} prompts open"
         raise PeerError(reward, _PHASE, detail)

@@ -17,12 +17,14 @@ from sluice.client.retries import RetryPolicy
 from sluice.client.run_address import RunAddress, address_of_run
 from sluice.client.run_monitor import RunSnapshot
 from sluice.client.scoring import ScoreItem
+from sluice.errors import ConfigError
 from sluice.types import Failed, Scored
 
 ValueT = TypeVar("ValueT")
 
 _DEFAULT_OPTIONS = GenerateOptions()
 _DEFAULT_POLICY = RetryPolicy()
+_CLOSE_S = 5.0
 
 
 class Client:
@@ -61,10 +63,13 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends all calls, connections and the thread. Repeating it is harmless."""
+        """Ends all calls, connections and the thread. Repeating it is harmless.
+
+        Calls of other threads that have not ended raise `concurrent.futures.CancelledError`.
+        """
         if self._loop.is_closed():
             return
-        self._wait(self._client.close())
+        self._wait(_ended(self._client))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
@@ -103,6 +108,9 @@ class Client:
         return self._each(self._client.steps(from_step))
 
     def _wait(self, work: Coroutine[object, object, ValueT]) -> ValueT:
+        if self._loop.is_closed():
+            work.close()
+            raise ConfigError("client: it is closed; open another one")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -125,6 +133,16 @@ class Client:
 async def _opened(address: RunAddress, name: str, policy: RetryPolicy) -> AsyncClient:
     """Opened inside of the loop that its channels belong to."""
     return AsyncClient(address, name=name, policy=policy)
+
+
+async def _ended(client: AsyncClient) -> None:
+    """Ends the calls under way first: a loop that stops would leave their callers waiting."""
+    under_way = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in under_way:
+        task.cancel()
+    if under_way:
+        await asyncio.wait(under_way, timeout=_CLOSE_S)
+    await client.close()
 
 
 async def _next_of(events: AsyncGenerator[ValueT, None]) -> ValueT:

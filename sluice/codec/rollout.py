@@ -97,6 +97,7 @@ def sampling_to_proto(sampling: SamplingParams) -> common.SamplingParams:
         seed=sampling.seed,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
+        stop=sampling.stop,
     )
 
 
@@ -130,6 +131,7 @@ def sampling_from_proto(
         seed=message.seed if message.HasField("seed") else default_seed,
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        stop=tuple(message.stop),
     )
 
 

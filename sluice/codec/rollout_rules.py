@@ -20,6 +20,7 @@ MAX_TURNS, MAX_ROLE_BYTES = 1024, 64
 MAX_LINGER_MS = 60_000
 MAX_PARTIAL_INTERVAL_MS = 3_600_000
 MAX_PRIORITY = 100
+MAX_STOPS, MAX_STOP_BYTES = 16, 128
 
 
 def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
@@ -45,11 +46,23 @@ def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
             f"token_budget: {request.token_budget} for {len(indexes)} samples; send at least one "
             "token a sample, or 0 for no bound"
         )
+    _check_stops(request.sampling.stop)
     if len(request.partials) > len(indexes):
         raise InvalidRequestError(
             f"partials: {len(request.partials)} given for {len(indexes)} samples; send at most one "
             "a sample"
         )
+
+
+def _check_stops(stops: Sequence[str]) -> None:
+    """Few and short: each is looked for after every token."""
+    check_count("sampling.stop", stops, MAX_STOPS)
+    for index, stop in enumerate(stops):
+        if not stop:
+            raise InvalidRequestError(
+                f"sampling.stop[{index}]: empty; send 1 to {MAX_STOP_BYTES} bytes, or leave it out"
+            )
+        check_text(f"sampling.stop[{index}]", stop, MAX_STOP_BYTES)
 
 
 def check_turns(field: str, turns: Sequence[common.ChatMessage], most: int) -> None:

@@ -18,11 +18,12 @@ from sluice.config.loader import defaults, read_settings, settings_of
 from sluice.config.schema import KeyPath, annotation_at, description_of
 from sluice.config.settings_tree import SettingsTree, value_at
 from sluice.config.spelling import canonical, full_form, other_spellings
-from sluice.config.standing import standing
+from sluice.config.standing import is_silent, standing
 from sluice.config.structure import caveat_of, shown
 from sluice.config.unknown_keys import is_known, keys_below, unknown_key
 from sluice.errors import ConfigError
 
+_ENGINE = "actor_rollout_ref.rollout.name"
 _HONOURED_BY_ROUNDS = frozenset(
     {"data.gen_batch_size", "algorithm.filter_groups.max_num_gen_batches"}
 )
@@ -151,9 +152,14 @@ def _notice(settings: SettingsTree, path: KeyPath, value: object) -> Notice | No
         return None
     renamed = spelled != proper
     status = standing(found, path, value, renamed=renamed)
+    setting, engines = f"{spelled}={shown(value)}", found.entry.engines
+    if engines and not is_silent(found.entry, path, value):
+        engine = settings.get(_ENGINE) or "torch"
+        if engine not in engines:
+            says = f"has no effect: it tunes {' and '.join(engines)}, and {_ENGINE} is {engine}"
+            return Notice(proper, spelled, Status.NOT_APPLICABLE, f"{setting} {says}")
     if status in (Status.HONOURED, Status.REFUSED):
         return None
-    setting = f"{spelled}={shown(value)}"
     caveat = caveat_of(found.entry, value)
     if caveat:
         says = f"cannot be had: {caveat}"

@@ -15,7 +15,7 @@ _SHARED_ENGINES = ("vllm", "sglang")
 
 def engine_violations(run: VerlRun) -> list[Violation]:
     """What the engines of verl refuse whatever the model."""
-    return list(_engine(run))
+    return [*_engine(run), *_one_device(run)]
 
 
 def shape_violations(run: VerlRun, shape: ModelShape) -> list[Violation]:
@@ -45,6 +45,21 @@ def _engine(run: VerlRun) -> Iterator[Violation]:
             f"of {engine.context} tokens while {ROLLOUT}.enable_chunked_prefill is false",
             f"{ROLLOUT}.max_num_batched_tokens={engine.context}",
             here=here,
+        )
+
+
+def _one_device(run: VerlRun) -> Iterator[Violation]:
+    """A transfer group holds one rank a replica."""
+    engine = run.engine
+    if engine.name == "vllm" and engine.tp * engine.dp > 1:
+        yield violation(
+            "engine-devices",
+            f"{ROLLOUT}: tensor_model_parallel_size {engine.tp} * data_parallel_size {engine.dp} = "
+            f"{engine.tp * engine.dp} with name = vllm, but replicas of this version take one "
+            "device each; start more of them (sluice.rollout.replicas)",
+            f"{ROLLOUT}.tensor_model_parallel_size=1",
+            f"{ROLLOUT}.data_parallel_size=1",
+            here=True,
         )
 
 

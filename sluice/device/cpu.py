@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
+from sluice.device.collective import BACKENDS
 from sluice.device.protocol import MemoryInfo
 
 _MEMINFO = Path("/proc/meminfo")
@@ -16,7 +18,7 @@ class CpuDevice:
     """The host's memory and cores; collectives over Gloo."""
 
     name = "cpu"
-    collective_backend = "gloo"
+    collective_backend = BACKENDS["cpu"]
     visible_devices_variable: str | None = None
 
     @property
@@ -34,6 +36,17 @@ class CpuDevice:
         """The host's memory; limits of a container are not taken into account."""
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return MemoryInfo(free_bytes=_available_bytes(default=total), total_bytes=total)
+
+    def empty_cache(self) -> None:
+        """Memory goes back to the allocator of the C library by itself."""
+
+    def supports_bfloat16(self) -> bool:
+        """Always, if slowly on old processors."""
+        return True
+
+    def own_stream(self) -> AbstractContextManager[object]:
+        """There are none on a CPU."""
+        return nullcontext()
 
 
 def _available_bytes(default: int) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 
+from sluice.device.collective import BACKENDS, local_index
 from sluice.device.protocol import MemoryInfo
 from sluice.errors import ConfigError
 
@@ -11,20 +14,24 @@ from sluice.errors import ConfigError
 class CudaDevice:
     """The GPU of the given index among the visible ones; collectives over NCCL.
 
+    Args:
+        index: ``None`` takes this process's own, see `local_index`.
+
     Raises:
         ConfigError: torch finds no GPU, or none of this index.
     """
 
-    collective_backend = "nccl"
+    collective_backend = BACKENDS["cuda"]
     visible_devices_variable: str | None = "CUDA_VISIBLE_DEVICES"
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(
-                f'device "cuda:{index}": torch {torch.__version__} finds no GPU; install a CUDA '
-                'build of torch and a driver it supports, or set the device to "cpu"'
+                f'device "cuda:{index or 0}": torch {torch.__version__} finds no GPU; install a '
+                'CUDA build of torch and a driver it supports, or set the device to "cpu"'
             )
         count = torch.cuda.device_count()
+        index = local_index(count) if index is None else index
         if index >= count:
             raise ConfigError(
                 f'device "cuda:{index}": {count} GPU(s) visible, so the highest is '
@@ -54,3 +61,17 @@ class CudaDevice:
         """As the driver reports it: other processes' memory counts as used."""
         free, total = torch.cuda.mem_get_info(self._index)
         return MemoryInfo(free_bytes=free, total_bytes=total)
+
+    def empty_cache(self) -> None:
+        """Give memory that torch keeps but nobody uses back to the driver."""
+        with torch.cuda.device(self._index):
+            torch.cuda.empty_cache()
+
+    def supports_bfloat16(self) -> bool:
+        """In hardware: compute capability 8.0 or above, or an AMD one."""
+        with torch.cuda.device(self._index):
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+    def own_stream(self) -> AbstractContextManager[object]:
+        """A stream of the GPU's that nobody else queues on."""
+        return torch.cuda.stream(torch.cuda.Stream(self._index))

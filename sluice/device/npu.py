@@ -2,20 +2,27 @@
 
 Importing torch_npu without CANN fails in more than one way (``ImportError`` for its own
 libraries, ``OSError`` for the driver's, ``RuntimeError`` from torch's autoloading of backends).
+Nothing here was ever run on an NPU; ``docs/npu.md`` lists what a stand-in has shown.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Protocol, cast
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, cast
 
 import torch
 
+from sluice.device.collective import BACKENDS, local_index
 from sluice.device.protocol import MemoryInfo
 from sluice.errors import ConfigError
 
 _PACKAGE = "torch_npu"
+_VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 
 
 class _NpuRuntime(Protocol):
@@ -31,29 +38,64 @@ class _NpuRuntime(Protocol):
 
     def mem_get_info(self, device: int) -> tuple[int, int]: ...
 
+    def empty_cache(self) -> None: ...
+
+    def is_bf16_supported(self) -> bool: ...
+
+    def Stream(self, device: int) -> object: ...
+
+    def stream(self, stream: object) -> AbstractContextManager[object]: ...
+
 
 def is_installed() -> bool:
     """Whether the package is there; says nothing about hardware. Imports nothing."""
     return importlib.util.find_spec(_PACKAGE) is not None
 
 
+def hccl_options(config: Mapping[str, int]) -> object | None:
+    """What HCCL is to do otherwise in one group alone; for the second argument of its creator.
+
+    Args:
+        config: HCCL's own names, such as ``hccl_buffer_size`` (MB); see `hccl_group_config`.
+
+    Returns:
+        ``None`` where nothing is asked for, or torch_npu has no such options: its defaults hold.
+    """
+    if not config:
+        return None
+    extension: Any = getattr(sys.modules.get(_PACKAGE), "_C", None)
+    backend: Any = getattr(getattr(extension, "_distributed_c10d", None), "ProcessGroupHCCL", None)
+    if not hasattr(getattr(backend, "Options", None), "hccl_config"):
+        return None
+    options: object = backend.Options()
+    options.hccl_config = dict(config)  # type: ignore[attr-defined]  # torch_npu has no stubs
+    return options
+
+
 class NpuDevice:
     """The NPU of the given index among the visible ones; collectives over HCCL.
+
+    Args:
+        index: ``None`` takes this process's own, see `local_index`.
 
     Raises:
         ConfigError: torch_npu cannot be loaded, or there is no NPU of this index.
     """
 
-    collective_backend = "hccl"
-    visible_devices_variable: str | None = "ASCEND_RT_VISIBLE_DEVICES"
+    collective_backend = BACKENDS["npu"]
+    visible_devices_variable: str | None = _VISIBLE
 
-    def __init__(self, index: int = 0) -> None:
-        self._runtime = _load_runtime(index)
+    def __init__(self, index: int | None = None) -> None:
+        self._runtime = _load_runtime()
         count = self._runtime.device_count() if self._runtime.is_available() else 0
+        index = local_index(count) if index is None else index
         if index >= count:
+            visible = os.environ.get(_VISIBLE)
             raise ConfigError(
-                f'device "npu:{index}": {count} NPU(s) visible; check `npu-smi info`, the index '
-                f'and {self.visible_devices_variable}, or set the device to "cpu"'
+                f'device "npu:{index}": {count} NPU(s) visible '
+                f"({_VISIBLE} is {'not set' if visible is None else repr(visible)}); check "
+                "`npu-smi info`, that this user may open /dev/davinci*, the index and that "
+                'variable, or set the device to "cpu"'
             )
         self._index = index
 
@@ -80,14 +122,28 @@ class NpuDevice:
         free, total = self._runtime.mem_get_info(self._index)
         return MemoryInfo(free_bytes=free, total_bytes=total)
 
+    def empty_cache(self) -> None:
+        """Give memory that torch_npu keeps but nobody uses back to the driver."""
+        self.set_device()
+        self._runtime.empty_cache()
 
-def _load_runtime(index: int) -> _NpuRuntime:
+    def supports_bfloat16(self) -> bool:
+        """As torch_npu says: Atlas A2 and later do, the 310P and the first 910 do not."""
+        return bool(self._runtime.is_bf16_supported())
+
+    def own_stream(self) -> AbstractContextManager[object]:
+        """A stream of the NPU's that nobody else queues on."""
+        return self._runtime.stream(self._runtime.Stream(self._index))
+
+
+def _load_runtime() -> _NpuRuntime:
     try:
         module = importlib.import_module(_PACKAGE)
     except (ImportError, OSError, RuntimeError) as error:
         raise ConfigError(
-            f'device "npu:{index}": {_PACKAGE} cannot be loaded ({error}); install the torch-npu '
-            f"wheel made for torch {torch.__version__} and source CANN's set_env.sh, or set the "
-            'device to "cpu"'
+            f'device "npu": {_PACKAGE} cannot be loaded ({error}); install the torch-npu '
+            f"wheel made for torch {torch.__version__} and source CANN's set_env.sh (usually "
+            "/usr/local/Ascend/ascend-toolkit/set_env.sh) in the shell that starts the process, "
+            'or set the device to "cpu"'
         ) from error
     return cast("_NpuRuntime", module.npu)

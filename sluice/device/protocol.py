@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
 
 
@@ -54,4 +56,19 @@ class Device(Protocol):
 
     def memory_info(self) -> MemoryInfo:
         """Free and total memory, as the driver (or the kernel) reports it now."""
+        ...
+
+    def empty_cache(self) -> None:
+        """Give memory that torch keeps but nobody uses back to the driver."""
+        ...
+
+    def supports_bfloat16(self) -> bool:
+        """Whether its kernels compute with bfloat16."""
+        ...
+
+    def own_stream(self) -> AbstractContextManager[object]:
+        """Within it, what the calling thread starts queues apart from everything else.
+
+        The order with other streams is the caller's: `synchronize` before others read.
+        """
         ...

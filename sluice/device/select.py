@@ -22,7 +22,7 @@ def select_device(name: str | None = None) -> Device:
 
     Args:
         name: ``auto``, ``cpu``, ``cuda``, ``cuda:N``, ``npu`` or ``npu:N``; N counts the visible
-            devices from 0.
+            devices from 0. Without N it is the first, or that of LOCAL_RANK (`local_index`).
 
     Raises:
         ConfigError: the name is unknown, or the device cannot be used here.
@@ -34,7 +34,7 @@ def select_device(name: str | None = None) -> Device:
         raise ConfigError(
             f'device "{name}": unknown; use "auto", "cpu", "cuda", "cuda:N", "npu" or "npu:N"'
         )
-    index = int(match["index"] or 0)
+    index = None if match["index"] is None else int(match["index"])
     if match["kind"] == "cuda":
         return CudaDevice(index)
     if match["kind"] == "npu":

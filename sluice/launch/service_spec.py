@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from sluice.config.derived import checkpoint_folder
 from sluice.config.host_port import split_host_port
 from sluice.config.run import RunConfig
 from sluice.launch.checkpoint_mark import MARK_VARIABLE, checkpoint_mark
+from sluice.launch.device_share import rank_environment, replica_environment
 from sluice.rpc.bound_socket import bound_socket
 
 # Tells a process how often it was started before in this run.
@@ -35,11 +37,11 @@ class RestartPolicy:
     retries_errors: bool
 
 
+NO_RESTARTS = RestartPolicy(0, retries_errors=False)
 # What the reward service or the trainer refuses it would refuse again; what a replica meets may
 # be another process's state (its port, its memory, a trainer that restarts).
-REWARD_RESTARTS = RestartPolicy(5, retries_errors=False)
-TRAINER_RESTARTS = RestartPolicy(5, retries_errors=False)
-ROLLOUT_RESTARTS = RestartPolicy(5, retries_errors=True)
+RESTARTS_AFTER_SIGNALS = RestartPolicy(5, retries_errors=False)
+RESTARTS_AFTER_ERRORS_TOO = RestartPolicy(5, retries_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,7 @@ class ServiceSpec:
         name: for logs; unique in the run.
         command: program and arguments.
         environment: variables set on top of the launcher's.
-        max_restarts: times it is started again after it failed.
-        retries_errors: whether also after it ended by itself, with an error; else only after a
-            signal has ended it.
+        restarts: when it is started again after it failed.
         ends_run: when it ends with code 0 the run is over.
         is_needed: when it ends before the run is over because it was asked to, the run fails.
         crew: processes of one crew are ended and started together; empty: it has its own.
@@ -61,8 +61,7 @@ class ServiceSpec:
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    max_restarts: int = 0
-    retries_errors: bool = True
+    restarts: RestartPolicy = NO_RESTARTS
     ends_run: bool = False
     is_needed: bool = False
     crew: str = ""
@@ -107,8 +106,7 @@ def local_services(config: RunConfig, config_file: Path) -> tuple[ServiceSpec, .
         "reward",
         _module("services.reward", "--config", file),
         # Only with the ledger on disk does it go on where it was.
-        max_restarts=REWARD_RESTARTS.max_restarts if reward_config.ledger == "sqlite" else 0,
-        retries_errors=REWARD_RESTARTS.retries_errors,
+        restarts=RESTARTS_AFTER_SIGNALS if reward_config.ledger == "sqlite" else NO_RESTARTS,
         is_needed=True,
     )
     rollouts = [
@@ -129,9 +127,11 @@ def rollout_service(config: RunConfig, config_file: Path, index: int) -> Service
     return ServiceSpec(
         name,
         _module("services.rollout", "--config", str(config_file), "--name", name),
-        {"OMP_NUM_THREADS": str(config.sluice.rollout.torch_threads)},
-        max_restarts=ROLLOUT_RESTARTS.max_restarts,
-        retries_errors=ROLLOUT_RESTARTS.retries_errors,
+        {
+            "OMP_NUM_THREADS": str(config.sluice.rollout.torch_threads),
+            **replica_environment(config, index, os.environ),
+        },
+        restarts=RESTARTS_AFTER_ERRORS_TOO,
     )
 
 
@@ -153,9 +153,8 @@ def _trainer_ranks(
         ServiceSpec(
             TRAINER if rank == 0 else f"{TRAINER}-{rank}",
             command,
-            {**environment, **place},
-            max_restarts=TRAINER_RESTARTS.max_restarts,
-            retries_errors=TRAINER_RESTARTS.retries_errors,
+            {**environment, **place, **rank_environment(config, rank, os.environ)},
+            restarts=RESTARTS_AFTER_SIGNALS,
             ends_run=rank == 0,
             is_needed=True,
             crew=TRAINER,

@@ -187,8 +187,8 @@ class Supervisor:
     async def _may_restart(self, crew: Crew, end: CrewEnd) -> bool:
         spec, code = end.cause.spec, end.cause.code
         # A process that its watchdog ended hung; it refused nothing.
-        is_refusal = code > 0 and code != EXIT_STALLED and not spec.retries_errors
-        if is_refusal or crew.restarts >= spec.max_restarts:
+        is_refusal = code > 0 and code != EXIT_STALLED and not spec.restarts.retries_errors
+        if is_refusal or crew.restarts >= spec.restarts.max_restarts:
             self._fail(crew.diagnosis(end.cause))
             return False
         pause_s = _FIRST_PAUSE_S * 2**crew.restarts

@@ -29,14 +29,14 @@ class Answer:
     def __init__(self, asked: Asked, answer_id: str, created_s: int) -> None:
         self._asked, self._id, self._created_s = asked, answer_id, created_s
         self._choices = [_Choice() for _ in range(asked.num_choices)]
-        self._prompt_tokens = 0
+        self._prompt_tokens: dict[int, int] = {}  # by prompt; calls of its samples tell it each
         self._version: int | None = None
 
     def take(self, piece: Piece) -> None:
         """Takes a piece on."""
         match piece:
             case PromptTaken():
-                self._prompt_tokens += piece.num_tokens
+                self._prompt_tokens[piece.prompt_index] = piece.num_tokens
                 self._version = piece.version if self._version is None else self._version
             case ChoiceGrew():
                 choice = self._choices[piece.index]
@@ -51,12 +51,12 @@ class Answer:
         choices = [self._whole_choice(index, each) for index, each in enumerate(self._choices)]
         return self._object(kind, choices) | {"usage": self._usage()}
 
-    def first_chunks(self) -> list[JsonObject]:
-        """What a stream begins with: the role of each choice, in a chat."""
+    def first_chunk(self, index: int) -> JsonObject | None:
+        """What a choice begins with in a stream: its role, in a chat."""
         if self._asked.kind != "chat":
-            return []
+            return None
         role: JsonObject = {"role": "assistant", "content": ""}
-        return [self._chunk(index, role, None, None) for index in range(len(self._choices))]
+        return self._chunk(index, role, None, None)
 
     def chunk(self, piece: ChoiceGrew | ChoiceEnded) -> JsonObject:
         """The chunk of a piece that was taken on."""
@@ -128,10 +128,11 @@ class Answer:
 
     def _usage(self) -> JsonObject:
         drawn = sum(len(choice.tokens) for choice in self._choices)
+        read = sum(self._prompt_tokens.values())
         return {
-            "prompt_tokens": self._prompt_tokens,
+            "prompt_tokens": read,
             "completion_tokens": drawn,
-            "total_tokens": self._prompt_tokens + drawn,
+            "total_tokens": read + drawn,
         }
 
     def _logprobs(self, tokens: list[DrawnToken], offset: int) -> JsonObject | None:

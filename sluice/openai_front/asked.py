@@ -10,10 +10,12 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from sluice.client.generation_types import MAX_SAMPLES, GenerateOptions, Prompt, Sampling
+from sluice.codec.field_rules import shortened
+from sluice.errors import InvalidRequestError
 from sluice.openai_front.refusals import RefusedError
 from sluice.types import ChatMessage
 
-MAX_STOPS, MAX_PROMPTS = 16, 256
+MAX_STOPS, MAX_STOP_LENGTH, MAX_PROMPTS, MAX_CHOICES = 16, 1024, 256, 1024
 _COMPLETION_TOKENS = 16  # what the dialect gives a completion that names no max_tokens
 _SEED_BITS = 63
 
@@ -108,7 +110,7 @@ def decode(body: bytes, kind: type[RequestT]) -> RequestT:
     """
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         _, _, path = str(error).partition("at `$")
         raise RefusedError(f"body: {error}", path.strip(".`")) from error
 
@@ -154,24 +156,7 @@ def _asked(
     _refuse("frequency_penalty", request.frequency_penalty, "it is not offered; send 0")
     _refuse("presence_penalty", request.presence_penalty, "it is not offered; send 0")
     _refuse("logit_bias", request.logit_bias, "it is not offered; leave it out")
-    n = 1 if request.n is None else request.n
-    if not 1 <= n <= MAX_SAMPLES:
-        raise RefusedError(f"n: {n} is not in 1..{MAX_SAMPLES}", "n")
-    if max_tokens < 0:
-        raise RefusedError(f"max_tokens: {max_tokens} is below 1", "max_tokens")
-    options = GenerateOptions(
-        n=n,
-        sampling=Sampling(
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=-1 if request.top_k is None else request.top_k,
-            max_tokens=max_tokens,
-            # One for all prompts: whether they are one request or several makes no difference.
-            seed=secrets.randbits(_SEED_BITS) if request.seed is None else _seed(request.seed),
-        ),
-        priority=request.priority or 0,
-        deadline_s=deadline_s,
-    )
+    options = _options(request, len(prompts), max_tokens, deadline_s)
     with_usage = request.stream_options is not None and request.stream_options.include_usage
     return Asked(
         kind=kind,
@@ -184,6 +169,35 @@ def _asked(
         logprobs=logprobs,
         token_ids=bool(request.return_token_ids),
     )
+
+
+def _options(
+    request: _Request, num_prompts: int, max_tokens: int, deadline_s: float | None
+) -> GenerateOptions:
+    n = 1 if request.n is None else request.n
+    if not 1 <= n <= MAX_SAMPLES:
+        raise RefusedError(f"n: {n} is not in 1..{MAX_SAMPLES}", "n")
+    if n * num_prompts > MAX_CHOICES:
+        raise RefusedError(
+            f"n: {n} for {num_prompts} prompts; at most {MAX_CHOICES} choices are drawn at once",
+            "n",
+        )
+    try:
+        return GenerateOptions(
+            n=n,
+            sampling=Sampling(
+                temperature=1.0 if request.temperature is None else request.temperature,
+                top_p=1.0 if request.top_p is None else request.top_p,
+                top_k=-1 if request.top_k is None else request.top_k,
+                max_tokens=max_tokens,
+                # One for all prompts: whether they are one request or several is no difference.
+                seed=secrets.randbits(_SEED_BITS) if request.seed is None else _seed(request.seed),
+            ),
+            priority=request.priority or 0,
+            deadline_s=deadline_s,
+        )
+    except InvalidRequestError as error:
+        raise RefusedError(str(error), str(error).partition(":")[0]) from error
 
 
 def _refuse(field: str, value: object, reason: str) -> None:
@@ -199,8 +213,10 @@ def _seed(seed: int) -> int:
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop or []
-    if len(stops) > MAX_STOPS or not all(stops):
-        raise RefusedError(f"stop: send at most {MAX_STOPS} texts, none of them empty", "stop")
+    if len(stops) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_LENGTH for text in stops):
+        raise RefusedError(
+            f"stop: send at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters", "stop"
+        )
     return tuple(stops)
 
 
@@ -210,7 +226,7 @@ def _message(turn: _Turn, index: int) -> ChatMessage:
         other = sorted({part.type for part in content} - {"text"})
         if other:
             place = f"messages[{index}].content"
-            raise RefusedError(f"{place}: {', '.join(other)} is not offered; send text", place)
+            raise RefusedError(f"{place}: {shortened(other[0])} is not offered; send text", place)
         content = "".join(part.text for part in content)
     return ChatMessage(turn.role, content or "")
 

@@ -22,7 +22,10 @@ from sluice.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class PromptTaken:
-    """A replica took a prompt of so many tokens; `version` starts to generate."""
+    """A replica took a prompt of so many tokens; `version` starts to generate.
+
+    With stop strings it comes once for each sample of the prompt.
+    """
 
     prompt_index: int
     num_tokens: int
@@ -74,7 +77,7 @@ async def draw_choices(client: AsyncClient, asked: Asked, sink: Sink) -> None:
             calls = range(n) if asked.stops else (0,)
             for first in calls:
                 options = replace(asked.options, n=1 if asked.stops else n, first_sample=first)
-                draw = _Draw(place, place * n, asked.stops, sink, tells_prompt=first == 0)
+                draw = _Draw(place, place * n, asked.stops, sink)
                 tasks.create_task(draw.run(client, prompt, options), name=f"prompt {place}")
 
 
@@ -87,11 +90,9 @@ class _Draw:
         first_choice: int,
         stops: tuple[str, ...],
         sink: Sink,
-        *,
-        tells_prompt: bool,
     ) -> None:
         self._prompt_index, self._first_choice, self._sink = prompt_index, first_choice, sink
-        self._stops, self._tells_prompt = stops, tells_prompt
+        self._stops, self._has_started = stops, False
         self._filters: dict[int, StopStrings] = {}
 
     async def run(self, client: AsyncClient, prompt: Prompt, options: GenerateOptions) -> None:
@@ -107,8 +108,8 @@ class _Draw:
                         await self._ended(rollout.sample_index, rollout.finish_reason)
 
     async def _started(self, event: GenerationStarted) -> None:
-        if self._tells_prompt:
-            self._tells_prompt = False
+        if not self._has_started:
+            self._has_started = True
             size = int(event.prompt_token_ids.size)
             await self._sink(PromptTaken(self._prompt_index, size, event.version))
 

@@ -65,6 +65,12 @@ def refusal_of(error: SluiceError) -> Refusal:
     return Refusal(500, str(error), "server_error")
 
 
+CROSS_SITE = Refusal(
+    403,
+    "a page in a browser asks, and nobody is asked for a key; start the server with one",
+    "invalid_request_error",
+)
+DEFECT = Refusal(500, "the server failed; its log says why", "server_error")
 NO_KEY = Refusal(
     401,
     "no API key that this server accepts; send `Authorization: Bearer KEY`",

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
 
 from sluice.client.async_client import AsyncClient
+from sluice.codec.field_rules import shortened
+from sluice.concurrency.deadline import deadline
 from sluice.concurrency.exception_leaves import leaves
-from sluice.errors import SluiceError
+from sluice.errors import DeadlineError, PeerError, SluiceError
 from sluice.openai_front.answers import Answer
 from sluice.openai_front.asked import (
+    MAX_CHOICES,
     Asked,
     ChatRequest,
     CompletionRequest,
@@ -24,12 +29,23 @@ from sluice.openai_front.asked import (
     decode,
 )
 from sluice.openai_front.choices import Piece, PromptTaken, draw_choices
-from sluice.openai_front.refusals import NO_KEY, Refusal, RefusedError, refusal_of
+from sluice.openai_front.refusals import (
+    CROSS_SITE,
+    DEFECT,
+    NO_KEY,
+    Refusal,
+    RefusedError,
+    refusal_of,
+)
+from sluice.rpc.client_quota import ClientQuota
 from sluice.security.token_file import TokenSource
 from sluice.security.tokens import role_of
 
+logger = logging.getLogger(__name__)
+
 _MAX_BODY_BYTES = 16 << 20
-_SCHEME = "bearer "
+_BODY_S, _WRITE_S, _IDLE_S, _SHUTDOWN_S = 60.0, 60.0, 75.0, 5.0
+_SCHEME, _CALLER, _TAKING = "bearer ", "HTTP caller", "taking its answer"
 _END = b"data: [DONE]\n\n"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -42,12 +58,16 @@ class FrontSettings:
     Args:
         model_name: the one model; requests that name another one are refused.
         deadline_s: longest time for one request, seconds; none: as long as it takes.
-        keys: API keys that are accepted; none: nobody is asked for one.
+        keys: API keys that are accepted; none: nobody is asked for one, and pages in browsers are
+            turned away.
+        max_choices: most choices that are drawn at once, of all requests; others are told to come
+            back.
     """
 
     model_name: str = "policy"
     deadline_s: float | None = None
     keys: TokenSource | None = None
+    max_choices: int = 4 * MAX_CHOICES
 
 
 class OpenAIFront:
@@ -60,6 +80,7 @@ class OpenAIFront:
 
     def __init__(self, client: AsyncClient, settings: FrontSettings) -> None:
         self._client, self._settings = client, settings
+        self._drawn = ClientQuota(settings.max_choices, "choices", "--max-choices")
 
     def app(self) -> web.Application:
         """The application, for aiohttp's runners."""
@@ -76,12 +97,18 @@ class OpenAIFront:
         """Asks for the key; gives every failure the dialect's shape."""
         if request.path != "/health" and not self._is_admitted(request):
             return _refused(NO_KEY)
+        if self._settings.keys is None and "Origin" in request.headers:
+            # Any page that somebody looks at on this machine may send to the loopback interface.
+            return _refused(CROSS_SITE)
         try:
             return await handler(request)
         except SluiceError as error:
             return _refused(refusal_of(error))
         except web.HTTPException as error:
             return _refused(Refusal(error.status, error.reason, "invalid_request_error"))
+        except Exception:
+            logger.exception("%s %s", request.method, request.path)
+            return _refused(DEFECT)
 
     def _is_admitted(self, request: web.Request) -> bool:
         if self._settings.keys is None:
@@ -107,17 +134,17 @@ class OpenAIFront:
         }
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = decode(await request.read(), ChatRequest)
+        body = decode(await _body_of(request), ChatRequest)
         return await self._answer(request, asked_of_chat(body, self._settings.deadline_s))
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
-        body = decode(await request.read(), CompletionRequest)
+        body = decode(await _body_of(request), CompletionRequest)
         return await self._answer(request, asked_of_completion(body, self._settings.deadline_s))
 
     def _check_model(self, name: str) -> None:
         if name != self._settings.model_name:
             raise RefusedError(
-                f"model: {name!r} is not served; name {self._settings.model_name!r}",
+                f"model: {shortened(name)} is not served; name {self._settings.model_name!r}",
                 "model",
                 status=404,
                 code="model_not_found",
@@ -127,13 +154,14 @@ class OpenAIFront:
         self._check_model(asked.model)
         prefix = "chatcmpl" if asked.kind == "chat" else "cmpl"
         answer = Answer(asked, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
-        if asked.stream:
-            return await _Stream(request, asked, answer).run(self._client)
+        with self._drawn.held("HTTP callers", asked.num_choices):
+            if asked.stream:
+                return await _Stream(request, asked, answer).run(self._client)
 
-        async def take(piece: Piece) -> None:
-            answer.take(piece)
+            async def take(piece: Piece) -> None:
+                answer.take(piece)
 
-        await _drawn(self._client, asked, take)
+            await _drawn(self._client, asked, take)
         return _json(answer.whole())
 
 
@@ -143,6 +171,9 @@ class _Stream:
     def __init__(self, request: web.Request, asked: Asked, answer: Answer) -> None:
         self._request, self._asked, self._answer = request, asked, answer
         self._response: web.StreamResponse | None = None
+        self._starting = asyncio.Lock()
+        self._begun: set[int] = set()  # choices that something was sent of
+        self._is_gone = False
 
     async def run(self, client: AsyncClient) -> web.StreamResponse:
         try:
@@ -150,33 +181,63 @@ class _Stream:
         except SluiceError as error:
             if self._response is None:
                 raise
-            await self._send(refusal_of(error).body())
+            await self._end(refusal_of(error).body())
+        except Exception:
+            if self._response is None:
+                raise
+            logger.exception("a stream failed")
+            await self._end(DEFECT.body())
         else:
-            if self._asked.include_usage:
-                await self._send(self._answer.usage_chunk())
-        response = await self._started()
-        await response.write(_END)
-        await response.write_eof()
-        return response
+            await self._end(self._answer.usage_chunk() if self._asked.include_usage else None)
+        return await self._started()
+
+    async def _end(self, last: dict[str, object] | None) -> None:
+        """Sends the end, if somebody is there to take it."""
+        with suppress(PeerError, DeadlineError):
+            if not self._is_gone and last is not None:
+                await self._send(last)
+            if not self._is_gone:
+                await self._write(_END)
 
     async def _take(self, piece: Piece) -> None:
         self._answer.take(piece)
-        if not isinstance(piece, PromptTaken):
-            await self._send(self._answer.chunk(piece))
-        elif self._response is None:
-            for chunk in self._answer.first_chunks():
-                await self._send(chunk)
+        if isinstance(piece, PromptTaken):
+            return
+        chunk = self._answer.chunk(piece)  # before anything else is taken on
+        if piece.index not in self._begun:
+            self._begun.add(piece.index)
+            if (first := self._answer.first_chunk(piece.index)) is not None:
+                await self._send(first)
+        await self._send(chunk)
 
     async def _send(self, chunk: dict[str, object]) -> None:
-        response = await self._started()
-        await response.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
+        await self._write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
+
+    async def _write(self, data: bytes) -> None:
+        """A caller that takes nothing more holds no slots.
+
+        Raises:
+            PeerError, DeadlineError: it has gone.
+        """
+        try:
+            async with deadline(_WRITE_S, peer=_CALLER, phase=_TAKING):
+                await (await self._started()).write(data)
+        except DeadlineError:
+            self._is_gone = True
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise
+        except ConnectionError as error:
+            self._is_gone = True
+            raise PeerError(_CALLER, _TAKING, "it has gone") from error
 
     async def _started(self) -> web.StreamResponse:
-        if self._response is None:
-            headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-            self._response = web.StreamResponse(headers=headers)
-            await self._response.prepare(self._request)
-        return self._response
+        async with self._starting:
+            if self._response is None:
+                headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+                self._response = web.StreamResponse(headers=headers)
+                await self._response.prepare(self._request)
+            return self._response
 
 
 async def _drawn(
@@ -194,6 +255,15 @@ async def _drawn(
         if known is None:
             raise
         raise known from group
+
+
+async def _body_of(request: web.Request) -> bytes:
+    """Raises HTTPRequestTimeout, HTTPRequestEntityTooLarge."""
+    try:
+        async with asyncio.timeout(_BODY_S):
+            return await request.read()
+    except TimeoutError as error:
+        raise web.HTTPRequestTimeout(reason=f"no whole body within {_BODY_S:g} s") from error
 
 
 async def _health(_request: web.Request) -> web.StreamResponse:
@@ -216,7 +286,14 @@ async def listening(front: OpenAIFront, host: str, port: int) -> AsyncIterator[i
 
     A caller that goes away ends its samples.
     """
-    runner = web.AppRunner(front.app(), handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(
+        front.app(),
+        handler_cancellation=True,
+        access_log=None,
+        keepalive_timeout=_IDLE_S,
+        shutdown_timeout=_SHUTDOWN_S,
+        auto_decompress=False,  # a few bytes may be gigabytes
+    )
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)

@@ -4,8 +4,8 @@ A process can hold any number of them, drop one and build the next; `init_proces
 neither. Groups of Gloo, NCCL and HCCL are made here and used the same way everywhere else.
 
 By torch's default a timeout of NCCL ends the process. Launchers set
-``TORCH_NCCL_ASYNC_ERROR_HANDLING=2`` (HCCL: ``HCCL_ASYNC_ERROR_HANDLING``) for processes that
-must outlive their transfer groups.
+``TORCH_NCCL_ASYNC_ERROR_HANDLING=2`` for processes that must outlive their transfer groups; for
+HCCL see `sluice.device.ascend_environment`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, _DistributedBackendOptions
 
 from sluice.errors import ConfigError
+from sluice.weights.hccl_group import create_hccl_group
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _GLOO_LANES = 2
 """Of connections and threads that move bytes. Collectives take turns on them, and with one lane
@@ -77,7 +80,8 @@ class Membership:
     """One process's place in a group.
 
     `local_address` is the address of this host that the other members can reach. `timeout_s`
-    bounds the formation and is the group's default for operations.
+    bounds the formation and is the group's default for operations. `bucket_bytes` is the largest
+    collective, for backends that keep buffers; 0 leaves those to the backend.
     """
 
     store: Store
@@ -86,6 +90,7 @@ class Membership:
     timeout_s: float
     local_address: str
     device: torch.device
+    bucket_bytes: int = 0
 
     @property
     def timeout(self) -> timedelta:
@@ -136,25 +141,8 @@ def _nccl(membership: Membership) -> ProcessGroup:
     return cast("ProcessGroup", group)
 
 
-def _hccl(membership: Membership) -> ProcessGroup:
-    plugin = dist.Backend._plugins.get("HCCL")
-    if plugin is None:
-        raise ConfigError(
-            'collective backend "hccl": not registered with torch; load torch_npu (device "npu") '
-            "before forming the group"
-        )
-    options = _DistributedBackendOptions()
-    options.store = membership.store
-    options.group_rank = membership.rank
-    options.group_size = membership.world_size
-    options.timeout = membership.timeout
-    options.group_id = "sluice-weights"
-    options.global_ranks_in_group = list(range(membership.world_size))
-    return cast("ProcessGroup", plugin.creator_fn(options, None))
-
-
 _FACTORIES: dict[str, Callable[[Membership], ProcessGroup]] = {
     "gloo": _gloo,
     "nccl": _nccl,
-    "hccl": _hccl,
+    "hccl": create_hccl_group,
 }

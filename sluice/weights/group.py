@@ -187,6 +187,7 @@ class TransferGroup:
                     timeout_s=spec.timeout_s,
                     local_address=link.local_address,
                     device=self.device.torch_device,
+                    bucket_bytes=spec.bucket_bytes,
                 ),
             )
         except RuntimeError as error:

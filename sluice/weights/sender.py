@@ -58,6 +58,19 @@ class BroadcastReport:
     seconds: float
 
 
+def broadcast_deadline_s(
+    tensors: Sequence[TensorSpec], bucket_bytes: int, timeout_s: float
+) -> float:
+    """Seconds that all collectives of one version may take together.
+
+    Args:
+        tensors: what is sent, tied weights once.
+        bucket_bytes: as a `WeightSender` is given it.
+        timeout_s: for each collective.
+    """
+    return _deadline_s(_plan(tensors, bucket_bytes), timeout_s)
+
+
 class WeightSender:
     """Hosts the rendezvous store and is rank 0 of every epoch's group.
 
@@ -122,8 +135,7 @@ class WeightSender:
                 that cannot be planned.
         """
         self._check_epoch(epoch, members)
-        bucket_bytes = hiding_bucket_bytes(tensors, self._bucket_bytes)
-        plan = plan_transfer(tensors, bucket_bytes)
+        plan = _plan(tensors, self._bucket_bytes)
         self.abandon(f"epoch {epoch} begins")
         store_key = secrets.token_bytes(KEY_BYTES)
         self._store.begin(epoch, store_key)
@@ -135,7 +147,7 @@ class WeightSender:
             rank=0,
             world_size=len(members) + 1,
             backend=self._device.collective_backend,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=plan.bucket_bytes,
             timeout_s=self._timeout_s,
             tensors=plan.tensors,
             plan_digest=plan.digest,
@@ -210,7 +222,7 @@ class WeightSender:
             return digests.combined
 
         started = time.monotonic()
-        timeout_s = (len(plan.buckets) + NUM_FRAMING_COLLECTIVES) * self._timeout_s
+        timeout_s = _deadline_s(plan, self._timeout_s)
         digest = group.run(send, phase, timeout_s, should_stop)
         seconds = time.monotonic() - started
         sent_bytes = plan.total_bytes if update is None else sum(update.sizes)
@@ -264,6 +276,14 @@ class WeightSender:
         # The same tensors in another order lie differently.
         same_layout = weights.plan.tensors == plan.tensors
         return DirectLane(weights) if same_layout else PackingLane(plan, tensors, wire_device)
+
+
+def _plan(tensors: Sequence[TensorSpec], most_bucket_bytes: int) -> TransferPlan:
+    return plan_transfer(tensors, hiding_bucket_bytes(tensors, most_bucket_bytes))
+
+
+def _deadline_s(plan: TransferPlan, timeout_s: float) -> float:
+    return (len(plan.buckets) + NUM_FRAMING_COLLECTIVES) * timeout_s
 
 
 def _check_weights(plan: TransferPlan, weights: Mapping[str, torch.Tensor]) -> None:

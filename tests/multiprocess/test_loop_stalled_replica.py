@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.launch.service_spec import rollout_service
+from sluice.launch.service_spec import NO_RESTARTS, rollout_service
 from sluice.launch.supervisor import Supervisor
 from tests.support.gated_replica import GATE_VARIABLE
 from tests.support.small_run import Assets, LiveRun, Record, run_to_end
@@ -83,7 +83,7 @@ async def gated_replica(run: LiveRun, gate: Path, lines: list[str]) -> AsyncIter
     plain = rollout_service(run.config, folder / "config.yaml", 7)
     command = (sys.executable, "-m", "tests.support.gated_replica", *plain.command[3:])
     environment = {**plain.environment, GATE_VARIABLE: str(gate)}
-    spec = replace(plain, command=command, environment=environment, max_restarts=0)
+    spec = replace(plain, command=command, environment=environment, restarts=NO_RESTARTS)
     supervisor = Supervisor([spec], folder / "logs", lambda _, line: lines.append(line), 30.0)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(supervisor.run(), name="replica")

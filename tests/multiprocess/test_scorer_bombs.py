@@ -78,13 +78,16 @@ def orphans():
     spin()
 
 def orphans_of_a_scorer_that_ends():
+    told, tell = os.pipe()
     def leave():
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.write(tell, b".")
         spin()
     for _ in range(4):
         child(leave)
-    time.sleep(0.3)
+    for _ in range(4):
+        os.read(told, 1)
     os._exit(3)
 
 def programs():

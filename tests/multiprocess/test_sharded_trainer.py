@@ -120,6 +120,20 @@ def test_replicas_get_the_bytes_that_a_whole_model_gives_them(
         assert is_sparse == (version == 2)
 
 
+@pytest.mark.parametrize("holding", ["wire_weights", "critic_moments"])
+def test_a_reader_that_fails_in_the_middle_leaves_the_ranks_where_they_were(
+    ranks: list[Rank], tmp_path: Path, holding: str
+) -> None:
+    ranks[0].command("train 5")
+    ranks[0].command(f"weights {tmp_path / 'before'}")
+    ranks[0].command(f"fail {holding}")
+    ranks[0].command(f"weights {tmp_path / 'after'}")
+    before, after = load_file(tmp_path / "before"), load_file(tmp_path / "after")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert ranks[0].command("train 6")["actor/grad_norm"] > 0
+
+
 def test_each_holds_about_half(ranks: list[Rank], single: Learner) -> None:
     policy = sum(w.numel() * w.element_size() for _, w in single.named_weights())
     # Weights and two moments of policy and critic, and the reference's weights. No gradients are

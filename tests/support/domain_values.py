@@ -85,6 +85,7 @@ samplings = st.builds(
     seed=st.integers(0, 2**64 - 1),
     stop_token_ids=st.lists(uint32, max_size=3).map(tuple),
     ignore_eos=st.booleans(),
+    stop=st.lists(words, max_size=3).map(tuple),
 )
 tensor_specs = st.builds(
     TensorSpec,

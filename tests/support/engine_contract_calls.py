@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.protocol import Engine, GenerationRequest, SampleChunk
+from services.rollout.engines.protocol import Engine, EngineLoad, GenerationRequest, SampleChunk
 from sluice.types import SamplingParams
 from tests.support.causal_lms import Samples, expected_logprobs, samples_of
 from tests.support.engine_contract_world import MAX_MODEL_LEN
@@ -45,6 +45,17 @@ async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_S):
         while not holds():
             await asyncio.sleep(0.005)
+
+
+async def settled(engine: Engine, before: EngineLoad) -> EngineLoad:
+    """The load once no more tokens are on their way than were `before`.
+
+    What was drawn when a call ended may still be on its way to the event loop.
+    """
+    async with asyncio.timeout(WAIT_S):
+        while (load := await engine.probe()).running_tokens != before.running_tokens:
+            pass
+    return load
 
 
 def greedy_tokens(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> bool:

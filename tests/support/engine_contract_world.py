@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +45,9 @@ class Insight(Protocol):
 
 
 InsightFactory = Callable[[Any], Insight]
+SavedWeights = Callable[[Any, Path, int], Awaitable[None]]
+"""Has a started engine serve the weights of the checkpoint in a folder as a version. They must not
+come the way that the trainer's do."""
 
 
 def save_contract_config(family: str, directory: Path) -> Path:
@@ -66,6 +69,13 @@ def save_contract_config(family: str, directory: Path) -> Path:
         architectures=["Qwen3ForCausalLM" if family == TIED else "LlamaForCausalLM"],
     )
     config.save_pretrained(directory)
+    return directory
+
+
+def save_contract_checkpoint(family: str, directory: Path) -> Path:
+    """The same configuration with the weights of a world's `second`."""
+    save_contract_config(family, directory)
+    reference_model(directory, seed=2).save_pretrained(directory)
     return directory
 
 
@@ -121,6 +131,7 @@ class ContractWorld:
     second: PreTrainedModel
     trainer: Trainer
     insight: Insight
+    serve_saved: SavedWeights | None = None
     serving: PreTrainedModel | None = None
 
     async def serve(self, model: PreTrainedModel) -> None:
@@ -130,10 +141,20 @@ class ContractWorld:
             await self.trainer.publish(model)
             self.serving = model
 
+    async def serve_checkpoint(self) -> None:
+        """Serves `second` as it stands in the folder (`save_contract_checkpoint`)."""
+        assert self.serve_saved is not None
+        self.trainer.version += 1
+        await self.serve_saved(self.engine, self.folder, self.trainer.version)
+        self.serving = self.second
+
 
 @asynccontextmanager
 async def contract_world(
-    folder: Path, make_engine: EngineFactory, look_into: InsightFactory
+    folder: Path,
+    make_engine: EngineFactory,
+    look_into: InsightFactory,
+    serve_saved: SavedWeights | None = None,
 ) -> AsyncIterator[ContractWorld]:
     """A started engine without weights, for the configuration in `folder`."""
     engine = make_engine(folder)
@@ -147,6 +168,7 @@ async def contract_world(
             reference_model(folder, seed=2),
             Trainer(engine, sender),
             look_into(engine),
+            serve_saved,
         )
     finally:
         await engine.stop()

@@ -3,9 +3,9 @@
 All ranks wait for a line ``go`` once they are ready, so that none runs into a short deadline while
 another one still loads. Rank 0's further lines are ``train STEP`` (answers with the metrics),
 ``weights FILE``, ``save FOLDER``, ``load FOLDER``, ``publish VERSION`` (to a replica in this
-process; answers with what arrived); the end of input stops all ranks, which then answer with the
-bytes that they hold. Every answer is one line of JSON; an error ends the process with its text as
-the last line.
+process; answers with what arrived), ``fail HOLDING`` (at its first tensor); the end of input stops
+all ranks, which then answer with the bytes that they hold. Every answer is one line of JSON; an
+error ends the process with its text as the last line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import gc
 import json
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +25,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from services.trainer.learner import worker
+from services.trainer.learner.gathering import gather_whole
 from services.trainer.learner.holding import Holding
 from services.trainer.learner.parallel import DataParallel, SingleProcess, TorchDistributed
 from services.trainer.learner.rank_command import RankLeader, follow
@@ -35,6 +37,8 @@ from tests.support.publisher_fleet import TIMEOUT_S, Trainer
 from tests.support.tiny_policy import freezing, make_batch, make_config, with_critic
 
 NUM_GROUPS = 4
+BUCKET_BYTES = 1 << 14
+"""Of gathered shards: with it even a tiny model takes several."""
 
 
 def answer(values: object) -> None:
@@ -91,6 +95,10 @@ def obey_one(leader: RankLeader, command: str, argument: str) -> object:
         leader.save(Path(argument))
     elif command == "load":
         leader.load(Path(argument))
+    elif command == "fail":
+        with suppress(OSError), leader.whole(Holding(argument)) as whole:
+            next(whole)
+            raise OSError("no space left")
     return "done"
 
 
@@ -114,6 +122,8 @@ def run(
     parallel: DataParallel = SingleProcess()
     if os.environ["WORLD_SIZE"] != "1":
         parallel = TorchDistributed(select_device("cpu"), timeout_s, forming_timeout_s)
+    small = partial(gather_whole, bucket_bytes=BUCKET_BYTES)
+    mock.patch.object(worker, "gather_whole", small).start()
     config = make_config(model, NUM_GROUPS, **actor)
     if frozen is not None:
         config = with_critic(config)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sluice.launch.service_spec import ServiceSpec
+from sluice.launch.service_spec import RestartPolicy, ServiceSpec
 from sluice.launch.supervisor import RunEnd, Supervisor
 
 WAIT_S = 20.0
@@ -36,9 +36,13 @@ while True:
 """
 
 
-def spec(name: str, script: str, **policy: Any) -> ServiceSpec:
+def spec(
+    name: str, script: str, *, max_restarts: int = 0, retries_errors: bool = True, **policy: Any
+) -> ServiceSpec:
     """A Python process that runs `script`; `policy` as `ServiceSpec` takes it."""
-    return ServiceSpec(name, (sys.executable, "-c", textwrap.dedent(script)), **policy)
+    command = sys.executable, "-c", textwrap.dedent(script)
+    restarts = RestartPolicy(max_restarts, retries_errors)
+    return ServiceSpec(name, command, restarts=restarts, **policy)
 
 
 def polite(name: str, code: int = 0) -> ServiceSpec:

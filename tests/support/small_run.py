@@ -30,7 +30,7 @@ from sluice.config.dump import write_config
 from sluice.config.endpoints import peer_address
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.launch.service_spec import local_services, rollout_service, with_ports
+from sluice.launch.service_spec import NO_RESTARTS, local_services, rollout_service, with_ports
 from sluice.launch.supervisor import RunEnd, Supervisor
 from sluice.quickstart.model import MAX_POSITIONS, make_model, save_model
 from sluice.quickstart.problems import draw_problem, task_named
@@ -197,7 +197,7 @@ class LiveRun:
 
     def new_replica(self, index: int) -> Supervisor:
         """A supervisor of one more replica, not started yet."""
-        spec = replace(rollout_service(self.config, self._config_file, index), max_restarts=0)
+        spec = replace(rollout_service(self.config, self._config_file, index), restarts=NO_RESTARTS)
         return Supervisor([spec], self._config_file.parent / "logs", lambda *_: None, 30.0)
 
     async def status(self) -> trainer_pb2.GetStatusResponse:

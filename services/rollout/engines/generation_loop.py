@@ -21,7 +21,7 @@ from services.rollout.engines.causal_lm import CausalLM
 from services.rollout.engines.counter_random import sample_keys
 from services.rollout.engines.decoder import Decoder, PrefilledPrompts, TokenRow
 from services.rollout.engines.live_weights import LiveWeights, NewWeights
-from services.rollout.engines.protocol import GenerationRequest, SampleChunk, num_tokens
+from services.rollout.engines.protocol import GenerationRequest, PauseMode, SampleChunk, num_tokens
 from services.rollout.engines.row_table import RowTable, RunningSample
 from services.rollout.engines.sampling import SamplingPlan, draw, plan_sampling
 from services.rollout.engines.scheduler import Admission, GroupQueue, WaitingGroup, prefill_batches
@@ -97,6 +97,7 @@ class GenerationLoop:
         self._plan = SamplingPlan()
         self._deliveries: dict[Ticket, Delivery] = {}
         self._next_due = math.inf
+        self._pause: PauseMode | None = None
         self.version: int | None = None
         self.digest = ""
         self.generated_tokens = 0
@@ -117,7 +118,28 @@ class GenerationLoop:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self._table.busy > 0 or self._queue.waiting > 0
+        if self._pause is None:
+            return self._table.busy > 0 or self._queue.waiting > 0
+        return self.is_draining
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether samples are being drawn to their end before a pause."""
+        return self._pause is PauseMode.DRAIN and self._table.busy > 0
+
+    def pause(self, mode: PauseMode) -> None:
+        """Lets no sample in, and none go on either, but with DRAIN; until `resume`."""
+        self._pause = mode
+        if mode is PauseMode.ABORT:
+            self.abort_all()
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        recompute, self._pause = self._pause is PauseMode.RECOMPUTE, None
+        if recompute:
+            with torch.inference_mode():
+                self._queue.forget_prefilled()
+                self._recompute()
 
     def submit(self, ticket: Ticket) -> None:
         """Queues a request's samples; one that is complete already ends at once."""
@@ -132,7 +154,7 @@ class GenerationLoop:
             sample = self._sample(ticket, index, key, np.concatenate((prompt, drawn)))
             if not drawn.size:
                 fresh.append(sample)
-            elif (reason := _end_of(sample)) is not None:
+            elif (reason := _end_of(sample, drawn)) is not None:
                 self._deliver(sample, reason)
             else:
                 self._queue.append(
@@ -158,6 +180,7 @@ class GenerationLoop:
             top_k=sampling.top_k,
             key=key,
             streaming=ticket.every_token,
+            watch=ticket.request.watch(),
         )
 
     def cancel(self, ticket: Ticket) -> None:
@@ -246,6 +269,8 @@ class GenerationLoop:
         self.busy_seconds += time.perf_counter() - started
 
     def _admit(self) -> None:
+        if self._pause is not None:
+            return
         admissions = self._queue.admit(self._table.free) if self._queue.waiting else []
         # A prompt of one token has no state before it.
         new = [a.group for a in admissions if a.group.prefilled is None and len(a.group.tokens) > 1]
@@ -360,8 +385,10 @@ class GenerationLoop:
         return deliveries
 
 
-def _end_of(sample: RunningSample) -> FinishReason | None:
-    """Why a continued sample has nothing left to draw, if so."""
+def _end_of(sample: RunningSample, drawn: TokenRow) -> FinishReason | None:
+    """Why a continued sample has nothing left to draw, if so; its watch sees what was drawn."""
     if int(sample.tokens[-1]) in sample.stop_ids:
+        return FinishReason.STOP
+    if sample.watch is not None and sample.watch.push(drawn.tolist()) is not None:
         return FinishReason.STOP
     return FinishReason.LENGTH if len(sample.tokens) >= sample.length_limit else None

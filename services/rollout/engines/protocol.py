@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
+from services.rollout.engines.stop_strings import Decode, StopStringWatch
 from sluice.types import (
     FinishReason,
     Logprobs,
@@ -28,6 +30,7 @@ __all__ = [
     "EngineLoad",
     "GenerationRequest",
     "PartialSample",
+    "PauseMode",
     "SampleChunk",
     "StagedVersion",
     "TokenBooks",
@@ -63,6 +66,7 @@ class GenerationRequest:
     Randomness of sample *i*, token *t* depends on (`sampling.seed`, i, t) only.
     `sampling.max_tokens` counts a partial's tokens too. `tokens` counts those on their way out.
     Samples of higher `priority` get free slots first, where the engine has a say in that.
+    `decode` is needed for `sampling.stop` only.
     """
 
     request_id: str
@@ -72,6 +76,13 @@ class GenerationRequest:
     partials: tuple[PartialSample, ...] = ()
     tokens: CallTokens = field(default_factory=CallTokens)
     priority: int = 0
+    decode: Decode | None = None
+
+    def watch(self) -> StopStringWatch | None:
+        """For one of its samples, if strings end them."""
+        if not self.sampling.stop or self.decode is None:
+            return None
+        return StopStringWatch(self.sampling.stop, self.decode)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,6 +160,20 @@ class CommitResult:
     stall_s: float
 
 
+class PauseMode(StrEnum):
+    """What becomes of samples that hold a slot when the engine pauses.
+
+    KEEP: they go on where they were. RECOMPUTE: they do, with caches that are computed anew, and
+    no later sample uses an earlier prompt's cache. ABORT: they end as aborted with what they have,
+    those that wait for a slot too. DRAIN: they are drawn to their end first.
+    """
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    ABORT = "abort"
+    DRAIN = "drain"
+
+
 class Engine(Protocol):
     """One replica's engine."""
 
@@ -208,6 +233,18 @@ class Engine(Protocol):
             ExhaustedError: too many samples are waiting.
             EngineError: the engine broke.
         """
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Draws no token from its return until `resume`; further samples wait for that.
+
+        Everything else works meanwhile: probes, ending calls, and new weights, after whose commit
+        the engine stays paused. Pausing again is harmless. If it is cancelled, call `resume`.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Draws on. Harmless without a pause."""
         ...
 
     async def join_group(self, spec: TransferGroupSpec) -> str:

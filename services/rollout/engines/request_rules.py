@@ -16,6 +16,11 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
     """Raises InvalidRequestError for a request that cannot be generated, naming the field."""
     _check_sampling(request.sampling, vocab_size)
     _check_samples(request)
+    if request.sampling.stop and (request.decode is None or "" in request.sampling.stop):
+        raise InvalidRequestError(
+            f"request {request.request_id}: sampling.stop {request.sampling.stop}; give texts that "
+            "are not empty, and decode with them"
+        )
     prompt = request.prompt_token_ids
     if not 1 <= prompt.size < max_model_len:
         raise InvalidRequestError(

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from services.rollout.engines.batch_invariance import DecodeShapes
 from services.rollout.engines.counter_random import uniforms
 from services.rollout.engines.decoder import DecodeBatch, Rows
+from services.rollout.engines.stop_strings import StopStringWatch
 
 __all__ = ["RowTable", "RunningSample"]
 
@@ -33,6 +34,7 @@ class RunningSample:
         length_limit: prompt plus response tokens at which it ends.
         stop_ids: tokens that end it.
         key: its random stream.
+        watch: for strings that end it; it has seen what was drawn before.
     """
 
     owner: object
@@ -46,6 +48,7 @@ class RunningSample:
     top_k: int
     key: np.uint64
     streaming: bool
+    watch: StopStringWatch | None = None
 
 
 class RowTable:
@@ -74,6 +77,7 @@ class RowTable:
         self._uniforms = np.zeros((slots, max_model_len), dtype=np.float64)
         self._stop_ids = np.full((slots, 1), _NO_TOKEN, dtype=np.int64)
         self._streaming = np.zeros(slots, dtype=np.bool_)
+        self._watched = np.zeros(slots, dtype=np.bool_)
         self._row_start = np.arange(slots, dtype=np.int64) * max_model_len
         self.samples: list[RunningSample | None] = [None] * slots
         self._holes: list[int] = []
@@ -126,6 +130,7 @@ class RowTable:
         self.temperature[row] = sample.temperature
         self.top_p[row], self.top_k[row] = sample.top_p, sample.top_k
         self._streaming[row] = sample.streaming
+        self._watched[row] = sample.watch is not None
         missing = len(sample.stop_ids) - self._stop_ids.shape[1]
         if missing > 0:
             self._stop_ids = np.pad(
@@ -138,7 +143,7 @@ class RowTable:
     def leave(self, row: int) -> None:
         """Frees a row."""
         self.samples[row] = None
-        self._streaming[row] = False
+        self._streaming[row] = self._watched[row] = False
         self._holes.append(row)
         self.changed = True
 
@@ -160,6 +165,7 @@ class RowTable:
                 self._uniforms,
                 self._stop_ids,
                 self._streaming,
+                self._watched,
             ):
                 array[target] = array[source]
             for from_row, to_row in zip(sources, targets, strict=True):
@@ -191,13 +197,19 @@ class RowTable:
     def record(
         self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Appends one token per row; tells which rows met a stop token, and which their limit."""
+        """Appends one token per row; tells which rows met a stop token or string, and which their
+        limit."""
         rows = self.rows
         self.position[:rows] += 1
         place = self._row_start[:rows] + self.position[:rows]
         self.history.reshape(-1)[place] = tokens
         self.logprobs.reshape(-1)[place] = logprobs
         stopped = (self._stop_ids[:rows] == tokens[:, None]).any(1)
+        for row in np.flatnonzero(self._watched[:rows]).tolist():
+            sample = self.samples[row]
+            assert sample is not None
+            assert sample.watch is not None
+            stopped[row] |= sample.watch.push([int(tokens[row])]) is not None
         return stopped, self.position[:rows] + 1 >= self._limit[:rows]
 
     def streaming_rows(self) -> list[int]:

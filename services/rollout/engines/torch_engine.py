@@ -22,6 +22,7 @@ from services.rollout.engines.protocol import (
     CommitResult,
     EngineLoad,
     GenerationRequest,
+    PauseMode,
     SampleChunk,
     StagedVersion,
     TokenBooks,
@@ -30,6 +31,7 @@ from services.rollout.engines.protocol import (
 from services.rollout.engines.request_rules import check_request
 from services.rollout.engines.torch_settings import TorchEngineSettings, torch_settings
 from services.rollout.engines.weight_inbox import WeightInbox
+from sluice.concurrency.waits import waiting_for
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device, transfer_device
 from sluice.errors import EngineError, ExhaustedError, NotReadyError
@@ -266,6 +268,18 @@ class TorchEngine:
         if self._inbox is None:
             raise NotReadyError("the torch engine is not running")
         return self._inbox
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Draws no token from its return until `resume`; see the protocol."""
+        thread = self._running()
+        await thread.call(lambda loop: loop.pause(mode))
+        with waiting_for("torch engine", "draining its slots"):
+            while await thread.call(lambda loop: loop.is_draining):
+                pass  # answered between two steps
+
+    async def resume(self) -> None:
+        """Draws on."""
+        await self._running().call(lambda loop: loop.resume())
 
     async def join_group(self, spec: TransferGroupSpec) -> str:
         """Joins one epoch's transfer group, leaving any earlier one; returns the plan's digest."""

@@ -17,7 +17,13 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from services.rollout.engines.protocol import GenerationRequest, SampleChunk, StagedVersion
+from services.rollout.engines.protocol import (
+    GenerationRequest,
+    PauseMode,
+    SampleChunk,
+    StagedVersion,
+)
+from services.rollout.engines.vllm_ascend import ascend_arguments, ascend_environment
 from services.rollout.engines.vllm_features import VllmClient, set_environment
 from services.rollout.engines.vllm_layout import CheckpointLayout, checkpoint_layout
 from services.rollout.engines.vllm_request import ModelLimits, Pace, RequestRun
@@ -40,6 +46,12 @@ _CALL_TIMEOUT_S = 60.0
 _APPLY_TIMEOUT_S = 600.0
 _CLOSE_TIMEOUT_S = 20.0
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.05
+_PAUSES: Mapping[PauseMode, str] = {
+    PauseMode.KEEP: "keep",
+    PauseMode.RECOMPUTE: "keep",
+    PauseMode.ABORT: "abort",
+    PauseMode.DRAIN: "wait",
+}
 _REFUSALS: Mapping[str, type[SluiceError]] = {
     "InvalidRequestError": InvalidRequestError,
     "NotReadyError": NotReadyError,
@@ -61,6 +73,7 @@ class VllmCore:
         self._limits = ModelLimits(settings.max_model_len, layout.eos_token_ids)
         self._runs: dict[ChunkStream, RequestRun] = {}
         self._idle, self._swapping = asyncio.Event(), asyncio.Lock()
+        self._is_paused = False
         self._broken: EngineError | None = None
 
     @classmethod
@@ -78,17 +91,25 @@ class VllmCore:
             threads=settings.torch_threads,
             batch_invariant=settings.batch_invariant,
         )
-        client = VllmClient(settings.engine_arguments(on_cpu=on_cpu))
+        arguments = settings.engine_arguments(on_cpu=on_cpu)
+        if device.torch_device.type == "npu":
+            os.environ.update(ascend_environment(os.environ))
+            arguments = ascend_arguments(arguments)
+        client = VllmClient(arguments)
         core = cls(client, layout, settings)
         _log.info("vLLM %s runs on %s", client.features.version, device.name)
         shapes = {spec.name: spec.shape for spec in layout.tensors}
-        await core._call(
-            "sluice_begin",
-            os.getpid(),
-            "cpu" if on_cpu else settings.device,
-            settings.weights_backend,
-            msgspec.json.encode(shapes),
-        )
+        try:
+            await core._call(
+                "sluice_begin",
+                os.getpid(),
+                "cpu" if on_cpu else settings.device,
+                settings.weights_backend,
+                msgspec.json.encode(shapes),
+            )
+        except BaseException:  # its processes do not watch this one yet
+            client.close()
+            raise
         return core
 
     @property
@@ -199,8 +220,21 @@ class VllmCore:
                 await self._client.tag_version(str(version))
                 self.version, self.digest = version, digest
             finally:
-                await self._client.resume()
+                if not self._is_paused:
+                    await self._client.resume()
             return time.perf_counter() - started
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Draws nothing from its return until `resume`."""
+        async with self._swapping:
+            self._is_paused = True
+            await self._client.pause(_PAUSES[mode], clear_cache=mode is PauseMode.RECOMPUTE)
+
+    async def resume(self) -> None:
+        """Draws on."""
+        async with self._swapping:
+            self._is_paused = False
+            await self._client.resume()
 
     async def _apply(self, version: int, digest: str) -> None:
         try:

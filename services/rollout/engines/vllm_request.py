@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
+from services.rollout.engines.stop_strings import StopStringWatch
 from services.rollout.engines.vllm_features import Delta, SamplingChoice, VllmClient
 from sluice.errors import EngineError
 from sluice.types import FinishReason
@@ -73,6 +74,7 @@ class _Sample:
     request_id: str
     prompt: list[int]  # a partial's tokens included
     choice: SamplingChoice
+    watch: StopStringWatch | None = None
     drawn: int = 0
     handed_on: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens)
     parts: list[_Part] = field(default_factory=list)
@@ -145,7 +147,9 @@ class RequestRun:
         eos = () if sampling.ignore_eos else self._limits.eos_token_ids
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *eos)))
         room = min(sampling.max_tokens - len(partial), self._limits.max_model_len - len(prompt))
-        if partial and partial[-1] in stops:
+        watch = request.watch()
+        is_ended = watch is not None and watch.push(partial) is not None
+        if is_ended or (partial and partial[-1] in stops):
             self._post([self._empty(index, FinishReason.STOP)])
         elif room < 1:
             self._post([self._empty(index, FinishReason.LENGTH)])
@@ -159,7 +163,7 @@ class RequestRun:
                 stop_token_ids=stops,
             )
             name = f"{self._number}-{index}"
-            self._samples[index] = _Sample(index, name, prompt, choice)
+            self._samples[index] = _Sample(index, name, prompt, choice, watch)
 
     def _empty(self, index: int, reason: FinishReason) -> SampleChunk:
         return _chunk(index, _Part(self._version(), [], []), reason)
@@ -178,9 +182,13 @@ class RequestRun:
         )
         async with aclosing(stream) as deltas:  # type: ignore[type-var]
             async for delta in deltas:
-                self._take(sample, delta)
+                end = None if sample.watch is None else sample.watch.push(delta.token_ids)
+                self._take(sample, delta, end)
+                if end is not None:
+                    return  # which aborts it, unless it has ended
 
-    def _take(self, sample: _Sample, delta: Delta) -> None:
+    def _take(self, sample: _Sample, delta: Delta, end: int | None) -> None:
+        """Takes what came; only `end` tokens of it belong to a sample that a string ends."""
         prefilled = 0
         if not sample.prefill_known and delta.cached_tokens is not None:
             sample.prefill_known = True
@@ -189,9 +197,11 @@ class RequestRun:
         self.drawn += len(delta.token_ids)
         sample.drawn += len(delta.token_ids)
         if delta.token_ids:
-            part = _Part(self._version(), list(delta.token_ids), list(delta.logprobs))
-            sample.parts.append(part)
-        if delta.finish_reason is not None:
+            tokens, logprobs = list(delta.token_ids)[:end], list(delta.logprobs)[:end]
+            sample.parts.append(_Part(self._version(), tokens, logprobs))
+        if end is not None:
+            self._hand_on([sample], FinishReason.STOP)
+        elif delta.finish_reason is not None:
             _settle_versions(sample, delta.version_spans)
             self._hand_on([sample], _REASONS.get(delta.finish_reason, FinishReason.ABORTED))
         elif self._pace.every_token:

@@ -23,6 +23,8 @@ _OURS: Mapping[str, str] = {
     "tensor_parallel_size": "set actor_rollout_ref.rollout.tensor_model_parallel_size",
     "data_parallel_size": "set actor_rollout_ref.rollout.data_parallel_size",
     "pipeline_parallel_size": "replicas run without pipeline stages",
+    "load_format": "the trainer's weights arrive when the replica joins",
+    "stream_interval": "a token belongs to the version that serves when it comes",
     "logprobs_mode": "training needs the logprobs of the distribution really sampled",
     "generation_config": "requests say how to sample",
     "skip_tokenizer_init": "prompts and responses are token ids",

@@ -49,7 +49,8 @@ class ChunkStream:
     async def next(self) -> tuple[SampleChunk, ...]:
         """What has come since the last call; waits for something to come."""
         await self._news.wait()
-        self._news.clear()
+        if self._error is None:  # which comes with the last chunks, or by itself
+            self._news.clear()
         chunks, self._chunks = tuple(self._chunks), []
         if self._error is not None and self.open_samples and not chunks:
             raise self._error

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from services.trainer.learner.parallel import SHARD_DIM, DataParallel
+from services.trainer.learner.parallel import COPY_DIM, SHARD_DIM, DataParallel
 from sluice.concurrency.advance import advance
 
 BUCKET_BYTES = 64 << 20
@@ -99,8 +99,12 @@ def _gather(
 ) -> Iterator[tuple[str, Tensor]]:
     advance()
     mesh = bucket[0].tensor.device_mesh
-    if mesh.ndim > 1 and mesh.get_local_rank(0) != 0:
-        return  # the first copy is rank 0's
+    if mesh.ndim > 1:
+        # The other copies have nothing to send. They wait here, a bucket at a time: the deadline
+        # of the next command is not meant for a whole gather.
+        parallel.all_gather([0.0], phase)
+        if mesh.get_local_rank(COPY_DIM) != 0:
+            return  # the first copy is rank 0's
     ends = list(accumulate(part.numel for part in bucket))
     local = [part.tensor.to_local() for part in bucket]
     own = torch.zeros(ends[-1], dtype=bucket[0].dtype, device=local[0].device)

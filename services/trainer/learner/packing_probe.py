@@ -15,6 +15,7 @@ import torch
 
 from services.trainer.learner.forward import token_outputs
 from services.trainer.learner.micro_batch import TrainingRow, build_micro_batch
+from services.trainer.learner.shards import plain_class
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.errors import ConfigError
 
@@ -53,8 +54,9 @@ def check_packing(
 
 def _refusal(model: PreTrainedModel, reason: str) -> ConfigError:
     return ConfigError(
-        f"actor_rollout_ref.model.path: {type(model).__name__} cannot be trained on packed tokens "
-        f"({reason}); choose a model family whose attention transformers lets others implement"
+        f"actor_rollout_ref.model.path: {plain_class(model).__name__} cannot be trained on packed "
+        f"tokens ({reason}); choose a model family whose attention transformers lets others "
+        "implement"
     )
 
 

@@ -29,6 +29,7 @@ from services.trainer.learner.rank_rendezvous import (
     rank_place,
 )
 from sluice.concurrency.waits import waiting_for
+from sluice.device.collective import WITHOUT_GATHER, rank_backends
 from sluice.device.protocol import Device
 from sluice.errors import DeadlineError, PeerError, WeightSyncError
 
@@ -160,9 +161,8 @@ class TorchDistributed:
     ) -> None:
         self._timeout_s, self._device_type = timeout_s, device.torch_device.type
         self._meshes: dict[int, DeviceMesh] = {}
-        backend = device.collective_backend
-        if backend != "gloo":
-            backend = f"cpu:gloo,{device.torch_device.type}:{backend}"
+        backend = rank_backends(device.torch_device.type)
+        self._has_gather = device.collective_backend not in WITHOUT_GATHER
         device.set_device()
         place = rank_place(os.environ)
         self._rendezvous: RankRendezvous | None = None
@@ -204,17 +204,22 @@ class TorchDistributed:
         if size == 1:
             return None
         if size not in self._meshes:
-            self._meshes[size] = self._make_mesh(size)
+            with self.naming_failures(f"forming groups of {size} ranks that share a model"):
+                self._meshes[size] = self._make_mesh(size)
         return self._meshes[size]
 
     def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
         """On the tensor's device."""
         parts: Tensor | None = None
-        if self.rank == 0:
+        if self.rank == 0 or not self._has_gather:
             parts = own.new_empty((dist.get_world_size(group), own.numel()))
         into = None if parts is None else list(parts.unbind())
-        self._run(partial(dist.gather, own, into, dst=0, group=group, async_op=True), phase)
-        return parts
+        if self._has_gather:
+            gather = partial(dist.gather, own, into, dst=0, group=group, async_op=True)
+        else:
+            gather = partial(dist.all_gather, into, own, group=group, async_op=True)
+        self._run(gather, phase)
+        return parts if self.rank == 0 else None
 
     @contextmanager
     def naming_failures(self, phase: str) -> Iterator[None]:

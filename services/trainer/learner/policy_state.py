@@ -73,8 +73,7 @@ def save_policy_state(
     """
     huggingface = directory / HUGGINGFACE_FOLDER
     try:
-        state = None if weights is None else {**_on_host(weights), **_buffers(model)}
-        model.save_pretrained(huggingface, state_dict=state)
+        _save_model(huggingface, model, weights)
         advance()
         save_file(_on_host(moments), directory / OPTIMIZER_FILE)
         advance()
@@ -126,6 +125,12 @@ def load_policy_state(
 def weight_sum(model: nn.Module) -> float:
     """Sum of all weights of a model that is not sharded; differs where the weights do."""
     return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+
+
+def _save_model(folder: Path, model: PreTrainedModel, weights: WholeTensors | None) -> None:
+    """Holds whole weights only until it returns: the moments, twice as many, come next."""
+    state = None if weights is None else {**_on_host(weights), **_buffers(model)}
+    model.save_pretrained(folder, state_dict=state)
 
 
 def _on_host(tensors: WholeTensors) -> dict[str, Tensor]:

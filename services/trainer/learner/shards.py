@@ -7,7 +7,7 @@ the mesh make the same number of them (`even_passes`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -116,12 +116,6 @@ def shard_rows(rows: int, shards: int, index: int) -> tuple[int, int]:
     """First row of a shard and the one after its last: shards of ``ceil(rows / shards)`` rows."""
     length = -(-rows // shards)
     return min(rows, index * length), min(rows, (index + 1) * length)
-
-
-def num_local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes that this rank holds of them."""
-    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-    return sum(t.numel() * t.element_size() for t in local)
 
 
 def plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:

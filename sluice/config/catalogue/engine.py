@@ -15,6 +15,7 @@ def _tuning(name: str, **more: Unpack[Texts]) -> Entry:
     more["effect"] = (
         f"{effect}; {_ONLY_VLLM}" if effect else _ONLY_VLLM[:1].upper() + _ONLY_VLLM[1:]
     )
+    more["engines"] = ("vllm", "sglang")
     return honoured(f"{_KEY}.{name}", **more)
 
 
@@ -40,15 +41,10 @@ ENTRIES: tuple[Entry, ...] = (
             "The smallest for which memory * gpu_memory_utilization * this exceeds two bytes a "
             "parameter: smaller means more replicas"
         ),
+        silent=(1,),
     ),
-    _tuning(
-        "data_parallel_size",
-        unit="devices",
-    ),
-    _tuning(
-        "expert_parallel_size",
-        unit="devices",
-    ),
+    _tuning("data_parallel_size", unit="devices", silent=(1,)),
+    _tuning("expert_parallel_size", unit="devices", silent=(1,)),
     refused(
         f"{_KEY}.pipeline_model_parallel_size",
         int,
@@ -64,15 +60,18 @@ ENTRIES: tuple[Entry, ...] = (
     _tuning(
         "enable_chunked_prefill",
         advice="On; without it max_num_batched_tokens must hold a row",
+        silent=(True,),
     ),
     _tuning(
         "enable_prefix_caching",
         advice="On: the samples of a group share their prompt",
+        silent=(True,),
     ),
     _tuning(
         "enforce_eager",
         effect="true saves the graphs' memory and decodes more slowly",
         advice="false; true where memory is short",
+        silent=(False,),
     ),
     _tuning(
         "cudagraph_capture_sizes",
@@ -87,6 +86,7 @@ ENTRIES: tuple[Entry, ...] = (
     _tuning(
         "engine_kwargs",
         advice="vllm.enable_expert_parallel=true for mixtures of experts",
+        silent=({},),
     ),
     inapplicable(
         f"{_KEY}.quantization_config_file",

@@ -52,6 +52,7 @@ class Entry:
         refusals: values that are errors.
         caveats: values that are taken although nothing here does what they ask for.
         is_block: any keys may stand below; they share this row.
+        engines: the only ones that read the key; empty: whichever runs, the key is read.
     """
 
     path: str
@@ -69,6 +70,7 @@ class Entry:
     refusals: tuple[Refusal, ...] = ()
     caveats: tuple[Refusal, ...] = ()
     is_block: bool = False
+    engines: tuple[str, ...] = ()
 
     @property
     def in_schema(self) -> bool:
@@ -107,6 +109,7 @@ class Texts(TypedDict, total=False):
     silent: tuple[object, ...]
     refusals: tuple[Refusal, ...]
     caveats: tuple[Refusal, ...]
+    engines: tuple[str, ...]
 
 
 def honoured(path: str, **more: Unpack[Texts]) -> Entry:

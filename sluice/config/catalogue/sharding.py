@@ -49,7 +49,8 @@ def _shared(prefix: str, *, in_schema: bool) -> tuple[Entry, ...]:
                 unit="ranks",
                 effect="Memory of weights, gradients and optimizer state is divided by it; each "
                 "pass gathers every layer from as many ranks",
-                advice="A divisor of the trainer's ranks. 1 is fastest where the whole model fits",
+                advice="A divisor of the trainer's ranks. 1, where the whole model fits, gathers "
+                "nothing",
             ),
             honoured(
                 f"{prefix}.reshard_after_forward",

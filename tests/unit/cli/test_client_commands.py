@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from sluice.cli.main import commands
-from sluice.errors import DeadlineError
+from sluice.errors import DataError, DeadlineError
 from tests.support.threaded_run import folder_of, threaded_run
 from tests.support.token_replica import TokenReplica
 
@@ -57,6 +57,12 @@ def test_a_prompt_may_come_from_stdin_raw_and_be_streamed(run: Path, replica: To
     shown = sluice("generate", "-", *options, stdin="from stdin")
     assert shown.stdout == "[0][1]\n"
     assert replica.requests[0].prompt.text == "from stdin"
+
+
+def test_a_prompt_that_is_no_text_is_an_error_that_says_so(run: Path) -> None:
+    shown = CliRunner().invoke(commands, ["generate", "-", "--run", str(run)], input=b"\xff")
+    assert isinstance(shown.exception, DataError)
+    assert "stdin: no text" in str(shown.exception)
 
 
 def test_json_holds_tokens_logprobs_and_versions(run: Path) -> None:

@@ -35,6 +35,11 @@ def test_an_open_interface_without_a_key_is_refused(
     assert f"{KEY_VARIABLE}: a token of 5 characters" in refusal()
 
 
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1"])
+def test_a_deadline_that_is_no_time_is_refused(seconds: str) -> None:
+    assert "--deadline" in refusal("--deadline", seconds)
+
+
 def test_without_its_package_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

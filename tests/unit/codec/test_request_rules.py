@@ -184,6 +184,10 @@ REFUSED: list[tuple[Check, Any, str]] = [
         for indexes in ([], [0, 0], list(range(9)), [1024], [2**32 - 1])
     ),
     (check_generate, generate(request_id="x" * 129), "request_id"),
+    *(
+        (check_generate, generate(sampling=common.SamplingParams(stop=stop)), "sampling.stop")
+        for stop in (["x"] * 17, [""], ["x", "é" * 65])
+    ),
     (check_generate, generate(prompt=chat(*["u"] * 1025)), "prompt.chat.messages: 1025"),
     (check_generate, generate(prompt=chat("user", "é" * 33)), "prompt.chat.messages[1].role"),
     (reward_rules.check_score, score("math", "x" * 257), "items[1].data_source"),

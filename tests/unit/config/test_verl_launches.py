@@ -8,7 +8,7 @@ import pytest
 
 from sluice.config.catalogue.entry import Status
 from sluice.config.coverage import coverage
-from sluice.config.explain import Notice, launch_notices
+from sluice.config.explain import Notice, launch_notices, notices
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
@@ -107,6 +107,16 @@ def test_notices_name_what_has_no_effect_and_what_was_turned_into_something_else
     assert old.path == "reward.reward_kwargs.overlong_buffer_cfg.len"
     assert old.text.endswith("is read as reward.reward_kwargs.overlong_buffer_cfg.len")
     assert "actor_rollout_ref.actor.megatron.context_parallel_size" not in notices
+
+
+@pytest.mark.parametrize(("engine", "is_named"), [("torch", True), ("vllm", False)])
+def test_what_tunes_another_engine_is_named(engine: str, is_named: bool) -> None:
+    key = "actor_rollout_ref.rollout"
+    tuned = [f"{key}.name={engine}", f"{key}.enforce_eager=false", f"+{key}.engine_kwargs.vllm.x=1"]
+    found = notices([*tuned, f"{key}.gpu_memory_utilization=0.8"])
+    texts = [one.text for one in found]
+    assert len(texts) == (2 if is_named else 0)
+    assert all("it tunes vllm and sglang, and" in text for text in texts)
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,11 @@ def test_the_sound_variants_break_no_rule(more: tuple[str, ...]) -> None:
             "must be tensor_model_parallel_size * data_parallel_size = 2 * 1",
         ),
         (
+            "engine-devices",
+            [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=4"],
+            "tensor_model_parallel_size 4 * data_parallel_size 1 = 4 with name = vllm",
+        ),
+        (
             "engine-tokens",
             [f"{ROLLOUT}.enable_chunked_prefill=false", f"{ROLLOUT}.max_num_batched_tokens=1000"],
             "less than the context of 1024",

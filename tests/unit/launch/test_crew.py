@@ -8,6 +8,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,8 +45,13 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew_module, "_COMPANIONS_S", 0.3)
 
 
-def rank(number: int, script: str, **policy: object) -> ServiceSpec:
-    given = {"max_restarts": 1, "retries_errors": False, "is_needed": True, **policy}
+def rank(number: int, script: str, **policy: Any) -> ServiceSpec:
+    given: dict[str, Any] = {
+        "max_restarts": 1,
+        "retries_errors": False,
+        "is_needed": True,
+        **policy,
+    }
     return spec(f"trainer-{number}", script, crew="trainer", **given)
 
 

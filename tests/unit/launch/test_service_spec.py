@@ -10,7 +10,7 @@ from sluice.config.endpoints import peer_address
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.launch.checkpoint_mark import MARK_VARIABLE, TRACKER_NAME
-from sluice.launch.service_spec import ServiceSpec, local_services, with_ports
+from sluice.launch.service_spec import NO_RESTARTS, ServiceSpec, local_services, with_ports
 from tests.support.loopback import needs_ipv6
 
 FILE = Path("run.yaml")
@@ -50,8 +50,8 @@ def test_all_trainer_ranks_are_one_crew_and_only_rank_0_ends_the_run() -> None:
 
 def test_every_service_may_be_started_again_but_only_replicas_after_errors_of_their_own() -> None:
     specs = services("trainer.n_gpus_per_node=2").values()
-    assert {each.max_restarts for each in specs} == {5}
-    assert [each.name for each in specs if each.retries_errors] == ["rollout-0"]
+    assert {each.restarts.max_restarts for each in specs} == {5}
+    assert [each.name for each in specs if each.restarts.retries_errors] == ["rollout-0"]
 
 
 def test_the_trainer_is_told_which_checkpoints_were_there_before_the_run(tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def test_a_reward_service_is_started_again_where_its_ledger_outlives_it_and_it_d
     None
 ):
     reward = services()["reward"]
-    assert (reward.max_restarts, reward.retries_errors) == (5, False)
-    assert services("sluice.reward.ledger=memory")["reward"].max_restarts == 0
+    assert (reward.restarts.max_restarts, reward.restarts.retries_errors) == (5, False)
+    assert services("sluice.reward.ledger=memory")["reward"].restarts == NO_RESTARTS
 
 
 def test_each_trainer_rank_is_told_who_it_is_and_where_to_meet() -> None:

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from safetensors.torch import load_file
 
 from services.rollout.engines.decoder import PrefilledPrompts, TokenRow
 from services.rollout.engines.torch_engine import TorchEngine
 from services.rollout.engines.torch_settings import TorchEngineSettings
 from tests.support.engine_contract import DrawingContract
+from tests.support.engine_contract_pause import PauseContract
+from tests.support.engine_contract_stops import StopStringContract
 from tests.support.engine_contract_weights import LifecycleContract, UpdateContract
 from tests.support.engine_contract_world import (
     FAMILIES,
@@ -19,6 +22,7 @@ from tests.support.engine_contract_world import (
     SLOTS,
     ContractWorld,
     contract_world,
+    save_contract_checkpoint,
     save_contract_config,
 )
 
@@ -31,6 +35,10 @@ def _make(folder: Path) -> TorchEngine:
             str(folder), slots=SLOTS, max_model_len=MAX_MODEL_LEN, recompute_kv=True
         )
     )
+
+
+async def _serve_saved(engine: TorchEngine, folder: Path, version: int) -> None:
+    await engine.load_weights(load_file(folder / "model.safetensors"), version, "saved")
 
 
 class _Insight:
@@ -54,8 +62,13 @@ class _Insight:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_contract_config(request.param, tmp_path_factory.mktemp(request.param))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_contract_config(family, tmp_path_factory.mktemp(family))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -65,12 +78,15 @@ async def world(folder: Path) -> AsyncIterator[ContractWorld]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fresh(folder: Path) -> AsyncIterator[ContractWorld]:
-    async with contract_world(folder, _make, _Insight) as running:
+async def fresh(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[ContractWorld]:
+    saved = save_contract_checkpoint(family, tmp_path_factory.mktemp("saved"))
+    async with contract_world(saved, _make, _Insight, _serve_saved) as running:
         yield running
 
 
-class TestTorchContract(DrawingContract, UpdateContract):
+class TestTorchContract(DrawingContract, StopStringContract, PauseContract, UpdateContract):
     pass
 
 

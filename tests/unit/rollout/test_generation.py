@@ -59,8 +59,10 @@ def chunk(
     return SampleChunk(index, ids, logprobs, version, finish)
 
 
-def request_for(*indexes: int) -> GenerationRequest:
-    sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=99, seed=0)
+def request_for(*indexes: int, stop: tuple[str, ...] = ()) -> GenerationRequest:
+    sampling = SamplingParams(
+        temperature=1.0, top_p=1.0, top_k=-1, max_tokens=99, seed=0, stop=stop
+    )
     return GenerationRequest("r", np.arange(2, dtype=np.uint32), indexes, sampling)
 
 
@@ -70,6 +72,7 @@ async def generate(
     partials: Sequence[Rollout] = (),
     every_token: bool = False,
     linger_s: float = 0.0,
+    stop: tuple[str, ...] = (),
 ) -> list[GenerationEvent]:
     events: list[GenerationEvent] = []
 
@@ -78,7 +81,7 @@ async def generate(
 
     async with asyncio.timeout(10):
         await Generation(engine, Utf8()).run(  # type: ignore[arg-type]
-            request_for(*indexes),
+            request_for(*indexes, stop=stop),
             partials,
             Delivery(every_token=every_token, linger_s=linger_s),
             send,
@@ -241,3 +244,28 @@ async def test_a_receiver_that_goes_away_closes_the_engines_stream() -> None:
             request_for(0, 1), (), Delivery(), send
         )
     assert engine.was_closed
+
+
+async def test_text_ends_before_a_stop_string_of_which_nothing_is_sent_and_tokens_are_kept() -> (
+    None
+):
+    script = [[chunk(0, part)] for part in ("a", "b<", "c", "<", "e")]
+    engine = ScriptedEngine(*script, [chunk(0, "nd", finish=STOP)])
+    events = await generate(engine, 0, every_token=True, stop=("<end",))
+    assert [delta.text for event in events for delta in event.deltas] == [
+        "a",
+        "b",
+        "<c",
+        "",
+        "",
+        "",
+    ]
+    (found,) = rollouts(events).values()
+    assert (found.text, found.num_tokens) == ("ab<c", 8)
+
+
+async def test_a_sample_that_no_stop_string_ended_has_all_of_its_text() -> None:
+    engine = ScriptedEngine([chunk(0, "ab<e")], [chunk(0, "", finish=FinishReason.LENGTH)])
+    events = await generate(engine, 0, every_token=True, stop=("<end",))
+    assert "".join(delta.text for event in events for delta in event.deltas) == "ab<e"
+    assert rollouts(events)[0].text == "ab<e"

@@ -144,3 +144,14 @@ async def test_every_sample_has_its_requests_priority() -> None:
 async def test_a_failing_sample_fails_its_request() -> None:
     with pytest.raises(EngineError, match="boom"):
         await _run([_delta([4]), EngineError("boom")], request(samples=3))
+
+
+@pytest.mark.parametrize("finish", [None, "length"])
+async def test_a_stop_string_ends_a_sample_in_the_middle_of_what_came(finish: str | None) -> None:
+    wanted = request(max_tokens=9)
+    sampling = replace(wanted.sampling, stop=("56",))
+    wanted = replace(wanted, sampling=sampling, decode=lambda ids: "".join(map(str, ids)))
+    script = [_delta([4, 5]), _delta([6, 7, 8], finish), EngineError("nothing more is asked for")]
+    chunks, _, serving = await _run(script, wanted)
+    assert _told(chunks) == [([4, 5, 6], 1, FinishReason.STOP)]
+    assert serving.drawn == 5

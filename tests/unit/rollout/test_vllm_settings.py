@@ -62,7 +62,11 @@ def test_engine_kwargs_win_and_a_null_leaves_the_choice_to_vllm() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["model", "logprobs_mode", "worker_extension_cls", "max_num_seqs", "generation_config"]
+    "name",
+    [
+        *("model", "load_format", "logprobs_mode", "worker_extension_cls", "max_num_seqs"),
+        *("generation_config", "stream_interval"),
+    ],
 )
 def test_engine_kwargs_leave_alone_what_the_adapter_relies_on(name: str) -> None:
     with pytest.raises(ConfigError, match=f"engine_kwargs.vllm.{name} cannot be set"):

@@ -28,7 +28,7 @@ class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """Not set; never sent."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """An end or stop token was drawn; it is the last token."""
+    """An end or stop token was drawn, or one that completed a stop string; it is the last token."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """The token limit was reached."""
     FINISH_REASON_ABORTED: _FinishReason.ValueType  # 3
@@ -40,7 +40,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Not set; never sent."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""An end or stop token was drawn; it is the last token."""
+"""An end or stop token was drawn, or one that completed a stop string; it is the last token."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """The token limit was reached."""
 FINISH_REASON_ABORTED: FinishReason.ValueType  # 3
@@ -152,6 +152,7 @@ class SamplingParams(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     IGNORE_EOS_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """Divides the logits; 0 is greedy. Range [0, 100]. Default 1."""
     top_p: builtins.float
@@ -168,6 +169,12 @@ class SamplingParams(google.protobuf.message.Message):
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Further token ids that end a response. The model's own end tokens always count."""
 
+    @property
+    def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Strings that end a response, which then has the tokens up to the one that completed the string
+        and the text before it. At most 16, each 1 to 128 bytes. Special tokens have no text.
+        """
+
     def __init__(
         self,
         *,
@@ -178,9 +185,10 @@ class SamplingParams(google.protobuf.message.Message):
         seed: builtins.int | None = ...,
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         ignore_eos: builtins.bool = ...,
+        stop: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
     @typing.overload

@@ -11,6 +11,8 @@ import pytest_asyncio
 from services.rollout.engines.vllm_engine import VllmEngine
 from services.rollout.engines.vllm_settings import VllmSettings
 from tests.support.engine_contract import DrawingContract
+from tests.support.engine_contract_pause import PauseContract
+from tests.support.engine_contract_stops import StopStringContract
 from tests.support.engine_contract_weights import LifecycleContract, UpdateContract
 from tests.support.engine_contract_world import (
     FAMILIES,
@@ -18,6 +20,7 @@ from tests.support.engine_contract_world import (
     SLOTS,
     ContractWorld,
     contract_world,
+    save_contract_checkpoint,
     save_contract_config,
 )
 
@@ -28,16 +31,28 @@ pytestmark = [
 ]
 
 
-def _make(folder: Path) -> VllmEngine:
+def _make(folder: Path, **more: object) -> VllmEngine:
+    arguments = {"enable_prefix_caching": True, "max_num_batched_tokens": 2 * MAX_MODEL_LEN}
     return VllmEngine(
         VllmSettings(
             str(folder),
             slots=SLOTS,
             max_model_len=MAX_MODEL_LEN,
             recompute_kv=True,
-            arguments={"enable_prefix_caching": True, "max_num_batched_tokens": 2 * MAX_MODEL_LEN},
+            arguments=arguments | more,
         )
     )
+
+
+def _make_with_weights(folder: Path) -> VllmEngine:
+    return _make(folder, load_format="auto")
+
+
+async def _serve_saved(engine: VllmEngine, _: Path, version: int) -> None:
+    """vLLM's own loader has read them at the start; the adapter is told that they serve."""
+    thread, core = engine._in_thread()
+    await thread.call(core._client.tag_version(str(version)), "naming a version")
+    core.version, core.digest = version, "saved"
 
 
 class _Insight:
@@ -52,8 +67,13 @@ class _Insight:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_contract_config(request.param, tmp_path_factory.mktemp(request.param))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_contract_config(family, tmp_path_factory.mktemp(family))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -63,12 +83,15 @@ async def world(folder: Path) -> AsyncIterator[ContractWorld]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fresh(folder: Path) -> AsyncIterator[ContractWorld]:
-    async with contract_world(folder, _make, _Insight) as running:
+async def fresh(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[ContractWorld]:
+    saved = save_contract_checkpoint(family, tmp_path_factory.mktemp("saved"))
+    async with contract_world(saved, _make_with_weights, _Insight, _serve_saved) as running:
         yield running
 
 
-class TestVllmContract(DrawingContract, UpdateContract):
+class TestVllmContract(DrawingContract, StopStringContract, PauseContract, UpdateContract):
     pass
 
 

@@ -1,0 +1,188 @@
+"""What is wrong with a host's set-up for NPUs, each with its remedy. Pure; loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from sluice.device import ascend_environment as variables
+
+_LARGEST = (1 << 31) - 1
+_RANGES = (
+    (variables.CONNECT_VARIABLE, "s", variables.CONNECT_RANGE_S),
+    (variables.EXEC_VARIABLE, "s", (0, _LARGEST)),  # wider than what every product takes
+    (variables.BUFFER_VARIABLE, "MB", (1, _LARGEST)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        what: the thing and its value.
+        remedy: what to do.
+        is_fatal: nothing can work before; else something will be slower, or fails later.
+    """
+
+    what: str
+    remedy: str
+    is_fatal: bool
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class AscendHost:
+    """Facts about the host; `sluice.device.ascend_host` gathers them.
+
+    Attributes:
+        environment: of the process.
+        torch_version: without its build, such as ``2.13.0``.
+        torch_npu_version: the same of torch_npu; ``None`` if it is not installed.
+        num_devices: NPUs whose device file is there.
+        interfaces: names of the host's networks.
+    """
+
+    environment: Mapping[str, str]
+    torch_version: str
+    torch_npu_version: str | None
+    num_devices: int
+    interfaces: frozenset[str] = field(default_factory=frozenset)
+
+
+@dataclass(frozen=True, slots=True)
+class AscendDemand:
+    """What a process or a launcher wants of the host.
+
+    Attributes:
+        num_devices: NPUs.
+        collectives_on_device: whether weights or gradients travel by HCCL.
+    """
+
+    num_devices: int
+    collectives_on_device: bool
+
+
+def ascend_findings(host: AscendHost, demand: AscendDemand) -> tuple[Finding, ...]:
+    """Everything wrong, the fatal ones first."""
+    found = [*_package(host), *_cann(host.environment), *_devices(host, demand)]
+    found += _ranges(host.environment)
+    if demand.collectives_on_device:
+        found += [*_network(host), *_watchdog(host.environment)]
+    return tuple(sorted(found, key=lambda finding: not finding.is_fatal))
+
+
+def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The entries of ASCEND_RT_VISIBLE_DEVICES; ``None`` if it is not set."""
+    value = environment.get(variables.VISIBLE_VARIABLE)
+    if value is None:
+        return None
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+def _package(host: AscendHost) -> Iterator[Finding]:
+    if host.torch_npu_version is None:
+        yield Finding(
+            "torch_npu is not installed",
+            f"install the torch-npu wheel made for torch {host.torch_version}, or use an image "
+            "that has it",
+            is_fatal=True,
+        )
+    elif _minor(host.torch_npu_version) != _minor(host.torch_version):
+        yield Finding(
+            f"torch_npu {host.torch_npu_version} is made for torch "
+            f"{_minor(host.torch_npu_version)}, and torch is {host.torch_version}",
+            f"install torch-npu {_minor(host.torch_version)}, or the torch it is made for",
+            is_fatal=True,
+        )
+
+
+def _cann(environment: Mapping[str, str]) -> Iterator[Finding]:
+    if not (environment.get("ASCEND_HOME_PATH") or environment.get("ASCEND_TOOLKIT_HOME")):
+        yield Finding(
+            "CANN's environment is not set (neither ASCEND_HOME_PATH nor ASCEND_TOOLKIT_HOME)",
+            "source set_env.sh of the toolkit (usually "
+            "/usr/local/Ascend/ascend-toolkit/set_env.sh) in the shell that starts the run",
+            is_fatal=False,
+        )
+
+
+def _devices(host: AscendHost, demand: AscendDemand) -> Iterator[Finding]:
+    visible = visible_devices(host.environment)
+    if host.num_devices == 0:
+        yield Finding(
+            "there is no /dev/davinci0 or any other NPU's device file",
+            "install the driver, or hand the devices to the container (--device /dev/davinci0 "
+            "with davinci_manager, devmm_svm and hisi_hdc)",
+            is_fatal=True,
+        )
+        return
+    count = host.num_devices if visible is None else len(visible)
+    if count < demand.num_devices:
+        given = "not set" if visible is None else repr(host.environment[variables.VISIBLE_VARIABLE])
+        yield Finding(
+            f"{demand.num_devices} NPUs are wanted and {count} are visible "
+            f"({variables.VISIBLE_VARIABLE} is {given})",
+            "make more visible, or lower trainer.n_gpus_per_node or sluice.rollout.replicas",
+            is_fatal=True,
+        )
+    for entry in visible or ():
+        if not entry.isdecimal() or len(set(visible or ())) != len(visible or ()):
+            yield Finding(
+                f"{variables.VISIBLE_VARIABLE}="
+                f"{host.environment[variables.VISIBLE_VARIABLE]!r} is no list of different numbers",
+                "write the numbers of `npu-smi info`, with commas: 0,1,2",
+                is_fatal=True,
+            )
+            return
+
+
+def _ranges(environment: Mapping[str, str]) -> Iterator[Finding]:
+    for name, unit, (lowest, highest) in _RANGES:
+        value = environment.get(name)
+        if value is not None and not (value.isdecimal() and lowest <= int(value) <= highest):
+            yield Finding(
+                f"{name}={value!r} is no whole number from {lowest} to {highest} {unit}",
+                "correct it, or leave it out: it then follows from the configuration",
+                is_fatal=True,
+            )
+
+
+def _network(host: AscendHost) -> Iterator[Finding]:
+    environment = host.environment
+    for name in (variables.HOST_INTERFACE_VARIABLE, variables.GLOO_INTERFACE_VARIABLE):
+        value = environment.get(name, "")
+        is_hccl = name == variables.HOST_INTERFACE_VARIABLE
+        interface = variables.single_interface(value) if is_hccl else value
+        if interface and host.interfaces and interface not in host.interfaces:
+            yield Finding(
+                f"{name}={value!r}: there is no such interface, only "
+                f"{', '.join(sorted(host.interfaces))}",
+                "name the one that the other hosts reach (`ip addr`)",
+                is_fatal=True,
+            )
+    enabled = environment.get(variables.WHITELIST_VARIABLE) == "0"
+    if enabled and not environment.get(variables.WHITELIST_FILE_VARIABLE):
+        yield Finding(
+            f"{variables.WHITELIST_VARIABLE}=0 has HCCL ask a list of allowed addresses, and "
+            f"{variables.WHITELIST_FILE_VARIABLE} names none",
+            f"name one, or set {variables.WHITELIST_VARIABLE}=1",
+            is_fatal=True,
+        )
+
+
+def _watchdog(environment: Mapping[str, str]) -> Iterator[Finding]:
+    value = environment.get(variables.ASYNC_ERRORS_VARIABLE)
+    if value not in (None, "0", "2"):
+        yield Finding(
+            f"{variables.ASYNC_ERRORS_VARIABLE}={value} ends this process when a collective is "
+            "late, also one of a transfer group that only lost a replica",
+            "set it to 0, or leave it out",
+            is_fatal=False,
+        )
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])

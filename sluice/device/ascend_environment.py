@@ -1,0 +1,145 @@
+"""Environment variables that CANN, HCCL and torch_npu need, as a function of the configuration.
+
+HCCL reads them when a communicator is made, so that they have to be there when a process starts.
+What is set already always stays. Loads no torch. Meanings and ranges: CANN's "Environment Variable
+Reference" and torch_npu's; every variable is explained in ``docs/npu.md``.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sluice.config.endpoints import advertised_host
+from sluice.config.run import RunConfig
+from sluice.config.service import EndpointConfig
+
+AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+ASYNC_ERRORS_VARIABLE = "HCCL_ASYNC_ERROR_HANDLING"
+BUFFER_VARIABLE = "HCCL_BUFFSIZE"
+CONNECT_VARIABLE = "HCCL_CONNECT_TIMEOUT"
+EXEC_VARIABLE = "HCCL_EXEC_TIMEOUT"
+GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+HOST_ADDRESS_VARIABLE = "HCCL_IF_IP"
+HOST_INTERFACE_VARIABLE = "HCCL_SOCKET_IFNAME"
+VISIBLE_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
+WHITELIST_VARIABLE = "HCCL_WHITELIST_DISABLE"
+WHITELIST_FILE_VARIABLE = "HCCL_WHITELIST_FILE"
+
+CONNECT_RANGE_S = (120, 7200)
+EXEC_RANGE_S = (68, 17340)
+BUFFER_RANGE_MB = (1, 2048)
+
+_NO_AUTOLOAD = {AUTOLOAD_VARIABLE: "0"}
+
+
+@dataclass(frozen=True, slots=True)
+class HcclSettings:
+    """What the configuration says about one process's HCCL groups.
+
+    Attributes:
+        transfer_timeout_s: of forming a transfer group, and of each of its collectives.
+        collective_timeout_s: of a collective among trainer ranks.
+        own_host: where peers reach this process: a name or an address.
+    """
+
+    transfer_timeout_s: float
+    collective_timeout_s: float
+    own_host: str
+
+
+def hccl_settings(config: RunConfig, endpoint: EndpointConfig) -> HcclSettings:
+    """The settings of a process that serves at `endpoint`."""
+    return HcclSettings(
+        transfer_timeout_s=config.sluice.weights.timeout_s,
+        collective_timeout_s=config.sluice.trainer.command_timeout_s,
+        own_host=advertised_host(endpoint),
+    )
+
+
+def hccl_environment(settings: HcclSettings, given: Mapping[str, str]) -> dict[str, str]:
+    """Variables to add to `given` for a process that computes on an NPU.
+
+    Args:
+        given: the environment; none of its variables is in the result.
+    """
+    connect_s = _whole(settings.transfer_timeout_s, CONNECT_RANGE_S)
+    waits_s = max(settings.transfer_timeout_s, settings.collective_timeout_s)
+    wanted = {
+        **_NO_AUTOLOAD,
+        CONNECT_VARIABLE: str(connect_s),
+        EXEC_VARIABLE: str(_whole(waits_s, EXEC_RANGE_S)),
+        # HCCL's watchdog ends the process when a collective is late. A transfer group's deadlines
+        # are kept by the group itself, and its processes outlive it.
+        ASYNC_ERRORS_VARIABLE: "0",
+    }
+    if WHITELIST_FILE_VARIABLE not in given:
+        wanted[WHITELIST_VARIABLE] = "1"
+    wanted |= _host_network(settings.own_host, given)
+    return {name: value for name, value in wanted.items() if name not in given}
+
+
+def import_environment(*, has_torch_npu: bool, given: Mapping[str, str]) -> dict[str, str]:
+    """Variables to add to `given` for any process that loads torch.
+
+    torch loads an installed torch_npu while it is imported itself, and without CANN that import
+    fails, also where nobody asked for an NPU.
+    """
+    wanted = _NO_AUTOLOAD if has_torch_npu else {}
+    return {name: value for name, value in wanted.items() if name not in given}
+
+
+def hccl_group_config(bucket_bytes: int, given: Mapping[str, str]) -> dict[str, int]:
+    """HCCL's options for one transfer group.
+
+    A communicator takes two buffers of HCCL_BUFFSIZE (200 MB each, if nobody says otherwise) from
+    the NPU's memory. A bucket needs no larger ones than itself.
+
+    Args:
+        bucket_bytes: of the largest collective; 0 leaves the choice to HCCL.
+        given: the environment; HCCL_BUFFSIZE in it is for this group, too.
+    """
+    if bucket_bytes == 0 or BUFFER_VARIABLE in given:
+        return {}
+    return {"hccl_buffer_size": _whole(bucket_bytes / (1 << 20), BUFFER_RANGE_MB)}
+
+
+def _host_network(own_host: str, given: Mapping[str, str]) -> dict[str, str]:
+    """By which of the host's networks HCCL and Gloo find their peers.
+
+    Left to themselves both take the first that they like, and on hosts with several that is not
+    the same one everywhere.
+    """
+    found = {}
+    interface = single_interface(given.get(HOST_INTERFACE_VARIABLE, ""))
+    if interface:
+        found[GLOO_INTERFACE_VARIABLE] = interface
+    elif _is_reachable_address(own_host):
+        found[HOST_ADDRESS_VARIABLE] = own_host
+    return found
+
+
+def single_interface(pattern: str) -> str:
+    """The interface that a value of HCCL_SOCKET_IFNAME names, or nothing.
+
+    HCCL takes lists, prefixes (``eth``) and exclusions (``^docker``); Gloo one name. Only
+    ``=eth0`` means one name for certain.
+    """
+    name = pattern.removeprefix("=")
+    is_one = pattern.startswith("=") and not set(name) & set(",^=")
+    return name if is_one else ""
+
+
+def _is_reachable_address(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return not (address.is_loopback or address.is_unspecified)
+
+
+def _whole(value: float, limits: tuple[int, int]) -> int:
+    lowest, highest = limits
+    return min(max(math.ceil(value), lowest), highest)

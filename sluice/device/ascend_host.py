@@ -1,0 +1,131 @@
+"""Facts about this host's NPUs, and the start of a process that computes on one. Loads no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import re
+import socket
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+from sluice.config.run import RunConfig
+from sluice.config.service import EndpointConfig
+from sluice.device.ascend_checks import AscendDemand, AscendHost, ascend_findings, visible_devices
+from sluice.device.ascend_environment import (
+    hccl_environment,
+    hccl_settings,
+    import_environment,
+)
+from sluice.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+_DEVICES = Path("/dev")
+_DEVICE_FILE = re.compile(r"v?davinci(\d+)")  # a share of one begins with "v"
+_DISTRIBUTIONS = ("torch-npu", "torch_npu")
+
+
+def has_torch_npu() -> bool:
+    """Whether the package is there; says nothing about hardware. Imports nothing."""
+    return importlib.util.find_spec("torch_npu") is not None
+
+
+def device_numbers(environment: Mapping[str, str], devices: Path = _DEVICES) -> tuple[str, ...]:
+    """NPUs that a process started from here may use, by the host's numbers.
+
+    Args:
+        devices: where the driver puts one file for each.
+    """
+    visible = visible_devices(environment)
+    return _files(devices) if visible is None else visible
+
+
+def wants_npu(name: str | None, environment: Mapping[str, str], devices: Path = _DEVICES) -> bool:
+    """Whether a process with this ``device`` key will compute on an NPU.
+
+    Args:
+        name: as configured; ``None`` takes what is there, and an NPU first.
+    """
+    if name is not None and name != "auto":
+        return name.partition(":")[0] == "npu"
+    return has_torch_npu() and bool(device_numbers(environment, devices))
+
+
+def ascend_host(environment: Mapping[str, str], devices: Path = _DEVICES) -> AscendHost:
+    """What there is."""
+    return AscendHost(
+        environment=dict(environment),
+        torch_version=_version("torch") or "",
+        torch_npu_version=next(filter(None, map(_version, _DISTRIBUTIONS)), None),
+        num_devices=len(_files(devices)),
+        interfaces=frozenset(name for _, name in socket.if_nameindex()),
+    )
+
+
+def launch_environment(
+    config: RunConfig,
+    device: str | None,
+    endpoint: EndpointConfig,
+    given: Mapping[str, str] = os.environ,
+) -> dict[str, str]:
+    """Variables that a launcher adds to `given` for a process.
+
+    Args:
+        device: the process's ``device`` key.
+        endpoint: where it serves.
+    """
+    if wants_npu(device, given):
+        return hccl_environment(hccl_settings(config, endpoint), given)
+    return import_environment(has_torch_npu=has_torch_npu(), given=given)
+
+
+def prepare_process(
+    config: RunConfig,
+    device: str | None,
+    endpoint: EndpointConfig,
+    *,
+    collectives_on_device: bool,
+    environment: MutableMapping[str, str] = os.environ,
+) -> None:
+    """Sets what HCCL will read in this process, and checks the host if it is asked for an NPU.
+
+    Does nothing for other devices. A device key that only takes what is there is not checked:
+    detection says why it passes an NPU over.
+
+    Raises:
+        ConfigError: all that is wrong, each with its remedy.
+    """
+    if not wants_npu(device, environment):
+        return
+    environment.update(hccl_environment(hccl_settings(config, endpoint), environment))
+    if device is not None and device != "auto":
+        check_host(AscendDemand(1, collectives_on_device), environment)
+
+
+def check_host(demand: AscendDemand, environment: Mapping[str, str]) -> None:
+    """Logs what is not fatal.
+
+    Raises:
+        ConfigError: what is.
+    """
+    findings = ascend_findings(ascend_host(environment), demand)
+    for finding in findings:
+        if not finding.is_fatal:
+            _log.warning("NPU: %s", finding)
+    fatal = [str(finding) for finding in findings if finding.is_fatal]
+    if fatal:
+        raise ConfigError('device "npu": ' + "; ".join(fatal))
+
+
+def _files(devices: Path) -> tuple[str, ...]:
+    found = (_DEVICE_FILE.fullmatch(file.name) for file in devices.glob("*davinci*"))
+    return tuple(str(number) for number in sorted(int(one[1]) for one in found if one))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,146 @@
+"""Clients in other languages, which have the protos or server reflection and nothing of ours.
+
+`make test-clients` installs Node's packages; without them, or without grpcurl, their tests are
+skipped. Reflection itself is always tested, by a client that knows no message beforehand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool, json_format, message_factory
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+
+from sluice.api.reward.v1 import reward_pb2_grpc
+from sluice.api.rollout.v1 import rollout_pb2_grpc
+from sluice.errors import InvalidRequestError
+from sluice.rpc.server import RpcServer
+from tests.support.scripted_trainer import ScriptedReward
+from tests.support.token_replica import TokenReplica
+
+ROOT = Path(__file__).resolve().parents[2]
+NODE_CLIENT = ROOT / "tests" / "support" / "node_client"
+ROLLOUT, REWARD = "sluice.api.rollout.v1.RolloutService", "sluice.api.reward.v1.RewardService"
+WAIT_S = 120
+
+needs_node = pytest.mark.skipif(
+    shutil.which("node") is None or not (NODE_CLIENT / "node_modules" / "@grpc").is_dir(),
+    reason="node or its packages are not installed; `make test-clients` installs the packages",
+)
+needs_grpcurl = pytest.mark.skipif(
+    shutil.which("grpcurl") is None, reason="grpcurl is not installed (see docs/clients.md)"
+)
+
+
+class StrictReplica(TokenReplica):
+    """Refuses a request without samples, as a replica does."""
+
+    async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]
+        if not request.sample_indexes:
+            raise InvalidRequestError("sample_indexes: 0 given")
+        await super().Generate(request, context)
+
+
+@asynccontextmanager
+async def services() -> AsyncIterator[str]:
+    """A replica and a reward service at one address, behind our server."""
+    replica, reward = StrictReplica(slots=4, slots_busy=1), ScriptedReward()
+    server = RpcServer(
+        [
+            lambda s: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(replica, s),
+            lambda s: reward_pb2_grpc.add_RewardServiceServicer_to_server(reward, s),
+        ],
+        [ROLLOUT, REWARD],
+        host="127.0.0.1",
+        port=0,
+        max_message_bytes=1 << 20,
+    )
+    await server.start()
+    try:
+        yield server.address
+    finally:
+        await server.stop(0)
+
+
+async def output_of(*command: str) -> str:
+    done = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@needs_node
+async def test_node_samples_submits_and_is_refused_from_the_protos_alone() -> None:
+    async with services() as address:
+        script = str(NODE_CLIENT / "client.mjs")
+        printed = await output_of("node", script, address, str(ROOT / "proto"))
+    told = [json.loads(line) for line in printed.splitlines()]
+    assert told[0] == {"prompt": [7, 8, 9], "version": 3}
+    tokens = [each for each in told if "tokens" in each]
+    for index in (0, 1):
+        mine = [each for each in tokens if each["sample"] == index]
+        assert [each["tokens"] for each in mine] == [[100 * index + place] for place in range(6)]
+        assert mine[3]["logprobs"] == [-(100 * index + 3) / 8]
+    ended = [each for each in told if "ended" in each]
+    assert [each["reason"] for each in ended] == ["FINISH_REASON_STOP"] * 2
+    assert ended[0]["text"] == "".join(each["text"] for each in tokens if each["sample"] == 0)
+    assert told[-4:-1] == [
+        {"prompt_id": "a", "refused": ""},
+        {"prompt_id": "bad", "refused": "the id is taken"},
+        {"prompt_id": "a", "end": "PROMPT_END_TRAINED", "step": 1},
+    ]
+    assert told[-1] == {
+        "code": "INVALID_ARGUMENT",
+        "kind": "InvalidRequestError",
+        "details": "sample_indexes: 0 given",
+    }
+
+
+@needs_grpcurl
+async def test_grpcurl_lists_the_services_and_asks_a_replica_without_proto_files() -> None:
+    async with services() as address:
+        listed = await output_of("grpcurl", "-plaintext", address, "list")
+        method = f"{ROLLOUT}/GetStatus"
+        status = await output_of("grpcurl", "-plaintext", "-d", "{}", address, method)
+    assert {ROLLOUT, REWARD} <= set(listed.split())
+    assert json.loads(status)["slotsBusy"] == 1
+
+
+async def test_a_client_that_knows_no_message_asks_by_reflection() -> None:
+    async with services() as address:
+        names, status = await asyncio.to_thread(_reflected_status, address)
+    assert {ROLLOUT, REWARD, "grpc.health.v1.Health"} <= names
+    assert status["slots_busy"] == 1
+    assert status["policy_version"] == "3"
+
+
+def _reflected_status(address: str) -> tuple[set[str], dict[str, Any]]:
+    """What grpcurl does: services by name, a method's types by description, JSON both ways."""
+    with grpc.insecure_channel(address) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        pool = descriptor_pool.DescriptorPool(database)
+        method = pool.FindServiceByName(ROLLOUT).FindMethodByName("GetStatus")
+        asked, answered = (
+            message_factory.GetMessageClass(kind)
+            for kind in (method.input_type, method.output_type)
+        )
+        call = channel.unary_unary(
+            f"/{ROLLOUT}/GetStatus",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=answered.FromString,
+        )
+        answer = call(json_format.ParseDict({"without_engine": True}, asked()), timeout=WAIT_S)
+        found = json_format.MessageToDict(answer, preserving_proto_field_name=True)
+        return set(database.get_services()), found

@@ -1,0 +1,86 @@
+// Samples from a replica and submits prompts, over gRPC and from the protos alone.
+//
+//   node client.mjs ADDRESS PROTO_FOLDER
+//
+// Prints a JSON object a line: the prompt as the model reads it, tokens as they are drawn, whole
+// samples, then receipts and outcomes of prompts, and last how the services refuse a request.
+
+import grpc from "@grpc/grpc-js";
+import protoLoader from "@grpc/proto-loader";
+
+const [address, protoFolder] = process.argv.slice(2);
+const definition = protoLoader.loadSync(
+  ["sluice/api/rollout/v1/rollout.proto", "sluice/api/reward/v1/reward.proto"],
+  { includeDirs: [protoFolder], keepCase: true, longs: Number, enums: String, defaults: true },
+);
+const { rollout, reward } = grpc.loadPackageDefinition(definition).sluice.api;
+const open = grpc.credentials.createInsecure();
+const deadline = () => ({ deadline: Date.now() + 30_000 });
+const tell = (what) => console.log(JSON.stringify(what));
+
+// Arrays travel as little-endian bytes, four an item.
+const items = (bytes, read) =>
+  Array.from({ length: bytes.length / 4 }, (_, index) => bytes[read](4 * index));
+
+async function generate(replica) {
+  const call = replica.Generate(
+    {
+      prompt: { chat: { messages: [{ role: "user", content: "hi" }] } },
+      sample_indexes: [0, 1],
+      sampling: { temperature: 0.5, max_tokens: 16, seed: 7 },
+      stream_mode: "STREAM_MODE_TOKENS",
+    },
+    deadline(),
+  );
+  for await (const message of call) {
+    if (message.accepted) {
+      const { prompt_token_ids_u32, policy_version } = message.accepted;
+      tell({ prompt: items(prompt_token_ids_u32, "readUInt32LE"), version: policy_version });
+    }
+    for (const delta of message.deltas) {
+      tell({
+        sample: delta.sample_index,
+        tokens: items(delta.token_ids_u32, "readUInt32LE"),
+        logprobs: items(delta.behavior_logprobs_f32, "readFloatLE"),
+        text: delta.text,
+      });
+    }
+    for (const ended of message.rollouts) {
+      tell({ ended: ended.sample_index, reason: ended.finish_reason, text: ended.text });
+    }
+  }
+}
+
+async function submit(service) {
+  const call = service.SubmitPrompts(deadline());
+  for (const prompt_id of ["a", "bad"]) {
+    call.write({
+      prompt_id,
+      messages: [{ role: "user", content: "2 + 2?" }],
+      data_source: "math_dapo",
+      ground_truth: "4",
+    });
+  }
+  call.end();
+  for await (const { receipt, outcome } of call) {
+    if (receipt) tell({ prompt_id: receipt.prompt_id, refused: receipt.refused_because });
+    if (outcome) tell({ prompt_id: outcome.prompt_id, end: outcome.end, step: outcome.step });
+  }
+}
+
+async function refusal(replica) {
+  try {
+    for await (const _ of replica.Generate({ sample_indexes: [] }, deadline()));
+  } catch (error) {
+    const [kind] = error.metadata.get("sluice-error");
+    tell({ code: grpc.status[error.code], kind: kind ?? "", details: error.details });
+  }
+}
+
+const replica = new rollout.v1.RolloutService(address, open);
+const service = new reward.v1.RewardService(address, open);
+await generate(replica);
+await submit(service);
+await refusal(replica);
+replica.close();
+service.close();

@@ -1,0 +1,144 @@
+"""What counts as getting on: failures far apart end no call that went on in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import grpc
+import pytest
+
+from sluice.client import (
+    AsyncClient,
+    GenerateOptions,
+    NewPrompt,
+    PromptEvent,
+    RetryPolicy,
+    RunAddress,
+    Sampling,
+)
+from sluice.client.fleet import Fleet, FleetReplica
+from sluice.client.retries import Retries
+from sluice.client.submission import OpenPrompts
+from sluice.errors import InvalidRequestError, PeerError
+from sluice.types import ChatMessage
+from tests.support.token_replica import TokenReplica, token_replicas
+
+WINDOW = 1024
+GONE = PeerError("reward", "scoring", "gone")
+
+
+def prompt(number: int) -> NewPrompt:
+    return NewPrompt(str(number), (ChatMessage("user", "2 + 2?"),), "math_dapo", "4")
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def test_a_call_that_was_taken_up_for_long_is_no_failure_in_a_row() -> None:
+    clock = Clock()
+    retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), clock=clock)
+    await retries.wait_after(GONE)
+    clock.now_s = 1.0
+    retries.answered()
+    clock.now_s = 3600.0
+    await retries.wait_after(GONE)
+
+
+async def test_a_call_that_breaks_as_soon_as_it_is_taken_up_is_one() -> None:
+    clock = Clock()
+    retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), clock=clock)
+    for clock.now_s in range(10):
+        retries.answered()
+        await retries.wait_after(GONE)
+    clock.now_s = 10.0
+    retries.answered()
+    with pytest.raises(PeerError, match="gone"):
+        await retries.wait_after(GONE)
+
+
+async def test_tokens_of_samples_that_are_told_of_whole_count_as_getting_on() -> None:
+    # One token a call: the failures together last longer than the patience, none of them does.
+    replica = TokenReplica(breaks_after=1, length=12)
+    policy = RetryPolicy(first_s=0.1, most_s=0.1, patience_s=0.2)
+    async with (
+        token_replicas(replica) as addresses,
+        AsyncClient(RunAddress(replicas=addresses), policy=policy) as client,
+    ):
+        found = await client.generate("text", GenerateOptions(sampling=Sampling(seed=1)))
+    assert found.rollouts[0].num_tokens == 12
+    assert len(replica.requests) == 12
+
+
+class CountedLookup:
+    def __init__(self, failures: int = 0) -> None:
+        self.looks, self.failures = 0, failures
+
+    async def __call__(self) -> Sequence[FleetReplica]:
+        self.looks += 1
+        await asyncio.sleep(0.01)
+        if self.looks <= self.failures:
+            raise PeerError("trainer", "asking", "gone")
+        return [FleetReplica("a", 8, 0)]
+
+
+async def test_many_requests_at_once_ask_for_the_fleet_once() -> None:
+    lookup = CountedLookup()
+    fleet = Fleet(lookup)
+    async with asyncio.TaskGroup() as tasks:
+        chosen = [tasks.create_task(fleet.choose()) for _ in range(50)]
+    assert {task.result().address for task in chosen} == {"a"}
+    assert lookup.looks == 1
+
+
+async def test_a_failure_to_ask_is_that_of_all_who_waited_and_of_nobody_later() -> None:
+    lookup = CountedLookup(failures=1)
+    fleet = Fleet(lookup)
+    failures: list[PeerError] = []
+
+    async def ask() -> None:
+        try:
+            await fleet.choose()
+        except PeerError as error:
+            failures.append(error)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(20):
+            tasks.create_task(ask())
+    assert len(failures) == 20
+    assert lookup.looks == 1
+    assert (await fleet.choose()).address == "a"
+
+
+async def test_a_replica_is_not_avoided_for_a_mistake_of_the_caller() -> None:
+    first = TokenReplica(breaks_after=0, code=grpc.StatusCode.INVALID_ARGUMENT)
+    second = TokenReplica(slots_busy=2)
+    async with (
+        token_replicas(first, second) as addresses,
+        AsyncClient(RunAddress(replicas=addresses)) as client,
+    ):
+        for _ in range(2):
+            with pytest.raises(InvalidRequestError):
+                await client.generate("text")
+    assert len(first.requests) == 2
+
+
+async def test_a_call_that_has_failed_takes_no_prompt_from_the_next() -> None:
+    under_way = OpenPrompts(map(prompt, range(1030)), until_outcome=True)
+    dead = under_way.requests()
+    for _ in range(WINDOW):
+        await anext(dead)
+    async with asyncio.TaskGroup() as tasks:
+        drawn = tasks.create_task(anext(dead, None))  # gRPC still waits for the dead call's next
+        await asyncio.sleep(0)
+        alive = under_way.requests()
+        again = [(await anext(alive)).prompt_id for _ in range(WINDOW)]
+        under_way.is_news(PromptEvent("0", "trained", 1, (), ""))
+        fresh = await anext(alive)
+    assert drawn.result() is None
+    assert again == [str(n) for n in range(WINDOW)]
+    assert fresh.prompt_id == "1024"

@@ -1,0 +1,146 @@
+"""What the start checks find on a host for NPUs, and that each finding has its remedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sluice.config.loader import load_config
+from sluice.config.run import RunConfig
+from sluice.device import ascend_host
+from sluice.device.ascend_checks import AscendDemand, AscendHost, ascend_findings
+from sluice.device.ascend_host import device_numbers, launch_environment, prepare_process, wants_npu
+from sluice.errors import ConfigError
+
+_GOOD = AscendHost(
+    environment={"ASCEND_HOME_PATH": "/cann", "ASCEND_RT_VISIBLE_DEVICES": "0,1"},
+    torch_version="2.13.0",
+    torch_npu_version="2.13.0.post1",
+    num_devices=8,
+    interfaces=frozenset({"lo", "eth0"}),
+)
+_DEMAND = AscendDemand(num_devices=2, collectives_on_device=True)
+
+
+def test_a_host_that_is_well_set_up_has_no_findings() -> None:
+    assert ascend_findings(_GOOD, _DEMAND) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "remedy"),
+    [
+        ({"torch_npu_version": None}, "torch_npu is not installed", "made for torch 2.13.0"),
+        ({"torch_npu_version": "2.10.0"}, "made for torch 2.10, and torch is 2.13.0", "torch-npu"),
+        ({"num_devices": 0}, "no /dev/davinci0", "install the driver"),
+    ],
+)
+def test_a_host_without_what_it_needs_is_told_what_to_install(
+    change: dict[str, str | int | None], what: str, remedy: str
+) -> None:
+    (found,) = ascend_findings(replace(_GOOD, **change), _DEMAND)  # type: ignore[arg-type]
+    assert found.is_fatal
+    assert what in found.what
+    assert remedy in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("variables", "what"),
+    [
+        ({"ASCEND_RT_VISIBLE_DEVICES": "3"}, "2 NPUs are wanted and 1 are visible"),
+        ({"ASCEND_RT_VISIBLE_DEVICES": "a,b"}, "no list of different numbers"),
+        ({"ASCEND_RT_VISIBLE_DEVICES": "1,1"}, "no list of different numbers"),
+        ({"HCCL_CONNECT_TIMEOUT": "60"}, "'60' is no whole number from 120 to 7200 s"),
+        ({"HCCL_EXEC_TIMEOUT": "soon"}, "'soon' is no whole number"),
+        ({"HCCL_BUFFSIZE": "0"}, "'0' is no whole number from 1"),
+        ({"HCCL_SOCKET_IFNAME": "=eth7"}, "no such interface, only eth0, lo"),
+        ({"GLOO_SOCKET_IFNAME": "eth7"}, "no such interface"),
+        ({"HCCL_WHITELIST_DISABLE": "0"}, "HCCL_WHITELIST_FILE names none"),
+    ],
+)
+def test_a_variable_that_cannot_work_is_named_with_its_value(
+    variables: dict[str, str], what: str
+) -> None:
+    host = replace(_GOOD, environment={**_GOOD.environment, **variables})
+    (found,) = ascend_findings(host, _DEMAND)
+    assert found.is_fatal
+    assert what in found.what
+    assert next(iter(variables)) in str(found)
+
+
+@pytest.mark.parametrize(
+    "variables", [{"HCCL_SOCKET_IFNAME": "eth"}, {"HCCL_ASYNC_ERROR_HANDLING": "2"}]
+)
+def test_what_may_work_is_left_alone(variables: dict[str, str]) -> None:
+    host = replace(_GOOD, environment={**_GOOD.environment, **variables})
+    assert ascend_findings(host, _DEMAND) == ()
+
+
+def test_a_watchdog_that_ends_processes_is_told_of_where_collectives_are_on_the_device() -> None:
+    host = replace(_GOOD, environment={**_GOOD.environment, "HCCL_ASYNC_ERROR_HANDLING": "1"})
+    (found,) = ascend_findings(host, _DEMAND)
+    assert not found.is_fatal
+    assert ascend_findings(host, replace(_DEMAND, collectives_on_device=False)) == ()
+
+
+def test_what_is_fatal_comes_first() -> None:
+    host = replace(_GOOD, environment={}, torch_npu_version=None)
+    assert [found.is_fatal for found in ascend_findings(host, _DEMAND)] == [True, False]
+
+
+@pytest.fixture
+def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("davinci10", "davinci2", "davinci_manager", "null", "vdavinci100"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(ascend_host, "has_torch_npu", lambda: True)
+    return tmp_path
+
+
+def test_the_npus_of_a_host_are_its_device_files_unless_a_variable_says_less(devices: Path) -> None:
+    assert device_numbers({}, devices) == ("2", "10", "100")
+    assert device_numbers({"ASCEND_RT_VISIBLE_DEVICES": "10, 2"}, devices) == ("10", "2")
+
+
+@pytest.mark.parametrize(
+    ("name", "visible", "wanted"),
+    [("npu", "", True), ("cpu", "0", False), (None, "0", True), (None, "", False)],
+)
+def test_a_process_computes_on_an_npu_if_it_is_told_to_or_finds_one(
+    name: str | None, visible: str, wanted: bool, devices: Path
+) -> None:
+    assert wants_npu(name, {"ASCEND_RT_VISIBLE_DEVICES": visible}, devices) is wanted
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return load_config(None, [])
+
+
+def test_only_processes_on_npus_get_hccls_variables(config: RunConfig, devices: Path) -> None:
+    endpoint = config.sluice.trainer.endpoint
+    assert "HCCL_CONNECT_TIMEOUT" in launch_environment(config, "npu", endpoint, {})
+    assert launch_environment(config, "cpu", endpoint, {}) == {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
+def test_a_process_that_is_told_to_take_an_npu_begins_with_all_that_is_wrong(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ascend_host, "_version", lambda _: None)
+    environment = {"HCCL_CONNECT_TIMEOUT": "1"}
+    with pytest.raises(ConfigError, match=r"(?s)torch_npu is not installed.*HCCL_CONNECT_TIMEOUT"):
+        prepare_process(
+            config,
+            "npu",
+            config.sluice.trainer.endpoint,
+            collectives_on_device=True,
+            environment=environment,
+        )
+    assert environment["HCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+def test_a_process_on_a_cpu_is_left_alone(config: RunConfig) -> None:
+    environment: dict[str, str] = {}
+    endpoint = config.sluice.trainer.endpoint
+    prepare_process(config, "cpu", endpoint, collectives_on_device=True, environment=environment)
+    assert environment == {}

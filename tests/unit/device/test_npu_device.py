@@ -1,0 +1,118 @@
+"""What an NPU's device does, against a stand-in for torch_npu."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+
+from sluice.device import select
+from sluice.device.collective import BACKENDS, local_index, rank_backends
+from sluice.device.cpu import CpuDevice
+from sluice.device.npu import NpuDevice, hccl_options
+from sluice.device.select import select_device, transfer_device
+from sluice.errors import ConfigError
+from tests.support.stand_in_hccl import FakeNpus, fake_torch_npu
+
+
+@pytest.fixture
+def npus(monkeypatch: pytest.MonkeyPatch) -> FakeNpus:
+    runtime = FakeNpus(2)
+    monkeypatch.setitem(sys.modules, "torch_npu", fake_torch_npu(runtime))
+    monkeypatch.setattr(select, "is_installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    return runtime
+
+
+def test_memory_goes_back_on_the_devices_own_index(npus: FakeNpus) -> None:
+    NpuDevice(1).empty_cache()
+    assert npus.emptied == [1]
+
+
+def test_bfloat16_is_what_torch_npu_says(npus: FakeNpus) -> None:
+    assert NpuDevice().supports_bfloat16()
+    npus.bfloat16 = False
+    assert not NpuDevice().supports_bfloat16()
+
+
+def test_a_stream_of_its_own_is_one_of_the_npus(npus: FakeNpus) -> None:
+    with NpuDevice(1).own_stream():
+        assert npus.streams == ["stream of 1"]
+
+
+def test_every_device_has_the_whole_protocol() -> None:
+    cpu = CpuDevice()
+    cpu.empty_cache()
+    with cpu.own_stream():
+        assert cpu.supports_bfloat16()
+
+
+@pytest.mark.parametrize("name", ["npu", None])
+def test_a_rank_of_torchrun_takes_its_own_npu_of_those_it_sees(
+    name: str | None, npus: FakeNpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert select_device(name).name == "npu:1"
+    assert select_device("npu:0").name == "npu:0"
+
+
+def test_a_rank_that_sees_one_device_takes_it() -> None:
+    assert [local_index(count, {"LOCAL_RANK": "3"}) for count in (1, 3, 4)] == [0, 0, 3]
+    assert local_index(8, {}) == local_index(8, {"LOCAL_RANK": "x"}) == 0
+
+
+def test_detection_passes_over_an_npu_that_is_hidden(
+    npus: FakeNpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
+    npus.count = 0
+    assert select_device().name == "cpu"
+    assert "ASCEND_RT_VISIBLE_DEVICES is ''" in caplog.text
+
+
+def test_an_npu_that_is_asked_for_and_hidden_names_the_variable_and_its_value(
+    npus: FakeNpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    npus.count = 0
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "9")
+    with pytest.raises(ConfigError, match=r"0 NPU\(s\) visible \(ASCEND_RT_VISIBLE_DEVICES is '9'"):
+        select_device("npu")
+
+
+def test_a_torch_npu_that_cannot_load_names_package_script_and_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    with pytest.raises(ConfigError, match=r"torch_npu cannot.*torch-npu wheel.*set_env\.sh.*cpu"):
+        select_device("npu")
+
+
+def test_weights_travel_by_the_devices_collectives_or_by_gloo_from_the_cpu(npus: FakeNpus) -> None:
+    assert transfer_device("npu", None).collective_backend == "hccl"
+    assert transfer_device("npu", "hccl").name == "npu:0"
+    assert transfer_device("npu", "gloo").name == "cpu"
+    with pytest.raises(ConfigError, match="npu:0 speaks hccl"):
+        transfer_device("npu", "nccl")
+
+
+def test_ranks_on_an_npu_have_gloo_for_commands_and_hccl_for_gradients() -> None:
+    assert BACKENDS == {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+    assert [rank_backends(kind) for kind in ("cpu", "cuda", "npu")] == [
+        "gloo",
+        "cpu:gloo,cuda:nccl",
+        "cpu:gloo,npu:hccl",
+    ]
+
+
+def test_a_groups_options_are_torch_npus_own_or_none(
+    npus: FakeNpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = hccl_options({"hccl_buffer_size": 64})
+    assert getattr(options, "hccl_config", None) == {"hccl_buffer_size": 64}
+    assert hccl_options({}) is None
+    monkeypatch.delitem(sys.modules, "torch_npu")
+    assert hccl_options({"hccl_buffer_size": 64}) is None
+    assert "HCCL_BUFFSIZE" not in os.environ

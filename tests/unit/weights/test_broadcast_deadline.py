@@ -1,0 +1,26 @@
+"""How long a version may take: every collective of it, however the weights are cut."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from sluice.device.cpu import CpuDevice
+from sluice.types import TensorSpec
+from sluice.weights.plan import plan_transfer
+from sluice.weights.sender import WeightSender, broadcast_deadline_s
+from sluice.weights.transfer import NUM_FRAMING_COLLECTIVES
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("size_mib", [1, 40, 300])
+def test_the_deadline_counts_the_buckets_that_a_sender_makes(size_mib: int) -> None:
+    tensors = [TensorSpec(f"w{i}", "uint8", (size_mib * MIB // 8,)) for i in range(8)]
+    sender = WeightSender(device=CpuDevice(), bucket_bytes=64 * MIB, timeout_s=3.0)
+    with closing(sender):
+        spec = sender.form_group(1, ["r0"], tensors)["r0"]
+    num_buckets = len(plan_transfer(tensors, spec.bucket_bytes).buckets)
+    expected = (num_buckets + NUM_FRAMING_COLLECTIVES) * 3.0
+    assert broadcast_deadline_s(tensors, 64 * MIB, 3.0) == expected
