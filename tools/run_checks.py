@@ -35,7 +35,8 @@ STATIC: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 # Real processes have their own run, so that a leak of one tier cannot colour the other.
 SEPARATE_TIER = "multiprocess"
-NO_TESTS = ("support",)
+# Helpers, and a tier with an environment of its own.
+NOT_RUN_HERE = ("support", "engine_vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def pytest_runs() -> Iterator[tuple[str, list[str]]]:
     """Names and folders of the pytest runs."""
     folders = sorted(path.name for path in (ROOT / "tests").iterdir() if path.is_dir())
     tiers = [tier for tier in folders if any((ROOT / "tests" / tier).rglob("test_*.py"))]
-    fast = [tier for tier in tiers if tier not in (SEPARATE_TIER, *NO_TESTS)]
+    fast = [tier for tier in tiers if tier not in (SEPARATE_TIER, *NOT_RUN_HERE)]
     if fast:
         yield f"tests ({', '.join(fast)})", [f"tests/{tier}" for tier in fast]
     if SEPARATE_TIER in tiers:

@@ -249,13 +249,14 @@ async def test_a_receiver_that_goes_away_closes_the_engines_stream() -> None:
 async def test_text_ends_before_a_stop_string_of_which_nothing_is_sent_and_tokens_are_kept() -> (
     None
 ):
-    script = [[chunk(0, part)] for part in ("a", "b<", "c", "<", "e")]
-    engine = ScriptedEngine(*script, [chunk(0, "nd", finish=STOP)])
+    script = [[chunk(0, part)] for part in ("a", "b<", "c", "<", "e", "n")]
+    engine = ScriptedEngine(*script, [chunk(0, "d", finish=STOP)])
     events = await generate(engine, 0, every_token=True, stop=("<end",))
     assert [delta.text for event in events for delta in event.deltas] == [
         "a",
         "b",
         "<c",
+        "",
         "",
         "",
         "",
