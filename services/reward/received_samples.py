@@ -45,7 +45,7 @@ def request_digest(prompt: Prompt, sampling: SamplingParams) -> bytes:
     """
     drawn_as = (
         f"{sampling.temperature!r}/{sampling.top_p!r}/{sampling.top_k}/{sampling.max_tokens}/"
-        f"{sampling.seed}/{sampling.stop_token_ids}/{sampling.ignore_eos}"
+        f"{sampling.seed}/{sampling.stop_token_ids}/{sampling.ignore_eos}/{sampling.stop}"
     )
     said = f"{prompt_key(prompt)}/{drawn_as}".encode()
     return blake2b(said, digest_size=_DIGEST_BYTES).digest()

@@ -16,6 +16,7 @@ from sluice.cli.running_run import ask_run
 from sluice.cli.terminal_text import printable
 from sluice.client.async_client import AsyncClient
 from sluice.client.generation_types import (
+    MAX_SAMPLES,
     GenerateOptions,
     GenerationStarted,
     Prompt,
@@ -39,7 +40,7 @@ def generate(  # noqa: PLR0913 - one parameter an option
     prompt: Annotated[str, typer.Argument(help="The user's turn; - reads it from stdin.")],
     *,
     run: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
-    n: Annotated[int, typer.Option("-n", min=1, max=1024, help="Responses.")] = 1,
+    n: Annotated[int, typer.Option("-n", min=1, max=MAX_SAMPLES, help="Responses.")] = 1,
     system: Annotated[str, typer.Option(help="A system turn before the prompt.")] = "",
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it stands: no chat template.")
@@ -48,6 +49,10 @@ def generate(  # noqa: PLR0913 - one parameter an option
     top_p: Annotated[float, typer.Option(help="Nucleus mass in (0, 1].")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Most probable tokens kept; -1: all.")] = -1,
     max_tokens: Annotated[int, typer.Option(min=0, help="Longest response; 0: the context.")] = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="A text that ends a response, which leaves it out; may be repeated."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Fixes the randomness.")] = None,
     priority: Annotated[
         int, typer.Option(min=-100, max=100, help="Higher goes first; training has 0.")
@@ -72,10 +77,11 @@ def generate(  # noqa: PLR0913 - one parameter an option
     Examples:
       sluice generate "What is 2 + 6 + 9? End with 'Answer: N'." -n 4
       sluice generate "Count to five." --stream --temperature 0 --deadline 30
+      sluice generate "Q: What is 2 + 2? A:" --raw --stop "Q:" --stop "END"
     """
     options = GenerateOptions(
         n=n,
-        sampling=Sampling(temperature, top_p, top_k, max_tokens, seed),
+        sampling=Sampling(temperature, top_p, top_k, max_tokens, seed, stop=tuple(stop or ())),
         priority=priority,
         deadline_s=deadline,
         token_budget=token_budget,

@@ -159,6 +159,7 @@ class GenerationProgress:
             seed=self._seed,
             stop_token_ids=wanted.stop_token_ids,
             ignore_eos=wanted.ignore_eos,
+            stop=wanted.stop,
         )
 
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sluice.codec.field_rules import check_range
+from sluice.codec.rollout_rules import MAX_SAMPLE_INDEX, check_stops
 from sluice.errors import InvalidRequestError
 from sluice.types import ChatMessage, Logprobs, Rollout, TokenIds
 
 Prompt = str | Sequence[ChatMessage] | Sequence[int] | TokenIds
 """A text as it stands, a conversation for the chat template, or token ids."""
 
-MAX_SAMPLES = 1024
+MAX_SAMPLES = MAX_SAMPLE_INDEX + 1
 _UINT32, _UINT64, _INT32 = (1 << 32) - 1, (1 << 64) - 1, (1 << 31) - 1
 _MAX_TEMPERATURE, _MAX_PRIORITY = 100, 100
 
@@ -32,6 +33,8 @@ class Sampling:
         seed: fixes the samples as long as the weights are the same; none: drawn here.
         stop_token_ids: further tokens that end a response.
         ignore_eos: the model's own end tokens do not.
+        stop: texts that end a response with the token that completes one, at most 16 of 1 to 128
+            bytes of UTF-8. `Rollout.text` ends before the first; the tokens are all there.
 
     Raises:
         InvalidRequestError: a value is out of its range; names it.
@@ -44,6 +47,7 @@ class Sampling:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= _MAX_TEMPERATURE:
@@ -59,6 +63,7 @@ class Sampling:
             check_range("seed", self.seed, 0, _UINT64)
         for token_id in self.stop_token_ids:
             check_range("stop_token_ids", token_id, 0, _UINT32)
+        _check_stop(self.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +159,15 @@ class Generation:
     def texts(self) -> tuple[str, ...]:
         """The responses."""
         return tuple(rollout.text for rollout in self.rollouts)
+
+
+def _check_stop(stops: Sequence[str]) -> None:
+    if isinstance(stops, str):  # each of its characters would be one
+        raise InvalidRequestError("stop: a single text; give a tuple of texts")
+    try:
+        check_stops("stop", stops)
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"stop: no text of Unicode: {error}") from error
 
 
 def is_conversation(prompt: Prompt) -> bool:

@@ -13,7 +13,17 @@ from sluice.codec.numbers import MAX_NUMBER
 from sluice.errors import InvalidRequestError
 from sluice.types import Rollout
 
-__all__ = ["MAX_ROLE_BYTES", "MAX_TURNS", "check_generate", "check_partials", "check_turns"]
+__all__ = [
+    "MAX_ROLE_BYTES",
+    "MAX_SAMPLE_INDEX",
+    "MAX_STOPS",
+    "MAX_STOP_BYTES",
+    "MAX_TURNS",
+    "check_generate",
+    "check_partials",
+    "check_stops",
+    "check_turns",
+]
 
 MAX_SAMPLE_INDEX = 1023
 MAX_TURNS, MAX_ROLE_BYTES = 1024, 64
@@ -46,7 +56,7 @@ def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
             f"token_budget: {request.token_budget} for {len(indexes)} samples; send at least one "
             "token a sample, or 0 for no bound"
         )
-    _check_stops(request.sampling.stop)
+    check_stops("sampling.stop", request.sampling.stop)
     if len(request.partials) > len(indexes):
         raise InvalidRequestError(
             f"partials: {len(request.partials)} given for {len(indexes)} samples; send at most one "
@@ -54,15 +64,19 @@ def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
         )
 
 
-def _check_stops(stops: Sequence[str]) -> None:
-    """Few and short: each is looked for after every token."""
-    check_count("sampling.stop", stops, MAX_STOPS)
+def check_stops(field: str, stops: Sequence[str]) -> None:
+    """Few and short: each is looked for after every token.
+
+    Raises:
+        InvalidRequestError: names the field, which is `field` or one in it.
+    """
+    check_count(field, stops, MAX_STOPS)
     for index, stop in enumerate(stops):
         if not stop:
             raise InvalidRequestError(
-                f"sampling.stop[{index}]: empty; send 1 to {MAX_STOP_BYTES} bytes, or leave it out"
+                f"{field}[{index}]: empty; send 1 to {MAX_STOP_BYTES} bytes, or leave it out"
             )
-        check_text(f"sampling.stop[{index}]", stop, MAX_STOP_BYTES)
+        check_text(f"{field}[{index}]", stop, MAX_STOP_BYTES)
 
 
 def check_turns(field: str, turns: Sequence[common.ChatMessage], most: int) -> None:

@@ -29,7 +29,7 @@ class Answer:
     def __init__(self, asked: Asked, answer_id: str, created_s: int) -> None:
         self._asked, self._id, self._created_s = asked, answer_id, created_s
         self._choices = [_Choice() for _ in range(asked.num_choices)]
-        self._prompt_tokens: dict[int, int] = {}  # by prompt; calls of its samples tell it each
+        self._prompt_tokens: dict[int, int] = {}  # by prompt
         self._version: int | None = None
 
     def take(self, piece: Piece) -> None:

@@ -15,7 +15,7 @@ from sluice.errors import InvalidRequestError
 from sluice.openai_front.refusals import RefusedError
 from sluice.types import ChatMessage
 
-MAX_STOPS, MAX_STOP_LENGTH, MAX_PROMPTS, MAX_CHOICES = 16, 1024, 256, 1024
+MAX_PROMPTS, MAX_CHOICES = 256, 1024
 _COMPLETION_TOKENS = 16  # what the dialect gives a completion that names no max_tokens
 _SEED_BITS = 63
 
@@ -80,17 +80,12 @@ RequestT = TypeVar("RequestT", bound=_Request)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request in our terms.
-
-    Choice *i* of prompt *p* has the index ``p n + i``. `stops` are strings that end a response and
-    are left out of it.
-    """
+    """A request in our terms. Choice *i* of prompt *p* has the index ``p n + i``."""
 
     kind: Literal["chat", "completion"]
     model: str
     prompts: tuple[Prompt, ...]
     options: GenerateOptions
-    stops: tuple[str, ...]
     stream: bool
     include_usage: bool
     logprobs: bool
@@ -163,7 +158,6 @@ def _asked(
         model=request.model,
         prompts=prompts,
         options=options,
-        stops=_stops(request.stop),
         stream=bool(request.stream),
         include_usage=with_usage,
         logprobs=logprobs,
@@ -192,12 +186,14 @@ def _options(
                 max_tokens=max_tokens,
                 # One for all prompts: whether they are one request or several is no difference.
                 seed=secrets.randbits(_SEED_BITS) if request.seed is None else _seed(request.seed),
+                stop=_stops(request.stop),
             ),
             priority=request.priority or 0,
             deadline_s=deadline_s,
         )
     except InvalidRequestError as error:
-        raise RefusedError(str(error), str(error).partition(":")[0]) from error
+        field, _, _ = str(error).partition(":")
+        raise RefusedError(str(error), field.partition("[")[0]) from error
 
 
 def _refuse(field: str, value: object, reason: str) -> None:
@@ -212,12 +208,7 @@ def _seed(seed: int) -> int:
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    stops = [stop] if isinstance(stop, str) else stop or []
-    if len(stops) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_LENGTH for text in stops):
-        raise RefusedError(
-            f"stop: send at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters", "stop"
-        )
-    return tuple(stops)
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
 def _message(turn: _Turn, index: int) -> ChatMessage:

@@ -12,7 +12,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, TypeGuard
 
 import msgspec
 import torch
@@ -48,6 +49,7 @@ class WeightWorker:
 
     sluice_staging: WorkerStaging | None = None
     rank: int
+    device: torch.device | None
     model_runner: ModelRunner
 
     def sluice_begin(
@@ -100,7 +102,9 @@ class WeightWorker:
             return {"error": str(error), "kind": type(error).__name__}
         started = time.perf_counter()
         try:
-            _load(self.model_runner, iter(staged.tensors.items()))
+            with _loading_on(self.device):
+                _load(self.model_runner, iter(staged.tensors.items()))
+            _await(self.device)
         except Exception as error:  # noqa: BLE001 - crosses a process: the engine is broken by it
             return {"error": repr(error), "kind": "EngineError", "broken": True}
         staging.release(staged)
@@ -142,6 +146,21 @@ def _load(model_runner: ModelRunner, weights: Iterator[tuple[str, torch.Tensor]]
             if hasattr(module, "cpu_linear") and _is_matrix(weight):
                 method: _LayerMethod = module.quant_method  # type: ignore[assignment]
                 method.process_weights_after_loading(module)
+
+
+def _loading_on(device: torch.device | None) -> AbstractContextManager[object]:
+    """vllm-ascend's reload makes tensors on the default device; others name theirs."""
+    return device if _is_npu(device) else nullcontext()
+
+
+def _await(device: torch.device | None) -> None:
+    """Until an NPU has copied what is staged: the next version is received into the same memory."""
+    if _is_npu(device):
+        torch.get_device_module(device).synchronize()
+
+
+def _is_npu(device: torch.device | None) -> TypeGuard[torch.device]:
+    return device is not None and device.type == "npu"
 
 
 def _is_matrix(weight: torch.Tensor | None) -> bool:

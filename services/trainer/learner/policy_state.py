@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from services.trainer.learner.checkpoint import resume_remedy
 from services.trainer.learner.optimizer import PolicyOptimizer
+from services.trainer.learner.random_state import random_state, restore_random_state
 from services.trainer.learner.shards import assign, plain_class
 from sluice.concurrency.advance import advance
 from sluice.errors import CheckpointError
@@ -84,7 +84,10 @@ def save_policy_state(
             shutil.copyfile(file, huggingface / file.name)
     for file in directory.rglob("*.safetensors"):
         file.chmod(_READABLE)  # safetensors lets only the owner read them
-    extra = {"random_state": _random_state(), "skipped_updates": optimizer.skipped_updates}
+    extra = {
+        "random_state": random_state(_device(model)),
+        "skipped_updates": optimizer.skipped_updates,
+    }
     (directory / EXTRA_STATE_FILE).write_text(json.dumps(extra), encoding="utf-8")
 
 
@@ -113,8 +116,8 @@ def load_policy_state(
     try:
         extra = json.loads((directory / EXTRA_STATE_FILE).read_text(encoding="utf-8"))
         optimizer.skipped_updates = int(extra["skipped_updates"])
-        _restore_random_state(extra["random_state"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        restore_random_state(extra["random_state"], _device(model))
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(
             f"{directory / EXTRA_STATE_FILE} cannot be read ({error}); "
             f"{resume_remedy(directory.parent)}"
@@ -125,6 +128,10 @@ def load_policy_state(
 def weight_sum(model: nn.Module) -> float:
     """Sum of all weights of a model that is not sharded; differs where the weights do."""
     return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _save_model(folder: Path, model: PreTrainedModel, weights: WholeTensors | None) -> None:
@@ -236,20 +243,3 @@ def _read_tensors(file: Path) -> Mapping[str, Tensor]:
         raise CheckpointError(
             f"{file} cannot be read ({error}); {resume_remedy(file.parents[1])}"
         ) from error
-
-
-def _random_state() -> dict[str, str]:
-    """States of torch's generators as hex, by device type."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return {kind: state.numpy().tobytes().hex() for kind, state in states.items()}
-
-
-def _restore_random_state(states: Mapping[str, str]) -> None:
-    for kind, state in states.items():
-        values = torch.from_numpy(np.frombuffer(bytes.fromhex(state), dtype=np.uint8).copy())
-        if kind == "cpu":
-            torch.set_rng_state(values)
-        elif torch.cuda.is_available():
-            torch.cuda.set_rng_state(values)

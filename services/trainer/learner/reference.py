@@ -58,6 +58,7 @@ class ReferencePolicy:
             return found
         finally:
             self._model.to(CPU)  # type: ignore[arg-type]
+            self._device.empty_cache()  # the update asks for blocks of other sizes
 
     def _idle_pass(self, micro_batch: MicroBatch) -> Tensor:
         return self._one(micro_batch, 1.0)

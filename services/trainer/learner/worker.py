@@ -16,6 +16,7 @@ from torch import Tensor
 
 from services.trainer.learner.critic import Critic
 from services.trainer.learner.critic_settings import critic_settings, uses_critic
+from services.trainer.learner.device_precision import check_precision
 from services.trainer.learner.gathering import gather_whole
 from services.trainer.learner.holding import Holding
 from services.trainer.learner.model import load_policy
@@ -39,6 +40,7 @@ KL_CONTROL_FILE = "kl_control.json"
 
 _CPU = torch.device("cpu")
 _ACTOR_SHARDING = "actor_rollout_ref.actor.fsdp_config"
+_CRITIC_SHARDING = "critic.fsdp"
 
 
 NamedTensors: TypeAlias = Iterator[tuple[str, Tensor]]
@@ -75,6 +77,9 @@ class Learner:
         max_tokens = config.data.max_prompt_length + config.data.max_response_length
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
+        check_precision(_ACTOR_SHARDING, precision, self._device)
+        if uses_critic(config):
+            check_precision(_CRITIC_SHARDING, config.critic.fsdp, self._device)
         self._policy = trained_model(
             load_policy(model, precision, _CPU, max_tokens),
             precision,

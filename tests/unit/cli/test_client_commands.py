@@ -59,6 +59,14 @@ def test_a_prompt_may_come_from_stdin_raw_and_be_streamed(run: Path, replica: To
     assert replica.requests[0].prompt.text == "from stdin"
 
 
+def test_each_stop_string_reaches_the_replica(run: Path, replica: TokenReplica) -> None:
+    shown = sluice("generate", "hi", "--run", str(run), "--stop", "][2", "--stop", "END")
+    assert shown.exit_code == 0, shown.output
+    assert list(replica.requests[0].sampling.stop) == ["][2", "END"]
+    refused = sluice("generate", "hi", "--run", str(run), "--stop", "")
+    assert "stop[0]: empty" in str(refused.exception)
+
+
 def test_a_prompt_that_is_no_text_is_an_error_that_says_so(run: Path) -> None:
     shown = CliRunner().invoke(commands, ["generate", "-", "--run", str(run)], input=b"\xff")
     assert isinstance(shown.exception, DataError)

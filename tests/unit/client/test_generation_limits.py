@@ -24,6 +24,7 @@ from sluice.client.generation_progress import GenerationProgress
 from sluice.client.generation_types import Prompt
 from sluice.codec.arrays import token_ids_to_bytes
 from sluice.codec.rollout import rollout_to_proto
+from sluice.codec.rollout_rules import check_generate
 from sluice.errors import InvalidRequestError, PeerDefectError
 from sluice.types import FinishReason
 from tests.support.rpc_server import serving
@@ -46,6 +47,11 @@ NAN, TOO_LARGE = float("nan"), 1 << 64
         ("seed", lambda: Sampling(seed=-1)),
         ("seed", lambda: Sampling(seed=TOO_LARGE)),
         ("stop_token_ids", lambda: Sampling(stop_token_ids=(3, -1))),
+        ("stop", lambda: Sampling(stop=("x",) * 17)),
+        (r"stop\[1\]", lambda: Sampling(stop=("x", ""))),
+        (r"stop\[0\]", lambda: Sampling(stop=("é" * 65,))),
+        ("stop", lambda: Sampling(stop=("\ud800",))),
+        ("stop", lambda: Sampling(stop="END")),  # type: ignore[arg-type]
         ("n", lambda: GenerateOptions(n=1025)),
         ("priority", lambda: GenerateOptions(priority=101)),
         ("token_budget", lambda: GenerateOptions(token_budget=1 << 32)),
@@ -59,6 +65,14 @@ def test_an_option_that_cannot_be_is_refused_by_its_name(
 ) -> None:
     with pytest.raises(InvalidRequestError, match=rf"^{field}: "):
         make()
+
+
+def test_stop_strings_at_their_limits_reach_the_replica_as_they_are() -> None:
+    stops = ("x", "é" * 64, *map(str, range(14)))
+    options = GenerateOptions(sampling=Sampling(stop=stops))
+    request = GenerationProgress("text", options, every_token=False).request()
+    assert tuple(request.sampling.stop) == stops
+    check_generate(request, max_n=1)
 
 
 @pytest.mark.parametrize(

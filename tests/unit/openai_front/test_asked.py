@@ -41,7 +41,7 @@ def test_a_bare_request_draws_one_choice_at_temperature_1() -> None:
         1.0,
         0,
     )
-    assert (asked.stream, asked.logprobs, asked.stops) == (False, False, ())
+    assert (asked.stream, asked.logprobs, sampling.stop) == (False, False, ())
     assert completion().options.sampling.max_tokens == 16
     assert completion().options.deadline_s == 7.0
 
@@ -64,7 +64,7 @@ def test_every_field_that_is_offered_counts() -> None:
     sampling = asked.options.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 0.5, 4)
     assert (sampling.max_tokens, sampling.seed) == (9, 2**64 - 1)
-    assert (asked.options.n, asked.options.priority, asked.stops) == (3, -3, ("END",))
+    assert (asked.options.n, asked.options.priority, sampling.stop) == (3, -3, ("END",))
     assert asked.stream
     assert asked.include_usage
     assert asked.logprobs
@@ -100,6 +100,7 @@ def test_all_four_forms_of_a_prompt_are_taken(prompt: Any, prompts: Any) -> None
         ({"n": "1"}, "n"),
         ({"stop": [""]}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": "é" * 65}, "stop"),
         ({"tools": [{}]}, "tools"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),

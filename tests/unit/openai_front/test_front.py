@@ -73,24 +73,18 @@ async def test_completions_of_many_prompts_are_in_order_and_tell_offsets_and_tok
     assert body["usage"]["prompt_tokens"] == 6
 
 
-async def test_a_stop_string_ends_its_choice_and_the_call_at_the_replica() -> None:
-    replica = TokenReplica(hangs_after=4)
+async def test_one_call_draws_all_samples_of_a_prompt_and_the_engine_ends_them() -> None:
+    replica = TokenReplica()
     async with token_replicas(replica) as addresses, http_front(*addresses) as front:
         status, body = await front.post(
-            COMPLETION, model="policy", prompt="a", stop=["][2", "never"], max_tokens=50
+            COMPLETION, model="policy", prompt=["a", "b"], n=2, stop=["][2", "never"], seed=4
         )
-        assert status == 200
-        await replica.cancelled.wait()
-    (choice,) = body["choices"]
-    assert (choice["text"], choice["finish_reason"]) == ("[0][1", "stop")
-    assert body["usage"]["completion_tokens"] == 3
-
-
-async def test_with_stop_strings_the_samples_are_those_without() -> None:
-    async with token_replicas(TokenReplica()) as addresses, http_front(*addresses) as front:
-        _, body = await front.post(COMPLETION, model="policy", prompt="a", n=2, stop="never")
-    assert [choice["text"] for choice in body["choices"]] == [WHOLE, SECOND]
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15}
+    assert status == 200
+    found = [(list(each.sample_indexes), each.sampling) for each in replica.requests]
+    assert [indexes for indexes, _ in found] == [[0, 1], [0, 1]]
+    assert all(list(sampling.stop) == ["][2", "never"] for _, sampling in found)
+    assert [choice["text"] for choice in body["choices"]] == [WHOLE, SECOND] * 2  # as it sends them
+    assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 24, "total_tokens": 30}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -83,6 +83,13 @@ async def test_a_real_engine_answers_the_same_streamed_or_not_and_stops_where_it
         _, stopped = await front.post("/v1/chat/completions", **asked, stop=stop)
         assert stopped["choices"][0]["message"]["content"] == texts[0][: texts[0].index(stop)]
         assert stopped["choices"][0]["finish_reason"] == "stop"
+        tokens = stopped["choices"][0]["logprobs"]["content"]
+        assert len(tokens) == stopped["usage"]["completion_tokens"] < 20
+        events = await front.events("/v1/chat/completions", **asked, n=3, stop=stop, stream=True)
+        for index, text in enumerate(texts):
+            chunks = [e["choices"][0] for e in events[:-1] if e["choices"][0]["index"] == index]
+            told = "".join(chunk["delta"].get("content", "") for chunk in chunks)
+            assert told == text.partition(stop)[0]
         async with asyncio.timeout(20):
             while engine.load().slots_busy:
                 await asyncio.sleep(0.01)

@@ -278,6 +278,7 @@ def test_the_digest_tells_prompts_and_ways_of_drawing_apart() -> None:
     assert one == request_digest(client_prompt("a", prompt_id="p9"), replace(SAMPLING))
     assert one != request_digest(client_prompt("b"), SAMPLING)
     assert one != request_digest(client_prompt("a"), replace(SAMPLING, seed=8))
+    assert one != request_digest(client_prompt("a"), replace(SAMPLING, stop=("END",)))
 
 
 def test_tokens_of_an_earlier_service_are_trained_and_taken_off_the_aborted_ones() -> None:

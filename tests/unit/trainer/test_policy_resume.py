@@ -110,11 +110,20 @@ def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path, model_folder:
         make_learner(model_folder).load(tmp_path / "actor")
 
 
-@pytest.mark.parametrize("file", ["optimizer.safetensors", "extra_state.json"])
-def test_a_damaged_checkpoint_is_refused(tmp_path: Path, model_folder: Path, file: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("optimizer.safetensors", b"not it"),
+        ("extra_state.json", b"not it"),
+        ("extra_state.json", b'{"skipped_updates": 0, "random_state": {"cpu": "00"}}'),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(
+    tmp_path: Path, model_folder: Path, file: str, content: bytes
+) -> None:
     learner = make_learner(model_folder)
     learner.save(tmp_path / "actor")
-    (tmp_path / "actor" / file).write_bytes(b"not it")
+    (tmp_path / "actor" / file).write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{file} cannot be read"):
         learner.load(tmp_path / "actor")
 
