@@ -27,6 +27,7 @@ from services.reward.quarantine import Quarantine
 from services.reward.replica_queue import ReplicaQueue
 from services.reward.settings import PipelineSettings
 from sluice.algorithm.room import groups_with_room
+from sluice.algorithm.sampling.coverage_guard import Side
 from sluice.algorithm.sampling.prompt_memory import PromptHistory
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
 from sluice.algorithm.sampling.visit import Visit
@@ -144,9 +145,15 @@ class Admission:
     def _skip(self, prompt: Prompt, visit: Visit) -> None:
         self._num_skipped += 1
         self._parts.strategy.skipped(visit)
-        history = visit.history
-        seen = ""
-        if history is not None:
-            graded = history.num_right + history.num_wrong
-            seen = f": {history.num_right:.1f} of {graded:.1f} samples right in earlier visits"
-        self._parts.recorder.skipped(prompt, f"not worth its tokens{seen}")
+        self._parts.recorder.skipped(prompt, why_passed_by(visit))
+
+
+def why_passed_by(visit: Visit) -> str:
+    """What the outcome of a prompt says that is passed by, with what earlier visits showed."""
+    thinned = visit.side is Side.PLAIN
+    why = "left out to keep the share of hard prompts" if thinned else "not worth its tokens"
+    history = visit.history
+    if history is None:
+        return why
+    graded = history.num_right + history.num_wrong
+    return f"{why}: {history.num_right:.1f} of {graded:.1f} samples right in earlier visits"

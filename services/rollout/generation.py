@@ -18,12 +18,10 @@ from services.rollout.engines.protocol import Engine, GenerationRequest, SampleC
 from services.rollout.engines.stop_strings import before_stop, tellable
 from sluice.algorithm.growing_sample import GrowingSample
 from sluice.errors import EngineError
-from sluice.types import Rollout, TokenIds
+from sluice.types import FinishReason, Rollout, TokenIds
 
 # Tokens that come at intervals come a little after them.
 SIGN_OF_LIFE_INTERVALS = 2
-# A character of UTF-8 has four bytes at most, and a token one at least.
-_MOST_CHARACTER_TOKENS = 4
 
 
 class Detokenizer(Protocol):
@@ -192,7 +190,9 @@ class Generation:
             index, sample = chunk.sample_index, growing[chunk.sample_index]
             sample.grown.append(chunk.token_ids, chunk.behavior_logprobs, chunk.version)
             if delivery.every_token:
-                text = self._new_text(sample, is_last=chunk.finish_reason is not None)
+                # What an aborted sample held back is told where it goes on, if at all.
+                is_last = chunk.finish_reason not in (None, FinishReason.ABORTED)
+                text = self._new_text(sample, is_last=is_last)
                 if text or chunk.token_ids.size:
                     deltas.append(TextDelta(chunk, text))
             elif delivery.sends_tokens and index not in finished and chunk.token_ids.size:
@@ -223,7 +223,7 @@ class Generation:
         """
         sample.grown.adopt(partial)
         ids = sample.grown.token_ids()
-        for end in range(ids.size, max(ids.size - _MOST_CHARACTER_TOKENS, 0), -1):
+        for end in range(ids.size, 0, -1):
             text = self._detokenizer.decode(ids[:end])
             if not text.endswith("\ufffd"):
                 sample.sent_text = tellable(text, sample.stops)

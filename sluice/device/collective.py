@@ -12,11 +12,6 @@ WITHOUT_GATHER = frozenset({"hccl"})
 """Backends that refuse `gather`; an all-gather that all but one rank forget takes its place."""
 
 
-def kind_of(name: str) -> str:
-    """``npu:3`` -> ``npu``."""
-    return name.partition(":")[0]
-
-
 def rank_backends(kind: str) -> str:
     """What `init_process_group` takes for ranks whose gradients are on devices of `kind`.
 

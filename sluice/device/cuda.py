@@ -68,9 +68,9 @@ class CudaDevice:
             torch.cuda.empty_cache()
 
     def supports_bfloat16(self) -> bool:
-        """In hardware: compute capability 8.0 or above, or an AMD one."""
+        """In hardware, or emulated by torch below compute capability 8.0."""
         with torch.cuda.device(self._index):
-            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+            return bool(torch.cuda.is_bf16_supported())
 
     def own_stream(self) -> AbstractContextManager[object]:
         """A stream of the GPU's that nobody else queues on."""

@@ -3,14 +3,15 @@
 A process can hold any number of them, drop one and build the next; `init_process_group` allows
 neither. Groups of Gloo, NCCL and HCCL are made here and used the same way everywhere else.
 
-By torch's default a timeout of NCCL ends the process. Launchers set
-``TORCH_NCCL_ASYNC_ERROR_HANDLING=2`` for processes that must outlive their transfer groups; for
-HCCL see `sluice.device.ascend_environment`.
+By torch's default a timeout of NCCL ends the process, which must outlive its transfer groups. So
+``TORCH_NCCL_ASYNC_ERROR_HANDLING=2`` is set before the first, unless the environment says something
+else; for HCCL see `sluice.device.ascend_environment`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -132,6 +133,7 @@ def _nccl(membership: Membership) -> ProcessGroup:
             f'collective backend "nccl": torch {torch.__version__} is built without NCCL; install '
             'a CUDA build, or use the device "cpu" with "gloo"'
         )
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = membership.timeout
     group = dist.ProcessGroupNCCL(membership.store, membership.rank, membership.world_size, options)

@@ -69,7 +69,11 @@ def create_hccl_group(membership: Membership) -> HcclGroup:
     config = hccl_group_config(membership.bucket_bytes, os.environ)
     backend: _HcclBackend = plugin.creator_fn(_options(membership), hccl_options(config))
     group = HcclGroup(backend)
-    _connect(group, membership)
+    try:
+        _connect(group, membership)
+    except BaseException:  # nobody else knows of it, to free its communicator
+        group.abort()
+        raise
     return group
 
 

@@ -61,13 +61,11 @@ class Knowledge:
 
 
 def choose_visit(knowledge: Knowledge, rules: SamplingRules, visit: Visit, version: int) -> Visit:
-    """Draw a prompt or pass it by, by what earlier visits showed; and with probes or without.
+    """Draw a known prompt or pass it by, by what earlier visits showed; with probes or without.
 
     Probes cost time, since the rest of a group starts later. They are left out where they would
     save fewer than `_LEAST_SAVING` samples.
     """
-    if visit.history is None or not rules.strategy.uses_memory:
-        return visit
     weights = posterior(knowledge.population, visit.known(version))
     n = rules.samples_per_group
     if rules.strategy.uses_probes and _saved(knowledge, rules, weights) < _LEAST_SAVING:
@@ -151,7 +149,8 @@ def _passed(visit: Visit, side: Side, worth: float, probability: float) -> Visit
     """A group that passed two choices counts for the harder side.
 
     Its worth there is taken times the probability of the other choice: so what the guard expects
-    of w is what comes of both.
+    of w is what comes of both. It is exact where w enters one of the two; of two choices of the
+    hard side the first is with w as it was then.
     """
     before, together = visit.probability, visit.probability * probability
     if visit.side is Side.HARD and side is Side.EASY:

@@ -138,7 +138,7 @@ class CoverageGuard:
         Args:
             side: of the choice.
             worth: what is expected to be trained, times the price, over what is expected to be
-                drawn; in [0, 1].
+                drawn; asked of the hard side only, where it is in [0, 1].
         """
         if side is Side.SURE or (side is Side.PLAIN and not self.is_on):
             return 1.0
@@ -146,7 +146,7 @@ class CoverageGuard:
             return self.exploration
         easy, plain, hard = self._solved()
         if side is Side.PLAIN:
-            return max(self.exploration, plain)
+            return plain
         return easy if side is Side.EASY else min(1.0, max(self.exploration, hard * worth))
 
     def _solved(self) -> tuple[float, float, float]:
@@ -188,7 +188,7 @@ class CoverageGuard:
         if softens <= 0.0 or self._steer(aim) <= 0.0:
             return 1.0
         surplus = self._excess(aim, 0.0) + MOST_HARD_FACTOR * self._steer(aim)
-        return min(1.0, max(LEAST_PLAIN, surplus / softens))
+        return min(1.0, max(LEAST_PLAIN, self.exploration, surplus / softens))
 
     def _easy_probability(self, most: float) -> float:
         """e for a share of at most `most`, with the hard side at its rarest."""

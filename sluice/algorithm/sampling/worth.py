@@ -9,8 +9,9 @@ be mixed, given what is known of it, and k samples drawn already, the rest is wo
 
 A visit is worth it if what it is expected to cost, probes included, is at most what it is expected
 to train, times the price. Lengths cancel out: a prompt's trained samples are as long as those that
-are drawn for it. Prices above plain drawing's are paid by nobody; below them everybody is drawn, so
-that the choice does not run away towards the few prompts that are mixed for sure.
+are drawn for it. Prices above plain drawing's are paid by nobody; below them everybody is drawn
+(but for what the coverage guard leaves out), so that the choice does not run away towards the few
+prompts that are mixed for sure.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import unicodedata
 from pathlib import Path
-from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -56,10 +56,10 @@ def test_generate_escapes_for_a_terminal_and_leaves_a_pipe_its_text(
         "\x1b]0;title\x07",
     )
 
-    async def sample(*_: Any) -> list[Rollout]:
-        return [rollout]
-
-    monkeypatch.setattr(generate_module, "_generate", sample)
+    client = AsyncMock()
+    client.__aenter__.return_value.generate.return_value = Mock(rollouts=[rollout])
+    monkeypatch.setattr(generate_module, "ask_run", AsyncMock())
+    monkeypatch.setattr(generate_module.AsyncClient, "connect", lambda _: client)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     generate_module.generate("hello", run=Path("unused"))
     shown = capsys.readouterr().out.splitlines()

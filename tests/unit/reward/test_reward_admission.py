@@ -10,13 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.reward.admission import why_passed_by
 from services.reward.assembly import open_prompt_sets
 from services.reward.dispatcher import GroupRequest
 from services.reward.group_log import GroupLog
 from services.reward.prompt_key import prompt_key
 from services.reward.prompt_memory_store import PromptMemoryStore
 from services.reward.run_files import RunFiles
-from sluice.algorithm.sampling.prompt_memory import SeenVisit
+from sluice.algorithm.sampling.coverage_guard import Side
+from sluice.algorithm.sampling.prompt_memory import PromptHistory, SeenVisit
+from sluice.algorithm.sampling.visit import Visit
 from sluice.config.run import RunConfig
 from sluice.errors import BatchUnfillableError, DataError, DataExhaustedError
 from sluice.types import ChatMessage, Prompt, PromptEnd, PromptOrigin
@@ -145,3 +148,11 @@ def _keys(contents: list[str]) -> list[str]:
     """The keys of the rows that `prompt_rows` makes."""
     prompts = [client_prompt(content) for content in contents]
     return [prompt_key(replace(one, ground_truth=str(i))) for i, one in enumerate(prompts)]
+
+
+def test_a_prompt_that_is_passed_by_is_told_whether_it_was_dear_or_left_out_for_the_hard_ones() -> (
+    None
+):
+    visit = Visit("key", 0, PromptHistory(8.0, 8.0, 100.0, 3, 1), first_samples=0)
+    assert why_passed_by(visit).startswith("not worth its tokens: 8.0 of 16.0")
+    assert why_passed_by(replace(visit, side=Side.PLAIN)).startswith("left out to keep the share")

@@ -270,3 +270,26 @@ async def test_a_sample_that_no_stop_string_ended_has_all_of_its_text() -> None:
     events = await generate(engine, 0, every_token=True, stop=("<end",))
     assert "".join(delta.text for event in events for delta in event.deltas) == "ab<e"
     assert rollouts(events)[0].text == "ab<e"
+
+
+@pytest.mark.parametrize(("more", "told"), [("x", "aENx"), ("D", "a")])
+async def test_text_that_an_aborted_sample_held_back_is_told_once_where_the_sample_goes_on(
+    more: str, told: str
+) -> None:
+    leaving = ScriptedEngine([chunk(0, "a")], [chunk(0, "EN", 0, FinishReason.ABORTED)])
+    events = await generate(leaving, 0, every_token=True, stop=("END",))
+    part = rollouts(events)[0]
+    goes_on = ScriptedEngine([chunk(0, more, 0, STOP)])
+    events += await generate(goes_on, 0, partials=[part], every_token=True, stop=("END",))
+    assert "".join(delta.text for event in events for delta in event.deltas) == told
+
+
+async def test_a_part_that_ends_in_many_bytes_of_no_character_does_not_repeat_its_text() -> None:
+    ids = np.frombuffer(b"abc" + b"\xff" * 6, np.uint8).astype(np.uint32)
+    spans = (VersionSpan(0, 0, ids.size),)
+    part = Rollout(0, ids, np.zeros(ids.size, np.float32), spans, FinishReason.ABORTED, "abc")
+    engine = ScriptedEngine([chunk(0, "z", 0, STOP)])
+    events = await generate(engine, 0, partials=[part], every_token=True)
+    told = "".join(delta.text for event in events for delta in event.deltas)
+    assert not told.startswith("abc")
+    assert told.endswith("z")

@@ -132,6 +132,7 @@ def test_a_first_collective_that_does_not_end_names_the_variables_to_check(
     monkeypatch.setattr(StandInGroup, "broadcast", lambda *_: Stuck())
     with pytest.raises(RuntimeError, match=r"within 0.05 s.*HCCL_IF_IP"):
         create_process_group("hccl", _alone(timeout_s=0.05))
+    assert len(groups[0].aborted) == 1  # and its communicator is freed
 
 
 @pytest.mark.usefixtures("torch_npu")

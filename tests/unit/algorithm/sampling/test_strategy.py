@@ -255,7 +255,7 @@ def test_a_group_that_passes_two_choices_counts_with_the_probability_of_both() -
     assert all(0.1 < v.probability < 0.5 for v in passed)
 
 
-def test_known_prompts_are_drawn_less_often_than_hard_ones_where_the_share_needs_it() -> None:
+def test_known_prompts_less_likely_hard_are_thinned_and_others_are_not() -> None:
     chosen = after_wrong_samples()
     middling, hard = PromptHistory(8.0, 8.0, 1.0, 40, 1), PromptHistory(2.0, 30.0, 1.0, 40, 2)
     plain = [chosen.visit(str(i), i, middling, 40) for i in range(1000)]
