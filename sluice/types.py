@@ -42,7 +42,8 @@ class Prompt:
     service): batches are assembled oldest first by it. `position` is the 0-based position in the
     stream of data-set draws (epoch after epoch), or ``None`` for a client's prompt. The sampling
     seed is derived from `position` for a data-set prompt and from `sequence` for a client's.
-    `place` is the file and row it was read from, for messages; empty for a client's.
+    `place` is the file and row it was read from, for messages; empty for a client's. `images` are
+    encoded files (PNG, JPEG or WebP), one for each ``<image>`` in the messages, in their order.
     """
 
     prompt_id: str
@@ -54,6 +55,7 @@ class Prompt:
     position: int | None
     extra_info: Mapping[str, object] = field(default_factory=dict)
     place: str = ""
+    images: tuple[bytes, ...] = ()
 
 
 class FinishReason(StrEnum):
@@ -266,6 +268,7 @@ class TrainGroup:
     scores: tuple[Scored, ...]
     data_source: str
     baseline_reward: float | None = None  # of the prompt's greedy response, where one is drawn
+    images: tuple[bytes, ...] = ()  # encoded files, in the order of their tokens in the prompt
 
 
 @dataclass(frozen=True, slots=True)

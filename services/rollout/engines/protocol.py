@@ -66,7 +66,8 @@ class GenerationRequest:
     Randomness of sample *i*, token *t* depends on (`sampling.seed`, i, t) only.
     `sampling.max_tokens` counts a partial's tokens too. `tokens` counts those on their way out.
     Samples of higher `priority` get free slots first, where the engine has a say in that.
-    `decode` is needed for `sampling.stop` only.
+    `decode` is needed for `sampling.stop` only. `images` are encoded files, in the order of their
+    (already expanded) placeholder tokens in the prompt.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class GenerationRequest:
     tokens: CallTokens = field(default_factory=CallTokens)
     priority: int = 0
     decode: Decode | None = None
+    images: tuple[bytes, ...] = ()
 
     def watch(self) -> StopStringWatch | None:
         """For one of its samples, if strings end them."""
