@@ -76,6 +76,7 @@ def _simulated(figures: Mapping[str, SimulatedFigures]) -> dict[str, object]:
         "long_prompt_ratio": min(f.long_prompt_ratio for f in figures.values()),
         "hard_share_ratio": {mixture: f.hard_share_ratio for mixture, f in mixtures},
         "hard_share_ratio_worst": {mixture: f.hard_share_ratio_worst for mixture, f in mixtures},
+        "hard_share_spread": {mixture: f.hard_share_spread for mixture, f in mixtures},
     }
 
 

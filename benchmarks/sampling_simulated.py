@@ -27,7 +27,12 @@ TRAINER = TrainerSettings(train_s=60.0, spread_s=5.0)
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFigures:
-    """One mixture; ratios are to ``rounds`` (times, tokens) or ``stream`` (hard prompts)."""
+    """One mixture; ratios are to ``rounds`` (times, tokens) or ``stream`` (hard prompts).
+
+    `hard_share_ratio` is of the shares of all seeds together. `hard_share_spread` is the standard
+    deviation of one seed's share of ``stream`` over their mean: what a seed alone says is no more
+    certain than that.
+    """
 
     gen_per_trained: Mapping[str, float]
     fill_time_ratio_stream: float
@@ -37,6 +42,7 @@ class SimulatedFigures:
     long_prompt_ratio: float
     hard_share_ratio: Mapping[str, float]
     hard_share_ratio_worst: Mapping[str, float]
+    hard_share_spread: float
 
 
 def simulate_mixtures(seeds: Sequence[int], steps: int) -> dict[str, SimulatedFigures]:
@@ -96,13 +102,22 @@ def _figures(runs: Sequence[Mapping[str, Compared]]) -> SimulatedFigures:
         staleness_exceeded=sum(result.num_staleness_exceeded for result in waiting),
         tokens_discarded_wait=sum(result.accounts["stale"] for result in waiting),
         long_prompt_ratio=min(result.long_prompt_ratio for result in waiting),
-        hard_share_ratio={
-            name: _median(run[name].hard_share_ratio for run in runs) for name in ours
-        },
+        hard_share_ratio={name: _ratio_of_means(runs, name) for name in ours},
         hard_share_ratio_worst={
             name: _farthest_from_one([run[name].hard_share_ratio for run in runs]) for name in ours
         },
+        hard_share_spread=_spread([run["stream"].result.hard_share for run in runs]),
     )
+
+
+def _ratio_of_means(runs: Sequence[Mapping[str, Compared]], name: str) -> float:
+    """Share of hard prompts over that of ``stream``: every seed trains equally many groups."""
+    plain = statistics.fmean(run["stream"].result.hard_share for run in runs)
+    return round(statistics.fmean(run[name].result.hard_share for run in runs) / plain, 3)
+
+
+def _spread(shares: Sequence[float]) -> float:
+    return round(statistics.stdev(shares) / statistics.fmean(shares), 3) if shares[1:] else 0.0
 
 
 def _farthest_from_one(ratios: Sequence[float]) -> float:

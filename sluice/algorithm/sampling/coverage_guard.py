@@ -31,11 +31,11 @@ from enum import StrEnum
 DECAY_PER_GROUP = 0.998
 """Weight of the past at each kept group: shares are those of about 500 groups."""
 
-AIM = 1.03
+AIM = 1.05
 """Share of hard prompts to keep, over that of plain drawing. Prompts become easier, and what is
 known of them is older than the group: some that seem hard are hard no more."""
 
-MOST = 1.06
+MOST = 1.08
 """Largest share of hard prompts that is left alone, over that of plain drawing."""
 
 MOST_HARD_FACTOR = 0.4

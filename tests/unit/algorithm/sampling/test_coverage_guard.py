@@ -106,7 +106,7 @@ def test_plain_prompts_are_all_drawn_where_few_of_the_hard_side_keep_the_share()
     for i in range(400):
         guard = guard.kept(Side.SURE, hardness=0.5, worth=1.0, probability=1.0)
         guard = guard.kept(Side.PLAIN, hardness=0.45, worth=1.0, probability=1.0)
-        if i % 10 == 0:
+        if i % 12 == 0:
             guard = guard.kept(Side.HARD, hardness=1.0, worth=0.5, probability=0.2)
         if i % 50 in {0, 17, 34}:
             guard = guard.kept(Side.EASY, hardness=0.0, worth=0.5, probability=0.1)
