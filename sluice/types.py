@@ -18,6 +18,9 @@ import numpy.typing as npt
 TokenIds = npt.NDArray[np.uint32]
 Logprobs = npt.NDArray[np.float32]
 
+IMAGE_MARK = "<image>"
+"""Stands in a message's text where an image belongs."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
@@ -308,7 +311,8 @@ class TransferGroupSpec:
 
     `rank` 0 is the trainer (sender). `bucket_bytes` bounds one collective; `timeout_s` bounds the
     formation and each collective. `store_key` is the epoch's secret, for the rendezvous store at
-    `host` and `port`; empty for a store that is open to all.
+    `host` and `port`; empty for a store that is open to all. `ranks` are the member's from `rank`
+    on, one for each of its devices.
     """
 
     epoch: int
@@ -322,13 +326,18 @@ class TransferGroupSpec:
     tensors: tuple[TensorSpec, ...]
     plan_digest: str
     store_key: bytes = field(default=b"", repr=False)
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
-    """A rollout replica as the trainer knows it. `incarnation` is new at each process start."""
+    """A rollout replica as the trainer knows it. `incarnation` is new at each process start.
+
+    `ranks` are those it takes in a transfer group: one for each of its devices.
+    """
 
     name: str
     incarnation: str
     address: str
     slots: int
+    ranks: int = 1

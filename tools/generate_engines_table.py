@@ -2,7 +2,8 @@
 
 .venv/bin/python -m pytest tests/unit/rollout/test_engine_contract_torch.py --junitxml torch.xml
 make test-vllm ARGS="--junitxml vllm.xml"
-.venv/bin/python tools/generate_engines_table.py torch=torch.xml vllm=vllm.xml
+make test-sglang ARGS="--junitxml sglang.xml"
+.venv/bin/python tools/generate_engines_table.py torch=torch.xml vllm=vllm.xml sglang=sglang.xml
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ STATIC: tuple[tuple[str, tuple[str, ...]], ...] = (
 # Real processes have their own run, so that a leak of one tier cannot colour the other.
 SEPARATE_TIER = "multiprocess"
 # Helpers, and a tier with an environment of its own.
-NOT_RUN_HERE = ("support", "engine_vllm")
+NOT_RUN_HERE = ("support", "engine_vllm", "engine_sglang")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from services.reward.assembly import RewardLoop, assemble, open_prompt_sets
+from services.reward.prompt_images import prompt_images
 from services.reward.rollout_client import RolloutClient
 from services.reward.run_files import open_run_files
 from services.reward.scorer_pool import configured_scorer_pool
@@ -84,6 +85,7 @@ def _server(config: RunConfig, loop: RewardLoop, limit: int, credentials: Creden
         config.data.max_response_length,
         config.sluice.limits,
         credentials.tokens,
+        prompt_images(config),
     )
     return RpcServer(
         [lambda server: reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server)],

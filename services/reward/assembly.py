@@ -20,6 +20,7 @@ from services.reward.outcome_settings import outcome_policy
 from services.reward.outcomes import Books, OutcomeRecorder, PromptOutcome
 from services.reward.pipeline import Pipeline, PipelineParts
 from services.reward.prompt_audit import prompts_lost
+from services.reward.prompt_images import prompt_images
 from services.reward.prompt_source import PromptSource
 from services.reward.prompts import (
     PromptStream,
@@ -49,17 +50,19 @@ from sluice.config.group_needs import needs_greedy_baseline, needs_whole_groups
 from sluice.config.run import RunConfig
 from sluice.data.prompt_files import PromptFiles
 from sluice.errors import NotReadyError
-from sluice.types import DataProgress
+from sluice.types import DataProgress, Prompt
+from sluice.vision.image_limits import ImageLimits
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSets:
-    """Checked data sets; ``None``: not configured."""
+    """Checked data sets; ``None``: not configured. `images` are limits; ``None``: none are read."""
 
     training: PromptFiles | None
     validation: PromptFiles | None
+    images: ImageLimits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,10 @@ class RewardLoop:
 
 def open_prompt_sets(config: RunConfig) -> PromptSets:
     """Check the data sets' columns; `DataError` names file, column and remedy."""
-    return PromptSets(training_files(config.data), validation_files(config.data))
+    images = prompt_images(config)
+    return PromptSets(
+        training_files(config.data, images), validation_files(config.data, images), images
+    )
 
 
 def assemble(
@@ -133,7 +139,7 @@ def assemble(
     Raises:
         ConfigError: settings that cannot work together.
     """
-    open_stream = _training_opener(config, sets.training)
+    open_stream = _training_opener(config, sets.training, sets.images)
     check_data_source = _data_source_check(config)
     endings, rules, run_files = _Endings(), _batch_rules(config), files or no_run_files()
     ledger = run_files.ledger or MemoryLedger()
@@ -144,13 +150,11 @@ def assemble(
     parts = _stages(config, ledger, source, strategy, scorers, client, endings, run_files)
     rows = open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0
     pipeline = Pipeline(_settings(config, rules, rows), parts)
-    submissions = Submissions(
-        ledger, pipeline.submit, check_data_source, config.sluice.reward.max_client_pending
-    )
+    submissions = _submissions(config, ledger, pipeline.submit, check_data_source)
     endings.listener = submissions.ended
     dumps = sample_dumps(config.trainer)
     evaluation = Evaluation(
-        _validation_opener(config, sets.validation),
+        _validation_opener(config, sets.validation, sets.images),
         parts.dispatcher,
         parts.grader,
         parts.trace,
@@ -173,6 +177,21 @@ def assemble(
         parts.grader,
         parts.quarantine,
         parts.samples,
+    )
+
+
+def _submissions(
+    config: RunConfig,
+    ledger: PromptLedger,
+    accept: Callable[[Prompt], None],
+    check_data_source: Callable[[str], None],
+) -> Submissions:
+    return Submissions(
+        ledger,
+        accept,
+        check_data_source,
+        config.sluice.reward.max_client_pending,
+        config.sluice.limits.max_client_images_mb * MIB,
     )
 
 
@@ -317,22 +336,24 @@ def _settings(config: RunConfig, rules: BatchRules, epoch_rows: int) -> Pipeline
 
 
 def _training_opener(
-    config: RunConfig, files: PromptFiles | None
+    config: RunConfig, files: PromptFiles | None, images: ImageLimits | None
 ) -> Callable[[DataProgress], PromptStream] | None:
     if files is None:
         return None
     total_epochs = config.trainer.total_epochs
 
     def open_stream(progress: DataProgress) -> PromptStream:
-        return training_stream(files, config.data, total_epochs=total_epochs, progress=progress)
+        return training_stream(
+            files, config.data, total_epochs=total_epochs, progress=progress, images=images
+        )
 
     return open_stream
 
 
 def _validation_opener(
-    config: RunConfig, files: PromptFiles | None
+    config: RunConfig, files: PromptFiles | None, images: ImageLimits | None
 ) -> Callable[[], PromptStream] | None:
-    return None if files is None else partial(validation_stream, files, config.data)
+    return None if files is None else partial(validation_stream, files, config.data, images=images)
 
 
 def _data_source_check(config: RunConfig) -> Callable[[str], None]:

@@ -116,6 +116,16 @@ class Batcher:
         self._unpublished.append(version)
         return batch
 
+    def leased(self, batch_id: str) -> TrainBatch:
+        """The batch at the trainer.
+
+        Raises:
+            NotFoundError: it is another one, or none.
+        """
+        if self.lease is None or self.lease.batch.batch_id != batch_id:
+            raise _not_leased(batch_id)
+        return self.lease.batch
+
     def acknowledge(self, batch_id: str) -> Lease | None:
         """Close the lease; ``None`` if it was closed before.
 
@@ -124,11 +134,7 @@ class Batcher:
         """
         if batch_id in self._acknowledged:
             return None
-        if self.lease is None or self.lease.batch.batch_id != batch_id:
-            raise NotFoundError(
-                f"batch '{batch_id}' is not leased (it was taken back, or never existed); "
-                "take the next batch"
-            )
+        self.leased(batch_id)
         lease, self.lease = self.lease, None
         self._acknowledged.append(batch_id)
         return lease
@@ -172,6 +178,13 @@ class Batcher:
         self._unpublished.clear()
 
 
+def _not_leased(batch_id: str) -> NotFoundError:
+    return NotFoundError(
+        f"batch '{batch_id}' is not leased (it was taken back, or never existed); take the next "
+        "batch"
+    )
+
+
 def train_group(graded: GradedGroup) -> TrainGroup:
     """The scored samples of a graded group, as the optimizer sees them."""
     pairs = [
@@ -186,4 +199,5 @@ def train_group(graded: GradedGroup) -> TrainGroup:
         scores=tuple(scored for _, scored in pairs),
         data_source=graded.group.prompt.data_source,
         baseline_reward=graded.baseline_reward,
+        images=graded.group.prompt.images,
     )

@@ -224,4 +224,5 @@ def _prompt(draw: Draw) -> Prompt:
         position=draw.position,
         extra_info=row.extra_info,
         place=row.place,
+        images=draw.images,
     )

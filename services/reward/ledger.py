@@ -56,6 +56,11 @@ class PromptLedger(Protocol):
         ...
 
     @property
+    def client_image_bytes(self) -> int:
+        """Images of clients' prompts that are pending, bytes."""
+        ...
+
+    @property
     def open_lease(self) -> OpenLease | None:
         """The batch at the trainer, also when it was leased before a restart."""
         ...

@@ -25,6 +25,13 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
     place: str = ""
 
 
+class _BodyWithImages(_Body, frozen=True, array_like=True):
+    """That of a prompt with images, which are kept beside it: their digests, in order. Bodies of
+    prompts without any are what they were before there were images."""
+
+    images: tuple[bytes, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class EndedPrompt:
     """A client's prompt that ended: what it said (`digest`), and what its client is told."""
@@ -68,15 +75,16 @@ class LedgerContent:
 
 
 def encode_body(prompt: Prompt) -> bytes:
-    """What a prompt says, as bytes.
+    """What a prompt says, as bytes; of its images their digests.
 
     Raises:
         InvalidRequestError: `extra_info` holds a value without an encoding.
     """
     turns = tuple((turn.role, turn.content) for turn in prompt.messages)
-    body = _Body(turns, prompt.data_source, prompt.ground_truth, prompt.extra_info, prompt.place)
+    said = (turns, prompt.data_source, prompt.ground_truth, prompt.extra_info, prompt.place)
+    digests = tuple(body_digest(image) for image in prompt.images)
     try:
-        return msgspec.msgpack.encode(body)
+        return msgspec.msgpack.encode(_BodyWithImages(*said, digests) if digests else _Body(*said))
     except (OverflowError, TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise InvalidRequestError(
             f"prompt '{prompt.prompt_id}': extra_info cannot be kept ({error}); send texts, "
@@ -84,9 +92,22 @@ def encode_body(prompt: Prompt) -> bytes:
         ) from error
 
 
-def decode_prompt(prompt_id: str, sequence: int, position: int | None, body: bytes) -> Prompt:
-    """The prompt of a body. Raises `msgspec.MsgspecError` for bytes that are none."""
-    found = msgspec.msgpack.decode(body, type=_Body)
+def decode_prompt(
+    prompt_id: str,
+    sequence: int,
+    position: int | None,
+    body: bytes,
+    images: tuple[bytes, ...] = (),
+) -> Prompt:
+    """The prompt of a body and its images.
+
+    Raises:
+        msgspec.MsgspecError: the bytes are no body.
+        ValueError: the images are others.
+    """
+    found = msgspec.msgpack.decode(body, type=_BodyWithImages)
+    if found.images != tuple(body_digest(image) for image in images):
+        raise ValueError(f"prompt '{prompt_id}': its images are not those that were written")
     return Prompt(
         prompt_id=prompt_id,
         sequence=sequence,
@@ -97,9 +118,10 @@ def decode_prompt(prompt_id: str, sequence: int, position: int | None, body: byt
         position=position,
         extra_info=found.extra_info,
         place=found.place,
+        images=images,
     )
 
 
 def body_digest(body: bytes) -> bytes:
-    """BLAKE2b of a body, 16 bytes: whether a prompt that is sent again says the same."""
+    """BLAKE2b of a body or an image, 16 bytes: whether what is sent again says the same."""
     return blake2b(body, digest_size=_DIGEST_BYTES).digest()

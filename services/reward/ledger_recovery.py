@@ -73,8 +73,11 @@ def read_trained_after(database: sqlite3.Connection, step: int) -> tuple[Prompt,
         "SELECT prompt_id, sequence, body FROM ended "
         "WHERE step > ? AND prompt_end = ? ORDER BY sequence",
         (step, PromptEnd.TRAINED.value),
+    ).fetchall()
+    return tuple(
+        decode_prompt(name, sequence, None, body, _images(database, name))
+        for name, sequence, body in rows
     )
-    return tuple(decode_prompt(name, sequence, None, body) for name, sequence, body in rows)
 
 
 def pack_rewards(rewards: Sequence[float]) -> bytes:
@@ -85,8 +88,18 @@ def pack_rewards(rewards: Sequence[float]) -> bytes:
 def _pending(database: sqlite3.Connection) -> tuple[Prompt, ...]:
     rows = database.execute(
         "SELECT prompt_id, sequence, position, body FROM pending ORDER BY sequence"
+    ).fetchall()
+    return tuple(
+        decode_prompt(name, sequence, position, body, _images(database, name))
+        for name, sequence, position, body in rows
     )
-    return tuple(decode_prompt(*row) for row in rows)
+
+
+def _images(database: sqlite3.Connection, prompt_id: str) -> tuple[bytes, ...]:
+    rows = database.execute(
+        "SELECT image FROM images WHERE prompt_id = ? ORDER BY place", (prompt_id,)
+    )
+    return tuple(image for (image,) in rows)
 
 
 def _ended(database: sqlite3.Connection) -> dict[str, EndedPrompt]:

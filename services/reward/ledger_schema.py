@@ -66,6 +66,12 @@ CREATE TABLE IF NOT EXISTS samples (
     body BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS samples_by_prompt ON samples (prompt_id);
+CREATE TABLE IF NOT EXISTS images (
+    prompt_id TEXT NOT NULL,
+    place INTEGER NOT NULL,
+    image BLOB NOT NULL,
+    PRIMARY KEY (prompt_id, place)
+);
 """
 
 

@@ -43,6 +43,7 @@ class MemoryLedger:
         self._prompts = {prompt.prompt_id: prompt for prompt in content.pending}
         self._states = dict.fromkeys(self._prompts, PromptState.WAITING)
         self._num_clients = sum(p.origin is PromptOrigin.CLIENT for p in content.pending)
+        self._image_bytes = sum(map(_client_image_bytes, content.pending))
         self._max_ended_ids = ended_ids
         self._ended: OrderedDict[str, EndedPrompt] = OrderedDict(content.ended)
         self._by_end: Counter[PromptEnd] = Counter(content.by_end)
@@ -60,6 +61,11 @@ class MemoryLedger:
     def num_clients_pending(self) -> int:
         """Clients' prompts that are pending."""
         return self._num_clients
+
+    @property
+    def client_image_bytes(self) -> int:
+        """Images of clients' prompts that are pending, bytes."""
+        return self._image_bytes
 
     @property
     def open_lease(self) -> OpenLease | None:
@@ -318,12 +324,14 @@ class MemoryLedger:
         self._prompts[prompt.prompt_id] = prompt
         self._states[prompt.prompt_id] = PromptState.WAITING
         self._num_clients += prompt.origin is PromptOrigin.CLIENT
+        self._image_bytes += _client_image_bytes(prompt)
         self._num_submitted += 1
 
     def _leave(self, prompt_id: str) -> Prompt:
         del self._states[prompt_id]
         prompt = self._prompts.pop(prompt_id)
         self._num_clients -= prompt.origin is PromptOrigin.CLIENT
+        self._image_bytes -= _client_image_bytes(prompt)
         return prompt
 
     def _leased_prompts(self) -> tuple[Prompt, ...]:
@@ -342,3 +350,10 @@ class MemoryLedger:
         while self._low_water in self._ended_above:
             self._ended_above.discard(self._low_water)
             self._low_water += 1
+
+
+def _client_image_bytes(prompt: Prompt) -> int:
+    """Of a client's prompt; the data set's are bounded by what is under way."""
+    if prompt.origin is not PromptOrigin.CLIENT:
+        return 0
+    return sum(map(len, prompt.images))

@@ -1,4 +1,4 @@
-"""What names a prompt across visits, epochs and runs: its words, not its place in the data."""
+"""What names a prompt across visits, epochs and runs: what it says, not its place in the data."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ _FRAME = Struct("<Q").pack
 
 
 def prompt_key(prompt: Prompt) -> str:
-    """BLAKE2b of messages and ground truth, 16 bytes in hexadecimal."""
+    """BLAKE2b of messages, ground truth and images, 16 bytes in hexadecimal."""
     framed: list[bytes] = []
     for turn in prompt.messages:
         framed += _framed(turn.role), _framed(turn.content)
     framed.append(_framed(prompt.ground_truth))
+    framed += (blake2b(image, digest_size=_KEY_BYTES).digest() for image in prompt.images)
     return blake2b(b"".join(framed), digest_size=_KEY_BYTES).hexdigest()
 
 

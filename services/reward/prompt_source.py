@@ -156,6 +156,7 @@ class PromptSource:
             position=draw.position,
             extra_info=row.extra_info,
             place=row.place,
+            images=draw.images,
         )
         self._ledger.accept(prompt)
         return prompt

@@ -22,16 +22,19 @@ from sluice.data.prompt_files import PromptFiles, SlabReader, open_prompt_files
 from sluice.data.prompt_rows import PromptColumns, PromptRow, images_refused
 from sluice.data.row_blocks import RowBlock, RowIndexes, Slab
 from sluice.types import DataProgress
+from sluice.vision.image_limits import ImageLimits
+from sluice.vision.row_images import images_of_row
 
 UNSHUFFLED_WINDOW_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One row drawn at a position of the stream."""
+    """One row drawn at a position of the stream; `images` are encoded files, in its order."""
 
     position: int
     row: PromptRow
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +60,20 @@ class PromptStream:
         order: shuffling.
         total_epochs: epochs to draw.
         progress: positions that ended before; they are not drawn again.
+        images: limits of the rows' images; ``None``: none are read.
     """
 
     def __init__(
-        self, files: PromptFiles, order: DrawOrder, *, total_epochs: int, progress: DataProgress
+        self,
+        files: PromptFiles,
+        order: DrawOrder,
+        *,
+        total_epochs: int,
+        progress: DataProgress,
+        images: ImageLimits | None = None,
     ) -> None:
         self._files, self._order, self._total_epochs = files, order, total_epochs
+        self._images = images
         self._reader = SlabReader()
         self._selected = _selection(files, order)
         self.rows_per_epoch = files.num_rows if self._selected is None else self._selected.size
@@ -73,7 +84,7 @@ class PromptStream:
         """The next `count` draws; fewer only at the end of the stream.
 
         Raises:
-            DataError: a row is malformed or a file damaged.
+            DataError: a row is malformed, an image of it cannot be used, or a file is damaged.
         """
         return list(islice(self._draws, count))
 
@@ -91,7 +102,8 @@ class PromptStream:
         while rows := slabs.cut(window_rows):
             for slab, index in self._permuted(rows, epoch, window):
                 if position >= first and position not in self._skipped:
-                    yield Draw(position, slab.decode(index, self._files.columns))
+                    row = slab.decode(index, self._files.columns)
+                    yield Draw(position, row, images_of_row(row, slab.path, self._images))
                 position += 1
             window += 1
 
@@ -149,37 +161,45 @@ class _Cutter:
         return pieces
 
 
-def training_files(data: DataConfig) -> PromptFiles | None:
+def training_files(data: DataConfig, images: ImageLimits | None = None) -> PromptFiles | None:
     """The checked training files; ``None`` if only clients give prompts.
 
+    Without `images` rows that hold some are refused.
     With ``data.deduplicate`` all rows are read once, to leave out those whose messages and ground
     truth came before.
     """
-    files = _files(data, data.train_files, "data.train_files")
+    files = _files(data, data.train_files, "data.train_files", images)
     return without_duplicates(files) if files is not None and data.deduplicate else files
 
 
-def validation_files(data: DataConfig) -> PromptFiles | None:
-    """The checked validation files; ``None`` without validation."""
-    return _files(data, data.val_files, "data.val_files")
+def validation_files(data: DataConfig, images: ImageLimits | None = None) -> PromptFiles | None:
+    """The checked validation files, as `training_files`; ``None`` without validation."""
+    return _files(data, data.val_files, "data.val_files", images)
 
 
 def training_stream(
-    files: PromptFiles, data: DataConfig, *, total_epochs: int, progress: DataProgress
+    files: PromptFiles,
+    data: DataConfig,
+    *,
+    total_epochs: int,
+    progress: DataProgress,
+    images: ImageLimits | None = None,
 ) -> PromptStream:
     """Training draws as configured."""
     order = _order(data, shuffle=data.shuffle, max_samples=data.train_max_samples)
-    return PromptStream(files, order, total_epochs=total_epochs, progress=progress)
+    return PromptStream(files, order, total_epochs=total_epochs, progress=progress, images=images)
 
 
-def validation_stream(files: PromptFiles, data: DataConfig) -> PromptStream:
+def validation_stream(
+    files: PromptFiles, data: DataConfig, images: ImageLimits | None = None
+) -> PromptStream:
     """The validation set once, in the same order in every evaluation.
 
     Which rows data.val_max_samples leaves is chosen as in training, by data.shuffle (verl's rule);
     data.validation_shuffle is about their order alone.
     """
     order = _order(data, shuffle=data.validation_shuffle, max_samples=data.val_max_samples)
-    return PromptStream(files, order, total_epochs=1, progress=DataProgress(0))
+    return PromptStream(files, order, total_epochs=1, progress=DataProgress(0), images=images)
 
 
 def _order(data: DataConfig, *, shuffle: bool, max_samples: int) -> DrawOrder:
@@ -192,13 +212,17 @@ def _order(data: DataConfig, *, shuffle: bool, max_samples: int) -> DrawOrder:
     )
 
 
-def _files(data: DataConfig, paths: FileList | None, key: str) -> PromptFiles | None:
+def _files(
+    data: DataConfig, paths: FileList | None, key: str, images: ImageLimits | None
+) -> PromptFiles | None:
     if not paths:
         return None
     names = [paths] if isinstance(paths, str) else paths
-    columns = PromptColumns(
-        data.prompt_key, data.reward_fn_key, refused_images=data.image_key or None
-    )
+    column = data.image_key or None
+    if images is not None:
+        columns = PromptColumns(data.prompt_key, data.reward_fn_key, images=column)
+        return open_prompt_files(names, columns, config_key=key)
+    columns = PromptColumns(data.prompt_key, data.reward_fn_key, refused_images=column)
     files = open_prompt_files(names, columns, config_key=key)
     with_images = first_row_with_images(names, data.image_key)
     if with_images is not None:

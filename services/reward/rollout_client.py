@@ -135,7 +135,7 @@ class RolloutClient:
     ) -> rollout_pb2.GenerateRequest:
         return rollout_pb2.GenerateRequest(
             request_id=request.prompt.prompt_id[:MAX_REQUEST_ID_CHARACTERS],
-            prompt=chat_prompt_to_proto(request.prompt.messages),
+            prompt=chat_prompt_to_proto(request.prompt.messages, request.prompt.images),
             sample_indexes=sample_indexes,
             sampling=sampling_to_proto(request.sampling),
             stream_mode=rollout_pb2.STREAM_MODE_SAMPLES,

@@ -22,11 +22,13 @@ from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.codec.batch import (
     PROMPT_END_TO_PROTO,
+    group_images_to_proto,
     progress_from_proto,
     score_to_proto,
     train_batch_to_proto,
 )
 from sluice.codec.fleet import replica_from_proto, replica_to_proto
+from sluice.codec.image_rules import check_submitted_images
 from sluice.codec.reward_rules import (
     check_acknowledgement,
     check_announcement,
@@ -34,9 +36,11 @@ from sluice.codec.reward_rules import (
     check_prompt,
     check_score,
     check_take,
+    check_take_images,
     extra_info_of,
 )
 from sluice.codec.waits import present_waits_to_proto
+from sluice.concurrency.waits import waiting_for
 from sluice.config.actor_rollout_ref import RolloutConfig
 from sluice.config.limits import LimitsConfig
 from sluice.errors import InvalidRequestError, SluiceError
@@ -44,6 +48,7 @@ from sluice.rpc.call_policy import CALL_POLICIES
 from sluice.rpc.caller_name import caller_name
 from sluice.security.token_file import TokenSource
 from sluice.types import ChatMessage, Failed, Scored
+from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
 ANSWER_MARGIN_S = 0.5
 """An answer that says what was waited for has to leave before the caller's deadline."""
@@ -63,6 +68,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         rollout: defaults of validation sampling.
         max_response_length: longest response, tokens.
         limits: of what clients may send.
+        images: limits of images; ``None``: the model reads none.
         tokens: that name clients; none: they name themselves.
     """
 
@@ -73,9 +79,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         max_response_length: int,
         limits: LimitsConfig | None = None,
         tokens: TokenSource | None = None,
+        images: ImageLimits | None = DEFAULT_LIMITS,
     ) -> None:
         self._loop, self._rollout, self._limits = loop, rollout, limits or LimitsConfig()
         self._max_response_length, self._tokens = max_response_length, tokens
+        self._images = images
 
     async def SubmitPrompts(  # type: ignore[override]
         self, request_iterator: AsyncIterator[reward.SubmitPromptsRequest], context: Context
@@ -108,7 +116,16 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             request.step, request.policy_version, _seconds(context, "TakeBatch")
         )
         await self._loop.ledger.durable()
-        return reward.TakeBatchResponse(batch=train_batch_to_proto(batch))
+        return reward.TakeBatchResponse(batch=train_batch_to_proto(batch, with_images=False))
+
+    async def TakeImages(  # type: ignore[override]
+        self, request: reward.TakeImagesRequest, context: Context
+    ) -> None:
+        """Sends the images of the leased batch."""
+        check_take_images(request)
+        for images in group_images_to_proto(self._loop.batcher.leased(request.batch_id)):
+            with waiting_for("trainer", "taking images of a batch"):
+                await context.write(images)
 
     async def AcknowledgeBatch(
         self, request: reward.AcknowledgeBatchRequest, context: Context
@@ -161,6 +178,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         limits = self._limits
         try:
             check_prompt(request, limits.max_prompt_turns)
+            check_submitted_images(request, self._images)
             session.check_room(limits.max_prompts_per_stream)
             self._loop.submissions.check_quota(session, limits.max_client_prompts)
             submission = _submission_from_proto(
@@ -212,6 +230,7 @@ def _submission_from_proto(
         request.data_source,
         request.ground_truth,
         extra_info,
+        tuple(request.images),
     )
 
 

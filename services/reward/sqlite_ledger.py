@@ -8,7 +8,8 @@ their prompts are pending then, and go on from the samples that were saved.
 Stages are not written, since what they hold dies with the process: a prompt read back waits again,
 or is leased. Samples are written as they are given (`save_samples`), and a prompt that waits again
 goes on from them. A data-set prompt that ended leaves its position; an ended client's prompt stays
-whole until so many others have ended after it.
+whole until so many others have ended after it, without its images if it was not trained: only
+those that were may be issued again.
 """
 
 from __future__ import annotations
@@ -66,6 +67,12 @@ _STRIKE = (
 _FORGET_STRIKES = "DELETE FROM strikes WHERE key = ?"
 _SAVE_SAMPLES = "INSERT INTO samples (prompt_id, body) VALUES (?, ?)"
 _FORGET_SAMPLES = "DELETE FROM samples WHERE prompt_id = ?"
+_KEEP_IMAGE = "INSERT OR REPLACE INTO images VALUES (?, ?, ?)"
+_FORGET_IMAGES = "DELETE FROM images WHERE prompt_id = ?"
+_FORGET_LEFT_IMAGES = (
+    "DELETE FROM images WHERE prompt_id NOT IN "
+    "(SELECT prompt_id FROM pending UNION SELECT prompt_id FROM ended)"
+)
 _FORGET_ENDED_SAMPLES = "DELETE FROM samples WHERE prompt_id NOT IN (SELECT prompt_id FROM pending)"
 
 
@@ -85,6 +92,7 @@ class SqliteLedger(MemoryLedger):
         database = open_ledger_file(path)
         try:
             database.execute(_FORGET_ENDED_SAMPLES)
+            database.execute(_FORGET_LEFT_IMAGES)
             content = read_content(database)
             self._received, sizes = read_samples(database)
         except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError) as error:
@@ -140,7 +148,7 @@ class SqliteLedger(MemoryLedger):
         body = self._body(prompt)
         super().accept(prompt)
         if body is not None:
-            self._write((_ACCEPT, (*_row(prompt), body)), (_NUMBER, (self._sequence,)))
+            self._write(*_accepted(prompt, body), (_NUMBER, (self._sequence,)))
 
     def end(
         self,
@@ -160,6 +168,8 @@ class SqliteLedger(MemoryLedger):
             statements.insert(0, (_REMEMBER, outcome))
         elif prompt.position is not None:
             statements += self._position_statements(prompt.position, low_water)
+        if prompt.images and (ended is None or end is not PromptEnd.TRAINED):
+            statements.append((_FORGET_IMAGES, (prompt_id,)))
         self._write(*statements)
         self.forget_samples(prompt_id)
         return prompt
@@ -186,7 +196,9 @@ class SqliteLedger(MemoryLedger):
             if prompt.position is not None and prompt.prompt_id in self._sample_sizes:
                 self._drawn_again[prompt.prompt_id] = prompt.position
         super().forget_data()
-        self._write(("DELETE FROM pending WHERE position IS NOT NULL", ()))
+        self._write(
+            ("DELETE FROM pending WHERE position IS NOT NULL", ()), (_FORGET_LEFT_IMAGES, ())
+        )
 
     def lease(self, batch_id: str, version: int, prompt_ids: Sequence[str]) -> None:
         """Pending prompts are given to the trainer, in the one lease that is open."""
@@ -231,7 +243,7 @@ class SqliteLedger(MemoryLedger):
         super().reissue(chosen)
         for prompt in chosen:
             forget: Statement = (_FORGET, (prompt.prompt_id,))
-            self._write(forget, (_ACCEPT, (*_row(prompt), encode_body(prompt))))
+            self._write(forget, *_accepted(prompt, encode_body(prompt)))
 
     def note_strikes(self, key: str, strikes: int) -> None:
         """A prompt has so many strikes now; of those with some the last are remembered."""
@@ -278,7 +290,7 @@ class SqliteLedger(MemoryLedger):
         oldest = next(iter(self._ended), None)
         super()._remember(prompt_id, ended)
         if oldest is not None and oldest not in self._ended:
-            self._write((_FORGET, (oldest,)))
+            self._write((_FORGET, (oldest,)), (_FORGET_IMAGES, (oldest,)))
 
     def _position_statements(self, position: int, low_water: int) -> list[Statement]:
         if self._low_water == low_water:
@@ -297,6 +309,13 @@ class SqliteLedger(MemoryLedger):
 
     def _write(self, *statements: Statement) -> None:
         self._writer.write(statements)
+
+
+def _accepted(prompt: Prompt, body: bytes) -> list[Statement]:
+    keep: list[Statement] = [
+        (_KEEP_IMAGE, (prompt.prompt_id, place, image)) for place, image in enumerate(prompt.images)
+    ]
+    return [(_ACCEPT, (*_row(prompt), body)), *keep]
 
 
 def _row(prompt: Prompt) -> tuple[str, int, int | None]:

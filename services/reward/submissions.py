@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.reward.ledger import PromptLedger
 from services.reward.ledger_content import body_digest, encode_body
@@ -23,6 +23,7 @@ from sluice.types import ChatMessage, Prompt, PromptOrigin
 MAX_ID_BYTES = 128
 MAX_UNSENT = 1024
 MAX_SESSIONS = 256
+DEFAULT_IMAGE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Submission:
     data_source: str
     ground_truth: str
     extra_info: Mapping[str, object]
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ class Submissions:
         accept: hands an accepted prompt to the loop; `InvalidRequestError` for a used id.
         check_data_source: raises `DataError` where no scorer knows a data source.
         max_pending: unfinished client prompts at once.
+        max_image_bytes: images of these, bytes.
     """
 
     def __init__(
@@ -129,8 +132,10 @@ class Submissions:
         accept: Callable[[Prompt], None],
         check_data_source: Callable[[str], None],
         max_pending: int,
+        max_image_bytes: int = DEFAULT_IMAGE_BYTES,
     ) -> None:
         self._ledger, self._accept, self._max_pending = ledger, accept, max_pending
+        self._max_image_bytes = max_image_bytes
         self._check_data_source = check_data_source
         self._sessions: dict[str, SubmissionSession] = {}
         self._open_sessions: set[SubmissionSession] = set()
@@ -139,7 +144,7 @@ class Submissions:
         """Accept or refuse a prompt, or find it again; the receipt goes to the session."""
         if (outcome := self._known_outcome(submission)) is not None:
             session.put(Receipt(submission.prompt_id, outcome.prompt.sequence))
-            session.put(outcome)
+            session.put(_without_images(outcome))
             return
         try:
             prompt = self._known_pending(submission, session) or self._accepted(submission)
@@ -159,7 +164,7 @@ class Submissions:
         session = self._sessions.pop(outcome.prompt.prompt_id, None)
         if session is not None:
             session.num_open -= 1
-            session.put(outcome)
+            session.put(_without_images(outcome))
 
     def check_quota(self, session: SubmissionSession, most: int) -> None:
         """Raises InvalidRequestError if `most` prompts of the session's client are unfinished."""
@@ -218,10 +223,20 @@ class Submissions:
                 f"{self._ledger.num_clients_pending} prompts are unfinished, the most that "
                 "sluice.reward.max_client_pending allows; wait for outcomes"
             )
+        self._check_image_room(submission)
         self._check_data_source(submission.data_source)
         prompt = _prompt(submission, self._ledger.next_sequence())
         self._accept(prompt)
         return prompt
+
+    def _check_image_room(self, submission: Submission) -> None:
+        size, held = sum(map(len, submission.images)), self._ledger.client_image_bytes
+        if size and held + size > self._max_image_bytes:
+            raise InvalidRequestError(
+                f"images: {size} bytes, and unfinished prompts hold {held} bytes of images; "
+                f"sluice.limits.max_client_images_mb allows {self._max_image_bytes >> 20} MiB; "
+                "wait for outcomes"
+            )
 
     def _known_pending(self, submission: Submission, session: SubmissionSession) -> Prompt | None:
         """The pending prompt that is sent again, by another call than the one that waits for it."""
@@ -260,4 +275,12 @@ def _prompt(submission: Submission, sequence: int) -> Prompt:
         origin=PromptOrigin.CLIENT,
         position=None,
         extra_info=submission.extra_info,
+        images=submission.images,
     )
+
+
+def _without_images(outcome: PromptOutcome) -> PromptOutcome:
+    """As a client is told it, which may take its time to read."""
+    if not outcome.prompt.images:
+        return outcome
+    return replace(outcome, prompt=replace(outcome.prompt, images=()))

@@ -15,7 +15,12 @@ from services.rollout.engines.registry import create_engine
 from services.rollout.hand_over import CountedGeneration
 from services.rollout.prompt_encoder import PromptEncoder
 from services.rollout.registration import Registration
-from services.rollout.servicer import ReplicaIdentity, RolloutServicer, WeightSyncServicer
+from services.rollout.servicer import (
+    ImageRules,
+    ReplicaIdentity,
+    RolloutServicer,
+    WeightSyncServicer,
+)
 from services.rollout.watch import watching
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.api.weights.v1 import weights_pb2_grpc
@@ -23,7 +28,7 @@ from sluice.concurrency.exit_status import exit_status
 from sluice.concurrency.parent_death import end_with_supervisor
 from sluice.concurrency.process_exit import leave
 from sluice.concurrency.shutdown import stop_on_signals
-from sluice.config.derived import message_mb
+from sluice.config.derived import image_limits, message_mb, replica_devices
 from sluice.config.endpoints import advertised_address, peer_address
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
@@ -128,6 +133,14 @@ def _server(
             "sluice.limits.max_client_samples",
         ),
         tokens=credentials.tokens,
+        images=ImageRules(
+            image_limits(config),
+            ClientQuota(
+                config.sluice.limits.max_client_images_mb << 20,
+                "bytes of images",
+                "sluice.limits.max_client_images_mb",
+            ),
+        ),
     )
     weights = WeightSyncServicer(engine)
     return RpcServer(
@@ -153,6 +166,7 @@ def _replica(config: RunConfig, identity: ReplicaIdentity, port: int) -> Replica
         identity.incarnation,
         advertised_address(config.sluice.rollout.endpoint, port),
         config.actor_rollout_ref.rollout.max_num_seqs,
+        replica_devices(config),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,7 @@ from sluice.api.weights.v1 import weights_pb2 as weights
 from sluice.api.weights.v1 import weights_pb2_grpc
 from sluice.codec.arrays import logprobs_to_bytes, token_ids_from_bytes, token_ids_to_bytes
 from sluice.codec.fleet import group_spec_from_proto
+from sluice.codec.image_rules import check_chat_images
 from sluice.codec.rollout import (
     chat_messages_from_proto,
     rollout_from_proto,
@@ -39,6 +41,7 @@ from sluice.rpc.client_quota import ClientQuota
 from sluice.security.token_file import TokenSource
 from sluice.telemetry.process_age import process_age_s
 from sluice.types import ChatMessage, Rollout, TokenIds
+from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
 if TYPE_CHECKING:
     import grpc
@@ -57,13 +60,23 @@ class ReplicaIdentity:
 class Encoder(Protocol):
     """Turns prompts into token ids."""
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> TokenIds:
-        """Tokens of a conversation."""
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], images: Sequence[bytes] = ()
+    ) -> TokenIds:
+        """Tokens of a conversation, as many for each image as the model reads it by."""
         ...
 
     def encode_text(self, text: str) -> TokenIds:
         """Tokens of plain text."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRules:
+    """Most and largest images of a prompt; bytes of them that a client may have under way."""
+
+    limits: ImageLimits = DEFAULT_LIMITS
+    quota: ClientQuota | None = None
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -77,10 +90,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         engine_name: for status.
         max_n: most samples in one call.
         quota: samples that each client may have under way; none: any number.
+        images: what may come; none: the usual limits.
         tokens: that name clients; none: they name themselves.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that a call meets on its way
         self,
         identity: ReplicaIdentity,
         engine: Engine,
@@ -91,19 +105,28 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         max_n: int,
         quota: ClientQuota | None = None,
         tokens: TokenSource | None = None,
+        images: ImageRules | None = None,
     ) -> None:
         self._identity, self._engine, self._encoder = identity, engine, encoder
         self._generation, self._engine_name, self._max_n = generation, engine_name, max_n
         self._quota, self._tokens = quota, tokens
+        self._images = images or ImageRules()
+        self._reading_images = asyncio.Semaphore(1)
 
     async def Generate(  # type: ignore[override]
         self, request: rollout.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         """Streams samples of one prompt."""
         check_generate(request, self._max_n)
+        check_chat_images(request.prompt.chat, self._images.limits)
         partials = [rollout_from_proto(partial) for partial in request.partials]
         check_partials(partials)
-        with self._within_quota(len(request.sample_indexes), context):
+        client = caller_name(context.invocation_metadata(), self._tokens)
+        image_bytes = sum(map(len, request.prompt.chat.images))
+        with (
+            _held(self._quota, client, len(request.sample_indexes)),
+            _held(self._images.quota, client, image_bytes),
+        ):
             await self._generate(request, partials, context)
 
     async def _generate(
@@ -112,7 +135,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         partials: Sequence[Rollout],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        decoded = self._decode(request)
+        prompt_token_ids = await self._prompt_tokens(request.prompt)
+        decoded = self._decode(request, prompt_token_ids)
         await context.write(self._accepted(decoded))
 
         async def send(event: GenerationEvent) -> None:
@@ -144,14 +168,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             wait_report=present_waits_to_proto(_first_weights(load)),
         )
 
-    def _within_quota(
-        self, num_samples: int, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AbstractContextManager[None]:
-        if self._quota is None:
-            return nullcontext()
-        client = caller_name(context.invocation_metadata(), self._tokens)
-        return self._quota.held(client, num_samples)
-
     def _accepted(self, request: GenerationRequest) -> rollout.GenerateResponse:
         version = self._engine.load().version
         if version is None:
@@ -163,14 +179,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             )
         )
 
-    def _decode(self, request: rollout.GenerateRequest) -> GenerationRequest:
+    def _decode(
+        self, request: rollout.GenerateRequest, prompt_token_ids: TokenIds
+    ) -> GenerationRequest:
         indexes = tuple(request.sample_indexes)
         unasked = {partial.sample_index for partial in request.partials} - set(indexes)
         if unasked:
             raise InvalidRequestError(f"partials: sample {min(unasked)} is not in sample_indexes")
         return GenerationRequest(
             request_id=request.request_id,
-            prompt_token_ids=self._prompt_tokens(request.prompt),
+            prompt_token_ids=prompt_token_ids,
             sample_indexes=indexes,
             sampling=within_budget(
                 sampling_from_proto(
@@ -189,10 +207,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 )
                 for partial in request.partials
             ),
+            images=tuple(request.prompt.chat.images),
         )
 
-    def _prompt_tokens(self, prompt: common.PromptInput) -> TokenIds:
+    async def _prompt_tokens(self, prompt: common.PromptInput) -> TokenIds:
         match prompt.WhichOneof("input"):
+            case "chat" if prompt.chat.images:
+                return await self._chat_with_images(prompt.chat)
             case "chat":
                 return self._encoder.encode_chat(chat_messages_from_proto(prompt.chat.messages))
             case "text":
@@ -204,12 +225,24 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             case _:
                 raise InvalidRequestError("prompt: not set; send chat, text or tokens")
 
+    async def _chat_with_images(self, chat: common.ChatPrompt) -> TokenIds:
+        """Beside the event loop, since looking at images takes long; one at a time."""
+        messages = chat_messages_from_proto(chat.messages)
+        async with self._reading_images:
+            return await asyncio.to_thread(self._encoder.encode_chat, messages, tuple(chat.images))
+
     def _known_tokens(self, ids: TokenIds) -> TokenIds:
         if ids.size == 0 or int(ids.max()) >= self._engine.vocab_size:
             raise InvalidRequestError(
                 f"prompt.token_ids_u32: send 1 or more ids below {self._engine.vocab_size}"
             )
         return ids
+
+
+def _held(
+    quota: ClientQuota | None, client: str | None, amount: int
+) -> AbstractContextManager[None]:
+    return nullcontext() if quota is None else quota.held(client, amount)
 
 
 def _first_weights(load: EngineLoad) -> tuple[Waiting, ...]:

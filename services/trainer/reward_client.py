@@ -6,12 +6,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
-from sluice.codec.batch import progress_to_proto, train_batch_from_proto
+from sluice.codec.batch import (
+    progress_to_proto,
+    train_batch_from_proto,
+    with_group_images,
+)
 from sluice.codec.fleet import replica_to_proto
 from sluice.concurrency.advance import advance
 from sluice.concurrency.progress_deadline import while_progressing
@@ -22,7 +27,7 @@ from sluice.errors import (
     PeerDefectError,
     PeerError,
 )
-from sluice.rpc.call import unary_call
+from sluice.rpc.call import stream_call, unary_call
 from sluice.types import DataProgress, ReplicaInfo, TrainBatch
 
 AnswerT = TypeVar("AnswerT")
@@ -161,6 +166,7 @@ class RewardClient:
                     phase=f"taking the batch of step {step}",
                     deadline_s=_POLL_S,
                 )
+                images = await self._images(answer.batch, step)
             except (DeadlineError, PeerError) as error:
                 defects = defects + 1 if isinstance(error, PeerDefectError) else 0
                 if defects == _MAX_DEFECTS:
@@ -169,7 +175,7 @@ class RewardClient:
                 if isinstance(error, PeerError):
                     await self._told_again()
             else:
-                return _decoded(answer.batch, step)
+                return _decoded(answer.batch, images, step)
             now_s = time.monotonic()
             progress = await self._progress()
             # Tokens for a service that cannot be asked bring no batch.
@@ -265,6 +271,24 @@ class RewardClient:
             **told,
         }
 
+    async def _images(self, batch: reward.TrainBatch, step: int) -> Mapping[str, Sequence[bytes]]:
+        """Images of the batch's groups, by prompt id; `PeerError` if the lease is gone."""
+        if not any(group.num_images for group in batch.groups):
+            return {}
+        phase = f"taking the images of step {step}"
+        stream = stream_call(
+            self._stub.TakeImages,
+            reward.TakeImagesRequest(batch_id=batch.batch_id),
+            name="RewardService/TakeImages",
+            peer=_PEER,
+            phase=phase,
+        )
+        try:
+            async with aclosing(stream) as answers:
+                return {answer.prompt_id: answer.images async for answer in answers}
+        except NotFoundError as error:  # it has started anew since
+            raise PeerError(_PEER, phase, str(error)) from error
+
     async def _announce(self, request: reward.AnnouncePolicyRequest) -> object:
         return await unary_call(
             self._stub.AnnouncePolicy,
@@ -332,8 +356,11 @@ class RewardClient:
         return f"{status.prompts_submitted} {ended} {status.groups_kept} {dict(status.statistics)}"
 
 
-def _decoded(message: reward.TrainBatch, step: int) -> TrainBatch:
+def _decoded(
+    message: reward.TrainBatch, images: Mapping[str, Sequence[bytes]], step: int
+) -> TrainBatch:
     try:
+        with_group_images(message, images)
         return train_batch_from_proto(message)
     except InvalidRequestError as error:
         detail = f"batch {message.batch_id}: {error}; the batch is refused and was not trained"

@@ -161,7 +161,8 @@ class WeightLane:
             await self._leave()
             return False
         keys = {member: f"{member.name}/{member.incarnation}" for member in members}
-        specs = self._sender.form_group(self._epoch, list(keys.values()), self._tensors)
+        ranks = {keys[member]: member.ranks for member in members}
+        specs = self._sender.form_group(self._epoch, list(keys.values()), self._tensors, ranks)
         answers = await self._together(
             members,
             lambda member: self._clients[member].join(specs[keys[member]]),

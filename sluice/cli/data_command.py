@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,6 +22,8 @@ from sluice.data.prompt_files import open_prompt_files
 from sluice.data.prompt_rows import PromptColumns
 from sluice.data.published_rows import PUBLISHED_SETS, Wishes
 from sluice.data.raw_rows import check_raw_file
+from sluice.vision.image_limits import DEFAULT_LIMITS
+from sluice.vision.row_images import images_of_row
 
 SetName = Literal["dapo-math-17k", "aime-2024", "math-500", "gsm8k", "geo3k", "dianjin", "jsonl"]
 
@@ -111,6 +114,7 @@ def inspect(
 ) -> None:
     """Count what a file holds: data sources and their scorers, lengths, copies, unusable rows.
 
+    Images are read, and must be within the limits that sluice.limits has by default.
     The exit code is 1 if a row cannot be used.
 
     \b
@@ -121,7 +125,13 @@ def inspect(
     files = open_prompt_files([str(file)], columns, config_key="FILE")
     measure = None if tokenizer is None else token_counter(tokenizer)
     with _progress("reading", files.num_rows) as advance:
-        found = inspect_files(files, measure_tokens=measure, num_head=head, on_rows=advance)
+        found = inspect_files(
+            files,
+            measure_tokens=measure,
+            check_row=partial(images_of_row, limits=DEFAULT_LIMITS),
+            num_head=head,
+            on_rows=advance,
+        )
     names = check_raw_file(file)
     if as_json:
         typer.echo(json.dumps(inspection_as_json(str(file), names, found), sort_keys=True))

@@ -24,8 +24,9 @@ from sluice.client.generation_types import (
     SampleFinished,
     Sampling,
 )
-from sluice.errors import DataError
-from sluice.types import ChatMessage, Rollout
+from sluice.client.images import ChatWithImages
+from sluice.errors import DataError, InvalidRequestError
+from sluice.types import IMAGE_MARK, ChatMessage, Rollout
 
 _STDIN = "-"
 
@@ -42,6 +43,10 @@ def generate(  # noqa: PLR0913 - one parameter an option
     run: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
     n: Annotated[int, typer.Option("-n", min=1, max=MAX_SAMPLES, help="Responses.")] = 1,
     system: Annotated[str, typer.Option(help="A system turn before the prompt.")] = "",
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="A PNG, JPEG or WebP file for an <image> in the prompt; repeatable."),
+    ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it stands: no chat template.")
     ] = False,
@@ -71,13 +76,14 @@ def generate(  # noqa: PLR0913 - one parameter an option
     """Sample responses from the replicas of a run that is going on.
 
     The replica with the most free slots takes the prompt. If it dies, another one goes on from the
-    tokens that came. Interrupting the command ends the samples.
+    tokens that came. Interrupting ends the samples. Images stand first if no <image> says where.
 
     \b
     Examples:
       sluice generate "What is 2 + 6 + 9? End with 'Answer: N'." -n 4
       sluice generate "Count to five." --stream --temperature 0 --deadline 30
       sluice generate "Q: What is 2 + 2? A:" --raw --stop "Q:" --stop "END"
+      sluice generate "<image>How many circles are there?" --image shapes.png
     """
     options = GenerateOptions(
         n=n,
@@ -87,9 +93,18 @@ def generate(  # noqa: PLR0913 - one parameter an option
         token_budget=token_budget,
     )
     text = _read_stdin() if prompt == _STDIN else prompt
-    turns = [ChatMessage("system", system)] if system else []
-    asked: Prompt = text if raw else [*turns, ChatMessage("user", text)]
+    if raw and image:
+        raise InvalidRequestError("--image: not with --raw, since chat templates place images")
+    asked: Prompt = text if raw else _conversation(system, text, image or [])
     asyncio.run(_generate(run, asked, options, _Output(as_json, stream and not as_json)))
+
+
+def _conversation(system: str, text: str, images: list[Path]) -> Prompt:
+    if images and IMAGE_MARK not in text:
+        text = IMAGE_MARK * len(images) + text
+    turns = [ChatMessage("system", system)] if system else []
+    turns.append(ChatMessage("user", text))
+    return ChatWithImages(turns, images) if images else turns
 
 
 def _read_stdin() -> str:

@@ -14,6 +14,7 @@ from sluice.cli.data_command import data_commands
 from sluice.cli.evaluate import evaluate
 from sluice.cli.generate import generate
 from sluice.cli.merge_command import merge
+from sluice.cli.prepare import prepare
 from sluice.cli.quickstart import quickstart
 from sluice.cli.scale import scale
 from sluice.cli.score import score
@@ -59,6 +60,7 @@ commands.command("up")(up)
 commands.command("train")(train)
 commands.command("status")(status)
 commands.command("scale")(scale)
+commands.command("prepare")(prepare)
 commands.command("generate")(generate)
 commands.command("submit")(submit)
 commands.command("score")(score)

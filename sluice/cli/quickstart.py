@@ -44,7 +44,9 @@ def quickstart(
         ),
     ] = None,
     *,
-    task: Annotated[str, typer.Option(help="quickstart, or stretch (harder).")] = "quickstart",
+    task: Annotated[
+        str, typer.Option(help="quickstart, stretch (harder), or shapes (pictures).")
+    ] = "quickstart",
     seed: Annotated[int, typer.Option(help="Seeds data, model and sampling.")] = 0,
     run_dir: Annotated[Path, typer.Option(help="Folder of everything written.")] = Path(
         "runs/quickstart"
@@ -60,6 +62,7 @@ def quickstart(
     Examples:
       sluice quickstart
       sluice quickstart trainer.total_training_steps=20 --seed 1
+      sluice quickstart --task shapes --run-dir runs/shapes
     """
     began_s = time.monotonic()
     console = Console()
@@ -67,7 +70,7 @@ def quickstart(
     claim_folder(run_dir)
     with PreparationView(console) as view:
         assets = prepare(run_dir / "assets", task=task, seed=seed, progress=view.show)
-    config = _load([*_paths(assets, run_dir, seed), *(overrides or [])])
+    config = _load([*asset_settings(assets, run_dir, seed), *(overrides or [])])
     check_config(config)
     run_dir = Path(config.sluice.run_dir)
     claim_folder(run_dir)  # another one, where an override says so
@@ -92,7 +95,8 @@ def _load(overrides: list[str]) -> RunConfig:
         return load_config(base, overrides)
 
 
-def _paths(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[str]:
+def asset_settings(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[str]:
+    """Overrides of the job for what was made for it: paths, seeds, the task's lengths."""
     return [
         f"actor_rollout_ref.model.path={assets.model_dir.absolute()}",
         f"data.train_files={assets.train_file.absolute()}",

@@ -43,6 +43,7 @@ def serve_openai(
     max_choices: Annotated[
         int, typer.Option(min=1, help="Most choices drawn at once, of all requests.")
     ] = 4096,
+    max_connections: Annotated[int, typer.Option(min=1, help="Most connections at once.")] = 512,
 ) -> None:
     """Serve the replicas of a run over HTTP as OpenAI's API does, for evaluation harnesses.
 
@@ -56,20 +57,20 @@ def serve_openai(
     """
     if deadline is not None and not 0 < deadline < math.inf:
         raise ConfigError(f"--deadline {deadline}: give seconds above 0, or leave it out")
-    front = _front(host, model_name, key_file, deadline, max_choices)
-    asyncio.run(_serve(run, host, port, front))
+    settings = _settings_class()(
+        model_name, deadline, _keys(host, key_file), max_choices, max_connections
+    )
+    asyncio.run(_serve(run, host, port, settings))
 
 
-def _front(
-    host: str, model_name: str, key_file: Path | None, deadline_s: float | None, max_choices: int
-) -> FrontSettings:
+def _settings_class() -> type[FrontSettings]:
     try:
         from sluice.openai_front.web_app import FrontSettings
     except ImportError as error:
         raise ConfigError(
             "serve-openai: aiohttp is not installed; pip install 'sluice[openai-front]'"
         ) from error
-    return FrontSettings(model_name, deadline_s, _keys(host, key_file), max_choices)
+    return FrontSettings
 
 
 def _keys(host: str, key_file: Path | None) -> TokenSource | None:

@@ -29,10 +29,12 @@ def submit(
     """Submit prompts for training; accepted ones are trained on or filtered, never lost.
 
     \b
-    A line of the file, wrapped here; prompt_id and extra_info may be left out:
+    A line of the file, wrapped here; prompt_id, extra_info and images may be left out:
       {"prompt_id": "a1", "data_source": "math_dapo", "ground_truth": "9",
-       "prompt": [{"role": "user", "content": "What is 2 + 3 + 4?"}]}
+       "prompt": [{"role": "user", "content": "<image>What is 2 + 3 + 4?"}],
+       "images": ["sum.png"]}
 
+    Images are paths beside the file, or data: URIs; each stands for an <image> in the texts.
     Parquet files have the columns of a training set. The command may be interrupted and repeated:
     the same prompts are not accepted twice, and their outcomes are told again. The exit code is 1
     if a prompt was refused.

@@ -9,13 +9,15 @@ from typing import Any
 import msgspec
 
 from sluice.cli.row_files import read_rows
+from sluice.client.images import Image
 from sluice.client.policy_client import NewPrompt
+from sluice.data.image_sources import image_source
 from sluice.errors import DataError
 from sluice.types import ChatMessage
 
 _NEEDS = (
     "prompt ([{role, content}]), data_source and ground_truth (or reward_model.ground_truth), each "
-    "a text; prompt_id and extra_info are optional"
+    "a text; prompt_id, extra_info and images (paths, data: URIs or {bytes, path}) are optional"
 )
 _STEM_LENGTH, _DIGEST_BYTES = 64, 8
 
@@ -36,6 +38,7 @@ class _Row(msgspec.Struct):
     reward_model: _RewardModel | None = None
     prompt_id: str | None = None
     extra_info: dict[str, Any] | None = None
+    images: list[Any] | None = None
 
 
 def read_prompts(file: Path) -> list[NewPrompt]:
@@ -62,10 +65,23 @@ def _prompt(file: Path, place: str, row: _Row) -> NewPrompt:
         row.data_source,
         answer,
         row.extra_info or {},
+        tuple(_image(file, place, index, one) for index, one in enumerate(row.images or ())),
     )
 
 
+def _image(file: Path, place: str, index: int, found: object) -> Image:
+    """The bytes of an image, or where they are: relative paths are beside the file."""
+    try:
+        source = image_source(found)
+    except ValueError as error:
+        raise DataError(f"{file}, {place}: images[{index}] {error}") from error
+    return source if isinstance(source, bytes) else file.parent / source
+
+
 def _made_id(file: Path, place: str, row: _Row) -> str:
-    digest = hashlib.blake2b(msgspec.json.encode(row), digest_size=_DIGEST_BYTES).hexdigest()
+    said = msgspec.structs.asdict(row)
+    if not row.images:  # as before rows could have any: the same file is the same prompts
+        del said["images"]
+    digest = hashlib.blake2b(msgspec.json.encode(said), digest_size=_DIGEST_BYTES).hexdigest()
     stem = "".join(c if c.isascii() and c.isprintable() else "_" for c in file.stem[:_STEM_LENGTH])
     return f"{stem}:{place.replace(' ', '-')}:{digest}"

@@ -14,6 +14,7 @@ from sluice.client.generation_types import (
     SampleFinished,
     Sampling,
 )
+from sluice.client.images import ChatWithImages
 from sluice.client.policy_client import NewPrompt, PromptEvent
 from sluice.client.retries import RetryPolicy
 from sluice.client.run_address import RunAddress, address_of_run, credentials_from_environment
@@ -24,6 +25,7 @@ from sluice.types import ChatMessage
 __all__ = [
     "AsyncClient",
     "ChatMessage",
+    "ChatWithImages",
     "Client",
     "GenerateOptions",
     "Generation",

@@ -20,6 +20,7 @@ from sluice.client.generation_types import (
     SampleFinished,
     is_conversation,
 )
+from sluice.client.images import ChatWithImages, encoded_images
 from sluice.codec.arrays import token_ids_from_bytes, token_ids_to_bytes
 from sluice.codec.rollout import (
     chat_prompt_to_proto,
@@ -117,10 +118,11 @@ class GenerationProgress:
         self, accepted: rollout.PromptAccepted, replica: str, moved_because: str
     ) -> GenerationStarted:
         self._is_accepted = True
-        # Continued from the very tokens, whatever the next replica makes of the text.
-        self._prompt = common.PromptInput(
-            tokens=common.TokenPrompt(token_ids_u32=accepted.prompt_token_ids_u32)
-        )
+        if not self._prompt.chat.images:
+            # Continued from the very tokens, whatever the next replica makes of the text.
+            self._prompt = common.PromptInput(
+                tokens=common.TokenPrompt(token_ids_u32=accepted.prompt_token_ids_u32)
+            )
         ids = token_ids_from_bytes(accepted.prompt_token_ids_u32, "accepted.prompt_token_ids_u32")
         return GenerationStarted(ids, accepted.policy_version, replica, moved_because)
 
@@ -175,6 +177,8 @@ def _prompt_to_proto(prompt: Prompt) -> common.PromptInput:
     try:
         if isinstance(prompt, str):
             return common.PromptInput(text=prompt)
+        if isinstance(prompt, ChatWithImages):
+            return chat_prompt_to_proto(prompt.messages, encoded_images("prompt", prompt))
         if is_conversation(prompt):
             return chat_prompt_to_proto([turn for turn in prompt if isinstance(turn, ChatMessage)])
     except UnicodeEncodeError as error:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sluice.client.images import ChatWithImages
 from sluice.codec.field_rules import check_range
 from sluice.codec.rollout_rules import MAX_SAMPLE_INDEX, check_stops
 from sluice.errors import InvalidRequestError
 from sluice.types import ChatMessage, Logprobs, Rollout, TokenIds
 
-Prompt = str | Sequence[ChatMessage] | Sequence[int] | TokenIds
-"""A text as it stands, a conversation for the chat template, or token ids."""
+Prompt = str | Sequence[ChatMessage] | Sequence[int] | TokenIds | ChatWithImages
+"""A text as it stands, a conversation for the chat template with or without images, token ids."""
 
 MAX_SAMPLES = MAX_SAMPLE_INDEX + 1
 _UINT32, _UINT64, _INT32 = (1 << 32) - 1, (1 << 64) - 1, (1 << 31) - 1
@@ -176,6 +177,8 @@ def is_conversation(prompt: Prompt) -> bool:
     Raises:
         InvalidRequestError: it is empty, or neither text, turns nor token ids.
     """
+    if isinstance(prompt, ChatWithImages):
+        return True
     if isinstance(prompt, str | np.ndarray):
         return False
     kinds = {isinstance(item, ChatMessage) for item in prompt}

@@ -11,6 +11,7 @@ from typing import Any, Self, cast
 from google.protobuf import struct_pb2
 
 from sluice.api.reward.v1 import reward_pb2
+from sluice.client.images import ChatWithImages, Image, encoded_images
 from sluice.codec.rollout import chat_prompt_to_proto
 from sluice.concurrency.progress_deadline import while_progressing
 from sluice.errors import DeadlineError, InvalidRequestError, PeerError
@@ -29,6 +30,8 @@ _LOOK_EVERY_S = 15.0
 class NewPrompt:
     """A prompt to be trained on; `prompt_id` is unique in the run.
 
+    `images` are encoded files (PNG, JPEG or WebP) or the paths of such, one for each ``<image>`` in
+    the messages.
     `extra_info` goes to the scorer: texts, finite numbers, lists and mappings with texts as keys.
     """
 
@@ -37,6 +40,7 @@ class NewPrompt:
     data_source: str
     ground_truth: str
     extra_info: Mapping[str, object] = field(default_factory=dict)
+    images: Sequence[Image] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +178,12 @@ def prompt_to_proto(prompt: NewPrompt) -> reward_pb2.SubmitPromptsRequest:
     """Encodes a prompt to train on.
 
     Raises:
-        InvalidRequestError: a text of it is no Unicode, or its `extra_info` cannot travel.
+        InvalidRequestError: a text of it is no Unicode, its `extra_info` cannot travel, or an image
+            is none.
+        DataError: the file of an image cannot be read.
     """
     owner = f"prompt {prompt.prompt_id}"
+    chat = ChatWithImages(prompt.messages, prompt.images)
     try:
         return reward_pb2.SubmitPromptsRequest(
             prompt_id=prompt.prompt_id,
@@ -184,6 +191,7 @@ def prompt_to_proto(prompt: NewPrompt) -> reward_pb2.SubmitPromptsRequest:
             data_source=prompt.data_source,
             ground_truth=prompt.ground_truth,
             extra_info=extra_info_to_proto(prompt.extra_info, owner),
+            images=encoded_images(owner, chat),
         )
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"{owner}: no text of Unicode: {error}") from error

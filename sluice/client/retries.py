@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable
@@ -28,7 +29,8 @@ class RetryPolicy:
         first_s: wait before the second try, seconds; doubled before each further one.
         most_s: longest such wait.
         patience_s: failures in a row may last so long; anything that gets on starts it anew.
-            0: nothing is tried again.
+            A service that answers that it is full is asked until the call's deadline, if it has
+            one. 0: nothing is tried again.
     """
 
     first_s: float = 0.1
@@ -62,10 +64,11 @@ class Retries:
     _since_s: float | None = field(default=None, init=False)
     _answered_s: float | None = field(default=None, init=False)
     _count: int = field(default=0, init=False)
+    _last: SluiceError | None = field(default=None, init=False)
 
     def got_on(self) -> None:
         """Something came: failures count from the beginning."""
-        self._since_s, self._count = None, 0
+        self._since_s, self._count, self._last = None, 0, None
 
     def answered(self) -> None:
         """The try was taken up, though nothing came of it so far."""
@@ -76,13 +79,14 @@ class Retries:
         """Seconds to the deadline; none without one.
 
         Raises:
-            DeadlineError: it has passed.
+            DeadlineError: it has passed; tells of the failure that it passed in, if any.
         """
         if self.ends_s is None:
             return None
         remaining_s = self.ends_s - self.clock()
         if remaining_s <= 0:
-            raise DeadlineError(peer, phase, whole_s or 0.0)
+            why = f"the last try ended with: {self._last}" if self._last is not None else ""
+            raise DeadlineError(peer, phase, whole_s or 0.0, why) from self._last
         return remaining_s
 
     async def wait_after(self, error: SluiceError) -> None:
@@ -96,7 +100,8 @@ class Retries:
             self.got_on()  # a try that was taken up for so long is no failure in a row
         self._answered_s = None
         self._since_s = now_s if self._since_s is None else self._since_s
-        if not is_transient(error) or now_s - self._since_s >= self.policy.patience_s:
+        self._last = error
+        if not is_transient(error) or now_s - self._since_s >= self._patience_s(error):
             raise error
         wait_s = min(self.policy.first_s * 2.0**self._count, self.policy.most_s)
         self._count = min(self._count + 1, 32)
@@ -105,3 +110,8 @@ class Retries:
         if self.ends_s is not None:
             wait_s = min(wait_s, max(self.ends_s - now_s, 0.0))
         await asyncio.sleep(wait_s)
+
+    def _patience_s(self, error: SluiceError) -> float:
+        """A full service is there and will have room: waiting for it is what a deadline is for."""
+        waits = isinstance(error, ExhaustedError) and self.ends_s is not None
+        return math.inf if waits and self.policy.patience_s > 0 else self.policy.patience_s

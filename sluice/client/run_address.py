@@ -10,6 +10,7 @@ from pathlib import Path
 from sluice.config.derived import message_mb
 from sluice.config.endpoints import peer_address
 from sluice.config.loader import load_config
+from sluice.config.run import RunConfig
 from sluice.config.security import SecurityConfig
 from sluice.errors import ConfigError
 from sluice.rpc.credentials import FILE_VARIABLES, OPEN, Credentials, client_credentials
@@ -36,6 +37,49 @@ class RunAddress:
     max_message_bytes: int = 64 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class RunLocation:
+    """A run of this machine: its folder, its configuration, and host:port of its services."""
+
+    run_dir: Path
+    config: RunConfig
+    trainer: str
+    reward: str
+
+    @property
+    def credentials(self) -> Credentials:
+        """What the run's services are shown; read only here, since one that has ended needs none.
+
+        Raises:
+            ConfigError: they cannot be used here.
+        """
+        return client_credentials(self.config.sluice.security)
+
+
+def locate_run(run: Path) -> RunLocation:
+    """Reads what a run was started with; it may have ended since.
+
+    Args:
+        run: the run's folder (`sluice.run_dir`), or its configuration file.
+
+    Raises:
+        ConfigError: nothing was started from there.
+    """
+    file = run / CONFIG_NAME if run.is_dir() else run
+    if not file.is_file():
+        raise ConfigError(
+            f"run: {run} holds no {CONFIG_NAME}; give the folder of a started run "
+            "(its sluice.run_dir), for example runs/quickstart"
+        )
+    config = load_config(file, ())
+    return RunLocation(
+        file.parent,
+        config,
+        peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint"),
+        peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint"),
+    )
+
+
 def address_of_run(run: Path, environment: Mapping[str, str] = os.environ) -> RunAddress:
     """Reads the addresses of a run from its folder.
 
@@ -46,18 +90,12 @@ def address_of_run(run: Path, environment: Mapping[str, str] = os.environ) -> Ru
     Raises:
         ConfigError: nothing was started from there, or the credentials cannot be used.
     """
-    file = run / CONFIG_NAME if run.is_dir() else run
-    if not file.is_file():
-        raise ConfigError(
-            f"run: {run} holds no {CONFIG_NAME}; give the folder of a started run "
-            "(its sluice.run_dir), for example runs/quickstart"
-        )
-    config = load_config(file, ())
+    started = locate_run(run)
     return RunAddress(
-        peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint"),
-        peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint"),
-        credentials=client_credentials(config.sluice.security, environment),
-        max_message_bytes=message_mb(config) << 20,
+        started.trainer,
+        started.reward,
+        credentials=client_credentials(started.config.sluice.security, environment),
+        max_message_bytes=message_mb(started.config) << 20,
     )
 
 

@@ -7,8 +7,9 @@ content, accepts it once, and repeats its receipt and outcome.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 from sluice.api.reward.v1 import reward_pb2
 from sluice.client.policy_client import NewPrompt, PromptEvent, prompt_event, prompt_to_proto
@@ -17,6 +18,9 @@ from sluice.client.service_channels import ServiceChannels
 from sluice.errors import PeerError, SluiceError
 from sluice.rpc.call import stream_call
 from sluice.rpc.stubs import reward_stub
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 RECEIPTS = ("accepted", "refused")
 _WINDOW = 1024
@@ -29,14 +33,21 @@ class OpenPrompts:
     Args:
         prompts: taken one by one as there is room.
         until_outcome: a prompt is done with when its outcome came; otherwise, with its receipt.
+        check_size: refuses a message, by what it holds, that is too large to be sent.
 
     Attributes:
-        failure: what taking a prompt raised; the input ends there.
+        failure: what taking or encoding a prompt raised; the input ends there.
     """
 
-    def __init__(self, prompts: Iterable[NewPrompt], *, until_outcome: bool) -> None:
+    def __init__(
+        self,
+        prompts: Iterable[NewPrompt],
+        *,
+        until_outcome: bool,
+        check_size: Callable[[str, Message], None] = lambda _name, _message: None,
+    ) -> None:
         self._fresh: Iterator[NewPrompt] = iter(prompts)
-        self._until_outcome = until_outcome
+        self._until_outcome, self._check_size = until_outcome, check_size
         self._open: dict[str, NewPrompt] = {}
         self._accepted: set[str] = set()
         self._has_room = asyncio.Event()
@@ -61,7 +72,9 @@ class OpenPrompts:
         call = self._num_calls
         self._has_room.set()
         for prompt in list(self._open.values()):
-            yield prompt_to_proto(prompt)
+            if (sent_before := self._encoded(iter((prompt,)))) is None:
+                return
+            yield sent_before[1]
         while call == self._num_calls and (request := self._next()) is not None:
             yield request
             while call == self._num_calls and len(self._open) >= _WINDOW:
@@ -69,16 +82,27 @@ class OpenPrompts:
                 await self._has_room.wait()
 
     def _next(self) -> reward_pb2.SubmitPromptsRequest | None:
-        try:
-            prompt = next(self._fresh, None)
-            request = None if prompt is None else prompt_to_proto(prompt)
-        except Exception as error:  # noqa: BLE001 - raised by the caller, outside of gRPC's task
-            self.failure, prompt, request = error, None, None
-        if prompt is None or request is None:
-            self._is_exhausted = True
+        found = self._encoded(self._fresh)
+        if found is None:
             return None
+        prompt, request = found
         self._open.setdefault(prompt.prompt_id, prompt)
         return request
+
+    def _encoded(
+        self, prompts: Iterator[NewPrompt]
+    ) -> tuple[NewPrompt, reward_pb2.SubmitPromptsRequest] | None:
+        """The next prompt as it is sent; ``None`` where there is none, which ends the input."""
+        try:
+            prompt = next(prompts, None)
+            if prompt is not None:
+                request = prompt_to_proto(prompt)
+                self._check_size(f"prompt {prompt.prompt_id}", request)
+                return prompt, request
+        except Exception as error:  # noqa: BLE001 - raised by the caller, outside of gRPC's task
+            self.failure = error
+        self._is_exhausted = True
+        return None
 
     def is_news(self, event: PromptEvent) -> bool:
         """Takes an event on; false for what the client was told before or does not wait for."""
@@ -123,7 +147,8 @@ async def submit_prompts(
         SluiceError: the service stays away, or refuses the call. A prompt that it refuses is an
             event and no error.
     """
-    open_prompts, retries = OpenPrompts(prompts, until_outcome=until_outcome), Retries(policy)
+    open_prompts = OpenPrompts(prompts, until_outcome=until_outcome, check_size=channels.check_size)
+    retries = Retries(policy)
     while not open_prompts.are_done():
         try:
             async with aclosing(_one_call(channels, reward, open_prompts)) as events:

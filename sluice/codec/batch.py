@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from google.protobuf.message import DecodeError
+from collections.abc import Iterator, Mapping, Sequence
+
+from google.protobuf.message import DecodeError, EncodeError
 
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.codec.arrays import token_ids_from_bytes, token_ids_to_bytes
+from sluice.codec.image_rules import check_taken_images
 from sluice.codec.rollout import rollout_from_proto, rollout_to_proto
-from sluice.errors import InvalidRequestError
+from sluice.errors import DataError, InvalidRequestError
 from sluice.types import DataProgress, PromptEnd, Scored, TrainBatch, TrainGroup
 
 PROMPT_END_TO_PROTO = {
@@ -53,8 +56,8 @@ def progress_from_proto(message: common.DataProgress) -> DataProgress:
     return DataProgress(message.low_water, tuple(message.ended_above))
 
 
-def train_group_to_proto(group: TrainGroup) -> reward.TrainGroup:
-    """Encodes one kept group."""
+def train_group_to_proto(group: TrainGroup, *, with_images: bool = True) -> reward.TrainGroup:
+    """Encodes one kept group; `with_images` = False: but for its images, which are counted."""
     return reward.TrainGroup(
         prompt_id=group.prompt_id,
         prompt_token_ids_u32=token_ids_to_bytes(group.prompt_token_ids),
@@ -62,6 +65,8 @@ def train_group_to_proto(group: TrainGroup) -> reward.TrainGroup:
         scores=[score_to_proto(scored) for scored in group.scores],
         data_source=group.data_source,
         baseline_reward=group.baseline_reward,
+        images=group.images if with_images else (),
+        num_images=len(group.images),
     )
 
 
@@ -69,13 +74,14 @@ def train_group_from_proto(message: reward.TrainGroup) -> TrainGroup:
     """Decodes one kept group.
 
     Raises:
-        InvalidRequestError: as many scores as rollouts are needed.
+        InvalidRequestError: as many scores as rollouts are needed, and as many images as said.
     """
     if len(message.rollouts) != len(message.scores):
         raise InvalidRequestError(
             f"group {message.prompt_id}: {len(message.scores)} scores for "
             f"{len(message.rollouts)} rollouts; send one each"
         )
+    check_taken_images(message, message.images)
     return TrainGroup(
         prompt_id=message.prompt_id,
         prompt_token_ids=token_ids_from_bytes(
@@ -85,18 +91,38 @@ def train_group_from_proto(message: reward.TrainGroup) -> TrainGroup:
         scores=tuple(score_from_proto(score) for score in message.scores),
         data_source=message.data_source,
         baseline_reward=(message.baseline_reward if message.HasField("baseline_reward") else None),
+        images=tuple(message.images),
     )
 
 
-def train_batch_to_proto(batch: TrainBatch) -> reward.TrainBatch:
-    """Encodes a batch."""
+def train_batch_to_proto(batch: TrainBatch, *, with_images: bool = True) -> reward.TrainBatch:
+    """Encodes a batch; without images its size does not depend on them."""
     return reward.TrainBatch(
         batch_id=batch.batch_id,
         policy_version=batch.policy_version,
-        groups=[train_group_to_proto(group) for group in batch.groups],
+        groups=[train_group_to_proto(group, with_images=with_images) for group in batch.groups],
         progress=progress_to_proto(batch.progress),
         statistics=dict(batch.statistics),
     )
+
+
+def group_images_to_proto(batch: TrainBatch) -> Iterator[reward.TakeImagesResponse]:
+    """Encodes the images of a batch, a message for each group that has any."""
+    for group in batch.groups:
+        if group.images:
+            yield reward.TakeImagesResponse(prompt_id=group.prompt_id, images=group.images)
+
+
+def with_group_images(message: reward.TrainBatch, images: Mapping[str, Sequence[bytes]]) -> None:
+    """Puts the images of groups, by prompt id, into a batch that came without.
+
+    Raises:
+        InvalidRequestError: they are not as many as a group said.
+    """
+    for group in message.groups:
+        found = images.get(group.prompt_id, ())
+        check_taken_images(group, found)
+        group.images.extend(found)
 
 
 def train_batch_from_proto(message: reward.TrainBatch) -> TrainBatch:
@@ -111,8 +137,20 @@ def train_batch_from_proto(message: reward.TrainBatch) -> TrainBatch:
 
 
 def train_batch_to_bytes(batch: TrainBatch) -> bytes:
-    """A batch as bytes, for the trainer's ranks."""
-    return train_batch_to_proto(batch).SerializeToString()
+    """A batch as bytes, for the trainer's ranks.
+
+    Raises:
+        DataError: it is larger than a message can be.
+    """
+    try:
+        return train_batch_to_proto(batch).SerializeToString()
+    except (EncodeError, ValueError) as error:
+        images = sum(len(image) for group in batch.groups for image in group.images)
+        raise DataError(
+            f"train batch {batch.batch_id}: with {images >> 20} MiB of images it cannot be sent to "
+            "the other trainer ranks, which take less than 2 GiB; lower data.train_batch_size, or "
+            "make the images smaller"
+        ) from error
 
 
 def train_batch_from_bytes(data: bytes) -> TrainBatch:

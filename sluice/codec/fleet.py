@@ -7,6 +7,9 @@ from sluice.api.weights.v1 import weights_pb2 as weights
 from sluice.errors import InvalidRequestError
 from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
 
+MAX_REPLICA_RANKS = 1024
+"""Devices of one replica, each a rank of transfer groups."""
+
 
 def replica_to_proto(replica: ReplicaInfo, policy_version: int) -> common.Replica:
     """Encodes a replica and the version it serves (ignored when registering)."""
@@ -16,6 +19,7 @@ def replica_to_proto(replica: ReplicaInfo, policy_version: int) -> common.Replic
         address=replica.address,
         slots=replica.slots,
         policy_version=policy_version,
+        ranks=replica.ranks,
     )
 
 
@@ -23,12 +27,19 @@ def replica_from_proto(message: common.Replica) -> ReplicaInfo:
     """Decodes a replica.
 
     Raises:
-        InvalidRequestError: name, incarnation, address or slots are missing.
+        InvalidRequestError: name, incarnation, address or slots are missing, or there are more
+            ranks than a replica may have.
     """
     for field in ("name", "incarnation", "address", "slots"):
         if not getattr(message, field):
             raise InvalidRequestError(f"replica.{field}: missing")
-    return ReplicaInfo(message.name, message.incarnation, message.address, message.slots)
+    if message.ranks > MAX_REPLICA_RANKS:
+        raise InvalidRequestError(
+            f"replica.ranks: {message.ranks}; a replica has at most {MAX_REPLICA_RANKS}"
+        )
+    return ReplicaInfo(
+        message.name, message.incarnation, message.address, message.slots, message.ranks or 1
+    )
 
 
 def group_spec_to_proto(spec: TransferGroupSpec) -> weights.JoinGroupRequest:
@@ -47,6 +58,7 @@ def group_spec_to_proto(spec: TransferGroupSpec) -> weights.JoinGroupRequest:
         ],
         plan_digest=spec.plan_digest,
         store_key=spec.store_key,
+        ranks=spec.ranks,
     )
 
 
@@ -54,11 +66,13 @@ def group_spec_from_proto(message: weights.JoinGroupRequest) -> TransferGroupSpe
     """Decodes what a member needs to join.
 
     Raises:
-        InvalidRequestError: rank and world size do not fit together.
+        InvalidRequestError: rank, ranks and world size do not fit together.
     """
-    if not 1 <= message.rank < message.world_size:
+    ranks = message.ranks or 1
+    if not 1 <= message.rank <= message.world_size - ranks:
         raise InvalidRequestError(
-            f"rank {message.rank} of {message.world_size}: receivers are 1 to world_size - 1"
+            f"rank {message.rank} of {message.world_size} for a receiver of {ranks}: receivers "
+            "have 1 to world_size - 1"
         )
     return TransferGroupSpec(
         epoch=message.epoch,
@@ -72,4 +86,5 @@ def group_spec_from_proto(message: weights.JoinGroupRequest) -> TransferGroupSpe
         tensors=tuple(TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in message.tensors),
         plan_digest=message.plan_digest,
         store_key=message.store_key,
+        ranks=ranks,
     )

@@ -23,6 +23,7 @@ __all__ = [
     "check_prompt",
     "check_score",
     "check_take",
+    "check_take_images",
     "extra_info_of",
 ]
 
@@ -65,6 +66,11 @@ def check_take(request: reward.TakeBatchRequest) -> None:
     """A step and a version that can be."""
     check_range("step", request.step, 1, MAX_NUMBER)
     check_range("policy_version", request.policy_version, 0, MAX_NUMBER)
+
+
+def check_take_images(request: reward.TakeImagesRequest) -> None:
+    """A batch that can be."""
+    check_name("batch_id", request.batch_id)
 
 
 def check_acknowledgement(request: reward.AcknowledgeBatchRequest) -> None:

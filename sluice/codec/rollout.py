@@ -142,10 +142,12 @@ def within_budget(sampling: SamplingParams, token_budget: int, num_samples: int)
     return replace(sampling, max_tokens=min(sampling.max_tokens, token_budget // num_samples))
 
 
-def chat_prompt_to_proto(messages: Sequence[ChatMessage]) -> common.PromptInput:
-    """Encodes a conversation as a prompt."""
+def chat_prompt_to_proto(
+    messages: Sequence[ChatMessage], images: Sequence[bytes] = ()
+) -> common.PromptInput:
+    """Encodes a conversation, with its encoded images in order, as a prompt."""
     turns = [common.ChatMessage(role=m.role, content=m.content) for m in messages]
-    return common.PromptInput(chat=common.ChatPrompt(messages=turns))
+    return common.PromptInput(chat=common.ChatPrompt(messages=turns, images=images))
 
 
 def chat_messages_from_proto(messages: Sequence[common.ChatMessage]) -> tuple[ChatMessage, ...]:

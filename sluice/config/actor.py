@@ -67,6 +67,9 @@ class FsdpConfig(Section, frozen=True):
 class ActorConfig(Section, frozen=True):
     """The policy update."""
 
+    freeze_vision_tower: Annotated[
+        bool, Meta(description="Do not train the image encoder of a vision-language model.")
+    ] = False
     ppo_mini_batch_size: Annotated[
         PositiveInt, Meta(description="Prompts per optimizer step, over all ranks.")
     ] = 256

@@ -347,6 +347,14 @@ def _message_size(config: RunConfig) -> Iterator[Violation]:
             f"sluice.max_message_mb = {most} is less than the {needed} MiB {batch}; leave it out",
             ("sluice.max_message_mb=null",),
         )
+    images = config.sluice.limits.max_prompt_images_mb
+    if images is not None and images > most // 2:
+        yield Violation(
+            "message-size",
+            f"sluice.limits.max_prompt_images_mb = {images} is more than half of the {most} MiB a "
+            f"message may have, the rest of which is for the prompt's text; lower it, or set "
+            f"sluice.max_message_mb = {2 * images}",
+        )
 
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (

@@ -8,6 +8,7 @@ from sluice.algorithm.rollout_correction.plan import BYPASS_LOSS_MODE
 from sluice.config.actor_rollout_ref import ActorConfig, OptimConfig
 from sluice.config.data import DataConfig
 from sluice.config.run import RunConfig
+from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
 DEFAULT_MESSAGE_MB = 64
 
@@ -35,6 +36,17 @@ def max_row_tokens(data: DataConfig) -> int:
 def max_model_len(config: RunConfig) -> int:
     """Context length of the engines, tokens; by default what the longest sample needs."""
     return config.actor_rollout_ref.rollout.max_model_len or max_row_tokens(config.data)
+
+
+def replica_devices(config: RunConfig) -> int:
+    """Devices that one replica computes on, each a rank of transfer groups.
+
+    The torch engine has one whatever the parallel sizes are.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name == "torch":
+        return 1
+    return rollout.tensor_model_parallel_size * rollout.data_parallel_size
 
 
 def max_resp_len(config: RunConfig) -> int:
@@ -116,10 +128,25 @@ def message_mb(config: RunConfig) -> int:
     return config.sluice.max_message_mb or max(DEFAULT_MESSAGE_MB, largest_batch_mb(config))
 
 
+def image_limits(config: RunConfig) -> ImageLimits:
+    """What images of one prompt may be, in bytes and pixels."""
+    limits = config.sluice.limits
+    whole_mb = limits.max_prompt_images_mb
+    if whole_mb is None:
+        whole_mb = max(1, min(DEFAULT_LIMITS.max_total_bytes >> 20, message_mb(config) // 4))
+    return ImageLimits(
+        limits.max_prompt_images,
+        limits.max_image_mb << 20,
+        whole_mb << 20,
+        limits.max_image_pixels,
+    )
+
+
 def largest_batch_mb(config: RunConfig) -> int:
     """Size of a train batch message in MiB if every response were as long as allowed.
 
-    Per response token 4 bytes of id, 4 of logprob and about 4 of text; per prompt token 4.
+    Per response token 4 bytes of id, 4 of logprob and about 4 of text; per prompt token 4. Images
+    travel in messages of their own, a prompt's at a time.
     """
     data = config.data
     per_group = 4 * data.max_prompt_length

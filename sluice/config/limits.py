@@ -1,7 +1,8 @@
 """`sluice.limits.*`: what one client may ask of the services; beyond it calls are refused.
 
-Further limits stand with what they bound: `sluice.max_message_mb`, `data.max_prompt_length`,
-`sluice.rollout.max_n`, `sluice.rollout.max_queued`, `sluice.reward.max_client_pending`.
+Those of images hold for rows of data sets as well. Further limits stand with what they bound:
+`sluice.max_message_mb`, `data.max_prompt_length`, `sluice.rollout.max_n`,
+`sluice.rollout.max_queued`, `sluice.reward.max_client_pending`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from sluice.config.section import PositiveInt, Section
+from sluice.vision.image_limits import DEFAULT_LIMITS, MOST_PIXELS
 
 __all__ = ["LimitsConfig"]
 
@@ -49,3 +51,35 @@ class LimitsConfig(Section, frozen=True):
             description="Size of the extra_info of a prompt or response that a client sends, KiB."
         ),
     ] = 1024
+    max_prompt_images: Annotated[
+        int, Meta(ge=1, le=256, description="Images of a prompt, whoever gives it.")
+    ] = DEFAULT_LIMITS.max_images
+    max_image_mb: Annotated[PositiveInt, Meta(description="Size of an encoded image, MiB.")] = (
+        DEFAULT_LIMITS.max_bytes >> 20
+    )
+    max_prompt_images_mb: Annotated[
+        PositiveInt | None,
+        Meta(
+            description=(
+                "Size of all encoded images of a prompt, MiB; none: 16, or a quarter of the "
+                "largest message if that is less."
+            )
+        ),
+    ] = None
+    max_image_pixels: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=MOST_PIXELS,
+            description="Width times height of an image; it is read before anything is decoded.",
+        ),
+    ] = DEFAULT_LIMITS.max_pixels
+    max_client_images_mb: Annotated[
+        PositiveInt,
+        Meta(
+            description=(
+                "Images of all unfinished prompts that clients submitted, and images that one "
+                "client may have under way at one replica, MiB."
+            )
+        ),
+    ] = 512

@@ -15,7 +15,7 @@ _SHARED_ENGINES = ("vllm", "sglang")
 
 def engine_violations(run: VerlRun) -> list[Violation]:
     """What the engines of verl refuse whatever the model."""
-    return [*_engine(run), *_one_device(run)]
+    return [*_engine(run), *_one_engine(run)]
 
 
 def shape_violations(run: VerlRun, shape: ModelShape) -> list[Violation]:
@@ -48,17 +48,23 @@ def _engine(run: VerlRun) -> Iterator[Violation]:
         )
 
 
-def _one_device(run: VerlRun) -> Iterator[Violation]:
-    """A transfer group holds one rank a replica."""
+def _one_engine(run: VerlRun) -> Iterator[Violation]:
+    """A replica is one engine of vLLM's or SGLang's."""
     engine = run.engine
-    if engine.name == "vllm" and engine.tp * engine.dp > 1:
+    if engine.name in {"vllm", "sglang"} and engine.dp > 1:
         yield violation(
-            "engine-devices",
-            f"{ROLLOUT}: tensor_model_parallel_size {engine.tp} * data_parallel_size {engine.dp} = "
-            f"{engine.tp * engine.dp} with name = vllm, but replicas of this version take one "
-            "device each; start more of them (sluice.rollout.replicas)",
-            f"{ROLLOUT}.tensor_model_parallel_size=1",
+            "engine-replicas",
+            f"{ROLLOUT}.data_parallel_size = {engine.dp} with name = {engine.name}, but a "
+            "replica is one engine; start more of them (sluice.rollout.replicas)",
             f"{ROLLOUT}.data_parallel_size=1",
+            here=True,
+        )
+    if engine.name == "sglang" and engine.tp > 1:
+        yield violation(
+            "engine-tensor",
+            f"{ROLLOUT}.tensor_model_parallel_size = {engine.tp} with name = sglang, whose adapter "
+            "serves one device; only that of vllm serves several",
+            f"{ROLLOUT}.tensor_model_parallel_size=1",
             here=True,
         )
 

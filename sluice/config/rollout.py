@@ -16,7 +16,7 @@ from sluice.config.section import (
     Section,
 )
 
-ENGINES = ("torch", "vllm")
+ENGINES = ("torch", "vllm", "sglang")
 """Engines that replicas can run (`rollout.name`)."""
 
 

@@ -20,6 +20,7 @@ MAX_PROBLEMS_KEPT = 20
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 
 MeasureTokens = Callable[[Sequence[ChatMessage]], int]
+CheckRow = Callable[[PromptRow, str], object]
 Lengths = npt.NDArray[np.int64]
 
 
@@ -63,6 +64,7 @@ def inspect_files(
     files: PromptFiles,
     *,
     measure_tokens: MeasureTokens | None = None,
+    check_row: CheckRow | None = None,
     num_head: int = 0,
     on_rows: Callable[[int], None] | None = None,
 ) -> Inspection:
@@ -71,6 +73,7 @@ def inspect_files(
     Args:
         files: files whose columns were checked.
         measure_tokens: tokens of a prompt; its errors make a row a bad one.
+        check_row: further checks of a row of the file with this path; its errors likewise.
         num_head: usable rows to keep.
         on_rows: told how many rows more were read.
 
@@ -83,6 +86,8 @@ def inspect_files(
             for index in range(len(slab)):
                 try:
                     row = slab.decode(index, files.columns)
+                    if check_row is not None:
+                        check_row(row, slab.path)
                     num_tokens = measure_tokens(row.messages) if measure_tokens else 0
                 except SluiceError as error:
                     _note_problem(found, error)
@@ -110,7 +115,7 @@ def _add(found: Inspection, columns: _Columns, row: PromptRow) -> None:
     found.num_images += len(row.images)
     roles = [message.role for message in row.messages]
     contents = [message.content for message in row.messages]
-    columns.digests.append(digest_of(roles, contents, row.ground_truth))
+    columns.digests.append(digest_of(roles, contents, row.ground_truth, row.images))
     columns.characters.append(sum(map(len, contents)))
 
 

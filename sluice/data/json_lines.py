@@ -8,6 +8,7 @@ from itertools import islice
 
 import msgspec
 
+from sluice.data.image_sources import usable_images
 from sluice.data.prompt_rows import GROUND_TRUTH, PromptColumns, check_column_names
 from sluice.data.row_blocks import ROWS_PER_READ, PromptAndTruth, RowBlock, RowIndexes
 from sluice.errors import DataError
@@ -50,7 +51,9 @@ class LineRows:
             turns = turns if isinstance(turns, list) else []
             truth = _text(values.get(columns.reward_model), GROUND_TRUTH)
             roles = tuple(_text(turn, "role") for turn in turns)
-            yield PromptAndTruth(roles, tuple(_text(turn, "content") for turn in turns), truth)
+            contents = tuple(_text(turn, "content") for turn in turns)
+            images = usable_images(values.get(columns.images)) if columns.images else ()
+            yield PromptAndTruth(roles, contents, truth, images)
 
     def _number(self, index: int) -> int:
         return self.first + index if self.numbers is None else self.numbers[index]

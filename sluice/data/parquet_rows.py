@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sluice.data.image_sources import ImageSource, usable_images
 from sluice.data.prompt_rows import GROUND_TRUTH, PromptColumns, check_columns
 from sluice.data.row_blocks import ROWS_PER_READ, PromptAndTruth, RowBlock, RowIndexes
 from sluice.errors import DataError
@@ -49,7 +50,14 @@ class ArrowRows:
         truths = self.batch.column(columns.reward_model).field(GROUND_TRUTH).to_pylist()
         for row, truth in enumerate(truths):
             part = slice(offsets[row], offsets[row + 1])
-            yield PromptAndTruth(roles[part], contents[part], truth)
+            images = self._images(row, columns.images)
+            yield PromptAndTruth(roles[part], contents[part], truth, images)
+
+    def _images(self, row: int, column: str | None) -> tuple[ImageSource, ...]:
+        """Of one row, since those of all may be large."""
+        if column is None or column not in self.batch.schema.names:
+            return ()
+        return usable_images(self.batch.column(column)[row].as_py())
 
 
 def parquet_blocks(path: str, columns: PromptColumns, start: int) -> Iterator[RowBlock]:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sluice.data.duplicates import digest_of
+from sluice.data.image_sources import usable_images
 from sluice.data.prompt_rows import GROUND_TRUTH
 from sluice.data.published_rows import PUBLISHED_SETS, PublishedSet, Row, VerlRow, Wishes
 from sluice.data.raw_rows import RawRow, check_raw_file, raw_rows
@@ -143,7 +144,7 @@ def _digest(row: Row) -> int:
     assert isinstance(turns, list)
     assert isinstance(reward_model, dict)
     roles, contents = ([turn[key] for turn in turns] for key in ("role", "content"))
-    return digest_of(roles, contents, reward_model[GROUND_TRUTH])
+    return digest_of(roles, contents, reward_model[GROUND_TRUTH], usable_images(row.get("images")))
 
 
 def _write(path: Path, rows: Iterator[tuple[str, VerlRow]], made: Prepared) -> None:

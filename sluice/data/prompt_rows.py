@@ -8,15 +8,23 @@ from reprlib import repr as short_repr  # bounded, however deep or long what a f
 
 import pyarrow as pa
 
+from sluice.data.image_sources import ImageSource, image_source
 from sluice.errors import DataError
-from sluice.types import ChatMessage
+from sluice.types import IMAGE_MARK, ChatMessage
+
+__all__ = [
+    "GROUND_TRUTH",
+    "IMAGE_MARK",
+    "ImageSource",
+    "PromptColumns",
+    "PromptRow",
+    "check_column_names",
+    "check_columns",
+    "decode_row",
+    "images_refused",
+]
 
 GROUND_TRUTH = "ground_truth"
-IMAGE_MARK = "<image>"
-"""Stands in a message's text where an image belongs."""
-
-ImageSource = bytes | str
-"""An encoded image, or the path of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +150,8 @@ def decode_row(
 def images_refused(place: str, column: str) -> DataError:
     """The error for a row with images where text alone is trained on."""
     return DataError(
-        f"{place} holds images (column '{column}'), and this version trains on text only; give a "
-        "data set without images"
+        f"{place} holds images (column '{column}'), and the model reads text alone; give a data "
+        "set without images, or a model with a vision_config in its config.json"
     )
 
 
@@ -164,7 +172,7 @@ def _images(
     messages: tuple[ChatMessage, ...],
     place: str,
 ) -> tuple[ImageSource, ...]:
-    if columns.images is None:
+    if columns.images is None or columns.images not in values:
         return ()
     column, found = columns.images, values.get(columns.images) or []
     if not isinstance(found, list):
@@ -180,11 +188,10 @@ def _images(
 
 
 def _image(found: object, index: int, column: str, place: str) -> ImageSource:
-    choices = (found.get("bytes"), found.get("path")) if isinstance(found, Mapping) else (found,)
-    for choice in choices:
-        if isinstance(choice, bytes | str) and choice:
-            return choice
-    raise _bad_row(place, f"'{column}[{index}]' holds neither the bytes nor the path of an image")
+    try:
+        return image_source(found)
+    except ValueError as error:
+        raise _bad_row(place, f"'{column}[{index}]' {error}") from error
 
 
 def _bad_row(place: str, problem: str) -> DataError:

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
+from sluice.data.image_sources import ImageSource
 from sluice.data.prompt_rows import PromptColumns, PromptRow, decode_row
 
 ROWS_PER_READ = 1024
@@ -22,6 +23,7 @@ class PromptAndTruth(NamedTuple):
     roles: Sequence[str | None]
     contents: Sequence[str | None]
     truth: str | None
+    images: Sequence[ImageSource] = ()
 
 
 class Rows(Protocol):
@@ -44,7 +46,7 @@ class Rows(Protocol):
         ...
 
     def prompts_and_truths(self, columns: PromptColumns) -> Iterator[PromptAndTruth]:
-        """Of each row its messages and its ground truth."""
+        """Of each row its messages, its ground truth, and its images where they are read."""
         ...
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -43,10 +42,6 @@ class CpuDevice:
     def supports_bfloat16(self) -> bool:
         """Always, if slowly on old processors."""
         return True
-
-    def own_stream(self) -> AbstractContextManager[object]:
-        """There are none on a CPU."""
-        return nullcontext()
 
 
 def _available_bytes(default: int) -> int:

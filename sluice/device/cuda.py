@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
 
 from sluice.device.collective import BACKENDS, local_index
+from sluice.device.cuda_host import VISIBLE_VARIABLE
 from sluice.device.protocol import MemoryInfo
 from sluice.errors import ConfigError
 
@@ -22,7 +21,7 @@ class CudaDevice:
     """
 
     collective_backend = BACKENDS["cuda"]
-    visible_devices_variable: str | None = "CUDA_VISIBLE_DEVICES"
+    visible_devices_variable: str | None = VISIBLE_VARIABLE
 
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():
@@ -71,7 +70,3 @@ class CudaDevice:
         """In hardware, or emulated by torch below compute capability 8.0."""
         with torch.cuda.device(self._index):
             return bool(torch.cuda.is_bf16_supported())
-
-    def own_stream(self) -> AbstractContextManager[object]:
-        """A stream of the GPU's that nobody else queues on."""
-        return torch.cuda.stream(torch.cuda.Stream(self._index))

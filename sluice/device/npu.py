@@ -12,17 +12,16 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 import torch
 
+from sluice.device.ascend_environment import VISIBLE_VARIABLE
 from sluice.device.collective import BACKENDS, local_index
 from sluice.device.protocol import MemoryInfo
 from sluice.errors import ConfigError
 
 _PACKAGE = "torch_npu"
-_VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 
 
 class _NpuRuntime(Protocol):
@@ -41,10 +40,6 @@ class _NpuRuntime(Protocol):
     def empty_cache(self) -> None: ...
 
     def is_bf16_supported(self) -> bool: ...
-
-    def Stream(self, device: int) -> object: ...
-
-    def stream(self, stream: object) -> AbstractContextManager[object]: ...
 
 
 def is_installed() -> bool:
@@ -83,17 +78,17 @@ class NpuDevice:
     """
 
     collective_backend = BACKENDS["npu"]
-    visible_devices_variable: str | None = _VISIBLE
+    visible_devices_variable: str | None = VISIBLE_VARIABLE
 
     def __init__(self, index: int | None = None) -> None:
         self._runtime = _load_runtime()
         count = self._runtime.device_count() if self._runtime.is_available() else 0
         index = local_index(count) if index is None else index
         if index >= count:
-            visible = os.environ.get(_VISIBLE)
+            visible = os.environ.get(VISIBLE_VARIABLE)
             raise ConfigError(
                 f'device "npu:{index}": {count} NPU(s) visible '
-                f"({_VISIBLE} is {'not set' if visible is None else repr(visible)}); check "
+                f"({VISIBLE_VARIABLE} is {'not set' if visible is None else repr(visible)}); check "
                 "`npu-smi info`, that this user may open /dev/davinci*, the index and that "
                 'variable, or set the device to "cpu"'
             )
@@ -130,10 +125,6 @@ class NpuDevice:
     def supports_bfloat16(self) -> bool:
         """As torch_npu says: Atlas A2 and later do, the 310P and the first 910 do not."""
         return bool(self._runtime.is_bf16_supported())
-
-    def own_stream(self) -> AbstractContextManager[object]:
-        """A stream of the NPU's that nobody else queues on."""
-        return self._runtime.stream(self._runtime.Stream(self._index))
 
 
 def _load_runtime() -> _NpuRuntime:

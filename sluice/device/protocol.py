@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     import torch
 
 
@@ -38,7 +36,7 @@ class Device(Protocol):
 
     @property
     def visible_devices_variable(self) -> str | None:
-        """The environment variable by which a launcher hands out devices, if the kind has one."""
+        """The environment variable that says which ones a process sees, if the kind has one."""
         ...
 
     @property
@@ -64,11 +62,4 @@ class Device(Protocol):
 
     def supports_bfloat16(self) -> bool:
         """Whether its kernels compute with bfloat16."""
-        ...
-
-    def own_stream(self) -> AbstractContextManager[object]:
-        """Within it, what the calling thread starts queues apart from everything else.
-
-        The order with other streams is the caller's: `synchronize` before others read.
-        """
         ...

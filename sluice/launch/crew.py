@@ -156,7 +156,8 @@ class Crew:
 
     def _counted(self, spec: ServiceSpec) -> ServiceSpec:
         """The specification of this start, which tells the process how many went before."""
-        environment: Mapping[str, str] = {**spec.environment, RESTARTS_VARIABLE: str(self._starts)}
+        starts = str(spec.starts_before + self._starts)
+        environment: Mapping[str, str] = {**spec.environment, RESTARTS_VARIABLE: starts}
         return replace(spec, environment=environment)
 
     async def _watch(

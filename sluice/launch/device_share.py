@@ -1,11 +1,13 @@
-"""Which NPUs each process of a run on one machine gets."""
+"""Which NPUs or GPUs each process of a run on one machine gets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sluice.config.derived import replica_devices
 from sluice.config.run import RunConfig
+from sluice.device import cuda_host
 from sluice.device.ascend_environment import VISIBLE_VARIABLE
 from sluice.device.ascend_host import device_numbers, launch_environment, wants_npu
 from sluice.errors import ConfigError
@@ -13,78 +15,114 @@ from sluice.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """NPUs of a run's processes, by the host's numbers; empty where a process takes none.
+    """Devices of a run's processes, by the host's numbers; none where a process takes none.
 
     Trainer ranks have the first ones, one each; replicas follow, in the order of their numbers.
-    No two processes share one: HCCL takes an NPU for one rank of a group only.
+    No two processes share one: HCCL and NCCL take a device for one rank of a group only.
     """
 
     numbers: Sequence[str]
     trainer_ranks: int
     devices_per_replica: int
 
-    def of_rank(self, rank: int) -> str:
-        """What ASCEND_RT_VISIBLE_DEVICES is for a trainer rank.
+    def of_rank(self, rank: int) -> tuple[str, ...]:
+        """Those of a trainer rank; fewer than it takes if there are no more."""
+        return self._slice(rank, 1) if self.trainer_ranks else ()
 
-        Raises:
-            ConfigError: there are too few.
-        """
-        return self._slice(rank, 1, f"trainer rank {rank}") if self.trainer_ranks else ""
-
-    def of_replica(self, index: int) -> str:
-        """The same for a replica.
-
-        Raises:
-            ConfigError: there are too few.
-        """
+    def of_replica(self, index: int) -> tuple[str, ...]:
+        """Those of a replica; fewer than it takes if there are no more."""
         each = self.devices_per_replica
-        first = self.trainer_ranks + index * each
-        return self._slice(first, each, f"replica {index}") if each else ""
+        return self._slice(self.trainer_ranks + index * each, each)
 
-    def _slice(self, first: int, count: int, whose: str) -> str:
-        taken = self.numbers[first : first + count]
-        if len(taken) < count:
-            raise ConfigError(
-                f"{whose} would get NPU number {first + count} of {len(self.numbers)} "
-                f"({', '.join(self.numbers) or 'none'}); lower trainer.n_gpus_per_node or "
-                f"sluice.rollout.replicas, make more NPUs visible ({VISIBLE_VARIABLE}), or set "
-                "sluice.rollout.device=cpu with sluice.weights.backend=gloo"
-            )
-        return ",".join(taken)
+    def is_enough_for(self, replicas: int) -> bool:
+        """Whether every trainer rank and so many replicas have theirs."""
+        return len(self.numbers) >= self.trainer_ranks + replicas * self.devices_per_replica
+
+    def _slice(self, first: int, count: int) -> tuple[str, ...]:
+        return tuple(self.numbers[first : first + count])
 
 
 def device_share(config: RunConfig, given: Mapping[str, str]) -> DeviceShare:
     """How a run's processes share the NPUs that the launcher sees."""
-    rollout = config.actor_rollout_ref.rollout
-    each = rollout.tensor_model_parallel_size * rollout.data_parallel_size
     return DeviceShare(
         device_numbers(given),
         config.trainer.n_gpus_per_node if wants_npu(config.trainer.device, given) else 0,
-        each if wants_npu(config.sluice.rollout.device, given) else 0,
+        replica_devices(config) if wants_npu(config.sluice.rollout.device, given) else 0,
     )
+
+
+def gpu_share(config: RunConfig, given: Mapping[str, str]) -> DeviceShare:
+    """How they share its GPUs; not at all if one is named, which another could get as well."""
+    wants_gpu = cuda_host.wants_gpu
+    if any((key or "").startswith("cuda:") for key in (config.trainer.device, _rollout(config))):
+        return DeviceShare((), 0, 0)
+    return DeviceShare(
+        cuda_host.gpu_numbers(given),
+        config.trainer.n_gpus_per_node if wants_gpu(config.trainer.device, given) else 0,
+        replica_devices(config) if wants_gpu(_rollout(config), given) else 0,
+    )
+
+
+def _rollout(config: RunConfig) -> str | None:
+    return config.sluice.rollout.device
 
 
 def rank_environment(config: RunConfig, rank: int, given: Mapping[str, str]) -> dict[str, str]:
     """A trainer rank's variables for its device, on top of `given`.
 
     Raises:
-        ConfigError: there are fewer NPUs than the run takes.
+        ConfigError: there are fewer NPUs than the run takes, or it names one by its number.
     """
-    visible = device_share(config, given).of_rank(rank)
-    endpoint = config.sluice.trainer.endpoint
-    return _with(visible, launch_environment(config, config.trainer.device, endpoint, given))
+    device, endpoint = config.trainer.device, config.sluice.trainer.endpoint
+    _refuse_number("trainer.device", device)
+    npus = device_share(config, given)
+    environment = launch_environment(config, device, endpoint, given)
+    environment |= _npus(npus, npus.of_rank(rank), min(npus.trainer_ranks, 1), f"rank {rank}")
+    return environment | _gpus(config, gpu_share(config, given).of_rank(rank), 1, given)
 
 
 def replica_environment(config: RunConfig, index: int, given: Mapping[str, str]) -> dict[str, str]:
     """A replica's variables for its devices, on top of `given`.
 
     Raises:
-        ConfigError: there are fewer NPUs than the run takes.
+        ConfigError: there are fewer NPUs than the run takes, or it names one by its number.
     """
-    visible = device_share(config, given).of_replica(index)
-    service = config.sluice.rollout
-    return _with(visible, launch_environment(config, service.device, service.endpoint, given))
+    device, endpoint = config.sluice.rollout.device, config.sluice.rollout.endpoint
+    _refuse_number("sluice.rollout.device", device)
+    npus, gpus = device_share(config, given), gpu_share(config, given)
+    environment = launch_environment(config, device, endpoint, given)
+    each = npus.devices_per_replica
+    environment |= _npus(npus, npus.of_replica(index), each, f"replica {index}")
+    return environment | _gpus(config, gpus.of_replica(index), gpus.devices_per_replica, given)
 
 
-def _with(visible: str, environment: Mapping[str, str]) -> dict[str, str]:
-    return {**environment, VISIBLE_VARIABLE: visible} if visible else dict(environment)
+def _refuse_number(key: str, device: str | None) -> None:
+    """Of the NPUs that the launcher gives a process, the first one is the one it takes."""
+    kind, colon, number = (device or "").partition(":")
+    if kind == "npu" and colon:
+        raise ConfigError(
+            f"{key}={device}: a process that this command starts sees only the NPUs that it is "
+            f"given; set {key}=npu, and {VISIBLE_VARIABLE} to the NPUs of the run ({number} first)"
+        )
+
+
+def _npus(share: DeviceShare, taken: Sequence[str], count: int, whose: str) -> dict[str, str]:
+    if len(taken) < count:
+        raise ConfigError(
+            f"{whose} would take {count} NPU(s) of its own, but of {len(share.numbers)} "
+            f"({', '.join(share.numbers) or 'none'}) {len(taken)} are left for it; lower "
+            "trainer.n_gpus_per_node or sluice.rollout.replicas, make more NPUs visible "
+            f"({VISIBLE_VARIABLE}), or set sluice.rollout.device=cpu with "
+            "sluice.weights.backend=gloo"
+        )
+    return {VISIBLE_VARIABLE: ",".join(taken)} if taken else {}
+
+
+def _gpus(
+    config: RunConfig, taken: Sequence[str], count: int, given: Mapping[str, str]
+) -> dict[str, str]:
+    """Where there are too few for all, every process sees all, as it would without a launcher."""
+    is_enough = gpu_share(config, given).is_enough_for(config.sluice.rollout.replicas)
+    if not taken or len(taken) < count or not is_enough:
+        return {}
+    return {cuda_host.VISIBLE_VARIABLE: ",".join(taken)}

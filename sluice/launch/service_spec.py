@@ -14,6 +14,7 @@ import msgspec
 from sluice.config.derived import checkpoint_folder
 from sluice.config.host_port import split_host_port
 from sluice.config.run import RunConfig
+from sluice.device.ascend_host import launch_environment
 from sluice.launch.checkpoint_mark import MARK_VARIABLE, checkpoint_mark
 from sluice.launch.device_share import rank_environment, replica_environment
 from sluice.rpc.bound_socket import bound_socket
@@ -56,6 +57,7 @@ class ServiceSpec:
         ends_run: when it ends with code 0 the run is over.
         is_needed: when it ends before the run is over because it was asked to, the run fails.
         crew: processes of one crew are ended and started together; empty: it has its own.
+        starts_before: how often launchers that are gone started it in this run.
     """
 
     name: str
@@ -65,6 +67,7 @@ class ServiceSpec:
     ends_run: bool = False
     is_needed: bool = False
     crew: str = ""
+    starts_before: int = 0
 
     @property
     def crew_name(self) -> str:
@@ -96,24 +99,42 @@ def local_services(config: RunConfig, config_file: Path) -> tuple[ServiceSpec, .
         config: resolved, with ports.
         config_file: where the processes read the same configuration.
     """
-    file = str(config_file)
-    reward_config, folder = config.sluice.reward, Path(checkpoint_folder(config))
-    trainer = {
-        "OMP_NUM_THREADS": str(config.sluice.trainer.torch_threads),
-        MARK_VARIABLE: checkpoint_mark(folder),
-    }
-    reward = ServiceSpec(
-        "reward",
-        _module("services.reward", "--config", file),
-        # Only with the ledger on disk does it go on where it was.
-        restarts=RESTARTS_AFTER_SIGNALS if reward_config.ledger == "sqlite" else NO_RESTARTS,
-        is_needed=True,
-    )
+    mark = checkpoint_mark(Path(checkpoint_folder(config)))
     rollouts = [
         rollout_service(config, config_file, index)
         for index in range(config.sluice.rollout.replicas)
     ]
-    return (reward, *_trainer_ranks(config, file, trainer), *rollouts)
+    return (
+        reward_service(config, config_file),
+        *trainer_services(config, config_file, mark),
+        *rollouts,
+    )
+
+
+def reward_service(config: RunConfig, config_file: Path) -> ServiceSpec:
+    """The reward service."""
+    return ServiceSpec(
+        "reward",
+        _module("services.reward", "--config", str(config_file)),
+        # Only with the ledger on disk does it go on where it was.
+        restarts=RESTARTS_AFTER_SIGNALS if config.sluice.reward.ledger == "sqlite" else NO_RESTARTS,
+        is_needed=True,
+    )
+
+
+def trainer_services(
+    config: RunConfig, config_file: Path, checkpoints_before: str
+) -> tuple[ServiceSpec, ...]:
+    """All ranks of the trainer, one crew.
+
+    Args:
+        checkpoints_before: the mark of the checkpoints that were there before the run.
+    """
+    environment = {
+        "OMP_NUM_THREADS": str(config.sluice.trainer.torch_threads),
+        MARK_VARIABLE: checkpoints_before,
+    }
+    return _trainer_ranks(config, str(config_file), environment)
 
 
 def replica_name(index: int) -> str:
@@ -130,6 +151,28 @@ def rollout_service(config: RunConfig, config_file: Path, index: int) -> Service
         {
             "OMP_NUM_THREADS": str(config.sluice.rollout.torch_threads),
             **replica_environment(config, index, os.environ),
+        },
+        restarts=RESTARTS_AFTER_ERRORS_TOO,
+    )
+
+
+def replica_on_its_own(
+    config: RunConfig, config_file: Path, name: str, address: str
+) -> ServiceSpec:
+    """A replica whose host is its own, with all devices that it sees.
+
+    Args:
+        name: unique in the fleet.
+        address: its host as peers reach it.
+    """
+    service = config.sluice.rollout
+    advertised = f"sluice.rollout.endpoint.advertise={address}"
+    return ServiceSpec(
+        name,
+        _module("services.rollout", "--config", str(config_file), "--name", name, advertised),
+        {
+            "OMP_NUM_THREADS": str(service.torch_threads),
+            **launch_environment(config, service.device, service.endpoint, os.environ),
         },
         restarts=RESTARTS_AFTER_ERRORS_TOO,
     )

@@ -87,6 +87,10 @@ class Supervisor:
                 interruption.cancel()
         return RunEnd(self._exit_code(), tuple(self._failures))
 
+    def end(self) -> None:
+        """Ends all processes in order, as a signal would."""
+        self._interrupted.set()
+
     def pid_of(self, name: str) -> int | None:
         """The process id of a running service."""
         found = (pid for crew in self._crews if (pid := crew.pid_of(name)) is not None)

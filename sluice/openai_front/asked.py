@@ -10,10 +10,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from sluice.client.generation_types import MAX_SAMPLES, GenerateOptions, Prompt, Sampling
-from sluice.codec.field_rules import shortened
 from sluice.errors import InvalidRequestError
+from sluice.openai_front.asked_images import ImageUrl, conversation
 from sluice.openai_front.refusals import RefusedError
-from sluice.types import ChatMessage
 
 MAX_PROMPTS, MAX_CHOICES = 256, 1024
 _COMPLETION_TOKENS = 16  # what the dialect gives a completion that names no max_tokens
@@ -47,6 +46,7 @@ class _Request(msgspec.Struct):
 class _Part(msgspec.Struct):
     type: str
     text: str = ""
+    image_url: ImageUrl | None = None
 
 
 class _Turn(msgspec.Struct):
@@ -118,9 +118,12 @@ def asked_of_chat(request: ChatRequest, deadline_s: float | None) -> Asked:
     _refuse("top_logprobs", request.top_logprobs, "only the drawn token's logprob is known; send 0")
     if not request.messages:
         raise RefusedError("messages: empty; send at least one turn", "messages")
-    turns = tuple(_message(turn, index) for index, turn in enumerate(request.messages))
-    longest = request.max_completion_tokens or request.max_tokens or 0
-    return _asked(request, "chat", (turns,), longest, deadline_s, logprobs=bool(request.logprobs))
+    turns = conversation(request.messages)
+    longest = _longest("max_completion_tokens", request.max_completion_tokens)
+    longest = _longest("max_tokens", request.max_tokens) if longest is None else longest
+    return _asked(
+        request, "chat", (turns,), longest or 0, deadline_s, logprobs=bool(request.logprobs)
+    )
 
 
 def asked_of_completion(request: CompletionRequest, deadline_s: float | None) -> Asked:
@@ -132,9 +135,7 @@ def asked_of_completion(request: CompletionRequest, deadline_s: float | None) ->
     many = (request.logprobs or 0) > 1
     _refuse("logprobs", many, "only the drawn token's logprob is known; send 0 or 1")
     prompts = _prompts(request.prompt)
-    longest = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    if longest < 1:
-        raise RefusedError(f"max_tokens: {longest}; at least one token is drawn", "max_tokens")
+    longest = _longest("max_tokens", request.max_tokens) or _COMPLETION_TOKENS
     logprobs = request.logprobs is not None
     return _asked(request, "completion", prompts, longest, deadline_s, logprobs=logprobs)
 
@@ -196,6 +197,13 @@ def _options(
         raise RefusedError(str(error), field.partition("[")[0]) from error
 
 
+def _longest(field: str, given: int | None) -> int | None:
+    """The field's value. Our own 0, as long as the context allows, is an error in the dialect."""
+    if given is not None and given < 1:
+        raise RefusedError(f"{field}: {given}; at least one token is drawn", field)
+    return given
+
+
 def _refuse(field: str, value: object, reason: str) -> None:
     if value:
         raise RefusedError(f"{field}: {reason}", field)
@@ -209,17 +217,6 @@ def _seed(seed: int) -> int:
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
-
-
-def _message(turn: _Turn, index: int) -> ChatMessage:
-    content = turn.content
-    if isinstance(content, list):
-        other = sorted({part.type for part in content} - {"text"})
-        if other:
-            place = f"messages[{index}].content"
-            raise RefusedError(f"{place}: {shortened(other[0])} is not offered; send text", place)
-        content = "".join(part.text for part in content)
-    return ChatMessage(turn.role, content or "")
 
 
 def _prompts(prompt: str | Sequence[str | int | Sequence[int]]) -> tuple[Prompt, ...]:

@@ -59,12 +59,18 @@ def refusal_of(error: SluiceError) -> Refusal:
     """The status of an error of ours; 500 for one that is none of the caller's doing."""
     if isinstance(error, RefusedError):
         return Refusal(error.status, str(error), "invalid_request_error", error.code, error.param)
+    cause = error.__cause__
+    # A deadline that passed while everything was full: what is missing is room.
+    judged = cause if isinstance(cause, ExhaustedError) else error
     for kind, status, name, code in _STATUS:
-        if isinstance(error, kind):
+        if isinstance(judged, kind):
             return Refusal(status, str(error), name, code)
     return Refusal(500, str(error), "server_error")
 
 
+CROWDED = Refusal(
+    503, "too many connections are open; try again in a moment", "server_error", "unavailable"
+)
 CROSS_SITE = Refusal(
     403,
     "a page in a browser asks, and nobody is asked for a key; start the server with one",

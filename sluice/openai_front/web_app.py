@@ -29,6 +29,7 @@ from sluice.openai_front.asked import (
     decode,
 )
 from sluice.openai_front.choices import Piece, PromptTaken, draw_choices
+from sluice.openai_front.connections import Connections
 from sluice.openai_front.refusals import (
     CROSS_SITE,
     DEFECT,
@@ -62,12 +63,14 @@ class FrontSettings:
             turned away.
         max_choices: most choices that are drawn at once, of all requests; others are told to come
             back.
+        max_connections: most that are open at once; others are told so and closed.
     """
 
     model_name: str = "policy"
     deadline_s: float | None = None
     keys: TokenSource | None = None
     max_choices: int = 4 * MAX_CHOICES
+    max_connections: int = 512
 
 
 class OpenAIFront:
@@ -91,6 +94,10 @@ class OpenAIFront:
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completion)
         return app
+
+    def connections(self, make: Callable[[], asyncio.Protocol]) -> Connections:
+        """Bounds the connections that protocols of `make` speak on."""
+        return Connections(make, self._settings.max_connections)
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -254,7 +261,7 @@ async def _drawn(
         known = next((error for error in leaves(group) if isinstance(error, SluiceError)), None)
         if known is None:
             raise
-        raise known from group
+        raise known from known.__cause__ or group
 
 
 async def _body_of(request: web.Request) -> bytes:
@@ -296,8 +303,12 @@ async def listening(front: OpenAIFront, host: str, port: int) -> AsyncIterator[i
     )
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
-        await site.start()
-        yield int(runner.addresses[0][1])
+        assert runner.server is not None
+        loop, connections = asyncio.get_running_loop(), front.connections(runner.server)
+        listener = await loop.create_server(connections, host, port)
+        try:
+            yield int(listener.sockets[0].getsockname()[1])
+        finally:
+            listener.close()
     finally:
         await runner.cleanup()

@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from sluice.errors import ConfigError
 from sluice.quickstart.dataset import write_dataset
-from sluice.quickstart.problems import Task, deal_problems, split_problems, task_named
-from sluice.quickstart.settings import PrepareSettings, WarmStartSettings
+from sluice.quickstart.problems import TASKS, Task, deal_problems, split_problems
+from sluice.quickstart.progress import PrepareProgress, QuickstartFacts
+from sluice.quickstart.settings import SHAPES_SETTINGS, PrepareSettings, WarmStartSettings
+from sluice.quickstart.shapes import SHAPES, ShapesTask
 from sluice.quickstart.stamp import read_facts, remove_stamp, write_stamp
 from sluice.quickstart.tokenizer import encode_dialogue, save_tokenizer, train_tokenizer
 from sluice.quickstart.worked_answers import Dialogue, make_dialogues
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
     from sluice.quickstart.warm_start import WarmStartResult
 
+__all__ = ["PrepareProgress", "QuickstartAssets", "QuickstartFacts", "prepare"]
+
 logger = logging.getLogger(__name__)
 
 # Raise when the same settings come to make other files, so that kept directories are renewed.
@@ -35,43 +40,10 @@ FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareProgress:
-    """How far the making is; `loss` is the warm start's, in nats a token.
-
-    ``reused`` comes once and alone; otherwise ``data`` once, then ``warm-start`` step by step.
-    """
-
-    stage: Literal["reused", "data", "warm-start"]
-    done: int
-    total: int
-    loss: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class QuickstartFacts:
-    """Numbers found while making the files.
-
-    The longest prompt and worked answer are of a sample of dialogues.
-    `warm_start_excess_loss` is the mean over the last tenth of the steps, in nats a token above
-    what the teachers' slips leave unpredictable.
-    """
-
-    num_parameters: int
-    vocabulary_size: int
-    num_train: int
-    num_held_out: int
-    longest_prompt_tokens: int
-    longest_answer_tokens: int
-    warm_start_steps: int
-    warm_start_excess_loss: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class QuickstartAssets:
     """Where the files are. `model_dir` holds model and tokenizer."""
 
-    task: Task
+    task: Task | ShapesTask
     model_dir: Path
     train_file: Path
     val_file: Path
@@ -92,15 +64,21 @@ def prepare(
     Raises:
         ConfigError: no such task, or sizes that do not fit its problem space.
     """
-    chosen = task_named(task)
-    sizes = settings or PrepareSettings()
+    chosen = _task_named(task)
+    default = SHAPES_SETTINGS if chosen is SHAPES else PrepareSettings()
+    sizes = settings or default
     stamped = {"format": FORMAT_VERSION, "task": asdict(chosen), "seed": seed, **asdict(sizes)}
     found = read_facts(directory, stamped)
     if found is not None:
         progress(PrepareProgress("reused", 1, 1))
         return _assets(directory, chosen, QuickstartFacts(**found), reused=True)
     remove_stamp(directory)
-    facts = _make(directory, chosen, seed, sizes, progress)
+    if isinstance(chosen, ShapesTask):
+        from sluice.quickstart.prepare_shapes import make_shapes  # needs Pillow
+
+        facts = make_shapes(directory, seed, sizes, progress)
+    else:
+        facts = _make(directory, chosen, seed, sizes, progress)
     assets = _assets(directory, chosen, facts, reused=False)
     files = sorted(path for path in assets.model_dir.iterdir() if path.is_file())
     write_stamp(directory, stamped, [*files, assets.train_file, assets.val_file], asdict(facts))
@@ -108,8 +86,15 @@ def prepare(
     return assets
 
 
+def _task_named(name: str) -> Task | ShapesTask:
+    known: dict[str, Task | ShapesTask] = {**TASKS, SHAPES.name: SHAPES}
+    if name not in known:
+        raise ConfigError(f"task: no task is called {name!r}; choose one of {', '.join(known)}")
+    return known[name]
+
+
 def _assets(
-    directory: Path, task: Task, facts: QuickstartFacts, *, reused: bool
+    directory: Path, task: Task | ShapesTask, facts: QuickstartFacts, *, reused: bool
 ) -> QuickstartAssets:
     return QuickstartAssets(
         task=task,

@@ -40,3 +40,17 @@ class PrepareSettings:
     num_held_out: int = 256
     num_tokenizer_dialogues: int = 2_000
     warm_start: WarmStartSettings = field(default_factory=WarmStartSettings)
+
+
+SHAPES_SETTINGS = PrepareSettings(
+    num_train=4_000,
+    warm_start=WarmStartSettings(
+        batch_dialogues=32,
+        learning_rate=3e-3,
+        hold_until_excess_loss=0.02,
+        max_hold_steps=600,
+        decay_steps=60,
+        wrong_step_rate=0.7,
+    ),
+)
+"""Of the task with pictures; a step is an answer, so its model starts right three times in ten."""

@@ -7,7 +7,7 @@ data stays light; `AutoTokenizer.from_pretrained` loads it offline.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -35,7 +35,17 @@ def render_prompt(question: str) -> str:
 
 
 def train_tokenizer(dialogues: Iterable[Dialogue]) -> Tokenizer:
-    """A byte-level BPE: any text round-trips, and ``17`` is always the tokens ``1`` and ``7``."""
+    """`train_on_texts` of dialogues."""
+    return train_on_texts(render_prompt(d.problem.question) + d.answer.text for d in dialogues)
+
+
+def train_on_texts(texts: Iterable[str], more_special: Sequence[str] = ()) -> Tokenizer:
+    """A byte-level BPE: any text round-trips, and ``17`` is always the tokens ``1`` and ``7``.
+
+    Args:
+        texts: what is to take few tokens.
+        more_special: further tokens that no text is split into.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -47,20 +57,22 @@ def train_tokenizer(dialogues: Iterable[Dialogue]) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=MAX_VOCABULARY,
         min_frequency=2,
-        special_tokens=[PAD_TOKEN, TURN_START, TURN_END],
+        special_tokens=[PAD_TOKEN, TURN_START, TURN_END, *more_special],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = (render_prompt(d.problem.question) + d.answer.text for d in dialogues)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_tokens: int) -> None:
+def save_tokenizer(
+    tokenizer: Tokenizer, directory: Path, max_tokens: int, chat_template: str = CHAT_TEMPLATE
+) -> None:
     """Write `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`.
 
     Args:
         max_tokens: the model's context length, told to users of the directory.
+        chat_template: in Jinja.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -73,7 +85,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_tokens: int) -> No
     }
     config_text = json.dumps(config, indent=2) + "\n"
     (directory / "tokenizer_config.json").write_text(config_text, encoding="utf-8")
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    (directory / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
 
 
 def encode_dialogue(tokenizer: Tokenizer, dialogue: Dialogue) -> tuple[list[int], list[int]]:

@@ -36,6 +36,7 @@ CALL_POLICIES: dict[str, CallPolicy] = {
     "WeightSyncService/AbortUpdate": CallPolicy(deadline_s=5.0),
     "RewardService/SubmitPrompts": CallPolicy(deadline_s=86_400.0),
     "RewardService/TakeBatch": CallPolicy(deadline_s=600.0, attempts=3),
+    "RewardService/TakeImages": CallPolicy(deadline_s=600.0),
     "RewardService/AcknowledgeBatch": _QUICK,
     "RewardService/AnnouncePolicy": _QUICK,
     "RewardService/Score": CallPolicy(deadline_s=120.0, attempts=2),

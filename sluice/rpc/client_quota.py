@@ -29,10 +29,12 @@ class ClientQuota:
     def held(self, client: str | None, amount: int) -> Iterator[None]:
         """Has `amount` units in use for the length of the block; without a client nothing counts.
 
+        Nor does an amount of 0, which is in use by nobody.
+
         Raises:
             ExhaustedError: the client would have too many; names it and the setting.
         """
-        if client is None:
+        if client is None or not amount:
             yield
             return
         before = self.in_use(client)

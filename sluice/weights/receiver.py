@@ -168,6 +168,11 @@ class WeightReceiver:
             raise InvalidRequestError(
                 f"rank {spec.rank} of {spec.world_size}: a receiver's rank is 1 to world_size - 1"
             )
+        if spec.ranks != 1:
+            raise InvalidRequestError(
+                f"ranks = {spec.ranks}: the group has several for this replica, whose engine takes "
+                "one; run the same version of sluice on both ends"
+            )
         if spec.backend != self._device.collective_backend:
             raise InvalidRequestError(
                 f'backend "{spec.backend}": this replica receives on {self._device.name} over '

@@ -115,7 +115,11 @@ class WeightSender:
         return self._store.port
 
     def form_group(
-        self, epoch: int, members: Sequence[str], tensors: Sequence[TensorSpec]
+        self,
+        epoch: int,
+        members: Sequence[str],
+        tensors: Sequence[TensorSpec],
+        ranks: Mapping[str, int] | None = None,
     ) -> dict[str, TransferGroupSpec]:
         """Begin an epoch, leaving any earlier one. Returns at once.
 
@@ -124,16 +128,19 @@ class WeightSender:
 
         Args:
             epoch: larger than every epoch before.
-            members: names of the receivers, unique; they get ranks 1, 2, ... in this order.
+            members: names of the receivers, unique; they get ranks from 1 on in this order.
             tensors: what will be sent, tied weights once.
+            ranks: how many consecutive ones each member gets; 1 unless it is named here.
 
         Returns:
-            The spec for each member, by name. It holds the epoch's secret: keep it out of logs.
+            The spec for each member, by name, with its first rank. It holds the epoch's secret:
+            keep it out of logs.
 
         Raises:
             InvalidRequestError: an epoch that does not rise, no or repeated members, or tensors
                 that cannot be planned.
         """
+        places = _places(members, ranks or {})
         self._check_epoch(epoch, members)
         plan = _plan(tensors, self._bucket_bytes)
         self.abandon(f"epoch {epoch} begins")
@@ -145,7 +152,7 @@ class WeightSender:
             host=self._store.host,
             port=self._store.port,
             rank=0,
-            world_size=len(members) + 1,
+            world_size=1 + sum(count for _, count in places.values()),
             backend=self._device.collective_backend,
             bucket_bytes=plan.bucket_bytes,
             timeout_s=self._timeout_s,
@@ -153,9 +160,10 @@ class WeightSender:
             plan_digest=plan.digest,
             store_key=store_key,
         )
-        names = {0: SENDER_NAME, **dict(enumerate(members, start=1))}
-        self._group = TransferGroup(spec, names, self._device)
-        return {name: replace(spec, rank=rank) for rank, name in enumerate(members, start=1)}
+        self._group = TransferGroup(spec, {0: SENDER_NAME, **_names(places)}, self._device)
+        return {
+            name: replace(spec, rank=first, ranks=count) for name, (first, count) in places.items()
+        }
 
     def join(self, should_stop: threading.Event) -> None:
         """Enter the group that `form_group` began; blocks until every member did.
@@ -300,3 +308,23 @@ def _check_weights(plan: TransferPlan, weights: Mapping[str, torch.Tensor]) -> N
                 f"weights: {name} is {given.dtype} {given.shape}, but the epoch was formed for "
                 f"{planned[name].dtype} {planned[name].shape}"
             )
+
+
+def _places(members: Sequence[str], ranks: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """The first rank of each member, and how many it has."""
+    places: dict[str, tuple[int, int]] = {}
+    following = 1
+    for name in members:
+        count = ranks.get(name, 1)
+        places[name] = (following, count)
+        following += count
+    return places
+
+
+def _names(places: Mapping[str, tuple[int, int]]) -> dict[int, str]:
+    """Whose each rank is, for errors."""
+    return {
+        first + worker: name if count == 1 else f"{name} worker {worker}"
+        for name, (first, count) in places.items()
+        for worker in range(count)
+    }

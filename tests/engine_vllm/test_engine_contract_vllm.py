@@ -10,10 +10,9 @@ import pytest_asyncio
 
 from services.rollout.engines.vllm_engine import VllmEngine
 from services.rollout.engines.vllm_settings import VllmSettings
-from tests.support.engine_contract import DrawingContract
-from tests.support.engine_contract_pause import PauseContract
-from tests.support.engine_contract_stops import StopStringContract
-from tests.support.engine_contract_weights import LifecycleContract, UpdateContract
+from tests.engine_vllm.saved_weights import serve_saved
+from tests.support.engine_contract_suite import RunningContract
+from tests.support.engine_contract_weights import LifecycleContract
 from tests.support.engine_contract_world import (
     FAMILIES,
     MAX_MODEL_LEN,
@@ -48,13 +47,6 @@ def _make_with_weights(folder: Path) -> VllmEngine:
     return _make(folder, load_format="auto")
 
 
-async def _serve_saved(engine: VllmEngine, _: Path, version: int) -> None:
-    """vLLM's own loader has read them at the start; the adapter is told that they serve."""
-    thread, core = engine._in_thread()
-    await thread.call(core._client.tag_version(str(version)), "naming a version")
-    core.version, core.digest = version, "saved"
-
-
 class _Insight:
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
@@ -87,11 +79,11 @@ async def fresh(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[ContractWorld]:
     saved = save_contract_checkpoint(family, tmp_path_factory.mktemp("saved"))
-    async with contract_world(saved, _make_with_weights, _Insight, _serve_saved) as running:
+    async with contract_world(saved, _make_with_weights, _Insight, serve_saved) as running:
         yield running
 
 
-class TestVllmContract(DrawingContract, StopStringContract, PauseContract, UpdateContract):
+class TestVllmContract(RunningContract):
     pass
 
 

@@ -16,8 +16,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedModel
 
-from services.rollout.engines.vllm_layout import checkpoint_layout
-from services.rollout.engines.vllm_settings import VllmSettings
+from services.rollout.engines.checkpoint_layout import checkpoint_layout
 from services.trainer.replica_client import ReplicaClient
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
@@ -97,7 +96,7 @@ async def _replica(folder: Path, trainer_port: int) -> AsyncIterator[asyncio.sub
 
 
 async def _publish(replica: ReplicaInfo, folder: Path, model: PreTrainedModel) -> None:
-    layout, state = checkpoint_layout(VllmSettings(str(folder))).tensors, model.state_dict()
+    layout, state = checkpoint_layout(str(folder)).tensors, model.state_dict()
     never = threading.Event()
     sender = WeightSender(device=CpuDevice(), bucket_bytes=1 << 16, timeout_s=60.0)
     client = ReplicaClient(

@@ -74,7 +74,9 @@ train_batches = st.builds(
     progress=progresses,
     statistics=st.dictionaries(words, finite, max_size=3),
 )
-replicas = st.builds(ReplicaInfo, names, names, names, st.integers(1, 2**32 - 1))
+replicas = st.builds(
+    ReplicaInfo, names, names, names, st.integers(1, 2**32 - 1), st.integers(1, 1024)
+)
 single = st.floats(0, 100, width=32)
 samplings = st.builds(
     SamplingParams,
@@ -98,11 +100,12 @@ tensor_specs = st.builds(
 @st.composite
 def transfer_groups(draw: st.DrawFn) -> TransferGroupSpec:
     world_size = draw(st.integers(2, 1000))
+    rank = draw(st.integers(1, world_size - 1))
     return TransferGroupSpec(
         epoch=draw(int64),
         host=draw(words),
         port=draw(st.integers(0, 65535)),
-        rank=draw(st.integers(1, world_size - 1)),
+        rank=rank,
         world_size=world_size,
         backend=draw(st.sampled_from(["gloo", "nccl"])),
         bucket_bytes=draw(int64),
@@ -110,4 +113,5 @@ def transfer_groups(draw: st.DrawFn) -> TransferGroupSpec:
         tensors=tuple(draw(st.lists(tensor_specs, max_size=3))),
         plan_digest=draw(words),
         store_key=draw(st.sampled_from([b"", bytes(range(32))])),
+        ranks=draw(st.integers(1, world_size - rank)),
     )

@@ -85,6 +85,7 @@ class Trainer:
 
     engine: Engine
     sender: WeightSender
+    ranks: int = 1
     epoch: int = 0
     version: int = 0
     _never: threading.Event = field(default_factory=threading.Event)
@@ -92,7 +93,8 @@ class Trainer:
     async def form(self) -> TransferGroupSpec:
         """Begins the next epoch."""
         self.epoch += 1
-        specs = self.sender.form_group(self.epoch, ["replica"], tuple(self.engine.weight_layout))
+        layout = tuple(self.engine.weight_layout)
+        specs = self.sender.form_group(self.epoch, ["replica"], layout, {"replica": self.ranks})
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(asyncio.to_thread(self.sender.join, self._never))
             joined = tasks.create_task(self.engine.join_group(specs["replica"]))
@@ -155,8 +157,10 @@ async def contract_world(
     make_engine: EngineFactory,
     look_into: InsightFactory,
     serve_saved: SavedWeights | None = None,
+    *,
+    ranks: int = 1,
 ) -> AsyncIterator[ContractWorld]:
-    """A started engine without weights, for the configuration in `folder`."""
+    """A started engine without weights, of so many devices, for the configuration in `folder`."""
     engine = make_engine(folder)
     sender = WeightSender(device=CpuDevice(), bucket_bytes=1 << 16, timeout_s=30.0)
     await engine.start()
@@ -166,7 +170,7 @@ async def contract_world(
             engine,
             reference_model(folder, seed=1),
             reference_model(folder, seed=2),
-            Trainer(engine, sender),
+            Trainer(engine, sender, ranks),
             look_into(engine),
             serve_saved,
         )

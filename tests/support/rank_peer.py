@@ -32,9 +32,12 @@ from services.trainer.learner.rank_command import RankLeader, follow
 from services.trainer.learner.worker import Learner
 from sluice.device.select import select_device
 from sluice.errors import SluiceError
+from sluice.types import TrainBatch
+from sluice.vision.image_prompts import load_image_prompts
 from sluice.weights.plan import tensor_specs
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer
 from tests.support.tiny_policy import freezing, make_batch, make_config, with_critic
+from tests.support.vision_batches import make_image_batch
 
 NUM_GROUPS = 4
 BUCKET_BYTES = 1 << 14
@@ -69,7 +72,15 @@ class Publishing:
         self._runner.close()
 
 
-def obey(leader: RankLeader, learner: Learner) -> None:
+def batch_of(model: Path, step: int) -> TrainBatch:
+    """With images, if the model reads them."""
+    reader = load_image_prompts(model)
+    if reader is None:
+        return make_batch(NUM_GROUPS, seed=step)
+    return make_image_batch(reader, NUM_GROUPS, seed=step)
+
+
+def obey(leader: RankLeader, learner: Learner, model: Path) -> None:
     with ExitStack() as stack:
         publishing: Publishing | None = None
         for line in sys.stdin:
@@ -80,14 +91,14 @@ def obey(leader: RankLeader, learner: Learner) -> None:
                     stack.callback(publishing.close)
                 answer(publishing.publish(leader, int(argument)))
             else:
-                answer(obey_one(leader, command, argument))
+                answer(obey_one(leader, command, argument, model))
     leader.stop()
 
 
-def obey_one(leader: RankLeader, command: str, argument: str) -> object:
+def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> object:
     if command == "train":
         step = int(argument)
-        return leader.train_step(make_batch(NUM_GROUPS, seed=step), step)
+        return leader.train_step(batch_of(model, step), step)
     if command == "weights":
         with leader.whole(Holding.WEIGHTS) as whole:
             save_file({n: w.clone() for n, w in whole}, argument)
@@ -132,7 +143,7 @@ def run(
     answer("ready")
     assert sys.stdin.readline() == "go\n"
     if parallel.rank == 0:
-        obey(RankLeader(learner, parallel, timeout_s), learner)
+        obey(RankLeader(learner, parallel, timeout_s), learner, model)
     else:
         follow(learner, parallel)
     answer({"held_bytes": held_bytes()})

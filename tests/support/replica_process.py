@@ -39,8 +39,10 @@ SLOTS = 32
 class ToyEncoder:
     """Four tokens that depend on the last turn; a token's text is its number."""
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> TokenIds:
-        """Tokens of a conversation."""
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], images: Sequence[bytes] = ()
+    ) -> TokenIds:
+        """Tokens of a conversation, whatever its images show."""
         return self.encode_text(messages[-1].content)
 
     def encode_text(self, text: str) -> TokenIds:

@@ -18,7 +18,11 @@ import msgspec
 
 from sluice.api.common.v1 import common_pb2
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
-from sluice.codec.batch import progress_to_proto, train_batch_from_proto
+from sluice.codec.batch import (
+    progress_to_proto,
+    train_batch_from_proto,
+    with_group_images,
+)
 from sluice.codec.fleet import replica_to_proto
 from sluice.types import DataProgress, ReplicaInfo, TrainBatch
 
@@ -97,7 +101,13 @@ class RewardProcess:
     async def take(self, step: int, version: int, timeout_s: float = 30.0) -> TrainBatch:
         """Take a batch."""
         request = reward_pb2.TakeBatchRequest(step=step, policy_version=version)
-        return train_batch_from_proto((await self.stub.TakeBatch(request, timeout=timeout_s)).batch)
+        batch = (await self.stub.TakeBatch(request, timeout=timeout_s)).batch
+        with_group_images(batch, {a.prompt_id: a.images async for a in self.images(batch.batch_id)})
+        return train_batch_from_proto(batch)
+
+    def images(self, batch_id: str) -> Any:
+        """The images of a leased batch, group by group."""
+        return self.stub.TakeImages(reward_pb2.TakeImagesRequest(batch_id=batch_id), timeout=10)
 
     async def acknowledge(self, batch: TrainBatch, step: int) -> None:
         """Report a batch as trained."""

@@ -54,6 +54,7 @@ class Call:
     sample_indexes: tuple[int, ...]
     seed: int
     was_cancelled: bool = False
+    images: tuple[bytes, ...] = ()
 
 
 BeforeSample = Callable[["ScriptedReplica", Call, int], Any]
@@ -99,6 +100,7 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer):
         """Stream the scripted samples."""
         content = request.prompt.chat.messages[-1].content
         call = Call(content, tuple(request.sample_indexes), request.sampling.seed)
+        call.images = tuple(request.prompt.chat.images)
         self.calls.append(call)
         self.num_running += len(call.sample_indexes)
         self.most_running = max(self.most_running, self.num_running)

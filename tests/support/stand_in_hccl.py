@@ -32,7 +32,6 @@ class FakeNpus:
         self.count, self.bfloat16 = count, bfloat16
         self.current: int | None = None
         self.emptied: list[int | None] = []
-        self.streams: list[object] = []
 
     def is_available(self) -> bool:
         return self.count > 0
@@ -54,13 +53,6 @@ class FakeNpus:
 
     def is_bf16_supported(self) -> bool:
         return self.bfloat16
-
-    def Stream(self, device: int) -> str:
-        return f"stream of {device}"
-
-    def stream(self, stream: object) -> Any:
-        self.streams.append(stream)
-        return CpuDevice().own_stream()
 
 
 @dataclass

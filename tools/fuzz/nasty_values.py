@@ -7,6 +7,8 @@ import random
 
 from google.protobuf.descriptor import FieldDescriptor
 
+from tools.fuzz.nasty_images import nasty_image
+
 __all__ = ["nasty_bytes", "nasty_scalar", "nasty_text"]
 
 _INT32 = (0, 1, -1, 2, 7, 64, 1023, 1024, 65535, 2**31 - 1, -(2**31))
@@ -59,7 +61,9 @@ def nasty_text(rng: random.Random) -> str:
 
 
 def nasty_bytes(rng: random.Random) -> bytes:
-    """Bytes of any length, whole numbers of four among them."""
+    """Bytes of any length, whole numbers of four among them; or what claims to be an image."""
+    if rng.random() < 0.25:
+        return nasty_image(rng)
     size = rng.choice((0, 1, 2, 3, 4, 5, 8, 16, 63, 64, 256, 4096))
     return rng.randbytes(size) if rng.random() < 0.5 else bytes([rng.randrange(4), 0, 0, 0]) * size
 

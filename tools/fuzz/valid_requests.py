@@ -9,6 +9,7 @@ from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.weights.v1 import weights_pb2 as weights
+from tools.fuzz.nasty_images import small_png
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -18,6 +19,7 @@ __all__ = ["DATA_SOURCE", "generate_request", "valid_requests"]
 DATA_SOURCE = "math_dapo"
 MANY_TURNS = 20_000
 _TURN = common.ChatMessage(role="user", content="1 + 2 = ?")
+_TURN_WITH_IMAGE = common.ChatMessage(role="user", content="<image>")
 
 
 def generate_request(request_id: str = "fuzz") -> rollout.GenerateRequest:
@@ -35,7 +37,7 @@ def valid_requests() -> dict[str, tuple[Message, ...]]:
     return {
         "RolloutService/Generate": (
             *(generate_request(), _continued(), _of_tokens()),
-            _crowded(),
+            *(_crowded(), _with_images()),
         ),
         "WeightSyncService/JoinGroup": (_join(),),
         "WeightSyncService/StageUpdate": (weights.StageUpdateRequest(epoch=1, policy_version=1),),
@@ -50,8 +52,9 @@ def valid_requests() -> dict[str, tuple[Message, ...]]:
         "TrainerService/WatchSteps": (trainer.WatchStepsRequest(from_step=1),),
         "TrainerService/Pause": (trainer.PauseRequest(lease_seconds=0.5, holder="fuzz"),),
         "TrainerService/Resume": (trainer.ResumeRequest(holder="fuzz"),),
-        "RewardService/SubmitPrompts": (_prompt(),),
+        "RewardService/SubmitPrompts": (_prompt(), _prompt_with_images()),
         "RewardService/TakeBatch": (reward.TakeBatchRequest(step=1, policy_version=1),),
+        "RewardService/TakeImages": (reward.TakeImagesRequest(batch_id="batch"),),
         "RewardService/AcknowledgeBatch": (
             reward.AcknowledgeBatchRequest(batch_id="batch", step=1),
         ),
@@ -79,6 +82,14 @@ def _crowded() -> rollout.GenerateRequest:
     request = generate_request()
     turns = [common.ChatMessage(role="u")] * MANY_TURNS
     request.prompt.chat.messages.extend(turns)
+    return request
+
+
+def _with_images() -> rollout.GenerateRequest:
+    """A small image; the model of the run reads none, so that only its checks meet it."""
+    request = generate_request()
+    request.prompt.chat.messages.append(_TURN_WITH_IMAGE)
+    request.prompt.chat.images.append(small_png())
     return request
 
 
@@ -127,6 +138,13 @@ def _prompt() -> reward.SubmitPromptsRequest:
         prompt_id="fuzz", messages=[_TURN], data_source=DATA_SOURCE, ground_truth="3"
     )
     prompt.extra_info.update({"index": 1})
+    return prompt
+
+
+def _prompt_with_images() -> reward.SubmitPromptsRequest:
+    prompt = _prompt()
+    prompt.messages.append(_TURN_WITH_IMAGE)
+    prompt.images.append(small_png())
     return prompt
 
 

@@ -1,16 +1,25 @@
-"""A Hugging Face causal language model, built from its configuration alone."""
+"""A Hugging Face language model, with or without a vision tower, built from its configuration."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from services.rollout.engines.torch_settings import TorchEngineSettings
 from sluice.errors import ConfigError
 from sluice.types import TensorSpec
+from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
+from sluice.vision.vision_shape import FAMILIES
 from sluice.weights.dtypes import dtype_name
 
 __all__ = ["CausalLM", "build_causal_lm"]
@@ -26,12 +35,14 @@ class CausalLM:
         vocab_size: width of the logits.
         eos_token_ids: tokens that end a response.
         layout: the checkpoint's tensors in the model's order; of tied ones only the first.
+        image_prompts: makes images ready for it; ``None``: it reads text alone.
     """
 
     model: PreTrainedModel
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     layout: tuple[TensorSpec, ...]
+    image_prompts: ImagePromptReader | None = None
 
     def refuse_row_dependence(self) -> None:
         """Raises ConfigError for a mixture of experts.
@@ -64,8 +75,10 @@ def build_causal_lm(settings: TorchEngineSettings, device: torch.device) -> Caus
         config = AutoConfig.from_pretrained(
             path, trust_remote_code=settings.trust_remote_code, local_files_only=True
         )
+        sees = config.model_type in FAMILIES
+        family: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         with device:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = family.from_config(
                 config,
                 dtype=getattr(torch, settings.dtype),
                 trust_remote_code=settings.trust_remote_code,
@@ -78,7 +91,11 @@ def build_causal_lm(settings: TorchEngineSettings, device: torch.device) -> Caus
     model.eval().requires_grad_(False)
     text_config = config.get_text_config(decoder=True)
     return CausalLM(
-        model, text_config.vocab_size, _eos_token_ids(path, text_config), _layout(model)
+        model,
+        text_config.vocab_size,
+        _eos_token_ids(path, text_config),
+        _layout(model),
+        load_image_prompts(path, trust_remote_code=settings.trust_remote_code),
     )
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sluice.vision.image_prompts import ImagePrompt
+
 if TYPE_CHECKING:
     import torch
 
@@ -45,19 +47,32 @@ class DecodeBatch:
         positions: [rows] int64, where that token stands (0-based).
         length: how far attention looks; above every position.
         history: [rows, >= length] int64, all tokens of each row up to its position.
+        shifts: [rows] int64, what rotary embeddings add to `positions` behind a prompt with images
+            (`RopePositions.shift`); ``None``: no row has one.
     """
 
     token_ids: TokenRow
     positions: npt.NDArray[np.int64]
     length: int
     history: npt.NDArray[np.int64]
+    shifts: npt.NDArray[np.int64] | None = None
 
 
 class Decoder(Protocol):
     """Prefill and decode over slots."""
 
-    def prefill(self, prompts: Sequence[TokenRow]) -> PrefilledPrompts:
-        """Computes the state of non-empty prompts, without touching any row."""
+    def prefill(
+        self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
+    ) -> PrefilledPrompts:
+        """Computes the state of non-empty prompts, without touching any row.
+
+        Args:
+            prompts: a prompt each, less its last token; or one with tokens drawn behind it.
+            images: of each prompt; empty: none has any.
+
+        Raises:
+            NotImplementedError: a prompt has images, which this decoder does not read.
+        """
         ...
 
     def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:

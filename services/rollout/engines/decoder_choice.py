@@ -18,6 +18,8 @@ from services.rollout.engines.decoder import DecodeBatch, Decoder
 from services.rollout.engines.fused_decoder import FusedDecoder
 from services.rollout.engines.generic_decoder import GenericDecoder
 from services.rollout.engines.recompute_decoder import RecomputeDecoder
+from sluice.errors import ConfigError
+from sluice.vision.vision_shape import FAMILIES
 
 __all__ = ["choose_decoder"]
 
@@ -39,6 +41,9 @@ def choose_decoder(
     """The first of `candidates` that fits the model, else the one that recomputes everything.
 
     The model's weights are arbitrary afterwards.
+
+    Raises:
+        ConfigError: none fits a model that reads images, which are not read anew at every step.
     """
     _scramble(model)
     probe = _Probe(model, min(_TOKENS, max_model_len), min(2, slots))
@@ -64,6 +69,11 @@ def choose_decoder(
             logger.info("decoding with %s (relative error %.1e)", name, error)
             return decoder
         logger.info("%s differs from this model by %.1e and is not used", name, error)
+    if model.config.model_type in FAMILIES:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name is 'torch', which has no cached decoding for this "
+            f"{model.config.model_type} model; use vllm"
+        )
     model.set_attn_implementation("eager")
     logger.warning("no cached decoding for this model; every step recomputes whole sequences")
     return RecomputeDecoder(model)

@@ -17,7 +17,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from services.rollout.engines.generation_loop import Delivery, GenerationLoop
+from services.rollout.engines.generation_loop import GenerationLoop
+from services.rollout.engines.ticket import Delivery
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import DeadlineError, EngineError, SluiceError
 

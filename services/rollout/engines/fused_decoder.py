@@ -22,6 +22,7 @@ from services.rollout.engines.prompt_padding import pad_right
 from services.rollout.engines.rms_norm import RmsNorm
 from services.rollout.engines.slot_attention import CausalBias, decode_attention, prefill_attention
 from services.rollout.engines.slots import SlotCache
+from sluice.vision.image_prompts import ImagePrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -211,8 +212,11 @@ class FusedDecoder:
         hidden = torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
         return hidden if layer.down_bias is None else hidden + layer.down_bias
 
-    def prefill(self, prompts: Sequence[TokenRow]) -> PrefilledPrompts:
-        """See `Decoder.prefill`."""
+    def prefill(
+        self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
+    ) -> PrefilledPrompts:
+        """See `Decoder.prefill`; no model of the family reads images."""
+        _require(not any(images), "images")
         token_ids, positions = pad_right(prompts, self._device)
         batch, longest = token_ids.shape
         flat = positions.reshape(-1)

@@ -11,7 +11,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,40 +20,19 @@ from services.rollout.engines.causal_lm import CausalLM
 from services.rollout.engines.counter_random import sample_keys
 from services.rollout.engines.decoder import Decoder, PrefilledPrompts, TokenRow
 from services.rollout.engines.live_weights import LiveWeights, NewWeights
-from services.rollout.engines.protocol import GenerationRequest, PauseMode, SampleChunk, num_tokens
+from services.rollout.engines.protocol import PauseMode, SampleChunk, num_tokens
 from services.rollout.engines.row_table import RowTable, RunningSample
 from services.rollout.engines.sampling import SamplingPlan, draw, plan_sampling
 from services.rollout.engines.scheduler import Admission, GroupQueue, WaitingGroup, prefill_batches
 from services.rollout.engines.state_clock import EngineState, StateClock
+from services.rollout.engines.ticket import Delivery, Ticket
 from sluice.telemetry.process_age import process_age_s
 from sluice.types import FinishReason
+from sluice.vision.image_prompts import ImagePrompt
 
-__all__ = ["Delivery", "GenerationLoop", "Ticket"]
+__all__ = ["GenerationLoop"]
 
 _PREFILL_TOKENS = 8192
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A request in the engine; `remaining` samples have not ended.
-
-    `due` is when tokens of unfinished samples are handed out next, in seconds of
-    `time.perf_counter`: each `partial_interval_s` from the first step on; never if that is None.
-    """
-
-    request: GenerationRequest
-    every_token: bool
-    remaining: int
-    partial_interval_s: float | None = None
-    due: float = math.inf
-
-
-@dataclass(slots=True, eq=False)
-class Delivery:
-    """What one ticket gets after a step."""
-
-    ticket: Ticket
-    chunks: list[SampleChunk] = field(default_factory=list)
 
 
 class GenerationLoop:
@@ -157,11 +135,13 @@ class GenerationLoop:
             elif (reason := _end_of(sample, drawn)) is not None:
                 self._deliver(sample, reason)
             else:
-                self._queue.append(
-                    WaitingGroup(sample.tokens, deque((sample,)), priority=request.priority)
-                )
+                self._enqueue(sample.tokens, deque((sample,)), ticket)
         if fresh:
-            self._queue.append(WaitingGroup(prompt, fresh, priority=request.priority))
+            self._enqueue(prompt, fresh, ticket)
+
+    def _enqueue(self, tokens: TokenRow, samples: deque[RunningSample], ticket: Ticket) -> None:
+        priority = ticket.request.priority
+        self._queue.append(WaitingGroup(tokens, samples, priority=priority, images=ticket.images))
 
     def _sample(
         self, ticket: Ticket, index: int, key: np.uint64, tokens: TokenRow
@@ -181,6 +161,7 @@ class GenerationLoop:
             key=key,
             streaming=ticket.every_token,
             watch=ticket.request.watch(),
+            images=ticket.images,
         )
 
     def cancel(self, ticket: Ticket) -> None:
@@ -242,15 +223,21 @@ class GenerationLoop:
         rows = self._table.occupied()
         prefixes = [self._table.history[row, : self._table.position[row]] for row in rows]
         known = [index for index, prefix in enumerate(prefixes) if prefix.size]
-        for prefilled, members in self._prefill([prefixes[index] for index in known]):
+        images = [self._table.images(rows[index]) for index in known]
+        for prefilled, members in self._prefill([prefixes[index] for index in known], images):
             targets = np.array([rows[known[member]] for member in members], dtype=np.int64)
             self._decoder.insert(prefilled, np.arange(len(members)), targets)
 
-    def _prefill(self, prompts: Sequence[TokenRow]) -> list[tuple[PrefilledPrompts, list[int]]]:
+    def _prefill(
+        self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None]
+    ) -> list[tuple[PrefilledPrompts, list[int]]]:
         """Prefilled batches, each with the indexes of its prompts."""
         lengths = [len(prompt) for prompt in prompts]
         return [
-            (self._decoder.prefill([prompts[index] for index in members]), members)
+            (
+                self._decoder.prefill([prompts[i] for i in members], [images[i] for i in members]),
+                members,
+            )
             for members in prefill_batches(lengths, self._prefill_tokens)
         ]
 
@@ -274,7 +261,8 @@ class GenerationLoop:
         admissions = self._queue.admit(self._table.free) if self._queue.waiting else []
         # A prompt of one token has no state before it.
         new = [a.group for a in admissions if a.group.prefilled is None and len(a.group.tokens) > 1]
-        for prefilled, members in self._prefill([group.tokens[:-1] for group in new]):
+        prompts, images = [group.tokens[:-1] for group in new], [group.images for group in new]
+        for prefilled, members in self._prefill(prompts, images):
             for place, member in enumerate(members):
                 new[member].prefilled = (prefilled, place)
         self._enter(admissions)

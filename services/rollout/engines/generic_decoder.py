@@ -10,9 +10,13 @@ import torch
 
 from services.rollout.engines import slot_attention
 from services.rollout.engines.decoder import DecodeBatch, PrefilledPrompts, Rows, TokenRow
+from services.rollout.engines.image_prefill import prefill_with_images
 from services.rollout.engines.prompt_padding import pad_right
 from services.rollout.engines.slot_attention import CausalBias, DecodeForward, PrefillForward
 from services.rollout.engines.slots import SlotCache
+from sluice.vision.image_prompts import ImagePrompt
+from sluice.vision.torch_inputs import text_attention
+from sluice.vision.vision_shape import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +40,9 @@ class GenericDecoder:
         kinds = set(getattr(config, "layer_types", None) or ())
         if kinds - {"full_attention", "sliding_attention"}:
             raise NotImplementedError(f"layer types {sorted(kinds)}")
-        model.set_attn_implementation(slot_attention.NAME)
+        family = model.config.model_type
+        self._reads_images = family in FAMILIES
+        model.set_attn_implementation(text_attention(family, FAMILIES, slot_attention.NAME))
         forward = self._forward_prompts([np.zeros(2, dtype=np.int64)])
         window = getattr(config, "sliding_window", None)
         slides = "sliding_attention" in kinds or (not kinds and window is not None)
@@ -50,16 +56,25 @@ class GenericDecoder:
         self._cache = SlotCache(shapes, slots, max_model_len, model.dtype, self._device)
         self._bias = CausalBias(max_model_len, model.dtype, self._device)
 
-    def _forward_prompts(self, prompts: Sequence[TokenRow]) -> PrefillForward:
+    def _forward_prompts(
+        self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
+    ) -> PrefillForward:
         token_ids, positions = pad_right(prompts, self._device)
         forward = PrefillForward()
+        if any(image is not None for image in images):
+            if not self._reads_images:
+                raise NotImplementedError(f"images for a {self._model.config.model_type} model")
+            prefill_with_images(self._model, token_ids, images, forward)
+            return forward
         with slot_attention.slot_forward(forward):
             self._model.base_model(input_ids=token_ids, position_ids=positions, use_cache=False)
         return forward
 
-    def prefill(self, prompts: Sequence[TokenRow]) -> PrefilledPrompts:
+    def prefill(
+        self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
+    ) -> PrefilledPrompts:
         """See `Decoder.prefill`."""
-        forward = self._forward_prompts(prompts)
+        forward = self._forward_prompts(prompts, images)
         return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(forward.layers))
 
     def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
@@ -74,10 +89,13 @@ class GenericDecoder:
         """See `Decoder.decode`."""
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
         positions = torch.from_numpy(batch.positions).to(self._device)
+        turned = positions
+        if self._reads_images and batch.shifts is not None:
+            turned = positions + torch.from_numpy(batch.shifts).to(self._device)
         forward = DecodeForward(self._cache, self._bias, positions, batch.length)
         with slot_attention.slot_forward(forward):
             output = self._model(
-                input_ids=token_ids[:, None], position_ids=positions[:, None], use_cache=False
+                input_ids=token_ids[:, None], position_ids=turned[:, None], use_cache=False
             )
         logits: torch.Tensor = output.logits[:, -1]
         return logits

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from services.rollout.engines.decoder import DecodeBatch, PrefilledPrompts, Rows, TokenRow
+from sluice.vision.image_prompts import ImagePrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,8 +27,12 @@ class RecomputeDecoder:
         self._model = model
         self._device = model.device
 
-    def prefill(self, prompts: Sequence[TokenRow]) -> PrefilledPrompts:
+    def prefill(
+        self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
+    ) -> PrefilledPrompts:
         """See `Decoder.prefill`: nothing to compute."""
+        if any(images):
+            raise NotImplementedError("images")
         return PrefilledPrompts(tuple(len(p) for p in prompts), ())
 
     def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:

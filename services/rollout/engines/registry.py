@@ -16,6 +16,7 @@ from sluice.errors import ConfigError
 __all__ = ["ENGINES", "create_engine", "find_engine"]
 
 ENGINES: Mapping[str, str] = {
+    "sglang": "services.rollout.engines.sglang_engine:create",
     "torch": "services.rollout.engines.torch_engine:create",
     "vllm": "services.rollout.engines.vllm_engine:create",
 }

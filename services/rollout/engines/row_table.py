@@ -16,10 +16,11 @@ from services.rollout.engines.batch_invariance import DecodeShapes
 from services.rollout.engines.counter_random import uniforms
 from services.rollout.engines.decoder import DecodeBatch, Rows
 from services.rollout.engines.stop_strings import StopStringWatch
+from sluice.vision.image_prompts import ImagePrompt
 
 __all__ = ["RowTable", "RunningSample"]
 
-_FIELDS = 5
+_FIELDS = 6
 _NO_TOKEN = -1
 
 
@@ -35,6 +36,7 @@ class RunningSample:
         stop_ids: tokens that end it.
         key: its random stream.
         watch: for strings that end it; it has seen what was drawn before.
+        images: the prompt's.
     """
 
     owner: object
@@ -49,6 +51,7 @@ class RunningSample:
     key: np.uint64
     streaming: bool
     watch: StopStringWatch | None = None
+    images: ImagePrompt | None = None
 
 
 class RowTable:
@@ -70,7 +73,8 @@ class RowTable:
         self.history = np.zeros((slots, max_model_len), dtype=np.int64)
         self.logprobs = np.zeros((slots, max_model_len), dtype=np.float32)
         self._integers = np.zeros((_FIELDS, slots), dtype=np.int64)
-        self.position, self._prompt_length, self._limit, self.top_k, self.delivered = self._integers
+        self.position, self._prompt_length, self._limit = self._integers[:3]
+        self.top_k, self.delivered, self._shift = self._integers[3:]
         self.temperature = np.ones(slots, dtype=np.float32)
         self.top_p = np.ones(slots, dtype=np.float64)
         # Drawn when a sample enters: as many operations as for one step, for all of its steps.
@@ -131,6 +135,7 @@ class RowTable:
         self.top_p[row], self.top_k[row] = sample.top_p, sample.top_k
         self._streaming[row] = sample.streaming
         self._watched[row] = sample.watch is not None
+        self._shift[row] = 0 if sample.images is None else sample.images.positions.shift
         missing = len(sample.stop_ids) - self._stop_ids.shape[1]
         if missing > 0:
             self._stop_ids = np.pad(
@@ -184,7 +189,9 @@ class RowTable:
         positions = np.zeros(width, dtype=np.int64)
         positions[:rows] = self.position[:rows]
         tokens = self.history.reshape(-1)[self._row_start[:width] + positions]
-        return DecodeBatch(tokens, positions, length, self.history[:width])
+        shifts = np.zeros(width, dtype=np.int64)
+        shifts[:rows] = self._shift[:rows]
+        return DecodeBatch(tokens, positions, length, self.history[:width], shifts)
 
     def uniforms(self) -> npt.NDArray[np.float64]:
         """Each row's random number for its next token."""
@@ -211,6 +218,11 @@ class RowTable:
             assert sample.watch is not None
             stopped[row] |= sample.watch.push([int(tokens[row])]) is not None
         return stopped, self.position[:rows] + 1 >= self._limit[:rows]
+
+    def images(self, row: int) -> ImagePrompt | None:
+        """Of a row's prompt."""
+        sample = self.samples[row]
+        return None if sample is None else sample.images
 
     def streaming_rows(self) -> list[int]:
         """Rows whose tokens are handed out as they come."""

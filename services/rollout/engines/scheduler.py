@@ -14,6 +14,7 @@ import numpy as np
 
 from services.rollout.engines.decoder import PrefilledPrompts, TokenRow
 from services.rollout.engines.row_table import RunningSample
+from sluice.vision.image_prompts import ImagePrompt
 
 __all__ = ["Admission", "GroupQueue", "WaitingGroup", "prefill_batches"]
 
@@ -29,12 +30,14 @@ class WaitingGroup:
         samples: those still waiting.
         prefilled: where the state of ``tokens[:-1]`` is, once it was computed.
         priority: groups of higher priority go first.
+        images: the prompt's.
     """
 
     tokens: TokenRow
     samples: deque[RunningSample]
     prefilled: tuple[PrefilledPrompts, int] | None = None
     priority: int = 0
+    images: ImagePrompt | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

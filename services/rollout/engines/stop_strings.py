@@ -77,13 +77,17 @@ class StopStringWatch:
         text = self._text(self._window)
         unknown = self._window[self._known_tokens :]
         if text.endswith(_UNFINISHED) and len(unknown) < _MOST_CHARACTER_TOKENS:
-            return False
+            # A token may end one character and begin the next one.
+            return self._ends(self._tail + text[len(self._known_text) :].rstrip(_UNFINISHED))
         self._tail += text[len(self._known_text) :]
-        found = any(stop in self._tail for stop in self._stops)
+        found = self._ends(self._tail)
         self._tail = self._tail[-self._kept :] if self._kept else ""
         self._window, self._known_tokens = unknown, len(unknown)
         self._known_text = self._text(unknown)
         return found
+
+    def _ends(self, text: str) -> bool:
+        return any(stop in text for stop in self._stops)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return self._decode(np.array(token_ids, np.uint32))

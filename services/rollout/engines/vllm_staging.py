@@ -28,17 +28,16 @@ def rank_in_group(spec: TransferGroupSpec, worker_rank: int) -> TransferGroupSpe
     """The spec of one of a replica's workers: they take consecutive ranks from the replica's.
 
     Raises:
-        WeightSyncError: the group has no such rank.
+        WeightSyncError: the group has no rank for it.
     """
-    rank = spec.rank + worker_rank
-    if rank >= spec.world_size:
+    if worker_rank >= spec.ranks:
         raise WeightSyncError(
             _SENDER,
             f"joining epoch {spec.epoch}",
-            f"worker {worker_rank} would be rank {rank} of {spec.world_size}; give the replica a "
-            "rank for each of its devices",
+            f"the group has {spec.ranks} rank(s) for this replica and none for its worker "
+            f"{worker_rank}; run the same version of sluice on both ends",
         )
-    return replace(spec, rank=rank)
+    return replace(spec, rank=spec.rank + worker_rank, ranks=1)
 
 
 class WorkerStaging:

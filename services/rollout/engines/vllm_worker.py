@@ -13,21 +13,31 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypeGuard
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import msgspec
 import torch
 
+from services.rollout.engines.vllm_checkpoint import CheckpointNames
+from services.rollout.engines.vllm_dummy_weights import keep_buffers
 from services.rollout.engines.vllm_staging import Outcome, WorkerStaging, rank_in_group
+from services.rollout.engines.vllm_workers import WorkerBegin
 from sluice.device.select import transfer_device
 from sluice.errors import SluiceError
 from sluice.types import TransferGroupSpec
 
 __all__ = ["WeightWorker"]
 
+keep_buffers()  # vLLM imports this file before it loads the model, and calls nothing before that
+
 
 class _LayerMethod(Protocol):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None: ...
+
+
+@runtime_checkable
+class _ExpertsMethod(Protocol):
+    moe_kernel: object | None
 
 
 class ModelRunner(Protocol):
@@ -48,24 +58,25 @@ class WeightWorker:
     """Methods for vLLM's ``worker_extension_cls``, called by name with plain values."""
 
     sluice_staging: WorkerStaging | None = None
+    sluice_names: CheckpointNames | None = None
     rank: int
     device: torch.device | None
     model_runner: ModelRunner
 
-    def sluice_begin(
-        self, owner: int, device: str | None, backend: str | None, layout: bytes
-    ) -> str:
+    def sluice_begin(self, owner: int, begin: bytes) -> str:
         """Prepares for weights and ends this process with its owner.
 
         Args:
             owner: process that started vLLM.
-            device: that vLLM computes on.
-            backend: collectives that weights arrive by; ``None`` is the device's own.
-            layout: shapes by checkpoint name, JSON.
+            begin: a `WorkerBegin`, JSON.
         """
         _end_with(owner)
-        shapes = msgspec.json.decode(layout, type=dict[str, tuple[int, ...]])
-        self.sluice_staging = WorkerStaging(transfer_device(device, backend), shapes)
+        told = msgspec.json.decode(begin, type=WorkerBegin)
+        wire = transfer_device(_own_device(told.device, self.device), told.backend)
+        self.sluice_names = CheckpointNames(
+            told.model_path, trust_remote_code=told.trust_remote_code
+        )
+        self.sluice_staging = WorkerStaging(wire, told.shapes)
         return "ready"
 
     def sluice_pulse(self) -> int:
@@ -89,6 +100,11 @@ class WeightWorker:
         """How the last join or stage ended; ``None`` while it runs."""
         return _staging(self).outcome()
 
+    def sluice_check_staged(self, version: int, digest: str) -> Outcome:
+        """Whether `sluice_apply` could begin; changes nothing."""
+        staging = _staging(self)
+        return _answered(lambda: staging.staged(version, digest))
+
     def sluice_apply(self, version: int, digest: str) -> Outcome:
         """Has the model compute with what is staged; call it only while nothing is drawn.
 
@@ -103,7 +119,9 @@ class WeightWorker:
         started = time.perf_counter()
         try:
             with _loading_on(self.device):
-                _load(self.model_runner, iter(staged.tensors.items()))
+                names = self.sluice_names
+                weights = staged.tensors if names is None else names.of(staged.tensors)
+                _load(self.model_runner, iter(weights.items()))
             _await(self.device)
         except Exception as error:  # noqa: BLE001 - crosses a process: the engine is broken by it
             return {"error": repr(error), "kind": "EngineError", "broken": True}
@@ -125,7 +143,13 @@ def _staging(worker: WeightWorker) -> WorkerStaging:
     return worker.sluice_staging
 
 
-def _answered(call: Callable[[], None]) -> Outcome:
+def _own_device(kind: str | None, device: torch.device | None) -> str | None:
+    """The worker's own one of several that it may see."""
+    index = None if device is None or device.type != kind else device.index
+    return kind if index is None else f"{kind}:{index}"
+
+
+def _answered(call: Callable[[], object]) -> Outcome:
     try:
         call()
     except SluiceError as error:
@@ -137,15 +161,30 @@ def _load(model_runner: ModelRunner, weights: Iterator[tuple[str, torch.Tensor]]
     """Through vLLM's layer by layer reload, which processes each layer's weights anew.
 
     On the CPU a linear layer computes with a packed copy of its weight. The reload renews that of
-    layers that got tensors, which an output layer tied to the embedding does not.
+    layers that got tensors, which an output layer tied to the embedding does not. Experts compute
+    with packed weights too, but vLLM packs them only as it builds their kernel.
     """
     with torch.inference_mode():
+        _forget_cpu_kernels(model_runner.get_model())
         model_runner.reload_weights(weights_iterator=weights)
         for module in model_runner.get_model().modules():
             weight = getattr(module, "weight", None)
             if hasattr(module, "cpu_linear") and _is_matrix(weight):
                 method: _LayerMethod = module.quant_method  # type: ignore[assignment]
                 method.process_weights_after_loading(module)
+
+
+def _forget_cpu_kernels(model: torch.nn.Module) -> None:
+    """Has the reload build kernels of experts anew; no graph holds their addresses on the CPU."""
+    for module in model.modules():
+        if isinstance(method := getattr(module, "quant_method", None), _ExpertsMethod) and (
+            _is_on_cpu(getattr(module, "w13_weight", None))
+        ):
+            method.moe_kernel = None
+
+
+def _is_on_cpu(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.device.type == "cpu"
 
 
 def _loading_on(device: torch.device | None) -> AbstractContextManager[object]:

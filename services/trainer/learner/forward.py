@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.micro_batch import MicroBatch
+from services.trainer.learner.packed_images import image_for_all_ranks, logits_with_images
 from sluice.algorithm.entropy import entropy_from_logits, logprobs_from_logits
 from sluice.concurrency.advance import advance
 
@@ -87,6 +88,16 @@ def response_values(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
 
 def response_logits(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
     """Logits [N, vocab] that predict each response token, in the dtype of the forward pass."""
+    images = micro_batch.images or image_for_all_ranks(model, micro_batch.input_ids)
+    if images is not None:
+        return logits_with_images(
+            model,
+            images,
+            micro_batch.input_ids,
+            micro_batch.position_ids,
+            micro_batch.predecessors,
+            packed_layout=micro_batch.layout,
+        )[0]
     outputs = model(
         input_ids=micro_batch.input_ids,
         position_ids=micro_batch.position_ids,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from services.trainer.learner.packed_images import PackedImages, pack_images
 from services.trainer.learner.packed_layout import (
     PackedLayout,
     PackedPiece,
@@ -17,6 +19,7 @@ from services.trainer.learner.packed_layout import (
 )
 from sluice.algorithm.packing import GroupPiece, MicroBatchPlan, RowSize
 from sluice.types import Logprobs, TokenIds, TrainGroup
+from sluice.vision.image_prompts import ImagePrompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,13 +56,14 @@ class MicroBatch:
     row_groups: tuple[int, ...]  # [R] equal for rows of one prompt
     layout: PackedLayout
     input_ids: torch.Tensor  # int64 [1, T]
-    position_ids: torch.Tensor  # int64 [1, T]
+    position_ids: torch.Tensor  # int64 [1, T]; with images [3, 1, T]
     predecessors: torch.Tensor  # int64 [N], packed positions
     labels: torch.Tensor  # int64 [N]
     rows: torch.Tensor  # int64 [N], index into row_indices
     batch_rows: torch.Tensor  # int64 [N]
     columns: torch.Tensor  # int64 [N]
     behavior_logprobs: torch.Tensor  # float32 [N]
+    images: PackedImages | None = None
 
     @property
     def num_rows(self) -> int:
@@ -81,22 +85,36 @@ def training_rows(
 
 
 def build_micro_batch(
-    rows: Sequence[TrainingRow], plan: MicroBatchPlan, device: torch.device
+    rows: Sequence[TrainingRow],
+    plan: MicroBatchPlan,
+    device: torch.device,
+    images: Mapping[int, ImagePrompt] = MappingProxyType({}),
 ) -> MicroBatch | None:
-    """Pack the plan's rows; ``None`` if none of them holds a token."""
+    """Pack the plan's rows; ``None`` if none of them holds a token.
+
+    Args:
+        rows: of the mini-batch.
+        plan: which of them.
+        device: where the tensors go.
+        images: of the prompts that have any, by `TrainingRow.group`.
+    """
     pieces = [piece for piece in map(_without_empty(rows), plan.pieces) if piece.row_indices]
     if not pieces:
         return None
     packed = list(_place(rows, pieces))
     members = [rows[index] for index in plan.row_indices]
     lengths = [row.token_ids.size for row in members]
-    input_ids, position_ids = _inputs(rows, pieces)
+    input_ids, position_ids = _inputs(rows, pieces, images)
+    seen = [
+        (piece.start, images.get(rows[own.row_indices[0]].group))
+        for piece, own in zip(packed, pieces, strict=True)
+    ]
     return MicroBatch(
         row_indices=plan.row_indices,
         row_groups=tuple(row.group for row in members),
         layout=build_layout(packed, input_ids.size, device),
         input_ids=_tensor(input_ids[None], device),
-        position_ids=_tensor(position_ids[None], device),
+        position_ids=_tensor(position_ids[..., None, :], device),
         predecessors=_tensor(_predecessors(packed), device),
         labels=_tensor(np.concatenate([row.token_ids for row in members]), device),
         rows=_tensor(np.repeat(np.arange(len(members)), lengths), device),
@@ -105,6 +123,7 @@ def build_micro_batch(
         behavior_logprobs=torch.from_numpy(
             np.concatenate([row.behavior_logprobs for row in members])
         ).to(device),
+        images=pack_images(seen, input_ids.size, device),
     )
 
 
@@ -130,20 +149,25 @@ def _place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> Iterato
 
 
 def _inputs(
-    rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]
+    rows: Sequence[TrainingRow],
+    pieces: Sequence[GroupPiece],
+    images: Mapping[int, ImagePrompt],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Token ids and positions in packed order, int64 [T] each."""
+    """Token ids [T] and positions [T] in packed order, int64; positions [3, T] with images."""
     tokens: list[TokenIds] = []
     positions: list[npt.NDArray[np.int64]] = []
     for piece in pieces:
-        prompt = rows[piece.row_indices[0]].prompt_token_ids
-        tokens.append(prompt)
-        positions.append(np.arange(prompt.size))
-        for index in piece.row_indices:
-            response = rows[index].token_ids[:-1]
-            tokens.append(response)
-            positions.append(np.arange(prompt.size, prompt.size + response.size))
-    return np.concatenate(tokens).astype(np.int64), np.concatenate(positions)
+        first = rows[piece.row_indices[0]]
+        prompt, responses = first.prompt_token_ids, [rows[i].token_ids for i in piece.row_indices]
+        tokens += [prompt, *(response[:-1] for response in responses)]
+        longest = prompt.size + max(response.size for response in responses) - 1
+        own = np.arange(longest)
+        if images:
+            image = images.get(first.group)
+            own = np.tile(own, (3, 1)) if image is None else image.positions.extended(longest)
+        positions.append(own[..., : prompt.size])
+        positions += [own[..., prompt.size : prompt.size + r.size - 1] for r in responses]
+    return np.concatenate(tokens).astype(np.int64), np.concatenate(positions, axis=-1)
 
 
 def _predecessors(packed: Sequence[PackedPiece]) -> npt.NDArray[np.int64]:

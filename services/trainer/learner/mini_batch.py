@@ -9,17 +9,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.trainer.learner.micro_batch import MicroBatch, build_micro_batch, training_rows
+from services.trainer.learner.micro_batch import (
+    MicroBatch,
+    TrainingRow,
+    build_micro_batch,
+    training_rows,
+)
 from sluice.algorithm.losses.adpo_groups import (
     assign_groups_to_ranks,
     plan_whole_group_micro_batches,
 )
 from sluice.algorithm.packing import (
+    MicroBatchPlan,
     assign_rows_to_ranks,
     plan_micro_batches,
     plan_minibatches,
 )
+from sluice.errors import ConfigError
 from sluice.types import TrainGroup
+from sluice.vision.image_prompts import ImagePrompt, ImagePromptReader
 
 if TYPE_CHECKING:
     import torch
@@ -62,15 +70,22 @@ class BatchCut:
 
 
 def split_batch(
-    groups: Sequence[TrainGroup], cut: BatchCut, share: Share, *, step: int, device: torch.device
+    groups: Sequence[TrainGroup],
+    cut: BatchCut,
+    share: Share,
+    *,
+    step: int,
+    device: torch.device,
+    image_prompts: ImagePromptReader | None = None,
 ) -> list[MiniBatch]:
     """Cut a train batch into mini-batches of groups, and this rank's rows into micro-batches.
 
     Groups are shuffled by a generator of the seed and `step`; the mini-batches stay the same in
-    all ``ppo_epochs`` passes.
+    all ``ppo_epochs`` passes. Images are decoded for this rank's rows only, once a mini-batch.
 
     Raises:
-        ConfigError: the groups do not divide into mini-batches.
+        ConfigError: the groups do not divide into mini-batches; or one has images, and there is
+            nothing that reads them.
     """
     order = np.arange(len(groups))
     if cut.shuffle_seed is not None:
@@ -84,6 +99,7 @@ def split_batch(
             cut,
             share,
             device,
+            image_prompts,
         )
         for members in plan_minibatches(len(groups), cut.mini_batch_groups)
     ]
@@ -95,6 +111,7 @@ def _mini_batch(
     cut: BatchCut,
     share: Share,
     device: torch.device,
+    image_prompts: ImagePromptReader | None,
 ) -> MiniBatch:
     rows = training_rows(groups, numbers)
     sizes = [row.size for row in rows]
@@ -106,10 +123,33 @@ def _mini_batch(
         token_budget=cut.token_budget,
         rows_per_micro=cut.rows_per_micro,
     )
-    micro_batches = (build_micro_batch(rows, planned, device) for planned in plans)
+    images = _images(groups, rows, plans, image_prompts)
+    micro_batches = (build_micro_batch(rows, planned, device, images) for planned in plans)
     return MiniBatch(
         tuple(micro_batch for micro_batch in micro_batches if micro_batch is not None),
         global_groups=len(groups),
         global_rows=len(rows),
         global_tokens=sum(size.response_tokens for size in sizes),
     )
+
+
+def _images(
+    groups: Sequence[TrainGroup],
+    rows: Sequence[TrainingRow],
+    plans: Sequence[MicroBatchPlan],
+    image_prompts: ImagePromptReader | None,
+) -> dict[int, ImagePrompt]:
+    """Of the planned rows' prompts, by their place in the mini-batch."""
+    own = sorted({rows[index].group for plan in plans for index in plan.row_indices})
+    seen = [place for place in own if groups[place].images]
+    if seen and image_prompts is None:
+        raise ConfigError(
+            f"prompt {groups[seen[0]].prompt_id} comes with images, which the model to be trained "
+            "does not read; train a vision-language model (actor_rollout_ref.model.path), without "
+            "a critic"
+        )
+    return {
+        place: image_prompts.read(groups[place].prompt_token_ids, groups[place].images)
+        for place in seen
+        if image_prompts is not None
+    }

@@ -1,20 +1,29 @@
-"""Loading the policy: a Hugging Face causal language model that trains on packed tokens."""
+"""Loading the policy: a Hugging Face language model that trains on packed tokens.
+
+A vision-language model's language model does; its vision tower attends as transformers has it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from services.trainer.learner.packed_attention import PACKED_ATTENTION, register_packed_attention
 from sluice.config.actor_rollout_ref import FsdpConfig, ModelConfig
 from sluice.errors import ConfigError
+from sluice.vision.torch_inputs import text_attention
+from sluice.vision.vision_shape import FAMILIES, read_vision_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -71,6 +80,21 @@ def _prepared(
     return loaded
 
 
+def freeze_vision_tower(model: PreTrainedModel) -> None:
+    """Leave what encodes images as it is, its merger into the language model included.
+
+    Raises:
+        ConfigError: the model has nothing of the kind.
+    """
+    tower: object = getattr(model.base_model, "visual", None)
+    if not isinstance(tower, torch.nn.Module):
+        raise ConfigError(
+            "actor_rollout_ref.actor.freeze_vision_tower: a "
+            f"{model.config.model_type} model reads no images; leave the key out"
+        )
+    tower.requires_grad_(requires_grad=False)
+
+
 def compute_context(precision: FsdpConfig, device: torch.device) -> AbstractContextManager[object]:
     """Autocast where compute and master dtype differ; enter it anew each time."""
     if precision.dtype == precision.model_dtype:
@@ -113,7 +137,6 @@ def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
 
 def _read(model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False) -> PreTrainedModel:
     register_packed_attention()
-    family = AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
     own = {"num_labels": 1} if is_critic else {}
     key = f"actor_rollout_ref.model.path='{model.path}'"
     remedy = (
@@ -121,6 +144,11 @@ def _read(model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False) ->
     )
     if not (Path(model.path) / "config.json").is_file():
         raise ConfigError(f"{key}: no config.json there; {remedy}")
+    shape = read_vision_shape(model.path)
+    family: Any = AutoModelForCausalLM if shape is None else AutoModelForImageTextToText
+    if is_critic:
+        family = AutoModelForTokenClassification
+    kind = "" if shape is None else shape.model_type
     # transformers would draw a progress bar over the console of every rank.
     transformers_logging.disable_progress_bar()
     try:
@@ -128,7 +156,7 @@ def _read(model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False) ->
             model.path,
             **own,
             dtype=dtype,
-            attn_implementation=PACKED_ATTENTION,
+            attn_implementation=text_attention(kind, FAMILIES, PACKED_ATTENTION),
             local_files_only=True,
             trust_remote_code=model.trust_remote_code,
             use_safetensors=True,

@@ -117,7 +117,7 @@ def load_policy_state(
         extra = json.loads((directory / EXTRA_STATE_FILE).read_text(encoding="utf-8"))
         optimizer.skipped_updates = int(extra["skipped_updates"])
         restore_random_state(extra["random_state"], _device(model))
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"{directory / EXTRA_STATE_FILE} cannot be read ({error}); "
             f"{resume_remedy(directory.parent)}"

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from services.trainer.learner.packed_images import gathers_for_images
 from services.trainer.learner.parallel import SHARD_DIM
 from sluice.errors import ConfigError
+from sluice.vision.vision_shape import FAMILIES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,6 +81,8 @@ def shard_model(
         # A micro-batch's loss is divided by global counts: gradients are added up, not averaged.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+    if model.config.model_type in FAMILIES:
+        gathers_for_images(model)
     return Shards(model, mesh, dict(model.named_parameters()), sums_once)
 
 

@@ -52,6 +52,7 @@ from sluice.algorithm.rollout_correction.statistics import (
 from sluice.algorithm.throughput_metrics import throughput_metrics
 from sluice.device.protocol import Device
 from sluice.types import TrainBatch
+from sluice.vision.image_prompts import ImagePromptReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,6 +71,7 @@ class Replica:
     reference: ReferencePolicy | None = None
     critic: Critic | None = None
     shards: Shards | None = None
+    image_prompts: ImagePromptReader | None = None
 
 
 class PolicyUpdate:
@@ -87,6 +89,7 @@ class PolicyUpdate:
         self._model, self._optimizer = replica.model, replica.optimizer
         self._parallel, self._device = replica.parallel, replica.device
         self._reference, self._critic = replica.reference, replica.critic
+        self._image_prompts = replica.image_prompts
         self._settings, self._actor = settings, settings.actor
         self._terms = LossTerms(settings)
         self._mean_names, self._no_corrections = (
@@ -145,8 +148,11 @@ class PolicyUpdate:
     def _cut(self, batch: TrainBatch, step: int) -> list[PreparedMiniBatch]:
         share = Share(self._parallel.rank, self._parallel.world_size)
         device = self._device.torch_device
-        cut = split_batch(batch.groups, self._settings.cut, share, step=step, device=device)
-        return [prepare(mini_batch) for mini_batch in cut]
+        cut, reader = self._settings.cut, self._image_prompts
+        mini_batches = split_batch(
+            batch.groups, cut, share, step=step, device=device, image_prompts=reader
+        )
+        return [prepare(mini_batch) for mini_batch in mini_batches]
 
     def _old_logprobs(
         self, mini_batches: Sequence[PreparedMiniBatch], tally: UpdateTally, table: BatchTable

@@ -19,7 +19,7 @@ from services.trainer.learner.critic_settings import critic_settings, uses_criti
 from services.trainer.learner.device_precision import check_precision
 from services.trainer.learner.gathering import gather_whole
 from services.trainer.learner.holding import Holding
-from services.trainer.learner.model import load_policy
+from services.trainer.learner.model import freeze_vision_tower, load_policy
 from services.trainer.learner.packing_probe import check_packing
 from services.trainer.learner.parallel import DataParallel
 from services.trainer.learner.policy_state import load_policy_state, save_policy_state
@@ -32,6 +32,7 @@ from sluice.device.protocol import Device
 from sluice.device.select import select_device
 from sluice.errors import CheckpointError, ConfigError
 from sluice.types import TrainBatch
+from sluice.vision.image_prompts import load_image_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +81,11 @@ class Learner:
         check_precision(_ACTOR_SHARDING, precision, self._device)
         if uses_critic(config):
             check_precision(_CRITIC_SHARDING, config.critic.fsdp, self._device)
+        policy = load_policy(model, precision, _CPU, max_tokens)
+        if actor.freeze_vision_tower:
+            freeze_vision_tower(policy)
         self._policy = trained_model(
-            load_policy(model, precision, _CPU, max_tokens),
+            policy,
             precision,
             actor.optim,
             parallel,
@@ -107,6 +111,7 @@ class Learner:
                 reference,
                 self._critic,
                 self._policy.shards,
+                load_image_prompts(model.path, trust_remote_code=model.trust_remote_code),
             ),
             settings,
         )

@@ -217,12 +217,9 @@ ENTRIES: tuple[Entry, ...] = (
         silent=(False,),
         advice="False on NPUs in verl",
     ),
-    refused(
+    honoured(
         f"{_KEY}.freeze_vision_tower",
-        bool,
-        False,
-        "Do not train the image encoder.",
-        "all weights are trained; leave the key out",
+        advice="true where images are like those that the encoder was trained on",
     ),
     inapplicable(
         f"{_KEY}.use_prefix_grouper",

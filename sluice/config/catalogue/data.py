@@ -13,7 +13,7 @@ from sluice.config.catalogue.entry import (
 )
 
 _HDFS = refused_prefix("hdfs://", "nothing is fetched from HDFS; copy the files to a local disk")
-_TEXT_ONLY = "images are not read; a prompt is its text alone"
+_OWN_PROCESSOR = "images are prepared as the model's own processor says"
 _CHAT = "rows always keep their messages; the rollout service applies the chat template"
 
 ENTRIES: tuple[Entry, ...] = (
@@ -104,7 +104,12 @@ ENTRIES: tuple[Entry, ...] = (
         effect="8 bytes a row in the reward service; the files are read once at the start",
         advice="true for the published DAPO-Math-17k, which repeats each prompt about 100 times",
     ),
-    honoured("data.shuffle_buffer_rows", unit="rows", effect="Memory of the reward service"),
+    honoured(
+        "data.shuffle_buffer_rows",
+        unit="rows",
+        effect="Memory of the reward service",
+        advice="lower it for rows with images in them: 16384 of 100 KiB are 1.6 GiB",
+    ),
     inapplicable(
         "data.dataloader_num_workers",
         int,
@@ -112,10 +117,14 @@ ENTRIES: tuple[Entry, ...] = (
         "Processes that read data.",
         "one reader streams the Parquet files",
     ),
-    honoured("data.image_key", advice="a data set that holds images is refused, by file and row"),
-    unread("data.image_patch_size", _TEXT_ONLY, unit="pixels", silent=(14,)),
+    honoured(
+        "data.image_key",
+        advice="where the model reads no images, a data set that holds some is refused, by file "
+        "and row",
+    ),
+    unread("data.image_patch_size", _OWN_PROCESSOR, unit="pixels", silent=(14,)),
     honoured("data.apply_chat_template_kwargs"),
-    unread("data.mm_processor_kwargs", _TEXT_ONLY, silent=({},)),
+    unread("data.mm_processor_kwargs", _OWN_PROCESSOR, silent=({},)),
     unread(
         "data.trust_remote_code",
         "actor_rollout_ref.model.trust_remote_code decides, for model and tokenizer",

@@ -1,4 +1,4 @@
-"""`actor_rollout_ref.rollout.*` that tune vLLM."""
+"""`actor_rollout_ref.rollout.*` that tune vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Unpack
 from sluice.config.catalogue.entry import Entry, Texts, honoured, inapplicable, refused
 
 _KEY = "actor_rollout_ref.rollout"
-_ONLY_VLLM = "vllm reads it, torch does without"
+_NOT_TORCH = "vllm and sglang read it, torch does without"
 
 
 def _tuning(name: str, **more: Unpack[Texts]) -> Entry:
     effect = more.get("effect")
     more["effect"] = (
-        f"{effect}; {_ONLY_VLLM}" if effect else _ONLY_VLLM[:1].upper() + _ONLY_VLLM[1:]
+        f"{effect}; {_NOT_TORCH}" if effect else _NOT_TORCH[:1].upper() + _NOT_TORCH[1:]
     )
     more["engines"] = ("vllm", "sglang")
     return honoured(f"{_KEY}.{name}", **more)

@@ -33,7 +33,7 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(
         f"{_KEY}.name",
         verl_default="none, it has to be set",
-        advice="vllm on accelerators, torch elsewhere; no replica of this version runs sglang",
+        advice="vllm or sglang on accelerators, torch elsewhere",
         caveats=_NO_SUCH_ENGINE,
     ),
     inapplicable(

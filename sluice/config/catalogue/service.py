@@ -182,6 +182,19 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(f"{_KEY}.limits.max_watchers", unit="calls"),
     honoured(f"{_KEY}.limits.max_prompt_turns", unit="turns"),
     honoured(f"{_KEY}.limits.max_extra_info_kb", unit="KiB"),
+    honoured(f"{_KEY}.limits.max_prompt_images", unit="images"),
+    honoured(f"{_KEY}.limits.max_image_mb", unit="MiB"),
+    honoured(f"{_KEY}.limits.max_prompt_images_mb", unit="MiB"),
+    honoured(
+        f"{_KEY}.limits.max_image_pixels",
+        unit="pixels",
+        effect="An image of 4 MiB may claim more pixels than a machine has memory for",
+    ),
+    honoured(
+        f"{_KEY}.limits.max_client_images_mb",
+        unit="MiB",
+        effect="Memory of the reward service and of each replica",
+    ),
     honoured(
         f"{_KEY}.max_message_mb",
         unit="MiB",

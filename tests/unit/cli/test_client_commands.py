@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from sluice.cli.main import commands
 from sluice.errors import DataError, DeadlineError
+from tests.support.image_files import png
 from tests.support.threaded_run import folder_of, threaded_run
 from tests.support.token_replica import TokenReplica
 
@@ -65,6 +66,27 @@ def test_each_stop_string_reaches_the_replica(run: Path, replica: TokenReplica) 
     assert list(replica.requests[0].sampling.stop) == ["][2", "END"]
     refused = sluice("generate", "hi", "--run", str(run), "--stop", "")
     assert "stop[0]: empty" in str(refused.exception)
+
+
+def test_images_stand_where_the_prompt_says_or_before_it(
+    run: Path, replica: TokenReplica, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(png())
+    one = ("--run", str(run), "--image", str(file))
+    for prompt, images in (("hi", one), ("how <image> many?", one), ("hi", (*one, *one[2:]))):
+        shown = sluice("generate", prompt, *images)
+        assert shown.exit_code == 0, shown.output
+    chats = [request.prompt.chat for request in replica.requests]
+    assert [chat.messages[0].content for chat in chats] == [
+        "<image>hi",
+        "how <image> many?",
+        "<image><image>hi",
+    ]
+    assert [list(chat.images) for chat in chats] == [[png()], [png()], [png()] * 2]
+    for wrong, error in ((("--raw", *one), "--image: not with --raw"), (one, "2 times <image>")):
+        refused = sluice("generate", "<image><image>", *wrong)
+        assert error in str(refused.exception)
 
 
 def test_a_prompt_that_is_no_text_is_an_error_that_says_so(run: Path) -> None:

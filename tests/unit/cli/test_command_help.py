@@ -18,6 +18,7 @@ NAMES = (
     "train",
     "status",
     "scale",
+    "prepare",
     "generate",
     "submit",
     "score",

@@ -18,6 +18,7 @@ from sluice.errors import ConfigError, DataError
 from sluice.quickstart.problems import draw_problem, task_named
 from sluice.quickstart.tokenizer import save_tokenizer, train_tokenizer
 from sluice.quickstart.worked_answers import make_dialogues
+from tests.support.image_files import png
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 
 
@@ -44,6 +45,18 @@ def test_inspect_shows_sources_with_scorers_lengths_and_copies(rows_file: Path) 
     assert ["characters", "5", "10", "10", "20", "30", "30", "30"] in lines
     assert "data_source, prompt, ability, reward_model, extra_info" in result.output
     assert "no built-in scorer for poetry; name one with reward.scorer_routes" in result.output
+
+
+def test_inspect_looks_into_images(tmp_path: Path) -> None:
+    rows = prompt_rows(["<image>", "<image>", "<image>"])
+    for row, image in zip(rows, (png(), png(claims=(60_000, 60_000)), b"GIF89a"), strict=True):
+        row["images"] = [{"bytes": image, "path": None}]
+    result = invoke("inspect", write_prompts(tmp_path / "a.parquet", rows))
+    assert result.exit_code == 1
+    lines = [line.split() for line in result.output.splitlines()]
+    assert ["images", "1"] in lines
+    assert "a.parquet, row 1: images[0]: 60000 x 60000 pixels" in result.output
+    assert "a.parquet, row 2: images[0]: 6 bytes that begin with b'GIF89a'" in result.output
 
 
 def test_inspect_as_json_says_the_same(rows_file: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,7 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from sluice.cli.submitted_prompts import read_prompts
+from sluice.client.policy_client import prompt_to_proto
 from sluice.errors import DataError
+from tests.support.image_files import png
 
 GOOD = (
     '{"prompt_id": "a1", "prompt": [{"role": "user", "content": "2 + 2?"}], '
@@ -111,3 +114,36 @@ def test_a_row_that_is_wrong_and_a_file_that_is_no_parquet_are_named(tmp_path: P
     file.write_bytes(b"no parquet")
     with pytest.raises(DataError, match=r"train\.parquet: cannot be read as parquet"):
         read_prompts(file)
+
+
+def test_images_are_beside_the_file_or_in_the_row(tmp_path: Path) -> None:
+    data = b64encode(png()).decode()
+    row = {**ROW, "prompt": [{"role": "user", "content": "<image>" * 3}]}
+    row["images"] = ["a.png", {"bytes": data}, f"data:image/png;base64,{data}"]
+    (tmp_path / "a.png").write_bytes(png())
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row))
+    pq.write_table(
+        pa.Table.from_pylist([{**row, "images": [{"bytes": png(), "path": None}] * 3}]),
+        tmp_path / "prompts.parquet",
+    )
+    for name in ("prompts.jsonl", "prompts.parquet"):
+        (prompt,) = read_prompts(tmp_path / name)
+        assert list(prompt_to_proto(prompt).images) == [png()] * 3
+
+
+@pytest.mark.parametrize("image", [7, "", {"bytes": "!"}, {"path": None}, "data:image/png,x"])
+def test_an_image_that_is_none_is_named_by_file_and_line(tmp_path: Path, image: object) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({**ROW, "images": [image]}))
+    with pytest.raises(DataError, match=r"prompts\.jsonl, line 1: images\[0\] "):
+        read_prompts(file)
+
+
+def test_rows_without_images_keep_the_ids_they_had(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    ids = []
+    for images in ({}, {"images": None}, {"images": []}, {"images": ["a.png"]}):
+        file.write_text(json.dumps({**ROW, **images}))
+        ids.append(read_prompts(file)[0].prompt_id)
+    assert len({*ids[:3]}) == 1
+    assert ids[3] != ids[0]

@@ -8,6 +8,7 @@ from sluice.client.retries import Retries, RetryPolicy, is_transient
 from sluice.errors import (
     AccessDeniedError,
     DeadlineError,
+    ExhaustedError,
     HandshakeError,
     NotReadyError,
     PeerError,
@@ -49,6 +50,7 @@ async def test_no_patience_is_no_second_try() -> None:
     [
         (GONE, True),
         (NotReadyError("no replica"), True),
+        (ExhaustedError("the queue is full"), True),
         (HandshakeError("reward", "scoring", "certificates"), False),
         (AccessDeniedError("token"), False),
         (DeadlineError("reward", "scoring", 1.0), False),
@@ -65,3 +67,41 @@ def test_a_passed_deadline_names_the_whole_time() -> None:
     clock.now_s = 5.0
     with pytest.raises(DeadlineError, match="fleet: no answer within 5 s while generating"):
         retries.remaining_s("fleet", "generating", 5.0)
+
+
+FULL = ExhaustedError("4352 samples would be under way")
+
+
+async def test_a_full_service_is_asked_until_the_deadline_whatever_the_patience() -> None:
+    clock = Clock()
+    retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), ends_s=100.0, clock=clock)
+    for clock.now_s in (0.0, 9.0, 30.0, 99.0):
+        await retries.wait_after(FULL)
+    clock.now_s = 100.0
+    with pytest.raises(DeadlineError, match=r"within 60 s .*ended with: 4352 samples"):
+        retries.remaining_s("fleet", "generating", 60.0)
+
+
+async def test_a_full_service_without_a_deadline_is_borne_for_the_patience() -> None:
+    clock = Clock()
+    retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), clock=clock)
+    await retries.wait_after(FULL)
+    clock.now_s = 10.0
+    with pytest.raises(ExhaustedError, match="4352"):
+        await retries.wait_after(FULL)
+
+
+async def test_no_patience_is_no_second_try_for_a_full_service_either() -> None:
+    with pytest.raises(ExhaustedError, match="4352"):
+        await Retries(RetryPolicy(patience_s=0.0), ends_s=1e12).wait_after(FULL)
+
+
+async def test_a_failure_that_something_came_after_is_not_told_at_the_deadline() -> None:
+    clock = Clock()
+    retries = Retries(RetryPolicy(first_s=0.0), ends_s=5.0, clock=clock)
+    await retries.wait_after(FULL)
+    retries.got_on()
+    clock.now_s = 5.0
+    with pytest.raises(DeadlineError) as told:
+        retries.remaining_s("fleet", "generating", 5.0)
+    assert "4352" not in str(told.value)

@@ -97,13 +97,15 @@ def test_a_notice_is_one_line_with_the_key_as_written_and_what_happens_instead()
     )
 
 
-@pytest.mark.parametrize(("engine", "expected"), [("torch", 0), ("vllm", 0), ("sglang", 1)])
+@pytest.mark.parametrize(
+    ("engine", "expected"), [("torch", 0), ("vllm", 0), ("sglang", 0), ("trtllm", 1)]
+)
 def test_an_engine_that_replicas_cannot_run_is_noticed(engine: str, expected: int) -> None:
     found = notices([f"{ROLLOUT}.name={engine}"])
     assert len(found) == expected
     for one in found:
         assert one.status is Status.NOT_APPLICABLE
-        assert "run torch, vllm only" in one.text
+        assert "run torch, vllm, sglang only" in one.text
         assert one.text.endswith(f"set {ROLLOUT}.name=torch")
 
 

@@ -36,6 +36,5 @@ def test_a_published_launch_breaks_no_rule(name: str) -> None:
     shape = published_shape(config.actor_rollout_ref.model.path)
     assert (shape is None) == (not config.actor_rollout_ref.model.path)
     broken = violations(config, settings, shape=shape, files=False)
-    # Engines over several devices are the one thing that replicas lack.
-    assert [one for one in broken if one.rule != "engine-devices"] == []
+    assert [one for one in broken if one.rule != "engine-replicas"] == []
     assert verl_batch(config, settings).split.data_parallel == DATA_PARALLEL[name]

@@ -221,9 +221,9 @@ def test_the_sound_variants_break_no_rule(more: tuple[str, ...]) -> None:
             "must be tensor_model_parallel_size * data_parallel_size = 2 * 1",
         ),
         (
-            "engine-devices",
-            [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=4"],
-            "tensor_model_parallel_size 4 * data_parallel_size 1 = 4 with name = vllm",
+            "engine-replicas",
+            [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.data_parallel_size=4"],
+            "data_parallel_size = 4 with name = vllm, but a replica is one engine",
         ),
         (
             "engine-tokens",

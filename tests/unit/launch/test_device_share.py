@@ -1,4 +1,4 @@
-"""Which NPUs a run's processes get, and what else the launcher tells them."""
+"""Which NPUs or GPUs a run's processes get, and what else the launcher tells them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from pathlib import Path
 import pytest
 
 from sluice.config.loader import load_config
+from sluice.device.cuda_host import gpu_numbers
 from sluice.errors import ConfigError
 from sluice.launch.device_share import DeviceShare
 from sluice.launch.service_spec import ServiceSpec, local_services, rollout_service, with_ports
 
 _VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+_GPUS = "CUDA_VISIBLE_DEVICES"
 _ON_NPUS = ("trainer.device=npu", "sluice.rollout.device=npu")
 
 
 @pytest.fixture(autouse=True)
 def eight_npus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_VISIBLE, "0,1,2,3,4,5,6,7")
-    for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_IF_IP"):
+    for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_IF_IP", _GPUS):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -67,12 +69,68 @@ def test_too_few_npus_are_an_error_with_the_keys_to_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(_VISIBLE, "5")
-    with pytest.raises(ConfigError, match=r"replica 0 would get NPU number 2 of 1 \(5\).*replicas"):
+    with pytest.raises(ConfigError, match=r"replica 0 would take 1 .* of 1 \(5\) 0 are .*replicas"):
         _services(*_ON_NPUS)
 
 
 def test_a_replica_of_several_devices_gets_neighbours() -> None:
     share = DeviceShare(("0", "1", "2", "3", "4"), trainer_ranks=1, devices_per_replica=2)
-    assert [share.of_replica(0), share.of_replica(1)] == ["1,2", "3,4"]
-    with pytest.raises(ConfigError, match="replica 2"):
-        share.of_replica(2)
+    assert [share.of_replica(index) for index in range(3)] == [("1", "2"), ("3", "4"), ()]
+    assert [share.is_enough_for(replicas) for replicas in (2, 3)] == [True, False]
+
+
+@pytest.mark.parametrize("key", ["trainer.device", "sluice.rollout.device"])
+def test_an_npu_named_by_its_number_is_refused_with_the_remedy(key: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{key}=npu:3: .*set {key}=npu, and {_VISIBLE} .*3 first"
+    ):
+        _services(*_ON_NPUS, f"{key}=npu:3")
+
+
+def _gpus(monkeypatch: pytest.MonkeyPatch, visible: str, *overrides: str) -> dict[str, str | None]:
+    monkeypatch.setenv(_GPUS, visible)
+    monkeypatch.setenv(_VISIBLE, "")
+    found = {name: spec.environment.get(_GPUS) for name, spec in _services(*overrides).items()}
+    assert found.pop("reward") is None
+    return found
+
+
+_ON_GPUS = ("trainer.device=cuda", "sluice.rollout.device=cuda")
+
+
+def test_gpus_are_handed_out_as_npus_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = ("trainer.n_gpus_per_node=2", "sluice.rollout.replicas=2")
+    assert _gpus(monkeypatch, "0,1,4,GPU-5a", *_ON_GPUS, *two) == {
+        "trainer": "0",
+        "trainer-1": "1",
+        "rollout-0": "4",
+        "rollout-1": "GPU-5a",
+    }
+
+
+def test_a_replica_of_several_workers_gets_a_gpu_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    parallel = (f"{rollout}.name=vllm", f"{rollout}.tensor_model_parallel_size=2")
+    assert _gpus(monkeypatch, "0,1,2", *_ON_GPUS, *parallel) == {"trainer": "0", "rollout-0": "1,2"}
+
+
+def test_with_too_few_gpus_every_process_sees_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(_gpus(monkeypatch, "0", *_ON_GPUS).values()) == {None}
+
+
+def test_gpus_are_what_an_automatic_device_takes_where_there_is_no_npu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert _gpus(monkeypatch, "0,1") == {"trainer": "0", "rollout-0": "1"}
+
+
+def test_a_gpu_that_a_key_names_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = ("trainer.device=cuda:1", "sluice.rollout.device=cuda")
+    assert set(_gpus(monkeypatch, "0,1", *chosen).values()) == {None}
+
+
+def test_gpus_are_counted_by_the_drivers_files(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert gpu_numbers({}, tmp_path) == ("0", "2", "10")
+    assert gpu_numbers({_GPUS: ""}, tmp_path) == ()

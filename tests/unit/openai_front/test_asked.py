@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from typing import Any
 
 import pytest
 
+from sluice.client.images import ChatWithImages
 from sluice.openai_front.asked import (
     Asked,
     ChatRequest,
@@ -17,8 +19,14 @@ from sluice.openai_front.asked import (
 )
 from sluice.openai_front.refusals import RefusedError
 from sluice.types import ChatMessage
+from tests.support.image_files import png
 
 TURN = {"role": "user", "content": "hi"}
+
+
+def image_part(url: str | None = None) -> dict[str, Any]:
+    url = url or f"data:image/png;base64,{b64encode(png()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
 
 
 def chat(**fields: Any) -> Asked:
@@ -44,6 +52,16 @@ def test_a_bare_request_draws_one_choice_at_temperature_1() -> None:
     assert (asked.stream, asked.logprobs, sampling.stop) == (False, False, ())
     assert completion().options.sampling.max_tokens == 16
     assert completion().options.deadline_s == 7.0
+
+
+def test_an_image_stands_where_its_part_stood() -> None:
+    text = {"type": "text", "text": "how many?"}
+    (prompt,) = chat(messages=[TURN, {"role": "user", "content": [image_part(), text]}]).prompts
+    assert isinstance(prompt, ChatWithImages)
+    assert [turn.content for turn in prompt.messages] == ["hi", "<image>how many?"]
+    assert prompt.images == (png(),)
+    (prompt,) = chat(messages=[{"role": "user", "content": "the word <image>"}]).prompts
+    assert prompt == (ChatMessage("user", "the word <image>"),)
 
 
 def test_every_field_that_is_offered_counts() -> None:
@@ -107,9 +125,17 @@ def test_all_four_forms_of_a_prompt_are_taken(prompt: Any, prompts: Any) -> None
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"seed": 1 << 63}, "seed"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content",
+        *(
+            ({"messages": [{"role": "user", "content": content}]}, param)
+            for content, param in (
+                ([{"type": "input_audio"}], "messages[0].content"),
+                ([{"type": "image_url"}], "messages[0].content[0]"),
+                ([image_part("https://example.org/a.png")], "messages[0].content[0]"),
+                ([image_part("data:image/png,abc")], "messages[0].content[0]"),
+                ([image_part("data:image/png;base64,!!")], "messages[0].content[0]"),
+                ([image_part("data:image/png;base64,R0lGODlh")], "messages[0].content[0]"),
+                ([image_part(), {"type": "text", "text": "no <image> here"}], "messages"),
+            )
         ),
     ],
 )
@@ -145,3 +171,18 @@ def test_a_completion_request_that_cannot_be_is_refused_with_its_field(
 def test_what_is_no_json_is_refused() -> None:
     with pytest.raises(RefusedError, match="body: "):
         decode(b"{", ChatRequest)
+
+
+@pytest.mark.parametrize("given", [0, -1])
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_a_chat_answer_of_no_tokens_is_refused_and_not_taken_for_no_limit(
+    field: str, given: int
+) -> None:
+    with pytest.raises(RefusedError, match=f"{field}: {given}; at least one token") as caught:
+        chat(**{field: given})
+    assert caught.value.param == field
+
+
+def test_a_chat_answer_without_a_limit_may_fill_the_context() -> None:
+    assert chat().options.sampling.max_tokens == 0
+    assert chat(max_tokens=None, max_completion_tokens=None).options.sampling.max_tokens == 0

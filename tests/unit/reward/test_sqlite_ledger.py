@@ -34,6 +34,7 @@ def prompt(name: str, sequence: int, position: int | None = None) -> Prompt:
         position=position,
         extra_info={"index": sequence, "tags": ["a", {"b": 0.5}]},
         place="" if position is None else f"train.parquet, row {position}",
+        images=(b"\x89PNG", name.encode()) if sequence % 2 else (),
     )
 
 
@@ -157,7 +158,7 @@ async def test_the_file_does_not_grow_with_prompts_that_ended(tmp_path: Path) ->
     with closing(sqlite3.connect(path)) as database:
         rows = {
             name: database.execute(f"SELECT count(*) FROM {name}").fetchone()[0]
-            for name in ("pending", "ended", "ended_positions", "lease", "acknowledged")
+            for name in ("pending", "ended", "ended_positions", "lease", "acknowledged", "images")
         }
     assert rows == {
         "pending": 0,
@@ -165,6 +166,7 @@ async def test_the_file_does_not_grow_with_prompts_that_ended(tmp_path: Path) ->
         "ended_positions": 0,
         "lease": 0,
         "acknowledged": ACKNOWLEDGED_REMEMBERED,
+        "images": 2 * 5,  # of trained prompts that may be issued again
     }
     with SqliteLedger(path, ended_ids=5) as again:
         assert again.num_acknowledged == 400

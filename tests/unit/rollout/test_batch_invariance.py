@@ -70,7 +70,10 @@ async def test_prompts_are_prefilled_one_by_one(tmp_path: Path) -> None:
         assert engine._loop is not None
         decoder, batches = engine._loop._decoder, []
         original = decoder.prefill
-        decoder.prefill = lambda prompts: (batches.append(len(prompts)), original(prompts))[1]
+        decoder.prefill = lambda prompts, images: (
+            batches.append(len(prompts)),
+            original(prompts, images),
+        )[1]
         async with asyncio.TaskGroup() as tasks:
             for prompt in ([5, 9, 23], [8, 2, 4], [1, 1]):
                 tasks.create_task(generate(engine, request(prompt)))

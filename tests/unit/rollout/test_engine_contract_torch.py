@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -12,10 +13,8 @@ from safetensors.torch import load_file
 from services.rollout.engines.decoder import PrefilledPrompts, TokenRow
 from services.rollout.engines.torch_engine import TorchEngine
 from services.rollout.engines.torch_settings import TorchEngineSettings
-from tests.support.engine_contract import DrawingContract
-from tests.support.engine_contract_pause import PauseContract
-from tests.support.engine_contract_stops import StopStringContract
-from tests.support.engine_contract_weights import LifecycleContract, UpdateContract
+from tests.support.engine_contract_suite import RunningContract
+from tests.support.engine_contract_weights import LifecycleContract
 from tests.support.engine_contract_world import (
     FAMILIES,
     MAX_MODEL_LEN,
@@ -48,9 +47,9 @@ class _Insight:
         decoder = engine._loop._decoder
         original = decoder.prefill
 
-        def prefill(prompts: Sequence[TokenRow]) -> PrefilledPrompts:
+        def prefill(prompts: Sequence[TokenRow], images: Sequence[Any]) -> PrefilledPrompts:
             self._prefilled += sum(len(prompt) for prompt in prompts)
-            return original(prompts)
+            return original(prompts, images)
 
         decoder.prefill = prefill
 
@@ -86,7 +85,7 @@ async def fresh(
         yield running
 
 
-class TestTorchContract(DrawingContract, StopStringContract, PauseContract, UpdateContract):
+class TestTorchContract(RunningContract):
     pass
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.engines.stop_strings import StopStringWatch, before_stop, tellable
+from services.rollout.engines.stop_strings import Decode, StopStringWatch, before_stop, tellable
 from sluice.types import TokenIds
 
 texts = st.text(st.sampled_from("abé€🙂"), max_size=30)
@@ -24,7 +24,18 @@ def spaced(token_ids: TokenIds) -> str:
     return " ".join(f"w{token}" for token in token_ids.tolist())
 
 
-def _end(tokens: list[int], stops: list[str]) -> int | None:
+def chunked(token_ids: TokenIds) -> str:
+    """Each token is up to three bytes of UTF-8, whose length it has above them."""
+    pieces = [token.to_bytes(4, "big") for token in token_ids.tolist()]
+    joined = b"".join(piece[4 - piece[0] :] for piece in pieces)
+    return joined.decode("utf-8", errors="replace")
+
+
+def _chunk(piece: bytes) -> int:
+    return int.from_bytes(bytes([len(piece)]) + piece.rjust(3, b"\0"), "big")
+
+
+def _end(tokens: list[int], stops: list[str], decode: Decode) -> int | None:
     """By decoding the whole response after every token."""
     for count in range(1, len(tokens) + 1):
         text = decode(np.array(tokens[:count], np.uint32))
@@ -44,7 +55,24 @@ def test_the_end_is_that_of_the_whole_text_decoded_after_every_token(
         if place is not None:
             found = start + place
             break
-    assert found == _end(tokens, stops)
+    assert found == _end(tokens, stops, decode)
+
+
+@given(texts, stop_lists, st.data())
+def test_a_token_that_begins_a_character_too_may_complete_a_stop_string(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    rest, tokens = text.encode(), []
+    while rest:
+        size = data.draw(st.integers(1, 3))
+        tokens.append(_chunk(rest[:size]))
+        rest = rest[size:]
+    assert StopStringWatch(stops, chunked).push(tokens) == _end(tokens, stops, chunked)
+
+
+def test_a_stop_string_before_half_a_character_ends_at_once() -> None:
+    watch = StopStringWatch(["b"], chunked)
+    assert watch.push([_chunk(b"a"), _chunk("bé".encode()[:2]), _chunk(b"\xa9")]) == 2
 
 
 def test_text_between_tokens_counts() -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -327,9 +328,9 @@ async def test_a_groups_prompt_is_prefilled_once_however_its_samples_enter(
         decoder, prefilled = engine._loop._decoder, []
         original = decoder.prefill
 
-        def prefill(prompts: Sequence[TokenRow]) -> PrefilledPrompts:
+        def prefill(prompts: Sequence[TokenRow], images: Sequence[Any]) -> PrefilledPrompts:
             prefilled.extend(prompt.tolist() for prompt in prompts)
-            return original(prompts)
+            return original(prompts, images)
 
         decoder.prefill = prefill
         async with asyncio.TaskGroup() as tasks:

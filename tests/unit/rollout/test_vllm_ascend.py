@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.rollout.engines import vllm_core
+from services.rollout.engines.checkpoint_layout import CheckpointLayout
 from services.rollout.engines.vllm_ascend import ascend_arguments, ascend_environment
 from services.rollout.engines.vllm_settings import WORKER_EXTENSION, VllmSettings
 from sluice.errors import ConfigError
@@ -18,27 +19,26 @@ from sluice.errors import ConfigError
 class _Npu:
     name = "npu:0"
     torch_device = SimpleNamespace(type="npu")
+    visible_devices_variable = "ASCEND_RT_VISIBLE_DEVICES"
 
 
 class _Cpu:
     name = "cpu"
     torch_device = torch.device("cpu")
+    visible_devices_variable = None
 
 
 _PLAIN = VllmSettings(model_path="model", device="npu", dtype="bfloat16")
 
 
 def test_weights_stay_in_the_format_that_updates_can_write() -> None:
-    assert ascend_environment({}) == {
-        "VLLM_ASCEND_ENABLE_NZ": "0",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
+    assert ascend_environment({}) == {"VLLM_ASCEND_ENABLE_NZ": "0"}
     arguments = ascend_arguments(_PLAIN.engine_arguments(on_cpu=False))
     assert arguments["additional_config"] == {"weight_nz_mode": 0}
 
 
 def test_what_is_set_stays() -> None:
-    given = {"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_WORKER_MULTIPROC_METHOD": "forkserver"}
+    given = {"VLLM_ASCEND_ENABLE_NZ": "0"}
     assert ascend_environment(given) == {}
 
 
@@ -104,7 +104,7 @@ def test_only_on_an_npu_vllm_starts_with_what_vllm_ascend_needs(
     environment = {name: text for name, text in os.environ.items() if "ASCEND" not in name}
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(vllm_core, "select_device", lambda _: device)
-    monkeypatch.setattr(vllm_core, "checkpoint_layout", lambda _: None)
+    monkeypatch.setattr(vllm_core, "checkpoint_layout", lambda _: CheckpointLayout(9, (), ()))
 
     class Refuses:
         def __init__(self, arguments: dict[str, object]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
-from services.rollout.engines.vllm_features import Delta, SamplingChoice
+from services.rollout.engines.vllm_features import Delta, PromptInputs, SamplingChoice
 from services.rollout.engines.vllm_request import ModelLimits, Pace, RequestRun
 from sluice.errors import EngineError
 from sluice.types import FinishReason
@@ -39,10 +39,10 @@ class _Client:
         self.priorities: list[int] = []
 
     async def generate(
-        self, _: str, prompt: Sequence[int], salt: str, choice: SamplingChoice, priority: int
+        self, _: str, inputs: PromptInputs, choice: SamplingChoice, priority: int
     ) -> AsyncIterator[Delta]:
         self.priorities.append(priority)
-        self.asked.append((list(prompt), salt, choice))
+        self.asked.append((list(inputs.token_ids), inputs.salt, choice))
         for one in self._script:
             if isinstance(one, int):
                 self._serving.version = one
@@ -61,7 +61,7 @@ async def _run(
 ) -> tuple[list[SampleChunk], _Client, _Serving]:
     serving = _Serving()
     client, chunks = _Client(script, serving), []
-    run = RequestRun(client, 7, wanted, _LIMITS, pace, serving, chunks.extend)  # type: ignore[arg-type]
+    run = RequestRun(client, 7, wanted, None, _LIMITS, pace, serving, chunks.extend)  # type: ignore[arg-type]
     await run.run()
     assert run.drawn == serving.drawn
     return chunks, client, serving

@@ -9,10 +9,10 @@ import torch
 
 from services.rollout.engines import vllm_engine
 from services.rollout.engines.causal_lm import build_causal_lm
+from services.rollout.engines.checkpoint_layout import checkpoint_layout
 from services.rollout.engines.registry import create_engine
 from services.rollout.engines.torch_settings import TorchEngineSettings
-from services.rollout.engines.vllm_layout import checkpoint_layout
-from services.rollout.engines.vllm_settings import VllmSettings, vllm_settings
+from services.rollout.engines.vllm_settings import vllm_settings
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
@@ -85,6 +85,12 @@ def test_logprobs_are_of_the_distribution_sampled_and_first_weights_come_by_wire
     assert arguments["skip_tokenizer_init"] is True
 
 
+def test_requests_are_scheduled_by_priority_unless_the_run_wants_the_order_of_arrival() -> None:
+    assert _arguments()["scheduling_policy"] == "priority"
+    plain = _arguments(f"+{_ROLLOUT}.engine_kwargs.vllm.scheduling_policy=fcfs")
+    assert plain["scheduling_policy"] == "fcfs"
+
+
 def test_on_the_cpu_blocks_are_short_and_there_are_no_graphs() -> None:
     assert (_arguments(on_cpu=True)["block_size"], _arguments(on_cpu=True)["enforce_eager"]) == (
         32,
@@ -95,10 +101,25 @@ def test_on_the_cpu_blocks_are_short_and_there_are_no_graphs() -> None:
     assert longer["block_size"] == 64
 
 
-@pytest.mark.parametrize("key", ["tensor_model_parallel_size", "data_parallel_size"])
-def test_more_than_one_device_a_replica_is_refused_with_the_remedy(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}.* = 2 .*start more replicas"):
-        _arguments(f"{_ROLLOUT}.{key}=2")
+def test_several_workers_share_a_model_and_its_experts_or_none_of_them() -> None:
+    two = f"{_ROLLOUT}.tensor_model_parallel_size=2"
+    assert _arguments(two)["tensor_parallel_size"] == 2
+    assert _arguments(two)["enable_expert_parallel"] is False
+    assert _arguments(two, f"{_ROLLOUT}.expert_parallel_size=2")["enable_expert_parallel"] is True
+    assert vllm_settings(load_config(None, [two])).workers == 2
+    with pytest.raises(ConfigError, match=r"expert_parallel_size = 4: .* set it to 1 or to .*= 2"):
+        _arguments(two, f"{_ROLLOUT}.expert_parallel_size=4")
+
+
+def test_experts_shared_among_workers_are_refused_on_the_cpu_with_the_remedy() -> None:
+    shared = [f"{_ROLLOUT}.{kind}_parallel_size=2" for kind in ("tensor_model", "expert")]
+    with pytest.raises(ConfigError, match=r"expert_parallel_size .* on the CPU.*set it to 1"):
+        _arguments(*shared, on_cpu=True)
+
+
+def test_several_engines_a_replica_are_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"data_parallel_size = 2 .*start more replicas"):
+        _arguments(f"{_ROLLOUT}.data_parallel_size=2")
 
 
 def test_the_services_own_keys_are_taken_over() -> None:
@@ -132,7 +153,7 @@ def test_the_layout_without_memory_is_the_layout_that_the_torch_engine_has(
     family: str, tmp_path: Path
 ) -> None:
     save_config(family, tmp_path)
-    layout = checkpoint_layout(VllmSettings(str(tmp_path), dtype="bfloat16"))
+    layout = checkpoint_layout(str(tmp_path), dtype="bfloat16")
     built = build_causal_lm(
         TorchEngineSettings(str(tmp_path), dtype="bfloat16"), torch.device("cpu")
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,7 +100,19 @@ async def test_a_group_for_another_model_is_refused_in_the_outcome(
 
 
 def test_the_workers_of_a_replica_take_consecutive_ranks(sender: WeightSender) -> None:
-    spec = replace(sender.form_group(1, ["replica"], _TENSORS)["replica"], world_size=6, rank=2)
-    assert [rank_in_group(spec, worker).rank for worker in range(4)] == [2, 3, 4, 5]
-    with pytest.raises(WeightSyncError, match="rank 6 of 6"):
-        rank_in_group(spec, 4)
+    specs = sender.form_group(1, ["one", "four", "other"], _TENSORS, {"four": 4})
+    assert {spec.world_size for spec in specs.values()} == {7}
+    assert [(spec.rank, spec.ranks) for spec in specs.values()] == [(1, 1), (2, 4), (6, 1)]
+    workers = [rank_in_group(specs["four"], worker) for worker in range(4)]
+    assert [(spec.rank, spec.ranks) for spec in workers] == [(2, 1), (3, 1), (4, 1), (5, 1)]
+    with pytest.raises(WeightSyncError, match="none for its worker 4"):
+        rank_in_group(specs["four"], 4)
+
+
+async def test_a_receiver_of_one_rank_refuses_several(
+    sender: WeightSender, staging: WorkerStaging
+) -> None:
+    staging.join(sender.form_group(1, ["replica"], _TENSORS, {"replica": 2})["replica"])
+    outcome = await _outcome(staging)
+    assert outcome["kind"] == "InvalidRequestError"
+    assert "ranks = 2" in str(outcome["error"])

@@ -52,3 +52,13 @@ def test_a_client_has_at_most_its_quota_and_gets_back_what_ended() -> None:
     with pytest.raises(ValueError, match="inside"), quota.held("a", 4):
         raise ValueError("inside")
     assert quota.in_use("a") == 0
+
+
+def test_calls_that_need_nothing_of_a_quota_end_in_any_order() -> None:
+    quota = ClientQuota(4, "MiB", "sluice.limits.max_client_images_mb")
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(quota.held("a", 0))
+        second.enter_context(quota.held("a", 0))
+        first.close()
+    with quota.held("a", 4), quota.held("a", 0):
+        assert quota.in_use("a") == 4

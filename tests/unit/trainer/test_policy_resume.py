@@ -116,6 +116,7 @@ def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path, model_folder:
         ("optimizer.safetensors", b"not it"),
         ("extra_state.json", b"not it"),
         ("extra_state.json", b'{"skipped_updates": 0, "random_state": {"cpu": "00"}}'),
+        ("extra_state.json", b'{"skipped_updates": 0, "random_state": ["00"]}'),
     ],
 )
 def test_a_damaged_checkpoint_is_refused(

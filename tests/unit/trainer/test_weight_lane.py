@@ -21,7 +21,9 @@ class HangingSender:
     def __init__(self) -> None:
         self.released = threading.Event()
 
-    def form_group(self, epoch: int, names: list[str], tensors: Any) -> dict[str, None]:
+    def form_group(
+        self, epoch: int, names: list[str], tensors: Any, ranks: dict[str, int]
+    ) -> dict[str, None]:
         return dict.fromkeys(names)
 
     def join(self, stop: threading.Event) -> None:

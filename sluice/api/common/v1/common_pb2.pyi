@@ -76,16 +76,25 @@ class ChatPrompt(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: builtins.int
+    IMAGES_FIELD_NUMBER: builtins.int
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChatMessage]:
         """Turns in order. At least one."""
+
+    @property
+    def images(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Encoded image files (PNG, JPEG or WebP), one for each "<image>" in the turns' texts, in the
+        order of these. None: the texts are taken as they stand. Refused where the model reads text
+        alone, and beyond sluice.limits.
+        """
 
     def __init__(
         self,
         *,
         messages: collections.abc.Iterable[global___ChatMessage] | None = ...,
+        images: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["messages", b"messages"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["images", b"images", "messages", b"messages"]) -> None: ...
 
 global___ChatPrompt = ChatPrompt
 
@@ -329,6 +338,7 @@ class Replica(google.protobuf.message.Message):
     ADDRESS_FIELD_NUMBER: builtins.int
     SLOTS_FIELD_NUMBER: builtins.int
     POLICY_VERSION_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Stable name, unique in the fleet."""
     incarnation: builtins.str
@@ -339,6 +349,8 @@ class Replica(google.protobuf.message.Message):
     """Sequences the replica can generate at once, at least 1."""
     policy_version: builtins.int
     """The version it serves."""
+    ranks: builtins.int
+    """Ranks it takes in a weight-transfer group, one for each of its devices; 0 means 1. At most 1024."""
     def __init__(
         self,
         *,
@@ -347,8 +359,9 @@ class Replica(google.protobuf.message.Message):
         address: builtins.str = ...,
         slots: builtins.int = ...,
         policy_version: builtins.int = ...,
+        ranks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "incarnation", b"incarnation", "name", b"name", "policy_version", b"policy_version", "slots", b"slots"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "incarnation", b"incarnation", "name", b"name", "policy_version", b"policy_version", "ranks", b"ranks", "slots", b"slots"]) -> None: ...
 
 global___Replica = Replica
 

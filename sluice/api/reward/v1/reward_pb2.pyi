@@ -84,6 +84,7 @@ class SubmitPromptsRequest(google.protobuf.message.Message):
     DATA_SOURCE_FIELD_NUMBER: builtins.int
     GROUND_TRUTH_FIELD_NUMBER: builtins.int
     EXTRA_INFO_FIELD_NUMBER: builtins.int
+    IMAGES_FIELD_NUMBER: builtins.int
     prompt_id: builtins.str
     """Chosen by the client, unique in the run, 1 to 128 bytes."""
     data_source: builtins.str
@@ -98,6 +99,13 @@ class SubmitPromptsRequest(google.protobuf.message.Message):
     def extra_info(self) -> google.protobuf.struct_pb2.Struct:
         """Passed to the scorer as it stands."""
 
+    @property
+    def images(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Encoded image files (PNG, JPEG or WebP), one for each "<image>" in the turns' texts, in the
+        order of these. None: the texts are taken as they stand. Refused where the model reads text
+        alone, and beyond sluice.limits.
+        """
+
     def __init__(
         self,
         *,
@@ -106,9 +114,10 @@ class SubmitPromptsRequest(google.protobuf.message.Message):
         data_source: builtins.str = ...,
         ground_truth: builtins.str = ...,
         extra_info: google.protobuf.struct_pb2.Struct | None = ...,
+        images: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["extra_info", b"extra_info"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["data_source", b"data_source", "extra_info", b"extra_info", "ground_truth", b"ground_truth", "messages", b"messages", "prompt_id", b"prompt_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data_source", b"data_source", "extra_info", b"extra_info", "ground_truth", b"ground_truth", "images", b"images", "messages", b"messages", "prompt_id", b"prompt_id"]) -> None: ...
 
 global___SubmitPromptsRequest = SubmitPromptsRequest
 
@@ -243,6 +252,8 @@ class TrainGroup(google.protobuf.message.Message):
     SCORES_FIELD_NUMBER: builtins.int
     DATA_SOURCE_FIELD_NUMBER: builtins.int
     BASELINE_REWARD_FIELD_NUMBER: builtins.int
+    IMAGES_FIELD_NUMBER: builtins.int
+    NUM_IMAGES_FIELD_NUMBER: builtins.int
     prompt_id: builtins.str
     """The prompt's id."""
     prompt_token_ids_u32: builtins.bytes
@@ -253,6 +264,8 @@ class TrainGroup(google.protobuf.message.Message):
     """Reward of one greedy response (temperature 0) to the prompt, graded and shaped as the samples
     are; finite. Absent unless the run's advantage estimator needs it (remax).
     """
+    num_images: builtins.int
+    """How many images the prompt has."""
     @property
     def rollouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.Rollout]:
         """Samples in order of index."""
@@ -260,6 +273,12 @@ class TrainGroup(google.protobuf.message.Message):
     @property
     def scores(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.Score]:
         """One score per sample."""
+
+    @property
+    def images(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """The prompt's encoded image files, in the order of their tokens. Not in answers of TakeBatch,
+        which a batch's images could make too large: there TakeImages has them.
+        """
 
     def __init__(
         self,
@@ -270,9 +289,11 @@ class TrainGroup(google.protobuf.message.Message):
         scores: collections.abc.Iterable[sluice.api.common.v1.common_pb2.Score] | None = ...,
         data_source: builtins.str = ...,
         baseline_reward: builtins.float | None = ...,
+        images: collections.abc.Iterable[builtins.bytes] | None = ...,
+        num_images: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_baseline_reward", b"_baseline_reward", "baseline_reward", b"baseline_reward"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_baseline_reward", b"_baseline_reward", "baseline_reward", b"baseline_reward", "data_source", b"data_source", "prompt_id", b"prompt_id", "prompt_token_ids_u32", b"prompt_token_ids_u32", "rollouts", b"rollouts", "scores", b"scores"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_baseline_reward", b"_baseline_reward", "baseline_reward", b"baseline_reward", "data_source", b"data_source", "images", b"images", "num_images", b"num_images", "prompt_id", b"prompt_id", "prompt_token_ids_u32", b"prompt_token_ids_u32", "rollouts", b"rollouts", "scores", b"scores"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_baseline_reward", b"_baseline_reward"]) -> typing.Literal["baseline_reward"] | None: ...
 
 global___TrainGroup = TrainGroup
@@ -376,6 +397,48 @@ class TakeBatchResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["batch", b"batch"]) -> None: ...
 
 global___TakeBatchResponse = TakeBatchResponse
+
+@typing.final
+class TakeImagesRequest(google.protobuf.message.Message):
+    """Asks for the images of a batch."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BATCH_ID_FIELD_NUMBER: builtins.int
+    batch_id: builtins.str
+    """Lease id."""
+    def __init__(
+        self,
+        *,
+        batch_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_id", b"batch_id"]) -> None: ...
+
+global___TakeImagesRequest = TakeImagesRequest
+
+@typing.final
+class TakeImagesResponse(google.protobuf.message.Message):
+    """The images of one group."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROMPT_ID_FIELD_NUMBER: builtins.int
+    IMAGES_FIELD_NUMBER: builtins.int
+    prompt_id: builtins.str
+    """The group's prompt."""
+    @property
+    def images(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Encoded image files, in the order of their tokens in the prompt. At least one."""
+
+    def __init__(
+        self,
+        *,
+        prompt_id: builtins.str = ...,
+        images: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["images", b"images", "prompt_id", b"prompt_id"]) -> None: ...
+
+global___TakeImagesResponse = TakeImagesResponse
 
 @typing.final
 class AcknowledgeBatchRequest(google.protobuf.message.Message):

@@ -45,6 +45,11 @@ class RewardServiceStub(object):
                 request_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeBatchRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeBatchResponse.FromString,
                 _registered_method=True)
+        self.TakeImages = channel.unary_stream(
+                '/sluice.api.reward.v1.RewardService/TakeImages',
+                request_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeImagesRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeImagesResponse.FromString,
+                _registered_method=True)
         self.AcknowledgeBatch = channel.unary_unary(
                 '/sluice.api.reward.v1.RewardService/AcknowledgeBatch',
                 request_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.AcknowledgeBatchRequest.SerializeToString,
@@ -86,6 +91,15 @@ class RewardServiceServicer(object):
     def TakeBatch(self, request, context):
         """Leases the next train batch; waits for it within the deadline. Asking again without an
         acknowledgement gives the same batch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeImages(self, request, context):
+        """Sends the images of the leased batch, a message for each group that has any, in the order of
+        the groups. Asking again gives the same. NOT_FOUND: no such batch is leased (any more); take
+        the batch again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,6 +152,11 @@ def add_RewardServiceServicer_to_server(servicer, server):
                     servicer.TakeBatch,
                     request_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeBatchRequest.FromString,
                     response_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeBatchResponse.SerializeToString,
+            ),
+            'TakeImages': grpc.unary_stream_rpc_method_handler(
+                    servicer.TakeImages,
+                    request_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeImagesRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeImagesResponse.SerializeToString,
             ),
             'AcknowledgeBatch': grpc.unary_unary_rpc_method_handler(
                     servicer.AcknowledgeBatch,
@@ -220,6 +239,33 @@ class RewardService(object):
             '/sluice.api.reward.v1.RewardService/TakeBatch',
             sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeBatchRequest.SerializeToString,
             sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeImages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/sluice.api.reward.v1.RewardService/TakeImages',
+            sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeImagesRequest.SerializeToString,
+            sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeImagesResponse.FromString,
             options,
             channel_credentials,
             insecure,

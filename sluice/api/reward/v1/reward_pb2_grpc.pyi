@@ -35,6 +35,15 @@ class RewardServiceStub:
     acknowledgement gives the same batch.
     """
 
+    TakeImages: grpc.UnaryStreamMultiCallable[
+        sluice.api.reward.v1.reward_pb2.TakeImagesRequest,
+        sluice.api.reward.v1.reward_pb2.TakeImagesResponse,
+    ]
+    """Sends the images of the leased batch, a message for each group that has any, in the order of
+    the groups. Asking again gives the same. NOT_FOUND: no such batch is leased (any more); take
+    the batch again.
+    """
+
     AcknowledgeBatch: grpc.UnaryUnaryMultiCallable[
         sluice.api.reward.v1.reward_pb2.AcknowledgeBatchRequest,
         sluice.api.reward.v1.reward_pb2.AcknowledgeBatchResponse,
@@ -80,6 +89,15 @@ class RewardServiceAsyncStub:
     ]
     """Leases the next train batch; waits for it within the deadline. Asking again without an
     acknowledgement gives the same batch.
+    """
+
+    TakeImages: grpc.aio.UnaryStreamMultiCallable[
+        sluice.api.reward.v1.reward_pb2.TakeImagesRequest,
+        sluice.api.reward.v1.reward_pb2.TakeImagesResponse,
+    ]
+    """Sends the images of the leased batch, a message for each group that has any, in the order of
+    the groups. Asking again gives the same. NOT_FOUND: no such batch is leased (any more); take
+    the batch again.
     """
 
     AcknowledgeBatch: grpc.aio.UnaryUnaryMultiCallable[
@@ -131,6 +149,17 @@ class RewardServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[sluice.api.reward.v1.reward_pb2.TakeBatchResponse, collections.abc.Awaitable[sluice.api.reward.v1.reward_pb2.TakeBatchResponse]]:
         """Leases the next train batch; waits for it within the deadline. Asking again without an
         acknowledgement gives the same batch.
+        """
+
+    @abc.abstractmethod
+    def TakeImages(
+        self,
+        request: sluice.api.reward.v1.reward_pb2.TakeImagesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[sluice.api.reward.v1.reward_pb2.TakeImagesResponse], collections.abc.AsyncIterator[sluice.api.reward.v1.reward_pb2.TakeImagesResponse]]:
+        """Sends the images of the leased batch, a message for each group that has any, in the order of
+        the groups. Asking again gives the same. NOT_FOUND: no such batch is leased (any more); take
+        the batch again.
         """
 
     @abc.abstractmethod

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#sluice/api/weights/v1/weights.proto\x12\x15sluice.api.weights.v1\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"\xfb\x01\n\x10JoinGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x14\n\x0c\x62ucket_bytes\x18\x07 \x01(\x04\x12\x17\n\x0ftimeout_seconds\x18\x08 \x01(\x01\x12\x32\n\x07tensors\x18\t \x03(\x0b\x32!.sluice.api.weights.v1.TensorSpec\x12\x13\n\x0bplan_digest\x18\n \x01(\t\x12\x11\n\tstore_key\x18\x0b \x01(\x0c\"7\n\x11JoinGroupResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bplan_digest\x18\x02 \x01(\t\";\n\x12StageUpdateRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"f\n\x13StageUpdateResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x16\n\x0ereceived_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"L\n\x13\x43ommitUpdateRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"U\n\x14\x43ommitUpdateResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x15\n\rstall_seconds\x18\x03 \x01(\x01\"3\n\x12\x41\x62ortUpdateRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t\"E\n\x13\x41\x62ortUpdateResponse\x12\x1b\n\x0epolicy_version\x18\x01 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_policy_version2\xa8\x03\n\x11WeightSyncService\x12^\n\tJoinGroup\x12\'.sluice.api.weights.v1.JoinGroupRequest\x1a(.sluice.api.weights.v1.JoinGroupResponse\x12\x64\n\x0bStageUpdate\x12).sluice.api.weights.v1.StageUpdateRequest\x1a*.sluice.api.weights.v1.StageUpdateResponse\x12g\n\x0c\x43ommitUpdate\x12*.sluice.api.weights.v1.CommitUpdateRequest\x1a+.sluice.api.weights.v1.CommitUpdateResponse\x12\x64\n\x0b\x41\x62ortUpdate\x12).sluice.api.weights.v1.AbortUpdateRequest\x1a*.sluice.api.weights.v1.AbortUpdateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#sluice/api/weights/v1/weights.proto\x12\x15sluice.api.weights.v1\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"\x8a\x02\n\x10JoinGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x14\n\x0c\x62ucket_bytes\x18\x07 \x01(\x04\x12\x17\n\x0ftimeout_seconds\x18\x08 \x01(\x01\x12\x32\n\x07tensors\x18\t \x03(\x0b\x32!.sluice.api.weights.v1.TensorSpec\x12\x13\n\x0bplan_digest\x18\n \x01(\t\x12\x11\n\tstore_key\x18\x0b \x01(\x0c\x12\r\n\x05ranks\x18\x0c \x01(\r\"7\n\x11JoinGroupResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bplan_digest\x18\x02 \x01(\t\";\n\x12StageUpdateRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"f\n\x13StageUpdateResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x16\n\x0ereceived_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"L\n\x13\x43ommitUpdateRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"U\n\x14\x43ommitUpdateResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x15\n\rstall_seconds\x18\x03 \x01(\x01\"3\n\x12\x41\x62ortUpdateRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t\"E\n\x13\x41\x62ortUpdateResponse\x12\x1b\n\x0epolicy_version\x18\x01 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_policy_version2\xa8\x03\n\x11WeightSyncService\x12^\n\tJoinGroup\x12\'.sluice.api.weights.v1.JoinGroupRequest\x1a(.sluice.api.weights.v1.JoinGroupResponse\x12\x64\n\x0bStageUpdate\x12).sluice.api.weights.v1.StageUpdateRequest\x1a*.sluice.api.weights.v1.StageUpdateResponse\x12g\n\x0c\x43ommitUpdate\x12*.sluice.api.weights.v1.CommitUpdateRequest\x1a+.sluice.api.weights.v1.CommitUpdateResponse\x12\x64\n\x0b\x41\x62ortUpdate\x12).sluice.api.weights.v1.AbortUpdateRequest\x1a*.sluice.api.weights.v1.AbortUpdateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,21 +34,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TENSORSPEC']._serialized_start=62
   _globals['_TENSORSPEC']._serialized_end=118
   _globals['_JOINGROUPREQUEST']._serialized_start=121
-  _globals['_JOINGROUPREQUEST']._serialized_end=372
-  _globals['_JOINGROUPRESPONSE']._serialized_start=374
-  _globals['_JOINGROUPRESPONSE']._serialized_end=429
-  _globals['_STAGEUPDATEREQUEST']._serialized_start=431
-  _globals['_STAGEUPDATEREQUEST']._serialized_end=490
-  _globals['_STAGEUPDATERESPONSE']._serialized_start=492
-  _globals['_STAGEUPDATERESPONSE']._serialized_end=594
-  _globals['_COMMITUPDATEREQUEST']._serialized_start=596
-  _globals['_COMMITUPDATEREQUEST']._serialized_end=672
-  _globals['_COMMITUPDATERESPONSE']._serialized_start=674
-  _globals['_COMMITUPDATERESPONSE']._serialized_end=759
-  _globals['_ABORTUPDATEREQUEST']._serialized_start=761
-  _globals['_ABORTUPDATEREQUEST']._serialized_end=812
-  _globals['_ABORTUPDATERESPONSE']._serialized_start=814
-  _globals['_ABORTUPDATERESPONSE']._serialized_end=883
-  _globals['_WEIGHTSYNCSERVICE']._serialized_start=886
-  _globals['_WEIGHTSYNCSERVICE']._serialized_end=1310
+  _globals['_JOINGROUPREQUEST']._serialized_end=387
+  _globals['_JOINGROUPRESPONSE']._serialized_start=389
+  _globals['_JOINGROUPRESPONSE']._serialized_end=444
+  _globals['_STAGEUPDATEREQUEST']._serialized_start=446
+  _globals['_STAGEUPDATEREQUEST']._serialized_end=505
+  _globals['_STAGEUPDATERESPONSE']._serialized_start=507
+  _globals['_STAGEUPDATERESPONSE']._serialized_end=609
+  _globals['_COMMITUPDATEREQUEST']._serialized_start=611
+  _globals['_COMMITUPDATEREQUEST']._serialized_end=687
+  _globals['_COMMITUPDATERESPONSE']._serialized_start=689
+  _globals['_COMMITUPDATERESPONSE']._serialized_end=774
+  _globals['_ABORTUPDATEREQUEST']._serialized_start=776
+  _globals['_ABORTUPDATEREQUEST']._serialized_end=827
+  _globals['_ABORTUPDATERESPONSE']._serialized_start=829
+  _globals['_ABORTUPDATERESPONSE']._serialized_end=898
+  _globals['_WEIGHTSYNCSERVICE']._serialized_start=901
+  _globals['_WEIGHTSYNCSERVICE']._serialized_end=1325
 # @@protoc_insertion_point(module_scope)

@@ -59,6 +59,7 @@ class JoinGroupRequest(google.protobuf.message.Message):
     TENSORS_FIELD_NUMBER: builtins.int
     PLAN_DIGEST_FIELD_NUMBER: builtins.int
     STORE_KEY_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Number of the epoch, rising by at least one with each new group."""
     host: builtins.str
@@ -81,6 +82,8 @@ class JoinGroupRequest(google.protobuf.message.Message):
     """Secret of the epoch: whoever has it may talk to the rendezvous store. 32 bytes, or none for a
     store that is open to all.
     """
+    ranks: builtins.int
+    """Ranks that are the receiver's, from `rank` on, one for each of its devices; 0 means 1."""
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorSpec]:
         """All weights in the order of the wire."""
@@ -99,8 +102,9 @@ class JoinGroupRequest(google.protobuf.message.Message):
         tensors: collections.abc.Iterable[global___TensorSpec] | None = ...,
         plan_digest: builtins.str = ...,
         store_key: builtins.bytes = ...,
+        ranks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["backend", b"backend", "bucket_bytes", b"bucket_bytes", "epoch", b"epoch", "host", b"host", "plan_digest", b"plan_digest", "port", b"port", "rank", b"rank", "store_key", b"store_key", "tensors", b"tensors", "timeout_seconds", b"timeout_seconds", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "bucket_bytes", b"bucket_bytes", "epoch", b"epoch", "host", b"host", "plan_digest", b"plan_digest", "port", b"port", "rank", b"rank", "ranks", b"ranks", "store_key", b"store_key", "tensors", b"tensors", "timeout_seconds", b"timeout_seconds", "world_size", b"world_size"]) -> None: ...
 
 global___JoinGroupRequest = JoinGroupRequest
 

@@ -1,11 +1,11 @@
-"""Chunks of one request on their way from vLLM's event loop to the service's."""
+"""Chunks of one request on their way from the engine's event loop to the service's."""
 
 from __future__ import annotations
 
 import asyncio
 
+from services.rollout.engines.client_thread import ClientThread
 from services.rollout.engines.protocol import SampleChunk
-from services.rollout.engines.vllm_thread import VllmThread
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import EngineError
 
@@ -13,9 +13,9 @@ __all__ = ["ChunkStream"]
 
 
 class ChunkStream:
-    """`post` and `end` are called in vLLM's event loop, all else in the service's."""
+    """`post` and `end` are called in the engine's event loop, all else in the service's."""
 
-    def __init__(self, thread: VllmThread, samples: int) -> None:
+    def __init__(self, thread: ClientThread, samples: int) -> None:
         self.open_samples = samples
         self._thread = thread
         self._chunks: list[SampleChunk] = []
@@ -38,12 +38,12 @@ class ChunkStream:
 
     @property
     def has_ended(self) -> bool:
-        """Whether vLLM has done with the request."""
+        """Whether the engine has done with the request."""
         return self._ended.is_set()
 
     async def wait_until_ended(self) -> None:
-        """Waits for vLLM to have done with the request."""
-        with waiting_for("vLLM engine", "aborting samples"):
+        """Waits for the engine to have done with the request."""
+        with waiting_for(self._thread.engine, "aborting samples"):
             await self._ended.wait()
 
     async def next(self) -> tuple[SampleChunk, ...]:
@@ -64,4 +64,6 @@ class ChunkStream:
     def _finish(self, error: EngineError | None) -> None:
         self._ended.set()
         if self.open_samples:
-            self.fail(error or EngineError("vLLM ended without all of the samples"))
+            self.fail(
+                error or EngineError(f"{self._thread.engine}: ended without all of the samples")
+            )

@@ -8,13 +8,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from services.rollout.engines.chunk_stream import ChunkStream
 from services.rollout.engines.protocol import SampleChunk
-from services.rollout.engines.vllm_stream import ChunkStream
 from sluice.errors import EngineError
 from sluice.types import FinishReason
 
 
 class _Thread:
+    engine = "vLLM engine"
+
     def to_home(self, callback: Callable[[], None]) -> None:
         callback()
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from services.rollout.engines.causal_lm import build_causal_lm
 from services.rollout.engines.torch_settings import TorchEngineSettings
-from services.rollout.engines.vllm_settings import VllmSettings
 from sluice.types import TensorSpec
 from sluice.weights.dtypes import dtype_name
 
@@ -23,23 +23,30 @@ class CheckpointLayout:
         vocab_size: width of the logits.
         eos_token_ids: tokens that end a response.
         tensors: in the model's order; of tied ones only the first.
+        image_token_id: stands in a prompt for a part of an image; ``None``: it takes none.
     """
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tensors: tuple[TensorSpec, ...]
+    image_token_id: int | None = None
 
 
-def checkpoint_layout(settings: VllmSettings) -> CheckpointLayout:
+def checkpoint_layout(
+    model_path: str,
+    *,
+    trust_remote_code: bool = False,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+) -> CheckpointLayout:
     """The layout of the model at `model_path`, as the trainer computes it.
 
     Raises:
         ConfigError: `model_path` holds no causal language model that transformers knows.
     """
     described = TorchEngineSettings(
-        model_path=settings.model_path,
-        trust_remote_code=settings.trust_remote_code,
-        dtype=settings.dtype,
+        model_path=model_path,
+        trust_remote_code=trust_remote_code,
+        dtype=dtype,
     )
     built = build_causal_lm(described, torch.device("meta"))
     model = built.model
@@ -58,4 +65,10 @@ def checkpoint_layout(settings: VllmSettings) -> CheckpointLayout:
         for name, tensor in state.items()
         if name in kept
     )
-    return CheckpointLayout(built.vocab_size, built.eos_token_ids, tensors)
+    images = built.image_prompts
+    return CheckpointLayout(
+        built.vocab_size,
+        built.eos_token_ids,
+        tensors,
+        None if images is None else images.shape.image_token_id,
+    )

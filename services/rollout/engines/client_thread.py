@@ -1,4 +1,4 @@
-"""The thread in which vLLM's client lives, with an event loop of its own.
+"""The thread in which a vendor engine's client lives, with an event loop of its own.
 
 Building the client takes seconds and handling its outputs takes time from every step: neither is
 to hold up the service's event loop.
@@ -15,20 +15,25 @@ from typing import Any, TypeVar
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import DeadlineError
 
-__all__ = ["VllmThread"]
+__all__ = ["ClientThread"]
 
 _T = TypeVar("_T")
 _STOP_TIMEOUT_S = 30.0
 
 
-class VllmThread:
-    """Runs coroutines for the service's event loop, in which its methods are called."""
+class ClientThread:
+    """Runs coroutines for the service's event loop, in which its methods are called.
 
-    def __init__(self) -> None:
+    Args:
+        engine: names the engine in messages.
+    """
+
+    def __init__(self, engine: str) -> None:
+        self.engine = f"{engine} engine"
         self._home = asyncio.get_running_loop()
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self.engine, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -45,7 +50,7 @@ class VllmThread:
 
     async def call(self, coroutine: Coroutine[Any, Any, _T], phase: str) -> _T:
         """Its result; cancelling the call cancels it."""
-        with waiting_for("vLLM engine", phase):
+        with waiting_for(self.engine, phase):
             return await asyncio.wrap_future(self.begin(coroutine))
 
     def to_home(self, callback: Callable[[], None]) -> None:
@@ -66,4 +71,4 @@ class VllmThread:
             async with asyncio.timeout(_STOP_TIMEOUT_S):
                 await self._ended.wait()
         except TimeoutError as error:
-            raise DeadlineError("vLLM engine", "ending its thread", _STOP_TIMEOUT_S) from error
+            raise DeadlineError(self.engine, "ending its thread", _STOP_TIMEOUT_S) from error

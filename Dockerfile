@@ -1,0 +1,67 @@
+# One image file for all services. Targets: `reward` (without torch) and `compute` (trainer, rollout
+# and what prepares a run). No RUN --mount and no frontend line, so that every builder takes it.
+# docs/deployment/compose.md has the build arguments, also those for CUDA and Ascend NPUs.
+ARG BASE_IMAGE=python:3.11-slim
+ARG REWARD_BASE_IMAGE=python:3.11-slim
+
+# What pip is to install, by itself: a change of other lines in pyproject.toml renews no layer below.
+FROM ${REWARD_BASE_IMAGE} AS requirements
+WORKDIR /src
+COPY pyproject.toml constraints.txt deploy/docker/image_requirements.py ./
+ARG EXTRAS=train
+ARG WITHOUT=""
+RUN python image_requirements.py "" /wanted/reward && \
+    python image_requirements.py "${EXTRAS}" /wanted/compute "${WITHOUT}"
+
+FROM ${REWARD_BASE_IMAGE} AS reward-packages
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ENV PIP_FIND_LINKS=/wheelhouse PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
+WORKDIR /wanted
+COPY --from=requirements /wanted/reward ./
+RUN mkdir -p /wheelhouse && pip install -c constraints.txt -r requirements.txt
+
+FROM ${BASE_IMAGE} AS compute-packages
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+# --system-site-packages keeps torch of a vendor's image in use.
+ARG VENV_OPTIONS=""
+ENV PIP_FIND_LINKS=/wheelhouse PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python3 -m venv ${VENV_OPTIONS} /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
+WORKDIR /wanted
+# The folder need not exist: the file beside it is always there. pip prefers a wheel of a CPU build
+# in it to the default build of the same version.
+COPY constraints.txt wheelhouse* /wheelhouse/
+COPY --from=requirements /wanted/compute ./
+ARG EXTRA_REQUIREMENTS=""
+RUN pip install -c constraints.txt -r requirements.txt ${EXTRA_REQUIREMENTS}
+
+FROM reward-packages AS wheel
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY services services
+COPY sluice sluice
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /dist .
+
+FROM ${REWARD_BASE_IMAGE} AS reward
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
+RUN useradd --uid 10001 --create-home sluice && mkdir -p /runs && chown sluice:sluice /runs
+COPY --from=reward-packages /opt/venv /opt/venv
+COPY --from=wheel /dist /dist
+RUN pip install --no-deps --no-index --no-cache-dir /dist/*.whl
+USER sluice
+WORKDIR /runs
+ENTRYPOINT ["python", "-m", "sluice.launch.container"]
+
+FROM ${BASE_IMAGE} AS compute
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
+RUN useradd --uid 10001 --create-home sluice && mkdir -p /runs && chown sluice:sluice /runs
+COPY --from=compute-packages /opt/venv /opt/venv
+COPY --from=wheel /dist /dist
+RUN pip install --no-deps --no-index --no-cache-dir /dist/*.whl
+USER sluice
+WORKDIR /runs
+ENTRYPOINT ["python", "-m", "sluice.launch.container"]

@@ -1,0 +1,218 @@
+"""What happens in SGLang's event loop: samples, probes, pauses, and the swap of weights.
+
+Consumes: coroutines begun by the service's event loop. Produces: chunks, posted as they come.
+Waits for: SGLang's processes, each call with a deadline.
+On failure: of a sample, its request fails; of a swap, the model may be a mixture of versions and
+the engine is broken for good; of a process, everything fails.
+On shutdown: what runs ends as aborted with what it has, then SGLang's processes end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from transformers import AutoConfig
+
+from services.rollout.engines.checkpoint_layout import CheckpointLayout, checkpoint_layout
+from services.rollout.engines.chunk_stream import ChunkStream
+from services.rollout.engines.protocol import GenerationRequest, PauseMode, SampleChunk
+from services.rollout.engines.sglang_features import SglangClient, engine_environment
+from services.rollout.engines.sglang_request import ModelLimits, Pace, RequestRun
+from services.rollout.engines.sglang_settings import SglangSettings
+from sluice.device.select import select_device
+from sluice.errors import ConfigError, EngineError
+
+__all__ = ["SglangCore"]
+
+_log = logging.getLogger(__name__)
+
+
+class SglangCore:
+    """SGLang with the weights it serves; see `build`."""
+
+    def __init__(self, layout: CheckpointLayout, settings: SglangSettings) -> None:
+        self.layout = layout
+        self.version: int | None = None
+        self.digest = ""
+        self.generated_tokens = 0
+        self.prefilled_tokens = 0
+        self._client: SglangClient
+        self._settings = settings
+        self._limits = ModelLimits(settings.max_model_len, layout.eos_token_ids)
+        self._runs: dict[ChunkStream, RequestRun] = {}
+        self._swaps = 0
+        self._swapping = asyncio.Lock()
+        self._gate, self._run_ended = asyncio.Event(), asyncio.Event()
+        self._gate.set()
+        self._is_paused = False
+        self.broken: EngineError | None = None
+
+    @classmethod
+    async def build(cls, settings: SglangSettings) -> SglangCore:
+        """Starts SGLang without weights.
+
+        Raises:
+            ConfigError: the path holds no model, or SGLang refuses its arguments.
+        """
+        device = select_device(settings.device)
+        kind = device.torch_device.type
+        if kind not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"sluice.rollout.device: {device.name} with name=sglang; its sampler there is not "
+                "sluice's and tells other logprobs: set actor_rollout_ref.rollout.name=vllm"
+            )
+        _check_context(settings)
+        layout = checkpoint_layout(
+            settings.model_path,
+            trust_remote_code=settings.trust_remote_code,
+            dtype=settings.dtype,
+        )
+        core = cls(layout, settings)
+        os.environ |= engine_environment(
+            os.environ, on_cpu=kind == "cpu", threads=settings.torch_threads
+        )
+        core._client = SglangClient(settings.engine_arguments(kind), core._note_death)
+        _log.info("SGLang %s runs on %s", core._client.version, device.name)
+        return core
+
+    def _note_death(self) -> None:
+        self.broken = EngineError("a process of SGLang has ended; restart the replica")
+        for run in self._runs.values():
+            run.cancel()
+
+    @property
+    def salt(self) -> str:
+        """Prompts whose cache was computed by other weights have another one."""
+        return str(self._swaps)
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Ids of SGLang's processes."""
+        return self._client.processes
+
+    def count(self, drawn: int, prefilled: int) -> None:
+        """Takes note of response tokens drawn and of prompt tokens computed."""
+        self.generated_tokens += drawn
+        self.prefilled_tokens += prefilled
+
+    def new_run(
+        self,
+        number: int,
+        request: GenerationRequest,
+        pace: Pace,
+        post: Callable[[list[SampleChunk]], None],
+    ) -> RequestRun:
+        """A run for `run`."""
+        return RequestRun(self._client, number, request, self._limits, pace, self, post)
+
+    async def run(self, run: RequestRun, stream: ChunkStream) -> None:
+        """Draws a request's samples into its stream, and ends that in any case."""
+        error: EngineError | None = None
+        self._runs[stream] = run
+        try:
+            await run.run(self._gate)
+        except EngineError as failed:
+            error = failed
+        finally:
+            del self._runs[stream]
+            self._run_ended.set()
+            stream.end(self.broken or error)
+
+    async def cancel(self, stream: ChunkStream) -> None:
+        """Aborts the samples of one stream."""
+        if stream in self._runs:
+            self._runs[stream].cancel()
+
+    async def pulse(self, timeout_s: float) -> None:
+        """Returns when SGLang's scheduler has answered."""
+        await self._client.pulse(timeout_s)
+
+    async def running_samples(self) -> int:
+        """Samples that the scheduler held when it last published its load."""
+        return await self._client.running_samples()
+
+    async def swap(self, folder: str, version: int, digest: str) -> float:
+        """Has the model compute with a checkpoint; returns seconds without a token.
+
+        Raises:
+            EngineError: the model could not take it and is broken.
+        """
+        async with self._swapping:
+            if (self.version, self.digest) == (version, digest):
+                return 0.0
+            started = time.perf_counter()
+            recompute = self._settings.recompute_kv
+            await self._client.pause(retract=recompute)
+            try:
+                await self._client.load(folder, version, flush=recompute)
+            except EngineError as error:
+                self.broken = EngineError(f"{error}; restart the replica")
+                raise self.broken from error
+            self.version, self.digest = version, digest
+            self._swaps += 1
+            if not self._is_paused:
+                await self._client.resume()
+            return time.perf_counter() - started
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Draws nothing from its return until `resume`; samples that come then are not begun."""
+        async with self._swapping:
+            self._gate.clear()
+            if mode is PauseMode.ABORT:
+                for run in self._begun():
+                    run.give_up()
+            elif mode is PauseMode.DRAIN:
+                await self._drain()
+            self._is_paused = True
+            await self._client.pause(retract=mode is PauseMode.RECOMPUTE)
+            if mode is PauseMode.RECOMPUTE:
+                await self._client.flush()
+
+    async def _drain(self) -> None:
+        if self._is_paused:
+            await self._client.resume()
+        while self._begun():
+            self._run_ended.clear()
+            await self._run_ended.wait()
+
+    def _begun(self) -> list[RequestRun]:
+        return [run for run in self._runs.values() if run.has_begun]
+
+    async def resume(self) -> None:
+        """Draws on."""
+        async with self._swapping:
+            self._is_paused = False
+            await self._client.resume()
+            self._gate.set()
+
+    async def close(self) -> None:
+        """Ends what runs, has it delivered, and ends SGLang's processes."""
+        for run in list(self._runs.values()):
+            run.give_up()
+        await self._client.close()
+
+
+def _check_context(settings: SglangSettings) -> None:
+    """SGLang's own check is off, since its context is a little longer than ours.
+
+    Raises:
+        ConfigError: samples may be longer than the model's positions reach.
+    """
+    try:
+        config = AutoConfig.from_pretrained(
+            settings.model_path, trust_remote_code=settings.trust_remote_code
+        ).get_text_config()
+    except (OSError, ValueError):
+        return  # whoever reads the layout says what is wrong with the folder
+    scaling = getattr(config, "rope_parameters", None) or {}
+    reach = getattr(config, "max_position_embeddings", None)
+    if reach is not None and settings.max_model_len > reach * float(scaling.get("factor") or 1):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.max_model_len: samples of {settings.max_model_len} tokens; "
+            f"the model at {settings.model_path} has {reach} positions: lower it, or "
+            "data.max_prompt_length and data.max_response_length"
+        )

@@ -1,0 +1,106 @@
+"""`sluice prepare`: the folder of a run whose services have hosts of their own."""
+
+from __future__ import annotations
+
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from sluice.cli.certs import certs
+from sluice.cli.preparation_view import PreparationView
+from sluice.cli.quickstart import asset_settings
+from sluice.cli.up import split_arguments
+from sluice.config.checks import check_config
+from sluice.config.derived import checkpoint_folder
+from sluice.config.dump import write_config
+from sluice.config.explain import launch_notices
+from sluice.config.loader import load_config
+from sluice.config.remarks import remarks
+from sluice.launch.network_layout import CONFIG_NAME, network_settings
+from sluice.launch.reward_function_check import check_reward_function
+from sluice.launch.shared_run import SharedRun
+from sluice.quickstart.prepare import prepare as prepare_quickstart
+
+_SEED = 0
+_CERTIFICATE_DAYS = 365
+_CERTIFICATES = "certs"
+
+
+def prepare(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG] [KEY=VALUE]...",
+            help="A YAML file, and keys to override in verl's spelling.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    run_dir: Annotated[Path, typer.Option(help="Folder that all services of the run see.")] = Path(
+        "runs/run"
+    ),
+    quickstart: Annotated[
+        bool, typer.Option("--quickstart", help="Make the quickstart's model and data first.")
+    ] = False,
+    secure: Annotated[
+        bool, typer.Option("--secure", help="Make certificates and tokens, and ask for them.")
+    ] = False,
+) -> None:
+    """Write the configuration of a run whose services have hosts of their own, such as containers.
+
+    Each service is found by the name of its kind (trainer, reward, rollout) at a port that never
+    changes. A run that is there and has not ended goes on with what it has.
+
+    \b
+    Examples:
+      sluice prepare run.yaml --run-dir /runs/run trainer.save_freq=20
+      sluice prepare --quickstart --secure --run-dir /runs/run
+    """
+    console = Console()
+    file, overrides = split_arguments(arguments or [])
+    settings: list[str] = []
+    if quickstart:
+        settings += _quickstart_settings(run_dir, console)
+    if secure:
+        settings += _security_settings(run_dir.absolute() / _CERTIFICATES)
+    settings += [*network_settings(), f"sluice.run_dir={run_dir.absolute()}"]
+    with as_file(files("sluice.quickstart") / "quickstart.yaml") as job:
+        base = job if quickstart else file
+        config = load_config(base, [*settings, *overrides])
+        notices = launch_notices(base, overrides)
+    for line in (*(one.text for one in notices), *remarks(config)):
+        console.print(f"notice: {line}", soft_wrap=True, markup=False, highlight=False)
+    check_config(config)
+    check_reward_function(config.reward)
+    write_config(config, run_dir / CONFIG_NAME)
+    begins = SharedRun(run_dir).begin(Path(checkpoint_folder(config)))
+    what = "begins" if begins else "goes on"
+    console.print(f"{run_dir}: the run {what}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _quickstart_settings(run_dir: Path, console: Console) -> list[str]:
+    with PreparationView(console) as view:
+        assets = prepare_quickstart(
+            run_dir / "assets", task="quickstart", seed=_SEED, progress=view.show
+        )
+    return asset_settings(assets, run_dir, _SEED)
+
+
+def _security_settings(folder: Path) -> list[str]:
+    """Certificates of one name for all services, since replicas come and go; made once."""
+    if not (folder / "service.pem").is_file():
+        certs(out=folder, host=None, days=_CERTIFICATE_DAYS, force=True)
+    files = {
+        "ca_file": "ca.pem",
+        "cert_file": "service.pem",
+        "key_file": "service.key",
+        "token_file": "service.tokens",
+    }
+    return [
+        "sluice.security.tls=mtls",
+        "sluice.security.server_name=sluice",
+        *(f"sluice.security.{key}={folder / name}" for key, name in files.items()),
+    ]

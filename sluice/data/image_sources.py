@@ -1,0 +1,95 @@
+"""Where the bytes of an image come from: they are there, in base64, or in a file."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from sluice.errors import DataError
+
+ImageSource = bytes | str
+"""An encoded image, or the path of one."""
+
+DATA_URI = "data:"
+_BASE64 = ";base64"
+FORMS = "the bytes, their base64 as 'bytes' or in a data: URI, or the path of an image"
+
+
+def image_source(found: object) -> ImageSource:
+    """What a row of a file says of an image: verl's ``{bytes, path}``, bytes, a path, a data: URI.
+
+    Text in ``bytes`` is base64, since JSON has no bytes.
+
+    Raises:
+        ValueError: it is none of these; says what is wrong, and nothing of where.
+    """
+    if isinstance(found, Mapping):
+        data, path = found.get("bytes"), found.get("path")
+        if isinstance(data, str) and data:
+            return _decoded(data)
+        found = data or path
+    if isinstance(found, str) and found.startswith(DATA_URI):
+        return image_of_uri(found)
+    if isinstance(found, bytes | str) and found:
+        return found
+    raise ValueError(f"holds neither {FORMS}")
+
+
+def usable_images(found: object) -> tuple[ImageSource, ...]:
+    """The images of a row's list, without what is none; whether that may be is asked elsewhere."""
+    usable: list[ImageSource] = []
+    for one in found if isinstance(found, list) else []:
+        with suppress(ValueError):
+            usable.append(image_source(one))
+    return tuple(usable)
+
+
+def image_of_uri(uri: str) -> bytes:
+    """The bytes of a ``data:image/...;base64,...`` URI.
+
+    Raises:
+        ValueError: it is none, or holds no base64.
+    """
+    head, comma, body = uri.partition(",")
+    if not comma or not head.startswith(DATA_URI) or not head.endswith(_BASE64):
+        raise ValueError("is no data: URI with base64, as data:image/png;base64,...")
+    return _decoded(body)
+
+
+def read_image(field: str, source: ImageSource, folder: Path, max_bytes: int) -> bytes:
+    """The bytes of an image.
+
+    Args:
+        field: whose it is, for errors.
+        source: the bytes themselves, or a path.
+        folder: beside which a relative path is looked up.
+        max_bytes: a larger file is not read.
+
+    Raises:
+        DataError: names the file and what is wrong with it.
+    """
+    if isinstance(source, bytes):
+        return source
+    try:
+        path = folder / source
+        if not path.is_file():
+            raise DataError(f"{field}: no file {path}; give the path of an image")
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{field}: {source!r} cannot be read ({error})") from error
+    if len(data) > max_bytes:
+        raise DataError(
+            f"{field}: {path} has more than the {max_bytes} bytes that sluice.limits.max_image_mb "
+            "allows; make it smaller"
+        )
+    return data
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return b64decode(text, validate=True)
+    except ValueError as error:
+        raise ValueError(f"holds text that is no base64 ({error})") from error

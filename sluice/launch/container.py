@@ -1,0 +1,156 @@
+"""Keeps one service of a run whose services have hosts of their own: the program of a container.
+
+`python -m sluice.launch.container KIND --config FILE`, where FILE is in the run's folder, which all
+containers see.
+
+Consumes: the run's configuration and `SharedRun`. Waits for: the service's processes, the run's
+end, a signal. Unblocked by: exits of processes, the file that says how the run ended, SIGTERM.
+Produces: the service's log lines; when it ends the run (the trainer's last step, a needed service
+that failed for good), that file. On failure: processes are started again as their specification
+says; this program itself is its engine's to start again. Exit code 0: the service has ended with
+its run or because it was asked to; 1: it failed, with a diagnosis; 130: a trainer that was asked to
+end before its last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from sluice.concurrency.exit_status import exit_status
+from sluice.config.endpoints import peer_address
+from sluice.config.host_port import split_host_port
+from sluice.config.loader import load_config
+from sluice.config.run import RunConfig
+from sluice.launch.network_layout import KINDS, Kind
+from sluice.launch.own_address import own_address
+from sluice.launch.service_spec import (
+    TRAINER,
+    ServiceSpec,
+    replica_on_its_own,
+    reward_service,
+    trainer_services,
+)
+from sluice.launch.shared_run import Ending, SharedRun
+from sluice.launch.supervisor import EXIT_FAILED, EXIT_INTERRUPTED, RunEnd, Supervisor
+from sluice.telemetry.logs import configure_logging
+
+logger = logging.getLogger(__name__)
+
+# A service spends its own grace period draining; what it needs to leave comes on top.
+EXIT_MARGIN_S = 5.0
+_WATCH_INTERVAL_S = 0.5
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs until the service or the run ends."""
+    options = _parse(arguments)
+    kind: Kind = options.kind
+    codes: list[int] = []
+    status = exit_status(kind, lambda: codes.append(_keep(kind, options.config)))
+    return codes[0] if codes else status
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m sluice.launch.container",
+        description="Keeps one service of a run running.",
+        epilog="example: python -m sluice.launch.container trainer --config /runs/run/config.yaml",
+    )
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--config", type=Path, required=True, help="in the run's folder")
+    return parser.parse_args(arguments)
+
+
+def _keep(kind: Kind, config_file: Path) -> int:
+    config = load_config(config_file, ())
+    configure_logging(f"{kind} launcher", config.sluice.log_level)
+    run = SharedRun(Path(config.sluice.run_dir))
+    over = run.ending()
+    if over is not None:
+        return _after(over, kind)
+    specs = services_of(kind, config, config_file, run)
+    return asyncio.run(_supervise(kind, specs, config, run))
+
+
+def services_of(
+    kind: Kind, config: RunConfig, config_file: Path, run: SharedRun
+) -> tuple[ServiceSpec, ...]:
+    """The processes of one service; that one of them ends in order ends its launcher."""
+    if kind == "rollout":
+        host = socket.gethostname()
+        trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
+        specs: tuple[ServiceSpec, ...] = (
+            replica_on_its_own(
+                config, config_file, f"rollout-{host}", own_address(split_host_port(trainer)[0])
+            ),
+        )
+    elif kind == "reward":
+        specs = (reward_service(config, config_file),)
+    else:
+        specs = trainer_services(config, config_file, run.checkpoints_before())
+    before = run.count_start(specs[0].name)
+    if before:
+        logger.warning("%s: its launcher was started %d times before", specs[0].name, before)
+    return tuple(replace(spec, ends_run=spec is specs[0], starts_before=before) for spec in specs)
+
+
+async def _supervise(
+    kind: Kind, specs: tuple[ServiceSpec, ...], config: RunConfig, run: SharedRun
+) -> int:
+    grace_s = config.sluice.shutdown_grace_s + EXIT_MARGIN_S
+    supervisor = Supervisor(specs, Path(config.sluice.run_dir) / "logs", _show, grace_s)
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(_end_with(run, supervisor), name="end of the run")
+        end = await supervisor.run()
+        watching.cancel()
+    return _outcome(kind, specs, end, run)
+
+
+async def _end_with(run: SharedRun, supervisor: Supervisor) -> None:
+    while True:  # a file on a volume tells nobody that it changes
+        if run.ending() is not None:
+            supervisor.end()
+            return
+        await asyncio.sleep(_WATCH_INTERVAL_S)
+
+
+def _outcome(kind: Kind, specs: Sequence[ServiceSpec], end: RunEnd, run: SharedRun) -> int:
+    """Tells the others, if the run is over with this service, and says what its exit code is."""
+    for failure in end.failures:
+        logger.error("%s", failure)
+    over = run.ending()
+    if over is not None:
+        return EXIT_FAILED if end.failures else _after(over, kind)
+    if end.failures:
+        if any(spec.is_needed for spec in specs):
+            run.end(Ending(kind, end.failures))
+        return EXIT_FAILED
+    if kind == TRAINER and end.exit_code == 0:
+        run.end(Ending(kind, ()))
+    interrupted = end.exit_code == EXIT_INTERRUPTED
+    return EXIT_INTERRUPTED if kind == TRAINER and interrupted else 0
+
+
+def _after(over: Ending, kind: Kind) -> int:
+    """The exit code of a service whose run is over; who ended the run by a failure has failed."""
+    if over.is_complete:
+        logger.info("the run has reached its end")
+        return 0
+    logger.error("the run has failed: %s", "\n".join(over.failures))
+    return EXIT_FAILED if kind in {over.service, TRAINER} else 0
+
+
+def _show(_: str, line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,104 @@
+"""What launchers of one run on several hosts tell each other, in files of the run's folder.
+
+There is no supervisor above them: one launcher keeps each service, and all of them see the folder.
+It says how the checkpoints stood when the run began, how often each service's launcher was started,
+and how the run ended. Files are replaced whole, so a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sluice.errors import ConfigError
+from sluice.launch.checkpoint_mark import checkpoint_mark
+
+_FOLDER, _BEGINNING, _ENDING = "launch", "began.json", "ended.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a run ended: `failures` holds the diagnosis of the service that failed for good."""
+
+    service: str
+    failures: tuple[str, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run reached its end."""
+        return not self.failures
+
+
+class SharedRun:
+    """The files of one run.
+
+    Args:
+        run_dir: the run's folder, the same for all services.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / _FOLDER
+
+    def begin(self, checkpoints: Path) -> bool:
+        """Notes that a run begins, unless one that has not ended is there.
+
+        A run that was interrupted goes on, and so does one to which replicas are added; one that
+        has ended, or failed, begins again.
+
+        Args:
+            checkpoints: the folder of the trainer's checkpoints.
+
+        Returns:
+            whether it begins.
+        """
+        if (self._folder / _BEGINNING).is_file() and self.ending() is None:
+            return False
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for counted in self._folder.glob("*.starts"):
+            counted.unlink()
+        self._write(_BEGINNING, {"checkpoints_before": checkpoint_mark(checkpoints)})
+        (self._folder / _ENDING).unlink(missing_ok=True)
+        return True
+
+    def checkpoints_before(self) -> str:
+        """The mark of the checkpoints that were there before the run.
+
+        Raises:
+            ConfigError: no run was begun in the folder.
+        """
+        try:
+            found = json.loads((self._folder / _BEGINNING).read_text(encoding="utf-8"))
+            return str(found["checkpoints_before"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self._folder / _BEGINNING}: {error}; begin the run with `sluice prepare`"
+            ) from error
+
+    def count_start(self, name: str) -> int:
+        """How often the launcher of a service was started in this run before this time."""
+        file = self._folder / f"{name}.starts"
+        before = len(file.read_bytes()) if file.is_file() else 0
+        with file.open("ab") as starts:
+            starts.write(b".")
+        return before
+
+    def end(self, ending: Ending) -> None:
+        """Tells all launchers that the run is over; how it ended first counts."""
+        if self.ending() is None:
+            self._write(_ENDING, asdict(ending))
+
+    def ending(self) -> Ending | None:
+        """How the run ended; None while it goes on."""
+        try:
+            text = (self._folder / _ENDING).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        found = json.loads(text)
+        return Ending(str(found["service"]), tuple(map(str, found["failures"])))
+
+    def _write(self, name: str, content: object) -> None:
+        partial = self._folder / f"{name}.{uuid.uuid4().hex}.partial"
+        partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        partial.replace(self._folder / name)

@@ -1,0 +1,118 @@
+"""Makes model and data set of the task with pictures."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sluice.quickstart.progress import PrepareProgress, QuickstartFacts
+from sluice.quickstart.settings import PrepareSettings
+from sluice.quickstart.shapes import ShapeQuestion, answer_text, questions
+from sluice.quickstart.shapes_dataset import write_shapes
+from sluice.quickstart.tokenizer import TURN_END, render_prompt, save_tokenizer, train_on_texts
+from sluice.quickstart.vision_tokens import (
+    IMAGE_PAD,
+    VISION_CHAT_TEMPLATE,
+    VISION_END,
+    VISION_START,
+    VISION_TOKENS,
+)
+from sluice.types import IMAGE_MARK, TokenIds
+from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from sluice.quickstart.warm_start import WarmStartResult
+
+_SHOWN = f"{VISION_START}{IMAGE_PAD}{VISION_END}"
+
+
+def make_shapes(
+    directory: Path,
+    seed: int,
+    sizes: PrepareSettings,
+    progress: Callable[[PrepareProgress], None],
+) -> QuickstartFacts:
+    """Write `data/train.parquet`, `data/test.parquet` and `model/` into `directory`."""
+    started = time.monotonic()
+    asked = questions(f"{seed}/held-out"), questions(f"{seed}/train")
+    held_out = list(islice(asked[0], sizes.num_held_out))
+    train = list(islice(asked[1], sizes.num_train))
+    write_shapes(directory / "data" / "train.parquet", train, "train")
+    write_shapes(directory / "data" / "test.parquet", held_out, "test")
+    samples = list(islice(questions(f"{seed}/tokenizer"), sizes.num_tokenizer_dialogues))
+    tokenizer = train_on_texts(map(_text, samples), VISION_TOKENS)
+    progress(PrepareProgress("data", 1, 1))
+    parameters, result, prompt, answer = _make_model(
+        directory / "model", tokenizer, seed, sizes, progress
+    )
+    return QuickstartFacts(
+        num_parameters=parameters,
+        vocabulary_size=tokenizer.get_vocab_size(),
+        num_train=len(train),
+        num_held_out=len(held_out),
+        longest_prompt_tokens=prompt,
+        longest_answer_tokens=answer,
+        warm_start_steps=result.num_steps,
+        warm_start_excess_loss=result.excess_loss,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _make_model(
+    directory: Path,
+    tokenizer: Tokenizer,
+    seed: int,
+    sizes: PrepareSettings,
+    progress: Callable[[PrepareProgress], None],
+) -> tuple[int, WarmStartResult, int, int]:
+    """Parameters, the warm start's result, and the longest prompt and answer of a sample."""
+    # Only here, so that finding everything made costs no import of torch.
+    from sluice.quickstart.vision_model import MAX_POSITIONS, make_model, save_model, save_processor
+    from sluice.quickstart.vision_warm_start import picture_dialogues, warm_start_on_pictures
+    from sluice.quickstart.warm_start import one_torch_thread
+
+    def ids(text: str) -> TokenIds:
+        return np.asarray(tokenizer.encode(text).ids, dtype=np.uint32)
+
+    def report(step: int, total: int, loss: float) -> None:
+        progress(PrepareProgress("warm-start", step, total, loss))
+
+    shutil.rmtree(directory, ignore_errors=True)
+    save_processor(directory)
+    save_tokenizer(tokenizer, directory, MAX_POSITIONS, VISION_CHAT_TEMPLATE)
+    model = make_model(tokenizer, seed)
+    model.config.save_pretrained(directory)
+    dialogues = picture_dialogues(
+        questions(f"{seed}/warm-start"),
+        _reader(directory),
+        lambda question: ids(render_prompt(question.replace(IMAGE_MARK, _SHOWN))),
+        lambda answer: ids(answer + TURN_END),
+        random.Random(f"{seed}/warm-start/slips"),
+        sizes.warm_start.wrong_step_rate,
+    )
+    first = list(islice(dialogues, sizes.warm_start.batch_dialogues))
+    with one_torch_thread():
+        result = warm_start_on_pictures(model, dialogues, sizes.warm_start, report)
+    save_model(model, directory)
+    longest = max(one.prompt.size for one in first), max(one.answer.size for one in first)
+    return model.num_parameters(), result, *longest
+
+
+def _reader(directory: Path) -> ImagePromptReader:
+    reader = load_image_prompts(directory)
+    assert reader is not None
+    return reader
+
+
+def _text(question: ShapeQuestion) -> str:
+    prompt = render_prompt(question.question.replace(IMAGE_MARK, _SHOWN))
+    return prompt + answer_text(question.answer)

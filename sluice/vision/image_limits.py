@@ -1,0 +1,112 @@
+"""How many images a prompt may have, and how large they may be.
+
+One rule for every door: clients' calls, submitted prompts and rows of data sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sluice.errors import InvalidRequestError
+from sluice.types import IMAGE_MARK
+from sluice.vision.image_header import read_image_header
+
+__all__ = [
+    "DEFAULT_LIMITS",
+    "MOST_PIXELS",
+    "ImageLimits",
+    "check_image",
+    "check_image_count",
+    "check_images",
+    "check_marks",
+]
+
+_KEYS = "sluice.limits"
+MOST_PIXELS = 1 << 25
+"""What no setting goes beyond: decoded they take 100 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """The most of each; bytes are those of the encoded files.
+
+    Attributes:
+        max_images: of one prompt.
+        max_bytes: of one image.
+        max_total_bytes: of all images of one prompt.
+        max_pixels: width times height of one image.
+    """
+
+    max_images: int = 16
+    max_bytes: int = 8 << 20
+    max_total_bytes: int = 16 << 20
+    max_pixels: int = 1 << 24
+
+
+DEFAULT_LIMITS = ImageLimits()
+
+
+def check_images(
+    field: str, images: Sequence[bytes], texts: Iterable[str], limits: ImageLimits
+) -> None:
+    """What may be decoded at all. Headers are read, pixels are not.
+
+    Args:
+        field: what holds the images, for errors.
+        images: encoded files.
+        texts: those of the prompt's turns, which hold ``<image>`` for each image.
+        limits: the most of each.
+
+    Raises:
+        InvalidRequestError: names the image, the value, and the setting or the remedy.
+    """
+    if not images:
+        return
+    check_image_count(field, len(images), limits)
+    check_marks(field, len(images), texts)
+    total = sum(map(len, images))
+    if total > limits.max_total_bytes:
+        raise InvalidRequestError(
+            f"{field}: {total} bytes in all; {_KEYS}.max_prompt_images_mb allows "
+            f"{limits.max_total_bytes}: send fewer or smaller images"
+        )
+    for index, image in enumerate(images):
+        check_image(f"{field}[{index}]", image, limits)
+
+
+def check_image_count(field: str, num_images: int, limits: ImageLimits) -> None:
+    """At most so many images in a prompt. Raises InvalidRequestError."""
+    if num_images > limits.max_images:
+        raise InvalidRequestError(
+            f"{field}: {num_images} images; {_KEYS}.max_prompt_images allows {limits.max_images}"
+        )
+
+
+def check_image(field: str, image: bytes, limits: ImageLimits) -> None:
+    """One encoded image. Raises InvalidRequestError."""
+    if len(image) > limits.max_bytes:
+        raise InvalidRequestError(
+            f"{field}: {len(image)} bytes; {_KEYS}.max_image_mb allows {limits.max_bytes}: send a "
+            "smaller image"
+        )
+    header = read_image_header(field, image)
+    if header.num_pixels > limits.max_pixels:
+        raise InvalidRequestError(
+            f"{field}: {header.width} x {header.height} pixels; {_KEYS}.max_image_pixels allows "
+            f"{limits.max_pixels}: send a smaller image"
+        )
+
+
+def check_marks(field: str, num_images: int, texts: Iterable[str]) -> None:
+    """As many ``<image>`` in the texts as there are images, if there are any.
+
+    Raises:
+        InvalidRequestError: names both numbers.
+    """
+    marks = sum(text.count(IMAGE_MARK) for text in texts)
+    if num_images and marks != num_images:
+        raise InvalidRequestError(
+            f"{field}: {num_images} images for {marks} times {IMAGE_MARK} in the texts; write "
+            f"{IMAGE_MARK} where each image belongs"
+        )

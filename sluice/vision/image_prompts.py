@@ -1,0 +1,140 @@
+"""Images and prompts made ready for one model, by the image processor that comes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sluice.errors import ConfigError, InvalidRequestError
+from sluice.types import TokenIds
+from sluice.vision.image_files import image_size, read_image
+from sluice.vision.placeholders import expand_placeholders
+from sluice.vision.rope_positions import Grid, RopePositions, find_images, rope_positions
+from sluice.vision.vision_shape import VisionShape, read_vision_shape
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["ImagePrompt", "ImagePromptReader", "load_image_prompts"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImagePrompt:
+    """A prompt's images as the model takes them, and where they stand in it.
+
+    Attributes:
+        pixel_values: [patches, numbers a patch] float32, all images one behind the other.
+        grid_thw: [images, 3] int64: frames (1), rows and columns of patches.
+        places: [image tokens] int64, their places in the prompt.
+        positions: of the prompt's tokens.
+    """
+
+    pixel_values: npt.NDArray[np.float32]
+    grid_thw: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+    positions: RopePositions
+
+
+class ImagePromptReader:
+    """Lays prompts with images out for one model. May be used by several threads.
+
+    Args:
+        shape: of the model.
+        processor: transformers' image processor of the model, computing with NumPy and Pillow.
+    """
+
+    def __init__(self, shape: VisionShape, processor: Any) -> None:  # noqa: ANN401 - untyped there
+        self.shape, self._processor = shape, processor
+
+    def expand(self, token_ids: TokenIds, images: Sequence[bytes]) -> TokenIds:
+        """The prompt with one token for each merged patch of its images, from their headers.
+
+        Args:
+            token_ids: [tokens], one placeholder an image.
+            images: encoded files, in the order of their placeholders.
+
+        Raises:
+            InvalidRequestError: an image cannot be read, or placeholders and images differ in
+                number.
+        """
+        merged = self.shape.merge_size**2
+        counts = [
+            self._num_patches(*image_size(encoded, f"images[{number}]"), number) // merged
+            for number, encoded in enumerate(images)
+        ]
+        return expand_placeholders(token_ids, self.shape.image_token_id, counts)
+
+    def read(self, token_ids: TokenIds, images: Sequence[bytes]) -> ImagePrompt:
+        """Pixels and positions of a prompt that `expand` made.
+
+        Args:
+            token_ids: [prompt tokens].
+            images: the encoded files, at least one.
+
+        Raises:
+            InvalidRequestError: an image cannot be read, the tokens are of other images, or the
+                prompt ends with an image.
+        """
+        decoded = [
+            read_image(encoded, f"images[{number}]") for number, encoded in enumerate(images)
+        ]
+        pixel_values, grid_thw = self._pixels(decoded)
+        size = self.shape.merge_size
+        grids = [Grid(int(rows) // size, int(columns) // size) for _, rows, columns in grid_thw]
+        found = find_images(token_ids, self.shape.image_token_id, grids)
+        places = np.concatenate([image.start + np.arange(image.grid.num_tokens) for image in found])
+        if places[-1] == token_ids.size - 1:
+            raise InvalidRequestError("prompt: it ends with an image; put text behind it")
+        positions = rope_positions(token_ids.size, found)
+        return ImagePrompt(pixel_values, grid_thw, places, positions)
+
+    def _pixels(
+        self, decoded: Sequence[Image]
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        try:
+            made = self._processor(images=list(decoded), return_tensors="np")
+        except ValueError as error:  # an aspect ratio that no grid fits
+            raise InvalidRequestError(f"images: they cannot be resized: {error}") from error
+        return (
+            np.ascontiguousarray(made["pixel_values"], dtype=np.float32),
+            np.asarray(made["image_grid_thw"], dtype=np.int64),
+        )
+
+    def _num_patches(self, height: int, width: int, number: int) -> int:
+        try:
+            return int(self._processor.get_number_of_image_patches(height, width, {}))
+        except ValueError as error:
+            raise InvalidRequestError(f"images[{number}]: it cannot be resized: {error}") from error
+
+
+def load_image_prompts(
+    model_path: Path | str, *, trust_remote_code: bool = False
+) -> ImagePromptReader | None:
+    """The reader for a model's directory; ``None`` if the model takes no images.
+
+    Raises:
+        ConfigError: the model's image processor cannot be loaded.
+    """
+    shape = read_vision_shape(model_path)
+    if shape is None:
+        return None
+    from transformers import AutoImageProcessor
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(
+            str(model_path),
+            backend="pil",
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ConfigError(
+            f"actor_rollout_ref.model.path: the image processor of {model_path} cannot be loaded "
+            f"({error}); copy preprocessor_config.json there and install Pillow"
+        ) from error
+    return ImagePromptReader(shape, processor)

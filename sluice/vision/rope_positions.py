@@ -1,0 +1,108 @@
+"""Where tokens stand for rotary embeddings with three axes: time, height and width.
+
+Text counts on alike on all three axes. An image's tokens share one time; their height and width
+are those of their patch, counted from where the image begins. What follows an image goes on behind
+the largest number in it (M-RoPE: Wang et al., "Qwen2-VL", 2024, section 2.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sluice.errors import InvalidRequestError
+
+__all__ = ["Grid", "ImagePlace", "RopePositions", "find_images", "rope_positions"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """An image's tokens by rows and columns, after patches were merged."""
+
+    rows: int
+    columns: int
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the image takes."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlace:
+    """An image's tokens are the prompt's ``[start, start + grid.num_tokens)``."""
+
+    start: int
+    grid: Grid
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RopePositions:
+    """Positions of a prompt.
+
+    Attributes:
+        prompt: [3, prompt tokens] int64: time, height, width.
+        shift: token t behind the prompt stands at ``t + shift`` on all axes; 0 or below.
+    """
+
+    prompt: npt.NDArray[np.int64]
+    shift: int
+
+    def extended(self, num_tokens: int) -> npt.NDArray[np.int64]:
+        """[3, num_tokens]: of the prompt's first tokens, or of all of them and some behind."""
+        known = self.prompt.shape[1]
+        behind = np.arange(known, num_tokens, dtype=np.int64) + self.shift
+        return np.concatenate(
+            [self.prompt[:, :num_tokens], np.broadcast_to(behind, (3, behind.size))], axis=1
+        )
+
+
+def find_images(
+    token_ids: npt.NDArray[np.integer], image_token_id: int, grids: Sequence[Grid]
+) -> tuple[ImagePlace, ...]:
+    """Where each image's tokens are in a prompt.
+
+    Raises:
+        InvalidRequestError: the prompt holds more or fewer of them than `grids` ask for, or an
+            image's are not one behind the other.
+    """
+    found = np.flatnonzero(token_ids == image_token_id)
+    wanted = sum(grid.num_tokens for grid in grids)
+    if found.size != wanted:
+        raise InvalidRequestError(
+            f"prompt: {found.size} image tokens, but its {len(grids)} images take {wanted}; send "
+            "the tokens that the prompt was accepted with, and its images"
+        )
+    places = []
+    cursor = 0
+    for number, grid in enumerate(grids):
+        own = found[cursor : cursor + grid.num_tokens]
+        if own[-1] - own[0] != grid.num_tokens - 1:
+            raise InvalidRequestError(f"prompt: the tokens of image {number} do not lie together")
+        places.append(ImagePlace(int(own[0]), grid))
+        cursor += grid.num_tokens
+    return tuple(places)
+
+
+def rope_positions(num_tokens: int, images: Sequence[ImagePlace]) -> RopePositions:
+    """Positions of a prompt of `num_tokens` with `images` in their order."""
+    parts: list[npt.NDArray[np.int64]] = []
+    place = position = 0
+    for image in images:
+        parts.append(_text(image.start - place, position))
+        position += image.start - place
+        rows, columns = image.grid.rows, image.grid.columns
+        patch = np.indices((1, rows, columns), dtype=np.int64).reshape(3, -1)
+        parts.append(patch + position)
+        place = image.start + image.grid.num_tokens
+        position += max(rows, columns)
+    parts.append(_text(num_tokens - place, position))
+    return RopePositions(np.concatenate(parts, axis=1), position - place)
+
+
+def _text(num_tokens: int, start: int) -> npt.NDArray[np.int64]:
+    counted = np.arange(start, start + num_tokens, dtype=np.int64)
+    return np.broadcast_to(counted, (3, num_tokens))

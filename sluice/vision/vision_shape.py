@@ -1,0 +1,57 @@
+"""What must be known of a vision-language model to lay out prompts with images for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from sluice.errors import ConfigError
+
+__all__ = ["FAMILIES", "VisionShape", "read_vision_shape"]
+
+FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+"""Values of ``model_type`` whose images this package understands."""
+
+_MERGE = {"qwen2_vl": 2, "qwen2_5_vl": 2, "qwen3_vl": 2, "qwen3_vl_moe": 2}
+_IMAGE_TOKEN = 151655  # of the published models, where config.json does not say
+
+
+@dataclass(frozen=True, slots=True)
+class VisionShape:
+    """Of one model.
+
+    Attributes:
+        model_type: one of `FAMILIES`.
+        image_token_id: stands in a prompt for each merged patch of an image.
+        merge_size: patches that become one token, along each side.
+    """
+
+    model_type: str
+    image_token_id: int
+    merge_size: int
+
+
+def read_vision_shape(model_path: Path | str) -> VisionShape | None:
+    """From ``config.json``; ``None`` for a model that is not one of `FAMILIES`.
+
+    Raises:
+        ConfigError: the file is missing or no JSON object.
+    """
+    file = Path(model_path) / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        family = config.get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"actor_rollout_ref.model.path: {file} cannot be read ({error}); give the directory "
+            "of a Hugging Face model"
+        ) from error
+    if family not in FAMILIES:
+        return None
+    vision = config.get("vision_config") or {}
+    return VisionShape(
+        family,
+        int(config.get("image_token_id", _IMAGE_TOKEN)),
+        int(vision.get("spatial_merge_size", _MERGE[family])),
+    )

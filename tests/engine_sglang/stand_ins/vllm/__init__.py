@@ -1,0 +1,1 @@
+"""Stands in for vLLM, which SGLang asks for one function where it knows no accelerator."""

@@ -1,0 +1,99 @@
+"""The engine contract, kept by SGLang on the CPU; `make test-sglang`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from services.rollout.engines.sglang_engine import SglangEngine
+from services.rollout.engines.sglang_settings import SglangSettings
+from tests.support.engine_contract import DrawingContract
+from tests.support.engine_contract_pause import PauseContract
+from tests.support.engine_contract_stops import StopStringContract
+from tests.support.engine_contract_weights import LifecycleContract, UpdateContract
+from tests.support.engine_contract_world import (
+    FAMILIES,
+    MAX_MODEL_LEN,
+    SLOTS,
+    ContractWorld,
+    contract_world,
+    save_contract_checkpoint,
+    save_contract_config,
+)
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("default"),  # SGLang's own
+    pytest.mark.timeout(900),
+]
+
+
+def _make(folder: Path, **more: object) -> SglangEngine:
+    arguments = {"chunked_prefill_size": 2 * MAX_MODEL_LEN, "load_snapshot_publish_interval": 1}
+    return SglangEngine(
+        SglangSettings(
+            str(folder),
+            slots=SLOTS,
+            max_model_len=MAX_MODEL_LEN,
+            recompute_kv=True,
+            arguments=arguments | more,
+        )
+    )
+
+
+def _make_with_weights(folder: Path) -> SglangEngine:
+    return _make(folder, load_format="auto")
+
+
+async def _serve_saved(engine: SglangEngine, _: Path, version: int) -> None:
+    """SGLang's own loader has read them at the start; the adapter is told that they serve."""
+    thread, core = engine._in_thread()
+    await thread.call(core._client.tag_version(version), "naming a version")
+    core.version, core.digest = version, "saved"
+
+
+class _Insight:
+    def __init__(self, engine: SglangEngine) -> None:
+        self._engine = engine
+
+    def prefilled_tokens(self) -> int:
+        return self._engine.prefilled_tokens
+
+    async def running_samples(self) -> int:
+        return await self._engine.running_samples()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_contract_config(family, tmp_path_factory.mktemp(family))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(folder: Path) -> AsyncIterator[ContractWorld]:
+    async with contract_world(folder, _make, _Insight) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fresh(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[ContractWorld]:
+    saved = save_contract_checkpoint(family, tmp_path_factory.mktemp("saved"))
+    async with contract_world(saved, _make_with_weights, _Insight, _serve_saved) as running:
+        yield running
+
+
+class TestSglangContract(DrawingContract, StopStringContract, PauseContract, UpdateContract):
+    pass
+
+
+class TestSglangLifecycle(LifecycleContract):
+    rounding = 5e-6  # the samples of a group do not always enter at the same steps

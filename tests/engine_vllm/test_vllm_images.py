@@ -1,0 +1,135 @@
+"""Images with vLLM, whose vision-language models import torchvision."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from transformers import PreTrainedModel
+
+from services.rollout.engines.protocol import GenerationRequest
+from services.rollout.engines.vllm_engine import VllmEngine
+from services.rollout.engines.vllm_settings import VllmSettings
+from sluice.device.cpu import CpuDevice
+from sluice.errors import InvalidRequestError
+from sluice.vision.image_prompts import load_image_prompts
+from sluice.weights.sender import WeightSender
+from tests.engine_vllm.saved_weights import serve_saved
+from tests.support.causal_lms import request
+from tests.support.engine_contract_calls import generate
+from tests.support.engine_contract_world import Trainer
+from tests.support.tiny_vision import (
+    IMAGE,
+    VISION_END,
+    VISION_START,
+    FullForward,
+    image_file,
+    save_model,
+    scramble,
+)
+
+pytest.importorskip("torchvision", reason="vLLM's image models import it; no build of it for a CPU")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.timeout(900),
+]
+_WIDTH = 128
+"""Heads of 64 are the smallest that vLLM's attention takes on a CPU."""
+_PICTURES = (image_file(1), image_file(2, 112, 56, "JPEG"))
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def saved(family: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp(family)
+    return folder, save_model(family, folder, seed=2, width=_WIDTH)
+
+
+@asynccontextmanager
+async def _running(folder: Path, **arguments: object) -> AsyncIterator[tuple[VllmEngine, Trainer]]:
+    engine = VllmEngine(
+        VllmSettings(
+            str(folder), slots=8, max_model_len=256, recompute_kv=True, arguments=arguments
+        )
+    )
+    sender = WeightSender(device=CpuDevice(), bucket_bytes=1 << 16, timeout_s=30.0)
+    await engine.start()
+    try:
+        yield engine, Trainer(engine, sender)
+    finally:
+        await engine.stop()
+        sender.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(
+    saved: tuple[Path, PreTrainedModel],
+) -> AsyncIterator[tuple[VllmEngine, Trainer]]:
+    async with _running(saved[0], enable_prefix_caching=True) as running:
+        yield running
+
+
+def _wanted(folder: Path, pictures: Sequence[bytes], **more: float) -> GenerationRequest:
+    reader = load_image_prompts(folder)
+    assert reader is not None
+    place = [VISION_START, IMAGE, VISION_END, 40]
+    prompt = np.array([20, 21, *(place * len(pictures)), 30], np.uint32)
+    expanded = reader.expand(prompt, pictures)
+    plain = request(expanded.tolist(), samples=2, max_tokens=12, **more)  # type: ignore[arg-type]
+    return replace(plain, images=tuple(pictures))
+
+
+async def _check(
+    engine: VllmEngine, folder: Path, model: PreTrainedModel, pictures: Sequence[bytes]
+) -> None:
+    wanted, exact = _wanted(folder, pictures), FullForward(folder, model)
+    for tokens, logprobs in (await generate(engine, wanted)).values():
+        assert IMAGE not in tokens, "another seed: transformers would take it for an image"
+        found = exact.logprobs(wanted.prompt_token_ids.tolist(), tokens, pictures)
+        np.testing.assert_allclose(logprobs, found, atol=1e-4)
+
+
+async def test_logprobs_with_images_are_those_of_the_weights_that_serve(
+    saved: tuple[Path, PreTrainedModel], world: tuple[VllmEngine, Trainer]
+) -> None:
+    (folder, second), (engine, trainer) = saved, world
+    other = copy.deepcopy(second)
+    scramble(other, seed=1)
+    for model in (other, second, other):
+        await trainer.publish(model)
+        for pictures in ((), _PICTURES[:1], _PICTURES):
+            await _check(engine, folder, model, pictures)
+
+
+async def test_outputs_after_updates_equal_those_of_an_engine_started_from_a_checkpoint(
+    saved: tuple[Path, PreTrainedModel], world: tuple[VllmEngine, Trainer]
+) -> None:
+    (folder, second), (engine, trainer) = saved, world
+    await trainer.publish(second)
+    wanted = _wanted(folder, _PICTURES)
+    after = await generate(engine, wanted)
+    async with _running(folder, load_format="auto") as (fresh, _):
+        await serve_saved(fresh, folder, 1)
+        assert await generate(fresh, wanted) == after
+
+
+async def test_a_prompt_for_other_images_is_refused_and_others_go_on(
+    saved: tuple[Path, PreTrainedModel], world: tuple[VllmEngine, Trainer]
+) -> None:
+    (folder, second), (engine, trainer) = saved, world
+    await trainer.publish(second)
+    wanted = _wanted(folder, _PICTURES)
+    with pytest.raises(InvalidRequestError, match="1 images, but 2 runs"):
+        await generate(engine, replace(wanted, images=wanted.images[:1]))
+    await _check(engine, folder, second, _PICTURES)

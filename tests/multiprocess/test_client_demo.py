@@ -1,0 +1,47 @@
+"""A small `make demo-clients`: many clients on a run in training, some of which vanish."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.source_tree import ROOT
+from tools.client_demo.client_process import NODE, PYTHON, node_packages
+
+HAS_NODE = shutil.which("node") is not None and (node_packages() / "@grpc").is_dir()
+LANGUAGES = (PYTHON, NODE) if HAS_NODE else (PYTHON,)
+
+
+@pytest.mark.timeout(400)
+def test_every_prompt_is_answered_once_though_queues_are_full_and_clients_vanish(
+    tmp_path: Path,
+) -> None:
+    finished = subprocess.run(
+        [
+            *(sys.executable, "-m", "tools.client_demo", "--folder", str(tmp_path)),
+            *("--prompts", "300", "--clients", "8", "--vanish", "2", "--run", "tiny"),
+            *("--slots", "8", "--max-queued", "2", "--max-tokens", "24", "--calm", "3"),
+            *("--languages", *LANGUAGES),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=380,
+        check=False,
+    )
+    assert finished.stdout, finished.stderr[-3000:]
+    report = json.loads(finished.stdout.splitlines()[-1])
+    assert finished.returncode == 0, (report, finished.stderr[-3000:])
+    assert (report["answered"], report["lost"], report["failed"]) == (300, 0, 0)
+    assert report["answered_twice"] == 0
+    assert report["vanished"] == 2
+    assert report["vanished_mid_stream"] > 0
+    assert report["tried_again"] > 0  # 32 prompts at a time for 20 places that training shares
+    assert report["slots_left"] == 0
+    assert min(report["training_steps_per_minute"].values()) > 0
+    assert sum(report["clients"].values()) == 8

@@ -1,0 +1,46 @@
+"""Two ranks that share a vision-language model train on images like one that has all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.trainer.learner.parallel import SingleProcess
+from services.trainer.learner.worker import Learner
+from tests.multiprocess.test_sharded_trainer import assert_like, copies
+from tests.multiprocess.test_trainer_ranks import trainer
+from tests.support.rank_peer import NUM_GROUPS, batch_of
+from tests.support.tiny_policy import make_config
+from tests.support.tiny_vision import save_model
+
+# Small micro-batches: in some passes one rank has images and the other has none, or no rows left.
+ACTOR: dict[str, Any] = {
+    "ppo_mini_batch_size": 2,
+    "use_dynamic_bsz": True,
+    "ppo_max_token_len_per_gpu": 60,
+    "use_kl_loss": True,
+    "fsdp_config": {"dtype": "float32", "fsdp_size": 2},
+}
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_they_train_like_one_whatever_images_a_ranks_rows_have(family: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_model(family, model)
+    single = Learner(make_config(model, NUM_GROUPS, **ACTOR), SingleProcess(), total_steps=10)
+    before = copies(single)
+    with trainer(model, 2, **ACTOR) as ranks:
+        for number in (1, 2):
+            expected = single.train_step(batch_of(model, number), number)
+            assert_like(ranks[0].command(f"train {number}"), expected)
+        ranks[0].command(f"weights {tmp_path / 'two'}")
+        found = load_file(tmp_path / "two")
+        assert found.keys() == before.keys()
+        for name, weight in copies(single).items():
+            torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-5, msg=name)
+            assert not torch.equal(weight, before[name]), name
+        assert [rank.finish() for rank in ranks] == [0, 0]

@@ -1,0 +1,104 @@
+"""`sluice prepare`: the folder that services with hosts of their own find their run in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sluice.cli import prepare as prepare_module
+from sluice.cli.main import commands
+from sluice.cli.run_location import CONFIG_NAME as NAME_FOR_COMMANDS
+from sluice.cli.run_location import locate_run
+from sluice.config.loader import load_config
+from sluice.launch.network_layout import CONFIG_NAME, KINDS, PLACES
+from sluice.launch.shared_run import Ending, SharedRun
+from sluice.quickstart.prepare import QuickstartAssets, QuickstartFacts
+from sluice.quickstart.problems import task_named
+
+FACTS = QuickstartFacts(1, 1, 1, 1, 1, 1, 1, 0.0, 0.0)
+
+
+def model_and_data(folder: Path) -> list[str]:
+    """Files that pass the checks before the start, and nothing more."""
+    model, data = folder / "model", folder / "train.parquet"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}", encoding="utf-8")
+    (model / "tokenizer.json").write_text("{}", encoding="utf-8")
+    data.write_bytes(b"")
+    return [
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={data}",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    ]
+
+
+def prepare(*arguments: str | Path) -> str:
+    result = CliRunner().invoke(commands, ["prepare", *map(str, arguments)], terminal_width=400)
+    assert result.exit_code == 0, result.output + str(result.exception)
+    return result.output
+
+
+def test_commands_find_the_run_by_the_file_that_is_written(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    prepare("--run-dir", run_dir, *model_and_data(tmp_path / "job"), "data.train_batch_size=8")
+    assert CONFIG_NAME == NAME_FOR_COMMANDS
+    location = locate_run(run_dir)
+    assert location.trainer == f"trainer:{PLACES['trainer'].port}"
+    assert location.reward == f"reward:{PLACES['reward'].port}"
+    assert location.config.data.train_batch_size == 8
+    assert location.config.sluice.run_dir == str(run_dir)
+
+
+def test_preparing_again_leaves_a_run_that_goes_on_alone_and_begins_one_that_ended(
+    tmp_path: Path,
+) -> None:
+    job = model_and_data(tmp_path / "job")
+    assert "the run begins" in prepare("--run-dir", tmp_path / "run", *job)
+    assert "the run goes on" in prepare("--run-dir", tmp_path / "run", *job)
+    SharedRun(tmp_path / "run").end(Ending("trainer", ()))
+    assert "the run begins" in prepare("--run-dir", tmp_path / "run", *job)
+
+
+def test_a_file_of_settings_is_read_and_a_wrong_one_writes_nothing(tmp_path: Path) -> None:
+    job, run_dir = tmp_path / "job.yaml", tmp_path / "run"
+    job.write_text("data: {train_batch_size: 4}\n", encoding="utf-8")
+    files = model_and_data(tmp_path / "job")
+    prepare(job, *files, "--run-dir", run_dir)
+    assert locate_run(run_dir).config.data.train_batch_size == 4
+    wrong = ["prepare", str(job), "--run-dir", str(tmp_path / "other")]
+    assert CliRunner().invoke(commands, wrong).exit_code != 0
+    assert not (tmp_path / "other" / CONFIG_NAME).exists()
+
+
+def test_with_secure_everything_asks_for_certificates_and_tokens_made_once(tmp_path: Path) -> None:
+    job, run_dir = model_and_data(tmp_path / "job"), tmp_path / "run"
+    prepare("--secure", "--run-dir", run_dir, *job)
+    security = load_config(run_dir / CONFIG_NAME, []).sluice.security
+    assert (security.tls, security.server_name) == ("mtls", "sluice")
+    assert security.token_file is not None
+    before = Path(security.token_file).read_bytes()
+    prepare("--secure", "--run-dir", run_dir, *job)
+    assert Path(security.token_file).read_bytes() == before
+
+
+def test_the_quickstarts_job_is_taken_with_what_was_made_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = task_named("quickstart")
+
+    def make(directory: Path, **_: object) -> QuickstartAssets:
+        model_and_data(directory)
+        data = directory / "train.parquet"
+        return QuickstartAssets(task, directory / "model", data, data, FACTS, reused=False)
+
+    monkeypatch.setattr(prepare_module, "prepare_quickstart", make)
+    run_dir = tmp_path / "run"
+    prepare("--quickstart", "trainer.save_freq=3", "--run-dir", run_dir)
+    config = locate_run(run_dir).config
+    assert config.actor_rollout_ref.model.path == str(run_dir / "assets" / "model")
+    assert config.data.max_response_length == task.max_response_tokens
+    assert (config.trainer.total_training_steps, config.trainer.save_freq) == (20, 3)
+    assert all(getattr(config.sluice, kind).endpoint.port for kind in KINDS)

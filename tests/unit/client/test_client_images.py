@@ -1,0 +1,96 @@
+"""Images from a client: files or bytes, one for each mark, kept when a replica is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from google.protobuf.message import Message
+
+from sluice.client import (
+    AsyncClient,
+    ChatMessage,
+    ChatWithImages,
+    GenerateOptions,
+    NewPrompt,
+    RetryPolicy,
+    RunAddress,
+    Sampling,
+)
+from sluice.client.images import encoded_images
+from sluice.client.policy_client import prompt_to_proto
+from sluice.client.submission import OpenPrompts
+from sluice.errors import DataError, InvalidRequestError
+from tests.support.image_files import png
+from tests.support.token_replica import TokenReplica, token_replicas
+
+QUICK = RetryPolicy(first_s=0.01, most_s=0.02, patience_s=5.0)
+TURNS = (ChatMessage("user", "<image>How many?"),)
+
+
+def test_bytes_and_paths_are_sent_as_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(png())
+    for image in (png(), file, str(file)):
+        assert encoded_images("prompt", ChatWithImages(TURNS, [image])) == [png()]
+    prompt = NewPrompt("p", TURNS, "math_dapo", "1", images=(file,))
+    assert list(prompt_to_proto(prompt).images) == [png()]
+    assert not prompt_to_proto(NewPrompt("p", TURNS, "math_dapo", "1")).images
+
+
+@pytest.mark.parametrize(
+    ("text", "images", "error", "message"),
+    [
+        ("no mark", [png()], InvalidRequestError, "prompt p: images: 1 images for 0 times"),
+        ("<image>", [b"GIF89a"], InvalidRequestError, r"prompt p: images\[0\]: 6 bytes"),
+        ("<image>", ["missing.png"], DataError, r"prompt p: images\[0\]: no file missing\.png"),
+    ],
+)
+def test_what_cannot_be_sent_is_named(
+    text: str, images: list[bytes | str], error: type[Exception], message: str
+) -> None:
+    prompt = NewPrompt("p", (ChatMessage("user", text),), "math_dapo", "1", images=images)
+    with pytest.raises(error, match=message):
+        prompt_to_proto(prompt)
+
+
+async def test_a_broken_generation_takes_its_images_along() -> None:
+    broken, sound = TokenReplica(breaks_after=3), TokenReplica(slots_busy=3)
+    options = GenerateOptions(sampling=Sampling(seed=11))
+    async with (
+        token_replicas(broken, sound) as addresses,
+        AsyncClient(RunAddress(replicas=addresses), policy=QUICK) as client,
+    ):
+        found = await client.generate(ChatWithImages(TURNS, [png()]), options)
+    assert found.rollouts[0].token_ids.tolist() == list(range(6))
+    for replica in (broken, sound):
+        (request,) = replica.requests
+        assert list(request.prompt.chat.images) == [png()]
+        assert request.prompt.chat.messages[0].content == "<image>How many?"
+    assert len(sound.requests[0].partials) == 1
+
+
+def image_prompt(name: str, *images: bytes | Path) -> NewPrompt:
+    turns = (ChatMessage("user", "<image>" * len(images)),)
+    return NewPrompt(name, turns, "math_dapo", "1", images=images)
+
+
+async def test_a_prompt_too_large_for_a_message_is_told_and_never_sent() -> None:
+    def check_size(name: str, message: Message) -> None:
+        if message.ByteSize() > 1000:
+            raise InvalidRequestError(f"{name}: too large")
+
+    prompts = [image_prompt("a", png()), image_prompt("b", png() + bytes(1000))]
+    under_way = OpenPrompts(prompts, until_outcome=False, check_size=check_size)
+    assert [request.prompt_id async for request in under_way.requests()] == ["a"]
+    assert str(under_way.failure) == "prompt b: too large"
+
+
+async def test_a_file_that_is_gone_when_its_prompt_is_sent_again_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(png())
+    under_way = OpenPrompts([image_prompt("a", file)], until_outcome=True)
+    assert [request.prompt_id async for request in under_way.requests()] == ["a"]
+    file.unlink()
+    assert [request async for request in under_way.requests()] == []
+    assert isinstance(under_way.failure, DataError)

@@ -1,0 +1,184 @@
+"""compose.yaml and its overlays: what both versions of Compose take, and what the launchers say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from sluice.cli.main import commands
+from sluice.config.loader import load_config
+from sluice.launch.container import EXIT_MARGIN_S
+from sluice.launch.network_layout import CONFIG_NAME, KINDS, PLACES
+from sluice.launch.service_spec import RESTARTS_AFTER_ERRORS_TOO, RESTARTS_AFTER_SIGNALS
+from tests.support.source_tree import ROOT, name_of
+
+FILES = sorted(ROOT.glob("compose*.yaml"))
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+# Tried with docker-compose 1.29.2 and the schema of Compose v2.
+TOP_KEYS = {"services", "volumes", "networks"}
+SERVICE_KEYS = {
+    "build", "cap_drop", "command", "depends_on", "deploy", "devices", "entrypoint", "environment",
+    "group_add", "healthcheck", "image", "init", "networks", "ports", "restart", "scale",
+    "security_opt", "shm_size", "stop_grace_period", "ulimits", "volumes",
+}  # fmt: skip
+INNER_KEYS = {
+    "build": {"context", "target", "args"},
+    "healthcheck": {"test", "interval", "timeout", "retries", "start_period"},
+    "deploy": {"resources"},
+}
+CONDITIONS = {"service_started", "service_healthy", "service_completed_successfully"}
+VARIABLE = re.compile(r"\$\{([A-Z_]+)(?::-([^}]*))?\}")
+CONFIG_FILE = f"/runs/run/{CONFIG_NAME}"
+
+
+def read(file: Path) -> dict[str, Any]:
+    loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def services(file: Path = ROOT / "compose.yaml") -> dict[str, dict[str, Any]]:
+    found = read(file)["services"]
+    assert isinstance(found, dict)
+    return found
+
+
+def filled_in(text: str) -> str:
+    return VARIABLE.sub(lambda found: found[2] or "", text)
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_only_keys_that_both_versions_of_compose_take_are_used(file: Path) -> None:
+    assert {key for key in read(file) if not key.startswith("x-")} <= TOP_KEYS
+    for name, service in services(file).items():
+        assert set(service) <= SERVICE_KEYS, name
+        for key, known in INNER_KEYS.items():
+            assert set(service.get(key, {})) <= known, f"{name}: {key}"
+        for each in service.get("depends_on", {}).values():
+            assert set(each) == {"condition"}
+            assert each["condition"] in CONDITIONS
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_nothing_in_a_file_keeps_a_service_from_being_scaled(file: Path) -> None:
+    rollout = services(file).get("rollout", {})
+    assert not {"container_name", "hostname", "ports"} & set(rollout)
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_an_overlay_changes_services_that_are_there(file: Path) -> None:
+    assert set(services(file)) <= set(services())
+
+
+def test_every_service_runs_its_launcher_with_the_one_configuration() -> None:
+    assert set(services()) == {"prepare", *KINDS}
+    assert find_spec("sluice.launch.container") is not None
+    assert DOCKERFILE.count('ENTRYPOINT ["python", "-m", "sluice.launch.container"]') == 2
+    for kind in KINDS:
+        assert services()[kind]["command"] == [kind, "--config", CONFIG_FILE]
+
+
+@pytest.mark.parametrize("overlay", ["compose.yaml", "compose.secure.yaml"])
+def test_the_configuration_is_written_where_services_read_it_by_a_command_that_exists(
+    overlay: str,
+) -> None:
+    command = filled_in(services()["prepare"]["command"]).split()
+    program, name, *first = services(ROOT / overlay)["prepare"]["entrypoint"]
+    words = [*first, *command]
+    assert words[words.index("--run-dir") + 1] == str(Path(CONFIG_FILE).parent)
+    assert (program, name) == ("sluice", "prepare")
+    application = get_command(commands)
+    context = application.make_context("sluice", [], resilient_parsing=True)
+    context.resilient_parsing = False
+    application.commands["prepare"].make_parser(context).parse_args(words)  # type: ignore[attr-defined]
+    load_config(None, [word for word in words if "=" in word])
+
+
+def test_all_services_see_the_runs_folder_and_the_jobs() -> None:
+    mounts = {name: service["volumes"] for name, service in services().items()}
+    assert all(each == mounts["prepare"] for each in mounts.values())
+    assert "run:/runs" in mounts["trainer"]
+    assert set(read(ROOT / "compose.yaml")["volumes"]) == {"run"}
+
+
+def test_health_is_asked_of_the_service_that_the_container_runs() -> None:
+    for kind in KINDS:
+        test = services()[kind]["healthcheck"]["test"]
+        assert test == ["CMD", "python", "-m", "sluice.launch.health_probe", kind]
+
+
+def test_ports_stand_in_the_layout_alone_but_where_they_are_published() -> None:
+    text = (ROOT / "compose.yaml").read_text(encoding="utf-8")
+    ports = {port for place in PLACES.values() for port in (place.port, place.health_port)}
+    assert len(ports) == 2 * len(KINDS)
+    assert not [port for port in ports if str(port) in text]
+    for kind, service in services(ROOT / "compose.host.yaml").items():
+        assert service["ports"][0].endswith(f":{PLACES[kind].port}")  # type: ignore[index]
+        assert service["ports"][0].startswith("127.0.0.1:")
+
+
+def test_a_container_is_started_again_as_often_as_a_process() -> None:
+    most = RESTARTS_AFTER_SIGNALS.max_restarts
+    assert most == RESTARTS_AFTER_ERRORS_TOO.max_restarts
+    assert {services()[kind]["restart"] for kind in KINDS} == {f"on-failure:{most}"}
+    assert "restart" not in services()["prepare"]
+
+
+def test_a_container_is_given_longer_to_stop_than_its_launcher_takes() -> None:
+    service = load_config(None, []).sluice
+    longest_s = service.shutdown_grace_s + EXIT_MARGIN_S
+    assert service.rollout.drain_timeout_s < longest_s
+    for kind in KINDS:
+        assert int(services()[kind]["stop_grace_period"].removesuffix("s")) > longest_s
+        assert services()[kind]["init"] is True
+
+
+def test_images_run_as_nobody_in_particular_and_own_the_runs_folder() -> None:
+    for target in ("reward", "compute"):
+        stage = DOCKERFILE.split(f" AS {target}\n")[1].split("\nFROM ")[0]
+        assert "\nUSER sluice\n" in stage
+        assert "chown sluice:sluice /runs" in stage
+        assert stage.index("USER") > stage.index("pip install")
+    assert "RUN --mount" not in DOCKERFILE.replace("No RUN --mount", "")
+    assert not DOCKERFILE.startswith("# syntax")
+
+
+def test_a_changed_source_file_renews_no_layer_of_packages() -> None:
+    packages = DOCKERFILE.split(" AS wheel\n")[0]
+    copied = [line for line in packages.splitlines() if line.startswith("COPY ")]
+    assert len(copied) == 4
+    assert not [line for line in copied if re.search(r"\b(sluice|services|\.) ", line)]
+
+
+def wanted(tmp_path: Path, *arguments: str) -> tuple[list[str], str]:
+    script = ROOT / "deploy" / "docker" / "image_requirements.py"
+    command = [sys.executable, str(script), arguments[0], str(tmp_path), *arguments[1:]]
+    subprocess.run(command, cwd=ROOT, check=True)
+    lines = (tmp_path / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    names = [re.split(r"[^A-Za-z0-9_.-]", line)[0].lower() for line in lines]
+    return names, (tmp_path / "constraints.txt").read_text(encoding="utf-8")
+
+
+def test_the_reward_image_has_no_torch_and_the_other_one_has(tmp_path: Path) -> None:
+    heavy = {"torch", "transformers", "safetensors", "tokenizers"}
+    assert not heavy & set(wanted(tmp_path / "reward", "")[0])
+    names, pins = wanted(tmp_path / "compute", "train")
+    assert heavy <= set(names)
+    assert {"tensorboard", "cryptography", "grpcio", "setuptools"} <= set(names)
+    assert "\ntorch==" in pins
+
+
+def test_what_a_vendors_image_brings_is_neither_asked_for_nor_pinned(tmp_path: Path) -> None:
+    names, pins = wanted(tmp_path, "train", "torch,NumPy")
+    assert "torch" not in names
+    assert "numpy" not in names
+    assert "\ntorch==" not in pins
+    assert "\ntransformers==" in pins

@@ -1,0 +1,160 @@
+"""The launcher of one service among containers, with scripted processes in the services' place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sluice.config.dump import write_config
+from sluice.config.loader import load_config
+from sluice.launch import container
+from sluice.launch.checkpoint_mark import MARK_VARIABLE
+from sluice.launch.container import main, services_of
+from sluice.launch.network_layout import CONFIG_NAME, KINDS, Kind, network_settings
+from sluice.launch.service_spec import ServiceSpec
+from sluice.launch.shared_run import Ending, SharedRun
+from tests.support.scripted_children import WAIT_S, polite, spec
+
+FAILS = "print('port 7 is in use'); raise SystemExit(1)"
+
+
+class Folder:
+    """A run's folder, and launchers in it."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self._monkeypatch = path, monkeypatch
+        self.run = SharedRun(path)
+        self.run.begin(path / "checkpoints")
+        self.file = path / CONFIG_NAME
+        self.config = load_config(None, [*network_settings(), f"sluice.run_dir={path}"])
+        write_config(self.config, self.file)
+
+    def keep(self, kind: Kind, process: ServiceSpec) -> int:
+        """Runs the launcher of `kind` over one process; its exit code."""
+
+        def services(*_: object) -> tuple[ServiceSpec, ...]:
+            return (replace(process, ends_run=True),)
+
+        self._monkeypatch.setattr(container, "services_of", services)
+        return main([kind, "--config", str(self.file)])
+
+    def log(self, name: str) -> str:
+        file = self.path / "logs" / f"{name}.log"
+        return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    return Folder(tmp_path, monkeypatch)
+
+
+def when(holds: Callable[[], bool], act: Callable[[], object]) -> threading.Thread:
+    """Does `act` from another thread once `holds`."""
+    gone = threading.Event()
+
+    def watch() -> None:
+        for _ in range(int(WAIT_S / 0.02)):
+            if holds():
+                act()
+                return
+            gone.wait(0.02)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_the_trainer_that_reaches_its_last_step_ends_the_run_for_all(folder: Folder) -> None:
+    assert folder.keep("trainer", spec("trainer", "print('done')", is_needed=True)) == 0
+    assert folder.run.ending() == Ending("trainer", ())
+
+
+@pytest.mark.parametrize("kind", ["reward", "rollout"])
+def test_a_service_ends_in_order_with_its_run(
+    folder: Folder, kind: Kind, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ends = when(lambda: "ready" in folder.log(kind), lambda: folder.run.end(Ending("trainer", ())))
+    assert folder.keep(kind, polite(kind)) == 0
+    ends.join()
+    assert "bye" in folder.log(kind)
+    assert "ready" in capfd.readouterr().out
+
+
+def test_a_needed_service_that_fails_for_good_ends_the_run_with_its_last_lines(
+    folder: Folder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    process = spec("reward", FAILS, is_needed=True)
+    assert folder.keep("reward", process) == 1
+    ending = folder.run.ending()
+    assert ending is not None
+    assert ending.service == "reward"
+    assert "port 7 is in use" in ending.failures[0]
+    assert "port 7 is in use" in capfd.readouterr().err
+
+
+def test_a_replica_that_fails_for_good_ends_alone(folder: Folder) -> None:
+    assert folder.keep("rollout", spec("rollout-1", FAILS)) == 1
+    assert folder.run.ending() is None
+
+
+def test_a_launcher_that_is_started_after_the_end_starts_nothing(folder: Folder) -> None:
+    folder.run.end(Ending("trainer", ()))
+    assert [folder.keep(kind, spec(kind, FAILS)) for kind in KINDS] == [0, 0, 0]
+    assert not (folder.path / "logs").exists()
+
+
+def test_after_a_failure_the_service_that_failed_and_the_trainer_say_so(
+    folder: Folder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder.run.end(Ending("reward", ("reward ended with code 1",)))
+    codes = {kind: folder.keep(kind, spec(kind, FAILS)) for kind in KINDS}
+    assert codes == {"trainer": 1, "reward": 1, "rollout": 0}
+    assert capfd.readouterr().err.count("reward ended with code 1") == len(KINDS)
+
+
+@pytest.mark.parametrize(("kind", "code"), [("rollout", 0), ("reward", 0), ("trainer", 130)])
+def test_being_asked_to_stop_ends_the_service_and_not_the_run(
+    folder: Folder, kind: Kind, code: int
+) -> None:
+    stops = when(lambda: "ready" in folder.log(kind), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert folder.keep(kind, polite(kind)) == code
+    stops.join()
+    assert "bye" in folder.log(kind)
+    assert folder.run.ending() is None
+
+
+def test_a_service_whose_launcher_died_knows_how_often_it_was_started(folder: Folder) -> None:
+    def trainer() -> ServiceSpec:
+        return services_of("trainer", folder.config, folder.file, folder.run)[0]
+
+    first, second = trainer(), trainer()
+    assert (first.starts_before, second.starts_before) == (0, 1)
+    mark = folder.run.checkpoints_before()
+    assert first.environment[MARK_VARIABLE] == second.environment[MARK_VARIABLE] == mark
+    assert first.is_needed
+
+
+def test_each_service_has_the_command_that_the_local_launcher_gives_it(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(container, "own_address", lambda _: "10.0.0.9")
+    monkeypatch.setattr(container.socket, "gethostname", lambda: "abc")
+    commands = {
+        kind: services_of(kind, folder.config, folder.file, folder.run)[0].command[1:]
+        for kind in KINDS
+    }
+    file = str(folder.file)
+    assert commands == {
+        "trainer": ("-m", "services.trainer", "--config", file),
+        "reward": ("-m", "services.reward", "--config", file),
+        "rollout": (
+            *("-m", "services.rollout", "--config", file, "--name", "rollout-abc"),
+            "sluice.rollout.endpoint.advertise=10.0.0.9",
+        ),
+    }

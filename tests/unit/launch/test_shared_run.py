@@ -1,0 +1,80 @@
+"""What launchers on several hosts tell each other in the run's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sluice.config.loader import load_config
+from sluice.errors import ConfigError
+from sluice.launch.checkpoint_mark import TRACKER_NAME
+from sluice.launch.network_layout import KINDS, PLACES, network_settings
+from sluice.launch.own_address import own_address
+from sluice.launch.shared_run import Ending, SharedRun
+
+
+def saved(folder: Path, step: int) -> None:
+    folder.mkdir(exist_ok=True)
+    fresh = folder / "fresh"
+    fresh.write_text(str(step), encoding="ascii")
+    fresh.replace(folder / TRACKER_NAME)
+
+
+def test_a_run_that_goes_on_keeps_its_beginning_and_its_counts(tmp_path: Path) -> None:
+    run, checkpoints = SharedRun(tmp_path), tmp_path / "checkpoints"
+    assert run.begin(checkpoints)
+    mark = run.checkpoints_before()
+    assert [run.count_start("reward") for _ in range(3)] == [0, 1, 2]
+    saved(checkpoints, 5)
+    assert not run.begin(checkpoints)
+    assert run.checkpoints_before() == mark
+    assert run.count_start("reward") == 3
+    assert run.count_start("trainer") == 0
+
+
+@pytest.mark.parametrize("failures", [(), ("reward ended with code 1",)])
+def test_a_run_that_has_ended_or_failed_begins_anew(
+    tmp_path: Path, failures: tuple[str, ...]
+) -> None:
+    run, checkpoints = SharedRun(tmp_path), tmp_path / "checkpoints"
+    run.begin(checkpoints)
+    mark = run.checkpoints_before()
+    run.count_start("reward")
+    saved(checkpoints, 5)
+    run.end(Ending("reward", failures))
+    assert run.begin(checkpoints)
+    assert run.ending() is None
+    assert run.checkpoints_before() != mark
+    assert run.count_start("reward") == 0
+
+
+def test_how_a_run_ended_first_is_what_counts(tmp_path: Path) -> None:
+    run = SharedRun(tmp_path)
+    run.begin(tmp_path)
+    assert run.ending() is None
+    run.end(Ending("reward", ("no memory",)))
+    run.end(Ending("trainer", ()))
+    assert run.ending() == Ending("reward", ("no memory",))
+    assert not Ending("reward", ("no memory",)).is_complete
+    assert Ending("trainer", ()).is_complete
+
+
+def test_a_folder_in_which_no_run_began_is_told_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sluice prepare"):
+        SharedRun(tmp_path).checkpoints_before()
+
+
+def test_services_are_found_by_their_names_at_ports_of_their_own() -> None:
+    service = load_config(None, network_settings()).sluice
+    for kind in KINDS:
+        endpoint = getattr(service, kind).endpoint
+        assert (endpoint.advertise, endpoint.port) == (kind, PLACES[kind].port)
+        assert endpoint.health_port == PLACES[kind].health_port
+    assert service.rollout.replicas == 0
+
+
+def test_a_replicas_address_is_that_of_the_network_that_leads_to_the_trainer() -> None:
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"trainer\.invalid cannot be reached"):
+        own_address("trainer.invalid")

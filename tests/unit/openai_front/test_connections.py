@@ -1,0 +1,148 @@
+"""Connections to the HTTP front: bounded in number, and closed where nothing is asked on them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from sluice.openai_front import web_app
+from sluice.openai_front.web_app import FrontSettings
+from sluice.rpc.status_codes import CLASS_KEY
+from tests.support.http_front import HttpFront, http_front
+from tests.support.token_replica import TokenReplica, token_replicas, until
+
+COMPLETION = "/v1/completions"
+ASKED = {"model": "policy", "prompt": "a"}
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+IDLE_S = 0.3
+
+
+@asynccontextmanager
+async def connected(
+    front: HttpFront,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    host, port = front.base_url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """A whole answer."""
+    writer.write(HEALTH)
+    return await reader.readuntil(b"}")
+
+
+async def test_connections_beyond_the_limit_are_told_so_and_closed() -> None:
+    settings = FrontSettings(max_connections=2)
+    async with http_front("127.0.0.1:1", settings=settings) as front, asyncio.timeout(20):
+        async with connected(front) as first, connected(front) as second:
+            for each in (first, second):
+                assert b" 200 " in await asked(*each)
+            async with connected(front) as (reader, _):
+                told = await reader.read()  # to the end: it is closed
+            assert told.startswith(b"HTTP/1.1 503 ")
+            assert b'"code":"unavailable"' in told
+            assert b" 200 " in await asked(*first)
+        await _until_served(front)
+
+
+async def _until_served(front: HttpFront) -> None:
+    """Places of connections that have ended are free for others."""
+    while True:
+        async with connected(front) as (reader, writer):
+            if b" 200 " in await asked(reader, writer):
+                return
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", HEALTH, HEALTH + b"GET /hea"])
+async def test_a_connection_on_which_nothing_whole_is_asked_is_closed(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_app, "_IDLE_S", IDLE_S)
+    async with (
+        http_front("127.0.0.1:1") as front,
+        asyncio.timeout(20),
+        connected(front) as (reader, writer),
+    ):
+        writer.write(sent)
+        await _read_to_its_end(reader)
+
+
+async def test_a_head_that_dribbles_in_does_not_keep_a_connection_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(web_app, "_IDLE_S", IDLE_S)
+    async with (
+        http_front("127.0.0.1:1") as front,
+        asyncio.timeout(20),
+        connected(front) as (reader, writer),
+        asyncio.TaskGroup() as tasks,
+    ):
+        dribbling = tasks.create_task(_dribble(writer))
+        await _read_to_its_end(reader)
+        dribbling.cancel()
+
+
+async def _dribble(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"GET /health HTTP/1.1\r\n")
+    for number in range(10_000):
+        writer.write(f"X-{number}: y\r\n".encode())
+        await asyncio.sleep(IDLE_S / 10)
+
+
+async def _read_to_its_end(reader: asyncio.StreamReader) -> None:
+    try:
+        while await reader.read(1000):
+            pass
+    except ConnectionError:
+        return
+
+
+async def test_a_request_that_is_being_answered_is_not_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(web_app, "_IDLE_S", IDLE_S)
+    replica = TokenReplica(hangs_after=0)
+    async with (
+        token_replicas(replica) as addresses,
+        http_front(*addresses) as front,
+        asyncio.timeout(20),
+        asyncio.TaskGroup() as tasks,
+    ):
+        waiting = tasks.create_task(front.post(COMPLETION, **ASKED))
+        await until(lambda: bool(replica.requests))
+        await asyncio.sleep(4 * IDLE_S)
+        assert not waiting.done()
+        assert not replica.cancelled.is_set()
+        waiting.cancel()
+
+
+class FullReplica(TokenReplica):
+    async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]
+        self.requests.append(request)
+        kind = ((CLASS_KEY, "ExhaustedError"),)
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        await context.abort(code, "the queue is full", trailing_metadata=kind)
+
+
+async def test_a_deadline_that_passed_while_all_was_full_is_told_as_full() -> None:
+    replica = FullReplica()
+    settings = FrontSettings(deadline_s=0.5)
+    async with (
+        token_replicas(replica) as addresses,
+        http_front(*addresses, settings=settings) as front,
+    ):
+        status, answer = await front.post(COMPLETION, **ASKED)
+    assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert len(replica.requests) > 1

@@ -1,0 +1,68 @@
+"""Images of clients' prompts: how many bytes may be unfinished, and which prompt is which."""
+
+from __future__ import annotations
+
+from services.reward.memory_ledger import MemoryLedger
+from services.reward.outcomes import PromptOutcome
+from services.reward.submissions import Receipt, Submission, Submissions, SubmissionSession
+from sluice.types import ChatMessage, PromptEnd
+
+
+def submission(prompt_id: str, *images: bytes) -> Submission:
+    turns = (ChatMessage("user", "<image>" * len(images)),)
+    return Submission(prompt_id, turns, "math_dapo", "1", {}, images)
+
+
+async def receipt(session: SubmissionSession) -> Receipt:
+    event = await session.next_event()
+    assert isinstance(event, Receipt)
+    return event
+
+
+async def test_unfinished_images_of_all_clients_together_are_bounded() -> None:
+    ledger = MemoryLedger()
+    submissions = Submissions(ledger, ledger.accept, lambda _: None, 99, max_image_bytes=2 << 20)
+    with submissions.session(client="a") as first, submissions.session(client="b") as second:
+        submissions.submit(submission("1", bytes(1 << 20)), first)
+        submissions.submit(submission("2", bytes((1 << 20) + 1)), second)
+        submissions.submit(submission("3"), second)
+        assert (await receipt(first)).sequence == 0
+        refused = await receipt(second)
+        assert refused.sequence is None
+        assert "max_client_images_mb allows 2 MiB; wait for outcomes" in refused.refused_because
+        assert (await receipt(second)).sequence == 1
+        prompt = ledger.end("1", PromptEnd.TRAINED)
+        submissions.ended(PromptOutcome(prompt, PromptEnd.TRAINED, 1, (), ""))
+        submissions.submit(submission("2", bytes((1 << 20) + 1)), second)
+        assert (await receipt(second)).sequence == 2
+
+
+async def test_an_outcome_that_waits_to_be_read_holds_no_images() -> None:
+    ledger = MemoryLedger()
+    submissions = Submissions(ledger, ledger.accept, lambda _: None, 99)
+    with submissions.session() as session:
+        submissions.submit(submission("1", b"image"), session)
+        prompt = ledger.end("1", PromptEnd.TRAINED)
+        submissions.ended(PromptOutcome(prompt, PromptEnd.TRAINED, 1, (), ""))
+        await receipt(session)
+        outcome = await session.next_event()
+    assert isinstance(outcome, PromptOutcome)
+    assert outcome.prompt.images == ()
+
+
+async def test_the_same_prompt_with_another_image_is_another_prompt() -> None:
+    ledger = MemoryLedger()
+    submissions = Submissions(ledger, ledger.accept, lambda _: None, 99)
+    with submissions.session() as first, submissions.session() as second:
+        submissions.submit(submission("1", b"image"), first)
+        submissions.submit(submission("1", b"image"), second)
+        submissions.submit(submission("1", b"other"), second)
+        assert (await receipt(second)).sequence == 0
+        assert "was used before" in (await receipt(second)).refused_because
+        prompt = ledger.end("1", PromptEnd.TRAINED)
+        submissions.ended(PromptOutcome(prompt, PromptEnd.TRAINED, 1, (), ""))
+    with submissions.session() as third:
+        submissions.submit(submission("1", b"other"), third)
+        submissions.submit(submission("1", b"image"), third)
+        assert "was used before" in (await receipt(third)).refused_because
+        assert (await receipt(third)).sequence == 0

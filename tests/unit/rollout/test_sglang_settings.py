@@ -1,0 +1,153 @@
+"""The run configuration in SGLang's words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.rollout.engines import sglang_core, sglang_engine, sglang_features
+from services.rollout.engines.registry import create_engine
+from services.rollout.engines.sglang_features import engine_environment
+from services.rollout.engines.sglang_settings import SglangSettings, sglang_settings
+from sluice.config.loader import load_config
+from sluice.config.run import RunConfig
+from sluice.errors import ConfigError
+from tests.support.causal_lms import save_config
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def _arguments(*overrides: str, device: str = "cuda") -> dict[str, object]:
+    return sglang_settings(load_config(None, list(overrides))).engine_arguments(device)
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "value"),
+    [
+        ("gpu_memory_utilization=0.8", "mem_fraction_static", 0.8),
+        ("max_num_seqs=192", "max_running_requests", 192),
+        ("max_num_batched_tokens=22528", "max_prefill_tokens", 22528),
+        ("max_num_batched_tokens=22528", "chunked_prefill_size", 22528),
+        ("enable_chunked_prefill=false", "chunked_prefill_size", -1),
+        ("enable_prefix_caching=false", "disable_radix_cache", True),
+        ("enforce_eager=true", "disable_cuda_graph", True),
+        ("cudagraph_capture_sizes=[1,2,4]", "cuda_graph_bs", [1, 2, 4]),
+        ("quantization=fp8", "quantization", "fp8"),
+        ("dtype=float32", "dtype", "float32"),
+        ("seed=7", "random_seed", 7),
+        ("tensor_model_parallel_size=1", "tp_size", 1),
+        ("expert_parallel_size=1", "ep_size", 1),
+    ],
+)
+def test_the_rollouts_keys_reach_sglang(override: str, name: str, value: object) -> None:
+    assert _arguments(f"{_ROLLOUT}.{override}")[name] == value
+
+
+def test_a_sample_may_be_as_long_as_configured_in_spite_of_what_sglang_keeps_for_itself() -> None:
+    arguments = _arguments(f"{_ROLLOUT}.max_model_len=4096")
+    assert arguments["context_length"] == 4096 + 8
+    assert engine_environment({}, on_cpu=False, threads=1) == {
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"
+    }
+
+
+async def test_samples_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
+    save_config("llama", tmp_path)
+    with pytest.raises(ConfigError, match=r"samples of 129 tokens.*128 positions"):
+        await sglang_core.SglangCore.build(SglangSettings(str(tmp_path), max_model_len=129))
+
+
+def test_engine_kwargs_win_and_a_null_leaves_the_choice_to_sglang() -> None:
+    arguments = _arguments(
+        f"{_ROLLOUT}.enforce_eager=false",
+        f"+{_ROLLOUT}.engine_kwargs.sglang.disable_cuda_graph=true",
+        f"+{_ROLLOUT}.engine_kwargs.sglang.chunked_prefill_size=null",
+        f"+{_ROLLOUT}.engine_kwargs.sglang.attention_backend=fa3",
+        f"+{_ROLLOUT}.engine_kwargs.vllm.swap_space=4",
+    )
+    assert arguments["disable_cuda_graph"] is True
+    assert "chunked_prefill_size" not in arguments
+    assert arguments["attention_backend"] == "fa3"
+    assert "swap_space" not in arguments
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model_path", "load_format", "sampling_backend", "max_running_requests", "stream_interval"],
+)
+def test_engine_kwargs_leave_alone_what_the_adapter_relies_on(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"engine_kwargs.sglang.{name} cannot be set"):
+        _arguments(f"+{_ROLLOUT}.engine_kwargs.sglang.{name}=1")
+
+
+def test_engine_kwargs_that_are_no_mapping_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine_kwargs\.sglang is 3"):
+        _arguments(f"+{_ROLLOUT}.engine_kwargs.sglang=3")
+
+
+def test_first_weights_come_by_wire_and_tokens_one_by_one() -> None:
+    arguments = _arguments()
+    assert arguments["load_format"] == "dummy"
+    assert arguments["skip_tokenizer_init"] is True
+    assert (arguments["stream_interval"], arguments["incremental_streaming_output"]) == (1, True)
+
+
+def test_a_kept_sample_has_no_token_under_way_when_the_weights_change() -> None:
+    assert _arguments("sluice.weights.recompute_kv=false")["disable_overlap_schedule"] is True
+    assert _arguments("sluice.weights.recompute_kv=true")["disable_overlap_schedule"] is False
+
+
+def test_on_the_cpu_torch_computes_without_graphs_in_a_cache_for_the_slots() -> None:
+    arguments = _arguments(
+        f"{_ROLLOUT}.max_num_seqs=4", f"{_ROLLOUT}.max_model_len=92", device="cpu"
+    )
+    assert arguments["attention_backend"] == "torch_native"
+    assert (arguments["disable_cuda_graph"], arguments["max_total_tokens"]) == (True, 400)
+    assert engine_environment({"OMP_NUM_THREADS": "3"}, on_cpu=True, threads=2) == {
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+
+
+def test_a_numbered_device_is_sglangs_first() -> None:
+    assert "base_gpu_id" not in SglangSettings("m", device="cuda").engine_arguments("cuda")
+    assert SglangSettings("m", device="cuda:3").engine_arguments("cuda")["base_gpu_id"] == 3
+
+
+@pytest.mark.parametrize("key", ["tensor_model_parallel_size", "data_parallel_size"])
+def test_more_than_one_device_a_replica_is_refused_with_the_remedy(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}.* = 2 .*start more replicas"):
+        _arguments(f"{_ROLLOUT}.{key}=2")
+
+
+def test_the_services_own_keys_are_taken_over() -> None:
+    overrides = ["sluice.rollout.max_queued=5", "sluice.rollout.batch_invariant=true"]
+    settings = sglang_settings(load_config(None, overrides))
+    assert settings.max_queued == 5
+    assert settings.arguments["enable_deterministic_inference"] is True
+    assert "enable_deterministic_inference" not in sglang_settings(RunConfig()).arguments
+    data = RunConfig().data
+    assert settings.max_model_len == data.max_prompt_length + data.max_response_length
+
+
+def test_without_sglang_the_engine_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sglang_engine, "installed_sglang", lambda: None)
+    config = load_config(None, [f"{_ROLLOUT}.name=sglang"])
+    with pytest.raises(ConfigError, match=r"SGLang is not installed here; install sglang 0\.5\.23"):
+        create_engine(config)
+    monkeypatch.setattr(sglang_engine, "installed_sglang", lambda: "0.5.23")
+    assert isinstance(create_engine(config), sglang_engine.SglangEngine)
+
+
+async def test_an_sglang_that_cannot_be_imported_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(name: str) -> None:
+        raise OSError(f"{name}: libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(sglang_features.importlib, "import_module", fail)
+    with pytest.raises(ConfigError, match=r"cannot be imported.*libcudart.*install sglang"):
+        sglang_features.SglangClient({}, lambda: None)

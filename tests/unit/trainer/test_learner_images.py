@@ -1,0 +1,219 @@
+"""Prompts with images in the learner, against transformers' own full forward pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
+
+from services.trainer.learner.forward import token_outputs
+from services.trainer.learner.micro_batch import (
+    MicroBatch,
+    TrainingRow,
+    build_micro_batch,
+    training_rows,
+)
+from services.trainer.learner.packed_attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.parallel import SingleProcess
+from services.trainer.learner.worker import Learner
+from sluice.algorithm.packing import plan_micro_batches
+from sluice.errors import ConfigError
+from sluice.types import TrainGroup
+from tests.support.threaded_ranks import on_ranks
+from tests.support.tiny_policy import make_batch, make_config
+from tests.support.tiny_policy import save_model as save_text_model
+from tests.support.tiny_vision import FAMILIES, IMAGE, FullForward, save_model
+from tests.support.vision_batches import (
+    make_image_batch,
+    make_image_group,
+    make_reader,
+)
+
+Folder = tuple[Path, PreTrainedModel]
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    directory = tmp_path_factory.mktemp(request.param)
+    return directory, save_model(request.param, directory)
+
+
+@pytest.fixture(scope="module")
+def one_family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_model("qwen2_5_vl", directory)
+    return directory
+
+
+def _packed(directory: Path, groups: list[TrainGroup]) -> tuple[list[TrainingRow], MicroBatch]:
+    rows = training_rows(groups, [range(4 * g, 4 * g + 4) for g in range(len(groups))])
+    (plan,) = plan_micro_batches(
+        [row.size for row in rows], range(len(rows)), rows_per_micro=len(rows)
+    )
+    reader = make_reader(directory)
+    images = {
+        place: reader.read(group.prompt_token_ids, group.images)
+        for place, group in enumerate(groups)
+        if group.images
+    }
+    micro_batch = build_micro_batch(rows, plan, torch.device("cpu"), images)
+    assert micro_batch is not None
+    return rows, micro_batch
+
+
+def _without_drawn_images(group: TrainGroup) -> TrainGroup:
+    """transformers' own forward would take a drawn image token for a place of an image."""
+    for rollout in group.rollouts:
+        rollout.token_ids[rollout.token_ids == IMAGE] = IMAGE + 1
+    return group
+
+
+def test_logprobs_and_gradients_equal_the_plain_models(folder: Folder) -> None:
+    directory, model = folder
+    model.requires_grad_(True)
+    reader = make_reader(directory)
+    groups = [
+        _without_drawn_images(make_image_group(reader, seed, seed % 3)) for seed in range(1, 5)
+    ]
+    rows, micro_batch = _packed(directory, groups)
+    full = FullForward(directory, model, differentiable=True)
+    plain = torch.cat(
+        [
+            full.logprobs_tensor(
+                row.prompt_token_ids.tolist(), row.token_ids.tolist(), groups[row.group].images, 0.7
+            )
+            for row in rows
+        ]
+    )
+    expected = _gradients(model, plain)
+    register_packed_attention()
+    model.set_attn_implementation({"text_config": PACKED_ATTENTION, "vision_config": "sdpa"})
+    packed = token_outputs(model, micro_batch, temperature=0.7).logprobs
+    found = _gradients(model, packed)
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(packed, plain, atol=1e-4, rtol=1e-5)
+    assert found.keys() == expected.keys() == {name for name, _ in model.named_parameters()}
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name] / scale, gradient / scale, atol=1e-5, rtol=1e-4)
+
+
+def _gradients(model: PreTrainedModel, logprobs: torch.Tensor) -> Weights:
+    model.zero_grad()
+    (logprobs * torch.linspace(-1.0, 1.0, logprobs.numel())).sum().backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _trained(learner: Learner, directory: Path, steps: int = 2) -> Weights:
+    for step in range(1, steps + 1):
+        learner.train_step(make_image_batch(make_reader(directory), seed=step), step)
+    return {name: weight.clone() for name, weight in learner.named_weights()}
+
+
+def test_a_step_trains_the_vision_tower_and_cutting_it_differently_changes_nothing(
+    one_family: Path,
+) -> None:
+    before = dict(AutoModelForImageTextToText.from_pretrained(one_family).named_parameters())
+    cuts: list[dict[str, object]] = [
+        {"ppo_micro_batch_size_per_gpu": 12, "use_kl_loss": True},
+        {"use_kl_loss": True, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 90},
+    ]
+    whole, cut = [
+        _trained(Learner(make_config(one_family, **changes), SingleProcess(), 10), one_family)
+        for changes in cuts
+    ]
+    assert whole.keys() == before.keys()
+    for name, weight in whole.items():
+        torch.testing.assert_close(cut[name], weight, atol=2e-5, rtol=1e-4, msg=name)
+        assert not torch.equal(weight, before[name]), name
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_recomputing_activations_in_the_backward_pass_changes_nothing(
+    one_family: Path, frozen: bool
+) -> None:
+    config = make_config(one_family, freeze_vision_tower=frozen)
+    model = structs.replace(config.actor_rollout_ref.model, enable_gradient_checkpointing=True)
+    recomputing = structs.replace(
+        config, actor_rollout_ref=structs.replace(config.actor_rollout_ref, model=model)
+    )
+    kept, recomputed = [
+        _trained(Learner(one, SingleProcess(), 10), one_family, steps=1)
+        for one in (config, recomputing)
+    ]
+    for name, weight in kept.items():
+        torch.testing.assert_close(recomputed[name], weight, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_two_ranks_agree_with_one(one_family: Path) -> None:
+    config = make_config(one_family, fsdp_config={"dtype": "float32", "fsdp_size": 1})
+    alone = _trained(Learner(config, SingleProcess(), 10), one_family)
+
+    ranks = on_ranks(
+        2, lambda rank: Learner(config, rank, 10), lambda one: _trained(one, one_family)
+    )
+    for weights in ranks:
+        for name, weight in alone.items():
+            torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_a_frozen_vision_tower_stays_as_it_is_and_the_rest_learns(one_family: Path) -> None:
+    config = make_config(one_family, freeze_vision_tower=True)
+    before = dict(AutoModelForImageTextToText.from_pretrained(one_family).named_parameters())
+    after = _trained(Learner(config, SingleProcess(), 10), one_family, steps=1)
+    for name, weight in after.items():
+        assert torch.equal(weight, before[name]) == name.startswith("model.visual."), name
+
+
+def test_freezing_the_vision_tower_of_a_text_model_is_refused(tmp_path: Path) -> None:
+    config = make_config(save_text_model(tmp_path), freeze_vision_tower=True)
+    with pytest.raises(ConfigError, match="reads no images"):
+        Learner(config, SingleProcess(), 10)
+
+
+def test_images_for_a_text_model_are_refused_with_the_prompts_name(
+    tmp_path: Path, one_family: Path
+) -> None:
+    learner = Learner(make_config(save_text_model(tmp_path)), SingleProcess(), 10)
+    with pytest.raises(ConfigError, match="prompt prompt-1000 comes with images"):
+        learner.train_step(make_image_batch(make_reader(one_family), seed=1), 1)
+
+
+def test_a_checkpoint_loads_again_and_brings_the_image_processor(
+    one_family: Path, tmp_path: Path
+) -> None:
+    config = make_config(one_family)
+    learner = Learner(config, SingleProcess(), 10)
+    _trained(learner, one_family)
+    learner.save(tmp_path / "actor")
+    folder = tmp_path / "actor" / "huggingface"
+    loaded = AutoModelForImageTextToText.from_pretrained(folder, local_files_only=True)
+    trained = dict(learner.named_weights())
+    assert {name for name, _ in loaded.named_parameters()} == trained.keys()
+    assert all(torch.equal(w, trained[name]) for name, w in loaded.named_parameters())
+    noise = np.random.default_rng(0).integers(0, 256, (56, 70, 3), np.uint8)
+    pixels = [
+        AutoImageProcessor.from_pretrained(place, backend="pil")(images=[Image.fromarray(noise)])
+        for place in (folder, one_family)
+    ]
+    np.testing.assert_array_equal(pixels[0]["pixel_values"], pixels[1]["pixel_values"])
+
+    resumed = Learner(config, SingleProcess(), 10)
+    resumed.load(tmp_path / "actor")
+    batch = make_image_batch(make_reader(one_family), seed=3)
+    learner.train_step(batch, 3)
+    resumed.train_step(batch, 3)
+    after = dict(resumed.named_weights())
+    assert all(torch.equal(weight, after[name]) for name, weight in learner.named_weights())
+
+
+def test_prompts_without_images_train_a_vision_language_model_too(one_family: Path) -> None:
+    learner = Learner(make_config(one_family), SingleProcess(), 10)
+    metrics = learner.train_step(make_batch(), 1)
+    assert np.isfinite(metrics["actor/grad_norm"])

@@ -1,0 +1,149 @@
+"""From encoded files to pixels and prompts."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import AutoImageProcessor
+
+from sluice.errors import ConfigError, InvalidRequestError
+from sluice.vision.image_files import image_size, read_image
+from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
+from sluice.vision.vision_shape import read_vision_shape
+from tests.support.tiny_vision import FAMILIES, IMAGE, PATCH, image_file, save_model
+from tests.support.vision_batches import PADDED, make_reader
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp(request.param)
+    save_model(request.param, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> ImagePromptReader:
+    directory = tmp_path_factory.mktemp("model")
+    save_model("qwen2_5_vl", directory)
+    return make_reader(directory)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format=kind, **options)
+    return buffer.getvalue()
+
+
+SIZES = ((56, 56), (200, 60), (20, 20), (33, 90), (500, 500))
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_an_image_takes_as_many_tokens_as_the_models_processor_makes_patches(
+    folder: Path, width: int, height: int
+) -> None:
+    image = image_file(0, width, height)
+    prompt = make_reader(folder).expand(PADDED, (image,))
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    made = processor(images=[Image.open(io.BytesIO(image))], return_tensors="np")
+    assert (prompt == IMAGE).sum() == made["image_grid_thw"].prod() // 4
+    words = np.append(prompt, np.uint32(9))
+    seen = make_reader(folder).read(words, (image,))
+    np.testing.assert_array_equal(seen.pixel_values, made["pixel_values"])
+    np.testing.assert_array_equal(seen.grid_thw, made["image_grid_thw"])
+    assert seen.pixel_values.dtype == np.float32
+    assert seen.pixel_values.shape[1] == 3 * 2 * PATCH[_family(folder)] ** 2
+    np.testing.assert_array_equal(np.flatnonzero(words == IMAGE), seen.places)
+
+
+def _family(folder: Path) -> str:
+    family: str = json.loads((folder / "config.json").read_text())["model_type"]
+    return family
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_every_format_is_read(kind: str) -> None:
+    assert read_image(image_file(0, 30, 20, kind), "images[0]").size == (30, 20)
+
+
+def test_an_image_is_seen_upright_and_measured_so() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    turned = encoded(Image.new("RGB", (30, 20)), "JPEG", exif=exif)
+    assert read_image(turned, "images[0]").size == (20, 30)
+    assert image_size(turned, "images[0]") == (30, 20)
+
+
+def test_what_is_transparent_is_white() -> None:
+    nothing = encoded(Image.new("RGBA", (2, 2), (0, 0, 0, 0)))
+    assert read_image(nothing, "images[0]").getpixel((0, 0)) == (255, 255, 255)
+
+
+def huge_png() -> bytes:
+    """A header of 60,000 by 60,000 pixels, and hardly any data."""
+    head = b"IHDR" + (60_000).to_bytes(4) + (60_000).to_bytes(4) + bytes((8, 2, 0, 0, 0))
+    chunk = (13).to_bytes(4) + head + zlib.crc32(head).to_bytes(4)
+    return b"\x89PNG\r\n\x1a\n" + chunk + bytes(4) + b"IDAT" + zlib.crc32(b"IDAT").to_bytes(4)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        (b"", r"images\[0\]: 0 bytes that are no readable image"),
+        (b"GIF89a" + bytes(40), "no readable image"),
+        (encoded(Image.new("RGB", (4, 4)), "GIF"), "no readable image"),
+        (huge_png(), r"images\[0\]: (60000 x 60000 pixels|\d+ bytes that are no readable)"),
+    ],
+    ids=["empty", "rubbish", "gif", "bomb"],
+)
+def test_what_is_no_image_of_a_known_format_and_size_is_refused(file: bytes, message: str) -> None:
+    for use in (image_size, read_image):
+        with pytest.raises(InvalidRequestError, match=message):
+            use(file, "images[0]")
+
+
+def test_a_damaged_image_is_refused_when_it_is_decoded() -> None:
+    whole = image_file(0, 60, 60)
+    with pytest.raises(InvalidRequestError, match=r"images\[3\]: the image is damaged"):
+        read_image(whole[: len(whole) // 2], "images[3]")
+
+
+def test_a_stripe_that_no_grid_fits_is_refused(reader: ImagePromptReader) -> None:
+    stripe = image_file(0, 900, 2)
+    with pytest.raises(InvalidRequestError, match=r"images\[0\]: it cannot be resized"):
+        reader.expand(PADDED, (stripe,))
+
+
+def test_a_prompt_that_ends_with_an_image_is_refused(reader: ImagePromptReader) -> None:
+    image = image_file(0)
+    prompt = reader.expand(PADDED[:2], (image,))
+    with pytest.raises(InvalidRequestError, match="ends with an image"):
+        reader.read(prompt, (image,))
+
+
+def test_a_text_model_has_no_reader(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert load_image_prompts(tmp_path) is None
+    assert read_vision_shape(tmp_path) is None
+
+
+def test_a_missing_image_processor_is_told_with_the_file_that_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_vl"}')
+    with pytest.raises(ConfigError, match=r"copy preprocessor_config\.json"):
+        load_image_prompts(tmp_path)
+
+
+def test_the_package_loads_without_torch_transformers_and_pillow() -> None:
+    program = (
+        "import sys; import sluice.vision.image_prompts, sluice.vision.image_files;"
+        "sys.exit(bool({'torch', 'transformers', 'PIL'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

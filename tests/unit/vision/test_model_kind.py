@@ -1,0 +1,29 @@
+"""A model's configuration file says whether it reads images; where there is none, nobody knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sluice.vision.model_kind import reads_images
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ('{"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}', True),
+        ('{"model_type": "qwen2", "hidden_size": 8}', False),
+        ('{"vision_config": null}', False),
+        ("no json", None),
+        ("[1]", None),
+        (None, None),
+    ],
+)
+def test_a_vision_config_makes_a_model_read_images(
+    tmp_path: Path, config: str | None, expected: bool | None
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert reads_images(tmp_path) is expected
+    assert reads_images(str(tmp_path)) is expected

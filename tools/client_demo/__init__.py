@@ -1,0 +1,1 @@
+"""Many gRPC clients in two languages on a run that goes on training."""

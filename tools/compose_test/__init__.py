@@ -1,0 +1,1 @@
+"""Runs the loop in containers, as `compose.yaml` describes it, and sees what becomes of it."""

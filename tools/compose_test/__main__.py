@@ -1,0 +1,172 @@
+"""`make compose-test` and `make compose-quickstart`: the loop in containers on this machine.
+
+The last line printed is one JSON object: `phases` (seconds by name), `target_reached`, `scaled`
+(replica counts that served a step, in order), `killed_and_recovered`, `prompts_lost` and more. Exit
+code 0: all is as it has to be; or there is no Docker engine and SLUICE_SKIP_WITHOUT_DOCKER=1 allows
+that. Needs Python and Docker, and no package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools.compose_test.base_image import NoBaseImageError, base_image
+from tools.compose_test.commands import CommandError, succeeds
+from tools.compose_test.engine import NoEngineError, engine
+from tools.compose_test.phases import PhaseError, Phases, say
+from tools.compose_test.project import BUILD_S, Project
+from tools.compose_test.run_record import read_metrics
+from tools.compose_test.scenario import RUN, TARGET_ACCURACY, Scenario
+from tools.compose_test.wheelhouse import cpu_torch
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE_IMAGE = "python:3.11-slim"
+SKIP_VARIABLE = "SLUICE_SKIP_WITHOUT_DOCKER"
+_FAILURES = (CommandError, NoBaseImageError, PhaseError)
+# Of the range for benchmarks, so that it is no network that a machine is in.
+_NETWORK = "networks: {core: {ipam: {config: [{subnet: 198.18.64.0/24}]}}}\n"
+_COUNTS, _KILLED = (3, 1, 4), ("rollout", "reward", "trainer")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the test, or the quickstart."""
+    options = _parse(arguments)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-compose-")))
+        phases = Phases()
+        try:
+            with phases.phase("engine"):
+                say(f"engine: {stack.enter_context(engine(scratch / 'dockerd.log'))}")
+        except NoEngineError as error:
+            return _without_engine(error)
+        work = _quickstart if options.quickstart else _test
+        return work(options, phases, scratch)
+
+
+def _without_engine(error: NoEngineError) -> int:
+    say(f"NO DOCKER ENGINE: {error}")
+    if os.environ.get(SKIP_VARIABLE) == "1":
+        say(f"skipped, as {SKIP_VARIABLE}=1 says")
+        _print_last({"skipped": str(error)})
+        return 0
+    _print_last({"error": str(error)})
+    return 1
+
+
+def _quickstart(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
+    """Shows the run to its end; containers and volume stay, for a look."""
+    try:
+        project = Project(ROOT, "sluice", {})
+        _build(project, phases)
+        code = project.follow("up", "--no-build")
+        file = scratch / "metrics.jsonl"
+        project.copy_out(f"{RUN}/metrics.jsonl", file)
+    except _FAILURES as error:
+        say(f"failed: {error}")
+        return 1
+    say(f"held-out accuracy: {read_metrics(file).accuracy}")
+    say(f"to take it down, with the model: {project.client} down -v")
+    return code
+
+
+def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
+    steps = f"trainer.total_training_steps={options.steps}"
+    variables = {"SLUICE_SETTINGS": f"{steps} trainer.save_freq=3", "SLUICE_TAG": "compose-test"}
+    overlay = scratch / "network.yaml"
+    overlay.write_text(_NETWORK, encoding="utf-8")
+    problems: list[str] = []
+    scenario = None
+    try:
+        project = Project(ROOT, f"sluice-test-{os.getpid()}", variables, [overlay])
+        _build(project, phases)
+        scenario = Scenario(project, phases, options.patience)
+        try:
+            _drive(scenario)
+        except _FAILURES:
+            for service in ("trainer", "reward", "rollout"):
+                say(project.logs(service, 12))
+            raise
+        finally:
+            if not options.keep:
+                with phases.phase("down"):
+                    project.down()
+        problems = scenario.outcome.problems(_KILLED, _COUNTS)
+    except _FAILURES as error:
+        problems.append(str(error))
+    finally:
+        if not options.keep:
+            _remove_images()
+    for problem in problems:
+        say(f"FAILED: {problem}")
+    _print_last(_report(phases, scenario, problems))
+    return 1 if problems else 0
+
+
+def _drive(scenario: Scenario) -> None:
+    first, *others = _COUNTS
+    scenario.start(first)
+    for count in others:
+        scenario.scale(count)
+    for service in _KILLED:
+        scenario.kill(service, _COUNTS[-1])
+    scenario.finish()
+
+
+def _build(project: Project, phases: Phases) -> None:
+    with phases.phase("base image"):
+        say(f"{BASE_IMAGE}: {base_image(BASE_IMAGE)}; torch: {cpu_torch(ROOT)}")
+    with phases.phase("build"):
+        project.run("build", timeout_s=BUILD_S)
+
+
+def _remove_images() -> None:
+    """Images of this test; layers stay for the next build, until `docker builder prune`."""
+    names = [f"{name}:compose-test" for name in ("sluice", "sluice-reward")]
+    succeeds("docker", "image", "rm", *names, timeout_s=300)
+
+
+def _report(phases: Phases, scenario: Scenario | None, problems: list[str]) -> dict[str, object]:
+    report: dict[str, object] = {"phases": phases.seconds}
+    if scenario is not None:
+        found = scenario.outcome
+        accuracy = found.accuracy
+        report |= {
+            "target_reached": accuracy is not None and accuracy >= TARGET_ACCURACY,
+            "scaled": found.scaled,
+            "killed_and_recovered": found.recovered,
+            "prompts_lost": found.prompts_lost,
+            "final_accuracy": accuracy,
+            "steps": found.steps,
+            "exit_codes": found.exit_codes,
+        }
+    return {**report, "problems": problems, "passed": not problems}
+
+
+def _print_last(report: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(report) + "\n")
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.compose_test",
+        description="Trains in containers, scales and kills them, and checks what is left.",
+        epilog="example: python -m tools.compose_test --steps 80",
+    )
+    parser.add_argument("--quickstart", action="store_true", help="only train, and show it")
+    parser.add_argument("--steps", type=int, default=80, help="of training")
+    parser.add_argument("--patience", type=float, default=900.0, help="seconds for each wait")
+    parser.add_argument("--keep", action="store_true", help="leave containers and images")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,108 @@
+"""A Docker engine: the one that runs, or one that is started for the time of a test.
+
+Packages are installed only where the caller says so, since that changes the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tools.compose_test.commands import CommandError, output_of, succeeds
+
+INSTALL_VARIABLE = "SLUICE_INSTALL_DOCKER"
+_PACKAGES = ("docker.io", "docker-compose", "iptables")
+_ANSWER_WITHIN_S, _END_WITHIN_S, _INSTALL_WITHIN_S = 60.0, 30.0, 600.0
+_NOISE = ("level=info", "level=debug")
+
+
+class NoEngineError(Exception):
+    """Why there is no engine here."""
+
+
+@contextmanager
+def engine(log: Path) -> Iterator[str]:
+    """Says which engine there is while the block runs; one that was started here ends after it.
+
+    Args:
+        log: of an engine that is started here.
+
+    Raises:
+        NoEngineError: there is none, and none can be started; the message says why.
+    """
+    if _answers():
+        yield "the one that runs here"
+        return
+    _install_if_asked()
+    if shutil.which("dockerd") is None:
+        raise NoEngineError(
+            "no Docker engine answers and dockerd is not installed; install Docker, or on Debian "
+            f"set {INSTALL_VARIABLE}=1 to have {', '.join(_PACKAGES)} installed"
+        )
+    if os.geteuid() != 0:
+        raise NoEngineError("no Docker engine answers, and only root can start one; start it")
+    with log.open("wb") as output:
+        started = subprocess.Popen(
+            ["dockerd"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        _await_answer(started, log)
+        yield f"started here, pid {started.pid}"
+    finally:
+        _end(started)
+
+
+def _answers() -> bool:
+    return succeeds("docker", "info", timeout_s=20)
+
+
+def _install_if_asked() -> None:
+    if os.environ.get(INSTALL_VARIABLE) != "1" or shutil.which("dockerd"):
+        return
+    if shutil.which("apt-get") is None or os.geteuid() != 0:
+        raise NoEngineError(f"{INSTALL_VARIABLE}=1 needs apt-get and root")
+    quiet = {"DEBIAN_FRONTEND": "noninteractive"}
+    install = ("apt-get", "-qq", "install", "-y", "--no-install-recommends", *_PACKAGES)
+    try:
+        output_of("apt-get", "-qq", "update", timeout_s=_INSTALL_WITHIN_S, environment=quiet)
+        output_of(*install, timeout_s=_INSTALL_WITHIN_S, environment=quiet)
+    except CommandError as error:
+        raise NoEngineError(f"Docker could not be installed: {error}") from error
+
+
+def _await_answer(started: subprocess.Popen[bytes], log: Path) -> None:
+    until_s = time.monotonic() + _ANSWER_WITHIN_S
+    while time.monotonic() < until_s:
+        if started.poll() is not None:
+            code = started.returncode
+            raise NoEngineError(f"dockerd ended with code {code} at its start{_causes(log)}")
+        if _answers():
+            return
+        time.sleep(0.2)
+    raise NoEngineError(f"dockerd did not answer within {_ANSWER_WITHIN_S:g} s{_causes(log)}")
+
+
+def _causes(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    told = [line for line in lines if not any(word in line for word in _NOISE)]
+    return "".join(f"\n  {line}" for line in told[-8:])
+
+
+def _end(started: subprocess.Popen[bytes]) -> None:
+    started.terminate()
+    try:
+        started.wait(_END_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        sys.stderr.write(f"dockerd ({started.pid}) does not end; killed\n")
+        started.kill()
+        started.wait()

@@ -1,0 +1,145 @@
+"""A run in containers that is scaled and shot at while it trains."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tools.compose_test.phases import PhaseError, Phases, until
+from tools.compose_test.project import ContainerState, Project
+from tools.compose_test.run_record import RunRecord, prompts_lost, read_metrics
+
+RUN = "/runs/run"
+# What the quickstart comes to in its 20 steps; docs/benchmarks.md.
+TARGET_ACCURACY = 0.88
+_INTERVAL_S = 2.0
+_KILLED = 137
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What was seen. `recovered` holds services whose first process was killed."""
+
+    scaled: list[int] = field(default_factory=list)
+    recovered: list[str] = field(default_factory=list)
+    accuracy: float | None = None
+    prompts_lost: int | None = None
+    steps: int = 0
+    exit_codes: dict[str, list[int]] = field(default_factory=dict)
+
+    def problems(self, killed: tuple[str, ...], wanted: tuple[int, ...]) -> list[str]:
+        """What is not as it has to be."""
+        found = []
+        if self.accuracy is None or self.accuracy < TARGET_ACCURACY:
+            found.append(f"held-out accuracy {self.accuracy} is below {TARGET_ACCURACY}")
+        if self.prompts_lost != 0:
+            found.append(f"{self.prompts_lost} prompts are lost")
+        if tuple(self.scaled) != wanted:
+            found.append(f"replica counts seen: {self.scaled}, wanted: {list(wanted)}")
+        if missing := [name for name in killed if name not in self.recovered]:
+            found.append(f"killed and not back: {', '.join(missing)}")
+        if any(code for codes in self.exit_codes.values() for code in codes):
+            found.append(f"exit codes: {self.exit_codes}")
+        return found
+
+
+class Scenario:
+    """Drives one project.
+
+    Args:
+        project: built.
+        phases: take the seconds.
+        patience_s: most seconds for each wait.
+    """
+
+    def __init__(self, project: Project, phases: Phases, patience_s: float) -> None:
+        self._project, self._phases, self._patience_s = project, phases, patience_s
+        self.outcome = Outcome()
+
+    def start(self, replicas: int) -> None:
+        """Makes the model and starts everything; returns after the first step."""
+        with self._phases.phase("prepare and up"):
+            scale = f"rollout={replicas}"
+            self._project.run(
+                "up", "-d", "--no-build", "--scale", scale, timeout_s=self._patience_s
+            )
+        with self._phases.phase("first step"):
+            self._until("the first step", lambda: self.record().step > 0)
+        self._until_served_by(replicas)
+
+    def scale(self, replicas: int) -> None:
+        """Changes the number of replicas, and waits for a step that so many served."""
+        with self._phases.phase(f"scale to {replicas}"):
+            self._project.scale(replicas)
+            self._until_served_by(replicas)
+
+    def kill(self, service: str, replicas: int) -> None:
+        """Kills a service's first process; returns when it is healthy again and a step followed."""
+        with self._phases.phase(f"kill {service}"):
+            container, before = next(iter(self._project.containers(service).items()))
+            self._project.kill(container)
+            self._until(
+                f"{service} running again and healthy",
+                lambda: self._is_back(container, before),
+            )
+            steps = len(self.record().replicas)
+            self._until(
+                f"a step after {service} came back, served by {replicas} replicas",
+                lambda: replicas in self.record().replicas[steps:],
+            )
+        self.outcome.recovered.append(service)
+
+    def finish(self) -> None:
+        """Waits until all containers have ended, as they do with their run."""
+        with self._phases.phase("training to the end"):
+            until(
+                "the end of all containers",
+                lambda: all(s.status == "exited" for s in self._project.containers().values()),
+                timeout_s=self._patience_s,
+                interval_s=_INTERVAL_S,
+            )
+        record = self.record()
+        self.outcome.accuracy, self.outcome.steps = record.accuracy, record.step
+        for state in self._project.containers().values():
+            self.outcome.exit_codes.setdefault(state.service, []).append(state.exit_code)
+        with tempfile.TemporaryDirectory() as scratch:
+            file = Path(scratch) / "accounts.json"
+            if self._project.copy_out(f"{RUN}/accounts.json", file):
+                self.outcome.prompts_lost = prompts_lost(json.loads(file.read_text("utf-8")))
+
+    def record(self) -> RunRecord:
+        """What the run has written so far."""
+        with tempfile.TemporaryDirectory() as scratch:
+            file = Path(scratch) / "metrics.jsonl"
+            self._project.copy_out(f"{RUN}/metrics.jsonl", file)
+            return read_metrics(file)
+
+    def _is_back(self, container: str, before: ContainerState) -> bool:
+        state = self._project.containers().get(container)
+        return state is not None and state.is_healthy and state.restarts > before.restarts
+
+    def _until_served_by(self, replicas: int) -> None:
+        steps = len(self.record().replicas)
+        self._until(
+            f"a step served by {replicas} replicas",
+            lambda: replicas in self.record().replicas[steps:],
+        )
+        self.outcome.scaled.append(replicas)
+
+    def _until(self, what: str, holds: Callable[[], bool]) -> None:
+        def holds_or_ended() -> bool:
+            if holds():
+                return True
+            trainer = next(iter(self._project.containers("trainer").values()), None)
+            ended = trainer is not None and trainer.status == "exited"
+            if trainer is not None and ended and trainer.exit_code != _KILLED:
+                raise PhaseError(
+                    f"{what}: the trainer ended first with code {trainer.exit_code}; if that is 0, "
+                    "give it more --steps"
+                )
+            return False
+
+        until(what, holds_or_ended, timeout_s=self._patience_s, interval_s=_INTERVAL_S)
