@@ -15,10 +15,11 @@ from sluice.cli.quickstart import asset_settings
 from sluice.cli.up import split_arguments
 from sluice.config.checks import check_config
 from sluice.config.derived import checkpoint_folder
-from sluice.config.dump import write_config
+from sluice.config.dump import dump_config, write_config
 from sluice.config.explain import launch_notices
 from sluice.config.loader import load_config
 from sluice.config.remarks import remarks
+from sluice.config.run import RunConfig
 from sluice.launch.network_layout import CONFIG_NAME, network_settings
 from sluice.launch.reward_function_check import check_reward_function
 from sluice.launch.shared_run import SharedRun
@@ -48,11 +49,14 @@ def prepare(
     secure: Annotated[
         bool, typer.Option("--secure", help="Make certificates and tokens, and ask for them.")
     ] = False,
+    anew: Annotated[
+        bool, typer.Option("--anew", help="Begin a run even if one is there that has not ended.")
+    ] = False,
 ) -> None:
     """Write the configuration of a run whose services have hosts of their own, such as containers.
 
     Each service is found by the name of its kind (trainer, reward, rollout) at a port that never
-    changes. A run that is there and has not ended goes on with what it has.
+    changes. A run that is there and has not ended goes on with the configuration it has.
 
     \b
     Examples:
@@ -72,13 +76,32 @@ def prepare(
         config = load_config(base, [*settings, *overrides])
         notices = launch_notices(base, overrides)
     for line in (*(one.text for one in notices), *remarks(config)):
-        console.print(f"notice: {line}", soft_wrap=True, markup=False, highlight=False)
+        _say(console, f"notice: {line}")
     check_config(config)
     check_reward_function(config.reward)
-    write_config(config, run_dir / CONFIG_NAME)
-    begins = SharedRun(run_dir).begin(Path(checkpoint_folder(config)))
-    what = "begins" if begins else "goes on"
-    console.print(f"{run_dir}: the run {what}", soft_wrap=True, markup=False, highlight=False)
+    _begin(run_dir, config, console, anew=anew)
+
+
+def _begin(run_dir: Path, config: RunConfig, console: Console, *, anew: bool) -> None:
+    """Writes what a run begins with; one that goes on keeps what it has."""
+    run, written = SharedRun(run_dir), run_dir / CONFIG_NAME
+    if anew:
+        run.forget()
+    goes_on = run.goes_on and written.is_file()
+    if not goes_on:
+        write_config(config, written)
+        run.begin(Path(checkpoint_folder(config)))
+    elif written.read_text(encoding="utf-8") != dump_config(config):
+        _say(
+            console,
+            f"notice: {written} stays as it is, and other settings are not heeded: the run has not "
+            "ended, and its services read that file; stop them and give --anew to begin again",
+        )
+    _say(console, f"{run_dir}: the run {'goes on' if goes_on else 'begins'}")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def _quickstart_settings(run_dir: Path, console: Console) -> list[str]:

@@ -29,7 +29,7 @@ from sluice.config.host_port import split_host_port
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.launch.network_layout import KINDS, Kind
-from sluice.launch.own_address import own_address
+from sluice.launch.own_address import own_address_within
 from sluice.launch.service_spec import (
     TRAINER,
     ServiceSpec,
@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 # A service spends its own grace period draining; what it needs to leave comes on top.
 EXIT_MARGIN_S = 5.0
 _WATCH_INTERVAL_S = 0.5
+# The trainer's name is unknown while its container starts, or starts again.
+_TRAINER_NAMED_WITHIN_S = 60.0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -86,10 +88,9 @@ def services_of(
     if kind == "rollout":
         host = socket.gethostname()
         trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
+        address = own_address_within(split_host_port(trainer)[0], _TRAINER_NAMED_WITHIN_S)
         specs: tuple[ServiceSpec, ...] = (
-            replica_on_its_own(
-                config, config_file, f"rollout-{host}", own_address(split_host_port(trainer)[0])
-            ),
+            replica_on_its_own(config, config_file, f"rollout-{host}", address),
         )
     elif kind == "reward":
         specs = (reward_service(config, config_file),)
@@ -132,10 +133,14 @@ def _outcome(kind: Kind, specs: Sequence[ServiceSpec], end: RunEnd, run: SharedR
         if any(spec.is_needed for spec in specs):
             run.end(Ending(kind, end.failures))
         return EXIT_FAILED
-    if kind == TRAINER and end.exit_code == 0:
+    if end.exit_code == EXIT_INTERRUPTED:
+        return EXIT_INTERRUPTED if kind == TRAINER else 0
+    if kind != TRAINER and any(spec.is_needed for spec in specs):
+        run.end(Ending(kind, (f"{kind} ended with code 0 in the middle of the run",)))
+        return EXIT_FAILED
+    if kind == TRAINER:
         run.end(Ending(kind, ()))
-    interrupted = end.exit_code == EXIT_INTERRUPTED
-    return EXIT_INTERRUPTED if kind == TRAINER and interrupted else 0
+    return 0
 
 
 def _after(over: Ending, kind: Kind) -> int:

@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import socket
+import time
 
 from sluice.errors import ConfigError
 
 _ANY_PORT = 9  # nothing is sent
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
+
+
+def own_address_within(peer_host: str, seconds: float) -> str:
+    """As `own_address`, for a peer whose name may be missing while its container is away.
+
+    Raises:
+        ConfigError: it was still unknown after so many seconds.
+    """
+    deadline_s, pause_s = time.monotonic() + seconds, _FIRST_PAUSE_S
+    while True:
+        try:
+            return own_address(peer_host)
+        except ConfigError:
+            if time.monotonic() + pause_s > deadline_s:
+                raise
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def own_address(peer_host: str) -> str:

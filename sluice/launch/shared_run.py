@@ -41,6 +41,15 @@ class SharedRun:
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / _FOLDER
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether a run has begun and not ended."""
+        return (self._folder / _BEGINNING).is_file() and self.ending() is None
+
+    def forget(self) -> None:
+        """Has the next `begin` begin a run, whatever was there."""
+        (self._folder / _BEGINNING).unlink(missing_ok=True)
+
     def begin(self, checkpoints: Path) -> bool:
         """Notes that a run begins, unless one that has not ended is there.
 
@@ -53,7 +62,7 @@ class SharedRun:
         Returns:
             whether it begins.
         """
-        if (self._folder / _BEGINNING).is_file() and self.ending() is None:
+        if self.goes_on:
             return False
         self._folder.mkdir(parents=True, exist_ok=True)
         for counted in self._folder.glob("*.starts"):

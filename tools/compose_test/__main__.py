@@ -73,9 +73,13 @@ def _quickstart(options: argparse.Namespace, phases: Phases, scratch: Path) -> i
     except _FAILURES as error:
         say(f"failed: {error}")
         return 1
-    say(f"held-out accuracy: {read_metrics(file).accuracy}")
+    accuracy = read_metrics(file).accuracy
+    say(f"held-out accuracy: {accuracy}")
     say(f"to take it down, with the model: {project.client} down -v")
-    return code
+    failed = [s.service for s in project.containers().values() if s.exit_code != 0]
+    for service in failed:
+        say(f"FAILED: {service}; see {project.client} logs {service}")
+    return code if code else int(bool(failed) or accuracy is None)
 
 
 def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:

@@ -156,12 +156,10 @@ def _copy(source: Path, target: Path, names: Iterable[str]) -> None:
 def _import(root: Path, tag: str) -> None:
     changes = (f"ENV PATH={_PATH} LANG=C.UTF-8", 'CMD ["python3"]', f"LABEL {STAND_IN_LABEL}=1")
     options = [word for change in changes for word in ("--change", change)]
-    pack = subprocess.Popen(
-        ["tar", "-C", str(root), "--numeric-owner", "-cf", "-", "."], stdout=subprocess.PIPE
-    )
-    command = ["docker", "import", *options, "-", tag]
-    subprocess.run(
-        command, stdin=pack.stdout, capture_output=True, timeout=_MADE_WITHIN_S, check=True
-    )
-    if pack.wait() != 0:
-        raise OSError("tar could not pack the stand-in's files")
+    archive = root.with_name(f"{root.name}.tar")
+    try:
+        tree = ("tar", "-C", str(root), "--numeric-owner", "-cf", str(archive), ".")
+        output_of(*tree, timeout_s=_MADE_WITHIN_S)
+        output_of("docker", "import", *options, str(archive), tag, timeout_s=_MADE_WITHIN_S)
+    finally:
+        archive.unlink(missing_ok=True)

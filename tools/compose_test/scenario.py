@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,12 +96,13 @@ class Scenario:
     def finish(self) -> None:
         """Waits until all containers have ended, as they do with their run."""
         with self._phases.phase("training to the end"):
-            until(
-                "the end of all containers",
-                lambda: all(s.status == "exited" for s in self._project.containers().values()),
-                timeout_s=self._patience_s,
-                interval_s=_INTERVAL_S,
-            )
+            steps = -1
+            while (now := len(self.record().replicas)) > steps and not self._has_ended():
+                steps = now
+                with suppress(PhaseError):  # a slow run that gets on is not given up
+                    self._until_ended()
+            if not self._has_ended():
+                raise PhaseError(f"no step within {self._patience_s:g} s, and no end of the run")
         record = self.record()
         self.outcome.accuracy, self.outcome.steps = record.accuracy, record.step
         for state in self._project.containers().values():
@@ -109,6 +111,17 @@ class Scenario:
             file = Path(scratch) / "accounts.json"
             if self._project.copy_out(f"{RUN}/accounts.json", file):
                 self.outcome.prompts_lost = prompts_lost(json.loads(file.read_text("utf-8")))
+
+    def _has_ended(self) -> bool:
+        return all(state.status == "exited" for state in self._project.containers().values())
+
+    def _until_ended(self) -> None:
+        until(
+            "the end of all containers",
+            self._has_ended,
+            timeout_s=self._patience_s,
+            interval_s=_INTERVAL_S,
+        )
 
     def record(self) -> RunRecord:
         """What the run has written so far."""

@@ -62,6 +62,21 @@ def test_preparing_again_leaves_a_run_that_goes_on_alone_and_begins_one_that_end
     assert "the run begins" in prepare("--run-dir", tmp_path / "run", *job)
 
 
+def test_a_run_that_goes_on_keeps_its_configuration_and_anew_begins_another(
+    tmp_path: Path,
+) -> None:
+    job, run_dir = model_and_data(tmp_path / "job"), tmp_path / "run"
+    prepare("--run-dir", run_dir, *job, "data.train_batch_size=8")
+    assert "stays" not in prepare("--run-dir", run_dir, *job, "data.train_batch_size=8")
+    told = prepare("--run-dir", run_dir, *job, "data.train_batch_size=16")
+    assert "stays as it is" in told
+    assert "--anew" in told
+    assert locate_run(run_dir).config.data.train_batch_size == 8
+    again = prepare("--anew", "--run-dir", run_dir, *job, "data.train_batch_size=16")
+    assert "the run begins" in again
+    assert locate_run(run_dir).config.data.train_batch_size == 16
+
+
 def test_a_file_of_settings_is_read_and_a_wrong_one_writes_nothing(tmp_path: Path) -> None:
     job, run_dir = tmp_path / "job.yaml", tmp_path / "run"
     job.write_text("data: {train_batch_size: 4}\n", encoding="utf-8")

@@ -98,6 +98,20 @@ def test_a_needed_service_that_fails_for_good_ends_the_run_with_its_last_lines(
     assert "port 7 is in use" in capfd.readouterr().err
 
 
+def test_a_needed_service_that_leaves_in_order_in_the_middle_of_the_run_ends_it(
+    folder: Folder,
+) -> None:
+    assert folder.keep("reward", spec("reward", "print('bye')", is_needed=True)) == 1
+    ending = folder.run.ending()
+    assert ending is not None
+    assert ending.failures == ("reward ended with code 0 in the middle of the run",)
+
+
+def test_a_replica_that_leaves_in_order_leaves_alone(folder: Folder) -> None:
+    assert folder.keep("rollout", spec("rollout-1", "print('bye')")) == 0
+    assert folder.run.ending() is None
+
+
 def test_a_replica_that_fails_for_good_ends_alone(folder: Folder) -> None:
     assert folder.keep("rollout", spec("rollout-1", FAILS)) == 1
     assert folder.run.ending() is None
@@ -143,7 +157,7 @@ def test_a_service_whose_launcher_died_knows_how_often_it_was_started(folder: Fo
 def test_each_service_has_the_command_that_the_local_launcher_gives_it(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(container, "own_address", lambda _: "10.0.0.9")
+    monkeypatch.setattr(container, "own_address_within", lambda *_: "10.0.0.9")
     monkeypatch.setattr(container.socket, "gethostname", lambda: "abc")
     commands = {
         kind: services_of(kind, folder.config, folder.file, folder.run)[0].command[1:]

@@ -104,7 +104,8 @@ def test_only_on_an_npu_vllm_starts_with_what_vllm_ascend_needs(
     environment = {name: text for name, text in os.environ.items() if "ASCEND" not in name}
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(vllm_core, "select_device", lambda _: device)
-    monkeypatch.setattr(vllm_core, "checkpoint_layout", lambda _: CheckpointLayout(9, (), ()))
+    layout = CheckpointLayout(9, (), ())
+    monkeypatch.setattr(vllm_core, "checkpoint_layout", lambda *_, **__: layout)
 
     class Refuses:
         def __init__(self, arguments: dict[str, object]) -> None:
