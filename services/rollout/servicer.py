@@ -111,7 +111,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._generation, self._engine_name, self._max_n = generation, engine_name, max_n
         self._quota, self._tokens = quota, tokens
         self._images = images or ImageRules()
-        self._reading_images = asyncio.Semaphore(1)
+        self._measuring_images = asyncio.Semaphore(1)
 
     async def Generate(  # type: ignore[override]
         self, request: rollout.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -228,7 +228,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def _chat_with_images(self, chat: common.ChatPrompt) -> TokenIds:
         """Beside the event loop, since looking at images takes long; one at a time."""
         messages = chat_messages_from_proto(chat.messages)
-        async with self._reading_images:
+        async with self._measuring_images:
             return await asyncio.to_thread(self._encoder.encode_chat, messages, tuple(chat.images))
 
     def _known_tokens(self, ids: TokenIds) -> TokenIds:

@@ -152,11 +152,13 @@ class RewardClient:
             BatchUnfillableError: it says that no batch can be filled any more.
             PeerError: what it sent is no batch.
             PeerDefectError: it answered several times in a row that it is broken.
-            DeadlineError: nothing moved for `batch_timeout_s`; says what the service waits for.
+            DeadlineError: nothing moved for `batch_timeout_s`, or none of the batch's images came
+                for as long; says what the service waits for.
         """
         request = reward.TakeBatchRequest(step=step, policy_version=version)
         seen, seen_s, why, defects = "", time.monotonic(), "", 0
         while True:
+            is_leased = False
             try:
                 answer = await unary_call(
                     self._stub.TakeBatch,
@@ -166,10 +168,11 @@ class RewardClient:
                     phase=f"taking the batch of step {step}",
                     deadline_s=_POLL_S,
                 )
+                is_leased = True
                 images = await self._images(answer.batch, step)
             except (DeadlineError, PeerError) as error:
                 defects = defects + 1 if isinstance(error, PeerDefectError) else 0
-                if defects == _MAX_DEFECTS:
+                if defects == _MAX_DEFECTS or (is_leased and isinstance(error, DeadlineError)):
                     raise
                 why = str(error)
                 if isinstance(error, PeerError):
@@ -272,8 +275,14 @@ class RewardClient:
         }
 
     async def _images(self, batch: reward.TrainBatch, step: int) -> Mapping[str, Sequence[bytes]]:
-        """Images of the batch's groups, by prompt id; `PeerError` if the lease is gone."""
-        if not any(group.num_images for group in batch.groups):
+        """Images of the batch's groups, by prompt id.
+
+        Raises:
+            PeerError: the lease is gone.
+            DeadlineError: the next group's did not come within `batch_timeout_s`.
+        """
+        wanted = sum(group.num_images > 0 for group in batch.groups)
+        if not wanted:
             return {}
         phase = f"taking the images of step {step}"
         stream = stream_call(
@@ -282,12 +291,22 @@ class RewardClient:
             name="RewardService/TakeImages",
             peer=_PEER,
             phase=phase,
+            deadline_s=(wanted + 1) * self._batch_timeout_s,  # the one below comes first
         )
+        images: dict[str, Sequence[bytes]] = {}
+        now_s, seconds = asyncio.get_running_loop().time, self._batch_timeout_s
         try:
-            async with aclosing(stream) as answers:
-                return {answer.prompt_id: answer.images async for answer in answers}
+            async with asyncio.timeout(seconds) as scope, aclosing(stream) as answers:
+                async for answer in answers:
+                    images[answer.prompt_id] = answer.images
+                    scope.reschedule(now_s() + seconds)
+                    advance()
         except NotFoundError as error:  # it has started anew since
             raise PeerError(_PEER, phase, str(error)) from error
+        except TimeoutError as error:
+            detail = f"{len(images)} of {wanted} groups' images had come"
+            raise DeadlineError(_PEER, phase, seconds, detail) from error
+        return images
 
     async def _announce(self, request: reward.AnnouncePolicyRequest) -> object:
         return await unary_call(

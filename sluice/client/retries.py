@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import time
 from collections.abc import Callable
@@ -99,9 +98,8 @@ class Retries:
         if self._answered_s is not None and now_s - self._answered_s >= self.policy.patience_s:
             self.got_on()  # a try that was taken up for so long is no failure in a row
         self._answered_s = None
-        self._since_s = now_s if self._since_s is None else self._since_s
         self._last = error
-        if not is_transient(error) or now_s - self._since_s >= self._patience_s(error):
+        if not is_transient(error) or not self._is_borne(error, now_s):
             raise error
         wait_s = min(self.policy.first_s * 2.0**self._count, self.policy.most_s)
         self._count = min(self._count + 1, 32)
@@ -111,7 +109,12 @@ class Retries:
             wait_s = min(wait_s, max(self.ends_s - now_s, 0.0))
         await asyncio.sleep(wait_s)
 
-    def _patience_s(self, error: SluiceError) -> float:
-        """A full service is there and will have room: waiting for it is what a deadline is for."""
+    def _is_borne(self, error: SluiceError, now_s: float) -> bool:
+        """A full service is there and will have room: waiting for it is what a deadline is for, and
+        no part of the time that it was away."""
         waits = isinstance(error, ExhaustedError) and self.ends_s is not None
-        return math.inf if waits and self.policy.patience_s > 0 else self.policy.patience_s
+        if waits and self.policy.patience_s > 0:
+            self._since_s = None
+            return True
+        self._since_s = now_s if self._since_s is None else self._since_s
+        return now_s - self._since_s < self.policy.patience_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sluice.api.reward.v1 import reward_pb2
 from sluice.client.policy_client import NewPrompt, PromptEvent, prompt_event, prompt_to_proto
@@ -24,7 +24,21 @@ if TYPE_CHECKING:
 
 RECEIPTS = ("accepted", "refused")
 _WINDOW = 1024
+# A share of what a service takes of all clients (512 MiB unless configured otherwise).
+_IMAGE_WINDOW_BYTES = 64 << 20
 _PHASE = "submitting prompts"
+
+
+class _Encoded(NamedTuple):
+    """A prompt as it is sent, and sent again."""
+
+    request: reward_pb2.SubmitPromptsRequest
+    image_bytes: int
+
+
+def _encode(prompt: NewPrompt) -> _Encoded:
+    request = prompt_to_proto(prompt)
+    return _Encoded(request, sum(map(len, request.images)))
 
 
 class OpenPrompts:
@@ -48,7 +62,10 @@ class OpenPrompts:
     ) -> None:
         self._fresh: Iterator[NewPrompt] = iter(prompts)
         self._until_outcome, self._check_size = until_outcome, check_size
-        self._open: dict[str, NewPrompt] = {}
+        self._open: dict[str, _Encoded] = {}
+        self._image_bytes = 0
+        self._drawn: NewPrompt | None = None
+        self._drawing = asyncio.Lock()
         self._accepted: set[str] = set()
         self._has_room = asyncio.Event()
         self._is_exhausted, self._num_calls = False, 0
@@ -71,38 +88,48 @@ class OpenPrompts:
         self._num_calls += 1
         call = self._num_calls
         self._has_room.set()
-        for prompt in list(self._open.values()):
-            if (sent_before := self._encoded(iter((prompt,)))) is None:
-                return
-            yield sent_before[1]
-        while call == self._num_calls and (request := self._next()) is not None:
+        for sent_before in list(self._open.values()):
+            yield sent_before.request
+        while (request := await self._next(call)) is not None:
             yield request
-            while call == self._num_calls and len(self._open) >= _WINDOW:
+            while call == self._num_calls and not self._takes_more():
                 self._has_room.clear()
                 await self._has_room.wait()
 
-    def _next(self) -> reward_pb2.SubmitPromptsRequest | None:
-        found = self._encoded(self._fresh)
-        if found is None:
-            return None
-        prompt, request = found
-        self._open.setdefault(prompt.prompt_id, prompt)
-        return request
+    def _takes_more(self) -> bool:
+        return len(self._open) < _WINDOW and self._image_bytes < _IMAGE_WINDOW_BYTES
 
-    def _encoded(
-        self, prompts: Iterator[NewPrompt]
-    ) -> tuple[NewPrompt, reward_pb2.SubmitPromptsRequest] | None:
-        """The next prompt as it is sent; ``None`` where there is none, which ends the input."""
-        try:
-            prompt = next(prompts, None)
-            if prompt is not None:
-                request = prompt_to_proto(prompt)
-                self._check_size(f"prompt {prompt.prompt_id}", request)
-                return prompt, request
-        except Exception as error:  # noqa: BLE001 - raised by the caller, outside of gRPC's task
-            self.failure = error
-        self._is_exhausted = True
-        return None
+    async def _next(self, call: int) -> reward_pb2.SubmitPromptsRequest | None:
+        """The next fresh prompt as it is sent; ``None`` where there is none, which ends the input,
+        and for a call that is not the latest."""
+        async with self._drawing:
+            if call != self._num_calls:
+                return None
+            try:
+                encoded = await self._encoded_next()
+            except Exception as error:  # noqa: BLE001 - raised by the caller, outside of gRPC's task
+                self.failure, encoded = error, None
+            if encoded is None:
+                self._is_exhausted = True
+                return None
+            if call != self._num_calls:
+                return None  # the latest call draws it
+            prompt_id, self._drawn = encoded.request.prompt_id, None
+            if prompt_id not in self._open:
+                self._open[prompt_id] = encoded
+                self._image_bytes += encoded.image_bytes
+            return encoded.request
+
+    async def _encoded_next(self) -> _Encoded | None:
+        """Files are read once, beside the event loop: what is sent again is what was sent."""
+        if self._drawn is None:
+            self._drawn = next(self._fresh, None)
+        prompt = self._drawn
+        if prompt is None:
+            return None
+        found = await asyncio.to_thread(_encode, prompt) if prompt.images else _encode(prompt)
+        self._check_size(f"prompt {prompt.prompt_id}", found.request)
+        return found
 
     def is_news(self, event: PromptEvent) -> bool:
         """Takes an event on; false for what the client was told before or does not wait for."""
@@ -118,7 +145,9 @@ class OpenPrompts:
         return event.event == "refused" or self._until_outcome
 
     def _done_with(self, prompt_id: str) -> None:
-        self._open.pop(prompt_id, None)
+        ended = self._open.pop(prompt_id, None)
+        if ended is not None:
+            self._image_bytes -= ended.image_bytes
         self._has_room.set()
 
 
@@ -132,9 +161,10 @@ async def submit_prompts(
 ) -> AsyncGenerator[PromptEvent, None]:
     """Submits prompts; yields a receipt for each, and an outcome for each accepted one if wanted.
 
-    At most 1024 are under way at a time. A failed call is made again with the prompts that are not
-    done with, as long as the policy's patience lasts. Accepted prompts stay in the run when the
-    caller leaves early.
+    At most 1024 are under way at a time, and no further one is sent while those hold images of
+    64 MiB or more. Files of images are read once. A failed call is made again with the prompts that
+    are not done with, as long as the policy's patience lasts. Accepted prompts stay in the run when
+    the caller leaves early.
 
     Args:
         channels: to the service.

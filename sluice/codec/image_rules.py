@@ -32,7 +32,7 @@ def check_submitted_images(
 
     Args:
         request: the prompt.
-        limits: of images; ``None``: the model reads none.
+        limits: of images; ``None``: the run reads none.
 
     Raises:
         InvalidRequestError: names the image, the value and the remedy.
@@ -42,8 +42,9 @@ def check_submitted_images(
         check_images("images", request.images, texts, limits)
     elif request.images:
         raise InvalidRequestError(
-            f"images: {len(request.images)} given, and the model in training reads text alone; "
-            "send prompts without images, or train a model with a vision_config"
+            f"images: {len(request.images)} given, and this run reads text alone; send prompts "
+            "without images, or train Qwen2-VL, Qwen2.5-VL or Qwen3-VL with the engine torch or "
+            "vllm and without a critic"
         )
 
 

@@ -25,6 +25,11 @@ __all__ = [
 ]
 
 GROUND_TRUTH = "ground_truth"
+IMAGE_RUNS = (
+    "use a model of Qwen2-VL, Qwen2.5-VL or Qwen3-VL with the engine torch or vllm and without a "
+    "critic"
+)
+"""What reads images, for refusals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +153,10 @@ def decode_row(
 
 
 def images_refused(place: str, column: str) -> DataError:
-    """The error for a row with images where text alone is trained on."""
+    """The error for a row with images where model, engine or critic read text alone."""
     return DataError(
-        f"{place} holds images (column '{column}'), and the model reads text alone; give a data "
-        "set without images, or a model with a vision_config in its config.json"
+        f"{place} holds images (column '{column}'), and this run reads text alone; give a data set "
+        f"without images, or {IMAGE_RUNS}"
     )
 
 

@@ -10,11 +10,14 @@ from sluice.device.ascend_host import wants_npu
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _DEVICES = Path("/dev")
-_DEVICE_FILE = re.compile(r"nvidia(\d+)")
+_DEVICE_FILE = re.compile(r"nvidia\d+")
 
 
 def gpu_numbers(environment: Mapping[str, str], devices: Path = _DEVICES) -> tuple[str, ...]:
-    """GPUs that a process started from here may use, by the host's numbers or by name.
+    """GPUs that a process started from here may use, by CUDA's numbers or by name.
+
+    CUDA numbers what it sees from 0, whatever the driver calls the files: a container with the
+    host's third GPU alone has a file nvidia2 and a GPU 0.
 
     Args:
         devices: where the driver puts one file for each.
@@ -22,8 +25,8 @@ def gpu_numbers(environment: Mapping[str, str], devices: Path = _DEVICES) -> tup
     visible = environment.get(VISIBLE_VARIABLE)
     if visible is not None:
         return tuple(one.strip() for one in visible.split(",") if one.strip())
-    found = (_DEVICE_FILE.fullmatch(file.name) for file in devices.glob("nvidia*"))
-    return tuple(str(number) for number in sorted(int(one[1]) for one in found if one))
+    files = [file for file in devices.glob("nvidia*") if _DEVICE_FILE.fullmatch(file.name)]
+    return tuple(str(number) for number in range(len(files)))
 
 
 def wants_gpu(name: str | None, environment: Mapping[str, str], devices: Path = _DEVICES) -> bool:

@@ -15,7 +15,9 @@ from sluice.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """Devices of a run's processes, by the host's numbers; none where a process takes none.
+    """Devices of a run's processes, by the numbers that the vendor's variable takes.
+
+    There are none where a process takes none.
 
     Trainer ranks have the first ones, one each; replicas follow, in the order of their numbers.
     No two processes share one: HCCL and NCCL take a device for one rank of a group only.

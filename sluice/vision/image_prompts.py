@@ -80,10 +80,13 @@ class ImagePromptReader:
             InvalidRequestError: an image cannot be read, the tokens are of other images, or the
                 prompt ends with an image.
         """
-        decoded = [
-            read_image(encoded, f"images[{number}]") for number, encoded in enumerate(images)
+        # One after the other: decoded, an image takes far more memory than its patches.
+        patches = [
+            self._patches(read_image(encoded, f"images[{number}]"), number)
+            for number, encoded in enumerate(images)
         ]
-        pixel_values, grid_thw = self._pixels(decoded)
+        pixel_values = np.concatenate([values for values, _ in patches])
+        grid_thw = np.concatenate([grid for _, grid in patches])
         size = self.shape.merge_size
         grids = [Grid(int(rows) // size, int(columns) // size) for _, rows, columns in grid_thw]
         found = find_images(token_ids, self.shape.image_token_id, grids)
@@ -93,13 +96,13 @@ class ImagePromptReader:
         positions = rope_positions(token_ids.size, found)
         return ImagePrompt(pixel_values, grid_thw, places, positions)
 
-    def _pixels(
-        self, decoded: Sequence[Image]
+    def _patches(
+        self, decoded: Image, number: int
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         try:
-            made = self._processor(images=list(decoded), return_tensors="np")
+            made = self._processor(images=[decoded], return_tensors="np")
         except ValueError as error:  # an aspect ratio that no grid fits
-            raise InvalidRequestError(f"images: they cannot be resized: {error}") from error
+            raise _unfit(number, error) from error
         return (
             np.ascontiguousarray(made["pixel_values"], dtype=np.float32),
             np.asarray(made["image_grid_thw"], dtype=np.int64),
@@ -109,7 +112,11 @@ class ImagePromptReader:
         try:
             return int(self._processor.get_number_of_image_patches(height, width, {}))
         except ValueError as error:
-            raise InvalidRequestError(f"images[{number}]: it cannot be resized: {error}") from error
+            raise _unfit(number, error) from error
+
+
+def _unfit(number: int, error: ValueError) -> InvalidRequestError:
+    return InvalidRequestError(f"images[{number}]: it cannot be resized: {error}")
 
 
 def load_image_prompts(

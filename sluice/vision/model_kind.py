@@ -6,13 +6,13 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["reads_images"]
+from sluice.vision.vision_shape import FAMILIES
 
-_VISION_PARTS = ("vision_config", "visual")
+__all__ = ["reads_images"]
 
 
 def reads_images(model_path: str | Path) -> bool | None:
-    """Whether the model in a folder has a vision part.
+    """Whether the model in a folder is of a family whose images this package understands.
 
     Args:
         model_path: a folder in the form of Hugging Face's.
@@ -25,4 +25,5 @@ def reads_images(model_path: str | Path) -> bool | None:
         found = msgspec.json.decode(data, type=dict[str, object])
     except (OSError, ValueError, RecursionError):
         return None
-    return any(isinstance(found.get(part), dict) for part in _VISION_PARTS)
+    family = found.get("model_type")
+    return isinstance(family, str) and family in FAMILIES

@@ -113,5 +113,5 @@ def test_the_documents_quote_commands_and_keys() -> None:
 
 def test_every_page_is_linked_from_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    pages = (ROOT / "docs").glob("*.md")
-    assert not [page.name for page in pages if f"(docs/{page.name})" not in readme]
+    pages = [page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert not [page for page in pages if f"({page})" not in readme]

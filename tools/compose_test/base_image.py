@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from tools.compose_test.commands import CommandError, output_of, succeeds
@@ -66,6 +67,11 @@ def base_image(tag: str) -> str:
 def _make_stand_in(tag: str) -> None:
     if os.geteuid() != 0 or sys.version_info[:2] != (3, 11) or not shutil.which("dpkg-query"):
         raise OSError("a stand-in takes Debian, root, and this program run by Python 3.11")
+    if find_spec("ensurepip") is None or sys.base_prefix == "/usr":
+        raise OSError(
+            "a stand-in takes a Python 3.11 with pip of its own, and Debian's comes without: give "
+            "another one (make compose-test PYTHON=/path/to/python3.11)"
+        )
     with tempfile.TemporaryDirectory(prefix="sluice-base-") as scratch:
         root = Path(scratch)
         root.chmod(0o755)

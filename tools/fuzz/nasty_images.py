@@ -1,4 +1,5 @@
-"""Image files that no encoder writes: cut short, of another format, or with impossible sizes."""
+"""Image files that no encoder writes: cut short, of another format, with impossible sizes, or with
+metadata that is small in the file and huge in a reader that believes it."""
 
 from __future__ import annotations
 
@@ -6,9 +7,19 @@ import random
 import struct
 import zlib
 
-__all__ = ["nasty_image", "small_png"]
+__all__ = ["exif_bomb", "jpeg_with", "nasty_image", "png_with", "small_png", "webp_with"]
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
+# A grey image of 8 x 8 pixels each.
+_SMALL_JPEG = bytes.fromhex(
+    "ffd8ffe000104a46494600010100000100010000ffdb004300080606070605080707070909080a0c140d0c0b"
+    "0b0c1912130f141d1a1f1e1d1a1c1c20242e2720222c231c1c2837292c30313434341f27393d38323c2e3334"
+    "32ffc0000b080008000801011100ffc40014000100000000000000000000000000000000ffc4001410010000"
+    "0000000000000000000000000000ffda0008010100003f003fffd9"
+)
+_SMALL_WEBP = bytes.fromhex(
+    "524946461e000000574542505650384c110000002f07c001000750c00216b0ff8188e87f0000"
+)
 _SIDES = (0, 1, 4, 4096, 4097, 60_000, 2**31 - 1, 2**32 - 1)
 _OTHERS = (
     *(b"GIF89a", b"BM", b"%PDF-1.7", b"<svg/>", b"MZ", b"\x7fELF", b"\0" * 64),
@@ -27,7 +38,7 @@ def small_png(width: int = 4, height: int = 4) -> bytes:
 
 def nasty_image(rng: random.Random) -> bytes:
     """Something that begins as an image does, or as other files do."""
-    match rng.randrange(5):
+    match rng.randrange(7):
         case 0:
             return small_png(rng.choice(_SIDES), rng.choice(_SIDES))
         case 1:
@@ -40,8 +51,56 @@ def nasty_image(rng: random.Random) -> bytes:
             return bytes(damaged)
         case 3:
             return _SIGNATURE + _chunk(b"tEXt", b"") * rng.choice((1, 5000))
+        case 4:
+            return _with_a_bomb(rng)
+        case 5:  # a chunk between the pixels and the end, which readers look at after decoding
+            whole, name = small_png(), rng.choice((b"eXIf", b"iCCP", b"zTXt", b"IHDR", b"IDAT"))
+            return whole[:-12] + _chunk(name, exif_bomb()) + whole[-12:]
         case _:
             return rng.choice(_OTHERS)
+
+
+def exif_bomb(num_entries: int = 5000) -> bytes:
+    """A TIFF directory of 60 KB in which each entry holds the same 60,000 bytes: 300 MB in all."""
+    entries = b"".join(
+        struct.pack("<HHII", 0x8000 + number, 7, 12 * num_entries, 8)
+        for number in range(num_entries)
+    )
+    return b"II*\0" + struct.pack("<IH", 8, num_entries) + entries + bytes(4)
+
+
+def png_with(whole: bytes, *chunks: tuple[bytes, bytes]) -> bytes:
+    """A PNG with further chunks (name, content) behind IHDR."""
+    return whole[:33] + b"".join(_chunk(name, content) for name, content in chunks) + whole[33:]
+
+
+def jpeg_with(whole: bytes, *segments: tuple[int, bytes]) -> bytes:
+    """A JPEG with further segments (marker, content) at its beginning."""
+    added = b"".join(
+        struct.pack(">BBH", 0xFF, marker, len(content) + 2) + content
+        for marker, content in segments
+    )
+    return whole[:2] + added + whole[2:]
+
+
+def webp_with(whole: bytes, *chunks: tuple[bytes, bytes]) -> bytes:
+    """A WebP with further chunks (name, content) at its end."""
+    body = whole[8:] + b"".join(
+        name + struct.pack("<I", len(content)) + content + b"\0" * (len(content) % 2)
+        for name, content in chunks
+    )
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def _with_a_bomb(rng: random.Random) -> bytes:
+    bomb = exif_bomb()
+    match rng.randrange(3):
+        case 0:
+            return png_with(small_png(), (b"eXIf", bomb))
+        case 1:
+            return jpeg_with(_SMALL_JPEG, (0xE1, b"Exif\0\0" + bomb))
+        case _:
+            return webp_with(_SMALL_WEBP, (b"EXIF", bomb))
 
 
 def _chunk(name: bytes, content: bytes) -> bytes:

@@ -2,8 +2,8 @@
 
 Consumes: coroutines begun by the service's event loop. Produces: chunks, posted as they come.
 Waits for: SGLang's processes, each call with a deadline.
-On failure: of a sample, its request fails; of a swap, the model may be a mixture of versions and
-the engine is broken for good; of a process, everything fails.
+On failure: of a sample, its request fails; of a swap, the model may be a mixture of versions: what
+runs fails and the engine is broken for good; of a process, everything fails.
 On shutdown: what runs ends as aborted with what it has, then SGLang's processes end.
 """
 
@@ -48,6 +48,8 @@ class SglangCore:
         self._swapping = asyncio.Lock()
         self._gate, self._run_ended = asyncio.Event(), asyncio.Event()
         self._gate.set()
+        self._drawing = asyncio.Event()
+        self._drawing.set()
         self._is_paused = False
         self.broken: EngineError | None = None
 
@@ -80,9 +82,16 @@ class SglangCore:
         return core
 
     def _note_death(self) -> None:
-        self.broken = EngineError("a process of SGLang has ended; restart the replica")
+        self._break(EngineError("a process of SGLang has ended; restart the replica"))
+
+    def _break(self, error: EngineError) -> None:
+        self.broken = error
         for run in self._runs.values():
             run.cancel()
+
+    def _check_works(self) -> None:
+        if self.broken is not None:
+            raise self.broken
 
     @property
     def salt(self) -> str:
@@ -114,6 +123,7 @@ class SglangCore:
         error: EngineError | None = None
         self._runs[stream] = run
         try:
+            self._check_works()  # the engine may have broken meanwhile
             await run.run(self._gate)
         except EngineError as failed:
             error = failed
@@ -121,6 +131,10 @@ class SglangCore:
             del self._runs[stream]
             self._run_ended.set()
             stream.end(self.broken or error)
+
+    async def wait_to_begin(self) -> None:
+        """See `sglang_request.Serving`."""
+        await self._drawing.wait()
 
     async def cancel(self, stream: ChunkStream) -> None:
         """Aborts the samples of one stream."""
@@ -144,23 +158,32 @@ class SglangCore:
         async with self._swapping:
             if (self.version, self.digest) == (version, digest):
                 return 0.0
+            self._check_works()
             started = time.perf_counter()
-            recompute = self._settings.recompute_kv
-            await self._client.pause(retract=recompute)
+            self._drawing.clear()
             try:
-                await self._client.load(folder, version, flush=recompute)
-            except EngineError as error:
-                self.broken = EngineError(f"{error}; restart the replica")
-                raise self.broken from error
-            self.version, self.digest = version, digest
-            self._swaps += 1
-            if not self._is_paused:
-                await self._client.resume()
+                await self._client.pause(retract=self._settings.recompute_kv)
+                await self._take(folder, version, digest)
+            finally:
+                if self.broken is None and not self._is_paused:
+                    self._drawing.set()
+                    await self._client.resume()
             return time.perf_counter() - started
+
+    async def _take(self, folder: str, version: int, digest: str) -> None:
+        try:
+            await self._client.load(folder, version, flush=self._settings.recompute_kv)
+        except EngineError as error:
+            broken = EngineError(f"{error}; restart the replica")
+            self._break(broken)
+            raise broken from error
+        self.version, self.digest = version, digest
+        self._swaps += 1
 
     async def pause(self, mode: PauseMode) -> None:
         """Draws nothing from its return until `resume`; samples that come then are not begun."""
         async with self._swapping:
+            self._check_works()
             self._gate.clear()
             if mode is PauseMode.ABORT:
                 for run in self._begun():
@@ -168,6 +191,7 @@ class SglangCore:
             elif mode is PauseMode.DRAIN:
                 await self._drain()
             self._is_paused = True
+            self._drawing.clear()
             await self._client.pause(retract=mode is PauseMode.RECOMPUTE)
             if mode is PauseMode.RECOMPUTE:
                 await self._client.flush()
@@ -175,6 +199,7 @@ class SglangCore:
     async def _drain(self) -> None:
         if self._is_paused:
             await self._client.resume()
+            self._drawing.set()
         while self._begun():
             self._run_ended.clear()
             await self._run_ended.wait()
@@ -185,8 +210,10 @@ class SglangCore:
     async def resume(self) -> None:
         """Draws on."""
         async with self._swapping:
+            self._check_works()
             self._is_paused = False
             await self._client.resume()
+            self._drawing.set()
             self._gate.set()
 
     async def close(self) -> None:

@@ -12,8 +12,9 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from services.rollout.engines.checkpoint_layout import CheckpointLayout
 from services.rollout.engines.chunk_stream import ChunkStream
@@ -48,6 +49,9 @@ from sluice.errors import (
 from sluice.telemetry.process_age import process_age_s
 from sluice.types import TensorSpec, TransferGroupSpec
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["SglangEngine", "create"]
 
 _PROBE_TIMEOUT_S = 60.0
@@ -79,7 +83,7 @@ class SglangEngine:
         self._inbox: WeightInbox | None = None
         self._epoch: int | None = None
         self._handover: WeightHandover | None = None
-        self._swap: Future[float] | None = None
+        self._swap: tuple[tuple[int, str], Future[float]] | None = None  # of (version, digest)
         self._numbers = itertools.count()
         self._open_samples = 0
         self._unfinished: set[ChunkStream] = set()
@@ -291,12 +295,13 @@ class SglangEngine:
         self._drop_handover()
         staged = await inbox.stage(epoch, version)
         tensors = inbox.staged(epoch, version, staged.digest).tensors
-        handover = await asyncio.to_thread(WeightHandover, tensors)
+        handover = await _handed_over(tensors)
         try:
             inbox.staged(epoch, version, staged.digest)
         except BaseException:
             handover.close()
             raise
+        self._drop_handover()
         self._handover = handover
         return staged
 
@@ -309,14 +314,17 @@ class SglangEngine:
         staged = inbox.staged(epoch, version, digest)
         handover, self._handover = self._handover, None
         if handover is not None:
-            self._swap = thread.begin(core.swap(str(handover.folder), version, digest))
-            self._swap.add_done_callback(lambda _: handover.close())
-        elif self._swap is None:  # else a call that was cancelled has begun it
+            swap = thread.begin(core.swap(str(handover.folder), version, digest))
+            swap.add_done_callback(lambda _: handover.close())
+            self._swap = (version, digest), swap
+        elif self._swap is not None and self._swap[0] == (version, digest):
+            swap = self._swap[1]  # begun by a call that was cancelled
+        else:
             raise NotReadyError(f"version {version} is not staged")
         self._clock.enter(EngineState.SWAPPING)
         try:
             # Not to be cancelled half-way: the model would be a mixture of versions.
-            stall_s = await asyncio.shield(asyncio.wrap_future(self._swap))
+            stall_s = await asyncio.shield(asyncio.wrap_future(swap))
         finally:
             self._enter_state()
         inbox.release(staged)
@@ -332,6 +340,21 @@ class SglangEngine:
         handover, self._handover = self._handover, None
         if handover is not None:
             handover.close()
+
+
+async def _handed_over(tensors: Mapping[str, torch.Tensor]) -> WeightHandover:
+    """Made in a thread; what it makes for a call that was cancelled meanwhile is closed."""
+    made = asyncio.get_running_loop().run_in_executor(None, WeightHandover, tensors)
+    try:
+        return await asyncio.shield(made)
+    except asyncio.CancelledError:
+        made.add_done_callback(_close_made)
+        raise
+
+
+def _close_made(made: asyncio.Future[WeightHandover]) -> None:
+    if not made.cancelled() and made.exception() is None:
+        made.result().close()
 
 
 def _survive_quit_signals() -> None:

@@ -42,7 +42,7 @@ _END_TIMEOUT_S = 20.0
 _SETTLING_TURNS = 1000
 _NEEDED = (
     *("generate_request", "pause_generation", "continue_generation", "get_internal_state"),
-    *("update_weights_from_disk", "update_weight_version"),
+    *("update_weights_from_disk", "update_weight_version", "flush_cache"),
 )
 
 
@@ -188,11 +188,6 @@ class SglangClient:
     def _unwatch(self) -> None:
         for one in self._processes:
             self._loop.remove_reader(one.sentinel)
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether one of SGLang's processes is gone."""
-        return self._is_broken
 
     @property
     def processes(self) -> tuple[int, ...]:

@@ -43,6 +43,10 @@ class Serving(Protocol):
         """Takes note of response tokens drawn and of prompt tokens computed."""
         ...
 
+    async def wait_to_begin(self) -> None:
+        """Returns when SGLang draws: the weights of `salt` compute the prompts sent then."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
@@ -184,6 +188,7 @@ class RequestRun:
         await self._draw(sample)
 
     async def _draw(self, sample: _Sample) -> None:
+        await self._serving.wait_to_begin()
         # SGLang aborts by how names begin: none may be the beginning of another.
         name = f"{self._number}-{sample.index}."
         stream = self._client.generate(

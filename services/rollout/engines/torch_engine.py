@@ -17,6 +17,7 @@ from services.rollout.engines.causal_lm import CausalLM, build_causal_lm
 from services.rollout.engines.decoder_choice import choose_decoder
 from services.rollout.engines.engine_thread import EngineThread
 from services.rollout.engines.generation_loop import GenerationLoop
+from services.rollout.engines.image_turn import ImageTurn
 from services.rollout.engines.live_weights import NewWeights
 from services.rollout.engines.protocol import (
     CommitResult,
@@ -91,6 +92,7 @@ class TorchEngine:
         self._inbox: WeightInbox | None = None
         self._streams: dict[Ticket, _Stream] = {}
         self._open_samples = 0
+        self._image_turn = ImageTurn()
         self._broken: EngineError | None = None
         self._books = TokenBooks()
 
@@ -215,7 +217,7 @@ class TorchEngine:
         thread = self._admit(request)
         images = await self._read_images(request)
         if images is not None:
-            thread = self._admit(request)  # others may have come meanwhile
+            thread = self._admit(request)  # it may have been stopped meanwhile
         samples = len(request.sample_indexes)
         ticket = Ticket(request, every_token, samples, partial_interval_s, images=images)
         stream = _Stream(samples)
@@ -235,7 +237,8 @@ class TorchEngine:
         if self._loop is None or self._loop.version is None:
             raise NotReadyError("the torch engine has no weights yet")
         check_request(request, self.vocab_size, settings.max_model_len)
-        wanted = self._open_samples + len(request.sample_indexes)
+        under_way = self._open_samples + self._image_turn.samples
+        wanted = under_way + len(request.sample_indexes)
         if wanted > settings.slots + settings.max_queued:
             raise ExhaustedError(
                 f"request {request.request_id}: {wanted} samples would be under way; the engine "
@@ -253,7 +256,10 @@ class TorchEngine:
                 f"request {request.request_id}: {len(request.images)} images for a model that "
                 "reads text alone; send none, or serve a vision-language model"
             )
-        return await asyncio.to_thread(reader.read, request.prompt_token_ids, request.images)
+        return await self._image_turn.read(
+            len(request.sample_indexes),
+            lambda: reader.read(request.prompt_token_ids, request.images),
+        )
 
     def _forget(self, ticket: Ticket) -> None:
         stream = self._streams.pop(ticket, None)

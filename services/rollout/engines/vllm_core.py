@@ -2,8 +2,9 @@
 
 Consumes: coroutines begun by the service's event loop. Produces: chunks, posted as they come.
 Waits for: vLLM's processes, each call with a deadline.
-On failure: of a sample, its request fails; of an apply, the model is a mixture of versions and the
-engine is broken for good.
+On failure: of a sample, its request fails; of an apply, or of naming its version, nobody knows
+which weights would draw the next token: what runs fails, nothing is drawn any more, and the engine
+is broken for good.
 On shutdown: what runs is aborted and delivered, then vLLM's processes end.
 """
 
@@ -31,7 +32,7 @@ from services.rollout.engines.vllm_request import ModelLimits, Pace, RequestRun
 from services.rollout.engines.vllm_settings import VllmSettings
 from services.rollout.engines.vllm_workers import VllmWorkers, WorkerBegin
 from sluice.device.select import select_device
-from sluice.errors import EngineError
+from sluice.errors import EngineError, WeightSyncError
 from sluice.types import TransferGroupSpec
 
 __all__ = ["VllmCore"]
@@ -62,7 +63,9 @@ class VllmCore:
         self._limits = ModelLimits(settings.max_model_len, layout.eos_token_ids)
         self._runs: dict[ChunkStream, RequestRun] = {}
         self._idle, self._swapping = asyncio.Event(), asyncio.Lock()
-        self._is_paused = False
+        self._settled = asyncio.Event()
+        self._settled.set()
+        self._is_paused = self._is_closing = False
         self._broken: EngineError | None = None
 
     @classmethod
@@ -144,6 +147,7 @@ class VllmCore:
         self._runs[stream] = run
         self._idle.clear()
         try:
+            self._check_works()  # the engine may have broken meanwhile
             await run.run()
         except EngineError as failed:
             error = failed
@@ -151,7 +155,17 @@ class VllmCore:
             del self._runs[stream]
             if not self._runs:
                 self._idle.set()
-            stream.end(error)
+            stream.end(self._broken or error)
+
+    async def wait_to_begin(self) -> None:
+        """See `vllm_request.Serving`.
+
+        Raises:
+            EngineError: the engine is being stopped.
+        """
+        await self._settled.wait()
+        if self._is_closing:
+            raise EngineError("the vLLM engine was stopped")
 
     async def cancel(self, stream: ChunkStream) -> None:
         """Aborts the samples of one stream."""
@@ -179,41 +193,62 @@ class VllmCore:
 
         Raises:
             WeightSyncError: something else is staged, or nothing; the old weights go on serving.
-            EngineError: the model could not take them and is broken.
+            EngineError: the model could not take them; the engine is broken.
         """
         async with self._swapping:
             if (self.version, self.digest) == (version, digest):
                 return 0.0
+            self._check_works()
             await self._workers.check_staged(version, digest)
             started = time.perf_counter()
-            await self._client.pause("keep", clear_cache=self._settings.recompute_kv)
+            self._settled.clear()
             try:
-                await self._apply(version, digest)
-                await self._client.tag_version(str(version))
-                self.version, self.digest = version, digest
+                await self._client.pause("keep", clear_cache=self._settings.recompute_kv)
+                await self._take(version, digest)
             finally:
-                if not self._is_paused:
+                self._settled.set()
+                if self._broken is None and not self._is_paused:
                     await self._client.resume()
             return time.perf_counter() - started
 
     async def pause(self, mode: PauseMode) -> None:
         """Draws nothing from its return until `resume`."""
         async with self._swapping:
+            self._check_works()
             self._is_paused = True
             await self._client.pause(_PAUSES[mode], clear_cache=mode is PauseMode.RECOMPUTE)
 
     async def resume(self) -> None:
         """Draws on."""
         async with self._swapping:
+            self._check_works()
             self._is_paused = False
             await self._client.resume()
 
-    async def _apply(self, version: int, digest: str) -> None:
+    async def _take(self, version: int, digest: str) -> None:
         try:
             await self._workers.apply(version, digest)
-        except EngineError as error:
-            self.broken = error
+            await self._client.tag_version(str(version))
+        except WeightSyncError:  # no worker has it: the old weights go on serving
             raise
+        except BaseException as error:
+            self._break(error, version)
+            raise
+        self.version, self.digest = version, digest
+
+    def _break(self, error: BaseException, version: int) -> None:
+        """Ends what runs: its tokens would be labelled with weights that did not draw them."""
+        if not isinstance(error, EngineError):
+            error = EngineError(
+                f"vLLM: taking version {version} failed ({error!r}); restart the replica"
+            )
+        self._broken = error
+        for run in self._runs.values():
+            run.cancel()
+
+    def _check_works(self) -> None:
+        if self.broken is not None:
+            raise self.broken
 
     async def abort_update(self, reason: str) -> None:
         """Throws away what is staged and leaves the group."""
@@ -221,6 +256,8 @@ class VllmCore:
 
     async def close(self) -> None:
         """Aborts what runs, has it delivered, and ends vLLM's processes."""
+        self._is_closing = True
+        self._settled.set()
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self._abort_runs()

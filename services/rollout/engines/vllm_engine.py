@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Sequence
 from services.rollout.engines.checkpoint_layout import CheckpointLayout
 from services.rollout.engines.chunk_stream import ChunkStream
 from services.rollout.engines.client_thread import ClientThread
+from services.rollout.engines.image_turn import ImageTurn
 from services.rollout.engines.protocol import (
     CommitResult,
     EngineLoad,
@@ -68,6 +69,7 @@ class VllmEngine:
         self._core: VllmCore | None = None
         self._numbers = itertools.count()
         self._open_samples = 0
+        self._image_turn = ImageTurn()
         self._unfinished: set[ChunkStream] = set()
         self._books = TokenBooks()
         self._clock = StateClock(process_age_s())
@@ -193,12 +195,12 @@ class VllmEngine:
         start anew with each of its requests.
         """
         thread, core = self._admit(request)
+        samples = len(request.sample_indexes)
         images = None
         if request.images:
             token = self._described().image_token_id
-            images = await asyncio.to_thread(read_images, request, token)
-            thread, core = self._admit(request)  # others may have been taken on meanwhile
-        samples = len(request.sample_indexes)
+            images = await self._image_turn.read(samples, lambda: read_images(request, token))
+            thread, core = self._admit(request)  # it may have been stopped meanwhile
         stream = ChunkStream(thread, samples)
         run = core.new_run(
             next(self._numbers), request, images, Pace(every_token, partial_interval_s), stream.post
@@ -237,7 +239,8 @@ class VllmEngine:
         if core.version is None:
             raise NotReadyError("the vLLM engine has no weights yet")
         check_request(request, self.vocab_size, settings.max_model_len)
-        wanted = self._open_samples + len(request.sample_indexes)
+        under_way = self._open_samples + self._image_turn.samples
+        wanted = under_way + len(request.sample_indexes)
         if wanted > settings.slots + settings.max_queued:
             raise ExhaustedError(
                 f"request {request.request_id}: {wanted} samples would be under way; the engine "

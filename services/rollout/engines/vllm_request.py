@@ -43,6 +43,10 @@ class Serving(Protocol):
         """Takes note of response tokens drawn and of prompt tokens computed."""
         ...
 
+    async def wait_to_begin(self) -> None:
+        """Returns when no swap of weights is under way: `version` draws what is begun then."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
@@ -180,6 +184,7 @@ class RequestRun:
 
     async def _draw(self, sample: _Sample) -> None:
         # Samples of one version share a prompt's cache; another version's is of no use to them.
+        await self._serving.wait_to_begin()
         inputs = PromptInputs(sample.prompt, str(self._version()), self._images)
         stream = self._client.generate(
             sample.request_id, inputs, sample.choice, self._request.priority

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,11 @@ from sluice.client import (
     ChatWithImages,
     GenerateOptions,
     NewPrompt,
+    PromptEvent,
     RetryPolicy,
     RunAddress,
     Sampling,
+    submission,
 )
 from sluice.client.images import encoded_images
 from sluice.client.policy_client import prompt_to_proto
@@ -86,11 +90,66 @@ async def test_a_prompt_too_large_for_a_message_is_told_and_never_sent() -> None
     assert str(under_way.failure) == "prompt b: too large"
 
 
-async def test_a_file_that_is_gone_when_its_prompt_is_sent_again_is_told(tmp_path: Path) -> None:
+async def test_a_file_is_read_once_and_sent_again_as_it_was(tmp_path: Path) -> None:
     file = tmp_path / "a.png"
     file.write_bytes(png())
     under_way = OpenPrompts([image_prompt("a", file)], until_outcome=True)
-    assert [request.prompt_id async for request in under_way.requests()] == ["a"]
+    first = [request async for request in under_way.requests()]
     file.unlink()
-    assert [request async for request in under_way.requests()] == []
-    assert isinstance(under_way.failure, DataError)
+    assert [request async for request in under_way.requests()] == first
+    assert list(first[0].images) == [png()]
+    assert under_way.failure is None
+
+
+async def test_files_are_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def encode(prompt: NewPrompt) -> Message:
+        threads.append(threading.current_thread())
+        return prompt_to_proto(prompt)
+
+    monkeypatch.setattr(submission, "prompt_to_proto", encode)
+    under_way = OpenPrompts([image_prompt("a", png())], until_outcome=True)
+    assert len([request async for request in under_way.requests()]) == 1
+    assert threading.main_thread() not in threads
+
+
+async def test_no_further_images_are_sent_than_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(submission, "_IMAGE_WINDOW_BYTES", 2 * len(png()))
+    prompts = [image_prompt(name, png()) for name in "abcd"]
+    under_way = OpenPrompts(prompts, until_outcome=True)
+    requests = under_way.requests()
+    assert [(await anext(requests)).prompt_id for _ in range(2)] == ["a", "b"]
+    async with asyncio.TaskGroup() as tasks:
+        third = tasks.create_task(anext(requests))
+        await asyncio.sleep(0.05)
+        assert not third.done()
+        under_way.is_news(PromptEvent("a", "trained", 1, (), ""))
+    assert third.result().prompt_id == "c"
+
+
+async def test_a_prompt_whose_call_failed_while_its_file_was_read_is_sent_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def encode(prompt: NewPrompt) -> Message:
+        begun.set()
+        assert may_end.wait(10)
+        return prompt_to_proto(prompt)
+
+    monkeypatch.setattr(submission, "prompt_to_proto", encode)
+    under_way = OpenPrompts([image_prompt(name, png()) for name in "ab"], until_outcome=True)
+    failed, following = under_way.requests(), under_way.requests()
+    async with asyncio.TaskGroup() as tasks:
+        stale = tasks.create_task(anext(failed, None))
+        assert await asyncio.to_thread(begun.wait, 10)
+        first = tasks.create_task(anext(following))
+        await asyncio.sleep(0)
+        may_end.set()
+    assert stale.result() is None
+    assert [first.result().prompt_id, (await anext(following)).prompt_id] == ["a", "b"]
+    assert await anext(following, None) is None
+    assert under_way.are_done() is False

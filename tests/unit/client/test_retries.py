@@ -82,6 +82,22 @@ async def test_a_full_service_is_asked_until_the_deadline_whatever_the_patience(
         retries.remaining_s("fleet", "generating", 60.0)
 
 
+async def test_waiting_for_room_is_no_part_of_the_patience_for_other_failures() -> None:
+    clock = Clock()
+    retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), ends_s=1000.0, clock=clock)
+    for clock.now_s in (0.0, 5.0, 50.0):
+        await retries.wait_after(FULL)
+    for clock.now_s in (60.0, 69.0):
+        await retries.wait_after(GONE)
+    clock.now_s = 69.5
+    await retries.wait_after(FULL)
+    for clock.now_s in (75.0, 84.0):
+        await retries.wait_after(GONE)
+    clock.now_s = 85.0
+    with pytest.raises(PeerError, match="gone"):
+        await retries.wait_after(GONE)
+
+
 async def test_a_full_service_without_a_deadline_is_borne_for_the_patience() -> None:
     clock = Clock()
     retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), clock=clock)

@@ -129,8 +129,10 @@ def test_a_gpu_that_a_key_names_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -
     assert set(_gpus(monkeypatch, "0,1", *chosen).values()) == {None}
 
 
-def test_gpus_are_counted_by_the_drivers_files(tmp_path: Path) -> None:
-    for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
+def test_gpus_are_counted_by_the_drivers_files_and_numbered_from_0_as_cuda_does(
+    tmp_path: Path,
+) -> None:
+    for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert gpu_numbers({}, tmp_path) == ("0", "2", "10")
+    assert gpu_numbers({}, tmp_path) == ("0", "1")
     assert gpu_numbers({_GPUS: ""}, tmp_path) == ()

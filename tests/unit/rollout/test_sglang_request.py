@@ -34,6 +34,9 @@ class _Serving:
         self.drawn += drawn
         self.prefilled += prefilled
 
+    async def wait_to_begin(self) -> None:
+        return
+
 
 class _Client:
     """Plays the same deltas to every sample; an int among them is the version from there on, a

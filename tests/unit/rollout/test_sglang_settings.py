@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -150,4 +151,18 @@ async def test_an_sglang_that_cannot_be_imported_is_refused_with_the_remedy(
 
     monkeypatch.setattr(sglang_features.importlib, "import_module", fail)
     with pytest.raises(ConfigError, match=r"cannot be imported.*libcudart.*install sglang"):
+        sglang_features.SglangClient({}, lambda: None)
+
+
+async def test_an_sglang_without_what_the_engine_calls_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called = (
+        *("generate_request", "pause_generation", "continue_generation", "get_internal_state"),
+        *("update_weights_from_disk", "update_weight_version"),
+    )
+    manager = type("TokenizerManager", (), dict.fromkeys(called))
+    module = SimpleNamespace(ServerArgs=lambda: None, TokenizerManager=manager, Engine=object)
+    monkeypatch.setattr(sglang_features.importlib, "import_module", lambda _: module)
+    with pytest.raises(ConfigError, match=r"it has no flush_cache; install 0\.5\.23"):
         sglang_features.SglangClient({}, lambda: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from services.rollout.engines.decoder_choice import choose_decoder
 from services.rollout.engines.generic_decoder import GenericDecoder
 from services.rollout.engines.protocol import GenerationRequest, PartialSample
 from services.rollout.prompt_encoder import PromptEncoder
-from sluice.errors import InvalidRequestError
+from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.types import ChatMessage, SamplingParams
+from sluice.vision.image_prompts import ImagePromptReader
 from tests.support.causal_lms import (
     Samples,
     engine_settings,
@@ -205,3 +207,26 @@ async def test_tokens_of_other_images_are_refused_and_the_engine_goes_on(
         with pytest.raises(InvalidRequestError, match="image tokens, but its 1 images take"):
             await generate(engine, swapped)
         assert len(await generate(engine, wanted)) == 3
+
+
+async def test_samples_whose_images_are_decoded_count_before_they_are_in_the_engine(
+    one_family: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, model = one_family
+    may_end, original = threading.Event(), ImagePromptReader.read
+
+    def slow(*given: Any) -> Any:
+        assert may_end.wait(10)
+        return original(*given)
+
+    monkeypatch.setattr(ImagePromptReader, "read", slow)
+    room = {"slots": 1, "max_queued": 3}
+    async with running_engine(directory, model, max_model_len=_LENGTH, **room) as engine:
+        wanted = _wanted(directory, "<image>", (image_file(1),), samples=3)
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(generate(engine, wanted))
+            await asyncio.sleep(0)
+            with pytest.raises(ExhaustedError, match="6 samples would be under way"):
+                await generate(engine, wanted)
+            may_end.set()
+        assert len(first.result()) == 3

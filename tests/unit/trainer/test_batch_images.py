@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import pytest
 from services.trainer import reward_client
 from services.trainer.reward_client import RewardClient
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
-from sluice.errors import PeerError
+from sluice.errors import DeadlineError, PeerError
 from sluice.rpc.stubs import reward_stub
 
 IMAGE = bytes(1 << 20)
@@ -28,6 +29,8 @@ class Service(reward_pb2_grpc.RewardServiceServicer):
     lost: int = 0
     sent: Images = field(default_factory=dict)
     num_taken: int = 0
+    pause_s: float = 0.0
+    hangs_after: int | None = None
 
     async def TakeBatch(self, request: Any, context: Any) -> Any:
         """The next one."""
@@ -43,8 +46,10 @@ class Service(reward_pb2_grpc.RewardServiceServicer):
         """Those of the last lease."""
         if self.num_taken <= self.lost:
             await context.abort(grpc.StatusCode.NOT_FOUND, "not leased")
-        for name, images in (self.sent or self.images).items():
+        for number, (name, images) in enumerate((self.sent or self.images).items()):
             if images:
+                hangs = self.hangs_after is not None and number >= self.hangs_after
+                await asyncio.sleep(60.0 if hangs else self.pause_s)
                 answer = reward_pb2.TakeImagesResponse(prompt_id=name, images=images)
                 await context.write(answer)
 
@@ -54,7 +59,7 @@ class Service(reward_pb2_grpc.RewardServiceServicer):
 
 
 @asynccontextmanager
-async def client_of(service: Service) -> AsyncIterator[RewardClient]:
+async def client_of(service: Service, batch_timeout_s: float = 60.0) -> AsyncIterator[RewardClient]:
     server = grpc.aio.server()
     reward_pb2_grpc.add_RewardServiceServicer_to_server(service, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -63,7 +68,7 @@ async def client_of(service: Service) -> AsyncIterator[RewardClient]:
     options = [("grpc.max_receive_message_length", 3 << 20)]
     try:
         async with grpc.aio.insecure_channel(address, options=options) as channel:
-            yield RewardClient(reward_stub(channel), "trainer-1", batch_timeout_s=60.0)
+            yield RewardClient(reward_stub(channel), "trainer-1", batch_timeout_s)
     finally:
         await server.stop(0)
 
@@ -94,3 +99,20 @@ async def test_a_batch_that_lacks_images_is_not_trained_on() -> None:
     async with client_of(service) as client:
         with pytest.raises(PeerError, match="group a: 1 images came for the 2"):
             await client.take_batch(1, 0, no_tokens)
+
+
+async def test_images_that_do_not_come_are_a_deadline_of_their_own() -> None:
+    images: Images = dict.fromkeys("abc", (b"x",))
+    async with client_of(Service(images, hangs_after=2), batch_timeout_s=0.5) as client:
+        expected = (
+            r"reward service: no answer within 0\.5 s while taking the images of step 1.*2 of 3"
+        )
+        with pytest.raises(DeadlineError, match=expected):
+            await client.take_batch(1, 0, no_tokens)
+
+
+async def test_every_groups_images_have_the_whole_time() -> None:
+    images: Images = {str(number): (b"x",) for number in range(6)}
+    async with client_of(Service(images, pause_s=0.4), batch_timeout_s=2.0) as client:
+        batch = await client.take_batch(1, 0, no_tokens)
+    assert len(batch.groups) == 6

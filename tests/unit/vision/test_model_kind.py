@@ -14,13 +14,16 @@ from sluice.vision.model_kind import reads_images
     [
         ('{"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}', True),
         ('{"model_type": "qwen2", "hidden_size": 8}', False),
+        ('{"model_type": "qwen3_vl_moe"}', True),
+        ('{"model_type": "gemma3", "vision_config": {"depth": 2}}', False),
+        ('{"model_type": ["qwen2_vl"]}', False),
         ('{"vision_config": null}', False),
         ("no json", None),
         ("[1]", None),
         (None, None),
     ],
 )
-def test_a_vision_config_makes_a_model_read_images(
+def test_a_model_of_a_known_family_reads_images(
     tmp_path: Path, config: str | None, expected: bool | None
 ) -> None:
     if config is not None:

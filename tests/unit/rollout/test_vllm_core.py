@@ -1,0 +1,167 @@
+"""A swap of weights in vLLM's event loop, over a client that is not vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from services.rollout.engines.checkpoint_layout import CheckpointLayout
+from services.rollout.engines.chunk_stream import ChunkStream
+from services.rollout.engines.vllm_core import VllmCore
+from services.rollout.engines.vllm_features import Delta, PromptInputs, SamplingChoice
+from services.rollout.engines.vllm_request import Pace
+from services.rollout.engines.vllm_settings import VllmSettings
+from sluice.errors import EngineError, WeightSyncError
+from tests.support.causal_lms import request
+
+_HALF_WAY: dict[str, object] = {"error": "no room", "kind": "EngineError", "broken": True}
+_NOT_STAGED: dict[str, object] = {"error": "nothing is staged here", "kind": "WeightSyncError"}
+_EVERY_TOKEN = Pace(every_token=True, interval_s=None)
+
+
+class _Thread:
+    engine = "vLLM engine"
+
+    def to_home(self, callback: Callable[[], None]) -> None:
+        callback()
+
+
+class _Client:
+    """Draws token 5 for as long as it is not paused."""
+
+    is_broken = False
+
+    def __init__(self) -> None:
+        self.applied: dict[str, object] = {"seconds": 0.1}
+        self.tagged: EngineError | None = None
+        self.salts: list[str] = []
+        self.called: list[str] = []
+        self.during_apply: Callable[[], None] = lambda: None
+        self._draws = asyncio.Event()
+        self._draws.set()
+
+    async def generate(
+        self, _: str, inputs: PromptInputs, choice: SamplingChoice, priority: int
+    ) -> AsyncIterator[Delta]:
+        self.salts.append(inputs.salt)
+        while True:
+            await self._draws.wait()
+            yield Delta([5], [-0.5], None, 0, ())
+            await asyncio.sleep(0)
+
+    async def pause(self, mode: str, *, clear_cache: bool) -> None:
+        self._draws.clear()
+        self.called.append("pause")
+
+    async def resume(self) -> None:
+        self._draws.set()
+        self.called.append("resume")
+
+    async def tag_version(self, version: str) -> None:
+        if self.tagged is not None:
+            raise self.tagged
+
+    async def call_workers(self, method: str, *_: object, timeout_s: float) -> list[object]:
+        if method == "sluice_apply":
+            self.during_apply()
+            await _turns()
+            return [self.applied]
+        return [{}]
+
+
+async def _turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def _core(client: Any) -> VllmCore:
+    core = VllmCore(client, CheckpointLayout(9, (), ()), VllmSettings("model"))
+    core.version, core.digest = 1, "one"
+    return core
+
+
+def _begin(
+    core: VllmCore, tasks: asyncio.TaskGroup, number: int = 0
+) -> tuple[ChunkStream, asyncio.Task[None]]:
+    stream = ChunkStream(_Thread(), 1)  # type: ignore[arg-type]
+    run = core.new_run(number, request(max_tokens=40), None, _EVERY_TOKEN, stream.post)
+    return stream, tasks.create_task(core.run(run, stream))
+
+
+async def _rest(stream: ChunkStream) -> set[int]:
+    """The versions that drew what came, until the stream fails."""
+    versions: set[int] = set()
+    while True:
+        try:
+            versions |= {chunk.version for chunk in await stream.next()}
+        except EngineError:
+            return versions
+
+
+async def _check_broken(client: _Client) -> None:
+    core = _core(client)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        stream, running = _begin(core, tasks)
+        await _turns()
+        with pytest.raises(EngineError) as failed:
+            await core.swap(2, "two")
+        assert core.broken is failed.value
+        await asyncio.wait([running])
+        assert await _rest(stream) == {1}
+        drawn = core.generated_tokens
+        late, _ = _begin(core, tasks, 1)
+        await _rest(late)
+        for call in (core.resume(), core.swap(3, "three")):
+            with pytest.raises(EngineError):
+                await call
+    assert core.generated_tokens == drawn > 0
+    assert client.called == ["pause"], "a model that is a mixture draws nothing"
+
+
+async def test_after_an_apply_that_ends_half_way_nothing_is_drawn_and_what_runs_fails() -> None:
+    client = _Client()
+    client.applied = _HALF_WAY
+    await _check_broken(client)
+
+
+async def test_weights_whose_version_cannot_be_named_draw_nothing() -> None:
+    client = _Client()
+    client.tagged = EngineError("vLLM: naming the version failed")
+    await _check_broken(client)
+
+
+async def test_when_no_worker_took_the_new_weights_the_old_ones_go_on() -> None:
+    client = _Client()
+    client.applied = _NOT_STAGED
+    core = _core(client)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        stream, running = _begin(core, tasks)
+        with pytest.raises(WeightSyncError):
+            await core.swap(2, "two")
+        assert core.broken is None
+        drawn = core.generated_tokens
+        await _turns()
+        assert core.generated_tokens > drawn
+        await core.cancel(stream)
+        await asyncio.wait([running])
+    assert {chunk.version for chunk in await stream.next()} == {1}
+
+
+async def test_a_sample_that_comes_during_a_swap_is_sent_after_it_as_one_of_the_new_version() -> (
+    None
+):
+    client = _Client()
+    core = _core(client)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        begun: list[tuple[ChunkStream, asyncio.Task[None]]] = []
+        client.during_apply = lambda: begun.append(_begin(core, tasks))
+        await core.swap(2, "two")
+        await _turns()
+        assert client.salts == ["2"]
+        ((stream, running),) = begun
+        await core.cancel(stream)
+        await asyncio.wait([running])
+    assert {chunk.version for chunk in await stream.next()} == {2}
