@@ -34,6 +34,7 @@ SKIP_VARIABLE = "SLUICE_SKIP_WITHOUT_DOCKER"
 _FAILURES = (CommandError, NoBaseImageError, PhaseError)
 # Of the range for benchmarks, so that it is no network that a machine is in.
 _NETWORK = "networks: {core: {ipam: {config: [{subnet: 198.18.64.0/24}]}}}\n"
+_LEARNING_RATE = 4e-4
 _COUNTS, _KILLED = (3, 1, 4), ("rollout", "reward", "trainer")
 
 
@@ -83,8 +84,13 @@ def _quickstart(options: argparse.Namespace, phases: Phases, scratch: Path) -> i
 
 
 def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
-    steps = f"trainer.total_training_steps={options.steps}"
-    variables = {"SLUICE_SETTINGS": f"{steps} trainer.save_freq=3", "SLUICE_TAG": "compose-test"}
+    settings = (
+        f"trainer.total_training_steps={options.steps}",
+        "trainer.save_freq=3",
+        # The quickstart's own rate ends with hardly a mixed group left after 60 steps.
+        f"actor_rollout_ref.actor.optim.lr={_LEARNING_RATE:g}",
+    )
+    variables = {"SLUICE_SETTINGS": " ".join(settings), "SLUICE_TAG": "compose-test"}
     overlay = scratch / "network.yaml"
     overlay.write_text(_NETWORK, encoding="utf-8")
     problems: list[str] = []
