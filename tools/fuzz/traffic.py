@@ -145,6 +145,11 @@ class Traffic:
                 code = "CALLER_FAILED"
         except TimeoutError:
             code = "LEFT"
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            code = "CALLER_FAILED"  # by gRPC, which ends a broken call of its own in this way
         self.tally.note(attack.method, code, details, b"".join(attack.messages))
 
     async def _call(self, attack: Attack) -> str:
