@@ -13,8 +13,10 @@ __all__ = ["Decode", "StopStringWatch", "before_stop", "tellable"]
 Decode = Callable[[TokenIds], str]
 """The text of response tokens; called in the thread that draws them."""
 
-# A character of UTF-8 has four bytes at most, and a token one at least.
+# A character of UTF-8 has four bytes at most, and a token one at least; an unfinished one lacks one
+# byte or more, for each of which a tokenizer may write one sign.
 _MOST_CHARACTER_TOKENS = 4
+_MOST_UNFINISHED_SIGNS = 3
 _UNFINISHED = "\ufffd"
 
 
@@ -79,11 +81,14 @@ class StopStringWatch:
         if text.endswith(_UNFINISHED) and len(unknown) < _MOST_CHARACTER_TOKENS:
             # A token may end one character and begin the next one.
             return self._ends(self._tail + text[len(self._known_text) :].rstrip(_UNFINISHED))
-        self._tail += text[len(self._known_text) :]
+        # The last of many tokens may still begin a character, whose text is then not settled.
+        unsettled = _unsettled(text)
+        self._tail += text[len(self._known_text) : len(text) - unsettled]
         found = self._ends(self._tail)
         self._tail = self._tail[-self._kept :] if self._kept else ""
         self._window, self._known_tokens = unknown, len(unknown)
-        self._known_text = self._text(unknown)
+        known = self._text(unknown)
+        self._known_text = known[: len(known) - unsettled]
         return found
 
     def _ends(self, text: str) -> bool:
@@ -91,3 +96,8 @@ class StopStringWatch:
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return self._decode(np.array(token_ids, np.uint32))
+
+
+def _unsettled(text: str) -> int:
+    """Signs at the end of a text that further tokens may turn into a character."""
+    return min(len(text) - len(text.rstrip(_UNFINISHED)), _MOST_UNFINISHED_SIGNS)

@@ -75,6 +75,12 @@ def test_a_stop_string_before_half_a_character_ends_at_once() -> None:
     assert watch.push([_chunk(b"a"), _chunk("bé".encode()[:2]), _chunk(b"\xa9")]) == 2
 
 
+def test_a_character_begun_in_the_last_token_of_the_one_before_is_seen() -> None:
+    # Four tokens of one character, the last of which begins the next one.
+    tokens = [_chunk(piece) for piece in (b"\xf0", b"\x9f", b"\x99", b"\x82\xc3", b"\xa9")]
+    assert StopStringWatch(["é"], chunked).push(tokens) == 5
+
+
 def test_text_between_tokens_counts() -> None:
     watch = StopStringWatch(["2 w3"], spaced)
     assert watch.push([1, 2]) is None
