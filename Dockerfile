@@ -8,9 +8,10 @@ ARG REWARD_BASE_IMAGE=python:3.11-slim
 FROM ${REWARD_BASE_IMAGE} AS requirements
 WORKDIR /src
 COPY pyproject.toml constraints.txt deploy/docker/image_requirements.py ./
-ARG EXTRAS=train
+ARG EXTRAS=train,dashboard,metrics,traces
+ARG REWARD_EXTRAS=metrics,traces
 ARG WITHOUT=""
-RUN python image_requirements.py "" /wanted/reward && \
+RUN python image_requirements.py "${REWARD_EXTRAS}" /wanted/reward && \
     python image_requirements.py "${EXTRAS}" /wanted/compute "${WITHOUT}"
 
 FROM ${REWARD_BASE_IMAGE} AS reward-packages

@@ -17,8 +17,8 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 	npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 
 .PHONY: help quickstart test test-loggers test-vllm test-sglang test-clients demo-clients lint format protos \
-	bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine fuzz chaos \
-	compose-quickstart compose-test clean
+	bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-telemetry fuzz chaos \
+	compose-quickstart compose-test ray-test dashboard-test helm-test docs observability-test clean
 .DEFAULT_GOAL := help
 
 help:  ## List the commands
@@ -58,8 +58,9 @@ format: $(VENV)/.installed-dev  ## Format the code and fix what ruff can fix
 	@$(VENV)/bin/ruff format
 	@$(VENV)/bin/ruff check --fix
 
-protos: $(VENV)/.installed-dev  ## Generate sluice/api from proto/
+protos: $(VENV)/.installed-dev  ## Generate sluice/api and its reference from proto/
 	@$(PY) tools/generate_protos.py
+	@$(PY) tools/generate_api_reference.py
 
 bench-quickstart: $(VENV)/.installed-dev  ## Measure the quickstart over three seeds and against TRL
 	@$(PY) benchmarks/bench_quickstart.py $(ARGS)
@@ -81,17 +82,41 @@ bench-engine: $(VENV)/.installed-train  ## Measure each engine's tokens/s, again
 	@$(PY) benchmarks/bench_engine.py $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
 		$(if $(SGLANG_PYTHON),--sglang-python $(SGLANG_PYTHON)) $(ARGS)
 
+bench-telemetry: $(VENV)/.installed-dev  ## Measure what traces and metrics cost a run that trains
+	@$(PY) benchmarks/bench_telemetry.py $(ARGS)
+
 fuzz: $(VENV)/.installed-train  ## Send 100,000 hostile requests to a live run and see what is left of it
 	@$(PY) -m tools.fuzz $(ARGS)
 
 chaos: $(VENV)/.installed-train  ## Train for MINUTES=10 under kills, stops, joins, leaves and partitions
 	@$(PY) -m tools.chaos --minutes $(or $(MINUTES),10) $(ARGS)
 
+docs:  ## Build the documentation site into build/site, in an environment of its own (VENV-docs); needs npm
+	@$(MAKE) --no-print-directory VENV=$(VENV)-docs $(VENV)-docs/.installed-docs
+	@$(VENV)-docs/bin/python -m tools.docs_site.fetch_mermaid
+	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/python -m mkdocs build --strict --clean --site-dir build/site
+	@$(VENV)-docs/bin/python -m tools.docs_site.built_site build/site
+
 compose-quickstart:  ## The quickstart's job in containers: engine, base image, build, training
 	@$(PYTHON) -m tools.compose_test --quickstart $(ARGS)
 
+ray-test:  ## Train on a simulated Ray cluster of three nodes, scale it and kill it (VENV-ray)
+	@$(MAKE) --no-print-directory VENV=$(VENV)-ray $(VENV)-ray/.installed-train,ray
+	@$(VENV)-ray/bin/python -m tools.ray_test $(ARGS)
+
 compose-test:  ## Train in containers, scale them and kill them while they train; needs Docker
 	@$(PYTHON) -m tools.compose_test $(ARGS)
+
+helm-test:  ## Render the Helm chart and check it, without a cluster, in an environment of its own (VENV-helm)
+	@$(MAKE) --no-print-directory VENV=$(VENV)-helm $(VENV)-helm/.installed-helm
+	@$(VENV)-helm/bin/python -m tools.helm_test
+
+dashboard-test: $(VENV)/.installed-dev  ## Use the live page of a run that trains in headless Chromium (VENV-browser)
+	@$(MAKE) --no-print-directory VENV=$(VENV)-browser $(VENV)-browser/.installed-browser
+	@$(VENV)-browser/bin/python -m tools.dashboard_test --python $(PY) $(ARGS)
+
+observability-test: $(VENV)/.installed-dev  ## Check rules and alerts, and scrape a run with a real Prometheus
+	@$(PY) -m tools.observability_test $(ARGS)
 
 clean:  ## Remove the environment and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
@@ -130,6 +155,28 @@ $(VENV)/.installed-sglang-cpu: $(VENV)/.installed-torch pyproject.toml constrain
 	@$(EXACT_PIP) --requirement constraints-sglang.txt && \
 		$(EXACT_PIP) --no-build-isolation --editable . || { echo "installation failed: pip needs its" \
 		"package index (or PIP_FIND_LINKS with the wheels of constraints-sglang.txt)" >&2; exit 1; }
+	@touch $@
+
+# What drives the browser; the browser itself is the machine's.
+$(VENV)/.installed-browser: $(VENV)/.created constraints.txt
+	@echo "installing what drives the browser"
+	@$(PIP) playwright
+	@touch $@
+
+# Docstrings are read, nothing of sluice is imported: it needs none of its packages.
+$(VENV)/.installed-docs: $(VENV)/.created pyproject.toml
+	@echo "installing what builds the documentation site"
+	@$(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"] \
+		["optional-dependencies"]["docs"], sep="\n")' > $(VENV)/docs-requirements.txt
+	@$(PY) -m pip --disable-pip-version-check install -qq --requirement $(VENV)/docs-requirements.txt
+	@touch $@
+
+# Helm's engine as a package of Python, and schemas of Kubernetes; without torch.
+$(VENV)/.installed-helm: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "installing Helm's engine (240 MB), and sluice beside it"
+	@$(PIP) setuptools
+	@$(PIP) --no-build-isolation --editable '.[helm]' || { echo "installation failed: pip needs its" \
+		"package index (or PIP_FIND_LINKS with the wheels of constraints.txt)" >&2; exit 1; }
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml constraints.txt

@@ -272,6 +272,7 @@ class TrainGroup:
     data_source: str
     baseline_reward: float | None = None  # of the prompt's greedy response, where one is drawn
     images: tuple[bytes, ...] = ()  # encoded files, in the order of their tokens in the prompt
+    traceparent: str = ""  # of the prompt's span; empty where it is not recorded
 
 
 @dataclass(frozen=True, slots=True)

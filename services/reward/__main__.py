@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from services.reward.assembly import RewardLoop, assemble, open_prompt_sets
+from services.reward.exported_metrics import exported
 from services.reward.prompt_images import prompt_images
 from services.reward.rollout_client import RolloutClient
 from services.reward.run_files import open_run_files
@@ -29,6 +30,7 @@ from sluice.rpc.credentials import Credentials, service_credentials
 from sluice.rpc.handshake_remedy import expect_no_tls
 from sluice.rpc.server import RpcServer
 from sluice.telemetry.logs import configure_logging
+from sluice.telemetry.trace_setup import traced_process
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +72,11 @@ async def _serve(config: RunConfig) -> None:
             server = _server(config, loop, limit, credentials)
             await server.start()
             try:
-                with watching(config, loop, server.address):
+                with watching(config, loop, server.address), exported(config, loop, NAME):
                     await _until_stopped(loop, stop, files.ledger)
             finally:
                 await server.stop(min(LAST_ANSWERS_S, config.sluice.shutdown_grace_s / 2))
+                loop.traces.close()
     logger.info("ended")
 
 
@@ -120,7 +123,8 @@ async def _watch(ledger: SqliteLedger | None) -> None:
 def _run(path: Path, overrides: tuple[str, ...]) -> None:
     config = load_config(path, overrides)
     configure_logging(NAME, config.sluice.log_level)
-    asyncio.run(_serve(config))
+    with traced_process(config, NAME, NAME):
+        asyncio.run(_serve(config))
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from services.reward.batcher import Batcher, BatchRules
 from services.reward.change_signal import ChangeSignal
@@ -22,6 +23,7 @@ from services.reward.pipeline import Pipeline, PipelineParts
 from services.reward.prompt_audit import prompts_lost
 from services.reward.prompt_images import prompt_images
 from services.reward.prompt_source import PromptSource
+from services.reward.prompt_traces import PromptTraces, trace_key
 from services.reward.prompts import (
     PromptStream,
     training_files,
@@ -50,6 +52,7 @@ from sluice.config.group_needs import needs_greedy_baseline, needs_whole_groups
 from sluice.config.run import RunConfig
 from sluice.data.prompt_files import PromptFiles
 from sluice.errors import NotReadyError
+from sluice.telemetry.tracing import TRACER
 from sluice.types import DataProgress, Prompt
 from sluice.vision.image_limits import ImageLimits
 
@@ -83,6 +86,7 @@ class RewardLoop:
     grader: Grader
     quarantine: Quarantine
     samples: SampleKeeper
+    traces: PromptTraces
 
     def statistics(self) -> dict[str, float]:
         """Counters since the start, and ``reward/prompts_lost``, which only a defect raises.
@@ -143,13 +147,14 @@ def assemble(
     check_data_source = _data_source_check(config)
     endings, rules, run_files = _Endings(), _batch_rules(config), files or no_run_files()
     ledger = run_files.ledger or MemoryLedger()
+    traces = _traces(config, ledger)
     strategy = SamplingStrategy(sampling_rules(config))
     for key, mean_tokens in run_files.memory.lengths(KNOWN_LENGTHS) if run_files.memory else ():
         strategy.forecast.remember(key, mean_tokens)
     source = _source(ledger, open_stream, check_data_source, strategy)
     parts = _stages(config, ledger, source, strategy, scorers, client, endings, run_files)
     rows = open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0
-    pipeline = Pipeline(_settings(config, rules, rows), parts)
+    pipeline = Pipeline(_settings(config, rules, rows), parts, traces)
     submissions = _submissions(config, ledger, pipeline.submit, check_data_source)
     endings.listener = submissions.ended
     dumps = sample_dumps(config.trainer)
@@ -177,7 +182,18 @@ def assemble(
         parts.grader,
         parts.quarantine,
         parts.samples,
+        traces,
     )
+
+
+def _traces(config: RunConfig, ledger: MemoryLedger) -> PromptTraces:
+    """Follow the ledger's prompts, if this process is traced."""
+    if not TRACER.is_on:
+        return PromptTraces()
+    is_first = ledger.accounts().num_submitted == 0
+    traces = PromptTraces(trace_key(Path(config.sluice.run_dir), is_first=is_first))
+    ledger.follow(traces)
+    return traces
 
 
 def _submissions(

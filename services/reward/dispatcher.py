@@ -42,6 +42,8 @@ from sluice.errors import (
     PromptTooLongError,
     SluiceError,
 )
+from sluice.telemetry.span_names import Key, SpanKind, SpanName
+from sluice.telemetry.tracing import TRACER
 from sluice.types import PromptOrigin, Rollout, RolloutGroup
 
 __all__ = [
@@ -219,7 +221,10 @@ class GroupDispatcher:
         member = grant.member
         name = member.announced.info.name
         try:
-            return await self._receive(grant, collected, partials, notify)
+            with TRACER.stage(SpanName.ATTEMPT, {Key.REPLICA: name}, SpanKind.CLIENT) as span:
+                failure = await self._receive(grant, collected, partials, notify)
+                span.fail(failure)
+                return failure
         except PromptTooLongError as error:
             prompt = collected.request.prompt
             if prompt.origin is PromptOrigin.DATASET and not self._leave_out_overlong:

@@ -11,6 +11,8 @@ from services.reward.scorer_messages import ScoreItem
 from sluice.algorithm.outcome_policy import OutcomePolicy
 from sluice.algorithm.overlong import overlong_penalty
 from sluice.config.reward import RewardConfig
+from sluice.telemetry.span_names import Key, SpanName
+from sluice.telemetry.tracing import TRACER
 from sluice.types import (
     Failed,
     FailureKind,
@@ -115,7 +117,9 @@ class Grader:
         known = {**known, **lost}
         ungraded = [r for r in group.rollouts if r.sample_index not in known]
         beside = greedy.rollouts if greedy else ()
-        graded = iter(await self.outcomes(group.prompt, (*ungraded, *beside)))
+        with TRACER.stage(SpanName.GRADE) as span:
+            graded = iter(await self.outcomes(group.prompt, (*ungraded, *beside)))
+            span.set({Key.NUM_SAMPLES: len(ungraded) + len(beside)})
         outcomes = tuple(
             known[r.sample_index] if r.sample_index in known else next(graded)
             for r in group.rollouts

@@ -1,6 +1,7 @@
 """A line for every group that ended (`<run_dir>/groups.jsonl`): what a simulation learns from.
 
-A file that cannot be written never stops a run: it is told once, and nothing is lost but the log.
+Groups go on from here to the archive of samples, where one is kept. A file that cannot be written
+never stops a run: it is told once, and nothing is lost but the log.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from services.reward.ended_groups import EndedGroups
 from services.reward.generation_trace import GroupTrace
 from sluice.algorithm.group_filter import is_right
 from sluice.algorithm.sampling.visit import Visit
@@ -42,6 +44,7 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
         replicas: who generated it, in the order first asked.
         probes: samples that were drawn first, to decide about the rest; 0: all were drawn at once.
         probability: with which it was drawn, given what was known of its prompt.
+        step: that trained it; null for others.
     """
 
     prompt_id: str
@@ -58,6 +61,7 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[str]
     probes: int
     probability: float
+    step: int | None = None
 
 
 @dataclass(slots=True)
@@ -75,10 +79,17 @@ class GroupLog:
     Args:
         path: the file lines are appended to; ``None``: nothing is written.
         clock: seconds, monotonic.
+        samples: gets the groups with their texts; ``None``: nobody does.
     """
 
-    def __init__(self, path: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        clock: Callable[[], float] = time.monotonic,
+        samples: EndedGroups | None = None,
+    ) -> None:
         self._path, self._clock, self._start = path, clock, clock()
+        self._samples = samples
         self._open: dict[str, _Open] = {}
         self._lines: deque[GroupLine] = deque()
         self._has_lines = asyncio.Event()
@@ -86,7 +97,7 @@ class GroupLog:
 
     def started(self, prompt: Prompt, visit: Visit, *, probes: int, version: int) -> None:
         """A group starts."""
-        if self._path is not None:
+        if self._path is not None or self._samples is not None:
             self._open[prompt.prompt_id] = _Open(visit, probes, version, self._now())
 
     def goes_on(self, prompt: Prompt, visit: Visit) -> None:
@@ -104,12 +115,21 @@ class GroupLog:
         self._open.pop(prompt.prompt_id, None)
 
     def ended(
-        self, prompt: Prompt, end: PromptEnd, graded: GradedGroup | None, trace: GroupTrace
+        self,
+        prompt: Prompt,
+        end: PromptEnd,
+        graded: GradedGroup | None,
+        trace: GroupTrace,
+        *,
+        step: int | None = None,
     ) -> None:
         """A group ends; a prompt that never had one leaves no line."""
         story = self._open.pop(prompt.prompt_id, None)
         if story is None:
             return
+        if self._samples is not None:
+            version, replicas = story.version, trace.replicas
+            self._samples.add(prompt, end, graded, version=version, step=step, replicas=replicas)
         scored = graded.scored if graded else ()
         rollouts = graded.group.rollouts if graded else ()
         has_tokens = graded is not None and graded.group.num_response_tokens > 0
@@ -129,6 +149,7 @@ class GroupLog:
                 replicas=list(trace.replicas),
                 probes=story.probes,
                 probability=story.visit.probability,
+                step=step,
             )
         )
         self._has_lines.set()
@@ -154,6 +175,8 @@ class GroupLog:
                 text += msgspec.json.encode(self._lines.popleft()) + b"\n"
             if self._path is not None and text:
                 self._append(self._path, text)
+            if self._samples is not None:
+                self._samples.write()
 
     def _append(self, path: Path, text: bytearray) -> None:
         try:

@@ -50,6 +50,8 @@ from sluice.algorithm.group_filter import is_right
 from sluice.algorithm.outcome_policy import striking
 from sluice.algorithm.sampling.strategy import SamplingStrategy
 from sluice.errors import SluiceError
+from sluice.telemetry.span_names import Key, SpanName
+from sluice.telemetry.tracing import TRACER
 from sluice.types import (
     Failed,
     GradedGroup,
@@ -304,7 +306,10 @@ class GroupRun:
         on_sample: SampleCallback | None = None,
     ) -> DrawnGroup:
         item.num_ungraded += request.num_samples + (greedy is not None)
-        drawn = await generate_group(self._parts.dispatcher, request, greedy, on_start, on_sample)
+        with TRACER.stage(SpanName.GENERATE, {Key.NUM_SAMPLES: request.num_samples}):
+            drawn = await generate_group(
+                self._parts.dispatcher, request, greedy, on_start, on_sample
+            )
         item.num_requests -= 1
         self._parts.recorder.generated(drawn, is_last=not item.num_requests)
         if not item.num_requests:

@@ -9,6 +9,8 @@ from sluice.algorithm.group_completeness import LEAST_SAMPLES, LEAST_SHARE, fewe
 from sluice.algorithm.group_filter import filter_group, filter_scores
 from sluice.algorithm.outcome_policy import OutcomePolicy
 from sluice.errors import ConfigError
+from sluice.telemetry.span_names import Key, SpanName
+from sluice.telemetry.tracing import TRACER, Span
 from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, PromptOrigin, Scored
 
 
@@ -57,9 +59,14 @@ def judge(graded: GradedGroup, *, metric: str | None, needs: GroupNeeds = _NO_NE
         ConfigError: the scorer does not return `metric` for a prompt of the data set, as it then
             would for all of them. A client's prompt fails alone.
     """
-    if failure := _failure(graded, needs):
-        return Judgement(PromptEnd.DROPPED_FAILED, failure)
-    return _filtered(graded, metric)
+    with TRACER.stage(SpanName.FILTER) as span:
+        failure = _failure(graded, needs)
+        if failure:
+            verdict = Judgement(PromptEnd.DROPPED_FAILED, failure)
+        else:
+            verdict = _filtered(graded, metric)
+        _tell(span, verdict)
+    return verdict
 
 
 def judge_probes(
@@ -79,7 +86,9 @@ def judge_probes(
         return judge(probes, metric=metric, needs=needs)
     if len(probes.scored) < LEAST_SAMPLES:
         return None
-    verdict = _filtered(probes, metric)
+    with TRACER.stage(SpanName.FILTER) as span:
+        verdict = _filtered(probes, metric)
+        _tell(span, verdict)
     return None if verdict.end is None else verdict
 
 
@@ -89,6 +98,10 @@ def samples_differ(scores: Sequence[Scored], metric: str | None) -> bool:
         return len(scores) >= LEAST_SAMPLES and filter_scores(scores, metric=metric) is None
     except ConfigError:
         return False  # the judgement of the whole group says what is missing
+
+
+def _tell(span: Span, verdict: Judgement) -> None:
+    span.set({Key.PROMPT_END: "none" if verdict.end is None else verdict.end.value})
 
 
 def _filtered(graded: GradedGroup, metric: str | None) -> Judgement:

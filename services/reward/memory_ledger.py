@@ -13,6 +13,7 @@ from services.reward.ledger_content import (
     body_digest,
     encode_body,
 )
+from services.reward.prompt_follower import NOBODY, PromptFollower
 from services.reward.received_samples import ReceivedSamples
 from services.reward.sample_parts import SampleParts
 from sluice.errors import InvalidRequestError, NotFoundError
@@ -54,8 +55,17 @@ class MemoryLedger:
         self._num_acknowledged, self._trainer = content.num_acknowledged, content.trainer
         self._lease = content.lease
         self._strikes: OrderedDict[str, int] = OrderedDict(content.strikes)
+        self._follower = NOBODY
         for prompt in self._leased_prompts():
             self._states[prompt.prompt_id] = PromptState.LEASED
+
+    def follow(self, follower: PromptFollower) -> None:
+        """Tell somebody where every prompt stands, the pending ones first."""
+        self._follower = follower
+        for prompt in self.pending():
+            follower.accepted(prompt)
+            if (state := self._states[prompt.prompt_id]) is not PromptState.WAITING:
+                follower.moved(prompt.prompt_id, state)
 
     @property
     def num_clients_pending(self) -> int:
@@ -124,6 +134,7 @@ class MemoryLedger:
         """
         self.state(prompt_id)
         self._states[prompt_id] = state
+        self._follower.moved(prompt_id, state)
 
     def end(
         self,
@@ -148,6 +159,7 @@ class MemoryLedger:
         """
         self.state(prompt_id)
         prompt = self._leave(prompt_id)
+        self._follower.ended(prompt_id, end, step, detail)
         self._by_end[end] += 1
         if prompt.origin is PromptOrigin.CLIENT:
             digest, kept = body_digest(encode_body(prompt)), detail[:MAX_DETAIL_CHARS]
@@ -216,6 +228,7 @@ class MemoryLedger:
         for prompt in self.pending():
             if prompt.position is not None:
                 self._leave(prompt.prompt_id)
+                self._follower.forgotten(prompt.prompt_id)
                 self._num_submitted -= 1
 
     def lease(self, batch_id: str, version: int, prompt_ids: Sequence[str]) -> None:
@@ -232,7 +245,7 @@ class MemoryLedger:
         """The open lease is taken back: its prompts, ``WAITING`` from now on."""
         prompts, self._lease = self._leased_prompts(), None
         for prompt in prompts:
-            self._states[prompt.prompt_id] = PromptState.WAITING
+            self.move(prompt.prompt_id, PromptState.WAITING)
         return prompts
 
     def leased(self, batch_id: str) -> tuple[Prompt, ...] | None:
@@ -326,6 +339,7 @@ class MemoryLedger:
         self._num_clients += prompt.origin is PromptOrigin.CLIENT
         self._image_bytes += _client_image_bytes(prompt)
         self._num_submitted += 1
+        self._follower.accepted(prompt)
 
     def _leave(self, prompt_id: str) -> Prompt:
         del self._states[prompt_id]

@@ -114,6 +114,7 @@ class OutcomeRecorder:
         self._received_before = 0  # tokens for training, of the intervals before
         self._totals: Counter[str] = Counter()
         self._num_ended = 0
+        self.on_batch: Callable[[Sequence[TrainGroup], int, float], None] = _nobody_is_told
 
     def generated(self, drawn: DrawnGroup, *, is_last: bool = True) -> None:
         """All samples of a request are there, and the greedy response if there is one.
@@ -175,7 +176,7 @@ class OutcomeRecorder:
             logger.warning(
                 "prompt %s dropped as %s (replica %s): %s", prompt.prompt_id, why, trace, detail
             )
-        self._log.ended(prompt, end, graded, trace)
+        self._log.ended(prompt, end, graded, trace, step=step)
         if end in _COUNTS_FOR_YIELD:
             self._guard.ended(end, detail)
         if end is PromptEnd.DROPPED_STALE:
@@ -253,6 +254,7 @@ class OutcomeRecorder:
         """Statistics since the last batch, which this batch carries; a new interval begins."""
         now, scorer_seconds = time.monotonic(), self._scorer_seconds()
         interval, self._interval = self._interval, IntervalStatistics(now, scorer_seconds)
+        self.on_batch(groups, version, now - interval.started_at)
         received = self._received.num_training
         num_generated, self._received_before = received - self._received_before, received
         by_use = self._tokens.close_interval()
@@ -270,6 +272,11 @@ class OutcomeRecorder:
     def progress(self) -> tuple[int, int, int]:
         """Prompts that ended, samples graded and tokens received since the start: cheap to ask."""
         return self._num_ended, self._totals["reward/samples_graded"], self._received.total
+
+    @property
+    def scorer_seconds(self) -> float:
+        """Seconds the scorers have worked so far."""
+        return self._scorer_seconds()
 
     def totals(self) -> dict[str, float]:
         """Counters since the start; they stand still while nothing happens.
@@ -319,6 +326,10 @@ class OutcomeRecorder:
     def _discard(self, trace: GroupTrace, why: Discard) -> None:
         self._interval.discarded_tokens[why] += trace.num_tokens
         self._totals[f"reward/discarded_tokens/{why}"] += trace.num_tokens
+
+
+def _nobody_is_told(_groups: Sequence[TrainGroup], _version: int, _fill_s: float) -> None:
+    """Of a batch that is formed, if nobody asked for it."""
 
 
 def _peak_memory_mb() -> float:

@@ -47,6 +47,7 @@ from services.reward.outcomes import OutcomeRecorder
 from services.reward.prompt_audit import HeldPrompts
 from services.reward.prompt_memory_store import PromptMemoryStore
 from services.reward.prompt_source import PromptSource
+from services.reward.prompt_traces import PromptTraces
 from services.reward.quarantine import Quarantine
 from services.reward.replica_queue import ReplicaQueue
 from services.reward.sample_keeper import SampleKeeper
@@ -96,8 +97,10 @@ class PipelineParts:
 class Pipeline:
     """The loop; all methods run in one event loop."""
 
-    def __init__(self, settings: PipelineSettings, parts: PipelineParts) -> None:
-        self._settings, self._parts = settings, parts
+    def __init__(
+        self, settings: PipelineSettings, parts: PipelineParts, traces: PromptTraces
+    ) -> None:
+        self._settings, self._parts, self._traces = settings, parts, traces
         self._in_flight = InFlightTable(parts.batcher.ages)
         self._stale_groups = StaleGroups(
             parts.batcher, self._in_flight, carries_over=not parts.strategy.discards_surplus
@@ -244,7 +247,8 @@ class Pipeline:
             probes=visit.first_samples if is_staged else 0,
             version=self.policy_version or 0,
         )
-        item.task = tasks.create_task(self._groups.run(item), name=f"prompt {prompt.prompt_id}")
+        with self._traces.within(prompt.prompt_id):
+            item.task = tasks.create_task(self._groups.run(item), name=f"prompt {prompt.prompt_id}")
         item.task.add_done_callback(partial(self._left, item))
 
     def _num_sequences(self, visit: Visit) -> int:

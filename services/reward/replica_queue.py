@@ -53,6 +53,11 @@ class ReplicaQueue:
         """Groups without a replica."""
         return len(self._waiters)
 
+    @property
+    def num_slots_in_use(self) -> int:
+        """Slots of announced replicas with a sequence of ours in them."""
+        return self._fleet.num_slots_in_use
+
     def num_free_sequences(self, lowest_version: int) -> int:
         """Sequences that could start now, less those that wait for a replica already."""
         free = self._fleet.num_free(lowest_version, time.monotonic())

@@ -46,7 +46,9 @@ from sluice.config.limits import LimitsConfig
 from sluice.errors import InvalidRequestError, SluiceError
 from sluice.rpc.call_policy import CALL_POLICIES
 from sluice.rpc.caller_name import caller_name
+from sluice.rpc.trace_metadata import caller_context
 from sluice.security.token_file import TokenSource
+from sluice.telemetry.tracing import TRACER
 from sluice.types import ChatMessage, Failed, Scored
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
@@ -92,9 +94,12 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         refusal: SluiceError | None = None
         submissions = self._loop.submissions
         client = caller_name(context.invocation_metadata(), self._tokens)
-        with submissions.session(self._limits.max_submit_streams, client) as session:
+        with (
+            submissions.session(self._limits.max_submit_streams, client) as session,
+            TRACER.within(caller_context(context)),
+        ):
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(_write_events(session, context), name="submission events")
+                tasks.create_task(self._write_events(session, context), name="submission events")
                 try:
                     async for request in request_iterator:
                         await session.room()
@@ -116,7 +121,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             request.step, request.policy_version, _seconds(context, "TakeBatch")
         )
         await self._loop.ledger.durable()
-        return reward.TakeBatchResponse(batch=train_batch_to_proto(batch, with_images=False))
+        message = train_batch_to_proto(batch, with_images=False)
+        for group in message.groups:
+            group.traceparent = self._loop.traces.traceparent(group.prompt_id)
+        return reward.TakeBatchResponse(batch=message)
 
     async def TakeImages(  # type: ignore[override]
         self, request: reward.TakeImagesRequest, context: Context
@@ -163,9 +171,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward.EvaluateRequest, context: Context
     ) -> reward.EvaluateResponse:
         """Validates the announced policy."""
-        result = await self._loop.evaluation.run(
-            self._order_from_proto(request), _seconds(context, "Evaluate")
-        )
+        with TRACER.unrecorded():
+            result = await self._loop.evaluation.run(
+                self._order_from_proto(request), _seconds(context, "Evaluate")
+            )
         return _evaluation_to_proto(result)
 
     async def GetStatus(
@@ -190,6 +199,12 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             return
         self._loop.submissions.submit(submission, session)
 
+    async def _write_events(self, session: SubmissionSession, context: Context) -> None:
+        while (event := await session.next_event()) is not None:
+            await context.write(_event_to_proto(event))
+            if isinstance(event, Receipt):
+                self._loop.traces.receipt_sent(event.prompt_id)
+
     def _item(self, item: reward.ScoreItem, index: int) -> ScoreItem:
         extra_info = extra_info_of(
             item.extra_info, f"items[{index}].extra_info", self._limits.max_extra_info_kb << 10
@@ -206,11 +221,6 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             validation_sampling(self._rollout, self._max_response_length, temperature),
             request.examples,
         )
-
-
-async def _write_events(session: SubmissionSession, context: Context) -> None:
-    while (event := await session.next_event()) is not None:
-        await context.write(_event_to_proto(event))
 
 
 def _seconds(context: _HasDeadline, method: str) -> float:

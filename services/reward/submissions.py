@@ -18,6 +18,7 @@ from services.reward.ledger_content import body_digest, encode_body
 from services.reward.outcomes import PromptOutcome
 from services.reward.prompt_source import DATASET_ID_PREFIX
 from sluice.errors import DataError, ExhaustedError, InvalidRequestError
+from sluice.rpc.error_tally import QUOTA_REFUSALS
 from sluice.types import ChatMessage, Prompt, PromptOrigin
 
 MAX_ID_BYTES = 128
@@ -77,6 +78,7 @@ class SubmissionSession:
     def check_room(self, most: int) -> None:
         """Raises InvalidRequestError if `most` of its prompts are unfinished."""
         if self.num_open >= most:
+            QUOTA_REFUSALS.add("sluice.limits.max_prompts_per_stream")
             raise InvalidRequestError(
                 f"{self.num_open} prompts of this call are unfinished, the most that "
                 "sluice.limits.max_prompts_per_stream allows; wait for outcomes"
@@ -172,6 +174,7 @@ class Submissions:
             return
         num_open = sum(s.num_open for s in self._open_sessions if s.client == session.client)
         if num_open >= most:
+            QUOTA_REFUSALS.add("sluice.limits.max_client_prompts")
             raise InvalidRequestError(
                 f"client {session.client!r}: {num_open} prompts are unfinished, the most that "
                 "sluice.limits.max_client_prompts allows; wait for outcomes"

@@ -12,6 +12,7 @@ from pathlib import Path
 from services.rollout.engine_pulse import EnginePulse
 from services.rollout.engines.protocol import Engine
 from services.rollout.engines.registry import create_engine
+from services.rollout.exported_metrics import exported
 from services.rollout.hand_over import CountedGeneration
 from services.rollout.prompt_encoder import PromptEncoder
 from services.rollout.registration import Registration
@@ -40,6 +41,7 @@ from sluice.rpc.handshake_remedy import expect_no_tls
 from sluice.rpc.server import RpcServer
 from sluice.rpc.stubs import trainer_stub
 from sluice.telemetry.logs import configure_logging
+from sluice.telemetry.trace_setup import traced_process
 from sluice.types import ReplicaInfo
 from sluice.weights.layout import layout_digest
 
@@ -72,6 +74,11 @@ def _parse(argv: list[str]) -> _Arguments:
 async def _serve(arguments: _Arguments) -> None:
     config = load_config(arguments.config, arguments.overrides)
     configure_logging(arguments.name, config.sluice.log_level)
+    with traced_process(config, "rollout", arguments.name):
+        await _run_replica(config, arguments.name)
+
+
+async def _run_replica(config: RunConfig, name: str) -> None:
     prepare_process(
         config,
         config.sluice.rollout.device,
@@ -83,7 +90,7 @@ async def _serve(arguments: _Arguments) -> None:
         expect_no_tls()
     encoder = _encoder(config)
     engine = create_engine(config)
-    identity = ReplicaIdentity(arguments.name, str(uuid.uuid4()))
+    identity = ReplicaIdentity(name, str(uuid.uuid4()))
     stop = asyncio.Event()
     with stop_on_signals(stop):
         await engine.start()
@@ -92,7 +99,10 @@ async def _serve(arguments: _Arguments) -> None:
             await server.start()
             try:
                 replica = _replica(config, identity, server.port)
-                with watching(config, identity.name, engine.load, replica.address):
+                with (
+                    watching(config, identity.name, engine.load, replica.address),
+                    exported(config, identity.name, engine.load),
+                ):
                     await _take_part(config, engine, replica, credentials, stop)
             finally:
                 await server.stop(config.sluice.rollout.drain_timeout_s)

@@ -16,6 +16,7 @@ from services.rollout.engines.protocol import (
     PartialSample,
 )
 from services.rollout.generation import Delivery, Generation, GenerationEvent
+from services.rollout.sample_spans import SampleSpans
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
 from sluice.api.rollout.v1 import rollout_pb2_grpc
@@ -38,8 +39,10 @@ from sluice.concurrency.waits import Waiting, waiting_for
 from sluice.errors import InvalidRequestError, NotReadyError
 from sluice.rpc.caller_name import caller_name
 from sluice.rpc.client_quota import ClientQuota
+from sluice.rpc.trace_metadata import served
 from sluice.security.token_file import TokenSource
 from sluice.telemetry.process_age import process_age_s
+from sluice.telemetry.span_names import Key, SpanName
 from sluice.types import ChatMessage, Rollout, TokenIds
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
@@ -126,7 +129,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         with (
             _held(self._quota, client, len(request.sample_indexes)),
             _held(self._images.quota, client, image_bytes),
+            served(SpanName.SERVE, context) as span,
         ):
+            span.set({Key.REPLICA: self._identity.name, Key.REQUEST_ID: request.request_id})
             await self._generate(request, partials, context)
 
     async def _generate(
@@ -139,11 +144,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         decoded = self._decode(request, prompt_token_ids)
         await context.write(self._accepted(decoded))
 
-        async def send(event: GenerationEvent) -> None:
-            with waiting_for("caller", "taking samples"):
-                await context.write(_event_to_proto(event))
+        with SampleSpans(decoded.sample_indexes) as spans:
 
-        await self._generation.run(decoded, partials, _delivery(request), send)
+            async def send(event: GenerationEvent) -> None:
+                spans.ended(event.rollouts)
+                with waiting_for("caller", "taking samples"):
+                    await context.write(_event_to_proto(event))
+
+            await self._generation.run(decoded, partials, _delivery(request), send)
 
     async def GetStatus(
         self, request: rollout.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -297,7 +305,9 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
     ) -> weights.StageUpdateResponse:
         """Receives a version while generation goes on."""
         check_stage(request)
-        staged = await self._engine.stage(request.epoch, request.policy_version)
+        with served(SpanName.RECEIVE_WEIGHTS, context) as span:
+            span.set({Key.VERSION: request.policy_version})
+            staged = await self._engine.stage(request.epoch, request.policy_version)
         return weights.StageUpdateResponse(
             policy_version=staged.version,
             digest=staged.digest,
@@ -310,7 +320,9 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
     ) -> weights.CommitUpdateResponse:
         """Swaps the staged version in."""
         check_commit(request)
-        done = await self._engine.commit(request.epoch, request.policy_version, request.digest)
+        with served(SpanName.SWAP_WEIGHTS, context) as span:
+            span.set({Key.VERSION: request.policy_version})
+            done = await self._engine.commit(request.epoch, request.policy_version, request.digest)
         return weights.CommitUpdateResponse(
             policy_version=done.version, digest=done.digest, stall_seconds=done.stall_s
         )

@@ -20,8 +20,10 @@ from sluice.concurrency.parent_death import end_with_supervisor
 from sluice.concurrency.process_exit import leave
 from sluice.config.derived import world_size
 from sluice.config.loader import load_config
+from sluice.config.run import RunConfig
 from sluice.device.ascend_host import prepare_process
 from sluice.telemetry.logs import configure_logging
+from sluice.telemetry.trace_setup import traced_process
 
 
 def _parse(argv: list[str]) -> tuple[Path, list[str]]:
@@ -60,8 +62,13 @@ def _run(file: Path, overrides: list[str], rank: int) -> None:
     )
     if rank > 0:
         run_follower(config)
-    elif not asyncio.run(run_leader(config)):
+    elif not _led(config):
         _end_by_sigterm()
+
+
+def _led(config: RunConfig) -> bool:
+    with traced_process(config, "trainer", "trainer"):
+        return asyncio.run(run_leader(config))
 
 
 def _end_by_sigterm() -> None:

@@ -20,6 +20,8 @@ import torch
 from services.trainer.batch_check import BatchTerms
 from services.trainer.bookkeeper import Bookkeeper
 from services.trainer.counter_calls import ReplicaCounterCalls, RewardCounterCalls
+from services.trainer.dashboard_process import live_page
+from services.trainer.exported_metrics import TrainerMetrics, exported
 from services.trainer.fleet import Fleet
 from services.trainer.follower import REWARD_START_TIMEOUT_S, join_ranks, share_total_steps
 from services.trainer.learner.checkpoint import CheckpointStore
@@ -30,6 +32,7 @@ from services.trainer.learner_thread import LearnerThread
 from services.trainer.loop import LoopParts, LoopSettings, TrainLoop
 from services.trainer.metrics.memory import memory_metrics
 from services.trainer.metrics.reporter import Reporter
+from services.trainer.metrics.run_history import RunHistory
 from services.trainer.metrics.sequence_balance import balance_metrics, rank_cut
 from services.trainer.metrics.sinks import JSONL, SinkTarget, check_sinks, open_sinks
 from services.trainer.metrics.step_metrics import RunScale
@@ -40,6 +43,7 @@ from services.trainer.reward_client import RewardClient
 from services.trainer.run_state import RunState
 from services.trainer.sampling_notice import sampling_notice
 from services.trainer.servicer import TrainerServicer
+from services.trainer.sync_counts import SyncCounts
 from services.trainer.watch import watching
 from services.trainer.weight_publisher import WeightPublisher
 from sluice.api.reward.v1 import reward_pb2_grpc
@@ -124,23 +128,17 @@ async def _lead(config: RunConfig) -> None:
         stack.callback(parallel.close)
         trained = _load(config, parallel, total_training_steps(config, dataset_rows))
         stack.push_async_callback(trained.policy.close)
-        trainer = config.trainer
-        names = (trainer.project_name, trainer.experiment_name)
-        logger.info("%s / %s: %d steps", *names, trained.total_steps)
-        resumed = trained.begins.checkpoint
-        step = resumed.step if resumed else 0
-        state = RunState(incarnation, trained.total_steps, step, process_age_s())
-        service = config.sluice.trainer
-        fleet = Fleet(
-            layout_digest(trained.tensors), service.replica_ttl_s, service.replica_stall_s
-        )
-        record = await _open_record(config, trained.begins.replaces_after)
+        told = _begun(config, trained, incarnation)
+        state, fleet = told.state, told.fleet
+        record = await _open_record(config, trained.begins.replaces_after, told.history)
         stack.push_async_callback(record.close)
-        publisher = _publisher(config, fleet, trained, credentials)
+        publisher = _publisher(config, trained, credentials, told)
         stack.push_async_callback(publisher.close)
         port.release()
         await _serve(config, fleet, state, credentials, stack)
         stack.enter_context(watching(config, state, fleet))
+        stack.enter_context(exported(config, told))
+        await stack.enter_async_context(live_page(config))
         # First of all at the end: whoever watches or waits for a checkpoint gets an answer.
         stack.push_async_callback(state.finish)
         replicas = ReplicaCounterCalls(credentials)
@@ -149,11 +147,25 @@ async def _lead(config: RunConfig) -> None:
             fleet, state, ask_replica=replicas.ask, ask_reward=RewardCounterCalls(stub).ask
         )
         parts = LoopParts(trained.policy, reward, publisher, record, books, fleet, state)
+        resumed = trained.begins.checkpoint
         resume_from = resumed.progress if resumed else None
         loop = TrainLoop(_loop_settings(config, dataset_rows), parts, resume_from)
         await _run_loop(loop, fleet, books, replicas)
     # Once more, with the seconds of shutting down.
     record.accounts(books.close(loop.accounts))
+
+
+def _begun(config: RunConfig, trained: _Trained, incarnation: str) -> TrainerMetrics:
+    """State and fleet of a run that begins, with what is counted beside them."""
+    trainer, service = config.trainer, config.sluice.trainer
+    names = (trainer.project_name, trainer.experiment_name)
+    logger.info("%s / %s: %d steps", *names, trained.total_steps)
+    resumed = trained.begins.checkpoint
+    step = resumed.step if resumed else 0
+    state = RunState(incarnation, trained.total_steps, step, process_age_s())
+    digest = layout_digest(trained.tensors)
+    fleet = Fleet(digest, service.replica_ttl_s, service.replica_stall_s)
+    return TrainerMetrics(state, fleet, RunHistory(), SyncCounts())
 
 
 def _warn(config: RunConfig) -> None:
@@ -187,7 +199,9 @@ async def _keep_books(books: Bookkeeper, fleet: Fleet, replicas: ReplicaCounterC
         await asyncio.sleep(_BOOKS_INTERVAL_S)
 
 
-async def _open_record(config: RunConfig, replaces_after: int | None) -> Reporter:
+async def _open_record(
+    config: RunConfig, replaces_after: int | None, history: RunHistory
+) -> Reporter:
     trainer, run_dir = config.trainer, Path(config.sluice.run_dir)
     target = SinkTarget(
         run_dir,
@@ -200,7 +214,7 @@ async def _open_record(config: RunConfig, replaces_after: int | None) -> Reporte
     names = list(dict.fromkeys([JSONL, *trainer.logger]))
     close_timeout_s = config.sluice.shutdown_grace_s * _LOGGERS_SHARE_OF_GRACE
     sinks = await open_sinks(names, target, close_timeout_s=close_timeout_s)
-    return Reporter(sinks, run_dir, trainer.log_val_generations)
+    return Reporter((*sinks, history), run_dir, trainer.log_val_generations)
 
 
 async def _connect_reward(
@@ -268,7 +282,7 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
 
 
 def _publisher(
-    config: RunConfig, fleet: Fleet, trained: _Trained, credentials: Credentials
+    config: RunConfig, trained: _Trained, credentials: Credentials, told: TrainerMetrics
 ) -> WeightPublisher:
     weights, endpoint = config.sluice.weights, config.sluice.trainer.endpoint
     device = transfer_device(config.trainer.device, weights.backend)
@@ -298,7 +312,7 @@ def _publisher(
         )
 
     return WeightPublisher(
-        fleet,
+        told.fleet,
         trained.snapshots,
         trained.tensors,
         make_sender=make_sender,
@@ -306,6 +320,7 @@ def _publisher(
         timeout_s=weights.timeout_s,
         probe_timeout_s=weights.probe_timeout_s,
         sends_changes=sends_changes,
+        counts=told.sync,
     )
 
 

@@ -46,9 +46,12 @@ from services.trainer.metrics.step_metrics import (
 from services.trainer.policy_announcer import PolicyAnnouncer
 from services.trainer.prompt_accounts import acknowledged_groups, settled_accounts
 from services.trainer.run_state import RunPhase, RunState, StepRecord
+from services.trainer.step_trace import StepTrace
 from services.trainer.weight_publisher import PublishReport
 from sluice.concurrency.deadline import deadline
 from sluice.errors import DataExhaustedError, SluiceError
+from sluice.telemetry.span_names import SpanName
+from sluice.telemetry.tracing import TRACER
 from sluice.types import DataProgress, TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -133,7 +136,9 @@ class TrainLoop:
             )
             watcher = None if self._is_stopped() else await self._begin(tasks)
             while not (self._settings.val_only or await self._is_over()):
-                await self._step(tasks, self._state.step + 1)
+                step = self._state.step + 1
+                with StepTrace(step) as trace:
+                    await self._step(tasks, step, trace)
             await self._finish(tasks)
             if watcher is not None:
                 watcher.cancel()
@@ -158,22 +163,26 @@ class TrainLoop:
             await self._state.control_call()
         return self._state.is_over
 
-    async def _step(self, tasks: asyncio.TaskGroup, step: int) -> None:
+    async def _step(self, tasks: asyncio.TaskGroup, step: int, trace: StepTrace) -> None:
         began_s, fleet_began = time.monotonic(), self._fleet.totals()
-        batch = await self._next_batch(step)
+        with TRACER.stage(SpanName.TAKE_BATCH):
+            batch = await self._next_batch(step)
         if batch is None:
             return
         check_batch(batch, self._settings.terms, step)
+        trace.takes(batch)
         self._progress_in_hand = batch.progress
         taken_s = time.monotonic()
         # Beside training, so that a step does not wait for the answers.
         books = tasks.create_task(self._books.take(), name=f"books-{step}")
         self._state.enter(RunPhase.TRAINING)
-        learner = await self._policy.train(batch, step)
+        with trace.stage(SpanName.TRAIN_STEP):
+            learner = await self._policy.train(batch, step)
         trained_s = time.monotonic()
         await self._await_evaluation()
         published_from_s = time.monotonic()
-        report = await self._publish(step)
+        with trace.stage(SpanName.PUBLISH):
+            report = await self._publish(step)
         await self._announcer.announce(after=lambda: self._acknowledge(batch, step))
         published_s = time.monotonic()
         await self._save_if_due(step)
@@ -276,9 +285,10 @@ class TrainLoop:
         began_s = time.monotonic()
         self._evaluation_error = None
         try:
-            evaluation = await self._data.evaluate(
-                step, self._settings.examples, self._generated_tokens
-            )
+            with TRACER.stage(SpanName.EVALUATE):
+                evaluation = await self._data.evaluate(
+                    step, self._settings.examples, self._generated_tokens
+                )
         except SluiceError as error:
             logger.error("no validation of version %d: %s", step, error)  # noqa: TRY400 - no bug
             self._evaluation_error = error
@@ -302,7 +312,8 @@ class TrainLoop:
 
     async def _save(self, step: int) -> None:
         self._state.enter(RunPhase.SAVING)
-        path = await self._policy.save(step, self._progress or DataProgress(0))
+        with TRACER.stage(SpanName.SAVE):
+            path = await self._policy.save(step, self._progress or DataProgress(0))
         self._saved_step = step
         logger.info("checkpoint of step %d saved", step)
         self._state.answer_saves(step, path)

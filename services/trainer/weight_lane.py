@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.trainer.fan_out import Answers, fan_out
+from services.trainer.sync_counts import SyncCounts, SyncPhase
 from sluice.concurrency.deadline import deadline
 from sluice.errors import InvalidRequestError, WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
@@ -113,9 +114,10 @@ class WeightLane:
             failure.
         signs_of_life: of the replicas, other than answers; ``None``: there are none.
         read_again: where earlier snapshots are found; ``None``: updates are always sent whole.
+        counts: of what deliveries take, over all lanes.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that a delivery meets on its way
         self,
         sender: WeightSender,
         connect: Callable[[ReplicaInfo], ReplicaCalls],
@@ -126,7 +128,9 @@ class WeightLane:
         probe_timeout_s: float,
         signs_of_life: SignsOfLife | None = None,
         read_again: ReadAgain | None = None,
+        counts: SyncCounts | None = None,
     ) -> None:
+        self._counts = counts or SyncCounts()
         self._signs_of_life = signs_of_life or dict
         self._read_again = read_again
         self._held: _Held | None = None
@@ -140,17 +144,33 @@ class WeightLane:
     async def deliver(self, members: tuple[ReplicaInfo, ...], snapshot: Snapshot) -> Delivery:
         """Sends one version to `members`, in a new epoch if they are not those of the last one."""
         delivery = Delivery()
-        if self._members != members and not await self._form(members, delivery):
+        if self._members != members and not await self._formed(members, delivery):
             return delivery
-        delivery.report = await self._stage(snapshot, delivery)
-        if delivery.report is not None:
+        # Before anybody waits in a collective, whose deadline this would use up.
+        with self._counts.timed(SyncPhase.ENCODE):
+            update = await self._changes_to(snapshot)
+        with self._counts.timed(SyncPhase.STAGE):
+            delivery.report = await self._stage(snapshot, update, delivery)
+        if delivery.report is None:
+            self._counts.failed(SyncPhase.STAGE)
+            return delivery
+        with self._counts.timed(SyncPhase.COMMIT):
             await self._commit(delivery.report, snapshot, delivery)
+        if len(delivery.served) < len(self._members):
+            self._counts.failed(SyncPhase.COMMIT)
         return delivery
 
     async def close(self) -> None:
         """Leaves the group, ends all control calls and stops listening."""
         await self._leave()
         self._sender.close()
+
+    async def _formed(self, members: tuple[ReplicaInfo, ...], delivery: Delivery) -> bool:
+        with self._counts.timed(SyncPhase.FORM):
+            is_formed = await self._form(members, delivery)
+        if not is_formed:
+            self._counts.failed(SyncPhase.FORM)
+        return is_formed
 
     async def _form(self, members: tuple[ReplicaInfo, ...], delivery: Delivery) -> bool:
         await self._leave()
@@ -205,10 +225,10 @@ class WeightLane:
             members, lambda member: self._clients[member].probe(self._probe_timeout_s)
         )
 
-    async def _stage(self, snapshot: Snapshot, delivery: Delivery) -> BroadcastReport | None:
+    async def _stage(
+        self, snapshot: Snapshot, update: SparseUpdate | None, delivery: Delivery
+    ) -> BroadcastReport | None:
         members, version = self._members, snapshot.version
-        # Before anybody waits in a collective, whose deadline this would use up.
-        update = await self._changes_to(snapshot)
         reports: list[BroadcastReport] = []
         digests: dict[ReplicaInfo, str] = {}
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from services.trainer.fleet import Fleet, MemberState
+from services.trainer.sync_counts import SyncCounts
 from services.trainer.weight_lane import Delivery, ReplicaCalls, WeightLane
 from sluice.errors import WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec
@@ -70,9 +71,10 @@ class WeightPublisher:
         timeout_s: seconds our own part of a collective has to end after a failure.
         probe_timeout_s: seconds a replica has to answer after a failure.
         sends_changes: whether an update may go out as what changed since the one before.
+        counts: of what updates take.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that a lane is made of
         self,
         fleet: Fleet,
         snapshots: SnapshotBuffers,
@@ -83,7 +85,9 @@ class WeightPublisher:
         timeout_s: float,
         probe_timeout_s: float,
         sends_changes: bool = True,
+        counts: SyncCounts | None = None,
     ) -> None:
+        self._counts = counts or SyncCounts()
         self._sends_changes = sends_changes
         self._fleet, self._snapshots, self._tensors = fleet, snapshots, tuple(tensors)
         self._make_sender, self._connect = make_sender, connect
@@ -150,6 +154,7 @@ class WeightPublisher:
             probe_timeout_s=self._probe_timeout_s,
             signs_of_life=self._signs_of_life,
             read_again=self._snapshots.read_again if self._sends_changes else None,
+            counts=self._counts,
         )
 
     def _signs_of_life(self) -> dict[str, float]:
@@ -162,6 +167,10 @@ class WeightPublisher:
     async def _deliver(self, lane: WeightLane, members: tuple[ReplicaInfo, ...]) -> Delivery:
         with self._take(members), self._snapshots.read() as snapshot:
             delivery = await lane.deliver(members, snapshot)
+        if delivery.served:
+            to = "fleet" if lane is self._main else "newcomers"
+            stall_s = max(delivery.served.values())
+            self._counts.arrived(to, *_num_bytes(delivery), stall_s)
         for info, reason in delivery.refused.items():
             self._fleet.refuse(info, reason)
         for info, reason in delivery.lost.items():

@@ -144,6 +144,12 @@ class Fleet:
         """All replicas in the order announced."""
         return tuple(member.announced for member in self._members.values())
 
+    @property
+    def num_slots_in_use(self) -> int:
+        """Slots with a sequence in them; what a replica holds beyond its slots waits there."""
+        members = self._members.values()
+        return sum(min(member.num_outstanding, member.announced.info.slots) for member in members)
+
     def announce(self, replicas: Sequence[AnnouncedReplica]) -> tuple[Member, ...]:
         """Take on a new fleet; pauses end. Returns members that are gone, marked withdrawn."""
         previous, self._members = self._members, {}

@@ -10,7 +10,9 @@ import typer
 
 from sluice.cli.certs import certs
 from sluice.cli.config_command import config_commands
+from sluice.cli.dashboard import dashboard
 from sluice.cli.data_command import data_commands
+from sluice.cli.doctor import doctor
 from sluice.cli.evaluate import evaluate
 from sluice.cli.generate import generate
 from sluice.cli.merge_command import merge
@@ -58,7 +60,9 @@ def _sluice(
 commands.command("quickstart")(quickstart)
 commands.command("up")(up)
 commands.command("train")(train)
+commands.command("doctor")(doctor)
 commands.command("status")(status)
+commands.command("dashboard")(dashboard)
 commands.command("scale")(scale)
 commands.command("prepare")(prepare)
 commands.command("generate")(generate)

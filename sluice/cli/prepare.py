@@ -21,9 +21,11 @@ from sluice.config.loader import load_config
 from sluice.config.remarks import remarks
 from sluice.config.run import RunConfig
 from sluice.launch.network_layout import CONFIG_NAME, network_settings
+from sluice.launch.observed_run import OBSERVED_VARIABLE, observed_settings
 from sluice.launch.reward_function_check import check_reward_function
 from sluice.launch.shared_run import SharedRun
 from sluice.quickstart.prepare import prepare as prepare_quickstart
+from sluice.telemetry.scrape_target import forget_targets
 
 _SEED = 0
 _CERTIFICATE_DAYS = 365
@@ -49,6 +51,12 @@ def prepare(
     secure: Annotated[
         bool, typer.Option("--secure", help="Make certificates and tokens, and ask for them.")
     ] = False,
+    observed: Annotated[
+        bool,
+        typer.Option(
+            "--observed", help="Serve metrics, and send traces.", envvar=OBSERVED_VARIABLE
+        ),
+    ] = False,
     anew: Annotated[
         bool, typer.Option("--anew", help="Begin a run even if one is there that has not ended.")
     ] = False,
@@ -70,6 +78,8 @@ def prepare(
         settings += _quickstart_settings(run_dir, console)
     if secure:
         settings += _security_settings(run_dir.absolute() / _CERTIFICATES)
+    if observed:
+        settings += observed_settings()
     settings += [*network_settings(), f"sluice.run_dir={run_dir.absolute()}"]
     with as_file(files("sluice.quickstart") / "quickstart.yaml") as job:
         base = job if quickstart else file
@@ -90,6 +100,7 @@ def _begin(run_dir: Path, config: RunConfig, console: Console, *, anew: bool) ->
     goes_on = run.goes_on and written.is_file()
     if not goes_on:
         write_config(config, written)
+        forget_targets(run_dir)
         run.begin(Path(checkpoint_folder(config)))
     elif written.read_text(encoding="utf-8") != dump_config(config):
         _say(

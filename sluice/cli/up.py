@@ -1,9 +1,10 @@
-"""`sluice up`: a whole run on this machine."""
+"""`sluice up`: a whole run, on this machine or on the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from sluice.cli.live_view import LiveView
 from sluice.cli.run_location import CONFIG_NAME
 from sluice.cli.terminal_text import printable
 from sluice.client.run_monitor import RunMonitor
-from sluice.config.checks import check_config, fixed_ports
+from sluice.config.checks import check_config
 from sluice.config.dump import write_config
 from sluice.config.endpoints import peer_address
 from sluice.config.explain import launch_notices
@@ -26,17 +27,28 @@ from sluice.config.remarks import remarks
 from sluice.config.run import RunConfig
 from sluice.config.security import with_absolute_files
 from sluice.errors import ConfigError
+from sluice.launch.launch_plan import LaunchPlan, local_plan
+from sluice.launch.network_layout import launcher_grace_s
+from sluice.launch.node_paths import with_absolute_paths
+from sluice.launch.placement import parse_demands
+from sluice.launch.ray_run import RayOptions, ray_plan
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.reward_function_check import check_reward_function
-from sluice.launch.service_spec import local_services, rollout_service, with_ports
+from sluice.launch.service_spec import with_ports
 from sluice.launch.servicer import launch_service
 from sluice.launch.supervisor import EXIT_INTERRUPTED, RunEnd, Supervisor
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.handshake_remedy import expect_no_tls
+from sluice.telemetry.scrape_target import forget_targets
 
-# A service spends its own grace period draining; what it needs to leave comes on top.
-_EXIT_MARGIN_S = 5.0
+
+class Where(StrEnum):
+    """What a run is started on."""
+
+    LOCAL = "local"
+    RAY = "ray"
+
 
 ConfigAndOverrides = Annotated[
     list[str] | None,
@@ -47,10 +59,37 @@ ConfigAndOverrides = Annotated[
     ),
 ]
 ShowLogs = Annotated[bool, typer.Option("--logs", help="Show all log lines of the services.")]
+On = Annotated[Where, typer.Option("--on", help="Start processes here, or on a Ray cluster.")]
+RayAddress = Annotated[
+    str,
+    typer.Option(
+        metavar="HOST:PORT", help="Head of the Ray cluster; auto: the one of this machine."
+    ),
+]
+Demanded = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--resources",
+        metavar="SERVICE=NAME:AMOUNT",
+        help="What each process of a service takes of Ray besides threads and devices; repeatable.",
+        show_default=False,
+    ),
+]
+RoomTimeout = Annotated[
+    float, typer.Option(min=1.0, help="Seconds in which the Ray cluster has to have room.")
+]
 
 
-def up(arguments: ConfigAndOverrides = None, *, logs: ShowLogs = False) -> None:
-    """Start all services of a run as local processes, and follow it to its end.
+def up(
+    arguments: ConfigAndOverrides = None,
+    *,
+    logs: ShowLogs = False,
+    on: On = Where.LOCAL,
+    ray_address: RayAddress = "auto",
+    resources: Demanded = None,
+    room_timeout: RoomTimeout = 300.0,
+) -> None:
+    """Start all services of a run, here or on the nodes of a Ray cluster, and follow it to its end.
 
     Ctrl-C once ends everything in order. Exit codes: 0 the run reached its end, 1 something
     failed, 130 interrupted.
@@ -59,12 +98,16 @@ def up(arguments: ConfigAndOverrides = None, *, logs: ShowLogs = False) -> None:
     Examples:
       sluice up run.yaml
       sluice up run.yaml data.train_batch_size=32 --logs
+      sluice up run.yaml --on ray --resources rollout=NPU:8
     """
-    _run(arguments, logs=logs)
+    ray = RayOptions(ray_address, parse_demands(resources or ()), room_timeout)
+    if on is not Where.RAY and resources:
+        raise ConfigError("--resources: only --on ray hands them out; give both, or neither")
+    _run(arguments, logs=logs, ray=ray if on is Where.RAY else None)
 
 
 def train(arguments: ConfigAndOverrides = None, *, logs: ShowLogs = False) -> None:
-    """Train: the same as `sluice up`, for those who look for this name.
+    """Train on this machine: the same as `sluice up`, for those who look for this name.
 
     \b
     Example:
@@ -73,12 +116,12 @@ def train(arguments: ConfigAndOverrides = None, *, logs: ShowLogs = False) -> No
     _run(arguments, logs=logs)
 
 
-def _run(arguments: list[str] | None, *, logs: bool) -> None:
+def _run(arguments: list[str] | None, *, logs: bool, ray: RayOptions | None = None) -> None:
     file, overrides = split_arguments(arguments or [])
     console, config = Console(), load_config(file, overrides)
     for line in (*(one.text for one in launch_notices(file, overrides)), *remarks(config)):
         console.print(f"notice: {line}", soft_wrap=True, markup=False, highlight=False)
-    end = start_run(config, console, logs=logs)
+    end = start_run(config, console, logs=logs, ray=ray)
     raise typer.Exit(end.exit_code)
 
 
@@ -92,33 +135,56 @@ def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
     return None, arguments
 
 
-def start_run(config: RunConfig, console: Console, *, logs: bool) -> RunEnd:
+def start_run(
+    config: RunConfig, console: Console, *, logs: bool, ray: RayOptions | None = None
+) -> RunEnd:
     """Checks, starts and follows a run; every process has ended when this returns.
 
+    Args:
+        ray: the cluster that it is started on; by default this machine.
+
     Raises:
-        ConfigError: the configuration does not hold together; nothing was started.
+        ConfigError: the configuration does not hold together, or not with the cluster; nothing
+            was started.
     """
     check_config(config)
-    if config.trainer.nnodes > 1:
+    if config.trainer.nnodes > 1 and ray is None:
         raise ConfigError(
             f"trainer.nnodes = {config.trainer.nnodes}: `sluice up` starts a run on one machine; "
-            "set it to 1, or start `python -m services.trainer` with torchrun on each machine"
+            "set it to 1, start it with --on ray on a Ray cluster, or start "
+            "`python -m services.trainer` with torchrun on each machine"
         )
     check_reward_function(config.reward)
-    config = with_ports(_with_absolute_paths(config))
-    config_file = Path(config.sluice.run_dir) / CONFIG_NAME
-    write_config(config, config_file)
+    run_dir = Path(config.sluice.run_dir).absolute()
     # It says that the run has ended, which from now on is not so.
-    config_file.with_name(ACCOUNTS_NAME).unlink(missing_ok=True)
+    (run_dir / ACCOUNTS_NAME).unlink(missing_ok=True)
+    forget_targets(run_dir)
     _show_launcher_messages(console)
-    end = asyncio.run(_supervise(config, config_file, console, logs=logs))
+    end = asyncio.run(_start(config, run_dir / CONFIG_NAME, console, logs=logs, ray=ray))
     for failure in end.failures:
         console.print(Text("failed: ", style="red") + Text(printable(failure)), soft_wrap=True)
     if end.failures:
-        console.print(f"all log lines: {config_file.parent / 'logs'}", soft_wrap=True)
+        console.print(f"all log lines: {run_dir / 'logs'}", soft_wrap=True)
     if end.exit_code == EXIT_INTERRUPTED:
         console.print("interrupted; everything has ended")
     return end
+
+
+async def _start(
+    config: RunConfig,
+    config_file: Path,
+    console: Console,
+    *,
+    logs: bool,
+    ray: RayOptions | None,
+) -> RunEnd:
+    if ray is None:
+        config = with_ports(_with_absolute_paths(config))
+        write_config(config, config_file)
+        return await _supervise(local_plan(config, config_file), console, logs=logs)
+    console.print("placing the run on the Ray cluster")
+    async with ray_plan(with_absolute_paths(config), config_file, ray) as plan:
+        return await _supervise(plan, console, logs=logs)
 
 
 def _show_launcher_messages(console: Console) -> None:
@@ -128,26 +194,24 @@ def _show_launcher_messages(console: Console) -> None:
     logger.setLevel(logging.INFO)
 
 
-async def _supervise(
-    config: RunConfig, config_file: Path, console: Console, *, logs: bool
-) -> RunEnd:
-    specs = local_services(config, config_file)
-    run_dir = config_file.parent
-    view = LiveView(console, run_dir, tuple(spec.name for spec in specs), show_logs=logs)
+async def _supervise(plan: LaunchPlan, console: Console, *, logs: bool) -> RunEnd:
+    service = plan.config.sluice
+    run_dir = Path(service.run_dir)
+    view = LiveView(console, run_dir, tuple(spec.name for spec in plan.specs), show_logs=logs)
     supervisor = Supervisor(
-        specs, run_dir / "logs", view.log_line, config.sluice.shutdown_grace_s + _EXIT_MARGIN_S
+        plan.specs,
+        run_dir / "logs",
+        view.log_line,
+        launcher_grace_s(service.shutdown_grace_s),
+        plan.host,
     )
-    trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
-    reward = peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint")
-    credentials = service_credentials(config.sluice.security, config.sluice.trainer.endpoint)
+    trainer = peer_address(service.trainer.endpoint, "sluice.trainer.endpoint")
+    reward = peer_address(service.reward.endpoint, "sluice.reward.endpoint")
+    credentials = service_credentials(service.security, service.trainer.endpoint)
     if not credentials.is_encrypted:
         expect_no_tls()
     monitor = RunMonitor(trainer, reward, credentials=credentials)
-    scale = ReplicaScale(
-        supervisor,
-        lambda number: rollout_service(config, config_file, number),
-        has_fixed_port=bool(fixed_ports(config.sluice.rollout)),
-    )
+    scale = ReplicaScale(supervisor, plan.make_replica, has_fixed_port=plan.has_fixed_port)
     control = launch_service(run_dir, supervisor, scale)
     async with monitor, control, asyncio.TaskGroup() as tasks:
         following = tasks.create_task(view.follow(monitor), name="live-view")

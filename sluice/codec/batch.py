@@ -67,6 +67,7 @@ def train_group_to_proto(group: TrainGroup, *, with_images: bool = True) -> rewa
         baseline_reward=group.baseline_reward,
         images=group.images if with_images else (),
         num_images=len(group.images),
+        traceparent=group.traceparent,
     )
 
 
@@ -92,6 +93,7 @@ def train_group_from_proto(message: reward.TrainGroup) -> TrainGroup:
         data_source=message.data_source,
         baseline_reward=(message.baseline_reward if message.HasField("baseline_reward") else None),
         images=tuple(message.images),
+        traceparent=message.traceparent,
     )
 
 

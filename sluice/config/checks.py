@@ -31,7 +31,11 @@ from sluice.config.verl_run import ACTOR, ROLLOUT
 from sluice.config.violation import Violation
 from sluice.errors import ConfigError
 
-_NO_PORT = {"port": "0 to have one chosen", "health_port": "0 for none"}
+_NO_PORT = {
+    "port": "0 to have one chosen",
+    "health_port": "0 for none",
+    "metrics_port": "0 to have one chosen",
+}
 DEVICES = ("cpu", "cuda", "npu")
 _SHORTEST_STALL_S = 1.0
 _NEEDS_OTHERS = ("grpo_passk", "rloo_vectorized", "adpo")  # the others keep a lone raw reward
@@ -250,7 +254,7 @@ def _resume(config: RunConfig) -> Iterator[str]:
 
 
 def fixed_ports(rollout: RolloutServiceConfig) -> tuple[str, ...]:
-    """Which of the ports of replicas (``port``, ``health_port``) only one replica can have."""
+    """Which ports of replicas (``port``, ``health_port``, ...) only one replica can have."""
     return tuple(key for key in _NO_PORT if getattr(rollout.endpoint, key))
 
 
@@ -262,7 +266,7 @@ def _endpoints(config: RunConfig) -> Iterator[str]:
         ("trainer", services.trainer.endpoint),
         ("rollout", services.rollout.endpoint),
     ):
-        for key in ("port", "health_port"):
+        for key in _NO_PORT:
             port = getattr(endpoint, key)
             where, setting = (endpoint.host, port), f"sluice.{name}.endpoint.{key}"
             if port and where in taken:

@@ -7,11 +7,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from sluice.config.dashboard import DashboardConfig
 from sluice.config.limits import LimitsConfig
 from sluice.config.sample_outcomes import SampleOutcomesConfig
 from sluice.config.sampling import SamplingConfig
 from sluice.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from sluice.config.security import SecurityConfig
+from sluice.config.telemetry import TelemetryConfig
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 SlowFactor = Annotated[float, Meta(gt=1)]
@@ -69,6 +71,15 @@ class EndpointConfig(Section, frozen=True):
             )
         ),
     ] = 0
+    metrics_port: Annotated[
+        Port | None,
+        Meta(
+            description=(
+                "Port of the same interface where Prometheus reads metrics, unencrypted and "
+                "without a token; 0: a free one; none: no metrics."
+            )
+        ),
+    ] = None
 
 
 class RolloutServiceConfig(Section, frozen=True):
@@ -329,6 +340,8 @@ class ServiceConfig(Section, frozen=True):
     security: SecurityConfig = msgspec.field(default_factory=SecurityConfig)
     watchdog: WatchdogConfig = msgspec.field(default_factory=WatchdogConfig)
     limits: LimitsConfig = msgspec.field(default_factory=LimitsConfig)
+    dashboard: DashboardConfig = msgspec.field(default_factory=DashboardConfig)
+    telemetry: TelemetryConfig = msgspec.field(default_factory=TelemetryConfig)
     max_message_mb: Annotated[
         MessageSize | None,
         Meta(description="Largest gRPC message, MiB; none: 64, or a whole train batch if larger."),

@@ -28,7 +28,7 @@ from sluice.config.endpoints import peer_address
 from sluice.config.host_port import split_host_port
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.launch.network_layout import KINDS, Kind
+from sluice.launch.network_layout import KINDS, Kind, launcher_grace_s
 from sluice.launch.own_address import own_address_within
 from sluice.launch.service_spec import (
     TRAINER,
@@ -43,8 +43,6 @@ from sluice.telemetry.logs import configure_logging
 
 logger = logging.getLogger(__name__)
 
-# A service spends its own grace period draining; what it needs to leave comes on top.
-EXIT_MARGIN_S = 5.0
 _WATCH_INTERVAL_S = 0.5
 # The trainer's name is unknown while its container starts, or starts again.
 _TRAINER_NAMED_WITHIN_S = 60.0
@@ -105,7 +103,7 @@ def services_of(
 async def _supervise(
     kind: Kind, specs: tuple[ServiceSpec, ...], config: RunConfig, run: SharedRun
 ) -> int:
-    grace_s = config.sluice.shutdown_grace_s + EXIT_MARGIN_S
+    grace_s = launcher_grace_s(config.sluice.shutdown_grace_s)
     supervisor = Supervisor(specs, Path(config.sluice.run_dir) / "logs", _show, grace_s)
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(_end_with(run, supervisor), name="end of the run")

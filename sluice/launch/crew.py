@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sluice.concurrency.watchdog import EXIT_STALLED
-from sluice.launch.child_process import ChildProcess, start_child
+from sluice.launch.interruption import done_unless
+from sluice.launch.process_host import Child, ProcessHost
 from sluice.launch.service_spec import RESTARTS_VARIABLE, ServiceSpec
 
 LogLine = Callable[[str, str], None]
@@ -65,6 +66,7 @@ class Crew:
         log_dir: every process's output is appended to `<log_dir>/<name>.log`.
         on_line: also takes each line with the process's name.
         grace_s: seconds between SIGTERM and SIGKILL.
+        host: where they run.
 
     Attributes:
         restarts: how often the crew was started again, since it last ran for long.
@@ -73,15 +75,21 @@ class Crew:
     """
 
     def __init__(
-        self, specs: Sequence[ServiceSpec], log_dir: Path, on_line: LogLine, grace_s: float
+        self,
+        specs: Sequence[ServiceSpec],
+        log_dir: Path,
+        on_line: LogLine,
+        grace_s: float,
+        host: ProcessHost,
     ) -> None:
         self.specs = tuple(specs)
         self.restarts = 0
         self.released = asyncio.Event()
         self.is_dismissed = False
         self._log_dir, self._on_line, self._grace_s = log_dir, on_line, grace_s
+        self._host = host
         self._starts = 0
-        self._running: dict[str, ChildProcess] = {}
+        self._running: dict[str, Child] = {}
         self._asked: set[str] = set()
         self._last_lines = {spec.name: deque[str](maxlen=_LAST_LINES) for spec in specs}
 
@@ -106,9 +114,11 @@ class Crew:
         self._asked.clear()
         try:
             for spec in self.specs:
-                self._running[spec.name] = await start_child(self._counted(spec))
+                if not await done_unless(self.released, self._start(spec)):
+                    # It was asked to leave while it was being started, or waited for room.
+                    return CrewEnd((Exit(spec, -signal.SIGTERM, was_asked=True),))
             self._starts += 1
-            if self.released.is_set():  # it was asked to leave while it was being started
+            if self.released.is_set():  # while the last one was
                 self.kill()
             async with asyncio.TaskGroup() as tasks:
                 watching = [
@@ -154,6 +164,9 @@ class Crew:
             f"{':' if lines else ''}{lines}"
         )
 
+    async def _start(self, spec: ServiceSpec) -> None:
+        self._running[spec.name] = await self._host.start(self._counted(spec))
+
     def _counted(self, spec: ServiceSpec) -> ServiceSpec:
         """The specification of this start, which tells the process how many went before."""
         starts = str(spec.starts_before + self._starts)
@@ -186,7 +199,7 @@ class Crew:
             for name, child in self._running.items():
                 tasks.create_task(child.end(self._grace_s), name=name)
 
-    async def _forward(self, name: str, child: ChildProcess) -> None:
+    async def _forward(self, name: str, child: Child) -> None:
         with (self._log_dir / f"{name}.log").open("a", encoding="utf-8") as file:
             async for line in child.lines():
                 file.write(line + "\n")
@@ -196,13 +209,17 @@ class Crew:
 
 
 def crews_of(
-    specs: Sequence[ServiceSpec], log_dir: Path, on_line: LogLine, grace_s: float
+    specs: Sequence[ServiceSpec],
+    log_dir: Path,
+    on_line: LogLine,
+    grace_s: float,
+    host: ProcessHost,
 ) -> list[Crew]:
     """One crew for each name of a crew, in the order of their first members."""
     members: dict[str, list[ServiceSpec]] = {}
     for spec in specs:
         members.setdefault(spec.crew_name, []).append(spec)
-    return [Crew(each, log_dir, on_line, grace_s) for each in members.values()]
+    return [Crew(each, log_dir, on_line, grace_s, host) for each in members.values()]
 
 
 def meaning(code: int) -> str:

@@ -1,7 +1,8 @@
 """Where the services of a run listen and are found, when each has a host of its own.
 
-Compose, Kubernetes and whoever starts services by hand on several hosts take ports, names and
-commands from here; `sluice up`, where all share one host, has ports drawn instead.
+Compose, Kubernetes and whoever starts services by hand on several hosts take ports, names, paths
+and commands from here; `sluice up` has ports drawn instead, on the machines where services are.
+This file imports nothing of the project, since health probes load it every few seconds.
 """
 
 from __future__ import annotations
@@ -14,21 +15,102 @@ Kind = Literal["trainer", "reward", "rollout"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 CONFIG_NAME = "config.yaml"
 
+# Inside a container: volumes, and the one configuration in the run's folder.
+RUNS_MOUNT, JOBS_MOUNT = "/runs", "/jobs"
+RUN_FOLDER = f"{RUNS_MOUNT}/run"
+CONFIG_FILE = f"{RUN_FOLDER}/{CONFIG_NAME}"
+# Targets of the Dockerfile, by their images' names; the reward service's has no torch.
+COMPUTE_IMAGE, REWARD_IMAGE = "sluice", "sluice-reward"
+LAUNCHER = ("python", "-m", "sluice.launch.container")
+HEALTH_PROBE = ("python", "-m", "sluice.launch.health_probe")
+PREPARE = ("sluice", "prepare")
+USER_ID = 10001  # of the images
+
+# A service spends its own grace period draining; what it needs to leave comes on top.
+EXIT_MARGIN_S = 5.0
+# By then an engine has killed what its launcher has not.
+_ENGINE_MARGIN_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Ports of one service. `health_port` answers health unencrypted, and nothing else."""
+    """Ports of one service.
+
+    `health_port` answers health unencrypted, and nothing else. `metrics_port` is where it is
+    scraped if metrics are on; 0: a free one.
+    """
 
     port: int
     health_port: int
+    metrics_port: int = 0
 
 
 PLACES: dict[Kind, Place] = {
-    "trainer": Place(7000, 7100),
-    "rollout": Place(7001, 7101),
-    "reward": Place(7002, 7102),
+    "trainer": Place(7000, 7100, 7200),
+    "rollout": Place(7001, 7101, 7201),
+    "reward": Place(7002, 7102, 7202),
 }
 _EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 a container's own network; who may call is up to tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerLayout:
+    """One service as a container runs it.
+
+    Args:
+        kind: which service; also the name under which the others find it.
+        image: what it runs.
+        entrypoint: program of the image; it keeps the service's process and restarts it.
+        arguments: of that program.
+        health: a command inside the container; code 0 while the service serves.
+        place: its ports.
+        mounts: volumes that it sees, and whether it may write there.
+        takes_devices: whether it computes on NPUs or GPUs.
+        stop_grace_s: seconds an engine waits after SIGTERM before it kills.
+        keeps_state: whether only one may run at a time, with its state in the run's folder.
+    """
+
+    kind: Kind
+    image: str
+    entrypoint: tuple[str, ...]
+    arguments: tuple[str, ...]
+    health: tuple[str, ...]
+    place: Place
+    mounts: tuple[tuple[str, bool], ...]
+    takes_devices: bool
+    stop_grace_s: int
+    keeps_state: bool
+
+
+def container_layout(kind: Kind, shutdown_grace_s: float = 15.0) -> ContainerLayout:
+    """How a service runs as a container, in Compose and in Kubernetes alike.
+
+    Args:
+        kind: of the service.
+        shutdown_grace_s: ``sluice.shutdown_grace_s``, the default unless the run says otherwise.
+    """
+    return ContainerLayout(
+        kind=kind,
+        image=REWARD_IMAGE if kind == "reward" else COMPUTE_IMAGE,
+        entrypoint=LAUNCHER,
+        arguments=(kind, "--config", CONFIG_FILE),
+        health=(*HEALTH_PROBE, kind),
+        place=PLACES[kind],
+        mounts=((RUNS_MOUNT, True), (JOBS_MOUNT, False)),
+        takes_devices=kind != "reward",
+        stop_grace_s=engine_grace_s(shutdown_grace_s),
+        keeps_state=kind != "rollout",
+    )
+
+
+def launcher_grace_s(shutdown_grace_s: float) -> float:
+    """Seconds that a launcher waits between a service's SIGTERM and SIGKILL."""
+    return shutdown_grace_s + EXIT_MARGIN_S
+
+
+def engine_grace_s(shutdown_grace_s: float) -> int:
+    """Seconds between SIGTERM and SIGKILL that a container's engine has to allow its launcher."""
+    return round(launcher_grace_s(shutdown_grace_s) + _ENGINE_MARGIN_S)
 
 
 def network_settings() -> tuple[str, ...]:
@@ -38,6 +120,14 @@ def network_settings() -> tuple[str, ...]:
     launcher starts the replicas, so none are the local launcher's.
     """
     return (*_endpoint_settings(), "sluice.rollout.replicas=0")
+
+
+def metrics_settings() -> tuple[str, ...]:
+    """Overrides (``key=value``) that have every service scraped at its port of the layout."""
+    return tuple(
+        f"sluice.{kind}.endpoint.metrics_port={place.metrics_port}"
+        for kind, place in PLACES.items()
+    )
 
 
 def _endpoint_settings() -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sluice.errors import InvalidRequestError
+from sluice.errors import InvalidRequestError, NotFoundError
 from sluice.launch.service_spec import ServiceSpec, replica_name
 from sluice.launch.supervisor import ServiceState
 
@@ -18,6 +18,17 @@ _NAME = re.compile(re.escape(replica_name(0)).replace("0", r"(\d+)"))
 def is_replica_name(name: str) -> bool:
     """Whether a process of a launcher is one of its replicas."""
     return _NAME.fullmatch(name) is not None
+
+
+def replica_number(name: str) -> int:
+    """The number of the replica with a name.
+
+    Raises:
+        NotFoundError: it is no replica's.
+    """
+    if (match := _NAME.fullmatch(name)) is None:
+        raise NotFoundError(f"{name}: no replica has that name")
+    return int(match[1])
 
 
 class Processes(Protocol):
@@ -107,8 +118,8 @@ class ReplicaScale:
             )
         numbers: dict[bool, list[int]] = {False: [], True: []}
         for state in self._processes.services():
-            if (match := _NAME.fullmatch(state.name)) is not None:
-                numbers[state.is_draining].append(int(match[1]))
+            if is_replica_name(state.name):
+                numbers[state.is_draining].append(replica_number(state.name))
         change = scale_change(numbers[False], numbers[True], wanted)
         for number in change.start:
             self._processes.add(self._make_replica(number))

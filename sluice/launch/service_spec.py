@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
-from sluice.config.derived import checkpoint_folder
+from sluice.config.derived import checkpoint_folder, world_size
 from sluice.config.host_port import split_host_port
 from sluice.config.run import RunConfig
 from sluice.device.ascend_host import launch_environment
@@ -22,6 +22,7 @@ from sluice.rpc.bound_socket import bound_socket
 # Tells a process how often it was started before in this run.
 RESTARTS_VARIABLE = "SLUICE_RESTARTS"
 TRAINER = "trainer"
+REWARD = "reward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def with_ports(config: RunConfig) -> RunConfig:
     service = config.sluice
     trainer, reward = service.trainer, service.reward
     wanted = [trainer.endpoint, reward.endpoint]
-    ports = iter(_free_ports([e.host for e in wanted if e.port == 0]))
+    ports = iter(free_ports([e.host for e in wanted if e.port == 0]))
     endpoints = [e if e.port else msgspec.structs.replace(e, port=next(ports)) for e in wanted]
     return msgspec.structs.replace(
         config,
@@ -114,7 +115,7 @@ def local_services(config: RunConfig, config_file: Path) -> tuple[ServiceSpec, .
 def reward_service(config: RunConfig, config_file: Path) -> ServiceSpec:
     """The reward service."""
     return ServiceSpec(
-        "reward",
+        REWARD,
         _module("services.reward", "--config", str(config_file)),
         # Only with the ledger on disk does it go on where it was.
         restarts=RESTARTS_AFTER_SIGNALS if config.sluice.reward.ledger == "sqlite" else NO_RESTARTS,
@@ -130,11 +131,44 @@ def trainer_services(
     Args:
         checkpoints_before: the mark of the checkpoints that were there before the run.
     """
-    environment = {
-        "OMP_NUM_THREADS": str(config.sluice.trainer.torch_threads),
-        MARK_VARIABLE: checkpoints_before,
-    }
-    return _trainer_ranks(config, str(config_file), environment)
+    ranks = config.trainer.n_gpus_per_node
+    host = split_host_port(config.sluice.trainer.endpoint.host)[0]
+    meeting = (host, _rendezvous_port(config, host)) if ranks > 1 else None
+    places = [
+        {**place, **rank_environment(config, rank, os.environ)}
+        for rank, place in enumerate(_rank_places(ranks, ranks, meeting))
+    ]
+    return _trainer_ranks(config, config_file, checkpoints_before, places)
+
+
+def placed_trainer(
+    config: RunConfig,
+    config_file: Path,
+    checkpoints_before: str,
+    meeting: tuple[str, int] | None,
+) -> tuple[ServiceSpec, ...]:
+    """All ranks of the trainer on the nodes of a cluster, one crew.
+
+    Whoever places them gives each its device.
+
+    Args:
+        config_file: the same path on all nodes.
+        checkpoints_before: the mark of the checkpoints that were there before the run.
+        meeting: host and port of rank 0, where the ranks find each other; None: there is only one.
+    """
+    ranks, per_node = world_size(config), config.trainer.n_gpus_per_node
+    places = _rank_places(ranks, per_node, meeting)
+    return _trainer_ranks(config, config_file, checkpoints_before, places)
+
+
+def placed_replica(config: RunConfig, config_file: Path, index: int) -> ServiceSpec:
+    """One replica on a node of a cluster. Whoever places it gives it address and devices."""
+    return _replica(config, config_file, replica_name(index))
+
+
+def rank_name(rank: int) -> str:
+    """The name of a trainer rank."""
+    return TRAINER if rank == 0 else f"{TRAINER}-{rank}"
 
 
 def replica_name(index: int) -> str:
@@ -143,17 +177,10 @@ def replica_name(index: int) -> str:
 
 
 def rollout_service(config: RunConfig, config_file: Path, index: int) -> ServiceSpec:
-    """One replica."""
-    name = replica_name(index)
-    return ServiceSpec(
-        name,
-        _module("services.rollout", "--config", str(config_file), "--name", name),
-        {
-            "OMP_NUM_THREADS": str(config.sluice.rollout.torch_threads),
-            **replica_environment(config, index, os.environ),
-        },
-        restarts=RESTARTS_AFTER_ERRORS_TOO,
-    )
+    """One replica on this machine, with its share of the devices."""
+    spec = placed_replica(config, config_file, index)
+    devices = replica_environment(config, index, os.environ)
+    return replace(spec, environment={**spec.environment, **devices})
 
 
 def replica_on_its_own(
@@ -166,37 +193,52 @@ def replica_on_its_own(
         address: its host as peers reach it.
     """
     service = config.sluice.rollout
-    advertised = f"sluice.rollout.endpoint.advertise={address}"
+    spec = _replica(config, config_file, name, f"sluice.rollout.endpoint.advertise={address}")
+    devices = launch_environment(config, service.device, service.endpoint, os.environ)
+    return replace(spec, environment={**spec.environment, **devices})
+
+
+def _replica(config: RunConfig, config_file: Path, name: str, *overrides: str) -> ServiceSpec:
     return ServiceSpec(
         name,
-        _module("services.rollout", "--config", str(config_file), "--name", name, advertised),
-        {
-            "OMP_NUM_THREADS": str(service.torch_threads),
-            **launch_environment(config, service.device, service.endpoint, os.environ),
-        },
+        _module("services.rollout", "--config", str(config_file), "--name", name, *overrides),
+        {"OMP_NUM_THREADS": str(config.sluice.rollout.torch_threads)},
         restarts=RESTARTS_AFTER_ERRORS_TOO,
     )
 
 
+def _rank_places(
+    ranks: int, per_node: int, meeting: tuple[str, int] | None
+) -> list[dict[str, str]]:
+    """Each rank's variables; none for the only one."""
+    if meeting is None:
+        return [{}]
+    common = {
+        "MASTER_ADDR": meeting[0],
+        "MASTER_PORT": str(meeting[1]),
+        "WORLD_SIZE": str(ranks),
+    }
+    return [
+        {**common, "RANK": str(rank), "LOCAL_RANK": str(rank % per_node)} for rank in range(ranks)
+    ]
+
+
 def _trainer_ranks(
-    config: RunConfig, file: str, environment: Mapping[str, str]
+    config: RunConfig,
+    config_file: Path,
+    checkpoints_before: str,
+    places: Sequence[Mapping[str, str]],
 ) -> tuple[ServiceSpec, ...]:
-    ranks = config.trainer.n_gpus_per_node
-    command = _module("services.trainer", "--config", file)
-    host = split_host_port(config.sluice.trainer.endpoint.host)[0]
-    places: list[dict[str, str]] = [{}]
-    if ranks > 1:
-        meeting = {
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(_rendezvous_port(config, host)),
-            "WORLD_SIZE": str(ranks),
-        }
-        places = [{**meeting, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(ranks)]
+    command = _module("services.trainer", "--config", str(config_file))
+    environment = {
+        "OMP_NUM_THREADS": str(config.sluice.trainer.torch_threads),
+        MARK_VARIABLE: checkpoints_before,
+    }
     return tuple(
         ServiceSpec(
-            TRAINER if rank == 0 else f"{TRAINER}-{rank}",
+            rank_name(rank),
             command,
-            {**environment, **place, **rank_environment(config, rank, os.environ)},
+            {**environment, **place},
             restarts=RESTARTS_AFTER_SIGNALS,
             ends_run=rank == 0,
             is_needed=True,
@@ -212,8 +254,12 @@ def _rendezvous_port(config: RunConfig, host: str) -> int:
     endpoints = (
         service.endpoint for service in (services.reward, services.trainer, services.rollout)
     )
-    taken = {port for endpoint in endpoints for port in (endpoint.port, endpoint.health_port)}
-    while (port := _free_ports([host])[0]) in taken:
+    taken = {
+        port
+        for endpoint in endpoints
+        for port in (endpoint.port, endpoint.health_port, endpoint.metrics_port)
+    }
+    while (port := free_ports([host])[0]) in taken:
         continue
     return port
 
@@ -222,8 +268,12 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", name, *arguments)
 
 
-def _free_ports(hosts: list[str]) -> list[int]:
-    """One free port per host; all are held until all are known, so that they differ."""
+def free_ports(hosts: list[str]) -> list[int]:
+    """One free port per host, which differ: all are held until all are known.
+
+    Args:
+        hosts: addresses of this machine.
+    """
     with ExitStack() as held:
         ports: list[int] = []
         for host in hosts:

@@ -23,6 +23,7 @@ from sluice.concurrency.shutdown import stop_on_signals
 from sluice.concurrency.watchdog import EXIT_STALLED
 from sluice.errors import ConfigError, NotFoundError, NotReadyError
 from sluice.launch.crew import REQUESTS, Crew, CrewEnd, LogLine, crews_of, meaning
+from sluice.launch.process_host import ProcessHost, ThisMachine
 from sluice.launch.service_spec import ServiceSpec
 
 logger = logging.getLogger(__name__)
@@ -60,13 +61,20 @@ class Supervisor:
         log_dir: every process's output goes to `<log_dir>/<name>.log`.
         on_line: also takes each line with the process's name.
         grace_s: seconds between SIGTERM and SIGKILL.
+        host: where they run; by default on this machine.
     """
 
     def __init__(
-        self, specs: Sequence[ServiceSpec], log_dir: Path, on_line: LogLine, grace_s: float
+        self,
+        specs: Sequence[ServiceSpec],
+        log_dir: Path,
+        on_line: LogLine,
+        grace_s: float,
+        host: ProcessHost | None = None,
     ) -> None:
         self._log_dir, self._on_line, self._grace_s = log_dir, on_line, grace_s
-        self._crews = crews_of(specs, log_dir, on_line, grace_s)
+        self._host: ProcessHost = host or ThisMachine()
+        self._crews = crews_of(specs, log_dir, on_line, grace_s, self._host)
         self._tasks: asyncio.TaskGroup | None = None
         self._over = asyncio.Event()
         self._interrupted = asyncio.Event()
@@ -112,7 +120,7 @@ class Supervisor:
         """
         if self._tasks is None or self._ending or self._over.is_set():
             raise NotReadyError(f"{spec.name}: the run is starting or ending; nothing is started")
-        crew = Crew((spec,), self._log_dir, self._on_line, self._grace_s)
+        crew = Crew((spec,), self._log_dir, self._on_line, self._grace_s, self._host)
         self._crews.append(crew)
         self._tasks.create_task(self._keep(crew), name=crew.name)
         logger.info("%s is started", spec.name)
@@ -149,6 +157,11 @@ class Supervisor:
         self._over.set()
 
     async def _keep(self, crew: Crew) -> None:
+        await self._run_again(crew)
+        for spec in crew.specs:
+            self._host.release(spec.name)
+
+    async def _run_again(self, crew: Crew) -> None:
         """Runs one crew, again and again as far as its policy allows."""
         while True:
             began_s = time.monotonic()

@@ -11,7 +11,9 @@ import grpc
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import SluiceError
 from sluice.rpc.call_policy import CALL_POLICIES
+from sluice.rpc.error_tally import RPC_ERRORS
 from sluice.rpc.status_codes import CLASS_KEY, error_of
+from sluice.rpc.trace_metadata import call_options
 
 RequestT = TypeVar("RequestT", contravariant=True)
 ResponseT = TypeVar("ResponseT", covariant=True)
@@ -21,7 +23,12 @@ class UnaryMethod(Protocol[RequestT, ResponseT]):
     """A stub's unary method."""
 
     def __call__(
-        self, request: RequestT, /, *, timeout: float | None = None
+        self,
+        request: RequestT,
+        /,
+        *,
+        timeout: float | None = None,
+        metadata: tuple[tuple[str, str], ...] | None = None,
     ) -> Awaitable[ResponseT]:
         """Starts the call."""
         ...
@@ -59,8 +66,9 @@ async def unary_call(
     for attempt in range(policy.attempts):
         try:
             with waiting_for(peer, phase):
-                return await method(request, timeout=seconds)
+                return await method(request, timeout=seconds, **call_options())
         except grpc.aio.AioRpcError as error:
+            RPC_ERRORS.add("client", name, error.code().name)
             last = attempt + 1 == policy.attempts
             if last or error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise _translated(error, peer, phase, seconds) from error
@@ -83,7 +91,7 @@ async def stream_call(
     never retried.
     """
     seconds = CALL_POLICIES[name].deadline_s if deadline_s is None else deadline_s
-    call = method(request, timeout=seconds)
+    call = method(request, timeout=seconds, **call_options())
     try:
         with waiting_for(peer, phase) as wait:
             async for message in call:
@@ -91,6 +99,7 @@ async def stream_call(
                 yield message
                 wait.restart()
     except grpc.aio.AioRpcError as error:
+        RPC_ERRORS.add("client", name, error.code().name)
         raise _translated(error, peer, phase, seconds) from error
     finally:
         call.cancel()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sluice.errors import ExhaustedError
+from sluice.rpc.error_tally import QUOTA_REFUSALS
 
 
 class ClientQuota:
@@ -39,6 +40,7 @@ class ClientQuota:
             return
         before = self.in_use(client)
         if before + amount > self._most:
+            QUOTA_REFUSALS.add(self._key)
             raise ExhaustedError(
                 f"client {client!r}: {before} {self._unit} are under way and {amount} more were "
                 f"asked for; {self._key} allows {self._most}: wait for some to end"

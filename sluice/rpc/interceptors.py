@@ -14,6 +14,7 @@ import grpc
 
 from sluice.concurrency.exception_leaves import leaves
 from sluice.errors import SluiceError
+from sluice.rpc.error_tally import RPC_ERRORS, short_method
 from sluice.rpc.malformed_request import checked, checked_stream, lenient
 from sluice.rpc.status_codes import status_of
 
@@ -30,8 +31,11 @@ async def _abort(context: Any, method: str, error: Exception) -> None:
         if not isinstance(unexpected, SluiceError):
             kind = type(unexpected).__name__
             logger.error("%s: unexpected %s", method, kind, exc_info=unexpected)
-    if known is not None:
-        await context.abort(*status_of(known))
+    status = status_of(known) if known is not None else None
+    code = grpc.StatusCode.INTERNAL if status is None else status.code
+    RPC_ERRORS.add("server", short_method(method), code.name)
+    if status is not None:
+        await context.abort(*status)
     await context.abort(grpc.StatusCode.INTERNAL, f"internal error in {method}; see its log")
 
 

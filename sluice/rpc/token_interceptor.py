@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from sluice.errors import AccessDeniedError
+from sluice.rpc.error_tally import RPC_ERRORS
 from sluice.rpc.health_check import BoundedChecks
 from sluice.rpc.method_roles import is_allowed, is_open
 from sluice.rpc.status_codes import CLASS_KEY
@@ -67,6 +68,8 @@ def presented_token(metadata: Any) -> str | None:
 
 
 def _refusal(code: grpc.StatusCode, details: str) -> Any:
+    RPC_ERRORS.add("server", "any", code.name)  # the method may be any text
+
     async def refuse(_requests: Any, context: Any) -> None:
         await context.abort(code, details, ((CLASS_KEY, AccessDeniedError.__name__),))
 

@@ -10,10 +10,8 @@ import pytest_asyncio
 
 from services.rollout.engines.sglang_engine import SglangEngine
 from services.rollout.engines.sglang_settings import SglangSettings
-from tests.support.engine_contract import DrawingContract
-from tests.support.engine_contract_pause import PauseContract
-from tests.support.engine_contract_stops import StopStringContract
-from tests.support.engine_contract_weights import LifecycleContract, UpdateContract
+from tests.support.engine_contract_suite import RunningContract
+from tests.support.engine_contract_weights import LifecycleContract
 from tests.support.engine_contract_world import (
     FAMILIES,
     MAX_MODEL_LEN,
@@ -91,7 +89,7 @@ async def fresh(
         yield running
 
 
-class TestSglangContract(DrawingContract, StopStringContract, PauseContract, UpdateContract):
+class TestSglangContract(RunningContract):
     pass
 
 

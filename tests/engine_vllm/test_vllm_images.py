@@ -26,6 +26,7 @@ from tests.support.engine_contract_calls import generate
 from tests.support.engine_contract_world import Trainer
 from tests.support.tiny_vision import (
     IMAGE,
+    PATCH,
     VISION_END,
     VISION_START,
     FullForward,
@@ -42,12 +43,18 @@ pytestmark = [
 ]
 _WIDTH = 128
 """Heads of 64 are the smallest that vLLM's attention takes on a CPU."""
-_PICTURES = (image_file(1), image_file(2, 112, 56, "JPEG"))
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def pictures(family: str) -> tuple[bytes, bytes]:
+    """Of whole merged patches: others are resized, where vLLM's processor rounds unlike Pillow."""
+    side = 4 * PATCH[family]
+    return image_file(1, side, side), image_file(2, 2 * side, side, "JPEG")
 
 
 @pytest.fixture(scope="module")
@@ -101,23 +108,27 @@ async def _check(
 
 
 async def test_logprobs_with_images_are_those_of_the_weights_that_serve(
-    saved: tuple[Path, PreTrainedModel], world: tuple[VllmEngine, Trainer]
+    saved: tuple[Path, PreTrainedModel],
+    world: tuple[VllmEngine, Trainer],
+    pictures: tuple[bytes, bytes],
 ) -> None:
     (folder, second), (engine, trainer) = saved, world
     other = copy.deepcopy(second)
     scramble(other, seed=1)
     for model in (other, second, other):
         await trainer.publish(model)
-        for pictures in ((), _PICTURES[:1], _PICTURES):
-            await _check(engine, folder, model, pictures)
+        for shown in ((), pictures[:1], pictures):
+            await _check(engine, folder, model, shown)
 
 
 async def test_outputs_after_updates_equal_those_of_an_engine_started_from_a_checkpoint(
-    saved: tuple[Path, PreTrainedModel], world: tuple[VllmEngine, Trainer]
+    saved: tuple[Path, PreTrainedModel],
+    world: tuple[VllmEngine, Trainer],
+    pictures: tuple[bytes, bytes],
 ) -> None:
     (folder, second), (engine, trainer) = saved, world
     await trainer.publish(second)
-    wanted = _wanted(folder, _PICTURES)
+    wanted = _wanted(folder, pictures)
     after = await generate(engine, wanted)
     async with _running(folder, load_format="auto") as (fresh, _):
         await serve_saved(fresh, folder, 1)
@@ -125,11 +136,13 @@ async def test_outputs_after_updates_equal_those_of_an_engine_started_from_a_che
 
 
 async def test_a_prompt_for_other_images_is_refused_and_others_go_on(
-    saved: tuple[Path, PreTrainedModel], world: tuple[VllmEngine, Trainer]
+    saved: tuple[Path, PreTrainedModel],
+    world: tuple[VllmEngine, Trainer],
+    pictures: tuple[bytes, bytes],
 ) -> None:
     (folder, second), (engine, trainer) = saved, world
     await trainer.publish(second)
-    wanted = _wanted(folder, _PICTURES)
+    wanted = _wanted(folder, pictures)
     with pytest.raises(InvalidRequestError, match="1 images, but 2 runs"):
         await generate(engine, replace(wanted, images=wanted.images[:1]))
-    await _check(engine, folder, second, _PICTURES)
+    await _check(engine, folder, second, pictures)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,10 +81,12 @@ class FuzzedRun:
 
 
 @asynccontextmanager
-async def live_run(folder: Path, seed: int) -> AsyncIterator[FuzzedRun]:
+async def live_run(
+    folder: Path, seed: int, overrides: Sequence[str] = ()
+) -> AsyncIterator[FuzzedRun]:
     """Starts the processes, which end with the block; logs lie in ``<folder>/run/logs``."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    config = with_ports(_config(folder, seed))
+    config = with_ports(_config(folder, seed, overrides))
     config_file = folder / "run" / "config.yaml"
     write_config(config, config_file)
     supervisor = Supervisor(
@@ -100,7 +102,7 @@ async def live_run(folder: Path, seed: int) -> AsyncIterator[FuzzedRun]:
             running.cancel()
 
 
-def _config(folder: Path, seed: int) -> RunConfig:
+def _config(folder: Path, seed: int, overrides: Sequence[str]) -> RunConfig:
     rng, task = random.Random(seed), task_named("quickstart")
     problems = [draw_problem(rng, task) for _ in range(100)]
     tokenizer = train_tokenizer(make_dialogues(problems, rng, wrong_step_rate=0.1))
@@ -111,7 +113,7 @@ def _config(folder: Path, seed: int) -> RunConfig:
     _write_rows(folder / "val.parquet", 2)
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(_tree(folder)), encoding="utf-8")
-    config = load_config(file, [])
+    config = load_config(file, overrides)
     check_config(config)
     return config
 

@@ -20,8 +20,9 @@ from transformers import AutoConfig
 from services.rollout.engines.checkpoint_layout import CheckpointLayout, checkpoint_layout
 from services.rollout.engines.chunk_stream import ChunkStream
 from services.rollout.engines.protocol import GenerationRequest, PauseMode, SampleChunk
+from services.rollout.engines.request_samples import ModelLimits, Pace
 from services.rollout.engines.sglang_features import SglangClient, engine_environment
-from services.rollout.engines.sglang_request import ModelLimits, Pace, RequestRun
+from services.rollout.engines.sglang_request import RequestRun
 from services.rollout.engines.sglang_settings import SglangSettings
 from sluice.device.select import select_device
 from sluice.errors import ConfigError, EngineError
@@ -83,6 +84,10 @@ class SglangCore:
 
     def _note_death(self) -> None:
         self._break(EngineError("a process of SGLang has ended; restart the replica"))
+
+    def note_broken(self, error: EngineError) -> None:
+        """It is `broken` for good; called in any thread."""
+        self.broken = error
 
     def _break(self, error: EngineError) -> None:
         self.broken = error

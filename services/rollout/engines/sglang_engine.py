@@ -8,46 +8,31 @@ and handed over as a checkpoint in memory. This file is what the service's event
 from __future__ import annotations
 
 import asyncio
-import itertools
 import signal
 import threading
-import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import Future
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from services.rollout.engines.checkpoint_layout import CheckpointLayout
-from services.rollout.engines.chunk_stream import ChunkStream
-from services.rollout.engines.client_thread import ClientThread
+from services.rollout.engines.client_engine import ClientEngine
 from services.rollout.engines.protocol import (
     CommitResult,
     EngineLoad,
     GenerationRequest,
-    PauseMode,
     SampleChunk,
     StagedVersion,
-    TokenBooks,
-    num_tokens,
 )
-from services.rollout.engines.request_rules import check_request
+from services.rollout.engines.request_samples import Pace
 from services.rollout.engines.sglang_core import SglangCore
 from services.rollout.engines.sglang_features import installed_sglang
 from services.rollout.engines.sglang_handover import WeightHandover
-from services.rollout.engines.sglang_request import Pace
 from services.rollout.engines.sglang_settings import SglangSettings, sglang_settings
-from services.rollout.engines.state_clock import EngineState, StateClock
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.config.run import RunConfig
 from sluice.device.select import transfer_device
-from sluice.errors import (
-    ConfigError,
-    EngineError,
-    ExhaustedError,
-    InvalidRequestError,
-    NotReadyError,
-)
-from sluice.telemetry.process_age import process_age_s
-from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.errors import ConfigError, InvalidRequestError, NotReadyError
+from sluice.types import TransferGroupSpec
 
 if TYPE_CHECKING:
     import torch
@@ -72,50 +57,16 @@ def create(config: RunConfig) -> SglangEngine:
     return SglangEngine(sglang_settings(config))
 
 
-class SglangEngine:
+class SglangEngine(ClientEngine[SglangCore]):
     """See `services.rollout.engines.protocol.Engine`."""
 
     def __init__(self, settings: SglangSettings) -> None:
+        super().__init__("SGLang", settings)
         self._settings = settings
-        self._layout: CheckpointLayout | None = None
-        self._thread: ClientThread | None = None
-        self._core: SglangCore | None = None
         self._inbox: WeightInbox | None = None
         self._epoch: int | None = None
         self._handover: WeightHandover | None = None
         self._swap: tuple[tuple[int, str], Future[float]] | None = None  # of (version, digest)
-        self._numbers = itertools.count()
-        self._open_samples = 0
-        self._unfinished: set[ChunkStream] = set()
-        self._books = TokenBooks()
-        self._clock = StateClock(process_age_s())
-        self._busy_s = 0.0
-        self._busy_since: float | None = None
-
-    @property
-    def books(self) -> TokenBooks:
-        """What became of the tokens that calls got out of this engine."""
-        return self._books
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-        return self._described().vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """Prompt plus response tokens a sample may have."""
-        return self._settings.max_model_len
-
-    @property
-    def weight_layout(self) -> Sequence[TensorSpec]:
-        """The weights the engine expects, in the order of the wire."""
-        return self._described().tensors
-
-    @property
-    def prefilled_tokens(self) -> int:
-        """Prompt tokens computed so far, those of the prefix cache not among them."""
-        return self._in_thread()[1].prefilled_tokens
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -127,77 +78,27 @@ class SglangEngine:
         thread, core = self._in_thread()
         return await thread.call(core.running_samples(), "asking for its load")
 
-    def _described(self) -> CheckpointLayout:
-        if self._layout is None:
-            raise NotReadyError("the SGLang engine was not started")
-        return self._layout
-
     async def start(self) -> None:
         """Starts SGLang without weights. Raises ConfigError for a path that holds no model."""
         settings = self._settings
         _survive_quit_signals()
-        thread = ClientThread("SGLang")
-        try:
-            core = await thread.call(SglangCore.build(settings), "starting")
-        except BaseException:
-            await thread.stop()
-            raise
-        self._thread, self._core, self._layout = thread, core, core.layout
+        core = await self._build(SglangCore.build(settings))
         wire = transfer_device(settings.device, settings.weights_backend)
         self._inbox = WeightInbox(wire, core.layout.tensors, {})
 
     async def stop(self) -> None:
         """Aborts what runs and frees everything. Repeating it is harmless."""
-        thread, core, inbox = self._thread, self._core, self._inbox
-        self._thread = self._core = self._inbox = None
+        inbox, self._inbox = self._inbox, None
         self._drop_handover()
         if inbox is not None:
             inbox.close()
-        if thread is None or core is None:
-            return
-        try:
-            await thread.call(core.close(), "ending")
-        finally:
-            for stream in list(self._unfinished):
-                stream.fail(EngineError("the SGLang engine was stopped"))
-            await thread.stop()
-
-    def _in_thread(self) -> tuple[ClientThread, SglangCore]:
-        if self._core is None or self._thread is None:
-            raise NotReadyError("the SGLang engine is not running")
-        if self._core.broken is not None:
-            raise self._core.broken
-        return self._thread, self._core
+        await super().stop()
 
     async def probe(self) -> EngineLoad:
         """Answers from inside the engine's loop, so that a hung engine does not answer."""
         thread, core = self._in_thread()
         await thread.call(core.pulse(_PROBE_TIMEOUT_S), "ending a step")
         return self.load()
-
-    def load(self) -> EngineLoad:
-        """The latest snapshot, without waiting.
-
-        Raises:
-            EngineError: the engine broke.
-            NotReadyError: it was stopped.
-        """
-        _, core = self._in_thread()
-        sent, unsent, generated = self._books.sent, self._books.unsent, core.generated_tokens
-        busy = min(self._open_samples, self._settings.slots)
-        since = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
-        return EngineLoad(
-            slots=self._settings.slots,
-            slots_busy=busy,
-            queued=self._open_samples - busy,
-            generated_tokens=generated,
-            unsent_tokens=unsent,
-            running_tokens=generated - unsent - sent,
-            busy_seconds=self._busy_s + since,
-            seconds_by_state=self._clock.seconds_by_state(),
-            version=core.version,
-            weight_digest=core.digest,
-        )
 
     async def generate(
         self,
@@ -207,74 +108,17 @@ class SglangEngine:
         partial_interval_s: float | None = None,
     ) -> AsyncGenerator[tuple[SampleChunk, ...], None]:
         """Draws the samples; see the protocol."""
-        thread, core = self._admit(request)
-        samples = len(request.sample_indexes)
-        stream = ChunkStream(thread, samples)
-        run = core.new_run(
-            next(self._numbers), request, Pace(every_token, partial_interval_s), stream.post
-        )
-        self._unfinished.add(stream)
-        self._count_open(samples)
-        thread.begin(core.run(run, stream))
-        yielded = 0
-        try:
-            while stream.open_samples:
-                chunks = await stream.next()
-                yielded += num_tokens(chunks)
-                request.tokens.yielded += num_tokens(chunks)
-                yield chunks
-        finally:
-            self._count_open(-samples)
-            self._unfinished.discard(stream)
-            await self._end(thread, core, stream)
-            self._books.unsent += run.drawn - yielded
-
-    async def _end(self, thread: ClientThread, core: SglangCore, stream: ChunkStream) -> None:
-        if stream.has_ended or self._thread is not thread:
-            return
-        thread.begin(core.cancel(stream))
-        await stream.wait_until_ended()
-
-    def _admit(self, request: GenerationRequest) -> tuple[ClientThread, SglangCore]:
-        thread, core = self._in_thread()
-        settings = self._settings
-        if core.version is None:
-            raise NotReadyError("the SGLang engine has no weights yet")
-        check_request(request, self.vocab_size, settings.max_model_len)
+        self._admit(request)
         if request.images:
             raise InvalidRequestError(
                 f"request {request.request_id}: {len(request.images)} images; replicas with SGLang "
                 "take text only: set actor_rollout_ref.rollout.name to vllm or torch"
             )
-        wanted = self._open_samples + len(request.sample_indexes)
-        if wanted > settings.slots + settings.max_queued:
-            raise ExhaustedError(
-                f"request {request.request_id}: {wanted} samples would be under way; the engine "
-                f"takes {settings.slots} in slots and {settings.max_queued} waiting: try later"
-            )
-        return thread, core
-
-    def _count_open(self, change: int) -> None:
-        self._open_samples += change
-        if self._open_samples and self._busy_since is None:
-            self._busy_since = time.monotonic()
-        elif not self._open_samples and self._busy_since is not None:
-            self._busy_s += time.monotonic() - self._busy_since
-            self._busy_since = None
-        self._enter_state()
-
-    def _enter_state(self) -> None:
-        self._clock.enter(EngineState.GENERATING if self._open_samples else EngineState.IDLE)
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Draws no token from its return until `resume`; see the protocol."""
-        thread, core = self._in_thread()
-        await thread.call(core.pause(mode), f"pausing ({mode})")
-
-    async def resume(self) -> None:
-        """Draws on."""
-        thread, core = self._in_thread()
-        await thread.call(core.resume(), "going on after a pause")
+        number, pace = next(self._numbers), Pace(every_token, partial_interval_s)
+        drawing = self._draw(request, lambda core, post: core.new_run(number, request, pace, post))
+        async with aclosing(drawing) as all_chunks:
+            async for chunks in all_chunks:
+                yield chunks
 
     def _weights(self) -> WeightInbox:
         self._in_thread()
@@ -321,12 +165,9 @@ class SglangEngine:
             swap = self._swap[1]  # begun by a call that was cancelled
         else:
             raise NotReadyError(f"version {version} is not staged")
-        self._clock.enter(EngineState.SWAPPING)
-        try:
+        with self._swapping():
             # Not to be cancelled half-way: the model would be a mixture of versions.
             stall_s = await asyncio.shield(asyncio.wrap_future(swap))
-        finally:
-            self._enter_state()
         inbox.release(staged)
         return CommitResult(version, digest, stall_s)
 

@@ -25,13 +25,9 @@ from typing import Any
 
 import torch
 
+from services.rollout.engines.sample_deltas import Delta, SamplingChoice
 from services.rollout.engines.sglang_sampler import draw_rows, uniform_rows
-from services.rollout.engines.sglang_stream import (
-    Delta,
-    SamplingChoice,
-    read_delta,
-    sampling_parameters,
-)
+from services.rollout.engines.sglang_stream import read_delta, sampling_parameters
 from sluice.errors import ConfigError, EngineError
 
 __all__ = ["SglangClient", "engine_environment", "installed_sglang"]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
-from sluice.config.derived import max_model_len
+from services.rollout.engines.client_engine_settings import ClientEngineSettings
+from services.rollout.engines.engine_kwargs import with_engine_kwargs
 from sluice.config.rollout import RolloutConfig
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 
 __all__ = ["SglangSettings", "sglang_settings"]
 
-_KWARGS = "actor_rollout_ref.rollout.engine_kwargs.sglang"
 _RESERVED_TOKENS = 8
 """Of its context, SGLang refuses prompts that come within 6 tokens of the end."""
 _OURS: Mapping[str, str] = {
@@ -40,34 +39,8 @@ _OURS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class SglangSettings:
-    """Settings of one `SglangEngine`.
-
-    Attributes:
-        model_path: directory with a Hugging Face configuration; weight files are not needed.
-        trust_remote_code: run model code that ships with it.
-        device: ``cpu``, ``cuda``, ``cuda:N`` ...; ``None`` for what is there.
-        dtype: of weights, cache and activations.
-        slots: samples generated at once.
-        max_model_len: prompt plus response tokens of a sample.
-        max_queued: samples that may wait for a slot.
-        torch_threads: intra-op threads of SGLang's processes where they compute on the CPU.
-        weights_backend: collectives that weights arrive by; ``None`` is the device's own.
-        recompute_kv: after a weight swap, recompute the cache of running samples.
-        arguments: of SGLang's engine, by its own names; see `sglang_settings`.
-    """
-
-    model_path: str
-    trust_remote_code: bool = False
-    device: str | None = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    slots: int = 256
-    max_model_len: int = 2048
-    max_queued: int = 4096
-    torch_threads: int = 1
-    weights_backend: str | None = None
-    recompute_kv: bool = False
-    arguments: Mapping[str, object] = field(default_factory=dict)
+class SglangSettings(ClientEngineSettings):
+    """Settings of one `SglangEngine`."""
 
     def engine_arguments(self, device_type: str) -> dict[str, object]:
         """All arguments of SGLang's engine, `arguments` last.
@@ -117,26 +90,14 @@ def sglang_settings(config: RunConfig) -> SglangSettings:
         ConfigError: engine_kwargs.sglang is no mapping or sets what another key decides, or one
             replica would take more than one device.
     """
-    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    service = config.sluice.rollout
+    rollout = config.actor_rollout_ref.rollout
     _one_device(rollout)
-    return SglangSettings(
-        model_path=model.path,
-        trust_remote_code=model.trust_remote_code,
-        device=service.device,
-        dtype=rollout.dtype,
-        slots=rollout.max_num_seqs,
-        max_model_len=max_model_len(config),
-        max_queued=service.max_queued,
-        torch_threads=service.torch_threads,
-        weights_backend=config.sluice.weights.backend,
-        recompute_kv=config.sluice.weights.recompute_kv,
-        arguments=_arguments(rollout, deterministic=bool(service.batch_invariant)),
-    )
+    deterministic = bool(config.sluice.rollout.batch_invariant)
+    return SglangSettings.of(config, _arguments(rollout, deterministic=deterministic))
 
 
 def _arguments(rollout: RolloutConfig, *, deterministic: bool) -> dict[str, object]:
-    """The rollout's keys by SGLang's names; verl's rule: engine_kwargs win, nulls are left out."""
+    """The rollout's keys by SGLang's names, and what `engine_kwargs` add."""
     tokens = rollout.max_num_batched_tokens
     arguments: dict[str, object] = {
         "random_seed": rollout.seed,
@@ -152,21 +113,7 @@ def _arguments(rollout: RolloutConfig, *, deterministic: bool) -> dict[str, obje
         "quantization": rollout.quantization,
         "enable_deterministic_inference": deterministic or None,
     }
-    return {
-        name: value
-        for name, value in (arguments | _engine_kwargs(rollout)).items()
-        if value is not None
-    }
-
-
-def _engine_kwargs(rollout: RolloutConfig) -> dict[str, object]:
-    given = rollout.engine_kwargs.get("sglang") or {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{_KWARGS} is {given!r}; give a mapping of SGLang's engine arguments")
-    for name in given:
-        if name in _OURS:
-            raise ConfigError(f"{_KWARGS}.{name} cannot be set: {_OURS[name]}")
-    return {str(name): value for name, value in given.items()}
+    return with_engine_kwargs(arguments, rollout, "SGLang", _OURS)
 
 
 def _one_device(rollout: RolloutConfig) -> None:

@@ -24,11 +24,12 @@ from services.rollout.engines.protocol import (
     SampleChunk,
     StagedVersion,
 )
+from services.rollout.engines.request_samples import ModelLimits, Pace
 from services.rollout.engines.vllm_ascend import ascend_arguments, ascend_environment
 from services.rollout.engines.vllm_devices import visible_environment
 from services.rollout.engines.vllm_features import VllmClient, engine_environment
 from services.rollout.engines.vllm_images import PromptImages
-from services.rollout.engines.vllm_request import ModelLimits, Pace, RequestRun
+from services.rollout.engines.vllm_request import RequestRun
 from services.rollout.engines.vllm_settings import VllmSettings
 from services.rollout.engines.vllm_workers import VllmWorkers, WorkerBegin
 from sluice.device.select import select_device
@@ -121,8 +122,8 @@ class VllmCore:
             self._broken = EngineError("vLLM's engine process has ended; restart the replica")
         return self._broken
 
-    @broken.setter
-    def broken(self, error: EngineError) -> None:
+    def note_broken(self, error: EngineError) -> None:
+        """It is `broken` for good; called in any thread."""
         self._broken = error
 
     def count(self, drawn: int, prefilled: int) -> None:

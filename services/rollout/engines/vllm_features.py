@@ -18,13 +18,12 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from services.rollout.engines.sample_deltas import Delta, SamplingChoice
 from services.rollout.engines.vllm_images import PromptImages
 from sluice.errors import ConfigError, EngineError
 
 __all__ = [
-    "Delta",
     "PromptInputs",
-    "SamplingChoice",
     "VllmClient",
     "VllmFeatures",
     "engine_environment",
@@ -55,18 +54,6 @@ class VllmFeatures:
     image_names: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingChoice:
-    """How one sample is drawn; `top_k` -1 is off, `temperature` 0 is greedy."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    max_tokens: int
-    seed: int
-    stop_token_ids: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptInputs:
     """What one sample is drawn after.
@@ -80,25 +67,6 @@ class PromptInputs:
     token_ids: Sequence[int]
     salt: str
     images: PromptImages | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What has come of one sample since the last one.
-
-    Attributes:
-        token_ids: drawn, in order.
-        logprobs: of each under the distribution it was drawn from.
-        finish_reason: ``stop``, ``length`` or ``abort`` on the last one.
-        cached_tokens: of the prompt, taken from the prefix cache; ``None`` if not told.
-        version_spans: (version, first token, token after the last), on the last one.
-    """
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    finish_reason: str | None
-    cached_tokens: int | None
-    version_spans: tuple[tuple[str, int, int], ...]
 
 
 def installed_vllm() -> str | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from sluice.config.derived import max_model_len
+from services.rollout.engines.client_engine_settings import ClientEngineSettings
+from services.rollout.engines.engine_kwargs import with_engine_kwargs
 from sluice.config.rollout import RolloutConfig
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
@@ -16,7 +16,6 @@ from sluice.errors import ConfigError
 __all__ = ["WORKER_EXTENSION", "VllmSettings", "vllm_settings"]
 
 WORKER_EXTENSION = "services.rollout.engines.vllm_worker.WeightWorker"
-_KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 _OURS: Mapping[str, str] = {
     "model": "set actor_rollout_ref.model.path",
     "dtype": "set actor_rollout_ref.rollout.dtype",
@@ -36,36 +35,14 @@ _OURS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class VllmSettings:
+class VllmSettings(ClientEngineSettings):
     """Settings of one `VllmEngine`.
 
     Attributes:
-        model_path: directory with a Hugging Face configuration; weight files are not needed.
-        trust_remote_code: run model code that ships with it.
-        device: ``cpu``, ``cuda``, ``cuda:N``, ``npu`` ...; ``None`` for what is there.
-        dtype: of weights, cache and activations.
-        slots: samples generated at once.
-        max_model_len: prompt plus response tokens of a sample.
-        max_queued: samples that may wait for a slot.
-        torch_threads: intra-op threads of vLLM's process where it computes on the CPU.
-        weights_backend: collectives that weights arrive by; ``None`` is the device's own.
-        recompute_kv: after a weight swap, recompute the cache of running samples.
         batch_invariant: have vLLM choose kernels whose results do not depend on the batch.
-        arguments: of vLLM's engine, by its own names; see `vllm_settings`.
     """
 
-    model_path: str
-    trust_remote_code: bool = False
-    device: str | None = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    slots: int = 256
-    max_model_len: int = 2048
-    max_queued: int = 4096
-    torch_threads: int = 1
-    weights_backend: str | None = None
-    recompute_kv: bool = False
     batch_invariant: bool = False
-    arguments: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def workers(self) -> int:
@@ -116,27 +93,14 @@ def vllm_settings(config: RunConfig) -> VllmSettings:
         ConfigError: engine_kwargs.vllm is no mapping or sets what another key decides, or parallel
             sizes that a replica cannot have.
     """
-    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    service = config.sluice.rollout
+    rollout = config.actor_rollout_ref.rollout
     _check_sizes(rollout)
-    return VllmSettings(
-        model_path=model.path,
-        trust_remote_code=model.trust_remote_code,
-        device=service.device,
-        dtype=rollout.dtype,
-        slots=rollout.max_num_seqs,
-        max_model_len=max_model_len(config),
-        max_queued=service.max_queued,
-        torch_threads=service.torch_threads,
-        weights_backend=config.sluice.weights.backend,
-        recompute_kv=config.sluice.weights.recompute_kv,
-        batch_invariant=bool(service.batch_invariant),
-        arguments=_arguments(rollout),
-    )
+    settings = VllmSettings.of(config, _arguments(rollout))
+    return replace(settings, batch_invariant=bool(config.sluice.rollout.batch_invariant))
 
 
 def _arguments(rollout: RolloutConfig) -> dict[str, object]:
-    """The rollout's keys by vLLM's names; verl's rule: engine_kwargs win, nulls are left out."""
+    """The rollout's keys by vLLM's names, and what `engine_kwargs` add."""
     arguments: dict[str, object] = {
         "seed": rollout.seed,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
@@ -150,21 +114,7 @@ def _arguments(rollout: RolloutConfig) -> dict[str, object]:
         "cudagraph_capture_sizes": rollout.cudagraph_capture_sizes,
         "quantization": rollout.quantization,
     }
-    return {
-        name: value
-        for name, value in (arguments | _engine_kwargs(rollout)).items()
-        if value is not None
-    }
-
-
-def _engine_kwargs(rollout: RolloutConfig) -> dict[str, object]:
-    given = rollout.engine_kwargs.get("vllm") or {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{_KWARGS} is {given!r}; give a mapping of vLLM's engine arguments")
-    for name in given:
-        if name in _OURS:
-            raise ConfigError(f"{_KWARGS}.{name} cannot be set: {_OURS[name]}")
-    return {str(name): value for name, value in given.items()}
+    return with_engine_kwargs(arguments, rollout, "vLLM", _OURS)
 
 
 def _refuse_shared_experts(arguments: Mapping[str, object]) -> None:

@@ -10,7 +10,7 @@ _KEY = "sluice"
 def _endpoint(service: str) -> tuple[Entry, ...]:
     return tuple(
         honoured(f"{_KEY}.{service}.endpoint.{name}")
-        for name in ("host", "port", "advertise", "health_port")
+        for name in ("host", "port", "advertise", "health_port", "metrics_port")
     )
 
 
@@ -194,6 +194,33 @@ ENTRIES: tuple[Entry, ...] = (
         f"{_KEY}.limits.max_client_images_mb",
         unit="MiB",
         effect="Memory of the reward service and of each replica",
+    ),
+    honoured(f"{_KEY}.dashboard.port", advice="null; `sluice dashboard` serves the same page"),
+    honoured(
+        f"{_KEY}.dashboard.host",
+        effect="Who reaches it and shows a token reads prompts and responses",
+        advice="127.0.0.1",
+    ),
+    honoured(
+        f"{_KEY}.dashboard.samples_mb",
+        unit="MiB",
+        effect="How far back the page's sample browser reaches",
+        advice="several steps' worth: a group takes about its responses' bytes",
+    ),
+    honoured(f"{_KEY}.dashboard.sample_chars", unit="characters"),
+    honoured(
+        f"{_KEY}.telemetry.traces.endpoint",
+        effect="About 25 spans a group of 16 samples, each some microseconds of CPU",
+        advice="null, or a collector on the same machine; a dead one costs spans, and no time",
+    ),
+    honoured(
+        f"{_KEY}.telemetry.traces.file",
+        effect="About 500 bytes of disk a span",
+        advice="traces.jsonl for a look at a short run",
+    ),
+    honoured(
+        f"{_KEY}.telemetry.traces.sample_ratio",
+        advice="0.01 for a run of days",
     ),
     honoured(
         f"{_KEY}.max_message_mb",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -15,8 +16,17 @@ from typer.main import get_command
 
 from sluice.cli.main import commands
 from sluice.config.loader import load_config
-from sluice.launch.container import EXIT_MARGIN_S
-from sluice.launch.network_layout import CONFIG_NAME, KINDS, PLACES
+from sluice.launch.network_layout import (
+    CONFIG_FILE,
+    JOBS_MOUNT,
+    KINDS,
+    LAUNCHER,
+    PLACES,
+    RUNS_MOUNT,
+    USER_ID,
+    container_layout,
+    launcher_grace_s,
+)
 from sluice.launch.service_spec import RESTARTS_AFTER_ERRORS_TOO, RESTARTS_AFTER_SIGNALS
 from tests.support.source_tree import ROOT, name_of
 
@@ -34,9 +44,9 @@ INNER_KEYS = {
     "healthcheck": {"test", "interval", "timeout", "retries", "start_period"},
     "deploy": {"resources"},
 }
+TOOLS = {"prometheus", "grafana", "collector", "jaeger"}
 CONDITIONS = {"service_started", "service_healthy", "service_completed_successfully"}
 VARIABLE = re.compile(r"\$\{([A-Z_]+)(?::-([^}]*))?\}")
-CONFIG_FILE = f"/runs/run/{CONFIG_NAME}"
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -74,16 +84,20 @@ def test_nothing_in_a_file_keeps_a_service_from_being_scaled(file: Path) -> None
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_an_overlay_changes_services_that_are_there(file: Path) -> None:
-    assert set(services(file)) <= set(services())
+def test_an_overlay_changes_services_that_are_there_or_adds_tools_beside_them(file: Path) -> None:
+    added = set(services(file)) - set(services())
+    assert added == (TOOLS if file.name == "compose.observability.yaml" else set())
 
 
 def test_every_service_runs_its_launcher_with_the_one_configuration() -> None:
     assert set(services()) == {"prepare", *KINDS}
     assert find_spec("sluice.launch.container") is not None
-    assert DOCKERFILE.count('ENTRYPOINT ["python", "-m", "sluice.launch.container"]') == 2
+    assert DOCKERFILE.count(f"ENTRYPOINT {json.dumps(LAUNCHER)}") == 2
     for kind in KINDS:
-        assert services()[kind]["command"] == [kind, "--config", CONFIG_FILE]
+        layout = container_layout(kind)
+        assert layout.entrypoint == LAUNCHER
+        assert services()[kind]["command"] == list(layout.arguments)
+        assert f":-{layout.image}}}:" in services()[kind]["image"]
 
 
 @pytest.mark.parametrize("overlay", ["compose.yaml", "compose.secure.yaml"])
@@ -105,14 +119,18 @@ def test_the_configuration_is_written_where_services_read_it_by_a_command_that_e
 def test_all_services_see_the_runs_folder_and_the_jobs() -> None:
     mounts = {name: service["volumes"] for name, service in services().items()}
     assert all(each == mounts["prepare"] for each in mounts.values())
-    assert "run:/runs" in mounts["trainer"]
+    assert f"run:{RUNS_MOUNT}" in mounts["trainer"]
+    seen = {mount.split(":")[-2] if mount.endswith(":ro") else mount for mount in mounts["trainer"]}
+    assert seen == {f"run:{RUNS_MOUNT}", JOBS_MOUNT}
+    for kind in KINDS:
+        assert container_layout(kind).mounts == ((RUNS_MOUNT, True), (JOBS_MOUNT, False))
     assert set(read(ROOT / "compose.yaml")["volumes"]) == {"run"}
 
 
 def test_health_is_asked_of_the_service_that_the_container_runs() -> None:
     for kind in KINDS:
         test = services()[kind]["healthcheck"]["test"]
-        assert test == ["CMD", "python", "-m", "sluice.launch.health_probe", kind]
+        assert test == ["CMD", *container_layout(kind).health]
 
 
 def test_ports_stand_in_the_layout_alone_but_where_they_are_published() -> None:
@@ -134,10 +152,12 @@ def test_a_container_is_started_again_as_often_as_a_process() -> None:
 
 def test_a_container_is_given_longer_to_stop_than_its_launcher_takes() -> None:
     service = load_config(None, []).sluice
-    longest_s = service.shutdown_grace_s + EXIT_MARGIN_S
+    longest_s = launcher_grace_s(service.shutdown_grace_s)
     assert service.rollout.drain_timeout_s < longest_s
     for kind in KINDS:
-        assert int(services()[kind]["stop_grace_period"].removesuffix("s")) > longest_s
+        grace_s = container_layout(kind, service.shutdown_grace_s).stop_grace_s
+        assert services()[kind]["stop_grace_period"] == f"{grace_s}s"
+        assert grace_s > longest_s
         assert services()[kind]["init"] is True
 
 
@@ -145,7 +165,8 @@ def test_images_run_as_nobody_in_particular_and_own_the_runs_folder() -> None:
     for target in ("reward", "compute"):
         stage = DOCKERFILE.split(f" AS {target}\n")[1].split("\nFROM ")[0]
         assert "\nUSER sluice\n" in stage
-        assert "chown sluice:sluice /runs" in stage
+        assert f"--uid {USER_ID} " in stage
+        assert f"chown sluice:sluice {RUNS_MOUNT}" in stage
         assert stage.index("USER") > stage.index("pip install")
     assert "RUN --mount" not in DOCKERFILE.replace("No RUN --mount", "")
     assert not DOCKERFILE.startswith("# syntax")

@@ -21,7 +21,7 @@ from tests.support.reward_loop import ScriptedClient, replica, running_loop, sub
 
 KEYS = (
     *("prompt_id", "key", "end", "right", "scored", "tokens", "version", "oldest_version"),
-    *("started_s", "generated_s", "ended_s", "replicas", "probes", "probability"),
+    *("started_s", "generated_s", "ended_s", "replicas", "probes", "probability", "step"),
 )
 TRACE = GroupTrace(["a", "b"])
 
@@ -64,6 +64,7 @@ async def test_a_group_that_failed_leaves_a_line_with_what_is_known(tmp_path: Pa
         "replicas": ["a", "b"],
         "probes": 4,
         "probability": 0.25,
+        "step": None,
     }
 
 

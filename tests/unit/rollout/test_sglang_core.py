@@ -11,10 +11,10 @@ import pytest
 from services.rollout.engines.checkpoint_layout import CheckpointLayout
 from services.rollout.engines.chunk_stream import ChunkStream
 from services.rollout.engines.protocol import PauseMode
+from services.rollout.engines.request_samples import Pace
+from services.rollout.engines.sample_deltas import Delta, SamplingChoice
 from services.rollout.engines.sglang_core import SglangCore
-from services.rollout.engines.sglang_request import Pace
 from services.rollout.engines.sglang_settings import SglangSettings
-from services.rollout.engines.sglang_stream import Delta, SamplingChoice
 from sluice.errors import EngineError
 from tests.support.causal_lms import request
 

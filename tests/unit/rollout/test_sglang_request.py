@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
-from services.rollout.engines.sglang_request import ModelLimits, Pace, RequestRun
+from services.rollout.engines.request_samples import ModelLimits, Pace
+from services.rollout.engines.sample_deltas import Delta, SamplingChoice
+from services.rollout.engines.sglang_request import RequestRun
 from services.rollout.engines.sglang_sampler import stream_seed
-from services.rollout.engines.sglang_stream import Delta, SamplingChoice
 from sluice.errors import EngineError
 from sluice.types import FinishReason
 from tests.support.causal_lms import EOS, request
@@ -40,13 +41,14 @@ class _Serving:
 
 class _Client:
     """Plays the same deltas to every sample; an int among them is the version from there on, a
-    ``None`` waits for good."""
+    ``None`` waits for good, and the sample is then among those in `waiting`."""
 
     def __init__(self, script: _Script, serving: _Serving) -> None:
         self._script, self._serving = script, serving
         self.names: list[str] = []
         self.asked: list[tuple[list[int], str, SamplingChoice]] = []
         self.priorities: list[int] = []
+        self.waiting = asyncio.Queue[str]()
         self.open = 0
 
     async def generate(
@@ -60,6 +62,7 @@ class _Client:
             for one in self._script:
                 await asyncio.sleep(0)
                 if one is None:
+                    self.waiting.put_nowait(name)
                     await asyncio.Event().wait()
                 elif isinstance(one, int):
                     self._serving.version = one
@@ -100,16 +103,20 @@ def _open_gate() -> asyncio.Event:
     return gate
 
 
+class _WatchedGate(asyncio.Event):
+    """Shut; `reached` once somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = asyncio.Event()
+
+    async def wait(self) -> Literal[True]:
+        self.reached.set()
+        return await super().wait()
+
+
 def _told(chunks: Sequence[SampleChunk]) -> list[tuple[list[int], int, FinishReason | None]]:
     return [(chunk.token_ids.tolist(), chunk.version, chunk.finish_reason) for chunk in chunks]
-
-
-async def test_tokens_come_in_one_chunk_a_version_when_the_sample_ends() -> None:
-    script = [_delta([4]), _delta([5, 6]), 2, _delta([8]), _delta([9], "stop")]
-    chunks, _, serving = await _ended(script, request())
-    assert _told(chunks) == [([4, 5, 6], 1, None), ([8, 9], 2, FinishReason.STOP)]
-    np.testing.assert_array_equal(chunks[1].behavior_logprobs, np.float32([-4, -4.5]))
-    assert (serving.drawn, serving.prefilled) == (5, 2)
 
 
 @pytest.mark.parametrize("told", [(("1", 0, 2), ("2", 2, 3)), (("2", 0, 3),), (("1", 0, 1),)])
@@ -122,17 +129,11 @@ async def test_sglangs_own_account_of_versions_must_agree(told: tuple[Any, ...])
     assert _told(chunks)[-1] == ([5, 6], 2, FinishReason.LENGTH)
 
 
-async def test_every_token_goes_on_as_it_comes_when_asked_for() -> None:
-    script = [_delta([4]), _delta([5]), _delta([], "abort")]
-    chunks, _, _ = await _ended(script, request(), _SINGLE)
-    assert _told(chunks) == [([4], 1, None), ([5], 1, None), ([], 1, FinishReason.ABORTED)]
-
-
 async def test_the_others_follow_the_first_sample_once_the_prompt_is_cached() -> None:
     run, _, client, _ = _run([None], request(samples=3))
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run.run(_open_gate()))
-        await asyncio.sleep(0.05)
+        assert await client.waiting.get() == "7-0."
         assert client.names == ["7-0."]
         run.cancel()
         await asyncio.wait([running])
@@ -150,10 +151,10 @@ async def test_a_first_sample_that_fails_does_not_keep_the_others_waiting() -> N
 
 async def test_nothing_is_begun_while_the_gate_is_shut() -> None:
     run, chunks, client, _ = _run([_delta([5], "stop")], request())
-    gate = asyncio.Event()
+    gate = _WatchedGate()
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         tasks.create_task(run.run(gate))
-        await asyncio.sleep(0.05)
+        await gate.reached.wait()
         assert (client.names, run.has_begun) == ([], False)
         gate.set()
     assert _told(chunks) == [([5], 1, FinishReason.STOP)]
@@ -163,42 +164,20 @@ async def test_giving_up_ends_samples_as_aborted_with_what_they_have() -> None:
     run, chunks, client, _ = _run([_delta([4]), _delta([5]), None], request(samples=2))
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run.run(_open_gate()))
-        await asyncio.sleep(0.05)
+        assert {await client.waiting.get() for _ in range(2)} == {"7-0.", "7-1."}
         run.give_up()
         await asyncio.wait([running])
     assert _told(chunks) == [([4, 5], 1, FinishReason.ABORTED)] * 2
     assert client.open == 0, "what runs is left to be aborted"
 
 
-async def test_a_partial_is_part_of_the_prompt_and_of_the_limit_and_goes_on_with_its_numbers() -> (
-    None
-):
+async def test_a_sample_that_is_continued_goes_on_with_its_numbers() -> None:
     partial = PartialSample(1, np.array([8, 9], np.uint32))
-    wanted = request([3, 4], samples=2, max_tokens=5, partials=(partial,), ignore_eos=False)
+    wanted = request([3, 4], samples=2, max_tokens=5, partials=(partial,))
     _, client, _ = await _ended([_delta([5], "stop")], wanted)
     by_prompt = {tuple(prompt): choice for prompt, _, choice in client.asked}
-    assert by_prompt[3, 4].max_tokens == 5
-    assert by_prompt[3, 4, 8, 9].max_tokens == 3
-    assert by_prompt[3, 4].stop_token_ids == (EOS,)
+    assert by_prompt[3, 4].seed == stream_seed(wanted.sampling.seed, 0, 2)
     assert by_prompt[3, 4, 8, 9].seed == stream_seed(wanted.sampling.seed, 1, 2)
-
-
-async def test_the_context_bounds_max_tokens() -> None:
-    _, client, _ = await _ended([_delta([5], "length")], request([3] * 40, max_tokens=20))
-    assert client.asked[0][2].max_tokens == 8
-
-
-@pytest.mark.parametrize(
-    ("partial", "reason"), [([4, EOS], FinishReason.STOP), ([4, 5, 6], FinishReason.LENGTH)]
-)
-async def test_a_complete_partial_asks_sglang_for_nothing(
-    partial: list[int], reason: FinishReason
-) -> None:
-    partials = (PartialSample(0, np.array(partial, np.uint32)),)
-    wanted = request(max_tokens=3, partials=partials, ignore_eos=False)
-    chunks, client, _ = await _ended([], wanted)
-    assert _told(chunks) == [([], 1, reason)]
-    assert client.asked == []
 
 
 async def test_every_sample_has_its_requests_priority_and_the_salt_of_the_weights() -> None:
@@ -208,12 +187,11 @@ async def test_every_sample_has_its_requests_priority_and_the_salt_of_the_weight
     assert {salt for _, salt, _ in client.asked} == {"s"}
 
 
-@pytest.mark.parametrize("finish", [None, "length"])
-async def test_a_stop_string_ends_a_sample_in_the_middle_of_what_came(finish: str | None) -> None:
+async def test_nothing_more_is_asked_for_of_a_sample_that_a_stop_string_ends() -> None:
     wanted = request(max_tokens=9)
     sampling = replace(wanted.sampling, stop=("56",))
     wanted = replace(wanted, sampling=sampling, decode=lambda ids: "".join(map(str, ids)))
-    script = [_delta([4, 5]), _delta([6, 7, 8], finish), EngineError("nothing more is asked for")]
+    script = [_delta([4, 5]), _delta([6, 7, 8]), EngineError("nothing more is asked for")]
     chunks, _, serving = await _ended(script, wanted)
     assert _told(chunks) == [([4, 5, 6], 1, FinishReason.STOP)]
     assert serving.drawn == 5

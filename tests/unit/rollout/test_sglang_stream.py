@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.sglang_stream import (
-    SamplingChoice,
-    read_delta,
-    sampling_parameters,
-)
+from services.rollout.engines.sample_deltas import SamplingChoice
+from services.rollout.engines.sglang_stream import read_delta, sampling_parameters
 from sluice.errors import EngineError
 
 

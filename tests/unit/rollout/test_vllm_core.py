@@ -10,9 +10,10 @@ import pytest
 
 from services.rollout.engines.checkpoint_layout import CheckpointLayout
 from services.rollout.engines.chunk_stream import ChunkStream
+from services.rollout.engines.request_samples import Pace
+from services.rollout.engines.sample_deltas import Delta, SamplingChoice
 from services.rollout.engines.vllm_core import VllmCore
-from services.rollout.engines.vllm_features import Delta, PromptInputs, SamplingChoice
-from services.rollout.engines.vllm_request import Pace
+from services.rollout.engines.vllm_features import PromptInputs
 from services.rollout.engines.vllm_settings import VllmSettings
 from sluice.errors import EngineError, WeightSyncError
 from tests.support.causal_lms import request

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
-from services.rollout.engines.vllm_features import Delta, PromptInputs, SamplingChoice
-from services.rollout.engines.vllm_request import ModelLimits, Pace, RequestRun
+from services.rollout.engines.request_samples import ModelLimits, Pace
+from services.rollout.engines.sample_deltas import Delta, SamplingChoice
+from services.rollout.engines.vllm_features import PromptInputs
+from services.rollout.engines.vllm_request import RequestRun
 from sluice.errors import EngineError
 from sluice.types import FinishReason
 from tests.support.causal_lms import EOS, request
@@ -74,14 +76,6 @@ def _told(chunks: Sequence[SampleChunk]) -> list[tuple[list[int], int, FinishRea
     return [(chunk.token_ids.tolist(), chunk.version, chunk.finish_reason) for chunk in chunks]
 
 
-async def test_tokens_come_in_one_chunk_a_version_when_the_sample_ends() -> None:
-    script = [_delta([4]), _delta([5, 6]), 2, _delta([8]), _delta([9], "stop")]
-    chunks, _, serving = await _run(script, request())
-    assert _told(chunks) == [([4, 5, 6], 1, None), ([8, 9], 2, FinishReason.STOP)]
-    np.testing.assert_array_equal(chunks[1].behavior_logprobs, np.float32([-4, -4.5]))
-    assert (serving.drawn, serving.prefilled) == (5, 2)
-
-
 async def test_vllms_account_of_versions_corrects_what_was_not_handed_on() -> None:
     spans = (("1", 0, 2), ("2", 2, 4))
     script = [_delta([4]), 2, _delta([5]), _delta([6, 8], "length", spans)]
@@ -93,40 +87,6 @@ async def test_tokens_handed_on_as_another_version_are_an_error() -> None:
     script = [_delta([4]), 2, _delta([5]), _delta([6], "length", (("1", 0, 2), ("2", 2, 3)))]
     with pytest.raises(EngineError, match="handed on as version 2"):
         await _run(script, request(), Pace(every_token=True, interval_s=None))
-
-
-async def test_every_token_goes_on_as_it_comes_when_asked_for() -> None:
-    script = [_delta([4]), _delta([5]), _delta([], "abort")]
-    chunks, _, _ = await _run(script, request(), Pace(every_token=True, interval_s=None))
-    assert _told(chunks) == [([4], 1, None), ([5], 1, None), ([], 1, FinishReason.ABORTED)]
-
-
-async def test_a_partial_is_part_of_the_prompt_and_of_the_limit() -> None:
-    partial = PartialSample(1, np.array([8, 9], np.uint32))
-    wanted = request([3, 4], samples=2, max_tokens=5, partials=(partial,), ignore_eos=False)
-    _, client, _ = await _run([_delta([5], "stop")], wanted)
-    by_prompt = {tuple(prompt): choice for prompt, _, choice in client.asked}
-    assert by_prompt[3, 4].max_tokens == 5
-    assert by_prompt[3, 4, 8, 9].max_tokens == 3
-    assert by_prompt[3, 4].stop_token_ids == (EOS,)
-
-
-async def test_the_context_bounds_max_tokens() -> None:
-    _, client, _ = await _run([_delta([5], "length")], request([3] * 40, max_tokens=20))
-    assert client.asked[0][2].max_tokens == 8
-
-
-@pytest.mark.parametrize(
-    ("partial", "reason"), [([4, EOS], FinishReason.STOP), ([4, 5, 6], FinishReason.LENGTH)]
-)
-async def test_a_complete_partial_asks_vllm_for_nothing(
-    partial: list[int], reason: FinishReason
-) -> None:
-    partials = (PartialSample(0, np.array(partial, np.uint32)),)
-    wanted = request(max_tokens=3, partials=partials, ignore_eos=False)
-    chunks, client, _ = await _run([], wanted)
-    assert _told(chunks) == [([], 1, reason)]
-    assert client.asked == []
 
 
 async def test_seeds_differ_by_seed_sample_and_first_token() -> None:
@@ -144,17 +104,11 @@ async def test_every_sample_has_its_requests_priority() -> None:
     assert client.priorities == [-3, -3]
 
 
-async def test_a_failing_sample_fails_its_request() -> None:
-    with pytest.raises(EngineError, match="boom"):
-        await _run([_delta([4]), EngineError("boom")], request(samples=3))
-
-
-@pytest.mark.parametrize("finish", [None, "length"])
-async def test_a_stop_string_ends_a_sample_in_the_middle_of_what_came(finish: str | None) -> None:
+async def test_nothing_more_is_asked_for_of_a_sample_that_a_stop_string_ends() -> None:
     wanted = request(max_tokens=9)
     sampling = replace(wanted.sampling, stop=("56",))
     wanted = replace(wanted, sampling=sampling, decode=lambda ids: "".join(map(str, ids)))
-    script = [_delta([4, 5]), _delta([6, 7, 8], finish), EngineError("nothing more is asked for")]
+    script = [_delta([4, 5]), _delta([6, 7, 8]), EngineError("nothing more is asked for")]
     chunks, _, serving = await _run(script, wanted)
     assert _told(chunks) == [([4, 5, 6], 1, FinishReason.STOP)]
     assert serving.drawn == 5

@@ -254,6 +254,7 @@ class TrainGroup(google.protobuf.message.Message):
     BASELINE_REWARD_FIELD_NUMBER: builtins.int
     IMAGES_FIELD_NUMBER: builtins.int
     NUM_IMAGES_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     prompt_id: builtins.str
     """The prompt's id."""
     prompt_token_ids_u32: builtins.bytes
@@ -266,6 +267,10 @@ class TrainGroup(google.protobuf.message.Message):
     """
     num_images: builtins.int
     """How many images the prompt has."""
+    traceparent: builtins.str
+    """The prompt's span, as W3C Trace Context writes it ("traceparent"). Empty where the prompt is not
+    traced.
+    """
     @property
     def rollouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.Rollout]:
         """Samples in order of index."""
@@ -291,9 +296,10 @@ class TrainGroup(google.protobuf.message.Message):
         baseline_reward: builtins.float | None = ...,
         images: collections.abc.Iterable[builtins.bytes] | None = ...,
         num_images: builtins.int = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_baseline_reward", b"_baseline_reward", "baseline_reward", b"baseline_reward"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_baseline_reward", b"_baseline_reward", "baseline_reward", b"baseline_reward", "data_source", b"data_source", "images", b"images", "num_images", b"num_images", "prompt_id", b"prompt_id", "prompt_token_ids_u32", b"prompt_token_ids_u32", "rollouts", b"rollouts", "scores", b"scores"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_baseline_reward", b"_baseline_reward", "baseline_reward", b"baseline_reward", "data_source", b"data_source", "images", b"images", "num_images", b"num_images", "prompt_id", b"prompt_id", "prompt_token_ids_u32", b"prompt_token_ids_u32", "rollouts", b"rollouts", "scores", b"scores", "traceparent", b"traceparent"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_baseline_reward", b"_baseline_reward"]) -> typing.Literal["baseline_reward"] | None: ...
 
 global___TrainGroup = TrainGroup

@@ -1,0 +1,96 @@
+"""What one span costs this process: CPU from its beginning to its departure for a collector.
+
+`python -m benchmarks.span_cost` prints one JSON object: microseconds of CPU a span to record it, to
+send it to a collector (`export_us`, in the queue's thread) and to write it into a file, and those
+of a stage where nothing is traced.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from sluice.telemetry.otlp_export import OtlpSpans
+from sluice.telemetry.span_file import SpanFile
+from sluice.telemetry.span_names import Key, SpanName
+from sluice.telemetry.span_queue import BATCH, Exporter
+from sluice.telemetry.tracing import TRACER, RecordedSpan
+
+ROOT = Path(__file__).resolve().parent.parent
+RESOURCE = {"service.name": "sluice-rollout"}
+COUNT, REPEATS = 10 * BATCH, 9
+
+
+class _Kept:
+    """A sink that keeps spans."""
+
+    def __init__(self) -> None:
+        self.spans: list[RecordedSpan] = []
+
+    def put(self, span: RecordedSpan) -> None:
+        """Keeps one."""
+        self.spans.append(span)
+
+
+def _cpu_us(work: Callable[[], object]) -> float:
+    """CPU microseconds for each of `COUNT`, the median of `REPEATS` times."""
+    found = []
+    for _ in range(REPEATS):
+        began_s = time.process_time()
+        work()
+        found.append((time.process_time() - began_s) / COUNT * 1e6)
+    return round(median(found), 2)
+
+
+def _record() -> None:
+    """Spans like those of samples."""
+    with TRACER.trace(SpanName.SERVE, is_always=True):
+        for index in range(COUNT):
+            span = TRACER.stage(SpanName.SAMPLE, {Key.SAMPLE_INDEX: index})
+            span.set({Key.NUM_TOKENS: 100, Key.FINISH_REASON: "stop", Key.VERSION: 1})
+            span.end()
+
+
+def _export(exporter: Exporter, spans: list[RecordedSpan]) -> None:
+    for start in range(0, COUNT, BATCH):
+        exporter.export(spans[start : start + BATCH])
+
+
+def main() -> None:
+    """Measures."""
+    off_us, kept = _cpu_us(_record), _Kept()
+    TRACER.start([kept], 1.0)
+    record_us = _cpu_us(_record)
+    TRACER.stop()
+    spans = kept.spans[:COUNT]
+    with (
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.span_sink"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as sink,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        assert sink.stdout is not None
+        exporter = OtlpSpans(f"http://127.0.0.1:{int(sink.stdout.readline())}", RESOURCE)
+        export_us = _cpu_us(lambda: _export(exporter, spans))
+        exporter.close()
+        file = SpanFile(Path(folder) / "traces.jsonl", RESOURCE)
+        file_us = _cpu_us(lambda: _export(file, spans))
+        sink.kill()
+    figures = {"record": record_us, "export": export_us, "file": file_us, "off": off_us}
+    sys.stdout.write(json.dumps({f"{name}_us": value for name, value in figures.items()}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

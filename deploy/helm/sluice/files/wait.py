@@ -1,0 +1,87 @@
+"""What the init containers of a pod wait for; a program of the Python standard library and sluice.
+
+`run FOLDER SECONDS`: a run has begun in the folder and has not ended.
+`port HOST:PORT SECONDS`: somebody listens there.
+`alone NAME SECONDS`: the name leads to this pod and to no other, as the pod before it is gone.
+Exit code 0: it came true; 1: not within so many seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+INTERVAL_S = 2.0
+_CONNECT_S = 5.0
+_TELL_EVERY_S = 30.0
+ADDRESSES_VARIABLE = "POD_IPS"
+
+
+def run_goes_on(folder: str) -> str:
+    """Empty if it does; else why it does not."""
+    from sluice.launch.shared_run import SharedRun
+
+    run = SharedRun(Path(folder))
+    if run.goes_on:
+        return ""
+    over = run.ending()
+    return f"the run of {folder} has " + ("ended" if over is not None else "not begun")
+
+
+def somebody_listens(address: str) -> str:
+    """Empty if so; else the error of connecting."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), _CONNECT_S):
+            return ""
+    except OSError as error:
+        return f"{address}: {error}"
+
+
+def is_alone(name: str) -> str:
+    """Empty if the name leads to this pod only; else where it leads."""
+    own = set(filter(None, os.environ.get(ADDRESSES_VARIABLE, "").split(",")))
+    try:
+        found = {str(each[4][0]) for each in socket.getaddrinfo(name, None)}
+    except OSError as error:
+        return f"{name}: {error}"
+    if found and found <= own:
+        return ""
+    return f"{name} leads to {sorted(found)}, and this pod has {sorted(own)}"
+
+
+CONDITIONS: dict[str, Callable[[str], str]] = {
+    "run": run_goes_on,
+    "port": somebody_listens,
+    "alone": is_alone,
+}
+
+
+def wait(condition: Callable[[str], str], subject: str, seconds: float) -> int:
+    """The exit code; says what is waited for at first and now and then."""
+    began_s = told_s = time.monotonic()
+    told = ""
+    while missing := condition(subject):
+        passed_s = time.monotonic() - began_s
+        if passed_s >= seconds:
+            sys.stderr.write(f"given up after {seconds:g} s: {missing}\n")
+            return 1
+        if not told or time.monotonic() - told_s >= _TELL_EVERY_S:
+            told, told_s = missing, time.monotonic()
+            sys.stderr.write(f"waiting: {missing}\n")
+        time.sleep(min(INTERVAL_S, seconds - passed_s))
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code."""
+    what, subject, seconds = arguments
+    return wait(CONDITIONS[what], subject, float(seconds))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,168 @@
+"""The trace of every prompt: one span from its acceptance to its end, with its stages below.
+
+What a stage does adds its own spans (`group_run`, `grading`, `judgement`), in the task of the
+prompt's group; what a prompt waits for is timed here, as the ledger tells where it stands. A
+prompt that begins again stays in its trace.
+
+A trace's id follows from the prompt's and from a key of the run's folder, so that a service that
+starts anew goes on with the traces of its prompts. That of a client which sent its own context is
+not noted anywhere: such a prompt goes on in a trace of its own.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+
+from services.reward.ledger import PromptState
+from services.reward.prompt_follower import PromptFollower
+from sluice.telemetry.span_names import Key, SpanKind, SpanName
+from sluice.telemetry.trace_context import TraceContext
+from sluice.telemetry.tracing import NOTHING, TRACER, RecordedSpan, Span, Tracer
+from sluice.types import Prompt, PromptEnd, PromptOrigin
+
+KEY_FILE = Path("reward") / "trace_key"
+PENDING = "pending"
+FORGOTTEN = "forgotten"
+_KEY_BYTES = _ID_BYTES = 16
+_MAX_DETAIL_CHARS = 500
+_FAILURES = {PromptEnd.DROPPED_FAILED, PromptEnd.DROPPED_STALE}
+
+
+def trace_key(run_dir: Path, *, is_first: bool) -> bytes:
+    """The key of a run's folder; a run that begins there (`is_first`) makes another one, since its
+    prompts have the ids of those before."""
+    path = run_dir / KEY_FILE
+    if is_first or not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(secrets.token_hex(_KEY_BYTES), encoding="ascii")
+        partial.replace(path)
+    return path.read_bytes()
+
+
+@dataclass(slots=True)
+class _Story:
+    """A recorded prompt: its span, and those of what it waits for."""
+
+    prompt: RecordedSpan
+    stages: dict[SpanName, Span] = field(default_factory=dict)
+
+    def begin(self, tracer: Tracer, stage: SpanName) -> None:
+        self.finish(stage)
+        self.stages[stage] = tracer.child(self.prompt.context, stage)
+
+    def finish(self, *stages: SpanName) -> None:
+        for stage in stages:
+            self.stages.pop(stage, NOTHING).end()
+
+
+class PromptTraces(PromptFollower):
+    """The recorded prompts that are pending.
+
+    Args:
+        key: of the run's folder.
+        tracer: records them.
+    """
+
+    def __init__(self, key: bytes = b"", tracer: Tracer = TRACER) -> None:
+        self._key, self._tracer = key, tracer
+        self._stories: dict[str, _Story] = {}
+
+    def accepted(self, prompt: Prompt) -> None:
+        """Begins the trace; a client's prompt goes on with that of the present call."""
+        is_client = prompt.origin is PromptOrigin.CLIENT
+        span = self._tracer.trace(
+            SpanName.PROMPT,
+            caller=self._tracer.current() if is_client else None,
+            trace_id=self._trace_id(prompt.prompt_id),
+            attributes={
+                Key.PROMPT_ID: prompt.prompt_id,
+                Key.PROMPT_ORIGIN: prompt.origin.value,
+                Key.PROMPT_SEQUENCE: prompt.sequence,
+                Key.DATA_SOURCE: prompt.data_source,
+            },
+            kind=SpanKind.SERVER if is_client else SpanKind.INTERNAL,
+        )
+        if not isinstance(span, RecordedSpan):
+            return
+        story = self._stories[prompt.prompt_id] = _Story(span)
+        if is_client:
+            story.begin(self._tracer, SpanName.SUBMIT)
+        else:
+            with self._tracer.child(span.context, SpanName.DRAW) as draw:
+                draw.set({Key.PROMPT_PLACE: prompt.place})
+        story.begin(self._tracer, SpanName.ADMIT)
+
+    def receipt_sent(self, prompt_id: str) -> None:
+        """The client has been told that its prompt was accepted."""
+        if (story := self._stories.get(prompt_id)) is not None:
+            story.finish(SpanName.SUBMIT)
+
+    def moved(self, prompt_id: str, state: PromptState) -> None:
+        """Ends what the prompt has waited for, and begins what it waits for."""
+        story = self._stories.get(prompt_id)
+        if story is None:
+            return
+        story.finish(SpanName.ADMIT, SpanName.WAIT)
+        if state is PromptState.WAITING:
+            story.begin(self._tracer, SpanName.ADMIT)
+        elif state is PromptState.KEPT:
+            story.begin(self._tracer, SpanName.WAIT)
+
+    def ended(self, prompt_id: str, end: PromptEnd, step: int | None, detail: str) -> None:
+        """Ends the trace's first span."""
+        self._end(prompt_id, end.value, step, detail, failed=end in _FAILURES)
+
+    def forgotten(self, prompt_id: str) -> None:
+        """Ends the trace's first span."""
+        self._end(prompt_id, FORGOTTEN)
+
+    def close(self) -> None:
+        """The service ends: so do all spans; a durable ledger goes on with the prompts."""
+        for prompt_id in list(self._stories):
+            self._end(prompt_id, PENDING)
+
+    def within(self, prompt_id: str) -> Span:
+        """What happens inside, and the tasks that begin there, belong to the prompt."""
+        if not self._tracer.is_on:
+            return NOTHING
+        context = self._context(prompt_id)
+        return self._tracer.within(context) if context else self._tracer.unrecorded()
+
+    def traceparent(self, prompt_id: str) -> str:
+        """The prompt's span, for others; empty if it is not recorded."""
+        context = self._context(prompt_id)
+        return context.traceparent if context else ""
+
+    def _context(self, prompt_id: str) -> TraceContext | None:
+        story = self._stories.get(prompt_id)
+        return story.prompt.context if story else None
+
+    def _trace_id(self, prompt_id: str) -> int:
+        digest = blake2b(prompt_id.encode(), digest_size=_ID_BYTES, key=self._key)
+        return int.from_bytes(digest.digest(), "big")
+
+    def _end(
+        self,
+        prompt_id: str,
+        end: str,
+        step: int | None = None,
+        detail: str = "",
+        *,
+        failed: bool = False,
+    ) -> None:
+        story = self._stories.pop(prompt_id, None)
+        if story is None:
+            return
+        story.finish(*tuple(story.stages))
+        story.prompt.set({Key.PROMPT_END: end})
+        if step is not None:
+            story.prompt.set({Key.STEP: step})
+        if detail:
+            story.prompt.set({Key.DETAIL: detail[:_MAX_DETAIL_CHARS]})
+        if failed:
+            story.prompt.fail(detail or end)
+        story.prompt.end()

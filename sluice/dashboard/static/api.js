@@ -1,0 +1,30 @@
+// Questions to the server that this page came from; unchanged answers cost it no body.
+
+const TOKEN = "sluice-token";
+const answers = new Map();
+
+export class RefusedError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export function setToken(token) {
+  sessionStorage.setItem(TOKEN, token);
+}
+
+// The answer's object. With `isPolled` it is kept, and given again while the server has no other.
+export async function ask(path, { isPolled = false } = {}) {
+  const known = answers.get(path);
+  const headers = {};
+  const token = sessionStorage.getItem(TOKEN);
+  if (token) headers.Authorization = `Bearer ${token}`;
+  if (known) headers["If-None-Match"] = known.etag;
+  const answer = await fetch(path, { headers, cache: "no-store", credentials: "omit" });
+  if (answer.status === 304 && known) return known.body;
+  const body = await answer.json();
+  if (!answer.ok) throw new RefusedError(answer.status, body.error?.message ?? "no answer");
+  if (isPolled) answers.set(path, { etag: answer.headers.get("ETag"), body });
+  return body;
+}

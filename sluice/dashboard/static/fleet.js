@@ -1,0 +1,38 @@
+// The replicas.
+
+import { byId, element, whenChanged } from "./dom.js";
+import { count, share } from "./number_text.js";
+
+const COLUMNS = 7;
+const TOLD = {
+  serving: "serving",
+  pending: "pending: gets its weights",
+  stalled: "stalled: has work and draws nothing",
+  draining: "draining: leaves",
+};
+
+export const showFleet = whenChanged((replicas) => {
+  const rows = replicas.map(row);
+  const none = element("td", { colspan: COLUMNS, class: "hint" }, "No replica is known.");
+  byId("fleet-table").tBodies[0].replaceChildren(
+    ...(rows.length ? rows : [element("tr", {}, none)]),
+  );
+});
+
+function row(replica) {
+  return element(
+    "tr",
+    {},
+    element("th", { scope: "row" }, replica.name),
+    element(
+      "td",
+      { class: replica.state === "stalled" ? "failure" : null },
+      TOLD[replica.state] ?? replica.state,
+    ),
+    element("td", { class: "number" }, replica.version < 0 ? "-" : replica.version),
+    element("td", { class: "number" }, `${replica.slots_busy} of ${replica.slots}`),
+    element("td", { class: "number" }, count(replica.tokens_per_second)),
+    element("td", { class: "number" }, share(replica.idle_share)),
+    element("td", {}, replica.address),
+  );
+}

@@ -1,0 +1,61 @@
+// One group: its prompt, and all of its responses with what became of them.
+
+import { element, marked } from "./dom.js";
+import { count, fixed } from "./number_text.js";
+
+export function groupTitle(group) {
+  return `Group ${group.prompt_id || group.id}, step ${group.step}: ${group.outcome}`;
+}
+
+export function groupBody(group, needle) {
+  const num = group.responses.length;
+  return [
+    facts(group),
+    element("h4", {}, "Prompt"),
+    element("pre", { id: "group-prompt" }, marked(group.prompt, needle)),
+    element("h4", {}, num ? `${num} response${num === 1 ? "" : "s"}` : "No response was graded"),
+    element("ol", { class: "responses" }, ...group.responses.map((one) => response(one, needle))),
+  ];
+}
+
+function facts(group) {
+  const pairs = [
+    ["Ground truth", group.ground_truth || "-"],
+    ["Mean score", fixed(group.mean_score)],
+    [group.is_trained ? "Trained in step" : "Drawn for step", group.step],
+    ["Versions", versions(group.versions)],
+    ["Data source", group.data_source || "-"],
+    ["Replicas", group.replicas.join(", ") || "-"],
+    ["Ended", group.ended_at ? new Date(group.ended_at * 1000).toLocaleString("en-GB") : "-"],
+  ];
+  return element(
+    "dl",
+    {},
+    ...pairs.map(([name, value]) =>
+      element("div", {}, element("dt", {}, name), element("dd", {}, value)),
+    ),
+  );
+}
+
+function response(one, needle) {
+  const told = [];
+  if (one.reward !== null && one.reward !== one.score) told.push(`reward ${fixed(one.reward)}`);
+  if (one.tokens) told.push(`${count(one.tokens)} tokens`);
+  if (one.versions) told.push(`version ${versions(one.versions)}`);
+  if (one.finish) told.push(`ended by ${one.finish}`);
+  for (const [name, value] of Object.entries(one.metrics)) told.push(`${name} ${fixed(value)}`);
+  const grade = one.failure
+    ? element("span", { class: "failure" }, `no score: ${one.failure}`)
+    : element("span", { class: "score" }, `score ${fixed(one.score)}`);
+  return element(
+    "li",
+    {},
+    element("p", { class: "head" }, grade, told.length ? ` · ${told.join(" · ")}` : ""),
+    element("pre", { class: "response" }, marked(one.text, needle)),
+  );
+}
+
+export function versions(pair) {
+  if (!pair) return "-";
+  return pair[0] === pair[1] ? String(pair[0]) : `${pair[0]} to ${pair[1]}`;
+}

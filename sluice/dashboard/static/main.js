@@ -1,0 +1,72 @@
+// Asks for what changed, and shows it; nothing while nobody looks at the tab.
+
+import { showAccounts } from "./accounts.js";
+import { ask, RefusedError, setToken } from "./api.js";
+import { showCurves, showNoCurves } from "./curves.js";
+import { byId, setText, whenChanged } from "./dom.js";
+import { showFleet } from "./fleet.js";
+import { renewEmptyList, startSamples } from "./samples.js";
+import { showStatus } from "./status.js";
+
+const STATUS_MS = 1000;
+const CURVES_EVERY = 3;
+const REFUSED = 401;
+
+const showChangedCurves = whenChanged(showCurves);
+let rounds = 0;
+let wasGiven = false; // whether a token was typed in
+
+async function look() {
+  const run = await ask("/api/overview", { isPolled: true });
+  showStatus(run);
+  showFleet(run.replicas);
+  showAccounts(run.accounts);
+  if (rounds % CURVES_EVERY === 0 || run.is_reading) {
+    showChangedCurves(await ask("/api/curves", { isPolled: true }));
+    await renewEmptyList();
+  }
+  rounds += 1;
+}
+
+async function follow() {
+  if (document.visibilityState === "visible") {
+    try {
+      await look();
+      admitted();
+    } catch (error) {
+      failed(error);
+    }
+  }
+  if (byId("token-form").hidden) setTimeout(follow, STATUS_MS);
+}
+
+function admitted() {
+  setText(byId("connection"), "");
+  byId("run").hidden = false;
+}
+
+function failed(error) {
+  if (error instanceof RefusedError && error.status === REFUSED) {
+    byId("run").hidden = true;
+    byId("token-form").hidden = false;
+    setText(byId("token-error"), wasGiven ? "This token is not one of the run's." : "");
+    setText(byId("verdict"), "asks for a token");
+    byId("token").focus();
+    return;
+  }
+  const why = error instanceof RefusedError ? error.message : "the page's server does not answer";
+  setText(byId("connection"), `Not up to date: ${why}.`);
+}
+
+byId("token-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  setToken(byId("token").value);
+  wasGiven = true;
+  byId("token").value = "";
+  byId("token-form").hidden = true;
+  rounds = 0;
+  follow();
+});
+showNoCurves();
+startSamples(failed);
+follow();

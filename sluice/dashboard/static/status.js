@@ -1,0 +1,63 @@
+// The first lines: whether the run is well, where it is, and what it waits for.
+
+import { byId, element, setText, whenChanged } from "./dom.js";
+import { count, duration, fixed } from "./number_text.js";
+
+const WORTH_TELLING_S = 1;
+
+export function showStatus(run) {
+  showName(run.name);
+  showVerdict(run.health, run.is_reading);
+  showReasons(run.reasons);
+  const since = run.phase_seconds === null ? "" : `, for ${duration(run.phase_seconds)}`;
+  setText(byId("fact-phase"), `${run.phase}${since}`);
+  showStep(run);
+  setText(byId("fact-accuracy"), accuracyText(run));
+  setText(byId("fact-reward"), fixed(run.reward, 2));
+  setText(byId("fact-tokens"), speedText(run));
+  setText(byId("fact-wait"), waitText(run));
+}
+
+const showName = whenChanged((name) => {
+  setText(byId("run-name"), name);
+  document.title = `${name} · sluice`;
+});
+
+// It is read out when it changes; numbers that change every second are not.
+const showVerdict = whenChanged((health, isReading) => {
+  setText(byId("verdict"), isReading ? `${health} (reading the run's files)` : health);
+  byId("verdict").dataset.verdict = health;
+});
+
+const showReasons = whenChanged((reasons) => {
+  byId("reasons").replaceChildren(...reasons.map((reason) => element("li", {}, reason)));
+});
+
+function showStep({ step, total_steps: total }) {
+  setText(byId("fact-step"), total ? `${count(step)} of ${count(total)}` : count(step));
+  const progress = byId("fact-progress");
+  progress.hidden = !total;
+  progress.max = total || 1;
+  progress.value = step;
+}
+
+function accuracyText({ accuracy, first_accuracy: first }) {
+  if (!accuracy) return "-";
+  const before = first ? `, from ${fixed(first.value)}` : "";
+  return `${fixed(accuracy.value)} (step ${accuracy.step}${before})`;
+}
+
+// Of the last step, since a fleet rests between batches; and of this moment.
+function speedText({ tokens_per_s: ofStep, tokens_per_s_now: now }) {
+  return now === null ? count(ofStep) : `${count(ofStep)} (now ${count(now)})`;
+}
+
+function waitText({ wait, awaited, health }) {
+  if (health === "finished" || health === "not running") return "nothing";
+  const longest = awaited.reduce((a, b) => (b.seconds > (a?.seconds ?? 0) ? b : a), null);
+  if (wait?.root) return `${wait.cause}`;
+  if (longest && longest.seconds >= WORTH_TELLING_S) {
+    return `${longest.peer}: ${longest.phase}, for ${duration(longest.seconds)}`;
+  }
+  return "nobody for longer than a second";
+}

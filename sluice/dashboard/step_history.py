@@ -1,0 +1,119 @@
+"""The numbers of all steps that the page draws, read from `metrics.jsonl` as it grows."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from sluice.dashboard.line_tail import LineTail
+from sluice.report.run_record import METRICS_NAME, accuracy_of
+
+__all__ = ["COLUMNS", "StepHistory"]
+
+COLUMNS = (
+    "critic/rewards/mean",
+    "train/groups_kept",
+    "train/groups_all_right",
+    "train/groups_all_wrong",
+    "train/groups_uniform",
+    "train/groups_stale",
+    "train/groups_failed",
+    "train/groups_surplus",
+    "train/staleness_mean",
+    "train/staleness_max",
+    "rollout/tokens_per_s",
+    "trainer/idle_share",
+    "rollout/idle_share",
+    "timing_s/step",
+)
+"""What is kept of each step: 8 bytes a number."""
+
+_ACCOUNTS = "accounts/"
+_decode = msgspec.json.Decoder(dict[str, float | None]).decode
+_NAN = float("nan")
+
+
+class StepHistory:
+    """Columns of numbers by step. A step that was trained again counts once, by its later line.
+
+    Attributes:
+        accounts: the books as of the newest step, by the names of `accounts.json`.
+        newest: all metrics of the newest line of a step.
+        num_unread: lines that are no JSON object of numbers.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._tail = LineTail(run_dir / METRICS_NAME)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._steps = array("q")
+        self._columns = {name: array("d") for name in COLUMNS}
+        self._accuracy: dict[int, float] = {}
+        self.accounts: Mapping[str, float] = {}
+        self.newest: Mapping[str, float | None] = {}
+        self.num_unread = 0
+
+    def read(self) -> bool:
+        """Takes in a bounded number of lines; whether there may be more at once.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        taken = self._tail.take()
+        if taken.is_anew:
+            self._clear()
+        for line in taken.lines:
+            self._note(line.text)
+        return taken.has_more
+
+    @property
+    def steps(self) -> npt.NDArray[np.int64]:
+        """[steps] their numbers, rising."""
+        return np.array(self._steps, dtype=np.int64)
+
+    def column(self, name: str) -> npt.NDArray[np.float64]:
+        """[steps] one of `COLUMNS`; NaN where a step has none."""
+        return np.array(self._columns[name], dtype=np.float64)
+
+    def accuracies(self) -> list[tuple[int, float]]:
+        """Step and held-out accuracy of each validation, by step."""
+        return sorted(self._accuracy.items())
+
+    def _note(self, text: bytes) -> None:
+        try:
+            row = _decode(text)
+            step = int(row["step"] or 0)
+        except (msgspec.DecodeError, KeyError, ValueError, OverflowError):
+            self.num_unread += bool(text.strip())
+            return
+        if "training/global_step" in row:
+            self._note_step(step, row)
+        elif (accuracy := accuracy_of(row)) is not None:
+            self._accuracy[step] = accuracy
+
+    def _note_step(self, step: int, row: Mapping[str, float | None]) -> None:
+        place = bisect_left(self._steps, step)
+        is_known = place < len(self._steps) and self._steps[place] == step
+        if not is_known:
+            self._steps.insert(place, step)
+        for name, column in self._columns.items():
+            value = row.get(name)
+            number = _NAN if value is None else value
+            if is_known:
+                column[place] = number
+            else:
+                column.insert(place, number)
+        self.newest = row
+        books = {
+            name.removeprefix(_ACCOUNTS): value
+            for name, value in row.items()
+            if name.startswith(_ACCOUNTS) and value is not None
+        }
+        self.accounts = books or self.accounts

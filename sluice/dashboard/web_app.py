@@ -1,0 +1,185 @@
+"""The page's HTTP server. The only file here that imports aiohttp (the extra `dashboard`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from sluice.dashboard.live_status import LiveStatus
+from sluice.dashboard.page_answers import group_object, page_object
+from sluice.dashboard.page_files import PageFile, etag_of, page_files
+from sluice.dashboard.page_request import (
+    asked_cursor,
+    asked_filter,
+    asked_ordinal,
+    asked_page_size,
+    asked_points,
+    asked_text,
+)
+from sluice.dashboard.page_security import HEADERS, admits, is_cross_site, is_loopback_name
+from sluice.dashboard.run_record_reader import RunRecordReader
+from sluice.errors import InvalidRequestError
+from sluice.openai_front.connections import Connections
+from sluice.security.token_file import TokenSource
+
+logger = logging.getLogger(__name__)
+
+_DATA = "/api/"
+_IDLE_S, _SHUTDOWN_S = 75.0, 2.0
+_MOST_CONNECTIONS = 64
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class PageSettings:
+    """Who is answered.
+
+    Args:
+        tokens: one of them is asked for before any number or text of the run is shown; none:
+            nobody is asked.
+        only_loopback: answer only requests that were sent to a name of the loopback interface.
+    """
+
+    tokens: TokenSource | None = None
+    only_loopback: bool = True
+
+
+class DashboardPage:
+    """Answers ``/`` and its files, ``/api/{overview,curves,samples}``, and ``/health``.
+
+    Args:
+        record: what is in the run's folder.
+        live: what the run's services say.
+        settings: who is answered.
+    """
+
+    def __init__(
+        self, record: RunRecordReader, live: LiveStatus, settings: PageSettings | None = None
+    ) -> None:
+        self._record, self._live = record, live
+        self._settings = settings or PageSettings()
+
+    def app(self) -> web.Application:
+        """The application, for aiohttp's runners."""
+        app = web.Application(client_max_size=1 << 16, middlewares=[self._guarded])
+        for path, file in page_files().items():
+            app.router.add_get(path, _file_handler(file))
+        app.router.add_get("/health", _health)
+        app.router.add_get(f"{_DATA}overview", self._overview)
+        app.router.add_get(f"{_DATA}curves", self._curves)
+        app.router.add_get(f"{_DATA}samples", self._samples)
+        app.router.add_get(f"{_DATA}samples/{{ordinal}}", self._group)
+        return app
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Turns away whom the page is not for; every answer carries the headers of security."""
+        try:
+            answer = self._refusal(request) or await handler(request)
+        except InvalidRequestError as error:
+            answer = _refused(400, str(error))
+        except web.HTTPException as error:
+            answer = _refused(error.status, error.reason)
+        except Exception:
+            logger.exception("%s %s", request.method, request.path)
+            answer = _refused(500, "a defect of the page; the log of its process says more")
+        answer.headers.update(HEADERS)
+        return answer
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        if self._settings.only_loopback and not is_loopback_name(request.host):
+            return _refused(403, "host: this page is served to its own machine; ask for localhost")
+        if request.path.startswith(_DATA):
+            if is_cross_site(request.headers):
+                return _refused(403, "pages of other sites are not answered")
+            if not admits(self._settings.tokens, request.headers.get("Authorization", "")):
+                refused = _refused(401, "give a token of the run's sluice.security.token_file")
+                refused.headers["WWW-Authenticate"] = 'Bearer realm="sluice"'
+                return refused
+        return None
+
+    async def _overview(self, request: web.Request) -> web.StreamResponse:
+        return _json(request, await self._record.overview(await self._live.ask()))
+
+    async def _curves(self, request: web.Request) -> web.StreamResponse:
+        return _json(request, await self._record.curves(asked_points(request.query)))
+
+    async def _samples(self, request: web.Request) -> web.StreamResponse:
+        query = request.query
+        page, counts = await self._record.page(
+            asked_filter(query), asked_text(query), asked_cursor(query), asked_page_size(query)
+        )
+        return _json(request, page_object(page, counts))
+
+    async def _group(self, request: web.Request) -> web.StreamResponse:
+        found = await self._record.group(asked_ordinal(request.match_info["ordinal"]))
+        if found is None:
+            return _refused(404, "this group is not kept any more; go back to the list")
+        return _json(request, group_object(found))
+
+
+async def _health(_request: web.Request) -> web.StreamResponse:
+    return web.json_response({"status": "ok"})
+
+
+def _file_handler(file: PageFile) -> Handler:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return _answer(request, file.body, file.content_type, file.etag)
+
+    return answer
+
+
+def _json(request: web.Request, content: dict[str, Any]) -> web.Response:
+    body = msgspec.json.encode(content)
+    return _answer(request, body, "application/json", etag_of(body))
+
+
+def _answer(request: web.Request, body: bytes, content_type: str, etag: str) -> web.Response:
+    """The body, or 304 where the browser has it already."""
+    headers = {"ETag": etag, "Cache-Control": "no-cache"}
+    if request.headers.get("If-None-Match") == etag:
+        return web.Response(status=304, headers=headers)
+    answer = web.Response(body=body, content_type=content_type, charset="utf-8", headers=headers)
+    answer.enable_compression()
+    return answer
+
+
+def _refused(status: int, reason: str) -> web.Response:
+    body = msgspec.json.encode({"error": {"message": reason}})
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+@asynccontextmanager
+async def listening(
+    page: DashboardPage, host: str, port: int, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[int]:
+    """Serves for the length of the block; the port (0 lets the system choose)."""
+    runner = web.AppRunner(
+        page.app(),
+        handler_cancellation=True,
+        access_log=None,
+        keepalive_timeout=_IDLE_S,
+        shutdown_timeout=_SHUTDOWN_S,
+        auto_decompress=False,
+    )
+    await runner.setup()
+    try:
+        assert runner.server is not None
+        connections = Connections(runner.server, _MOST_CONNECTIONS)
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_server(connections, host, port, ssl=tls)
+        try:
+            yield int(listener.sockets[0].getsockname()[1])
+        finally:
+            listener.close()
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,1 @@
+"""`sluice doctor`: what on this machine would keep a run from working, each with its remedy."""

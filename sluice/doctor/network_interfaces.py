@@ -1,0 +1,172 @@
+"""Variables that name the network of NCCL, HCCL and Gloo, against the networks that there are."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sluice.config.endpoints import advertised_host
+from sluice.device.ascend_environment import (
+    GLOO_INTERFACE_VARIABLE,
+    HOST_ADDRESS_VARIABLE,
+    HOST_INTERFACE_VARIABLE,
+)
+from sluice.doctor.examined import Examined
+from sluice.doctor.finding import Finding, fine, problem, warning
+
+NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
+# Gloo and TensorPipe take names; the others also prefixes, exact names (=) and exclusions (^).
+_TAKE_NAMES = (GLOO_INTERFACE_VARIABLE, "TP_SOCKET_IFNAME")
+_VARIABLES = (NCCL_VARIABLE, HOST_INTERFACE_VARIABLE, *_TAKE_NAMES)
+_SYSTEM = Path("/sys/class/net")
+_IS_UP, _IS_LOOPBACK = 0x1, 0x8  # IFF_UP, IFF_LOOPBACK of net/if.h
+_DOWN = ("down", "lowerlayerdown", "notpresent")
+_NAME_IT = "name the one that the other hosts reach (`ip addr`)"
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """A network of this host."""
+
+    is_up: bool
+    is_loopback: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkFacts:
+    """Networks, and what chooses among them.
+
+    Attributes:
+        interfaces: by name.
+        environment: of the processes.
+        has_remote_peers: whether some of the run's processes are on other hosts.
+        has_address: whether the address in HCCL_IF_IP is one of this host's.
+    """
+
+    interfaces: Mapping[str, Interface]
+    environment: Mapping[str, str]
+    has_remote_peers: bool
+    has_address: bool = True
+
+
+def check_network(examined: Examined) -> Iterator[Finding]:
+    """Collectives find their peers by one of the host's networks."""
+    environment = examined.environment
+    return network_findings(
+        NetworkFacts(
+            interfaces_of_host(),
+            environment,
+            has_remote_peers(examined),
+            is_own_address(environment.get(HOST_ADDRESS_VARIABLE, "")),
+        )
+    )
+
+
+def network_findings(facts: NetworkFacts) -> Iterator[Finding]:
+    """What is named wrongly, or not named where it should be."""
+    given = [name for name in _VARIABLES if facts.environment.get(name)]
+    for name in given:
+        yield _variable(facts, name, facts.environment[name])
+    address = facts.environment.get(HOST_ADDRESS_VARIABLE)
+    if address and not facts.has_address:
+        yield problem(
+            f"{HOST_ADDRESS_VARIABLE}={address} is no address of this host",
+            "HCCL cannot listen there",
+            "set it to this host's own address, on every host to another one",
+        )
+    up = [n for n, one in facts.interfaces.items() if one.is_up and not one.is_loopback]
+    if not given and facts.has_remote_peers and len(up) > 1:
+        yield warning(
+            f"the host has several networks ({', '.join(up)}) and neither {NCCL_VARIABLE} nor "
+            f"{GLOO_INTERFACE_VARIABLE} names one",
+            "each host takes the first that it likes, and that may be another one on each",
+            f"set both, the same way on every host: {_NAME_IT}",
+        )
+    elif not given:
+        where = "other hosts" if facts.has_remote_peers else "this host alone"
+        yield fine(f"no network is named; peers are on {where}; up: {', '.join(up) or 'none'}")
+
+
+def chosen(name: str, value: str, interfaces: Mapping[str, Interface]) -> list[str]:
+    """The interfaces that a variable's value stands for."""
+    parts = [part for part in value.lstrip("^=").split(",") if part]
+    if name in _TAKE_NAMES:
+        return [one for one in interfaces if one in value.split(",")]
+    is_exact = value.removeprefix("^").startswith("=")
+    matching = [
+        one
+        for one in interfaces
+        if any(one == part if is_exact else one.startswith(part) for part in parts)
+    ]
+    if value.startswith("^"):
+        return [one for one in interfaces if one not in matching]
+    return matching
+
+
+def _variable(facts: NetworkFacts, name: str, value: str) -> Finding:
+    found = chosen(name, value, facts.interfaces)
+    up = [one for one in found if facts.interfaces[one].is_up]
+    if not found:
+        return problem(
+            f"{name}={value}: there is no such network, only {', '.join(facts.interfaces)}",
+            "collectives cannot be formed",
+            f"{_NAME_IT}, or leave it out where all processes are on one host",
+        )
+    if not up:
+        return problem(
+            f"{name}={value}: {', '.join(found)} is down",
+            "collectives cannot be formed",
+            f"bring it up (`ip link set {found[0]} up`), or {_NAME_IT}",
+        )
+    if facts.has_remote_peers and all(facts.interfaces[one].is_loopback for one in up):
+        return problem(
+            f"{name}={value} is the loopback, and the run has peers on other hosts",
+            "they would be told to connect to themselves",
+            _NAME_IT,
+        )
+    return fine(f"{name}={value}: {', '.join(up)}")
+
+
+def interfaces_of_host(system: Path = _SYSTEM) -> dict[str, Interface]:
+    """Those of this host; what the system does not tell counts as up."""
+    return {name: _interface(system / name) for _, name in socket.if_nameindex()}
+
+
+def _interface(folder: Path) -> Interface:
+    try:
+        flags = int((folder / "flags").read_text(encoding="ascii"), 16)
+        state = (folder / "operstate").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return Interface(is_up=True, is_loopback=folder.name in {"lo", "lo0"})
+    is_up = bool(flags & _IS_UP) and state not in _DOWN
+    return Interface(is_up, is_loopback=bool(flags & _IS_LOOPBACK))
+
+
+def has_remote_peers(examined: Examined) -> bool:
+    """Whether services or trainer ranks of the run are meant to be elsewhere."""
+    services = examined.config.sluice
+    endpoints = (one.endpoint for one in (services.trainer, services.reward, services.rollout))
+    hosts = [advertised_host(endpoint) for endpoint in endpoints]
+    hosts.append(examined.environment.get("MASTER_ADDR", "localhost"))
+    return examined.config.trainer.nnodes > 1 or not all(map(_is_this_host, hosts))
+
+
+def _is_this_host(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_own_address(address: str) -> bool:
+    """Whether a socket can be bound to it here; nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True

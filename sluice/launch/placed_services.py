@@ -1,0 +1,221 @@
+"""Runs a launcher's processes on the nodes of a cluster.
+
+Consumes: plans and specifications. Waits for: resources, hosts, what nodes lack. Unblocked by:
+nodes that join or get free, files that appear, and cancellation (a replica that is not wanted any
+more). Produces: running processes. On failure: before the run begins, an error that says what is
+missing on which node; later a warning, again and again, while the others go on. A host that died is
+started anew by the cluster, on another node if its own is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sluice.concurrency.deadline import deadline
+from sluice.config.dump import dump_config
+from sluice.config.run import RunConfig
+from sluice.errors import ConfigError, PeerError
+from sluice.launch.cluster import Cluster, HostGoneError, Seat
+from sluice.launch.network_layout import Kind
+from sluice.launch.node_facts import NodeFacts, ServicePlan, facts_from_json, spec_on
+from sluice.launch.placement import PlacementPlan, shortage
+from sluice.launch.remote_child import RemoteChild
+from sluice.launch.service_spec import ServiceSpec
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S, _LOOK_AGAIN_S, _REMIND_S = 0.5, 10.0, 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """The node that a host is on, with free ports of its address."""
+
+    address: str
+    host_name: str
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedConfig:
+    """A run's configuration as its services get it.
+
+    Args:
+        config: with addresses of trainer and reward service.
+        file: by which path every node reads it.
+        mark: a file of the run's folder, which only nodes that share the folder see.
+        variables: of the launcher that its services are to have, too.
+    """
+
+    config: RunConfig
+    file: Path
+    mark: Path
+    variables: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def plan(self, kind: Kind) -> ServicePlan:
+        """What a node is asked to get ready for."""
+        text = dump_config(self.config)
+        return ServicePlan(kind, str(self.file), text, str(self.mark))
+
+
+class PlacedServices:
+    """Hosts of a run's processes, by the processes' names.
+
+    Args:
+        cluster: gives them room.
+        plan_of: the plan of a service that is added while the run goes on.
+        patience_s: seconds in which what a run begins with has to find room, and a host to answer.
+    """
+
+    def __init__(
+        self, cluster: Cluster, plan_of: Callable[[str], PlacementPlan], patience_s: float
+    ) -> None:
+        self._cluster, self._plan_of, self._patience_s = cluster, plan_of, patience_s
+        self._seats: dict[str, Seat] = {}
+        self._addresses: dict[str, str] = {}
+        self._shared: SharedConfig | None = None
+
+    async def place(self, plans: Sequence[PlacementPlan]) -> None:
+        """Finds room for all that the run begins with.
+
+        Raises:
+            ConfigError: there is not enough; names resource and node.
+        """
+        for plan in plans:
+            self._reserve(plan)
+        until_s = asyncio.get_running_loop().time() + self._patience_s
+        for plan in plans:
+            left_s = max(0.0, until_s - asyncio.get_running_loop().time())
+            if not await self._cluster.is_reserved(plan, left_s):
+                raise ConfigError(
+                    f"no room in the Ray cluster within {self._patience_s:g} s: "
+                    f"{shortage(plan, self._cluster.nodes())}"
+                )
+
+    async def node_of(self, name: str, num_ports: int) -> NodePlace:
+        """Where a service is going to run.
+
+        Raises:
+            ConfigError: its host cannot be started there.
+            DeadlineError: it does not answer.
+        """
+        seat = self._seats[name]
+        async with deadline(
+            self._patience_s,
+            peer=f"host of {name}",
+            phase="starting on its node",
+            remedy="Ray starts it with the Python and the runtime environment of that node",
+        ):
+            while True:
+                try:
+                    address, host_name, ports = await seat.host.call("place", num_ports)
+                except HostGoneError as error:
+                    raise ConfigError(f"{error}; is sluice installed there?") from error
+                except PeerError:
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                return NodePlace(address, host_name, tuple(ports))
+
+    async def prepare(self, shared: SharedConfig) -> None:
+        """Has every node get ready for what it is going to run.
+
+        Raises:
+            ConfigError: nodes lack something; names all of them, with paths.
+            DeadlineError: a host does not answer.
+        """
+        self._shared = shared
+        lacking: list[str] = []
+        for name, seat in self._seats.items():
+            async with deadline(self._patience_s, peer=f"host of {name}", phase="looking around"):
+                facts = await self._look(seat)
+            if seat.plan.kind != "rollout":
+                self._addresses[name] = facts.address
+            lacking += [f"\n  {facts.address} ({name}): {one}" for one in facts.problems]
+        if lacking:
+            raise ConfigError(f"nodes are not ready for their services:{''.join(lacking)}")
+
+    async def start(self, spec: ServiceSpec) -> RemoteChild:
+        """Starts a process where it was placed; one that is added is placed first.
+
+        Raises:
+            ConfigError: it can never be started so.
+        """
+        assert self._shared is not None, "prepare comes first"
+        seat = self._seats.get(spec.name) or self._reserve(self._plan_of(spec.name))[0]
+        while True:
+            facts = await self._ready(seat)
+            self._refuse_move(spec.name, facts)
+            own = spec_on(spec, seat.plan.kind, self._shared.config, facts)
+            variables = {**self._shared.variables, **own.environment}
+            try:
+                pid, problem = await seat.host.call(
+                    "start", spec.name, list(own.command), variables
+                )
+            except PeerError as error:
+                logger.warning("%s", error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if problem:
+                raise ConfigError(f"{facts.address}: {problem}")
+            return RemoteChild(spec.name, pid, seat.host)
+
+    def release(self, name: str) -> None:
+        """Gives a service's resources back; its group's other members are released with it."""
+        seat = self._seats.pop(name, None)
+        if seat is not None and not any(
+            other.plan.name == seat.plan.name for other in self._seats.values()
+        ):
+            self._cluster.give_back(seat.plan)
+
+    def close(self) -> None:
+        """Gives everything back."""
+        for name in list(self._seats):
+            self.release(name)
+
+    def _reserve(self, plan: PlacementPlan) -> Sequence[Seat]:
+        seats = self._cluster.reserve(plan)
+        self._seats |= {seat.name: seat for seat in seats}
+        return seats
+
+    async def _ready(self, seat: Seat) -> NodeFacts:
+        """A node that has all that the service needs, as soon as there is one."""
+        while True:
+            while not await self._cluster.is_reserved(seat.plan, _REMIND_S):
+                missing = shortage(seat.plan, self._cluster.nodes())
+                logger.warning("%s waits for room: %s", seat.name, missing)
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    facts = await self._look(seat)
+            except TimeoutError:
+                logger.warning("%s: its host does not answer", seat.name)
+                continue
+            if not facts.problems:
+                return facts
+            for problem in facts.problems:
+                logger.warning("%s cannot run on %s: %s", seat.name, facts.address, problem)
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    async def _look(self, seat: Seat) -> NodeFacts:
+        """What the host finds, once it is there."""
+        assert self._shared is not None
+        plan = self._shared.plan(seat.plan.kind).as_json()
+        while True:
+            try:
+                return facts_from_json(await seat.host.call("look", plan))
+            except HostGoneError as error:
+                raise ConfigError(str(error)) from error
+            except PeerError:  # it is being started
+                await asyncio.sleep(_RETRY_S)
+
+    def _refuse_move(self, name: str, facts: NodeFacts) -> None:
+        known = self._addresses.get(name, facts.address)
+        if known != facts.address:
+            raise ConfigError(
+                f"{name}: its node {known} is lost, and on {facts.address} the other services "
+                "would not find it; start the run again, it goes on from its last checkpoint "
+                "(trainer.save_freq, trainer.resume_mode=auto)"
+            )

@@ -1,0 +1,66 @@
+"""What every process tells of itself."""
+
+from __future__ import annotations
+
+from sluice.telemetry.instrument import counter, gauge
+
+__all__ = [
+    "INFO",
+    "LONGEST_WAIT",
+    "QUOTA_REFUSALS",
+    "RESTARTS",
+    "RPC_ERRORS",
+    "RUN_FOLDER_FREE",
+    "RUN_FOLDER_SIZE",
+    "SCRAPE_COMPLETE",
+    "STILL",
+    "UPTIME",
+    "WAITS",
+]
+
+INFO = gauge(
+    "sluice_process_info",
+    "always 1",
+    "Which process this is, and its version.",
+    *("process", "kind", "version"),
+)
+UPTIME = gauge("sluice_process_uptime_seconds", "seconds", "Age of the process.")
+RESTARTS = counter(
+    "sluice_process_restarts_total",
+    "starts",
+    "How often the launcher started this process again in this run.",
+)
+STILL = gauge(
+    "sluice_watchdog_still_seconds",
+    "seconds",
+    "Time without progress although there is work; 0 while there is none.",
+)
+LONGEST_WAIT = gauge(
+    "sluice_watchdog_longest_wait_seconds", "seconds", "The longest wait of the process."
+)
+WAITS = gauge("sluice_watchdog_waits", "waits", "Waits under way, for peers and for each other.")
+RPC_ERRORS = counter(
+    "sluice_rpc_errors_total",
+    "calls",
+    "gRPC calls that ended with an error, each attempt by itself: answered so (server) or met so "
+    "(client).",
+    *("side", "method", "code"),
+)
+QUOTA_REFUSALS = counter(
+    "sluice_quota_refusals_total",
+    "requests",
+    "Requests refused because a client had as much under way as a limit allows.",
+    "limit",
+)
+RUN_FOLDER_FREE = gauge(
+    "sluice_run_folder_free_bytes", "bytes", "Free space of the file system of the run's folder."
+)
+RUN_FOLDER_SIZE = gauge(
+    "sluice_run_folder_size_bytes", "bytes", "Size of the file system of the run's folder."
+)
+SCRAPE_COMPLETE = gauge(
+    "sluice_scrape_complete",
+    "0 or 1",
+    "1 if the service's event loop answered this scrape; 0 if it is blocked, and only what needs "
+    "no loop is told.",
+)

@@ -1,0 +1,27 @@
+"""Rare events, counted by what they are."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+
+__all__ = ["Tally"]
+
+
+class Tally:
+    """Counts since the process's start; any thread may add."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[tuple[str, ...]] = Counter()
+
+    def add(self, *labels: str) -> None:
+        """One more event of this kind; there must be few kinds in all."""
+        with self._lock:
+            self._counts[labels] += 1
+
+    def counts(self) -> Mapping[tuple[str, ...], int]:
+        """Events so far, by kind."""
+        with self._lock:
+            return dict(self._counts)

@@ -1,0 +1,65 @@
+"""The documentation site shows every page, and loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+
+from tests.support.documents import blocks
+from tests.support.source_tree import ROOT
+from tools.docs_site.fetch_mermaid import SHA256
+from tools.docs_site.hooks import MERMAID_ON_SITE, expanded_nav, nav_pages
+
+DOCS = ROOT / "docs"
+TEXT = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+class _Settings(yaml.SafeLoader):
+    """Reads mkdocs' settings without what stands for Python objects in them."""
+
+
+_Settings.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+SETTINGS = yaml.load(TEXT, _Settings)
+
+
+def test_every_page_is_in_the_nav_once_and_every_entry_is_a_page() -> None:
+    pages = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+    assert sorted(nav_pages(expanded_nav(SETTINGS["nav"], DOCS))) == pages
+
+
+def test_warnings_are_errors() -> None:
+    assert SETTINGS["strict"] is True
+    assert set(SETTINGS["validation"].values()) == {"warn"}
+
+
+def test_no_font_script_or_style_comes_from_elsewhere() -> None:
+    assert SETTINGS["theme"]["font"] is False
+    assert SETTINGS["extra_javascript"] == [MERMAID_ON_SITE]
+    assert "://" not in TEXT
+    assert re.fullmatch(r"[0-9a-f]{64}", SHA256)
+
+
+def test_diagrams_are_drawn_by_the_file_that_the_site_brings() -> None:
+    drawn = [block for page in DOCS.rglob("*.md") for block in blocks(page, "mermaid")]
+    assert drawn
+    # Mermaid reads a semicolon as the end of a line, also within a text.
+    assert not [block for block in drawn if ";" in block]
+    superfences = next(
+        one["pymdownx.superfences"]
+        for one in SETTINGS["markdown_extensions"]
+        if isinstance(one, dict) and "pymdownx.superfences" in one
+    )
+    assert [fence["name"] for fence in superfences["custom_fences"]] == ["mermaid"]
+
+
+def test_pages_that_only_the_site_fills_in_name_modules_that_are_there() -> None:
+    named = [
+        name
+        for page in (DOCS / "reference").glob("*.md")
+        for name in re.findall(r"^::: ([\w.]+)$", page.read_text("utf-8"), re.MULTILINE)
+    ]
+    assert len(named) > 10
+    for name in named:
+        path = ROOT.joinpath(*name.split("."))
+        assert path.with_suffix(".py").is_file() or (path / "__init__.py").is_file(), name

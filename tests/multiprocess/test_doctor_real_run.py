@@ -1,0 +1,98 @@
+"""`sluice doctor` as a process, for a run with real faults; what it asks other processes."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from sluice.doctor.reward_function import check_reward
+from sluice.doctor.torch_build import torch_facts
+from tests.support.certified import authority, write_pair, write_security
+from tests.support.doctor_findings import only, run_of, write_model
+from tests.support.prompt_parquet import prompt_rows, write_prompts
+from tests.support.source_tree import ROOT
+
+
+def sound_run(folder: Path) -> list[str]:
+    write_model(folder / "model")
+    train = write_prompts(folder / "train.parquet", prompt_rows([str(i) for i in range(100)]))
+    return [
+        f"actor_rollout_ref.model.path={folder}/model",
+        f"data.train_files={train}",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.max_num_seqs=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+        f"sluice.run_dir={folder}/run",
+        "trainer.device=cpu",
+        "sluice.rollout.device=cpu",
+    ]
+
+
+def expired(folder: Path) -> list[str]:
+    files = write_security(folder)
+    pair = authority("ours").service(("127.0.0.1",), -1)
+    files["cert_file"], files["key_file"] = write_pair(folder, "expired", pair)
+    return [f"sluice.security.{name}={value}" for name, value in files.items()]
+
+
+def examined(arguments: list[str]) -> tuple[int, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "sluice.cli.main", "doctor", *arguments, "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def problems(found: dict[str, Any]) -> dict[str, str]:
+    return {one["check"]: one["what"] for one in found["findings"] if one["severity"] == "problem"}
+
+
+def test_a_sound_run_has_no_problem_and_nothing_of_it_is_made(tmp_path: Path) -> None:
+    code, found = examined(sound_run(tmp_path))
+    assert problems(found) == {}
+    assert (code, found["ok"], found["has_run"]) == (0, True, True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_taken_port_a_cut_shard_and_an_expired_certificate_are_each_told(
+    tmp_path: Path,
+) -> None:
+    arguments = [*sound_run(tmp_path), *expired(tmp_path)]
+    shard = tmp_path / "model" / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code, found = examined([*arguments, f"sluice.reward.endpoint.port={port}"])
+    told = problems(found)
+    assert set(told) == {"model", "ports", "security"}, told
+    assert shard.name in told["model"]
+    assert f"sluice.reward.endpoint.port = {port}" in told["ports"]
+    assert "has expired" in told["security"]
+    assert (code, found["ok"]) == (1, False)
+
+
+def test_torch_is_asked_in_a_process_of_its_own() -> None:
+    facts = torch_facts(run_of("trainer.device=cuda"))
+    assert facts.import_error == ""
+    assert facts.keys == ("trainer.device",)
+    assert facts.version
+
+
+def test_a_reward_function_is_loaded_and_what_its_import_raises_is_told(tmp_path: Path) -> None:
+    file, key = tmp_path / "mine.py", "reward.custom_reward_function.path"
+    body = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    file.write_text(f"{body}    return 1.0\n", encoding="utf-8")
+    only(check_reward(run_of(f"{key}={file}")), "ok")
+    file.write_text("raise RuntimeError('no licence')\n", encoding="utf-8")
+    assert "no licence" in only(check_reward(run_of(f"{key}={file}")), "problem").what

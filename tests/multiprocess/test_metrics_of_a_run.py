@@ -1,0 +1,123 @@
+"""What Prometheus finds in the processes of a whole run, and what they leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from sluice.api.trainer.v1 import trainer_pb2
+from sluice.telemetry.exposition import PROCESS_NAMES
+from sluice.telemetry.instruments import INSTRUMENTS
+from sluice.telemetry.scrape_target import FOLDER
+from tests.support.scraped import Page, fetch, names, parsed, targets, value
+from tests.support.small_run import Assets, LiveRun, Record, run_to_end
+
+pytest.importorskip("prometheus_client")
+
+ON = tuple(f"sluice.{kind}.endpoint.metrics_port=0" for kind in ("trainer", "reward", "rollout"))
+# Only where there is a reference, or something went wrong.
+NOT_ALWAYS = {
+    "sluice_trainer_reference_kl_nats",
+    "sluice_rpc_errors_total",
+    "sluice_quota_refusals_total",
+}
+PROCESSES = {
+    "trainer": "trainer",
+    "reward": "reward",
+    "rollout-0": "rollout",
+    "rollout-1": "rollout",
+}
+
+
+@dataclass
+class Seen:
+    """Pages by process, early and late."""
+
+    early: dict[str, Page] = field(default_factory=dict)
+    late: dict[str, Page] = field(default_factory=dict)
+
+
+async def scrape(run: LiveRun, into: dict[str, Page]) -> None:
+    for name, address in targets(run.run_dir).items():
+        into[name] = parsed(await asyncio.to_thread(fetch, address))
+
+
+async def demand_is_known(run: LiveRun, seen: Seen) -> bool:
+    await scrape(run, seen.late)
+    return "sluice_rollout_demand_replicas" in names(seen.late["reward"])
+
+
+@pytest.fixture(scope="module")
+def observed(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, Seen]:
+    seen = Seen()
+
+    async def look(run: LiveRun) -> None:
+        await run.until_step(2)
+        await scrape(run, seen.early)
+        await run.until_step(5)
+        await run.until(lambda: demand_is_known(run, seen), "the demand for replicas")
+        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
+
+    settings = (
+        "trainer.total_training_steps=1000000",
+        "trainer.val_before_train=true",
+        "sluice.rollout.replicas=2",
+    )
+    run_dir = tmp_path_factory.mktemp("observed") / "run"
+    return run_to_end(small_assets, run_dir, (*ON, *settings), look), seen
+
+
+def test_every_process_tells_all_that_is_declared_for_it(
+    observed: tuple[Record, Seen],
+) -> None:
+    record, seen = observed
+    assert record.end.exit_code == 0, record.end.failures
+    assert set(seen.late) == set(PROCESSES)
+    for name, kind in PROCESSES.items():
+        declared = {
+            s for i in (*INSTRUMENTS[kind], *INSTRUMENTS["every process"]) for s in i.series
+        }
+        found = names(seen.late[name])
+        assert declared - NOT_ALWAYS <= found, name
+        assert found <= declared | set(PROCESS_NAMES), name
+
+
+def test_counters_rise_and_agree_between_the_processes(observed: tuple[Record, Seen]) -> None:
+    record, seen = observed
+    early, late = seen.early["trainer"], seen.late["trainer"]
+    trained = ("sluice_tokens_total", "trained")
+    assert value(late, trained[0], fate=trained[1]) > value(early, trained[0], fate=trained[1]) > 0
+    assert value(late, trained[0], fate="trained") <= record.accounts["tokens/trained"]
+    assert value(late, "sluice_trainer_steps_total") >= 5
+    drawn = sum(
+        value(seen.late[name], "sluice_replica_generated_tokens_total")
+        for name in ("rollout-0", "rollout-1")
+    )
+    assert value(early, "sluice_fleet_tokens_total") <= drawn
+    fleet = value(late, "sluice_fleet_replicas", state="serving")
+    assert fleet == value(seen.late["reward"], "sluice_reward_replicas") == 2
+
+
+def test_phases_add_up_to_the_wall_clock(observed: tuple[Record, Seen]) -> None:
+    page = observed[1].late["trainer"]
+    phases = sum(v for (name, _), v in page.items() if name == "sluice_trainer_seconds_total")
+    assert phases == pytest.approx(value(page, "sluice_trainer_wall_seconds_total"), abs=0.5)
+
+
+def test_what_a_validation_found_is_told(observed: tuple[Record, Seen]) -> None:
+    page = observed[1].late["trainer"]
+    scores = [dict(labels) for name, labels in page if name == "sluice_trainer_validation_score"]
+    assert {(one["variable"], one["statistic"]) for one in scores} >= {("acc", "mean@1")}
+
+
+def test_targets_are_gone_after_an_ordered_end(observed: tuple[Record, Seen]) -> None:
+    assert list((observed[0].run_dir / FOLDER).iterdir()) == []
+
+
+def test_without_a_port_a_run_writes_no_targets(small_assets: Assets, tmp_path: Path) -> None:
+    record = run_to_end(small_assets, tmp_path / "run", ("trainer.total_training_steps=1",))
+    assert record.end.exit_code == 0
+    assert not (record.run_dir / FOLDER).exists()

@@ -1,0 +1,55 @@
+"""What the benchmark of telemetry makes of its measurements, and how it measures CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench_telemetry import KINDS, OFF, StepCost, report
+from benchmarks.process_cpu import cpu_seconds
+
+SPUN_S = 0.3
+SPIN = f"import time\nwhile time.process_time() < {SPUN_S}: pass"
+PARENT = f"""
+import subprocess, sys
+subprocess.run([sys.executable, "-c", {SPIN!r}])
+sys.stdin.read()
+"""
+
+
+def test_overheads_are_medians_of_rounds_each_against_its_own_run_without() -> None:
+    found = report(
+        {
+            OFF: [StepCost(1.0, 2.0), StepCost(2.0, 2.0), StepCost(1.0, 2.0)],
+            "traces": [StepCost(1.1, 2.0), StepCost(2.02, 2.0), StepCost(1.5, 1.0)],
+        }
+    )
+    assert found["overhead_traces"] == 0.1
+    assert found["overhead_traces_wall"] == 0.0
+    assert found["overhead_traces_rounds"] == [0.1, 0.01, 0.5]
+    assert found["cpu_s"] == {"off": 1.0, "traces": 1.5}
+
+
+def test_without_telemetry_nothing_is_overridden() -> None:
+    with KINDS[OFF](Path("runs")) as overrides:
+        assert list(overrides) == []
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    ends_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_cpu_of_ended_children_counts() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE) as parent:
+        until(lambda: cpu_seconds(parent.pid) >= SPUN_S)
+        assert parent.stdin is not None
+        parent.stdin.close()

@@ -1,0 +1,97 @@
+"""What the page asks a run's services, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from sluice.cli.wait_chain import Explanation, explain
+from sluice.client.wait_survey import ServiceWaits
+from sluice.concurrency.process_mark import marked_process
+from sluice.dashboard.live_status import ASK_EVERY_S, SURVEY_EVERY_S, LiveStatus
+from sluice.dashboard.run_overview import RunAtRest, overview
+from sluice.dashboard.step_history import StepHistory
+from tests.support.dashboard_run import make_run
+from tests.support.rpc_server import serving
+from tests.support.scripted_trainer import ScriptedTrainer
+
+
+class Clock:
+    """Seconds that pass only when they are told to."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@asynccontextmanager
+async def live_status(
+    run_dir: Path, clock: Clock, explained: list[int]
+) -> AsyncIterator[LiveStatus]:
+    def counted(services: Sequence[ServiceWaits]) -> Explanation:
+        explained.append(len(services))
+        return explain(services)
+
+    live = LiveStatus(run_dir, counted, clock)
+    try:
+        yield live
+    finally:
+        await live.close()
+
+
+async def test_a_run_that_answers_is_shown_and_asked_no_more_often_than_once_a_second(
+    tmp_path: Path,
+) -> None:
+    trainer, clock, explained = ScriptedTrainer(), Clock(), []
+    async with serving(trainer=trainer) as server:
+        make_run(tmp_path, f"sluice.trainer.endpoint.port={server.port}")
+        async with live_status(tmp_path, clock, explained) as live:
+            async with asyncio.TaskGroup() as tasks:
+                together = [tasks.create_task(live.ask()) for _ in range(5)]
+            answers = [asked.result() for asked in together]
+            assert all(answer is answers[0] for answer in answers)
+            clock.now_s += ASK_EVERY_S
+            later = await live.ask()
+    assert answers[0] is not None
+    assert later is not None
+    assert later is not answers[0]
+    assert later.run is not None
+    assert (later.run.step, later.run.phase) == (2, "waiting for batch")
+    assert len(explained) == 1  # every service is asked more seldom still
+    shown = overview(RunAtRest("run", None, {}), StepHistory(tmp_path), later)
+    assert (shown["step"], shown["total_steps"]) == (2, 2)
+    assert [replica["name"] for replica in shown["replicas"]] == ["rollout-0"]
+
+
+async def test_nothing_is_shown_of_a_run_without_services(tmp_path: Path) -> None:
+    async with live_status(make_run(tmp_path), Clock(), []) as live:
+        assert await live.ask() is None
+
+
+async def test_a_trainer_whose_process_is_there_and_silent_is_trouble_with_its_reason(
+    tmp_path: Path,
+) -> None:
+    make_run(tmp_path)
+    with marked_process(tmp_path, "trainer", "127.0.0.1:1"):
+        async with live_status(tmp_path, Clock(), []) as live:
+            answer = await live.ask()
+    assert answer is not None
+    assert answer.run is None
+    shown = overview(RunAtRest("run", 5, {}), StepHistory(tmp_path), answer)
+    assert shown["health"] == "in trouble"
+    assert "the trainer does not answer; trainer" in shown["reasons"][0]
+
+
+async def test_a_run_that_is_started_anew_is_found_at_its_new_address(tmp_path: Path) -> None:
+    clock = Clock()
+    async with live_status(make_run(tmp_path), clock, []) as live:
+        assert await live.ask() is None
+        async with serving(trainer=ScriptedTrainer()) as server:
+            make_run(tmp_path, f"sluice.trainer.endpoint.port={server.port}")
+            clock.now_s += SURVEY_EVERY_S
+            answer = await live.ask()
+    assert answer is not None
+    assert answer.run is not None

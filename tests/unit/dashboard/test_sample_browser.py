@@ -1,0 +1,218 @@
+"""Samples as the page lists, filters, searches and opens them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.dashboard.sample_browser import Page, SampleBrowser
+from sluice.dashboard.sample_files import SampleFolders
+from sluice.dashboard.sample_index import Cursor, SampleFilter, SampleIndex
+from sluice.dashboard.sample_lines import GroupLines, ShownOutcome
+from sluice.telemetry.sample_dump import DumpedSample, write_dump
+from tests.support.dashboard_run import a_group, add_groups
+
+ALL = SampleFilter()
+WRONG = SampleFilter(outcomes=frozenset({ShownOutcome.ALL_WRONG}))
+
+
+def browser_of(run_dir: Path) -> SampleBrowser:
+    folders = SampleFolders(run_dir / "samples", run_dir / "trained", run_dir / "validation")
+    return SampleBrowser(folders)
+
+
+def read(browser: SampleBrowser) -> SampleBrowser:
+    while browser.read():
+        pass
+    return browser
+
+
+def names(page: Page) -> list[str]:
+    return [found.group.prompt_id for found in page.groups]
+
+
+def test_groups_of_every_end_are_listed_the_highest_step_first(tmp_path: Path) -> None:
+    groups = [
+        a_group("kept", step=2),
+        a_group("wrong", end="filtered_all_wrong", version=2),
+        a_group("old", end="dropped_stale", scores=(), version=0),
+    ]
+    add_groups(tmp_path, groups)
+    browser = read(browser_of(tmp_path))
+    page = browser.page(ALL)
+    assert names(page) == ["wrong", "kept", "old"]  # of steps 3, 2 and 1
+    assert (page.num_matching, page.next) == (3, None)
+    assert browser.counts["all wrong"] == browser.counts["trained"] == 1
+    assert names(browser.page(WRONG)) == ["wrong"]
+
+
+def test_groups_that_come_while_it_is_open_are_found_and_come_once(tmp_path: Path) -> None:
+    browser = browser_of(tmp_path)
+    assert names(read(browser).page(ALL)) == []
+    for number in range(3):
+        add_groups(tmp_path, [a_group(str(number), step=number + 1)])
+        read(browser)
+        assert names(browser.page(ALL)) == [str(n) for n in range(number, -1, -1)]
+
+
+def test_groups_of_a_deleted_file_are_gone_and_the_others_stay(tmp_path: Path) -> None:
+    add_groups(tmp_path, [a_group("first")])
+    add_groups(tmp_path, [a_group("second")])  # an archive of its own, hence another file
+    browser = read(browser_of(tmp_path))
+    place = browser.page(ALL).groups[-1].entry
+    min((tmp_path / "samples").iterdir()).unlink()
+    assert names(read(browser).page(ALL)) == ["second"]
+    assert browser.group(place.ordinal) is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (SampleFilter(first_step=2), ["3", "2"]),
+        (SampleFilter(last_step=2), ["2", "1"]),
+        (SampleFilter(least_score=0.5), ["3"]),
+        (SampleFilter(most_score=-0.5), ["1"]),
+        (SampleFilter(least_score=-0.5, most_score=0.5), ["2"]),
+        (SampleFilter(outcomes=frozenset({ShownOutcome.STALE})), []),
+    ],
+)
+def test_filters(tmp_path: Path, wanted: SampleFilter, expected: list[str]) -> None:
+    scores = {"1": (-1.0, -1.0), "2": (-1.0, 1.0, None), "3": (1.0, 1.0)}
+    add_groups(tmp_path, [a_group(n, scores[n], step=int(n)) for n in scores])
+    assert names(read(browser_of(tmp_path)).page(wanted)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("ΣΊΣΥΦΟΣ", ["hill"]),
+        ("prompt of hill", ["hill"]),
+        ('say "no"', ["quoted"]),
+        ("line\nbreak", ["quoted"]),
+        ("nowhere", []),
+        ("", ["quoted", "hill"]),
+    ],
+)
+def test_a_text_is_found_in_prompts_and_responses_whatever_its_case(
+    tmp_path: Path, text: str, found: list[str]
+) -> None:
+    groups = [
+        a_group("hill", text="the name is Σίσυφος"),
+        a_group("quoted", text='they say "No", then a line\nbreak'),
+    ]
+    add_groups(tmp_path, groups)
+    assert names(read(browser_of(tmp_path)).page(ALL, text)) == found
+
+
+def test_pages_cover_the_list_once_while_groups_are_added(tmp_path: Path) -> None:
+    add_groups(tmp_path, [a_group(str(n), step=1 + n // 4) for n in range(30)])
+    browser = read(browser_of(tmp_path))
+    seen: list[str] = []
+    after: Cursor | None = None
+    for number in itertools.count():
+        page = browser.page(ALL, after=after, most=7)
+        seen += names(page)
+        add_groups(tmp_path, [a_group(f"new {number}", step=100)])
+        read(browser)
+        if page.next is None:
+            break
+        after = page.next
+    assert sorted(seen, key=int) == [str(n) for n in range(30)]
+
+
+def test_a_search_that_takes_long_gives_what_it_has_and_goes_on(tmp_path: Path) -> None:
+    texts = {5: "a needle", 90: "a needle"}
+    groups = [a_group(str(n), step=n, text=texts.get(n, "hay")) for n in range(1, 100)]
+    add_groups(tmp_path, groups)
+    ticks = itertools.count(step=0.3)
+    browser = SampleBrowser(
+        SampleFolders(tmp_path / "samples", None, None), clock=lambda: next(ticks)
+    )
+    read(browser)
+    pages = [browser.page(ALL, "needle")]
+    while pages[-1].next is not None:
+        pages.append(browser.page(ALL, "needle", after=pages[-1].next))
+    assert len(pages) > 1
+    assert [name for page in pages for name in names(page)] == ["90", "5"]
+    assert sum(page.num_searched for page in pages) == 99
+
+
+def test_dumps_in_verls_columns_are_read_as_groups(tmp_path: Path) -> None:
+    rows = [
+        DumpedSample("1 + 1 = ?", f"it is {n}", "2", float(n), {"uid": uid, "acc": True})
+        for uid, n in (("a", 1), ("a", 2), ("b", 3))
+    ]
+    write_dump(tmp_path / "validation", rows, 10)
+    browser = read(browser_of(tmp_path))
+    page = browser.page(ALL)
+    assert [found.entry.num_responses for found in page.groups] == [1, 2]
+    assert {found.entry.outcome for found in page.groups} == {ShownOutcome.VALIDATION}
+    first = page.groups[1].group
+    assert [response.text for response in first.responses] == ["it is 1", "it is 2"]
+    assert (first.ground_truth, first.responses[0].metrics) == ("2", {"acc": 1.0})
+    write_dump(tmp_path / "validation", rows[:1], 10)  # a validation that was repeated
+    assert [f.entry.num_responses for f in read(browser).page(ALL).groups] == [1]
+
+
+def test_trained_dumps_are_read_only_where_there_is_no_archive(tmp_path: Path) -> None:
+    write_dump(tmp_path / "trained", [DumpedSample("dumped", "text", None, 1.0)], 1)
+    browser = read(browser_of(tmp_path))
+    assert [found.group.prompt for found in browser.page(ALL).groups] == ["dumped"]
+    add_groups(tmp_path, [a_group("kept", step=1)])
+    assert names(read(browser).page(ALL)) == ["kept"]
+
+
+def test_lines_that_are_no_groups_are_passed_over(tmp_path: Path) -> None:
+    add_groups(tmp_path, [a_group("good")])
+    (file,) = (tmp_path / "samples").iterdir()
+    good = file.read_bytes()
+    file.write_bytes(b'{"prompt": 3}\n\n\xff\n' + good + b'{"torn')
+    (tmp_path / "validation").mkdir()
+    (tmp_path / "validation" / "1.jsonl").write_text(json.dumps([1]) + "\n")
+    assert names(read(browser_of(tmp_path)).page(ALL)) == ["good"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=40), st.integers(1, 9))
+def test_walking_by_cursor_gives_every_match_once(groups: list[tuple[int, int]], most: int) -> None:
+    index = SampleIndex()
+    for place, (step, file) in enumerate(groups):
+        index.add(file, GroupLines(place, 1, step, ShownOutcome.TRAINED, 2, 0.0))
+    whole = [index.entry(place) for place in index.matching(ALL).tolist()]
+    walked, cursor = [], None
+    while True:
+        places = index.matching(ALL)
+        if cursor is not None:
+            places = index.after(places, cursor)
+        walked += [index.entry(place) for place in places[:most].tolist()]
+        if places.size <= most:
+            break
+        cursor = walked[-1].cursor
+    assert walked == whole
+    assert sorted(entry.ordinal for entry in walked) == list(range(len(groups)))
+    assert [entry.step for entry in walked] == sorted((s for s, _ in groups), reverse=True)
+
+
+def test_a_full_index_forgets_the_oldest_and_keeps_its_numbers() -> None:
+    index = SampleIndex(most_groups=10)
+    for number in range(25):
+        index.add(0, GroupLines(number, 1, number, ShownOutcome.TRAINED, 1, 0.0))
+    assert len(index) <= 10
+    newest = index.get(24)
+    assert newest is not None
+    assert newest.offset == 24
+    assert index.get(0) is None
+
+
+def test_a_million_samples_are_indexed_without_their_texts() -> None:
+    index = SampleIndex()
+    line = GroupLines(0, 100, 1, ShownOutcome.ALL_RIGHT, 8, 1.0)
+    for _ in range(125_000):
+        index.add(0, line)
+    assert len(index) == 125_000
+    assert index._rows.nbytes <= 8 << 20
+    assert index.matching(SampleFilter(first_step=1)).size == 125_000

@@ -1,0 +1,104 @@
+"""What is kept of `metrics.jsonl`, and what is drawn of it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from sluice.dashboard.curve_points import curve_points
+from sluice.dashboard.staleness_counts import MOST_BARS, StalenessCounts
+from sluice.dashboard.step_history import StepHistory
+from tests.support.dashboard_run import add_lines, step_row
+
+REWARD = "critic/rewards/mean"
+
+
+def read(source: StepHistory | StalenessCounts) -> None:
+    while source.read():
+        pass
+
+
+def test_a_step_that_was_trained_again_counts_once_by_its_later_line(tmp_path: Path) -> None:
+    history = StepHistory(tmp_path)
+    add_lines(tmp_path / "metrics.jsonl", [step_row(n, **{REWARD: float(n)}) for n in (1, 2, 3)])
+    read(history)
+    add_lines(tmp_path / "metrics.jsonl", [step_row(n, **{REWARD: -1.0}) for n in (2, 4)])
+    read(history)
+    assert history.steps.tolist() == [1, 2, 3, 4]
+    assert history.column(REWARD).tolist() == [1.0, -1.0, 3.0, -1.0]
+
+
+def test_a_step_that_comes_late_takes_its_place(tmp_path: Path) -> None:
+    history = StepHistory(tmp_path)
+    add_lines(tmp_path / "metrics.jsonl", [step_row(n, **{REWARD: float(n)}) for n in (1, 3, 2)])
+    read(history)
+    assert history.steps.tolist() == [1, 2, 3]
+    assert history.column(REWARD).tolist() == [1.0, 2.0, 3.0]
+
+
+def test_what_is_missing_or_no_number_is_a_gap(tmp_path: Path) -> None:
+    history = StepHistory(tmp_path)
+    add_lines(tmp_path / "metrics.jsonl", [step_row(1), step_row(2, **{REWARD: None})])
+    read(history)
+    assert np.isnan(history.column(REWARD)).all()
+    curve = curve_points(history, 100)["curves"]["reward"]
+    assert curve == {"x": [1, 2], "y": [None, None]}
+
+
+def test_lines_that_are_no_metrics_are_counted_and_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}x\n[1]\n\n{"no": 1}\n{"step": 1e999}\n', encoding="utf-8")
+    add_lines(file, [step_row(5)])
+    history = StepHistory(tmp_path)
+    read(history)
+    assert history.steps.tolist() == [5]
+    assert history.num_unread == 4
+
+
+def test_validations_are_told_apart_from_steps(tmp_path: Path) -> None:
+    rows = [{"step": 0, "val-core/a/acc/mean@2": 0.25, "val-core/b/acc/mean@2": 0.75}, step_row(1)]
+    add_lines(tmp_path / "metrics.jsonl", rows)
+    history = StepHistory(tmp_path)
+    read(history)
+    assert history.accuracies() == [(0, 0.5)]
+    assert history.steps.tolist() == [1]
+
+
+def test_a_hundred_thousand_steps_are_drawn_in_few_points_with_their_peak(tmp_path: Path) -> None:
+    history = StepHistory(tmp_path)
+    add_lines(
+        tmp_path / "metrics.jsonl",
+        [
+            step_row(n, **{REWARD: 99.0 if n == 54_321 else math.sin(n), "train/groups_kept": 2.0})
+            for n in range(1, 100_001)
+        ],
+    )
+    read(history)
+    drawn = curve_points(history, 400)
+    assert drawn["num_steps"] == 100_000
+    reward, composition = drawn["curves"]["reward"], drawn["composition"]
+    assert len(reward["x"]) <= 400
+    assert reward["x"][reward["y"].index(99.0)] == 54_321
+    assert len(composition["kept"]) <= 400
+    assert sum(composition["kept"]) == 200_000
+    assert (composition["from"][0], composition["to"][-1]) == (1, 100_000)
+
+
+def test_staleness_is_counted_over_trained_groups_and_has_a_last_bar(tmp_path: Path) -> None:
+    rows = [
+        {"end": "trained", "step": 3, "oldest_version": 2},
+        {"end": "trained", "step": 3, "oldest_version": 1},
+        {"end": "trained", "step": 3, "oldest_version": 1},
+        {"end": "filtered_all_right", "step": None, "oldest_version": 1},
+        {"end": "trained", "oldest_version": 1},
+        {"end": "trained", "step": 2, "oldest_version": None},
+    ]
+    add_lines(tmp_path / "groups.jsonl", rows)
+    counts = StalenessCounts(tmp_path)
+    read(counts)
+    assert counts.bars() == {"versions": [0, 1], "groups": [1, 2]}
+    add_lines(tmp_path / "groups.jsonl", [{"end": "trained", "step": 10**6, "oldest_version": 0}])
+    read(counts)
+    assert len(counts.bars()["groups"]) == MOST_BARS

@@ -1,0 +1,90 @@
+"""Checks run beside each other; a slow or broken one is told and keeps nobody else waiting."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from sluice.doctor.examination import Check, examine
+from sluice.doctor.examined import Examined, examined_run
+from sluice.doctor.finding import Finding, fine
+from sluice.doctor.registry import CHECKS
+from sluice.errors import ConfigError
+from tests.support.doctor_findings import run_of, severities
+from tests.support.source_tree import ROOT
+
+
+def sound(_: Examined) -> list[Finding]:
+    return [fine("all is well")]
+
+
+def refusing(_: Examined) -> list[Finding]:
+    raise ConfigError("the key = 3: too large; set it to 2")
+
+
+def broken(_: Examined) -> Iterator[Finding]:
+    yield fine("the first part")
+    raise ZeroDivisionError("division by zero")
+
+
+def test_a_check_that_hangs_is_a_problem_and_the_others_are_told_before_it_ends() -> None:
+    released = threading.Event()
+
+    def hanging(_: Examined) -> list[Finding]:
+        released.wait(60)
+        return []
+
+    checks = (
+        Check("hanging", "a file system", hanging, deadline_s=0.2),
+        Check("sound", "the rest", sound),
+    )
+    late, other = examine(run_of(), checks)
+    assert not released.is_set()
+    released.set()
+    assert severities(late.findings) == ["problem"]
+    assert late.findings[0].what == "a file system: no answer within 0.2 s"
+    assert severities(other.findings) == ["ok"]
+
+
+def test_an_error_of_ours_is_a_problem_with_its_remedy() -> None:
+    (result,) = examine(run_of(), (Check("a", "b", refusing),))
+    (found,) = result.findings
+    assert (found.what, found.remedy) == ("the key = 3: too large", "set it to 2")
+
+
+def test_a_defect_of_a_check_is_told_and_hides_no_other() -> None:
+    results = list(examine(run_of(), (Check("a", "the disk", broken), Check("b", "c", sound))))
+    assert [severities(one.findings) for one in results] == [["problem"], ["ok"]]
+    assert results[0].findings[0].what == "the disk: ZeroDivisionError: division by zero"
+
+
+def test_results_come_in_the_order_of_the_checks() -> None:
+    checks = tuple(Check(str(number), "", sound) for number in range(20))
+    assert [one.check.name for one in examine(run_of(), checks)] == [str(n) for n in range(20)]
+
+
+def test_without_a_run_only_what_holds_for_every_run_is_looked_at() -> None:
+    checks = (Check("a", "", sound), Check("b", "", sound, needs_run=True))
+    nobody = examined_run(None, [], {})
+    assert [one.check.name for one in examine(nobody, checks)] == ["a"]
+    named = examine(run_of("data.seed=3"), checks)
+    assert [one.check.name for one in named] == ["a", "b"]
+
+
+def test_checks_have_different_names_and_each_is_on_the_page() -> None:
+    names = [check.name for check in CHECKS]
+    assert len(set(names)) == len(names)
+    page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    assert [name for name in names if f"| `{name}` |" not in page] == []
+    of_every_run = [check.name for check in CHECKS if not check.needs_run]
+    assert names[: len(of_every_run)] == of_every_run
+    assert "The first eight hold for every run" in page
+    assert len(of_every_run) == 8
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_every_check_says_what_it_looks_at_and_ends(check: Check) -> None:
+    assert check.about
+    assert 0 < check.deadline_s <= 120

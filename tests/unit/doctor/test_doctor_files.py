@@ -1,0 +1,235 @@
+"""Findings about a run's files: shards that are cut, rows, certificates."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.doctor.certificate_dates import validities
+from sluice.doctor.certificates import SecurityFacts, check_certificates, security_findings
+from sluice.doctor.configuration import check_configuration, configuration_findings
+from sluice.doctor.data_files import DataFacts, check_data, data_findings
+from sluice.doctor.model_directory import ModelFacts, check_model, model_facts, model_findings
+from sluice.doctor.reward_function import check_reward
+from sluice.doctor.safetensors_header import read_shard
+from tests.support.certified import authority, service_key, write_pair, write_security
+from tests.support.doctor_findings import only, run_of, severities, write_model
+from tests.support.prompt_parquet import prompt_rows, write_prompts
+
+KEY = "actor_rollout_ref.model.path"
+
+
+def told(folder: Path) -> str:
+    return only(model_findings(model_facts(KEY, str(folder))), "problem").what
+
+
+def test_a_whole_model_is_one_line_with_its_size(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    found = only(check_model(run_of(f"{KEY}={tmp_path}")), "ok")
+    assert found.what.endswith("2 file(s) of weights, 2 tensors, 0.0 MiB")
+
+
+@pytest.mark.parametrize("kept", [4, 20, -1])
+def test_a_file_that_was_cut_short_is_named(kept: int, tmp_path: Path) -> None:
+    _, second = write_model(tmp_path)
+    second.write_bytes(second.read_bytes()[:kept])
+    assert second.name in told(tmp_path)
+
+
+@given(kept=st.floats(0, 1, exclude_max=True))
+def test_no_prefix_of_a_file_passes_for_the_whole(
+    kept: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("model")
+    first, _ = write_model(folder)
+    content = first.read_bytes()
+    assert read_shard(first).defect == ""
+    first.write_bytes(content[: int(kept * len(content))])
+    assert read_shard(first).defect
+
+
+def test_bytes_behind_the_last_tensor_are_seen(tmp_path: Path) -> None:
+    first, _ = write_model(tmp_path)
+    first.write_bytes(first.read_bytes() + b"\0")
+    assert "its header tells of" in told(tmp_path)
+
+
+def test_a_missing_file_is_counted_and_named(tmp_path: Path) -> None:
+    _, second = write_model(tmp_path)
+    second.unlink()
+    assert f"1 of 2 files that model.safetensors.index.json names are not there: {second.name}" in (
+        told(tmp_path)
+    )
+
+
+def test_a_pointer_of_git_lfs_is_told_with_its_remedy(tmp_path: Path) -> None:
+    first, _ = write_model(tmp_path)
+    first.write_text("version https://git-lfs\noid sha256:0\nsize 5\n", encoding="utf-8")
+    found = only(model_findings(model_facts(KEY, str(tmp_path))), "problem")
+    assert found.remedy == "fetch it with git lfs pull"
+
+
+def test_an_index_of_another_version_is_seen(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text(encoding="utf-8"))
+    content["weight_map"]["lm_head.weight"] = "model-00001-of-00002.safetensors"
+    index.write_text(json.dumps(content), encoding="utf-8")
+    assert "lacks 1 tensor(s)" in told(tmp_path)
+    index.write_text("{}", encoding="utf-8")
+    assert "index.json cannot be read" in told(tmp_path)
+
+
+def test_a_folder_without_safetensors_or_tokenizer_is_no_model(tmp_path: Path) -> None:
+    files = write_model(tmp_path)
+    for file in (*files, tmp_path / "model.safetensors.index.json"):
+        file.unlink()
+    assert "holds no *.safetensors" in told(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    assert "holds no tokenizer" in told(tmp_path)
+    assert "is no folder" in told(tmp_path / "none")
+    assert severities(model_findings(ModelFacts(KEY, ""))) == ["problem"]
+
+
+def test_a_critic_that_starts_from_another_model_is_looked_at(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    examined = run_of(
+        f"{KEY}={tmp_path}", "algorithm.adv_estimator=gae", f"critic.model.path={tmp_path}/none"
+    )
+    found = list(check_model(examined))
+    assert severities(found) == ["ok", "problem"]
+    assert found[1].what.startswith("critic.model.path")
+
+
+def test_rows_are_counted_and_their_sources_told(tmp_path: Path) -> None:
+    rows = prompt_rows([f"question {i}" for i in range(130)])
+    file = write_prompts(tmp_path / "train.parquet", rows)
+    examined = run_of(f"data.train_files={file}", "data.train_batch_size=64")
+    train, validation = check_data(examined)
+    assert train.what == "data.train_files: 130 rows in 1 file(s); math_dapo"
+    assert validation.what == "data.val_files is null: no validation"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"", "is empty (0 bytes)"), (b"PAR1 and nothing", "train.parquet")]
+)
+def test_a_file_that_cannot_be_read_is_a_problem(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_bytes(content)
+    found, _ = check_data(run_of(f"data.train_files={tmp_path}/train.parquet"))
+    assert found.severity == "problem"
+    assert said in found.what
+
+
+def test_a_missing_column_is_named(tmp_path: Path) -> None:
+    rows = [
+        {name: v for name, v in row.items() if name != "data_source"} for row in prompt_rows("a")
+    ]
+    file = write_prompts(tmp_path / "train.parquet", rows)
+    found, _ = check_data(run_of(f"data.train_files={file}"))
+    assert "no column 'data_source'" in found.what
+
+
+def test_a_source_without_a_scorer_is_a_problem_unless_a_function_grades_it() -> None:
+    facts = DataFacts("data.train_files", ("a",), 100, sources={"my/set": 90, "math_dapo": 10})
+    first, _ = data_findings(facts)
+    assert first.severity == "problem"
+    assert "'my/set' (90 of the first 100 rows)" in first.what
+    own = DataFacts("data.train_files", ("a",), 100, sources={"my/set": 9}, has_own_scorer=True)
+    only(data_findings(own), "ok")
+
+
+def test_fewer_rows_than_a_batch_are_a_warning() -> None:
+    facts = DataFacts("data.train_files", ("a",), 10, sources={"math_dapo": 10}, batch_rows=64)
+    assert severities(data_findings(facts)) == ["warning", "ok"]
+
+
+def test_without_a_function_built_in_scorers_grade() -> None:
+    assert "built-in scorers" in only(check_reward(run_of()), "ok").what
+
+
+def test_rules_of_the_configuration_are_told_but_not_those_of_other_checks() -> None:
+    broken = run_of("actor_rollout_ref.rollout.n=1", "algorithm.filter_groups.enable=true")
+    texts = [one.what for one in check_configuration(broken)]
+    assert any("actor_rollout_ref.rollout.n = 1" in text for text in texts)
+    assert not any(text.startswith(KEY) for text in texts)
+    only(configuration_findings([f"{KEY} is empty; set it"]), "ok")
+
+
+@pytest.mark.parametrize("days", [-1, 5, 30, 9000])
+def test_dates_are_those_that_a_library_reads(days: int) -> None:
+    pem = authority("ours").service(("sluice",), days).certificate
+    expected = x509.load_pem_x509_certificate(pem)
+    (found,) = validities(pem)
+    assert found.begins == expected.not_valid_before_utc
+    assert found.ends == expected.not_valid_after_utc
+
+
+def test_every_certificate_of_a_chain_has_its_dates() -> None:
+    chain = service_key().certificate + authority("ours").itself.certificate
+    assert len(validities(chain)) == 2
+    assert validities(b"no certificate") == []
+
+
+def test_a_certificate_that_is_cut_is_an_error() -> None:
+    lines = service_key().certificate.splitlines(keepends=True)
+    with pytest.raises(ValueError):
+        validities(b"".join([*lines[:3], lines[-1]]))
+
+
+def secured(folder: Path, *more: str) -> tuple[str, ...]:
+    files = write_security(folder)
+    return (*(f"sluice.security.{name}={value}" for name, value in files.items()), *more)
+
+
+def test_sound_certificates_are_told_with_their_end(tmp_path: Path) -> None:
+    found = list(check_certificates(run_of(*secured(tmp_path))))
+    assert severities(found) == ["ok", "ok"]
+    assert found[0].what.startswith("sluice.security.cert_file holds until ")
+
+
+def test_an_expired_certificate_is_one_problem_with_its_remedy(tmp_path: Path) -> None:
+    expired = authority("ours").service(("127.0.0.1",), -1)
+    certificate, key = write_pair(tmp_path, "expired", expired)
+    examined = run_of(
+        *secured(tmp_path),
+        f"sluice.security.cert_file={certificate}",
+        f"sluice.security.key_file={key}",
+    )
+    problems = [one for one in check_certificates(examined) if one.severity == "problem"]
+    (found,) = problems
+    assert "has expired" in found.what
+    assert "sluice certs --force" in found.remedy
+
+
+def test_a_certificate_that_ends_soon_and_a_secret_for_all_are_warnings(tmp_path: Path) -> None:
+    soon = authority("ours").service(("127.0.0.1", "sluice"), 5)
+    certificate, key = write_pair(tmp_path, "soon", soon)
+    Path(key).chmod(0o644)
+    examined = run_of(
+        *secured(tmp_path),
+        f"sluice.security.cert_file={certificate}",
+        f"sluice.security.key_file={key}",
+    )
+    found = list(check_certificates(examined))
+    assert severities(found) == ["warning", "warning", "ok"]
+    assert "can be read by every user" in found[0].what
+    assert "in 4 days" in found[1].what
+
+
+def test_dates_are_judged_by_the_clock_that_is_given() -> None:
+    now = datetime(2030, 1, 1, tzinfo=UTC)
+    ends = {"ca_file": now + timedelta(days=13), "cert_file": now - timedelta(seconds=1)}
+    facts = SecurityFacts("mtls", has_tokens=True, ends=ends, now=now)
+    assert severities(security_findings(facts)) == ["warning", "problem"]
+
+
+def test_services_on_other_hosts_without_tls_are_a_warning() -> None:
+    found = security_findings(SecurityFacts("off", has_tokens=False, has_remote_peers=True))
+    assert "anyone may call" in only(found, "warning").why
+    only(security_findings(SecurityFacts("off", has_tokens=False)), "ok")

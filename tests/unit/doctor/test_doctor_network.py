@@ -1,0 +1,146 @@
+"""Findings about networks and ports: variables and interfaces, ports that are really taken."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from sluice.doctor.network_interfaces import (
+    Interface,
+    NetworkFacts,
+    check_network,
+    chosen,
+    has_remote_peers,
+    interfaces_of_host,
+    is_own_address,
+    network_findings,
+)
+from sluice.doctor.port_holder import port_holder
+from sluice.doctor.ports import check_ports, port_facts
+from tests.support.doctor_findings import only, run_of, severities
+
+INTERFACES = {
+    "lo": Interface(is_up=True, is_loopback=True),
+    "eth0": Interface(is_up=True, is_loopback=False),
+    "eth1": Interface(is_up=False, is_loopback=False),
+    "docker0": Interface(is_up=True, is_loopback=False),
+}
+
+
+def facts(environment: dict[str, str], *, remote: bool = True, own: bool = True) -> NetworkFacts:
+    return NetworkFacts(INTERFACES, environment, remote, own)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "names"),
+    [
+        ("NCCL_SOCKET_IFNAME", "eth", ["eth0", "eth1"]),
+        ("NCCL_SOCKET_IFNAME", "=eth", []),
+        ("HCCL_SOCKET_IFNAME", "=eth0,docker0", ["eth0", "docker0"]),
+        ("NCCL_SOCKET_IFNAME", "^lo,docker", ["eth0", "eth1"]),
+        ("NCCL_SOCKET_IFNAME", "^=eth0", ["lo", "eth1", "docker0"]),
+        ("GLOO_SOCKET_IFNAME", "eth", []),
+        ("GLOO_SOCKET_IFNAME", "eth0,eth1", ["eth0", "eth1"]),
+    ],
+)
+def test_a_value_is_read_as_its_library_reads_it(name: str, value: str, names: list[str]) -> None:
+    assert chosen(name, value, INTERFACES) == names
+
+
+@pytest.mark.parametrize("name", ["NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [("ib0", "there is no such network"), ("eth1", "eth1 is down"), ("lo", "is the loopback")],
+)
+def test_a_network_that_peers_cannot_use_is_a_problem(name: str, value: str, told: str) -> None:
+    assert told in only(network_findings(facts({name: value})), "problem").what
+
+
+def test_the_loopback_will_do_where_all_processes_are_on_one_host() -> None:
+    only(network_findings(facts({"GLOO_SOCKET_IFNAME": "lo"}, remote=False)), "ok")
+    only(network_findings(facts({"NCCL_SOCKET_IFNAME": "eth0"})), "ok")
+
+
+def test_an_address_of_another_host_is_a_problem() -> None:
+    found = list(network_findings(facts({"HCCL_IF_IP": "10.0.0.9"}, remote=False, own=False)))
+    assert severities(found) == ["problem", "ok"]
+
+
+def test_several_networks_of_which_none_is_named_are_a_warning_with_peers_elsewhere() -> None:
+    assert "eth0, docker0" in only(network_findings(facts({})), "warning").what
+    only(network_findings(facts({}, remote=False)), "ok")
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment"),
+    [
+        (("trainer.nnodes=2",), {}),
+        (("sluice.trainer.endpoint.advertise=trainer",), {}),
+        (("sluice.reward.endpoint.host=10.0.0.7",), {}),
+        ((), {"MASTER_ADDR": "10.0.0.7"}),
+    ],
+)
+def test_peers_elsewhere_are_seen_in_the_configuration(
+    settings: tuple[str, ...], environment: dict[str, str]
+) -> None:
+    assert has_remote_peers(run_of(*settings, environment=environment))
+    assert not has_remote_peers(run_of())
+
+
+def test_this_hosts_networks_are_known() -> None:
+    interfaces = interfaces_of_host()
+    assert any(one.is_loopback and one.is_up for one in interfaces.values())
+    assert is_own_address("127.0.0.1")
+    assert not is_own_address("198.51.100.7")
+    assert "problem" not in severities(check_network(run_of()))
+    unknown = run_of(environment={"NCCL_SOCKET_IFNAME": "no-such-network"})
+    assert severities(check_network(unknown)) == ["problem"]
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_port_that_is_taken_is_a_problem_that_names_its_holder(taken_port: int) -> None:
+    found = only(check_ports(run_of(f"sluice.reward.endpoint.port={taken_port}")), "problem")
+    assert f"sluice.reward.endpoint.port = {taken_port}" in found.what
+    assert f"process {os.getpid()}" in found.what
+    assert "end the process that holds it" in found.remedy
+
+
+def test_a_port_nobody_listens_on_has_no_holder(taken_port: int) -> None:
+    assert port_holder(taken_port) is not None
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        assert port_holder(bound.getsockname()[1]) is None
+
+
+def test_free_ports_are_fine_and_every_port_of_an_endpoint_is_tried() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    examined = run_of(
+        f"sluice.trainer.endpoint.port={port}",
+        f"sluice.trainer.endpoint.health_port={port}",
+        f"sluice.reward.endpoint.metrics_port={port}",
+        f"sluice.dashboard.port={port}",
+    )
+    assert {one.key for one in port_facts(examined)} == {
+        "sluice.trainer.endpoint.port",
+        "sluice.trainer.endpoint.health_port",
+        "sluice.reward.endpoint.metrics_port",
+        "sluice.dashboard.port",
+    }
+    only(check_ports(examined), "ok")
+    assert "chosen when the run starts" in only(check_ports(run_of()), "ok").what
+
+
+def test_an_interface_that_is_not_here_is_a_problem() -> None:
+    examined = run_of(
+        "sluice.trainer.endpoint.host=198.51.100.7", "sluice.trainer.endpoint.port=7000"
+    )
+    assert "cannot listen there" in only(check_ports(examined), "problem").what

@@ -1,0 +1,66 @@
+"""Work that is given up once it is not wanted any more."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from sluice.launch.interruption import done_unless
+
+
+async def test_work_that_ends_first_is_done() -> None:
+    done: list[int] = []
+
+    async def work() -> None:
+        done.append(1)
+
+    assert await done_unless(asyncio.Event(), work())
+    assert done == [1]
+
+
+async def test_work_is_cancelled_once_it_is_not_wanted() -> None:
+    unwanted, begun = asyncio.Event(), asyncio.Event()
+    was_cancelled: list[bool] = []
+
+    async def work() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            was_cancelled.append(True)
+            raise
+
+    async with asyncio.TaskGroup() as tasks:
+        doing = tasks.create_task(done_unless(unwanted, work()))
+        await begun.wait()
+        unwanted.set()
+    assert doing.result() is False
+    assert was_cancelled == [True]
+
+
+async def test_an_error_comes_out_as_itself() -> None:
+    async def work() -> None:
+        raise ValueError("as it was")
+
+    with pytest.raises(ValueError, match=r"^as it was$"):
+        await done_unless(asyncio.Event(), work())
+
+
+async def test_cancelling_the_wait_cancels_the_work() -> None:
+    begun = asyncio.Event()
+    ended: list[str] = []
+
+    async def work() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("work")
+
+    async with asyncio.TaskGroup() as tasks:
+        doing = tasks.create_task(done_unless(asyncio.Event(), work()))
+        await begun.wait()
+        doing.cancel()
+    assert doing.cancelled()
+    assert ended == ["work"]

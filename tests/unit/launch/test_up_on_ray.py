@@ -1,0 +1,53 @@
+"""`sluice up --on ray` where there is no Ray, or the words are wrong."""
+
+from __future__ import annotations
+
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from sluice.cli import up
+from sluice.cli.main import commands
+from sluice.config.loader import load_config
+from sluice.errors import ConfigError
+from sluice.launch.ray_cluster import ray_cluster
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'sluice\[ray\]'"), ray_cluster("auto"):
+        pass
+
+
+def test_a_trainer_on_several_machines_is_pointed_to_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up, "check_config", lambda _: None)  # files and the rest are there
+    config = load_config(None, ["trainer.nnodes=2", f"sluice.run_dir={tmp_path}"])
+    with pytest.raises(ConfigError, match="start it with --on ray on a Ray cluster"):
+        up.start_run(config, Console(file=StringIO()), logs=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--on", "ray", "--resources", "NPU:8"), "write SERVICE=RESOURCE:AMOUNT"),
+        (("--resources", "rollout=NPU:8"), "only --on ray hands them out"),
+    ],
+)
+def test_wrong_resources_are_refused_before_anything_is_read(
+    words: tuple[str, ...], told: str
+) -> None:
+    result = CliRunner().invoke(commands, ["up", "no-such-file.yaml", *words])
+    assert isinstance(result.exception, ConfigError)
+    assert told in str(result.exception)
+
+
+def test_only_two_places_are_known() -> None:
+    result = CliRunner().invoke(commands, ["up", "--on", "slurm"])
+    assert result.exit_code == 2

@@ -1,0 +1,105 @@
+"""What the reward service exports is what its status tells."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from services.reward.assembly import RewardLoop
+from services.reward.batch_history import BatchHistory
+from services.reward.demand_meter import DemandMeter
+from services.reward.exported_metrics import RewardMetrics, fleet_facts
+from sluice.config.loader import load_config
+from sluice.telemetry.histogram import Distribution
+from sluice.telemetry.instrument import Reading
+from sluice.telemetry.instruments import INSTRUMENTS
+from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
+
+CONFIG = load_config(
+    None,
+    (
+        "data.train_batch_size=2",
+        "actor_rollout_ref.rollout.n=4",
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=acc",
+        "sluice.asynchrony.max_staleness=1",
+    ),
+)
+
+
+MIXED, RIGHT = "answer=1 right=2", "answer=1 right=4"
+
+
+def metrics_of(loop: RewardLoop) -> RewardMetrics:
+    history = BatchHistory()
+    loop.recorder.on_batch = history.formed
+    demand = DemandMeter(lambda: fleet_facts(loop, history.num_formed))
+    return RewardMetrics(loop, history, demand, 2, 1)
+
+
+def told(readings: RewardMetrics) -> Mapping[tuple[str, ...], Reading]:
+    return {(one.instrument.name, *one.labels): one for one in readings.readings()}
+
+
+async def test_counts_of_a_batch_are_those_of_the_status() -> None:
+    async with running_loop(CONFIG, ScriptedClient()) as loop:
+        metrics = metrics_of(loop)
+        submit(loop, [MIXED, MIXED, RIGHT])
+        await loop.pipeline.announce("trainer-1", 0, [replica("a", slots=8)], None)
+        metrics.demand.look(0.0)
+        await settled(lambda: loop.batcher.num_kept == 2)
+        batch = await loop.pipeline.batches.take(1, 0, 5.0)
+        loop.pipeline.batches.acknowledge(batch.batch_id, 1)
+        metrics.demand.look(1.0)
+        found, status = told(metrics), loop.statistics()
+        accounts = loop.ledger.accounts()
+    values = {key: one.value for key, one in found.items()}
+    assert values[("sluice_reward_prompts_submitted_total",)] == accounts.num_submitted == 3
+    assert values[("sluice_reward_prompts_ended_total", "trained")] == 2.0
+    assert values[("sluice_reward_prompts_ended_total", "filtered_all_right")] == 1.0
+    assert values[("sluice_reward_groups_kept_total",)] == status["reward/groups_kept"] == 2.0
+    assert values[("sluice_reward_samples_total", "scored")] == 12.0
+    assert values[("sluice_reward_received_tokens_total",)] == status["reward/tokens/received"]
+    assert values[("sluice_reward_batches_total",)] == 1.0
+    assert values[("sluice_rollout_demand_replicas",)] == 1.0
+    assert {one.instrument for one in found.values()} <= set(INSTRUMENTS["reward"])
+
+
+async def test_staleness_and_time_to_fill_are_told_of_every_batch() -> None:
+    async with running_loop(CONFIG, ScriptedClient()) as loop:
+        metrics = metrics_of(loop)
+        submit(loop, [MIXED, MIXED])
+        await loop.pipeline.announce("trainer-1", 0, [replica("a")], None)
+        await settled(lambda: loop.batcher.num_kept == 2)
+        await loop.pipeline.announce("trainer-1", 1, [replica("a", 1)], None)
+        await loop.pipeline.batches.take(2, 1, 5.0)
+        found = told(metrics)
+    staleness = found[("sluice_reward_staleness_versions",)].value
+    fills = found[("sluice_reward_batch_fill_seconds",)].value
+    assert isinstance(staleness, Distribution)
+    assert isinstance(fills, Distribution)
+    assert staleness.cumulative[:2] == ((0.0, 0), (1.0, 8))
+    assert fills.count == 1
+
+
+async def test_waits_for_generation_starve_the_trainer_and_those_for_prompts_do_not() -> None:
+    opened = asyncio.Event()
+
+    async def wait(*_: object) -> None:
+        await opened.wait()
+
+    async with running_loop(CONFIG, ScriptedClient(before_sample=wait)) as loop:
+        await loop.pipeline.announce("trainer-1", 0, [replica("a", slots=6)], None)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(loop.pipeline.batches.take(1, 0, 5.0))
+            await settled(lambda: loop.pipeline.batches.is_asked)
+            facts = fleet_facts(loop, 0)
+            assert (facts.num_replicas, facts.num_slots, facts.slots_in_use) == (1, 6, 0)
+            assert not facts.is_starved
+            submit(loop, [MIXED, MIXED])
+            await settled(lambda: fleet_facts(loop, 0).slots_in_use > 0)
+            assert fleet_facts(loop, 0).is_starved
+            # A replica holds more sequences than slots, which count once.
+            assert fleet_facts(loop, 0).slots_in_use <= 6
+            opened.set()
+        assert not fleet_facts(loop, 1).is_starved

@@ -1,0 +1,173 @@
+"""What the vendors' engines have in common, over a core that is no vendor's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from services.rollout.engines import client_engine
+from services.rollout.engines.checkpoint_layout import CheckpointLayout
+from services.rollout.engines.chunk_stream import ChunkStream
+from services.rollout.engines.client_engine import ClientEngine
+from services.rollout.engines.client_engine_settings import ClientEngineSettings
+from services.rollout.engines.protocol import GenerationRequest, PauseMode, SampleChunk
+from sluice.errors import EngineError, ExhaustedError, NotReadyError
+from sluice.types import FinishReason
+from tests.support.causal_lms import request
+
+_Post = Callable[[list[SampleChunk]], None]
+_SETTINGS = ClientEngineSettings("model", slots=2, max_model_len=64, max_queued=1)
+
+
+@dataclass
+class _Run:
+    samples: int
+    post: _Post
+    drawn: int = 0
+
+
+@dataclass
+class _Core:
+    """Draws token 5 for each sample and ends it, unless it is to go on for ever."""
+
+    layout: CheckpointLayout = field(default_factory=lambda: CheckpointLayout(100, (), ()))
+    version: int | None = 3
+    digest: str = "three"
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    broken: EngineError | None = None
+    is_endless: bool = False
+    running: int = 0
+    heeds_cancels: bool = True
+    cancelled: set[ChunkStream] = field(default_factory=set)
+
+    def note_broken(self, error: EngineError) -> None:
+        self.broken = error
+
+    async def run(self, run: _Run, stream: ChunkStream) -> None:
+        reason = None if self.is_endless else FinishReason.STOP
+        token, logprob = np.array([5], np.uint32), np.float32([-0.5])
+        run.drawn = run.samples
+        self.generated_tokens += run.samples
+        run.post([SampleChunk(index, token, logprob, 3, reason) for index in range(run.samples)])
+        self.running += 1
+        while self.is_endless and not (self.heeds_cancels and stream in self.cancelled):
+            await asyncio.sleep(0.001)
+        self.running -= 1
+        stream.end(None)
+
+    async def cancel(self, stream: ChunkStream) -> None:
+        self.cancelled.add(stream)
+
+    async def pause(self, mode: PauseMode) -> None:
+        return
+
+    async def resume(self) -> None:
+        return
+
+    async def close(self) -> None:
+        self.is_endless = False
+        while self.running:
+            await asyncio.sleep(0.001)
+
+
+class _Engine(ClientEngine[_Core]):
+    def __init__(self, core: _Core) -> None:
+        super().__init__("Vendor", _SETTINGS)
+        self.built = core
+
+    async def start(self) -> None:
+        async def build() -> _Core:
+            return self.built
+
+        await self._build(build())
+
+    async def generate(
+        self, wanted: GenerationRequest
+    ) -> AsyncGenerator[tuple[SampleChunk, ...], None]:
+        self._admit(wanted)
+        samples = len(wanted.sample_indexes)
+        async with aclosing(self._draw(wanted, lambda _, post: _Run(samples, post))) as drawing:
+            async for chunks in drawing:
+                yield chunks
+
+
+@pytest.fixture
+async def core() -> _Core:
+    return _Core()
+
+
+@pytest.fixture
+async def engine(core: _Core) -> AsyncIterator[_Engine]:
+    engine = _Engine(core)
+    await engine.start()
+    async with asyncio.timeout(20):
+        yield engine
+    await engine.stop()
+
+
+async def test_tokens_that_were_not_taken_are_entered_as_unsent(engine: _Engine) -> None:
+    wanted = request(samples=2)
+    async with aclosing(engine.generate(wanted)) as drawing:
+        assert len(await anext(drawing)) == wanted.tokens.yielded == 2
+    load = engine.load()
+    assert (load.generated_tokens, load.unsent_tokens, load.running_tokens) == (2, 0, 2)
+    assert (load.version, load.weight_digest) == (3, "three")
+
+
+async def test_an_abandoned_call_frees_its_slots_once_its_samples_were_aborted(
+    engine: _Engine, core: _Core
+) -> None:
+    core.is_endless = True
+    async with aclosing(engine.generate(request(samples=3))) as drawing:
+        await anext(drawing)
+        load = engine.load()
+        assert (load.slots_busy, load.queued, load.busy_seconds > 0) == (2, 1, True)
+        assert not core.cancelled
+    assert len(core.cancelled) == 1
+    assert (engine.load().slots_busy, engine.load().queued) == (0, 0)
+
+
+async def test_samples_beyond_the_slots_and_the_queue_are_refused(
+    engine: _Engine, core: _Core
+) -> None:
+    core.is_endless = True
+    async with aclosing(engine.generate(request(samples=2))) as drawing:
+        await anext(drawing)
+        with pytest.raises(ExhaustedError, match=r"4 samples .* 2 in slots and 1 waiting"):
+            await anext(engine.generate(request(samples=2)))
+
+
+async def test_an_engine_that_does_not_abort_samples_is_broken(
+    engine: _Engine, core: _Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_engine, "_END_TIMEOUT_S", 0.01)
+    core.is_endless, core.heeds_cancels = True, False
+    async with aclosing(engine.generate(request())) as drawing:
+        await anext(drawing)
+    with pytest.raises(EngineError, match="Vendor: samples were not aborted"):
+        engine.load()
+
+
+async def test_calls_end_with_the_engine_and_none_begins_after_it(
+    engine: _Engine, core: _Core
+) -> None:
+    core.is_endless = True
+    async with aclosing(engine.generate(request())) as drawing:
+        await anext(drawing)
+        await engine.stop()
+        with pytest.raises(EngineError):
+            await anext(drawing)
+    with pytest.raises(NotReadyError, match="the Vendor engine is not running"):
+        await anext(engine.generate(request()))
+
+
+async def test_without_weights_nothing_is_admitted(engine: _Engine, core: _Core) -> None:
+    core.version = None
+    with pytest.raises(NotReadyError, match="has no weights yet"):
+        await anext(engine.generate(request()))

@@ -1,0 +1,32 @@
+"""What a replica exports are its engine's counters."""
+
+from __future__ import annotations
+
+from services.rollout.engines.protocol import EngineLoad
+from services.rollout.exported_metrics import load_readings
+from sluice.telemetry.instruments import INSTRUMENTS
+
+LOAD = EngineLoad(8, 3, 2, 100, 5, 7, 1.5, {"idle": 2.0, "generating": 1.5}, 4, "digest")
+
+
+def test_every_counter_of_the_engine_is_told() -> None:
+    found = {(one.instrument.name, *one.labels): one.value for one in load_readings(LOAD)}
+    assert found == {
+        ("sluice_replica_slots",): 8.0,
+        ("sluice_replica_slots_busy",): 3.0,
+        ("sluice_replica_queued_samples",): 2.0,
+        ("sluice_replica_policy_version",): 4.0,
+        ("sluice_replica_generated_tokens_total",): 100.0,
+        ("sluice_replica_unsent_tokens_total",): 5.0,
+        ("sluice_replica_running_tokens",): 7.0,
+        ("sluice_replica_busy_seconds_total",): 1.5,
+        ("sluice_replica_seconds_total", "idle"): 2.0,
+        ("sluice_replica_seconds_total", "generating"): 1.5,
+    }
+    assert {name for name, *_ in found} == {one.name for one in INSTRUMENTS["rollout"]}
+
+
+def test_a_replica_without_weights_serves_version_minus_one() -> None:
+    load = EngineLoad(8, 0, 0, 0, 0, 0, 0.0, {}, None, "")
+    found = {one.instrument.name: one.value for one in load_readings(load)}
+    assert found["sluice_replica_policy_version"] == -1.0

@@ -1,0 +1,138 @@
+"""A process's metrics: served where a port is set, complete while its loop runs, else partly."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sluice.config.loader import load_config
+from sluice.config.service import EndpointConfig, ServiceConfig
+from sluice.errors import ConfigError, ExhaustedError
+from sluice.rpc import served_metrics as module
+from sluice.rpc.client_quota import ClientQuota
+from sluice.rpc.process_readings import ProcessName, process_readings
+from sluice.rpc.served_metrics import served_metrics
+from sluice.telemetry.instrument import Reading, gauge
+from tests.support.scraped import fetch, names, parsed, targets, value
+from tests.support.source_tree import ROOT
+
+LEVEL = gauge("sluice_level", "metres", "Of the water.")
+WHO = ProcessName("reward", "reward", 2)
+
+
+def settings(run_dir: Path) -> ServiceConfig:
+    return load_config(None, [f"sluice.run_dir={run_dir}"]).sluice
+
+
+def level() -> list[Reading]:
+    return [LEVEL.at(3.0)]
+
+
+async def test_the_page_holds_the_services_readings_and_those_of_every_process(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("prometheus_client")
+    service = settings(tmp_path)
+    with served_metrics(service, EndpointConfig(metrics_port=0), WHO, level):
+        (address,) = targets(tmp_path).values()
+        page = parsed(await asyncio.to_thread(fetch, address))
+    assert value(page, "sluice_level") == 3.0
+    assert value(page, "sluice_scrape_complete") == 1.0
+    assert value(page, "sluice_process_restarts_total") == 2.0
+    assert value(page, "sluice_run_folder_free_bytes") > 0
+    assert targets(tmp_path) == {}
+
+
+async def test_a_blocked_loop_leaves_a_page_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setattr(module, "_LOOP_TIMEOUT_S", 0.05)
+    with served_metrics(settings(tmp_path), EndpointConfig(metrics_port=0), WHO, level):
+        (address,) = targets(tmp_path).values()
+        scrape = subprocess.Popen(
+            [
+                *(sys.executable, "-c"),
+                "import sys, urllib.request as u; "
+                f"sys.stdout.write(u.urlopen('http://{address}/metrics').read().decode())",
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        text = scrape.communicate(timeout=30)[0]  # the loop does not run meanwhile
+    page = parsed(text)
+    assert value(page, "sluice_scrape_complete") == 0.0
+    assert "sluice_level" not in names(page)
+    assert "sluice_process_uptime_seconds" in names(page)
+
+
+async def test_without_a_port_nothing_is_served(tmp_path: Path) -> None:
+    def unread() -> list[Reading]:
+        raise AssertionError("read")
+
+    with served_metrics(settings(tmp_path), EndpointConfig(), WHO, unread):
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_services_without_a_port_load_no_client_of_prometheus() -> None:
+    code = (
+        "import sys, services.reward.__main__, services.rollout.exported_metrics\n"
+        "import services.trainer.exported_metrics\n"
+        "sys.exit('prometheus_client' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+async def test_a_port_that_is_taken_is_told_with_the_remedy(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    first = EndpointConfig(metrics_port=0)
+    with served_metrics(settings(tmp_path), first, WHO, level):
+        (address,) = targets(tmp_path).values()
+        port = int(address.rpartition(":")[2])
+        second = served_metrics(settings(tmp_path), EndpointConfig(metrics_port=port), WHO, level)
+        with pytest.raises(ConfigError, match=f"port {port}"), second:
+            pass
+
+
+@pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("0.0.0.0", True)])
+async def test_a_port_that_other_machines_reach_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, host: str, warns: bool
+) -> None:
+    pytest.importorskip("prometheus_client")
+    endpoint = EndpointConfig(host=host, advertise="reward", metrics_port=0)
+    with (
+        caplog.at_level(logging.WARNING),
+        served_metrics(settings(tmp_path), endpoint, WHO, level),
+    ):
+        (address,) = targets(tmp_path).values()
+    assert address.startswith("reward:")
+    assert ("without a token" in caplog.text) is warns
+
+
+def told(run_dir: Path) -> dict[tuple[Any, ...], Any]:
+    return {(r.instrument.name, *r.labels): r.value for r in process_readings(WHO, run_dir)}
+
+
+def test_a_refusal_by_a_quota_is_counted_under_its_setting(tmp_path: Path) -> None:
+    key = ("sluice_quota_refusals_total", "sluice.limits.of_a_test")
+    quota = ClientQuota(1, "things", key[1])
+    with quota.held("a", 1), pytest.raises(ExhaustedError), quota.held("a", 1):
+        pass
+    assert told(tmp_path)[key] == 1.0
+
+
+def test_the_longest_wait_is_told_and_a_folder_that_is_elsewhere_is_not(tmp_path: Path) -> None:
+    from sluice.concurrency.waits import WAITS, Wait
+
+    before = Wait("peer", "something", time.monotonic() - 100.0, WAITS._open)
+    with before:
+        found = told(tmp_path / "absent")
+    assert found[("sluice_watchdog_longest_wait_seconds",)] >= 100.0
+    assert ("sluice_run_folder_free_bytes",) not in found

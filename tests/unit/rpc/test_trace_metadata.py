@@ -1,0 +1,123 @@
+"""Trace context travels in the metadata of calls, and only where this process is traced."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
+from sluice.rpc.call import stream_call, unary_call
+from sluice.rpc.stubs import reward_stub
+from sluice.rpc.trace_metadata import TRACEPARENT, caller_context, served
+from sluice.telemetry.span_names import SpanName
+from sluice.telemetry.trace_context import TraceContext
+from sluice.telemetry.tracing import TRACER
+from tests.support.rpc_server import connected
+from tests.support.seen_spans import traced
+
+CALLER = TraceContext(0xABC, 0xDEF, is_sampled=True)
+
+
+class Listener(reward_pb2_grpc.RewardServiceServicer):
+    """Notes the metadata of its calls, and serves them in spans."""
+
+    def __init__(self) -> None:
+        self.sent: list[str | None] = []
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        self._note(context)
+        with served(SpanName.SERVE, context), TRACER.stage(SpanName.SAMPLE):
+            return reward_pb2.GetStatusResponse()
+
+    async def TakeImages(self, request: Any, context: Any) -> Any:
+        self._note(context)
+        yield reward_pb2.TakeImagesResponse(prompt_id="p")
+
+    def _note(self, context: Any) -> None:
+        self.sent.append(dict(context.invocation_metadata()).get(TRACEPARENT))
+
+
+async def ask(channel: Any) -> None:
+    await unary_call(
+        reward_stub(channel).GetStatus,
+        reward_pb2.GetStatusRequest(),
+        name="RewardService/GetStatus",
+        peer="reward service",
+        phase="asking",
+    )
+
+
+async def listen(channel: Any) -> None:
+    stream = stream_call(
+        reward_stub(channel).TakeImages,
+        reward_pb2.TakeImagesRequest(batch_id="b"),
+        name="RewardService/TakeImages",
+        peer="reward service",
+        phase="asking",
+    )
+    async with aclosing(stream) as answers:
+        assert [answer.prompt_id async for answer in answers] == ["p"]
+
+
+async def test_calls_tell_the_present_span_and_who_serves_goes_on_with_it() -> None:
+    peer = Listener()
+    async with connected(reward=peer) as channel:
+        with traced() as kept, TRACER.trace(SpanName.ATTEMPT) as attempt:
+            await ask(channel)
+            await listen(channel)
+    assert attempt.context is not None
+    assert peer.sent == [attempt.context.traceparent] * 2
+    sample, serve, _ = kept.spans
+    assert serve.parent_id == attempt.context.span_id
+    assert sample.parent_id == serve.context.span_id
+    assert sample.context.trace_id == attempt.context.trace_id
+
+
+async def test_what_is_not_recorded_here_is_not_recorded_there() -> None:
+    peer = Listener()
+    async with connected(reward=peer) as channel:
+        with traced() as kept, TRACER.unrecorded():
+            await ask(channel)
+    (sent,) = peer.sent
+    assert sent is not None
+    assert sent.endswith("-00")
+    assert kept.begun == 0
+
+
+async def test_calls_tell_nothing_where_nothing_is_traced() -> None:
+    peer = Listener()
+    async with connected(reward=peer) as channel:
+        await ask(channel)
+        await listen(channel)
+        with traced():  # but of no span
+            await ask(channel)
+    assert peer.sent == [None] * 3
+
+
+class Call:
+    """A servicer's context with metadata."""
+
+    def __init__(self, *metadata: tuple[str, Any]) -> None:
+        self.metadata = metadata
+
+    def invocation_metadata(self) -> Any:
+        return self.metadata or None
+
+
+@pytest.mark.parametrize(
+    ("call", "context"),
+    [
+        (Call(("a", "b"), (TRACEPARENT, CALLER.traceparent)), CALLER),
+        (Call((TRACEPARENT, "nonsense")), None),
+        (Call((TRACEPARENT, b"\xff")), None),
+        (Call(), None),
+    ],
+)
+def test_a_callers_context_is_read_and_nonsense_is_none(
+    call: Call, context: TraceContext | None
+) -> None:
+    with traced():
+        assert caller_context(call) == context
+    assert caller_context(call) is None

@@ -1,0 +1,78 @@
+"""Readings as Prometheus reads them."""
+
+from __future__ import annotations
+
+import builtins
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from sluice.errors import ConfigError
+from sluice.telemetry.exposition import PROCESS_NAMES, Exposition
+from sluice.telemetry.histogram import Histogram
+from sluice.telemetry.instrument import Reading, counter, gauge, histogram
+from tests.support.scraped import names, parsed, value
+
+TOLD = counter("sluice_told_total", "times", "How often it was told.", "who")
+LEVEL = gauge("sluice_level", "metres", 'Of the "water", with a \\ in it.')
+SIZES = histogram("sluice_sizes", "metres", "Sizes.", (1.0, 2.5))
+
+
+def page(*rounds: Iterable[Reading]) -> Any:
+    pytest.importorskip("prometheus_client")
+    waiting = list(rounds)
+    exposition = Exposition(lambda: waiting.pop(0))
+    text = b""
+    for _ in rounds:
+        text = exposition.page()
+    return parsed(text.decode())
+
+
+def test_values_come_with_their_labels_and_odd_ones_survive() -> None:
+    odd = 'a "quoted"\nline \\'
+    found = page([TOLD.at(2.0, "a"), LEVEL.at(math.nan), TOLD.at(3.0, odd)])
+    assert value(found, "sluice_told_total", who="a") == 2.0
+    assert value(found, "sluice_told_total", who=odd) == 3.0
+    assert math.isnan(value(found, "sluice_level"))
+
+
+def test_a_histogram_has_buckets_sum_and_count() -> None:
+    sizes = Histogram(SIZES.bounds)
+    for size in (0.5, 2.0, 9.0):
+        sizes.observe(size)
+    found = page([SIZES.at(sizes.distribution())])
+    assert [value(found, "sluice_sizes_bucket", le=le) for le in ("1.0", "2.5", "+Inf")] == [
+        1,
+        2,
+        3,
+    ]
+    assert value(found, "sluice_sizes_sum") == 11.5
+    assert value(found, "sluice_sizes_count") == 3
+    assert set(SIZES.series) <= names(found)
+
+
+def test_a_counter_that_takes_something_back_stands_still_and_a_gauge_falls() -> None:
+    first, second = [TOLD.at(5.0, "a"), LEVEL.at(5.0)], [TOLD.at(3.0, "a"), LEVEL.at(3.0)]
+    found = page(first, second)
+    assert value(found, "sluice_told_total", who="a") == 5.0
+    assert value(found, "sluice_level") == 3.0
+    assert value(page(first, second, [TOLD.at(6.0, "a")]), "sluice_told_total", who="a") == 6.0
+
+
+def test_the_process_tells_of_itself_by_the_usual_names() -> None:
+    assert set(PROCESS_NAMES) == names(page([]))
+
+
+def test_a_missing_package_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any, **more: Any) -> Any:
+        if name.startswith("prometheus_client"):
+            raise ImportError(name)
+        return real(name, *arguments, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError, match=r"pip install 'sluice\[metrics\]'"):
+        Exposition(list)

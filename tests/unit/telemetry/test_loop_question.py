@@ -1,0 +1,47 @@
+"""An event loop is asked from another thread, and a blocked one is done without."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from sluice.telemetry.loop_question import ask_loop
+
+
+async def test_the_question_is_answered_in_the_loops_thread() -> None:
+    loop, own = asyncio.get_running_loop(), threading.get_ident()
+    assert await asyncio.to_thread(ask_loop, loop, threading.get_ident, 20.0) == own
+
+
+async def test_what_the_question_raises_is_raised_to_whoever_asked() -> None:
+    def fail() -> None:
+        raise TimeoutError("of its own")
+
+    with pytest.raises(TimeoutError, match="of its own"):
+        await asyncio.to_thread(ask_loop, asyncio.get_running_loop(), fail, 20.0)
+
+
+def test_a_blocked_loop_is_done_without_and_not_asked_later() -> None:
+    asked: list[int] = []
+
+    async def blocked() -> object:
+        loop, answers = asyncio.get_running_loop(), list[object]()
+        asking = threading.Thread(
+            target=lambda: answers.append(ask_loop(loop, lambda: asked.append(1), 0.05))
+        )
+        asking.start()
+        asking.join(20)  # the loop does not run meanwhile
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return answers
+
+    assert asyncio.run(blocked()) == [None]
+    assert asked == []
+
+
+def test_a_closed_loop_answers_nothing() -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+    assert ask_loop(loop, lambda: 1, 20.0) is None

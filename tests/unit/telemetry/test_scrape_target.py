@@ -1,0 +1,53 @@
+"""Where Prometheus finds a process: written while it lives, gone at an ordered end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from sluice.telemetry.scrape_target import FOLDER, forget_targets, scrape_target
+from sluice.telemetry.tally import Tally
+
+LABELS = {"service": "rollout", "name": "a/b", "run": "r"}
+
+
+def test_the_file_is_what_file_sd_reads_and_goes_with_the_block(tmp_path: Path) -> None:
+    with scrape_target(tmp_path, "a/b", "127.0.0.1:9", LABELS):
+        (file,) = (tmp_path / FOLDER).iterdir()
+        assert file.name == "a_b.json"
+        told = json.loads(file.read_text(encoding="utf-8"))
+        assert told == [{"targets": ["127.0.0.1:9"], "labels": LABELS}]
+    assert list((tmp_path / FOLDER).iterdir()) == []
+
+
+def test_a_file_that_a_later_process_wrote_stays(tmp_path: Path) -> None:
+    with (
+        scrape_target(tmp_path, "a", "127.0.0.1:9", {}),
+        scrape_target(tmp_path, "a", "127.0.0.1:10", {}),
+    ):
+        pass
+    with scrape_target(tmp_path, "a", "127.0.0.1:9", {}):
+        file = tmp_path / FOLDER / "a.json"
+        file.write_text("another", encoding="utf-8")
+    assert file.read_text(encoding="utf-8") == "another"
+
+
+def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
+    with scrape_target(tmp_path / "absent", "a", "127.0.0.1:9", {}):
+        assert not (tmp_path / "absent").exists()
+
+
+def test_a_run_that_begins_forgets_the_targets_of_an_earlier_one(tmp_path: Path) -> None:
+    forget_targets(tmp_path)
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "killed.json").write_text("[]", encoding="utf-8")
+    forget_targets(tmp_path)
+    assert list((tmp_path / FOLDER).iterdir()) == []
+
+
+def test_a_tally_counts_by_kind() -> None:
+    tally = Tally()
+    tally.add("a", "b")
+    tally.add("a", "b")
+    tally.add("c", "d")
+    assert tally.counts() == {("a", "b"): 2, ("c", "d"): 1}

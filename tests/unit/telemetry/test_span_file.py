@@ -1,0 +1,78 @@
+"""Spans in a file: OTLP in JSON, whole lines whoever writes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from sluice.telemetry.span_file import SpanFile
+from sluice.telemetry.span_names import Key, SpanKind, SpanName
+from sluice.telemetry.span_queue import ExportError
+from sluice.telemetry.trace_context import TraceContext
+from sluice.telemetry.tracing import TRACER, RecordedSpan
+from tests.support.seen_spans import spans_in, traced
+
+RESOURCE = {"service.name": "sluice-reward"}
+CALLER = TraceContext(0xABC, 0xDEF, is_sampled=True)
+
+
+def spans(count: int) -> list[RecordedSpan]:
+    with traced() as kept:
+        for _ in range(count):
+            TRACER.trace(SpanName.SAMPLE).end()
+    return kept.spans
+
+
+def test_a_span_is_read_back_as_it_was_recorded(tmp_path: Path) -> None:
+    attributes = {Key.STEP: 2**40, Key.DETAIL: "ü", "share": 0.5, "is_last": True}
+    with traced() as kept:
+        span = TRACER.child(CALLER, SpanName.ATTEMPT, attributes, SpanKind.CLIENT)
+        span.link([TraceContext(1, 2, is_sampled=True)])
+        span.fail("lost")
+        span.end()
+    path = tmp_path / "later" / "traces.jsonl"
+    SpanFile(path, RESOURCE).export(kept.spans)
+    (seen,) = spans_in(path)
+    (recorded,) = kept.spans
+    assert seen.name == "attempt"
+    assert seen.trace == f"{0xABC:032x}"
+    assert seen.parent == f"{0xDEF:016x}"
+    assert seen.id == f"{recorded.context.span_id:016x}"
+    assert seen.start_ns == recorded.start_ns
+    assert seen.end_ns - seen.start_ns == recorded.duration_ns
+    assert seen.attributes == {
+        "sluice.step": 2**40,
+        "sluice.detail": "ü",
+        "share": 0.5,
+        "is_last": True,
+    }
+    assert seen.links == ((f"{1:032x}", f"{2:016x}"),)
+    assert (seen.error, seen.service) == ("lost", "sluice-reward")
+    assert (
+        json.loads(path.read_text())["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["kind"] == 3
+    )
+
+
+def test_lines_of_several_writers_stay_whole(tmp_path: Path) -> None:
+    path, some = tmp_path / "traces.jsonl", spans(200)
+
+    def write() -> None:
+        file = SpanFile(path, RESOURCE)
+        for _ in range(20):
+            file.export(some)
+
+    writers = [threading.Thread(target=write) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert len(spans_in(path)) == 4 * 20 * 200
+
+
+def test_a_file_that_cannot_be_written_is_the_exporters_error(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ExportError, match="taken"):
+        SpanFile(tmp_path / "taken" / "traces.jsonl", RESOURCE).export(spans(1))

@@ -1,0 +1,122 @@
+"""What the trainer exports are its state, its fleet, its books and its last rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from services.trainer.exported_metrics import TrainerMetrics
+from services.trainer.fleet import Fleet, Load
+from services.trainer.metrics.run_history import RunHistory
+from services.trainer.run_state import RunPhase, RunState
+from services.trainer.sync_counts import SyncCounts, SyncPhase
+from sluice.algorithm.accounts import ReplicaCounters, run_books
+from sluice.telemetry.histogram import Distribution
+from sluice.telemetry.instruments import INSTRUMENTS
+from sluice.types import ReplicaInfo
+
+STEP = {"training/global_step": 3.0, "timing_s/step": 4.0, "timing_s/wait_batch": 0.2}
+
+
+def metrics() -> TrainerMetrics:
+    return TrainerMetrics(
+        RunState("trainer-1", 10, 2), Fleet("layout", 6.0), RunHistory(), SyncCounts()
+    )
+
+
+def told(of: TrainerMetrics) -> Mapping[tuple[str, ...], float | Distribution]:
+    readings = list(of.readings())
+    assert {one.instrument for one in readings} <= set(INSTRUMENTS["trainer"])
+    found = {(one.instrument.name, *one.labels): one.value for one in readings}
+    assert len(found) == len(readings)
+    return found
+
+
+def test_a_run_tells_its_phase_and_how_far_it_is() -> None:
+    run = metrics()
+    run.state.enter(RunPhase.TRAINING)
+    run.state.version = 2
+    found = told(run)
+    assert found[("sluice_trainer_steps_total",)] == 2.0
+    assert found[("sluice_trainer_planned_steps",)] == 10.0
+    assert found[("sluice_trainer_policy_version",)] == 2.0
+    phases = {str(phase): found[("sluice_trainer_phase", str(phase))] for phase in RunPhase}
+    assert phases == {str(phase): float(phase is RunPhase.TRAINING) for phase in RunPhase}
+
+
+def test_the_books_are_told_by_fate_and_what_is_open_is_no_counter() -> None:
+    run = metrics()
+    assert not [name for name, *_ in told(run) if name.startswith("sluice_tokens")]
+    received = {"trained": 60.0, "stale": 10.0, "pending": 20.0}
+    books = run_books(
+        ReplicaCounters(100, 4, 6, 9.0, {"idle": 9.0}), received, {"training": 5.0}, 5.0
+    )
+    run.state.accounts = books.as_mapping()
+    found = told(run)
+    assert found[("sluice_tokens_generated_total",)] == 100.0
+    assert found[("sluice_tokens_total", "trained")] == 60.0
+    assert found[("sluice_tokens_total", "aborted")] == 4.0
+    assert found[("sluice_tokens_open", "pending")] == 20.0
+    assert found[("sluice_tokens_open", "under_way")] == 6.0
+    assert found[("sluice_books_residual", "tokens")] == 0.0
+    ends = [value for (name, *_), value in found.items() if name == "sluice_tokens_total"]
+    assert sum(value for value in ends if isinstance(value, float)) == 100.0 - 20.0 - 6.0
+
+
+def test_replicas_are_told_by_state_and_one_by_one() -> None:
+    run = metrics()
+    info = ReplicaInfo("a", "a-1", "host:1", 8)
+    run.fleet.register(info, "layout", 0.0)
+    load = Load(3, 2, 50, 1.0, wall_seconds=5.0, seconds_by_state={"idle": 5.0})
+    run.fleet.heartbeat("a", "a-1", load, draining=False, now_s=1.0)
+    run.fleet.mark_serving(info, 4)
+    found = told(run)
+    states = ("pending", "serving", "draining", "stalled")
+    assert [found[("sluice_fleet_replicas", state)] for state in states] == [0.0, 1.0, 0.0, 0.0]
+    assert found[("sluice_fleet_slots",)] == 8.0
+    assert (
+        found[("sluice_fleet_slots_busy",)] == found[("sluice_fleet_replica_slots_busy", "a")] == 3
+    )
+    assert found[("sluice_fleet_queued_samples",)] == 2.0
+    assert found[("sluice_fleet_replica_version", "a")] == 4.0
+    assert found[("sluice_fleet_seconds_total", "idle")] == 5.0
+    run.fleet.expel(info, "gone")
+    after = told(run)
+    assert after[("sluice_fleet_tokens_total",)] == 50.0
+    assert ("sluice_fleet_replica_version", "a") not in after
+
+
+def test_the_last_step_and_the_last_validation_are_told() -> None:
+    run = metrics()
+    run.history.write(3, {**STEP, "actor/lr": 1e-4, "actor/skipped_updates": 2.0})
+    run.history.write(4, {**STEP, "actor/lr": 5e-5, "actor/skipped_updates": 1.0})
+    run.history.write(4, {"val-core/openai/gsm8k/acc/mean@8": 0.75, "val/failed": 0.0})
+    found = told(run)
+    assert found[("sluice_trainer_learning_rate",)] == 5e-5
+    assert found[("sluice_trainer_skipped_updates_total",)] == 3.0
+    assert found[("sluice_trainer_validation_score", "openai/gsm8k", "acc", "mean@8")] == 0.75
+    assert ("sluice_trainer_entropy_nats",) not in found
+    waits = found[("sluice_trainer_batch_wait_seconds",)]
+    assert isinstance(waits, Distribution)
+    assert (waits.count, waits.total) == (2, pytest.approx(0.4))
+
+
+def test_weight_updates_are_told_by_encoding_and_phase() -> None:
+    run = metrics()
+    run.sync.arrived("fleet", 100, 100, 0.5)
+    run.sync.arrived("newcomers", 10, 100, 0.25)
+    run.sync.failed(SyncPhase.STAGE)
+    with run.sync.timed(SyncPhase.COMMIT):
+        pass
+    found = told(run)
+    assert found[("sluice_weights_updates_total", "fleet")] == 1.0
+    assert found[("sluice_weights_sent_bytes_total", "dense")] == 100.0
+    assert found[("sluice_weights_sent_bytes_total", "sparse")] == 10.0
+    assert found[("sluice_weights_whole_bytes_total",)] == 200.0
+    assert found[("sluice_weights_failures_total", "stage")] == 1.0
+    assert found[("sluice_weights_failures_total", "form")] == 0.0
+    assert found[("sluice_weights_stall_seconds_total",)] == 0.75
+    seconds = found[("sluice_weights_seconds_total", "commit")]
+    assert isinstance(seconds, float)
+    assert seconds > 0.0

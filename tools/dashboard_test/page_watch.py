@@ -1,0 +1,58 @@
+"""What must never happen while somebody uses the page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from playwright.sync_api import ConsoleMessage, Dialog, Page, Request
+
+_COUNT_SHIFTS = """
+window.layoutShift = 0;
+new PerformanceObserver((list) => {
+  for (const entry of list.getEntries()) {
+    if (!entry.hadRecentInput) window.layoutShift += entry.value;
+  }
+}).observe({ type: "layout-shift", buffered: true });
+"""
+MOST_SHIFT = 0.1  # what Chrome calls good
+
+
+class PageWatch:
+    """Notes requests to other hosts, messages of the console, errors of scripts and dialogs.
+
+    Args:
+        page: Playwright's, before it opens anything.
+        expected: messages of the console with this text are no problem; empty: all are.
+    """
+
+    def __init__(self, page: Page, expected: str = "") -> None:
+        self._page, self._expected = page, expected
+        self.problems: list[str] = []
+        self.num_requests = 0
+        page.add_init_script(_COUNT_SHIFTS)
+        page.on("request", self._requested)
+        page.on("console", self._said)
+        page.on("pageerror", lambda error: self.problems.append(f"script error: {error}"))
+        page.on("dialog", self._opened)
+
+    def check_layout(self) -> None:
+        """Notes it if what is shown has moved under the reader's eyes."""
+        shift = float(self._page.evaluate("window.layoutShift"))
+        if shift > MOST_SHIFT:
+            self.problems.append(f"layout shift {shift:.2f}, more than {MOST_SHIFT}")
+
+    def _requested(self, request: Request) -> None:
+        self.num_requests += 1
+        if urlsplit(request.url).hostname != "127.0.0.1":
+            self.problems.append(f"request to elsewhere: {request.url}")
+
+    def _said(self, message: ConsoleMessage) -> None:
+        is_expected = self._expected and self._expected in message.text
+        if message.type in {"error", "warning"} and not is_expected:
+            self.problems.append(f"console: {message.text}")
+
+    def _opened(self, dialog: Dialog) -> None:
+        self.problems.append(f"a dialog opened: {dialog.message}")
+        dialog.dismiss()

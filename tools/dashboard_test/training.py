@@ -1,0 +1,124 @@
+"""Processes of the project that the browser looks at: a quickstart that trains, and its page."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tools.compose_test.phases import PhaseError, until
+
+HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>document.title=1</script>"
+HOSTILE_PROMPT = "A prompt that is followed by a hostile response"
+_END_WITHIN_S = 90.0
+_URL_NAME = "dashboard.url"
+
+
+class Training:
+    """A quickstart in a process of its own, whose trainer serves the page.
+
+    Args:
+        python: of an environment with the project.
+        run_dir: where the run goes.
+        log: gets the output.
+        steps: of training.
+    """
+
+    def __init__(self, python: str, run_dir: Path, log: Path, steps: int) -> None:
+        self.run_dir, self._python, self._log = run_dir, python, log
+        settings = (
+            f"trainer.total_training_steps={steps}",
+            "trainer.test_freq=4",
+            # The quickstart's own rate ends with hardly a mixed group left after 60 steps.
+            "actor_rollout_ref.actor.optim.lr=4e-4",
+            "sluice.dashboard.port=0",
+        )
+        self._process = self._start("quickstart", "--run-dir", str(run_dir), *settings)
+
+    def url(self, timeout_s: float) -> str:
+        """Where the page is served. Raises PhaseError."""
+        file = self.run_dir / _URL_NAME
+        until(
+            "the page's address",
+            lambda: self._check_lives() and file.is_file() and file.read_text().endswith("\n"),
+            timeout_s=timeout_s,
+            interval_s=0.2,
+        )
+        return file.read_text(encoding="utf-8").strip()
+
+    def add_hostile_group(self) -> None:
+        """A group as the reward service writes it, whose response tries to be markup."""
+        response = {"text": HOSTILE, "tokens": 9, "finish": "stop", "score": -1.0, "reward": -1.0}
+        group = {
+            "prompt_id": "hostile",
+            "end": "filtered_all_wrong",
+            "version": 0,
+            "ended_at": 1.0,
+            "prompt": HOSTILE_PROMPT,
+            "responses": [response, response],
+        }
+        file = self.run_dir / "samples" / "99999998.jsonl"
+        file.write_text(json.dumps(group) + "\n", encoding="utf-8")
+
+    def wait(self, timeout_s: float) -> None:
+        """To the run's end. Raises PhaseError if it fails or lasts longer."""
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise PhaseError(f"the run did not end within {timeout_s:g} s") from error
+        if code != 0:
+            raise PhaseError(f"the run ended with exit code {code}; see {self._log}")
+
+    @contextmanager
+    def page_afterwards(self, timeout_s: float, token: str | None = None) -> Iterator[str]:
+        """The address of `sluice dashboard` on the run's folder, for the length of the block.
+
+        Args:
+            token: that the page is to ask for.
+        """
+        variables = {} if token is None else {"SLUICE_TOKEN": token}
+        process = self._start("dashboard", str(self.run_dir), **variables)
+        file = self.run_dir / _URL_NAME
+        try:
+            until("sluice dashboard", file.is_file, timeout_s=timeout_s, interval_s=0.1)
+            yield file.read_text(encoding="utf-8").strip()
+        finally:
+            _end(process)
+        if process.returncode != 0:
+            raise PhaseError(f"sluice dashboard ended with exit code {process.returncode}")
+
+    def end(self) -> None:
+        """Ends what still runs."""
+        _end(self._process)
+
+    def _check_lives(self) -> bool:
+        if (code := self._process.poll()) is not None:
+            raise PhaseError(f"the run ended with exit code {code}; see {self._log}")
+        return True
+
+    def _start(self, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as output:
+            return subprocess.Popen(
+                [self._python, "-m", "sluice.cli.main", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables},
+                start_new_session=True,
+            )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """In order; what does not end is killed with its children."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_END_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
