@@ -29,6 +29,7 @@ _RESULTS = (
     "tensorboard/events.out.tfevents.*",
     "logs/*.log",
     "groups.jsonl",
+    "traces.jsonl",
     "samples/*.jsonl",
     "reward/ledger.sqlite*",
     "reward/prompt_memory.sqlite*",

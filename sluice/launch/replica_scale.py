@@ -114,7 +114,8 @@ class ReplicaScale:
         if wanted > 1 and self._has_fixed_port:
             raise InvalidRequestError(
                 f"replicas: {wanted} cannot share one port; start the run with "
-                "sluice.rollout.endpoint.port=0 and sluice.rollout.endpoint.health_port=0"
+                "sluice.rollout.endpoint.port=0, sluice.rollout.endpoint.health_port=0 and no "
+                "fixed sluice.rollout.endpoint.metrics_port"
             )
         numbers: dict[bool, list[int]] = {False: [], True: []}
         for state in self._processes.services():

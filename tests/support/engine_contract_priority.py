@@ -37,6 +37,8 @@ class PriorityContract:
                 for queued, priority in enumerate((0, -5, 7, 3), start=1):
                     waiting.create_task(draw(priority))
                     await until(lambda n=queued: world.engine.load().queued == n * _BATCH)  # type: ignore[misc]
+                for _ in range(2):  # what was sent before has reached the engine then
+                    await world.engine.probe()
                 last.cancel()
             most.cancel()
         assert ended == [7, 3, 0, -5]
