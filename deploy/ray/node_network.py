@@ -1,7 +1,8 @@
-"""By which network a machine is a node: `node_network.py HEAD [INTERFACE]`.
+"""By which network a machine is a node: `node_network.py HEAD [INTERFACE [NODES]]`.
 
 Prints three words: the head's address, this machine's address on the network that leads there (or
-on INTERFACE), and that network's interface. Linux; needs no package but sluice.
+on INTERFACE), and that network's interface. The machine is the head if the two addresses are one.
+Linux; needs no package but sluice.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from sluice.launch.own_address import own_address
 
 _SIOCGIFADDR = 0x8915
 _NAME_BYTES = 15
+_LOOPBACK = "127."
 
 
 def address_of(interface: str) -> str | None:
@@ -38,23 +40,51 @@ def interface_of(address: str) -> str:
     """
     addresses = {name: address_of(name) for _, name in socket.if_nameindex()}
     for name, found in addresses.items():
-        if found == address or (address.startswith("127.") and found == "127.0.0.1"):
+        if found == address or (address.startswith(_LOOPBACK) and found == "127.0.0.1"):
             return name
     sys.exit(
         f"no interface has the address {address}; give INTERFACE, one of {', '.join(addresses)}"
     )
 
 
-def main(head: str, interface: str = "") -> None:
+def network(head: str, interface: str, num_nodes: int) -> tuple[str, str]:
+    """Addresses of the head and of this machine; the same if this machine is the head.
+
+    The head's own name may lead to several addresses there (Debian gives it 127.0.1.1), of which
+    only those that others reach make a cluster of several machines.
+
+    Raises:
+        SystemExit: the head has no such address, or INTERFACE none at all.
+        OSError, SluiceError: nobody knows the head, or no network leads there.
+    """
+    chosen = address_of(interface) if interface else None
+    if interface and chosen is None:
+        sys.exit(f"INTERFACE={interface}: it has no IPv4 address")
+    found = socket.getaddrinfo(head, None, socket.AF_INET, socket.SOCK_STREAM)
+    addresses = [str(one[4][0]) for one in found]
+    reached = [one for one in addresses if not one.startswith(_LOOPBACK)]
+    if not reached:
+        if num_nodes > 1:
+            sys.exit(
+                f"{head}: it is {addresses[0]} here, a loopback address, at which none of NODES="
+                f"{num_nodes} machines finds the others; give HEAD by its address on their network "
+                "(ip -4 address), or correct /etc/hosts"
+            )
+        own = chosen or own_address(addresses[0])
+        return own, own
+    # The way to an address of this machine begins at that address.
+    mine = next((one for one in reached if own_address(one) == one), None)
+    if mine is not None:
+        return mine, mine
+    return reached[0], chosen or own_address(reached[0])
+
+
+def main(head: str, interface: str = "", num_nodes: str = "1") -> None:
     """Prints the three words."""
     try:
-        found = socket.getaddrinfo(head, None, socket.AF_INET, socket.SOCK_STREAM)
-        head_address = str(found[0][4][0])
-        own = address_of(interface) if interface else own_address(head_address)
+        head_address, own = network(head, interface, int(num_nodes))
     except (OSError, SluiceError) as error:
         sys.exit(f"{head}: {error}")
-    if own is None:
-        sys.exit(f"INTERFACE={interface}: it has no IPv4 address")
     sys.stdout.write(f"{head_address} {own} {interface or interface_of(own)}\n")
 
 

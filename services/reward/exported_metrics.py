@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,9 +18,9 @@ from sluice.rpc.process_readings import ProcessName
 from sluice.rpc.served_metrics import served_metrics
 from sluice.telemetry.instrument import Reading
 from sluice.telemetry.instruments import reward
-from sluice.types import PromptEnd
+from sluice.types import PromptEnd, TrainGroup
 
-__all__ = ["RewardMetrics", "exported", "fleet_facts"]
+__all__ = ["BoundHistory", "RewardMetrics", "exported", "fleet_facts"]
 
 _BY_STATISTIC = {
     "reward/groups_kept": reward.GROUPS_KEPT,
@@ -41,6 +41,27 @@ _AGAIN = {
 }
 
 
+class BoundHistory:
+    """Counts the responses of batches that were as stale as is allowed.
+
+    Args:
+        max_staleness: versions; with 0 every response is at the bound, and none is counted.
+    """
+
+    def __init__(self, max_staleness: int) -> None:
+        self._max_staleness = max_staleness
+        self.num_at_bound = 0
+
+    def formed(self, groups: Sequence[TrainGroup], version: int) -> None:
+        """A batch for `version` was formed."""
+        if not self._max_staleness:
+            return
+        oldest = (rollout.oldest_version for group in groups for rollout in group.rollouts)
+        self.num_at_bound += sum(
+            one is not None and version - one >= self._max_staleness for one in oldest
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class RewardMetrics:
     """Where the numbers are.
@@ -48,6 +69,7 @@ class RewardMetrics:
     Args:
         loop: the service's parts.
         history: of its batches.
+        bound: of their stalest responses.
         demand: what they cost the fleet.
         batch_size: groups of a batch.
         max_staleness: versions.
@@ -55,6 +77,7 @@ class RewardMetrics:
 
     loop: RewardLoop
     history: BatchHistory
+    bound: BoundHistory
     demand: DemandMeter
     batch_size: int
     max_staleness: int
@@ -92,6 +115,7 @@ class RewardMetrics:
         yield reward.BATCH_GROUPS.at(float(self.batch_size))
         yield reward.BATCH_FILL.at(min(1.0, num_kept / self.batch_size))
         yield reward.BATCH_ASKED.at(float(pipeline.batches.is_asked))
+        yield reward.RESPONSES_AT_BOUND.at(float(self.bound.num_at_bound))
         yield reward.MAX_STALENESS.at(float(self.max_staleness))
         if pipeline.policy_version is not None:
             yield reward.KNOWN_VERSION.at(float(pipeline.policy_version))
@@ -130,11 +154,18 @@ def exported(config: RunConfig, loop: RewardLoop, name: str) -> Iterator[None]:
         yield
         return
     history = BatchHistory()
+    bound = BoundHistory(config.sluice.asynchrony.max_staleness)
     demand = DemandMeter(lambda: fleet_facts(loop, history.num_formed))
-    loop.recorder.on_batch = history.formed
+
+    def formed(groups: Sequence[TrainGroup], version: int, fill_s: float) -> None:
+        history.formed(groups, version, fill_s)
+        bound.formed(groups, version)
+
+    loop.recorder.on_batch = formed
     metrics = RewardMetrics(
         loop,
         history,
+        bound,
         demand,
         config.data.train_batch_size,
         config.sluice.asynchrony.max_staleness,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from services.reward.daemon_thread import in_daemon_thread
 from services.reward.ended_groups import EndedGroups
 from services.reward.generation_trace import GroupTrace
 from sluice.algorithm.group_filter import is_right
@@ -24,6 +25,9 @@ from sluice.algorithm.sampling.visit import Visit
 from sluice.types import GradedGroup, Prompt, PromptEnd
 
 logger = logging.getLogger(__name__)
+
+LAST_S = 5.0
+_THREAD = "group log"
 
 
 class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,14 +159,35 @@ class GroupLog:
         self._has_lines.set()
 
     async def run(self) -> None:
-        """Write lines, off the event loop, until cancelled; the last ones before it ends."""
+        """Write lines, off the event loop, until cancelled; the last ones before it ends.
+
+        A disk that hangs then costs what it does not take within `LAST_S`, not the end.
+        """
         try:
             while True:
                 await self._has_lines.wait()
                 self._has_lines.clear()
-                await asyncio.to_thread(self._write)
+                await in_daemon_thread(self._write, _THREAD)
         finally:
-            self._write()
+            await self._write_last()
+
+    async def _write_last(self) -> None:
+        last = in_daemon_thread(self._write, _THREAD)
+        done, _ = await asyncio.wait({last}, timeout=LAST_S)
+        if done:
+            last.result()
+            return
+        last.cancel()
+        num_lines = len(self._lines)
+        self._lines.clear()
+        num_samples = self._samples.drop() if self._samples else 0
+        logger.warning(
+            "the disk did not take the last groups within %g s: %d lines and %d samples are lost, "
+            "besides what was being written; free the disk or the folder",
+            LAST_S,
+            num_lines,
+            num_samples,
+        )
 
     def _now(self) -> float:
         return round(self._clock() - self._start, 4)
@@ -175,8 +200,8 @@ class GroupLog:
                 text += msgspec.json.encode(self._lines.popleft()) + b"\n"
             if self._path is not None and text:
                 self._append(self._path, text)
-            if self._samples is not None:
-                self._samples.write()
+        if self._samples is not None:
+            self._samples.write()
 
     def _append(self, path: Path, text: bytearray) -> None:
         try:

@@ -12,8 +12,11 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+from sluice.client.run_address import CONFIG_NAME
 from sluice.concurrency.parent_death import SUPERVISOR_VARIABLE
+from sluice.config.dump import write_config
 from sluice.config.run import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -47,12 +50,24 @@ async def _started(config: RunConfig) -> asyncio.subprocess.Process | None:
     command += ["--host", page.host, "--port", str(page.port)]
     environment = {**os.environ, SUPERVISOR_VARIABLE: str(os.getpid())}
     try:
+        _leave_config(config)
         return await asyncio.create_subprocess_exec(
             sys.executable, *command, env=environment, stdin=asyncio.subprocess.DEVNULL
         )
     except OSError as error:
         logger.warning("the live page cannot be started: %s", error)
         return None
+
+
+def _leave_config(config: RunConfig) -> None:
+    """The launcher leaves it in the run's folder; `torchrun` without it does not.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    file = Path(config.sluice.run_dir) / CONFIG_NAME
+    if not file.exists():
+        write_config(config, file)
 
 
 async def _tell_end(process: asyncio.subprocess.Process) -> None:

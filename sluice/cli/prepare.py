@@ -25,6 +25,7 @@ from sluice.launch.observed_run import OBSERVED_VARIABLE, observed_settings
 from sluice.launch.reward_function_check import check_reward_function
 from sluice.launch.shared_run import SharedRun
 from sluice.quickstart.prepare import prepare as prepare_quickstart
+from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.telemetry.scrape_target import forget_targets
 
 _SEED = 0
@@ -100,6 +101,8 @@ def _begin(run_dir: Path, config: RunConfig, console: Console, *, anew: bool) ->
     goes_on = run.goes_on and written.is_file()
     if not goes_on:
         write_config(config, written)
+        # It says that the run has ended.
+        (run_dir / ACCOUNTS_NAME).unlink(missing_ok=True)
         forget_targets(run_dir)
         run.begin(Path(checkpoint_folder(config)))
     elif written.read_text(encoding="utf-8") != dump_config(config):

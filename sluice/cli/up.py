@@ -17,6 +17,7 @@ from rich.text import Text
 from sluice.cli.live_view import LiveView
 from sluice.cli.run_location import CONFIG_NAME
 from sluice.cli.terminal_text import printable
+from sluice.client.launcher import Launcher
 from sluice.client.run_monitor import RunMonitor
 from sluice.config.checks import check_config
 from sluice.config.dump import write_config
@@ -26,8 +27,9 @@ from sluice.config.loader import load_config
 from sluice.config.remarks import remarks
 from sluice.config.run import RunConfig
 from sluice.config.security import with_absolute_files
-from sluice.errors import ConfigError
+from sluice.errors import ConfigError, SluiceError
 from sluice.launch.launch_plan import LaunchPlan, local_plan
+from sluice.launch.launcher_address import launcher_of
 from sluice.launch.network_layout import launcher_grace_s
 from sluice.launch.node_paths import with_absolute_paths
 from sluice.launch.placement import parse_demands
@@ -40,7 +42,10 @@ from sluice.launch.supervisor import EXIT_INTERRUPTED, RunEnd, Supervisor
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.handshake_remedy import expect_no_tls
-from sluice.telemetry.scrape_target import forget_targets
+from sluice.telemetry.scrape_target import forget_target, forget_targets
+
+# A launcher that was killed may have left its address, where nobody answers.
+_LAUNCHER_ANSWERS_S = 3.0
 
 
 class Where(StrEnum):
@@ -144,8 +149,8 @@ def start_run(
         ray: the cluster that it is started on; by default this machine.
 
     Raises:
-        ConfigError: the configuration does not hold together, or not with the cluster; nothing
-            was started.
+        ConfigError: the configuration does not hold together, or not with the cluster, or another
+            run goes on in its folder; nothing was started.
     """
     check_config(config)
     if config.trainer.nnodes > 1 and ray is None:
@@ -156,9 +161,6 @@ def start_run(
         )
     check_reward_function(config.reward)
     run_dir = Path(config.sluice.run_dir).absolute()
-    # It says that the run has ended, which from now on is not so.
-    (run_dir / ACCOUNTS_NAME).unlink(missing_ok=True)
-    forget_targets(run_dir)
     _show_launcher_messages(console)
     end = asyncio.run(_start(config, run_dir / CONFIG_NAME, console, logs=logs, ray=ray))
     for failure in end.failures:
@@ -178,6 +180,9 @@ async def _start(
     logs: bool,
     ray: RayOptions | None,
 ) -> RunEnd:
+    await _refuse_beside_another(config_file.parent)
+    # It says that the run has ended, which from now on is not so.
+    (config_file.parent / ACCOUNTS_NAME).unlink(missing_ok=True)
     if ray is None:
         config = with_ports(_with_absolute_paths(config))
         write_config(config, config_file)
@@ -185,6 +190,23 @@ async def _start(
     console.print("placing the run on the Ray cluster")
     async with ray_plan(with_absolute_paths(config), config_file, ray) as plan:
         return await _supervise(plan, console, logs=logs)
+
+
+async def _refuse_beside_another(run_dir: Path) -> None:
+    """Raises ConfigError where a launcher of this machine keeps a run already."""
+    try:
+        found = launcher_of(run_dir)
+        async with (
+            asyncio.timeout(_LAUNCHER_ANSWERS_S),
+            Launcher(found.address, found.credentials) as launcher,
+        ):
+            await launcher.services()
+    except (SluiceError, TimeoutError):
+        return
+    raise ConfigError(
+        f"sluice.run_dir = {run_dir}: another run goes on in this folder; end it first, or give "
+        "another folder"
+    )
 
 
 def _show_launcher_messages(console: Console) -> None:
@@ -204,6 +226,7 @@ async def _supervise(plan: LaunchPlan, console: Console, *, logs: bool) -> RunEn
         view.log_line,
         launcher_grace_s(service.shutdown_grace_s),
         plan.host,
+        on_left=lambda name: forget_target(run_dir, name),
     )
     trainer = peer_address(service.trainer.endpoint, "sluice.trainer.endpoint")
     reward = peer_address(service.reward.endpoint, "sluice.reward.endpoint")
@@ -213,6 +236,7 @@ async def _supervise(plan: LaunchPlan, console: Console, *, logs: bool) -> RunEn
     monitor = RunMonitor(trainer, reward, credentials=credentials)
     scale = ReplicaScale(supervisor, plan.make_replica, has_fixed_port=plan.has_fixed_port)
     control = launch_service(run_dir, supervisor, scale)
+    forget_targets(run_dir)
     async with monitor, control, asyncio.TaskGroup() as tasks:
         following = tasks.create_task(view.follow(monitor), name="live-view")
         end = await supervisor.run()

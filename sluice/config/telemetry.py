@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from sluice.config.section import Section, Share
+from sluice.config.section import PositiveInt, Section, Share
 
 
 class TracesConfig(Section, frozen=True):
@@ -36,11 +36,28 @@ class TracesConfig(Section, frozen=True):
         Share,
         Meta(
             description=(
-                "Share of the prompts whose traces are recorded; a client that sends its own "
-                "trace decides for its prompts. Steps are always recorded."
+                "Share of the prompts whose traces are recorded. Steps are always recorded."
             )
         ),
     ] = 1.0
+    file_mb: Annotated[
+        PositiveInt,
+        Meta(
+            description=(
+                "Size in MiB at which nothing more is appended to the file, which the log tells "
+                "once; a file that is moved away begins anew."
+            ),
+        ),
+    ] = 1024
+    follow_callers: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Clients that send a trace decide whether it is recorded, whatever sample_ratio "
+                "says; false: of those that they record, the same share is, by the trace's id."
+            )
+        ),
+    ] = False
 
 
 class TelemetryConfig(Section, frozen=True):

@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["Line", "LineTail", "Taken"]
+import msgspec
+
+__all__ = ["UNREADABLE", "Line", "LineTail", "Taken"]
+
+# What decoding a line may raise: no JSON, text that is no UTF-8, numbers and nesting too large.
+UNREADABLE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
 
 CHUNK_BYTES = 4 << 20
 MOST_LINE_BYTES = 64 << 20

@@ -76,12 +76,19 @@ class LiveStatus:
         run_dir: the run's folder.
         explain: finds who is behind the waits of services.
         clock: seconds, monotonic.
+        answer_within_s: how long the trainer is waited for.
     """
 
     def __init__(
-        self, run_dir: Path, explain: Explain, clock: Callable[[], float] = time.monotonic
+        self,
+        run_dir: Path,
+        explain: Explain,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        answer_within_s: float = ANSWER_WITHIN_S,
     ) -> None:
         self._run_dir, self._explain, self._clock = run_dir, explain, clock
+        self._answer_within_s = answer_within_s
         self._turn = asyncio.Lock()
         self._stack = AsyncExitStack()
         self._location: RunLocation | None = None
@@ -110,7 +117,9 @@ class LiveStatus:
         except (SluiceError, OSError):
             return None
         try:
-            async with deadline(ANSWER_WITHIN_S, peer="trainer", phase="asking for its status"):
+            async with deadline(
+                self._answer_within_s, peer="trainer", phase="asking for its status"
+            ):
                 run = await monitor.snapshot()
         except SluiceError:
             run = None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any, TypeVar
 
 from sluice.dashboard.curve_points import curve_points
 from sluice.dashboard.live_status import LiveAnswer
+from sluice.dashboard.reading_thread import ReadingThread
 from sluice.dashboard.run_overview import RunAtRest, overview, read_final_accounts
 from sluice.dashboard.sample_browser import FoundGroup, Page, SampleBrowser
 from sluice.dashboard.sample_files import SampleFolders
@@ -20,8 +19,6 @@ from sluice.dashboard.staleness_counts import StalenessCounts
 from sluice.dashboard.step_history import StepHistory
 
 __all__ = ["RunRecordReader"]
-
-logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 LOOKED_AT_S = 15.0
@@ -48,72 +45,78 @@ class RunRecordReader:
         self._run_dir, self._total_steps, self._clock = run_dir, total_steps, clock
         self._history, self._staleness = StepHistory(run_dir), StalenessCounts(run_dir)
         self._browser = SampleBrowser(folders)
-        # Steps and samples apart: a long search holds up no curve.
-        self._steps_lock, self._samples_lock = threading.Lock(), threading.Lock()
+        # Steps and samples apart: a long search holds up no curve, and questions that wait for
+        # it hold no thread that others need.
+        self._steps = ReadingThread("steps", self._read_steps)
+        self._samples = ReadingThread("samples", self._read_samples)
+        self._num_unread_samples = 0
         self._asked_s = clock()
-        self._is_broken = False
-        self.is_behind = True
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether files hold more than was read so far."""
+        return self._steps.is_behind or self._samples.is_behind
 
     async def follow(self) -> None:
         """Reads until cancelled; nothing while nobody asks for anything."""
+        async with asyncio.TaskGroup() as tasks:
+            for reading in (self._steps, self._samples):
+                tasks.create_task(self._follow(reading), name=f"run folder: {reading.name}")
+
+    def close(self) -> None:
+        """Ends the threads after what they do at the moment; questions that wait are cancelled."""
+        self._steps.close()
+        self._samples.close()
+
+    async def _follow(self, reading: ReadingThread) -> None:
         while True:
             if self._clock() - self._asked_s < LOOKED_AT_S:
-                self.is_behind = await asyncio.to_thread(self._read)
-            await asyncio.sleep(0 if self.is_behind else LOOK_EVERY_S)
+                await reading.go_on()
+            await asyncio.sleep(0 if reading.is_behind else LOOK_EVERY_S)
 
     async def overview(self, live: LiveAnswer | None) -> dict[str, Any]:
         """The page's first lines."""
-        return await self._steps(lambda: self._overview(live))
+        return await self._asked(self._steps, lambda: self._overview(live))
 
     async def curves(self, most: int) -> dict[str, Any]:
         """Curves and composition in at most so many points, and the histogram of staleness."""
-        return await self._steps(
-            lambda: {**curve_points(self._history, most), "staleness": self._staleness.bars()}
+        return await self._asked(
+            self._steps,
+            lambda: {**curve_points(self._history, most), "staleness": self._staleness.bars()},
         )
 
     async def page(
         self, wanted: SampleFilter, text: str, after: Cursor | None, most: int
     ) -> tuple[Page, dict[str, int]]:
         """Some groups of the list, and how many there are by outcome."""
-        return await self._samples(
-            lambda: (self._browser.page(wanted, text, after=after, most=most), self._browser.counts)
+        return await self._asked(
+            self._samples,
+            lambda: (
+                self._browser.page(wanted, text, after=after, most=most),
+                self._browser.counts,
+            ),
         )
 
     async def group(self, ordinal: int) -> FoundGroup | None:
         """One group; ``None``: it is not there."""
-        return await self._samples(lambda: self._browser.group(ordinal))
+        return await self._asked(self._samples, lambda: self._browser.group(ordinal))
 
-    async def _steps(self, question: Callable[[], _ResultT]) -> _ResultT:
-        return await self._asked(question, self._steps_lock)
-
-    async def _samples(self, question: Callable[[], _ResultT]) -> _ResultT:
-        return await self._asked(question, self._samples_lock)
-
-    async def _asked(self, question: Callable[[], _ResultT], lock: threading.Lock) -> _ResultT:
+    async def _asked(self, reading: ReadingThread, question: Callable[[], _ResultT]) -> _ResultT:
         self._asked_s = self._clock()
+        return await reading.ask(question)
 
-        def answer() -> _ResultT:
-            with lock:
-                return question()
+    def _read_steps(self) -> bool:
+        return self._history.read() | self._staleness.read()
 
-        return await asyncio.to_thread(answer)
+    def _read_samples(self) -> bool:
+        has_more = self._browser.read()
+        self._num_unread_samples = self._browser.num_unread  # for the other thread
+        return has_more
 
     def _overview(self, live: LiveAnswer | None) -> dict[str, Any]:
         accounts = read_final_accounts(self._run_dir)
         rest = RunAtRest(self._run_dir.absolute().name, self._total_steps, accounts)
-        return {**overview(rest, self._history, live), "is_reading": self.is_behind}
-
-    def _read(self) -> bool:
-        """Takes in a piece of every file; whether there is more at once."""
-        try:
-            with self._steps_lock:
-                has_more = self._history.read() | self._staleness.read()
-            with self._samples_lock:
-                has_more |= self._browser.read()
-        except OSError as error:
-            if not self._is_broken:
-                logger.warning("the run's folder cannot be read: %s", error)
-            self._is_broken = True
-            return False
-        self._is_broken = False
-        return has_more
+        num_unread = self._history.num_unread + self._staleness.num_unread
+        num_unread += self._num_unread_samples
+        shown = overview(rest, self._history, live)
+        return {**shown, "num_unread_lines": num_unread, "is_reading": self.is_behind}

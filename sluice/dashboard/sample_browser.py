@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sluice.dashboard.sample_files import SampleFiles, SampleFolders
+from sluice.dashboard.sample_files import FileNews, SampleFiles, SampleFolders
 from sluice.dashboard.sample_index import Cursor, Entry, SampleFilter, SampleIndex
-from sluice.dashboard.sample_lines import groups_of, shown_group
+from sluice.dashboard.sample_lines import GroupReader, shown_group
 from sluice.telemetry.sampled_group import SampledGroup
 
 __all__ = ["FoundGroup", "Page", "SampleBrowser"]
@@ -52,7 +52,16 @@ class SampleBrowser:
     """
 
     def __init__(self, folders: SampleFolders, clock: Callable[[], float] = time.monotonic) -> None:
-        self._files, self._index, self._clock = SampleFiles(folders), SampleIndex(), clock
+        self._files, self._index = SampleFiles(folders, clock), SampleIndex()
+        self._clock = clock
+        self._readers: dict[int, GroupReader] = {}
+        self._num_unread_of_gone = 0
+
+    @property
+    def num_unread(self) -> int:
+        """Lines that are no groups, or too long."""
+        undecoded = sum(reader.num_unread for reader in self._readers.values())
+        return self._num_unread_of_gone + undecoded + self._files.num_left_out
 
     @property
     def counts(self) -> dict[str, int]:
@@ -67,13 +76,24 @@ class SampleBrowser:
         """
         ends_s = self._clock() + READ_S
         for news in self._files.news():
-            if news.is_gone:
-                self._index.drop_file(news.number)
-            for group in groups_of(news.kind, news.lines):
-                self._index.add(news.number, group)
+            self._take(news)
             if self._clock() > ends_s:
                 return True
         return False
+
+    def _take(self, news: FileNews) -> None:
+        if news.is_gone:
+            self._index.drop_file(news.number)
+            if (reader := self._readers.pop(news.number, None)) is not None:
+                self._num_unread_of_gone += reader.num_unread
+        if not news.lines and news.number not in self._readers:
+            return
+        reader = self._readers.setdefault(news.number, GroupReader(news.kind))
+        for group in reader.take(news.lines):
+            self._index.add(news.number, group)
+        if news.is_whole:
+            for group in reader.end():
+                self._index.add(news.number, group)
 
     def page(
         self, wanted: SampleFilter, text: str = "", *, after: Cursor | None = None, most: int = 25

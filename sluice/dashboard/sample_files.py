@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from sluice.telemetry.sample_archive import FOLDER_NAME
 __all__ = ["FileNews", "SampleFiles", "SampleFolders", "folders_of_run"]
 
 _EXAMPLES = "validation"
+# Within one tick of a file system's clock, a second at the coarsest, a folder changes unseen.
+_SETTLED_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +39,21 @@ class FileNews:
         number: names the file, the same for as long as it is there.
         is_gone: what was told of it before counts no more.
         lines: that came; nothing of a file that is gone for good.
+        is_whole: the file was read to its end.
     """
 
     number: int
     kind: Kind
     is_gone: bool = False
     lines: list[Line] = field(default_factory=list)
+    is_whole: bool = False
+
+
+@dataclass(slots=True)
+class _FolderStamp:
+    changed_ns: int
+    seen_s: float
+    is_settled: bool = False
 
 
 @dataclass(slots=True)
@@ -54,15 +66,20 @@ class _Known:
 class SampleFiles:
     """Looks at the folders of a run.
 
-    Files of the archive grow; those of dumps are replaced whole, and are looked at only when
-    their folder has changed.
+    Files of the archive grow; those of dumps are replaced whole, and are looked at only while
+    their folder changes, and until it has not for `_SETTLED_S`.
+
+    Args:
+        folders: where the files are.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, folders: SampleFolders) -> None:
-        self._folders = folders
+    def __init__(self, folders: SampleFolders, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folders, self._clock = folders, clock
+        self._num_left_out_of_gone = 0
         self._known: dict[tuple[Kind, Path], _Known] = {}
         self._paths: dict[int, tuple[Kind, Path]] = {}
-        self._folder_stamps: dict[Path, int] = {}
+        self._folder_stamps: dict[Path, _FolderStamp] = {}
         self._next = 0
 
     def news(self) -> Iterator[FileNews]:
@@ -83,20 +100,36 @@ class SampleFiles:
         if self._folders.validation is not None:
             yield from self._folder(Kind.VALIDATION, self._folders.validation, grows=False)
 
+    @property
+    def num_left_out(self) -> int:
+        """Lines that were too long to be read."""
+        present = (known.tail.num_left_out for known in self._known.values())
+        return self._num_left_out_of_gone + sum(present)
+
     def place(self, number: int) -> tuple[Kind, Path] | None:
         """Kind and path of a file by its number; ``None``: it is gone."""
         return self._paths.get(number)
 
     def _folder(self, kind: Kind, folder: Path, *, grows: bool) -> Iterator[FileNews]:
-        stamp = _changed_at(folder)
-        if not grows and stamp is not None and self._folder_stamps.get(folder) == stamp:
+        seen = None if grows else self._seen(folder)
+        if seen is not None and seen.is_settled:
             return
-        found = _numbered(folder)
+        began_s, found = self._clock(), _numbered(folder)
         yield from self._forget_folder(kind, {path for path, _ in found})
         for path, file_stamp in found:
             yield from self._file(kind, path, file_stamp)
-        if stamp is not None:
-            self._folder_stamps[folder] = stamp
+        if seen is not None:
+            seen.is_settled = began_s - seen.seen_s >= _SETTLED_S
+
+    def _seen(self, folder: Path) -> _FolderStamp | None:
+        """Since when the folder has its stamp, by our clock: a server's may be another."""
+        changed_ns, seen = _changed_at(folder), self._folder_stamps.get(folder)
+        if changed_ns is None:
+            self._folder_stamps.pop(folder, None)
+            return None
+        if seen is None or seen.changed_ns != changed_ns:
+            seen = self._folder_stamps[folder] = _FolderStamp(changed_ns, self._clock())
+        return seen
 
     def _file(self, kind: Kind, path: Path, stamp: tuple[int, int]) -> Iterator[FileNews]:
         known = self._known.get((kind, path))
@@ -113,12 +146,14 @@ class SampleFiles:
             if taken.is_anew or taken.lines:
                 yield FileNews(known.number, kind, taken.is_anew, taken.lines)
         known.stamp = stamp
+        yield FileNews(known.number, kind, is_whole=True)
 
     def _forget_folder(self, kind: Kind, present: set[Path]) -> Iterator[FileNews]:
         gone = [(k, path) for k, path in self._known if k is kind and path not in present]
         for key in gone:
             known = self._known.pop(key)
             self._paths.pop(known.number, None)
+            self._num_left_out_of_gone += known.tail.num_left_out
             yield FileNews(known.number, kind, is_gone=True)
 
 
@@ -145,14 +180,18 @@ def _changed_at(folder: Path) -> int | None:
 
 def _numbered(folder: Path) -> list[tuple[Path, tuple[int, int]]]:
     """``<number>.jsonl`` by number, with inode and size; none without a folder."""
-    found = []
     try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                stem, suffix = os.path.splitext(entry.name)
-                if suffix == ".jsonl" and stem.isascii() and stem.isdigit():
-                    seen = entry.stat()
-                    found.append((int(stem), Path(entry.path), (seen.st_ino, seen.st_size)))
+        entries = os.scandir(folder)
     except FileNotFoundError:
         return []
+    found = []
+    with entries as inside:
+        for entry in inside:
+            stem, suffix = os.path.splitext(entry.name)
+            if suffix == ".jsonl" and stem.isascii() and stem.isdigit():
+                try:
+                    seen = entry.stat()
+                except FileNotFoundError:  # deleted since, as the oldest of the archive are
+                    continue
+                found.append((int(stem), Path(entry.path), (seen.st_ino, seen.st_size)))
     return [(path, stamp) for _, path, stamp in sorted(found, key=lambda one: one[0])]

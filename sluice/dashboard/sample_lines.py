@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
-from sluice.dashboard.line_tail import Line
+from sluice.dashboard.line_tail import UNREADABLE, Line
 from sluice.telemetry.sampled_group import SampledGroup, SampledResponse
 from sluice.types import PromptEnd
 
-__all__ = ["GroupLines", "Kind", "ShownOutcome", "groups_of", "shown_group"]
+__all__ = ["GroupLines", "GroupReader", "Kind", "ShownOutcome", "shown_group"]
+
+MOST_STEP = (1 << 31) - 1
+MOST_GROUP_BYTES = 256 << 20
 
 
 class Kind(StrEnum):
@@ -84,29 +88,92 @@ class GroupLines(msgspec.Struct, frozen=True):
     mean_score: float
 
 
-def groups_of(kind: Kind, lines: Sequence[Line]) -> Iterator[GroupLines]:
-    """The groups in lines of one file; lines that cannot be read are passed over.
+@dataclass(slots=True)
+class _OpenGroup:
+    """Rows of a dump that belong together, while others may follow."""
+
+    key: tuple[str, str]
+    step: int
+    begin: int
+    end: int
+    num: int = 0
+    num_scored: int = 0
+    total_score: float = 0.0
+
+    def takes(self, line: Line, row: _DumpRow) -> bool:
+        """Whether the row belongs to it; a group that is too large to show is cut."""
+        length = line.offset + len(line.text) - self.begin
+        return self.key == _key(row) and length <= MOST_GROUP_BYTES
+
+    def add(self, line: Line, row: _DumpRow) -> None:
+        self.end = line.offset + len(line.text)
+        self.num += 1
+        if row.score is not None:
+            self.num_scored += 1
+            self.total_score += row.score
+
+    def closed(self, outcome: ShownOutcome) -> GroupLines:
+        mean = self.total_score / self.num_scored if self.num_scored else float("nan")
+        return GroupLines(self.begin, self.end - self.begin, self.step, outcome, self.num, mean)
+
+
+class GroupReader:
+    """Finds the groups in the lines of one file, in whatever pieces they come.
 
     Rows of a dump belong together if they follow each other with the same ``uid``, or, without
     one, with the same prompt.
+
+    Attributes:
+        num_unread: lines that are no groups, and were passed over.
     """
-    if kind is Kind.ARCHIVE:
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+        self._open: _OpenGroup | None = None
+        self.num_unread = 0
+
+    def take(self, lines: Sequence[Line]) -> Iterator[GroupLines]:
+        """The groups that further lines complete."""
         for line in lines:
-            if (group := _group(line.text)) is not None:
-                yield _archived(line, group)
-        return
-    outcome = ShownOutcome(kind.value)
-    open_rows: list[tuple[Line, _DumpRow]] = []
-    for line in lines:
-        row = _row(line.text)
-        if row is None:
-            continue
-        if open_rows and _key(open_rows[-1][1]) != _key(row):
-            yield _dumped(open_rows, outcome)
-            open_rows = []
-        open_rows.append((line, row))
-    if open_rows:
-        yield _dumped(open_rows, outcome)
+            found = self._archived(line) if self._kind is Kind.ARCHIVE else self._dumped(line)
+            if found is not None:
+                yield found
+
+    def end(self) -> Iterator[GroupLines]:
+        """The last group, where no further line follows."""
+        if self._open is not None:
+            yield self._open.closed(ShownOutcome(self._kind.value))
+            self._open = None
+
+    def _archived(self, line: Line) -> GroupLines | None:
+        group = _group(line.text)
+        if group is None or abs(step_of(group)) > MOST_STEP:
+            self._note_unread(line)
+            return None
+        return GroupLines(
+            line.offset,
+            len(line.text),
+            step_of(group),
+            outcome_of(Kind.ARCHIVE, group),
+            len(group.responses),
+            mean_score(group.responses),
+        )
+
+    def _dumped(self, line: Line) -> GroupLines | None:
+        row, found = _row(line.text), None
+        if row is None or abs(row.step) > MOST_STEP:
+            self._note_unread(line)
+            return None
+        if self._open is not None and not self._open.takes(line, row):
+            found = self._open.closed(ShownOutcome(self._kind.value))
+            self._open = None
+        if self._open is None:
+            self._open = _OpenGroup(_key(row), row.step, line.offset, line.offset)
+        self._open.add(line, row)
+        return found
+
+    def _note_unread(self, line: Line) -> None:
+        self.num_unread += bool(line.text.strip())
 
 
 def shown_group(kind: Kind, text: bytes) -> SampledGroup | None:
@@ -147,38 +214,16 @@ def mean_score(responses: Sequence[SampledResponse]) -> float:
     return sum(scores) / len(scores) if scores else float("nan")
 
 
-def _archived(line: Line, group: SampledGroup) -> GroupLines:
-    return GroupLines(
-        line.offset,
-        len(line.text),
-        step_of(group),
-        outcome_of(Kind.ARCHIVE, group),
-        len(group.responses),
-        mean_score(group.responses),
-    )
-
-
-def _dumped(rows: Sequence[tuple[Line, _DumpRow]], outcome: ShownOutcome) -> GroupLines:
-    (first, row), (last, _) = rows[0], rows[-1]
-    scores = [one.score for _, one in rows if one.score is not None]
-    return GroupLines(
-        first.offset,
-        last.offset + len(last.text) - first.offset,
-        row.step,
-        outcome,
-        len(rows),
-        sum(scores) / len(scores) if scores else float("nan"),
-    )
-
-
 def _dumped_response(line: bytes, row: _DumpRow) -> SampledResponse:
-    extras = {
-        name: float(value)
-        for name, value in _decode_any(line).items()
-        if name not in _OWN_COLUMNS and isinstance(value, int | float)
-    }
+    extras = {}
+    for name, value in _decode_any(line).items():
+        if name not in _OWN_COLUMNS and isinstance(value, int | float):
+            try:
+                extras[name] = float(value)
+            except OverflowError:
+                extras[name] = float("inf") if value > 0 else float("-inf")
     return SampledResponse(
-        row.output, 0, "", score=row.score, reward=row.reward, metrics=dict(extras)
+        row.output, 0, "", score=row.score, reward=row.reward, metrics={**extras}
     )
 
 
@@ -189,12 +234,12 @@ def _key(row: _DumpRow) -> tuple[str, str]:
 def _group(text: bytes) -> SampledGroup | None:
     try:
         return _decode_group(text)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
 
 
 def _row(text: bytes) -> _DumpRow | None:
     try:
         return _decode_row(text)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None

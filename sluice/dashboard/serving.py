@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -11,13 +12,14 @@ from pathlib import Path
 from sluice.client.run_address import RunLocation
 from sluice.config.host_port import join_host_port
 from sluice.config.security import SecurityConfig
+from sluice.config.security_checks import TOKEN_KEY
 from sluice.dashboard.live_status import Explain, LiveStatus, check_location
 from sluice.dashboard.run_record_reader import RunRecordReader
 from sluice.dashboard.sample_files import folders_of_run
 from sluice.errors import ConfigError
 from sluice.rpc.bound_socket import check_bindable
-from sluice.rpc.credentials import Credentials
 from sluice.rpc.exposure import is_loopback
+from sluice.security.token_file import TokenFile, TokenSource
 
 __all__ = ["URL_NAME", "serve_page"]
 
@@ -42,21 +44,24 @@ async def serve_page(
 
     Raises:
         ConfigError: nothing was started in the folder, the address cannot be listened on, it is
-            open to other machines and no token is asked for, or aiohttp is not installed.
+            open to other machines and no token is asked for, tokens or certificate cannot be
+            used, or aiohttp is not installed.
     """
     try:
         from sluice.dashboard.web_app import DashboardPage, PageSettings, listening
     except ImportError as error:
         raise ConfigError(_NO_EXTRA) from error
     location = check_location(run_dir)
-    credentials, is_local = location.credentials, is_loopback(host)
-    tls = None if is_local else _tls_context(location.config.sluice.security)
-    _check_exposure(host, credentials, is_local=is_local)
+    _ = location.credentials  # what the services are shown; their errors are told before serving
+    security, is_local = location.config.sluice.security, is_loopback(host)
+    tokens = _tokens(security, host, is_local=is_local)
+    tls = None if is_local else _tls_context(security)
     check_bindable(host, port)
     record, live = _record(location), LiveStatus(run_dir, explain)
-    page = DashboardPage(record, live, PageSettings(credentials.tokens, only_loopback=is_local))
+    page = DashboardPage(record, live, PageSettings(tokens, only_loopback=is_local))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(live.close)
+        stack.callback(record.close)
         bound = await stack.enter_async_context(listening(page, host, port, tls))
         url = f"{'https' if tls else 'http'}://{join_host_port(host, bound)}/"
         stack.callback(_note_address(run_dir / URL_NAME, url))
@@ -75,41 +80,56 @@ def _record(location: RunLocation) -> RunRecordReader:
     return RunRecordReader(location.run_dir, folders, trainer.total_training_steps)
 
 
-def _check_exposure(host: str, credentials: Credentials, *, is_local: bool) -> None:
-    if not is_local and credentials.tokens is None:
+def _tokens(security: SecurityConfig, host: str, *, is_local: bool) -> TokenSource | None:
+    """Those of the configuration: the environment's is what this command shows, not what it asks.
+
+    Raises:
+        ConfigError: they cannot be read, or there are none and `host` is open to other machines.
+    """
+    if security.token_file is not None:
+        return TokenFile(Path(security.token_file), TOKEN_KEY)
+    if not is_local:
         raise ConfigError(
-            f"host {host}: other machines could read prompts and responses; set "
-            "sluice.security.token_file (`sluice certs` makes one), or listen on 127.0.0.1"
+            f"host {host}: other machines could read prompts and responses; set {TOKEN_KEY} "
+            "(`sluice certs` makes one), or listen on 127.0.0.1"
         )
+    return None
 
 
 def _tls_context(security: SecurityConfig) -> ssl.SSLContext | None:
-    """Of the services' own certificate; browsers are asked for a token, not for a certificate."""
+    """Of the services' own certificate; browsers are asked for a token, not for a certificate.
+
+    Raises:
+        ConfigError: the certificate cannot be used.
+    """
     if security.tls == "off" or not security.cert_file or not security.key_file:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(security.cert_file, security.key_file)
+    try:
+        context.load_cert_chain(security.cert_file, security.key_file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"sluice.security.cert_file = {security.cert_file!r}, key_file = "
+            f"{security.key_file!r}: {error}; give a certificate and its key, both PEM"
+        ) from error
     return context
 
 
 def _note_address(file: Path, url: str) -> Callable[[], None]:
-    """Writes the address for others to find; gives what puts back the state before."""
+    """Writes the address for others to find, whole at once; gives what takes it away."""
+    written = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        before = file.read_text(encoding="utf-8") if file.is_file() else None
-        file.write_text(f"{url}\n", encoding="utf-8")
+        written.write_text(f"{url}\n", encoding="utf-8")
+        written.replace(file)
     except OSError:  # a folder that is only read, as of a run of somebody else
         return lambda: None
-    return lambda: _restore(file, url, before)
+    return lambda: _take_away(file, url)
 
 
-def _restore(file: Path, url: str, before: str | None) -> None:
+def _take_away(file: Path, url: str) -> None:
     """Leaves an address alone that another page has written since."""
     try:
-        if file.read_text(encoding="utf-8").strip() != url:
-            return
-        if before is None:
+        if file.read_text(encoding="utf-8").strip() == url:
             file.unlink()
-        else:
-            file.write_text(before, encoding="utf-8")
-    except OSError:
+    except (OSError, ValueError):
         return

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from sluice.dashboard.line_tail import LineTail
+from sluice.dashboard.line_tail import UNREADABLE, LineTail
 
 __all__ = ["StalenessCounts"]
 
@@ -35,6 +35,12 @@ class StalenessCounts:
     def __init__(self, run_dir: Path) -> None:
         self._tail = LineTail(run_dir / _GROUPS_NAME)
         self._counts: Counter[int] = Counter()
+        self._num_undecoded = 0
+
+    @property
+    def num_unread(self) -> int:
+        """Lines that are no ended groups, or too long."""
+        return self._num_undecoded + self._tail.num_left_out
 
     def read(self) -> bool:
         """Takes in a bounded number of lines; whether there may be more at once.
@@ -45,10 +51,12 @@ class StalenessCounts:
         taken = self._tail.take()
         if taken.is_anew:
             self._counts.clear()
+            self._num_undecoded = 0
         for line in taken.lines:
             try:
                 group = _decode(line.text)
-            except msgspec.DecodeError:
+            except UNREADABLE:
+                self._num_undecoded += bool(line.text.strip())
                 continue
             if (
                 group.end == _TRAINED

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from sluice.dashboard.line_tail import LineTail
+from sluice.dashboard.line_tail import UNREADABLE, LineTail
 from sluice.report.run_record import METRICS_NAME, accuracy_of
 
 __all__ = ["COLUMNS", "StepHistory"]
@@ -37,6 +37,7 @@ COLUMNS = (
 _ACCOUNTS = "accounts/"
 _decode = msgspec.json.Decoder(dict[str, float | None]).decode
 _NAN = float("nan")
+_MOST_STEP = (1 << 31) - 1
 
 
 class StepHistory:
@@ -45,7 +46,6 @@ class StepHistory:
     Attributes:
         accounts: the books as of the newest step, by the names of `accounts.json`.
         newest: all metrics of the newest line of a step.
-        num_unread: lines that are no JSON object of numbers.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -58,7 +58,7 @@ class StepHistory:
         self._accuracy: dict[int, float] = {}
         self.accounts: Mapping[str, float] = {}
         self.newest: Mapping[str, float | None] = {}
-        self.num_unread = 0
+        self._num_undecoded = 0
 
     def read(self) -> bool:
         """Takes in a bounded number of lines; whether there may be more at once.
@@ -72,6 +72,11 @@ class StepHistory:
         for line in taken.lines:
             self._note(line.text)
         return taken.has_more
+
+    @property
+    def num_unread(self) -> int:
+        """Lines that are no JSON object of numbers, or too long."""
+        return self._num_undecoded + self._tail.num_left_out
 
     @property
     def steps(self) -> npt.NDArray[np.int64]:
@@ -90,8 +95,11 @@ class StepHistory:
         try:
             row = _decode(text)
             step = int(row["step"] or 0)
-        except (msgspec.DecodeError, KeyError, ValueError, OverflowError):
-            self.num_unread += bool(text.strip())
+        except (*UNREADABLE, KeyError):
+            self._num_undecoded += bool(text.strip())
+            return
+        if abs(step) > _MOST_STEP:
+            self._num_undecoded += 1
             return
         if "training/global_step" in row:
             self._note_step(step, row)

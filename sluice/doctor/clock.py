@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import http.client
 import os
 import tempfile
 import time
@@ -28,6 +29,10 @@ _UNSYNCHRONISED = 0x40  # STA_UNSYNC of sys/timex.h
 _WHY = "log lines and traces of several hosts no longer tell what came first"
 
 
+class NoHttpError(Exception):
+    """An address where nobody speaks HTTP; says what came instead."""
+
+
 @dataclass(frozen=True, slots=True)
 class Skew:
     """How far a peer's clock is ahead of this one, seconds; negative: behind."""
@@ -45,12 +50,14 @@ class ClockFacts:
         skews: against each clock that answered.
         has_remote_peers: whether the run has processes on other hosts.
         uses_tls: certificates have dates.
+        speaks_no_http: what is wrong with the address of a reward model, or with its answer.
     """
 
     is_kept: bool | None
     skews: tuple[Skew, ...]
     has_remote_peers: bool
     uses_tls: bool
+    speaks_no_http: str = ""
 
 
 def check_clock(examined: Examined) -> Iterator[Finding]:
@@ -62,6 +69,12 @@ def clock_findings(facts: ClockFacts) -> Iterator[Finding]:
     """Skews that matter, and a clock that nobody keeps although others are compared with it."""
     for one in facts.skews:
         yield _skew(one, uses_tls=facts.uses_tls)
+    if facts.speaks_no_http:
+        yield warning(
+            f"the reward model's clock cannot be asked for: {facts.speaks_no_http}",
+            "scores are asked for over HTTP, too",
+            "look at reward.reward_model.base_url, and at what listens there",
+        )
     if facts.is_kept is False and facts.has_remote_peers:
         yield warning(
             "the kernel says that no time service keeps this clock",
@@ -90,13 +103,18 @@ def clock_facts(examined: Examined, *, has_remote_peers: bool) -> ClockFacts:
     config = examined.config
     model = config.reward.reward_model
     skews = [folder_skew(Path(config.sluice.run_dir))] if examined.has_run else []
+    speaks_no_http = ""
     if model.enable and model.base_url:
-        skews.append(http_skew(model.base_url))
+        try:
+            skews.append(http_skew(model.base_url))
+        except NoHttpError as error:
+            speaks_no_http = str(error)
     return ClockFacts(
         is_kept(),
         tuple(one for one in skews if one is not None),
         has_remote_peers,
         uses_tls=config.sluice.security.tls != "off",
+        speaks_no_http=speaks_no_http,
     )
 
 
@@ -136,9 +154,10 @@ def folder_skew(folder: Path, mounts: Path = _MOUNTS) -> Skew | None:
 
 
 def mount_kind(folder: Path, mounts: Path = _MOUNTS) -> str:
-    """The type of the file system that a folder is on; empty if it is not known."""
+    """The type of the file system that a folder, or what it links to, is on; empty if not known."""
     found = ("", "")
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):  # links that lead in a circle
+        folder = folder.resolve()
         for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
             _, point, kind, *_ = line.split()
             if folder.is_relative_to(point) and len(point) >= len(found[0]):
@@ -147,7 +166,11 @@ def mount_kind(folder: Path, mounts: Path = _MOUNTS) -> str:
 
 
 def http_skew(address: str) -> Skew | None:
-    """Of a server, by the Date of any answer, also of a refusal."""
+    """Of a server, by the Date of any answer, also of a refusal; ``None`` if there is none.
+
+    Raises:
+        NoHttpError: the address is none, or what answers there is no HTTP server.
+    """
     if not address.startswith(("http://", "https://")):
         return None
     before = time.time()
@@ -158,6 +181,8 @@ def http_skew(address: str) -> Skew | None:
         said = refusal.headers.get("Date")
     except OSError:
         return None
+    except (http.client.HTTPException, ValueError) as error:
+        raise NoHttpError(f"{address}: {type(error).__name__}: {error}") from error
     middle = (before + time.time()) / 2
     with suppress(ValueError, TypeError):
         # The second that the header names has begun half a second ago on average.

@@ -46,7 +46,9 @@ def check_disk(examined: Examined) -> Iterator[Finding]:
     """The run's folder, and that of checkpoints."""
     config = examined.config
     yield from disk_findings(_facts("sluice.run_dir", config.sluice.run_dir, 0, 0))
-    size, kept = checkpoint_bytes(config, examined.shape), checkpoints_kept(config)
+    saves = config.trainer.save_freq > 0
+    size = checkpoint_bytes(config, examined.shape) if saves else 0
+    kept = checkpoints_kept(config)
     key = "trainer.default_local_dir" if config.trainer.default_local_dir else "sluice.run_dir"
     yield from disk_findings(_facts(key, checkpoint_folder(config), size, kept))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 from sluice.config.key_settings import KeySettings, keys_as_set
@@ -24,14 +25,19 @@ class Examined:
         settings: its keys as the user set them.
         has_run: whether one was named.
         environment: variables of the process that would start it.
-        shape: the model's, where it is known.
+        read_shape: reads the model's files, and waits as long as their file system does.
     """
 
     config: RunConfig
     settings: KeySettings
     has_run: bool
     environment: Mapping[str, str]
-    shape: ModelShape | None
+    read_shape: Callable[[], ModelShape | None]
+
+    @property
+    def shape(self) -> ModelShape | None:
+        """The model's, where it is known. Checks ask in their own threads, which have deadlines."""
+        return self.read_shape()
 
 
 def examined_run(
@@ -48,7 +54,7 @@ def examined_run(
         KeySettings(config, keys_as_set(file, overrides)),
         has_run=file is not None or bool(overrides),
         environment=dict(environment),
-        shape=_shape(config.actor_rollout_ref.model.path),
+        read_shape=cache(partial(_shape, config.actor_rollout_ref.model.path)),
     )
 
 

@@ -92,10 +92,11 @@ async def start_child(spec: ServiceSpec) -> ChildProcess:
     environment[SUPERVISOR_VARIABLE] = str(os.getpid())
     read_end, write_end = os.pipe()
     output = asyncio.StreamReader(limit=_LINE_LIMIT_BYTES)
-    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(output), os.fdopen(read_end, "rb", 0)
-    )
+    pipe: asyncio.BaseTransport | None = None
     try:
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(output), os.fdopen(read_end, "rb", 0)
+        )
         process = await asyncio.create_subprocess_exec(
             *spec.command,
             env=environment,
@@ -104,13 +105,13 @@ async def start_child(spec: ServiceSpec) -> ChildProcess:
             stderr=write_end,
             start_new_session=True,
         )
-    except OSError as error:
-        pipe.close()
-        raise ConfigError(
-            f"{spec.name}: {spec.command[0]} cannot be started ({error.strerror})"
-        ) from error
-    except asyncio.CancelledError:
-        pipe.close()
+    except (OSError, asyncio.CancelledError) as error:
+        if pipe is not None:  # else the loop has closed it
+            pipe.close()
+        if isinstance(error, OSError):
+            raise ConfigError(
+                f"{spec.name}: {spec.command[0]} cannot be started ({error.strerror})"
+            ) from error
         raise
     finally:
         os.close(write_end)

@@ -8,8 +8,9 @@ end, a signal. Unblocked by: exits of processes, the file that says how the run 
 Produces: the service's log lines; when it ends the run (the trainer's last step, a needed service
 that failed for good), that file. On failure: processes are started again as their specification
 says; this program itself is its engine's to start again. Exit code 0: the service has ended with
-its run or because it was asked to; 1: it failed, with a diagnosis; 130: a trainer that was asked to
-end before its last step.
+its run or because it was asked to; 1: it failed, with a diagnosis, and would fail again; 70: an
+error of the launcher itself that nobody foresaw, with its traceback; 130: a trainer that was asked
+to end before its last step.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from sluice.telemetry.logs import configure_logging
 
 logger = logging.getLogger(__name__)
 
+# EX_SOFTWARE of sysexits.h: the container may be started again, which EXIT_FAILED forbids in a Job.
+EXIT_UNFORESEEN = 70
 _WATCH_INTERVAL_S = 0.5
 # The trainer's name is unknown while its container starts, or starts again.
 _TRAINER_NAMED_WITHIN_S = 60.0
@@ -53,7 +56,11 @@ def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     kind: Kind = options.kind
     codes: list[int] = []
-    status = exit_status(kind, lambda: codes.append(_keep(kind, options.config)))
+    try:
+        status = exit_status(kind, lambda: codes.append(_keep(kind, options.config)))
+    except Exception:
+        logger.exception("%s: its launcher ends with an error that nobody foresaw", kind)
+        return EXIT_UNFORESEEN
     return codes[0] if codes else status
 
 
@@ -114,7 +121,7 @@ async def _supervise(
 
 async def _end_with(run: SharedRun, supervisor: Supervisor) -> None:
     while True:  # a file on a volume tells nobody that it changes
-        if run.ending() is not None:
+        if run.seen_ending() is not None:
             supervisor.end()
             return
         await asyncio.sleep(_WATCH_INTERVAL_S)

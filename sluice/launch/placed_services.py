@@ -4,7 +4,9 @@ Consumes: plans and specifications. Waits for: resources, hosts, what nodes lack
 nodes that join or get free, files that appear, and cancellation (a replica that is not wanted any
 more). Produces: running processes. On failure: before the run begins, an error that says what is
 missing on which node; later a warning, again and again, while the others go on. A host that died is
-started anew by the cluster, on another node if its own is lost.
+started anew by the cluster, on another node if its own is lost. A replica whose host is dead for
+good, or broken, gives its place back and asks for another; trainer and reward service, which the
+others know by their address, end the run.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pathlib import Path
 from sluice.concurrency.deadline import deadline
 from sluice.config.dump import dump_config
 from sluice.config.run import RunConfig
-from sluice.errors import ConfigError, PeerError
+from sluice.errors import ConfigError, PeerDefectError, PeerError
 from sluice.launch.cluster import Cluster, HostGoneError, Seat
 from sluice.launch.network_layout import Kind
 from sluice.launch.node_facts import NodeFacts, ServicePlan, facts_from_json, spec_on
@@ -29,6 +31,8 @@ from sluice.launch.service_spec import ServiceSpec
 logger = logging.getLogger(__name__)
 
 _RETRY_S, _LOOK_AGAIN_S, _REMIND_S = 0.5, 10.0, 30.0
+# Of a host: asking it again does not help.
+_UNFIT = (HostGoneError, PeerDefectError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ class PlacedServices:
             while True:
                 try:
                     address, host_name, ports = await seat.host.call("place", num_ports)
-                except HostGoneError as error:
+                except _UNFIT as error:
                     raise ConfigError(f"{error}; is sluice installed there?") from error
                 except PeerError:
                     await asyncio.sleep(_RETRY_S)
@@ -131,7 +135,10 @@ class PlacedServices:
         lacking: list[str] = []
         for name, seat in self._seats.items():
             async with deadline(self._patience_s, peer=f"host of {name}", phase="looking around"):
-                facts = await self._look(seat)
+                try:
+                    facts = await self._look(seat)
+                except _UNFIT as error:
+                    raise ConfigError(str(error)) from error
             if seat.plan.kind != "rollout":
                 self._addresses[name] = facts.address
             lacking += [f"\n  {facts.address} ({name}): {one}" for one in facts.problems]
@@ -141,27 +148,26 @@ class PlacedServices:
     async def start(self, spec: ServiceSpec) -> RemoteChild:
         """Starts a process where it was placed; one that is added is placed first.
 
+        A replica that its node cannot run is placed anew, after a pause and with a warning.
+
         Raises:
             ConfigError: it can never be started so.
         """
-        assert self._shared is not None, "prepare comes first"
-        seat = self._seats.get(spec.name) or self._reserve(self._plan_of(spec.name))[0]
         while True:
-            facts = await self._ready(seat)
-            self._refuse_move(spec.name, facts)
-            own = spec_on(spec, seat.plan.kind, self._shared.config, facts)
-            variables = {**self._shared.variables, **own.environment}
+            seat = self._seats.get(spec.name) or self._reserve(self._plan_of(spec.name))[0]
             try:
-                pid, problem = await seat.host.call(
-                    "start", spec.name, list(own.command), variables
+                return await self._start_on(seat, spec)
+            except _UNFIT as error:
+                if seat.plan.kind != "rollout":
+                    raise ConfigError(str(error)) from error
+                logger.warning(
+                    "%s; %s is placed anew in %g s, the others go on",
+                    error,
+                    spec.name,
+                    _LOOK_AGAIN_S,
                 )
-            except PeerError as error:
-                logger.warning("%s", error)
-                await asyncio.sleep(_RETRY_S)
-                continue
-            if problem:
-                raise ConfigError(f"{facts.address}: {problem}")
-            return RemoteChild(spec.name, pid, seat.host)
+            self.release(spec.name)
+            await asyncio.sleep(_LOOK_AGAIN_S)
 
     def release(self, name: str) -> None:
         """Gives a service's resources back; its group's other members are released with it."""
@@ -180,6 +186,28 @@ class PlacedServices:
         seats = self._cluster.reserve(plan)
         self._seats |= {seat.name: seat for seat in seats}
         return seats
+
+    async def _start_on(self, seat: Seat, spec: ServiceSpec) -> RemoteChild:
+        """Starts a process on a node, once that is ready for it."""
+        assert self._shared is not None, "prepare comes first"
+        while True:
+            facts = await self._ready(seat)
+            self._refuse_move(spec.name, facts)
+            own = spec_on(spec, seat.plan.kind, self._shared.config, facts)
+            variables = {**self._shared.variables, **own.environment}
+            try:
+                pid, problem = await seat.host.call(
+                    "start", spec.name, list(own.command), variables
+                )
+            except _UNFIT:
+                raise
+            except PeerError as error:
+                logger.warning("%s", error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if problem:
+                raise PeerDefectError(facts.address, f"starting {spec.name}", problem)
+            return RemoteChild(spec.name, pid, seat.host)
 
     async def _ready(self, seat: Seat) -> NodeFacts:
         """A node that has all that the service needs, as soon as there is one."""
@@ -200,14 +228,18 @@ class PlacedServices:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _look(self, seat: Seat) -> NodeFacts:
-        """What the host finds, once it is there."""
+        """What the host finds, once it is there.
+
+        Raises:
+            HostGoneError, PeerDefectError: it never will.
+        """
         assert self._shared is not None
         plan = self._shared.plan(seat.plan.kind).as_json()
         while True:
             try:
                 return facts_from_json(await seat.host.call("look", plan))
-            except HostGoneError as error:
-                raise ConfigError(str(error)) from error
+            except _UNFIT:
+                raise
             except PeerError:  # it is being started
                 await asyncio.sleep(_RETRY_S)
 

@@ -92,18 +92,20 @@ def plans(config: RunConfig, cluster: Resources, extra: Demands) -> tuple[Placem
 
 
 def reward_plan(extra: Demands) -> PlacementPlan:
-    """The reward service, by itself."""
-    return _single(REWARD, "reward", {CPU: 1.0, **extra.get("reward", {})})
+    """The reward service, by itself.
+
+    Raises:
+        ConfigError: nothing is left of what it takes; as the other plans.
+    """
+    return _single(REWARD, "reward", _demand("reward", {CPU: 1.0}, extra))
 
 
 def trainer_plan(config: RunConfig, cluster: Resources, extra: Demands) -> PlacementPlan:
     """One bundle for each of the trainer's nodes, with all of that node's ranks."""
-    each = _demand(
-        config.sluice.trainer.torch_threads,
-        accelerator(config.trainer.device, cluster),
-        1,
-        extra.get("trainer", {}),
+    own = _computing(
+        config.sluice.trainer.torch_threads, accelerator(config.trainer.device, cluster), 1
     )
+    each = _demand("trainer", own, extra)
     nodes, per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
     whole = {name: amount * per_node for name, amount in each.items()}
     members = tuple(
@@ -118,13 +120,8 @@ def replica_plan(
 ) -> PlacementPlan:
     """One replica, which comes and goes by itself."""
     kind = accelerator(config.sluice.rollout.device, cluster)
-    demand = _demand(
-        config.sluice.rollout.torch_threads,
-        kind,
-        replica_devices(config),
-        extra.get("rollout", {}),
-    )
-    return _single(replica_name(number), "rollout", demand)
+    own = _computing(config.sluice.rollout.torch_threads, kind, replica_devices(config))
+    return _single(replica_name(number), "rollout", _demand("rollout", own, extra))
 
 
 def parse_demands(given: Iterable[str]) -> dict[Kind, dict[str, float]]:
@@ -176,9 +173,21 @@ def _as_text(resources: Resources) -> str:
     return ", ".join(f"{name}:{amount:g}" for name, amount in resources.items())
 
 
-def _demand(threads: int, device: str | None, devices: int, extra: Resources) -> Resources:
-    own = {CPU: float(threads)} | ({device: float(devices)} if device else {})
-    return {name: amount for name, amount in {**own, **extra}.items() if amount > 0}
+def _computing(threads: int, device: str | None, devices: int) -> Resources:
+    return {CPU: float(threads)} | ({device: float(devices)} if device else {})
+
+
+def _demand(kind: Kind, own: Resources, extra: Demands) -> Resources:
+    """What a process takes; Ray refuses a bundle without anything."""
+    given = extra.get(kind, {})
+    found = {name: amount for name, amount in {**own, **given}.items() if amount > 0}
+    if not found:
+        options = " ".join(f"--resources {kind}={_as_text({name: 0.0})}" for name in given)
+        raise ConfigError(
+            f"{options}: nothing is left of what each {kind} process takes, and Ray places no "
+            f"process that takes nothing; give a small amount, such as {kind}={CPU}:0.01"
+        )
+    return found
 
 
 def _single(name: str, kind: Kind, resources: Resources) -> PlacementPlan:

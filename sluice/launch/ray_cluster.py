@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sluice.errors import ConfigError, PeerError
+from sluice.errors import ConfigError, PeerDefectError, PeerError
 from sluice.launch.cluster import HostGoneError, Seat
 from sluice.launch.placement import CPU, GPU, Member, NodeRoom, PlacementPlan, Resources
 from sluice.launch.service_host import ServiceHost
@@ -47,7 +47,8 @@ class RayHost:
 
         Raises:
             PeerError: the actor is being started anew.
-            HostGoneError: it is dead for good, or the method failed.
+            HostGoneError: it is dead for good.
+            PeerDefectError: the method raised an exception; the actor lives.
         """
         from ray import exceptions
 
@@ -60,6 +61,8 @@ class RayHost:
             if self._is_dead():
                 raise HostGoneError(peer, phase, _told(error)) from error
             raise PeerError(peer, phase, _first_line(error)) from error
+        except exceptions.RayTaskError as error:
+            raise PeerDefectError(peer, phase, _told(error)) from error
         except exceptions.RayError as error:
             raise HostGoneError(peer, phase, str(error)) from error
 

@@ -43,12 +43,21 @@ class RemoteChild:
         return self._code is not None
 
     async def lines(self) -> AsyncIterator[str]:
-        """Its output, until it has ended or its host is lost."""
+        """Its output, until it has ended or its host is lost.
+
+        A host that is away for a moment is asked again: the process blocks in its next line once
+        nobody takes them and the pipe is full.
+        """
         while True:
             try:
                 lines, is_over = await self._host.call("lines", self._pid)
-            except PeerError:
+            except HostGoneError:
                 return
+            except PeerError:
+                if self.has_ended:
+                    return
+                await asyncio.sleep(_PAUSE_S)
+                continue
             for line in lines:
                 yield str(line)
             if is_over:

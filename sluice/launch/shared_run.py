@@ -8,12 +8,15 @@ and how the run ended. Files are replaced whole, so a reader never sees half of 
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sluice.errors import ConfigError
 from sluice.launch.checkpoint_mark import checkpoint_mark
+
+logger = logging.getLogger(__name__)
 
 _FOLDER, _BEGINNING, _ENDING = "launch", "began.json", "ended.json"
 
@@ -40,6 +43,7 @@ class SharedRun:
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / _FOLDER
+        self._is_unreadable = False
 
     @property
     def goes_on(self) -> bool:
@@ -75,12 +79,13 @@ class SharedRun:
         """The mark of the checkpoints that were there before the run.
 
         Raises:
-            ConfigError: no run was begun in the folder.
+            ConfigError: no run was begun in the folder, or its file is none that can be used.
+            OSError: the file system fails, perhaps for a moment; the configuration is not at fault.
         """
         try:
             found = json.loads((self._folder / _BEGINNING).read_text(encoding="utf-8"))
             return str(found["checkpoints_before"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (FileNotFoundError, PermissionError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{self._folder / _BEGINNING}: {error}; begin the run with `sluice prepare`"
             ) from error
@@ -99,13 +104,37 @@ class SharedRun:
             self._write(_ENDING, asdict(ending))
 
     def ending(self) -> Ending | None:
-        """How the run ended; None while it goes on."""
+        """How the run ended; None while it goes on.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
         try:
             text = (self._folder / _ENDING).read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
         found = json.loads(text)
         return Ending(str(found["service"]), tuple(map(str, found["failures"])))
+
+    def seen_ending(self) -> Ending | None:
+        """The same for a look now and then: None also while the file cannot be read.
+
+        A network file system may fail for a moment (EIO, ESTALE), which ends no service; the first
+        such error in a row is logged.
+        """
+        try:
+            found = self.ending()
+        except OSError as error:
+            if not self._is_unreadable:
+                logger.warning(
+                    "%s cannot be read (%s): the run counts as going on",
+                    self._folder / _ENDING,
+                    error,
+                )
+            self._is_unreadable = True
+            return None
+        self._is_unreadable = False
+        return found
 
     def _write(self, name: str, content: object) -> None:
         partial = self._folder / f"{name}.{uuid.uuid4().hex}.partial"

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +62,8 @@ class Supervisor:
         on_line: also takes each line with the process's name.
         grace_s: seconds between SIGTERM and SIGKILL.
         host: where they run; by default on this machine.
+        on_left: takes the name of each process that was dismissed, once it has ended, also where it
+            had to be killed and could leave nothing in order.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class Supervisor:
         on_line: LogLine,
         grace_s: float,
         host: ProcessHost | None = None,
+        on_left: Callable[[str], None] | None = None,
     ) -> None:
+        self._on_left = on_left
         self._log_dir, self._on_line, self._grace_s = log_dir, on_line, grace_s
         self._host: ProcessHost = host or ThisMachine()
         self._crews = crews_of(specs, log_dir, on_line, grace_s, self._host)
@@ -160,6 +164,8 @@ class Supervisor:
         await self._run_again(crew)
         for spec in crew.specs:
             self._host.release(spec.name)
+            if crew.is_dismissed and self._on_left is not None:
+                self._on_left(spec.name)
 
     async def _run_again(self, crew: Crew) -> None:
         """Runs one crew, again and again as far as its policy allows."""

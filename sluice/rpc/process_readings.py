@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from sluice.concurrency.waits import WAITS
 from sluice.concurrency.watchdog import still_seconds
 from sluice.rpc.error_tally import QUOTA_REFUSALS, RPC_ERRORS
+from sluice.telemetry.disk_space import DiskSpace
 from sluice.telemetry.instrument import Reading
 from sluice.telemetry.instruments import process
 from sluice.telemetry.process_age import process_age_s
@@ -33,7 +32,7 @@ class ProcessName:
     restarts: int = 0
 
 
-def process_readings(who: ProcessName, run_dir: Path) -> Iterator[Reading]:
+def process_readings(who: ProcessName, disk: DiskSpace) -> Iterator[Reading]:
     """Age, waits, errors, restarts, disk; needs no event loop."""
     yield process.INFO.at(1.0, who.name, who.kind, _version())
     yield process.UPTIME.at(process_age_s())
@@ -46,16 +45,13 @@ def process_readings(who: ProcessName, run_dir: Path) -> Iterator[Reading]:
         yield process.RPC_ERRORS.at(float(count), *kind)
     for limit, count in QUOTA_REFUSALS.counts().items():
         yield process.QUOTA_REFUSALS.at(float(count), *limit)
-    yield from _disk(run_dir)
+    yield from _disk(disk)
 
 
-def _disk(run_dir: Path) -> Iterator[Reading]:
-    try:
-        found = os.statvfs(run_dir)
-    except OSError:  # a replica may run on a machine without the folder
-        return
-    yield process.RUN_FOLDER_FREE.at(float(found.f_bavail * found.f_frsize))
-    yield process.RUN_FOLDER_SIZE.at(float(found.f_blocks * found.f_frsize))
+def _disk(disk: DiskSpace) -> Iterator[Reading]:
+    if (room := disk.room()) is not None:
+        yield process.RUN_FOLDER_FREE.at(float(room.free_bytes))
+        yield process.RUN_FOLDER_SIZE.at(float(room.size_bytes))
 
 
 def _version() -> str:

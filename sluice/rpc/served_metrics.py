@@ -3,8 +3,8 @@
 Consumes: scrapes, in a thread of their own (`MetricsServer`). Waits for: the event loop, which
 reads what belongs to it, `_LOOP_TIMEOUT_S` at most. Unblocked by: the loop, or that time; then the
 page says that it is not complete, and tells what needs no loop. Produces: a page, and the file in
-the run's folder that tells Prometheus where it is. On failure of a reading: status 500. On
-shutdown: the block's end.
+the run's folder that tells Prometheus where it is. On failure of the service's readings: the same
+page, and the reason in the log, once until they are there again. On shutdown: the block's end.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from sluice.config.service import EndpointConfig, ServiceConfig
 from sluice.rpc.bound_socket import bound_socket
 from sluice.rpc.exposure import is_loopback
 from sluice.rpc.process_readings import ProcessName, process_readings
+from sluice.telemetry.disk_space import DiskSpace
 from sluice.telemetry.exposition import CONTENT_TYPE, Exposition
 from sluice.telemetry.instrument import Reading
 from sluice.telemetry.instruments import process
@@ -58,11 +59,13 @@ def served_metrics(
         yield
         return
     run_dir = Path(service.run_dir)
-    page = _Page(asyncio.get_running_loop(), read, who, run_dir)
+    disk = DiskSpace(run_dir)
+    page = _Page(asyncio.get_running_loop(), read, who, disk)
     exposition = Exposition(page.readings)
     listening = bound_socket(endpoint.host, endpoint.metrics_port)
     server = MetricsServer(exposition.page, CONTENT_TYPE, listening)
     server.start()
+    disk.start()
     address = join_host_port(advertised_host(endpoint), server.port)
     _announce(endpoint.host, address)
     labels = {"service": who.kind, "name": who.name, "run": run_dir.absolute().name}
@@ -71,21 +74,35 @@ def served_metrics(
             yield
     finally:
         server.stop()
+        disk.stop()
 
 
 class _Page:
     """All readings of a process, asked for in a scrape's thread."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, read: ReadMetrics, who: ProcessName, run_dir: Path
+        self, loop: asyncio.AbstractEventLoop, read: ReadMetrics, who: ProcessName, disk: DiskSpace
     ) -> None:
-        self._loop, self._read, self._who, self._run_dir = loop, read, who, run_dir
+        self._loop, self._read, self._who, self._disk = loop, read, who, disk
+        self._has_failed = False
 
     def readings(self) -> Iterator[Reading]:
-        yield from process_readings(self._who, self._run_dir)
-        own = ask_loop(self._loop, lambda: tuple(self._read()), _LOOP_TIMEOUT_S)
+        yield from process_readings(self._who, self._disk)
+        own = self._own()
         yield process.SCRAPE_COMPLETE.at(float(own is not None))
         yield from own or ()
+
+    def _own(self) -> tuple[Reading, ...] | None:
+        try:
+            own = ask_loop(self._loop, lambda: tuple(self._read()), _LOOP_TIMEOUT_S)
+        except Exception:  # an engine that is broken, say; the rest of the page tells of it
+            if not self._has_failed:
+                logger.exception("the metrics of %s cannot be read", self._who.name)
+            self._has_failed = True
+            return None
+        if own is not None:
+            self._has_failed = False
+        return own
 
 
 def _announce(host: str, address: str) -> None:

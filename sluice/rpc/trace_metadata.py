@@ -31,15 +31,26 @@ def call_options() -> dict[str, Any]:
 
 
 def caller_context(call: ServedCall) -> TraceContext | None:
-    """The caller's span; ``None`` if it sent none, or nothing is traced here."""
-    if not TRACER.is_on:
-        return None
-    metadata = call.invocation_metadata() or ()
-    return next((parse_traceparent(value) for key, value in metadata if key == TRACEPARENT), None)
+    """The span of a caller from outside, recorded as far as this process admits it.
+
+    Returns:
+        ``None`` if it sent none, or nothing is traced here.
+    """
+    context = _sent_context(call)
+    return None if context is None else TRACER.admitted(context)
 
 
 def served(name: SpanName, call: ServedCall) -> Span:
     """The span of a call that is served: in the caller's trace, or in one of its own."""
     if not TRACER.is_on:
         return NOTHING
-    return TRACER.trace(name, caller=caller_context(call), kind=SpanKind.SERVER)
+    # Others than the reward service generate too; what it chose itself is chosen here as well.
+    context = caller_context(call) if name is SpanName.SERVE else _sent_context(call)
+    return TRACER.trace(name, caller=context, kind=SpanKind.SERVER)
+
+
+def _sent_context(call: ServedCall) -> TraceContext | None:
+    if not TRACER.is_on:
+        return None
+    metadata = call.invocation_metadata() or ()
+    return next((parse_traceparent(value) for key, value in metadata if key == TRACEPARENT), None)

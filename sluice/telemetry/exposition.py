@@ -87,6 +87,8 @@ class _Collector:
 
     def _risen(self, reading: Reading, value: float) -> float:
         """A counter that fell would be taken for one that began anew, and all of it for new."""
+        if reading.instrument.may_restart:
+            return value
         key = (reading.instrument.name, reading.labels)
         self._highest[key] = max(value, self._highest.get(key, 0.0))
         return self._highest[key]

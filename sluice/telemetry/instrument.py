@@ -11,7 +11,7 @@ __all__ = ["Instrument", "Kind", "Reading", "counter", "gauge", "histogram"]
 
 
 class Kind(StrEnum):
-    """What may be done with a metric: a counter never falls within the life of a process."""
+    """What may be done with a metric: a counter never falls within the life of what it counts."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -29,6 +29,8 @@ class Instrument:
         meaning: one sentence.
         labels: names of its labels, in order.
         bounds: of a histogram's buckets.
+        may_restart: what a counter counts may begin anew while the process lives; then it falls to
+            what was counted since, from which Prometheus sees that it did.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Instrument:
     meaning: str
     labels: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
+    may_restart: bool = False
 
     def at(self, value: float | Distribution, *labels: str) -> Reading:
         """It stands at `value`, for these values of its labels."""
@@ -61,9 +64,11 @@ class Reading:
     labels: tuple[str, ...] = ()
 
 
-def counter(name: str, unit: str, meaning: str, *labels: str) -> Instrument:
+def counter(
+    name: str, unit: str, meaning: str, *labels: str, may_restart: bool = False
+) -> Instrument:
     """A count since the process's start, or since what it counts began."""
-    return Instrument(name, Kind.COUNTER, unit, meaning, labels)
+    return Instrument(name, Kind.COUNTER, unit, meaning, labels, may_restart=may_restart)
 
 
 def gauge(name: str, unit: str, meaning: str, *labels: str) -> Instrument:

@@ -42,7 +42,8 @@ def ask_loop(
     try:
         return answer.result(timeout_s)
     except TimeoutError:
-        if answer.done():  # the question itself timed out
-            raise
+        # It may have come while the time ran out; or the question itself timed out.
+        if answer.done():
+            return answer.result()
         answer.cancel()
         return None

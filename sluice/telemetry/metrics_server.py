@@ -1,16 +1,19 @@
 """Answers ``GET /metrics`` from a thread of its own, so that it answers while others are stuck.
 
-Consumes: requests without a body. Waits for: each request's next bytes, `_REQUEST_TIMEOUT_S` at
-most. Unblocked by: bytes, that time, the caller's end. Produces: a page. On failure of the page:
-500, and the reason in the log. Requests above `_MOST_AT_ONCE` find a closed connection. On
-shutdown: `stop` ends the thread; requests under way are cut off with the process.
+Consumes: requests without a body. Waits for: the whole of a request, and for each part of its
+answer to be taken, `_REQUEST_TIMEOUT_S` at most. Unblocked by: bytes, that time, the caller's end.
+Produces: a page. On failure of the page: 500, and the reason in the log. Requests above
+`_MOST_AT_ONCE` find a closed connection. On shutdown: `stop` ends the thread; requests under way
+are cut off with the process.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -75,7 +78,11 @@ class _Server(ThreadingHTTPServer):
         if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started, which would have given the room back
+            self._room.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401  as its base
         try:
@@ -87,9 +94,32 @@ class _Server(ThreadingHTTPServer):
         logger.debug("a scrape broke off", exc_info=True)  # noqa: LOG014  called in a handler
 
 
+class _UntilDeadline(io.RawIOBase):
+    """Reads of a socket that end at one time together, however few bytes each brings."""
+
+    def __init__(self, connection: socket.socket, deadline_s: float) -> None:
+        self._connection, self._deadline_s = connection, deadline_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:  # noqa: ANN401  as its base
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the request did not come in time")
+        self._connection.settimeout(left_s)
+        return self._connection.recv_into(buffer)
+
+
 class _Request(BaseHTTPRequestHandler):
     timeout = _REQUEST_TIMEOUT_S
     server_version, sys_version = "sluice", ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        deadline_s = time.monotonic() + self.timeout
+        self.rfile = io.BufferedReader(_UntilDeadline(self.connection, deadline_s))
 
     def do_GET(self) -> None:
         """Answers a scrape."""
@@ -108,6 +138,7 @@ class _Request(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.OK, server.content_type, page)
 
     def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
+        self.connection.settimeout(self.timeout)
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))

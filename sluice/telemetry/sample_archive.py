@@ -12,6 +12,7 @@ from pathlib import Path
 
 FOLDER_NAME = "samples"
 _NUM_FILES = 8
+_FLUSH_BYTES = 1 << 20
 _MIB = 1 << 20
 
 
@@ -31,7 +32,7 @@ class SampleArchive:
         self._size = 0
 
     def append(self, lines: Iterable[bytes]) -> None:
-        """Writes lines, each without its newline.
+        """Writes lines, each without its newline; holds few of them at a time.
 
         Raises:
             OSError: the folder cannot be written.
@@ -42,6 +43,8 @@ class SampleArchive:
                 self._write(pending)
                 self._begin_file()
             pending += line + b"\n"
+            if len(pending) >= _FLUSH_BYTES:
+                self._write(pending)
         self._write(pending)
 
     def _write(self, pending: bytearray) -> None:

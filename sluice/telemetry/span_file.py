@@ -7,7 +7,9 @@ batch is one write at the file's end, which local file systems keep whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 
 import msgspec
@@ -26,10 +28,13 @@ class SpanFile:
     Args:
         path: the file.
         resource: attributes of this process.
+        most_bytes: nothing is appended to a file of this size; each writer may exceed it by a
+            batch.
     """
 
-    def __init__(self, path: Path, resource: Attributes) -> None:
+    def __init__(self, path: Path, resource: Attributes, most_bytes: float = math.inf) -> None:
         self._path, self._resource = path, {"attributes": _attributes(resource)}
+        self._most_bytes, self._is_torn = most_bytes, False
 
     @property
     def destination(self) -> str:
@@ -37,15 +42,32 @@ class SpanFile:
         return str(self._path)
 
     def export(self, spans: Sequence[RecordedSpan]) -> None:
-        """Appends one line. Raises ExportError if the file cannot be written."""
-        scoped = {"scope": {"name": SCOPE}, "spans": [_span(span) for span in spans]}
-        line = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [scoped]}]}
+        """Appends one line. Raises ExportError if the file is full or cannot be written."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab", buffering=0) as file:
-                file.write(msgspec.json.encode(line) + b"\n")
+                if file.tell() >= self._most_bytes:
+                    raise ExportError(
+                        f"the file holds {self._most_bytes / 2**20:g} MiB, which is all that "
+                        "sluice.telemetry.traces.file_mb allows; move it away, or raise the key"
+                    )
+                self._append(file, self._line(spans))
         except OSError as error:
             raise ExportError(str(error)) from error
+
+    def _line(self, spans: Sequence[RecordedSpan]) -> bytes:
+        scoped = {"scope": {"name": SCOPE}, "spans": [_span(span) for span in spans]}
+        line = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [scoped]}]}
+        return msgspec.json.encode(line) + b"\n"
+
+    def _append(self, file: FileIO, line: bytes) -> None:
+        """A full disk may take a part of a line; the next one begins on a line of its own."""
+        whole = b"\n" + line if self._is_torn else line
+        num_written = file.write(whole) or 0
+        if num_written:
+            self._is_torn = num_written < len(whole)
+        if num_written < len(whole):
+            raise ExportError(f"only {num_written} of {len(whole)} bytes were written")
 
     def close(self) -> None:
         """Every line was written by itself: nothing is open."""

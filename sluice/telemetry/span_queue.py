@@ -115,14 +115,8 @@ class SpanQueue:
     def _export(self, batch: Sequence[RecordedSpan]) -> None:
         try:
             self._exporter.export(batch)
-        except ExportError as error:
-            self.num_dropped += len(batch)
-            if not self._is_out_of_order:
-                logger.warning(
-                    "spans do not reach %s and are dropped until they do: %s",
-                    *(self._exporter.destination, error),
-                )
-            self._is_out_of_order = True
+        except Exception as error:  # noqa: BLE001  the queue outlives whatever an exporter raises
+            self._failed(batch, error)
             return
         self.num_exported += len(batch)
         if self._is_out_of_order:
@@ -131,3 +125,14 @@ class SpanQueue:
                 "spans reach %s again; %d were dropped",
                 *(self._exporter.destination, self.num_dropped),
             )
+
+    def _failed(self, batch: Sequence[RecordedSpan], error: Exception) -> None:
+        self.num_dropped += len(batch)
+        if not self._is_out_of_order:
+            is_known = isinstance(error, ExportError)
+            logger.warning(
+                "spans do not reach %s and are dropped until they do: %s",
+                *(self._exporter.destination, error if is_known else repr(error)),
+                exc_info=None if is_known else error,
+            )
+        self._is_out_of_order = True

@@ -41,7 +41,8 @@ def traced_process(config: RunConfig, service: str, instance: str) -> Iterator[N
         yield
         return
     queues = [SpanQueue(exporter) for exporter in exporters]
-    TRACER.start(queues, config.sluice.telemetry.traces.sample_ratio)
+    traces = config.sluice.telemetry.traces
+    TRACER.start(queues, traces.sample_ratio, follows_callers=traces.follow_callers)
     logger.info("spans go to %s", " and ".join(exporter.destination for exporter in exporters))
     try:
         yield
@@ -55,7 +56,8 @@ def traced_process(config: RunConfig, service: str, instance: str) -> Iterator[N
 def _exporters(config: RunConfig, resource: Attributes) -> list[Exporter]:
     traces, found = config.sluice.telemetry.traces, list[Exporter]()
     if traces.file:
-        found.append(SpanFile(Path(config.sluice.run_dir) / traces.file, resource))
+        path, most_bytes = Path(config.sluice.run_dir) / traces.file, traces.file_mb << 20
+        found.append(SpanFile(path, resource, most_bytes))
     if traces.endpoint:
         from sluice.telemetry.otlp_export import OtlpSpans
 

@@ -191,13 +191,21 @@ class Tracer:
 
     def __init__(self) -> None:
         self._sinks: tuple[Sink, ...] = ()
-        self._sample_ratio = 0.0
+        self._sample_ratio, self._follows_callers = 0.0, True
         self.is_on = False
 
-    def start(self, sinks: Sequence[Sink], sample_ratio: float) -> None:
-        """From here on spans are recorded: a share of the traces that begin here, and those that
-        a caller has begun and records."""
+    def start(
+        self, sinks: Sequence[Sink], sample_ratio: float, *, follows_callers: bool = True
+    ) -> None:
+        """From here on spans are recorded.
+
+        Args:
+            sinks: get the spans.
+            sample_ratio: share of the traces that are recorded.
+            follows_callers: callers from outside decide about their traces, whatever the share.
+        """
         self._sinks, self._sample_ratio, self.is_on = tuple(sinks), sample_ratio, True
+        self._follows_callers = follows_callers
 
     def stop(self) -> None:
         """Nothing is recorded any more."""
@@ -257,6 +265,12 @@ class Tracer:
         if not is_recorded:
             return _Within(context)
         return RecordedSpan(self, name, context, None, kind, attributes)
+
+    def admitted(self, caller: TraceContext) -> TraceContext:
+        """The span of a caller from outside, recorded only if this process agrees."""
+        if self._follows_callers or is_chosen(caller.trace_id, self._sample_ratio):
+            return caller
+        return TraceContext(caller.trace_id, caller.span_id, is_sampled=False)
 
     def within(self, context: TraceContext | None) -> Span:
         """What happens inside belongs to `context`; ``None``: to whatever it belonged before."""

@@ -96,6 +96,50 @@ class ImagePromptReader:
         positions = rope_positions(token_ids.size, found)
         return ImagePrompt(pixel_values, grid_thw, places, positions)
 
+    def fitted(self, encoded: bytes, number: int) -> Image:
+        """An image in the size that the processor gives it, resized as in `read`.
+
+        Whoever lays it out by the same processor's rule leaves its size as it is, and so has the
+        numbers of `read`, however it would resize.
+
+        Args:
+            encoded: a file.
+            number: names it in errors.
+
+        Returns:
+            In RGB; its sides are multiples of a merged patch.
+
+        Raises:
+            InvalidRequestError: it cannot be read or resized, or the processor would resize the
+                result again, as it does with long stripes.
+        """
+        decoded = read_image(encoded, f"images[{number}]")
+        resized = self._resized(decoded, number)
+        wanted = self._num_patches(decoded.height, decoded.width, number)
+        # Of multiples of a patch the rule changes only those with too many or too few in all.
+        if self._num_patches(resized.height, resized.width, number) != wanted:
+            raise InvalidRequestError(
+                f"images[{number}]: {decoded.width} x {decoded.height} pixels become "
+                f"{resized.width} x {resized.height}, which the model's image processor would "
+                "resize again; send an image that is less long and narrow"
+            )
+        return resized
+
+    def _resized(self, decoded: Image, number: int) -> Image:
+        from PIL import Image as images
+
+        used = self._processor
+        try:
+            made = used.resize(
+                np.asarray(decoded).transpose(2, 0, 1),
+                size=used.size,
+                resample=used.resample,
+                factor=used.patch_size * used.merge_size,
+            )
+        except ValueError as error:
+            raise _unfit(number, error) from error
+        return images.fromarray(np.ascontiguousarray(made.transpose(1, 2, 0)))
+
     def _patches(
         self, decoded: Image, number: int
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:

@@ -52,9 +52,16 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def pictures(family: str) -> tuple[bytes, bytes]:
-    """Of whole merged patches: others are resized, where vLLM's processor rounds unlike Pillow."""
+    """Of whole merged patches, which are not resized."""
     side = 4 * PATCH[family]
     return image_file(1, side, side), image_file(2, 2 * side, side, "JPEG")
+
+
+@pytest.fixture(scope="module")
+def misfits(family: str) -> tuple[bytes, bytes]:
+    """One that grows and one that shrinks: vLLM itself would resize them unlike the trainer."""
+    side = 3 * PATCH[family] + 2
+    return image_file(3, side, side), image_file(4, 300, 190)
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +118,14 @@ async def test_logprobs_with_images_are_those_of_the_weights_that_serve(
     saved: tuple[Path, PreTrainedModel],
     world: tuple[VllmEngine, Trainer],
     pictures: tuple[bytes, bytes],
+    misfits: tuple[bytes, bytes],
 ) -> None:
     (folder, second), (engine, trainer) = saved, world
     other = copy.deepcopy(second)
     scramble(other, seed=1)
     for model in (other, second, other):
         await trainer.publish(model)
-        for shown in ((), pictures[:1], pictures):
+        for shown in ((), pictures[:1], pictures, misfits):
             await _check(engine, folder, model, shown)
 
 

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from sluice.doctor import torch_build
+from sluice.doctor.registry import CHECKS
 from sluice.doctor.reward_function import check_reward
 from sluice.doctor.torch_build import torch_facts
 from tests.support.certified import authority, write_pair, write_security
 from tests.support.doctor_findings import only, run_of, write_model
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 from tests.support.source_tree import ROOT
+
+OF_THE_RUN = ("configuration", "extras", "engine", "model", "data", "reward", "ports", "security")
+VARIABLES = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
+# The command's own program, with those checks of which the names come first.
+PATIENT = """
+import sys
+from dataclasses import replace
+from sluice.cli import doctor, main
+
+names = sys.argv.pop(1).split(",")
+checks = [check for check in doctor.CHECKS if check.name in names]
+doctor.CHECKS = tuple(replace(check, deadline_s=3600.0) for check in checks)
+main.app()
+"""
 
 
 def sound_run(folder: Path) -> list[str]:
@@ -42,16 +61,23 @@ def expired(folder: Path) -> list[str]:
     return [f"sluice.security.{name}={value}" for name, value in files.items()]
 
 
-def examined(arguments: list[str]) -> tuple[int, dict[str, Any]]:
+def answered(command: list[str], arguments: list[str]) -> tuple[int, dict[str, Any]]:
+    """Exit code and object of a process that has no variables of the machine's own."""
     done = subprocess.run(
-        [sys.executable, "-m", "sluice.cli.main", "doctor", *arguments, "--json"],
+        [sys.executable, *command, *arguments, "--json"],
         cwd=ROOT,
+        env={name: os.environ[name] for name in VARIABLES if name in os.environ},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
+
+
+def examined(arguments: list[str]) -> tuple[int, dict[str, Any]]:
+    """By the checks of the run's own files and ports, which are given all the time they want."""
+    return answered(["-c", PATIENT, ",".join(OF_THE_RUN), "doctor"], arguments)
 
 
 def problems(found: dict[str, Any]) -> dict[str, str]:
@@ -61,7 +87,18 @@ def problems(found: dict[str, Any]) -> dict[str, str]:
 def test_a_sound_run_has_no_problem_and_nothing_of_it_is_made(tmp_path: Path) -> None:
     code, found = examined(sound_run(tmp_path))
     assert problems(found) == {}
+    assert {one["check"] for one in found["findings"]} == set(OF_THE_RUN)
     assert (code, found["ok"], found["has_run"]) == (0, True, True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_tells_of_every_check_in_order_and_makes_nothing(tmp_path: Path) -> None:
+    # What it says of this machine, and whether it is late here, is the machine's.
+    code, found = answered(["-m", "sluice.cli.main", "doctor"], sound_run(tmp_path))
+    told = list(dict.fromkeys(one["check"] for one in found["findings"]))
+    assert told == [check.name for check in CHECKS]
+    assert code == (0 if found["ok"] else 1)
+    assert found["ok"] == (not problems(found))
     assert not (tmp_path / "run").exists()
 
 
@@ -82,7 +119,8 @@ def test_a_taken_port_a_cut_shard_and_an_expired_certificate_are_each_told(
     assert (code, found["ok"]) == (1, False)
 
 
-def test_torch_is_asked_in_a_process_of_its_own() -> None:
+def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_build, "_PROBE_S", 3600.0)
     facts = torch_facts(run_of("trainer.device=cuda"))
     assert facts.import_error == ""
     assert facts.keys == ("trainer.device",)

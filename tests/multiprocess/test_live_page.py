@@ -21,6 +21,7 @@ from tests.support.dashboard_run import fill_run, make_run
 from tests.support.small_run import is_running, processes_naming
 
 WAIT_S = 60.0
+LEAST_PRIORITY = 19
 
 
 def configured(run_dir: Path, *overrides: str) -> RunConfig:
@@ -29,10 +30,19 @@ def configured(run_dir: Path, *overrides: str) -> RunConfig:
 
 async def address(run_dir: Path) -> str:
     ends_s = time.monotonic() + WAIT_S
-    while not (run_dir / URL_NAME).is_file():
+    while not (text := _text(run_dir / URL_NAME)):
         assert time.monotonic() < ends_s, "the page is not served"
         await asyncio.sleep(0.05)
-    return (run_dir / URL_NAME).read_text(encoding="utf-8").strip()
+    return text
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+
+
+def fetched(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=WAIT_S) as answer:
+        return bytes(answer.read())
 
 
 def page_process(run_dir: Path) -> int:
@@ -60,12 +70,24 @@ async def test_the_page_is_served_while_the_block_runs_and_gone_afterwards(tmp_p
     async with live_page(config):
         url = await address(tmp_path)
         pid = page_process(tmp_path)
-        assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
-        body = await asyncio.to_thread(lambda: urllib.request.urlopen(f"{url}api/overview").read())
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(own + 10, LEAST_PRIORITY)
+        body = await asyncio.to_thread(fetched, f"{url}api/overview")
         assert json.loads(body)["name"] == tmp_path.name
     assert not is_running(pid)
     assert not (tmp_path / URL_NAME).exists()
     assert processes_naming(tmp_path) == []
+
+
+async def test_a_run_without_a_launcher_is_shown_too(tmp_path: Path) -> None:
+    """`torchrun` leaves no configuration in the folder."""
+    config = configured(tmp_path, "sluice.dashboard.port=0")
+    (tmp_path / "config.yaml").unlink()
+    async with live_page(config):
+        url = await address(tmp_path)
+        body = await asyncio.to_thread(fetched, f"{url}api/overview")
+        assert json.loads(body)["name"] == tmp_path.name
+    assert load_config(tmp_path / "config.yaml", ()) == config
 
 
 async def test_no_process_is_started_without_a_port(tmp_path: Path) -> None:

@@ -40,14 +40,28 @@ class Seen:
     late: dict[str, Page] = field(default_factory=dict)
 
 
+def trained(page: Page) -> float:
+    return page.get(("sluice_tokens_total", (("fate", "trained"),)), 0.0)
+
+
 async def scrape(run: LiveRun, into: dict[str, Page]) -> None:
     for name, address in targets(run.run_dir).items():
         into[name] = parsed(await asyncio.to_thread(fetch, address))
 
 
-async def demand_is_known(run: LiveRun, seen: Seen) -> bool:
+async def something_is_trained(run: LiveRun, seen: Seen) -> bool:
+    await scrape(run, seen.early)
+    return trained(seen.early["trainer"]) > 0
+
+
+async def all_is_known(run: LiveRun, seen: Seen) -> bool:
     await scrape(run, seen.late)
-    return "sluice_rollout_demand_replicas" in names(seen.late["reward"])
+    if "sluice_rollout_demand_replicas" not in names(seen.late["reward"]):
+        return False
+    if trained(seen.late["trainer"]) <= trained(seen.early["trainer"]):
+        return False  # the books are taken now and then
+    serving = value(seen.late["trainer"], "sluice_fleet_replicas", state="serving")
+    return serving == value(seen.late["reward"], "sluice_reward_replicas") == 2
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +70,9 @@ def observed(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> 
 
     async def look(run: LiveRun) -> None:
         await run.until_step(2)
-        await scrape(run, seen.early)
+        await run.until(lambda: something_is_trained(run, seen), "tokens that were trained")
         await run.until_step(5)
-        await run.until(lambda: demand_is_known(run, seen), "the demand for replicas")
+        await run.until(lambda: all_is_known(run, seen), "demand and both replicas")
         await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
 
     settings = (
@@ -88,15 +102,16 @@ def test_every_process_tells_all_that_is_declared_for_it(
 def test_counters_rise_and_agree_between_the_processes(observed: tuple[Record, Seen]) -> None:
     record, seen = observed
     early, late = seen.early["trainer"], seen.late["trainer"]
-    trained = ("sluice_tokens_total", "trained")
-    assert value(late, trained[0], fate=trained[1]) > value(early, trained[0], fate=trained[1]) > 0
-    assert value(late, trained[0], fate="trained") <= record.accounts["tokens/trained"]
+    assert trained(late) > trained(early) > 0
+    assert trained(late) <= record.accounts["tokens/trained"]
     assert value(late, "sluice_trainer_steps_total") >= 5
-    drawn = sum(
-        value(seen.late[name], "sluice_replica_generated_tokens_total")
-        for name in ("rollout-0", "rollout-1")
-    )
-    assert value(early, "sluice_fleet_tokens_total") <= drawn
+    for page in (early, late):
+        drawn = sum(
+            v for (name, _), v in page.items() if name == "sluice_fleet_replica_tokens_total"
+        )
+        assert 0 < drawn <= value(page, "sluice_fleet_tokens_total")
+    for name in ("rollout-0", "rollout-1"):
+        assert value(seen.late[name], "sluice_replica_generated_tokens_total") > 0
     fleet = value(late, "sluice_fleet_replicas", state="serving")
     assert fleet == value(seen.late["reward"], "sluice_reward_replicas") == 2
 
@@ -104,7 +119,8 @@ def test_counters_rise_and_agree_between_the_processes(observed: tuple[Record, S
 def test_phases_add_up_to_the_wall_clock(observed: tuple[Record, Seen]) -> None:
     page = observed[1].late["trainer"]
     phases = sum(v for (name, _), v in page.items() if name == "sluice_trainer_seconds_total")
-    assert phases == pytest.approx(value(page, "sluice_trainer_wall_seconds_total"), abs=0.5)
+    wall_s = value(page, "sluice_trainer_wall_seconds_total")
+    assert phases == pytest.approx(wall_s, rel=0.05, abs=0.5)
 
 
 def test_what_a_validation_found_is_told(observed: tuple[Record, Seen]) -> None:

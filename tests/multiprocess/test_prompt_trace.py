@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -231,15 +232,27 @@ def test_a_validation_leaves_no_spans_of_its_samples(run: Traced) -> None:
     assert "evaluate" in {span.name for span in run.spans}
 
 
-def test_a_collector_gets_the_same_spans_as_the_file(run: Traced) -> None:
+def lost(run: Traced, destination: str) -> int:
+    """Spans that processes had no time left for at their ends, as they told."""
+    told = re.compile(rf"(\d+) spans never reached \S*{re.escape(destination)},")
+    found = (told.search(line) for _, line in run.record.lines)
+    return sum(int(match[1]) for match in found if match)
+
+
+def test_a_collector_gets_the_same_spans_as_the_file_but_for_those_told_to_be_lost(
+    run: Traced,
+) -> None:
     if run.collected is None:
         pytest.skip("needs the extra 'traces'")
-    arrived = {span.span_id.hex(): span.name for span in run.collected.spans()}
-    assert arrived == {span.id: span.name for span in run.spans}
+    arrived = {(span.span_id.hex(), span.name) for span in run.collected.spans()}
+    written = {(span.id, span.name) for span in run.spans}
+    assert len(written - arrived) <= lost(run, run.collected.address)
+    assert len(arrived - written) <= lost(run, "traces.jsonl")
+    assert len(arrived & written) > len(written) // 2
 
 
-def test_no_span_is_lost(run: Traced) -> None:
-    assert not [line for _, line in run.record.lines if "spans never reached" in line]
+def test_no_span_is_lost_while_the_run_goes_on(run: Traced) -> None:
+    assert not [line for _, line in run.record.lines if "spans do not reach" in line]
 
 
 def test_a_run_whose_collector_is_dead_trains_all_the_same(
@@ -247,11 +260,24 @@ def test_a_run_whose_collector_is_dead_trains_all_the_same(
 ) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
     dead = "sluice.telemetry.traces.endpoint=http://127.0.0.1:1"
-    record = run_to_end(small_assets, tmp_path / "run", ["trainer.total_training_steps=3", dead])
+    many = [f"trainer.total_training_steps={MANY_STEPS}", "trainer.total_epochs=1000"]
+    processes = ("trainer", "reward", "rollout-0")
+
+    async def outlast_an_export(live: LiveRun) -> None:
+        await live.until_step(3)
+
+        async def told() -> bool:
+            logs = [live.run_dir / "logs" / f"{process}.log" for process in processes]
+            return all("spans do not reach" in log.read_text(encoding="utf-8") for log in logs)
+
+        await live.until(told, "an export that failed in every process")
+        await live.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
+
+    record = run_to_end(small_assets, tmp_path / "run", [*many, dead], outlast_an_export)
     assert record.end.exit_code == 0, record.lines
-    assert [row["training/global_step"] for row in record.steps] == [1, 2, 3]
+    assert [row["training/global_step"] for row in record.steps][:3] == [1, 2, 3]
     assert record.accounts["prompts_lost"] == 0
-    for process in ("trainer", "reward", "rollout-0"):
+    for process in processes:
         log = record.log(process)
-        assert log.count("spans do not reach http://127.0.0.1:1") <= 1  # told once, if at all
+        assert log.count("spans do not reach http://127.0.0.1:1") == 1  # told once
         assert log.count("spans never reached http://127.0.0.1:1") == 1

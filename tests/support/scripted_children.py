@@ -53,12 +53,18 @@ def polite(name: str, code: int = 0) -> ServiceSpec:
 class Supervised:
     """A supervisor with what its processes have said, and their ids."""
 
-    def __init__(self, log_dir: Path, *specs: ServiceSpec, grace_s: float = WAIT_S) -> None:
+    def __init__(
+        self,
+        log_dir: Path,
+        *specs: ServiceSpec,
+        grace_s: float = WAIT_S,
+        on_left: Callable[[str], None] | None = None,
+    ) -> None:
         self.lines: list[tuple[str, str]] = []
         self.pids: set[int] = set()
         self._said = asyncio.Event()
         self._names = [each.name for each in specs]
-        self.supervisor = Supervisor(specs, log_dir, self._on_line, grace_s)
+        self.supervisor = Supervisor(specs, log_dir, self._on_line, grace_s, on_left=on_left)
 
     def _on_line(self, name: str, line: str) -> None:
         self.lines.append((name, line))

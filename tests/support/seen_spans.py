@@ -92,7 +92,7 @@ class Kept:
 
 
 @contextmanager
-def traced(ratio: float = 1.0) -> Iterator[Kept]:
+def traced(ratio: float = 1.0, *, follows_callers: bool = True) -> Iterator[Kept]:
     """This process is traced inside."""
     kept, begin = Kept(), RecordedSpan.__init__
 
@@ -101,7 +101,7 @@ def traced(ratio: float = 1.0) -> Iterator[Kept]:
         begin(span, *arguments)
 
     RecordedSpan.__init__ = counted  # type: ignore[method-assign]
-    TRACER.start([kept], ratio)
+    TRACER.start([kept], ratio, follows_callers=follows_callers)
     try:
         yield kept
     finally:

@@ -47,7 +47,9 @@ def main() -> int:
     with phases.phase("refusals"):
         problems += _of("refusals", refusal_problems())
     with phases.phase("upgrades"):
-        problems += _of("upgrade", upgrade_problems(lambda v: _render("upgrade", v, problems)))
+        problems += _of(
+            "upgrade", upgrade_problems(lambda v, n: _render("upgrade", v, problems, n))
+        )
     with phases.phase("rules fail"):
         problems += _of("faults", unseen_breaks(rendered))
     facts = {
@@ -69,10 +71,12 @@ def _report(phases: Phases, problems: list[str], facts: dict[str, object]) -> in
     return 1 if problems else 0
 
 
-def _render(name: str, values: dict[str, object], problems: list[str]) -> Rendered:
+def _render(
+    name: str, values: dict[str, object], problems: list[str], revision: int = 1
+) -> Rendered:
     every = merged(values)
     try:
-        documents, notes = render(values, RELEASE)
+        documents, notes = render(values, RELEASE, revision)
     except RefusedError as error:
         problems.append(f"{name}: {error}")
         return Rendered(name, RELEASE, every, [])

@@ -27,8 +27,15 @@ def lint_problems(values: dict[str, Any]) -> list[str]:
     return found
 
 
-def render(values: dict[str, Any], release: str) -> tuple[list[dict[str, Any]], str]:
+def render(
+    values: dict[str, Any], release: str, revision: int = 1
+) -> tuple[list[dict[str, Any]], str]:
     """All objects in the order of their files, and the notes.
+
+    Args:
+        values: above the chart's own.
+        release: the release's name.
+        revision: 1 as it is installed, more after each upgrade.
 
     Raises:
         RefusedError: values or templates are refused.
@@ -36,7 +43,14 @@ def render(values: dict[str, Any], release: str) -> tuple[list[dict[str, Any]], 
     try:
         with Chart.load(CHART) as chart:
             chart.validate_schema(values)
-            texts = chart.render(values, name=release, namespace=NAMESPACE)
+            texts = chart.render(
+                values,
+                name=release,
+                namespace=NAMESPACE,
+                revision=revision,
+                is_install=revision == 1,
+                is_upgrade=revision > 1,
+            )
     except HelmError as error:
         raise RefusedError(str(error)) from error
     files = {name: text for name, text in texts.items() if name.endswith(_SUFFIXES)}

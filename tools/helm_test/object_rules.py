@@ -105,7 +105,8 @@ def the_trainers_job_ends_as_the_launcher_does(rendered: Rendered) -> Iterator[s
     spec = rendered.pod("trainer").owner["spec"]
     if spec["template"]["spec"]["restartPolicy"] != "Never":
         yield "trainer: a pod failure policy wants restartPolicy Never"
-    if spec["backoffLimit"] != RESTARTS_AFTER_SIGNALS.max_restarts:
+    given = rendered.values["trainer"]["backoffLimit"]
+    if spec["backoffLimit"] != (RESTARTS_AFTER_SIGNALS.max_restarts if given is None else given):
         yield f"trainer: backoffLimit {spec['backoffLimit']}"
     rules = {rule["action"]: rule for rule in spec["podFailurePolicy"]["rules"]}
     codes = rules.get("FailJob", {}).get("onExitCodes", {})

@@ -15,7 +15,7 @@ EXAMPLES = CHART.parent / "examples"
 _EVERYTHING_OFF: Values = {
     "networkPolicy": {"enabled": False},
     "endOfRun": {"scaleDown": False},
-    "trainer": {"shmSize": "64Mi"},
+    "trainer": {"shmSize": "64Mi", "backoffLimit": 0},
     "reward": {"ledger": {"ownVolume": False}, "podDisruptionBudget": {"enabled": False}},
     "rollout": {"podDisruptionBudget": {"enabled": False}, "replicas": 0},
 }

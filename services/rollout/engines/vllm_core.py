@@ -35,6 +35,7 @@ from services.rollout.engines.vllm_workers import VllmWorkers, WorkerBegin
 from sluice.device.select import select_device
 from sluice.errors import EngineError, WeightSyncError
 from sluice.types import TransferGroupSpec
+from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
 
 __all__ = ["VllmCore"]
 
@@ -49,12 +50,20 @@ _PAUSES: Mapping[PauseMode, str] = {
 
 
 class VllmCore:
-    """vLLM with the weights it serves; see `build`."""
+    """vLLM with the weights it serves; see `build`.
+
+    Args:
+        image_prompts: the model's; ``None``: it takes no images.
+    """
 
     def __init__(
-        self, client: VllmClient, layout: CheckpointLayout, settings: VllmSettings
+        self,
+        client: VllmClient,
+        layout: CheckpointLayout,
+        settings: VllmSettings,
+        image_prompts: ImagePromptReader | None = None,
     ) -> None:
-        self.layout = layout
+        self.layout, self.image_prompts = layout, image_prompts
         self.version: int | None = None
         self.digest = ""
         self.generated_tokens = 0
@@ -83,6 +92,9 @@ class VllmCore:
             trust_remote_code=settings.trust_remote_code,
             dtype=settings.dtype,
         )
+        image_prompts = load_image_prompts(
+            settings.model_path, trust_remote_code=settings.trust_remote_code
+        )
         os.environ |= engine_environment(
             os.environ,
             on_cpu=on_cpu,
@@ -92,14 +104,12 @@ class VllmCore:
         os.environ |= visible_environment(
             settings.device, device.visible_devices_variable, settings.workers, os.environ
         )
-        arguments = settings.engine_arguments(
-            on_cpu=on_cpu, takes_images=layout.image_token_id is not None
-        )
+        arguments = settings.engine_arguments(on_cpu=on_cpu, takes_images=image_prompts is not None)
         if device.torch_device.type == "npu":
             os.environ.update(ascend_environment(os.environ))
             arguments = ascend_arguments(arguments)
         client = VllmClient(arguments)
-        core = cls(client, layout, settings)
+        core = cls(client, layout, settings, image_prompts)
         _log.info("vLLM %s runs on %s", client.features.version, device.name)
         told = WorkerBegin(
             device=device.torch_device.type,

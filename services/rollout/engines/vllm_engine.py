@@ -109,9 +109,9 @@ class VllmEngine(ClientEngine[VllmCore]):
     async def _read_images(self, request: GenerationRequest) -> PromptImages | None:
         if not request.images:
             return None
-        token = self._described().image_token_id
+        reader = self._in_thread()[1].image_prompts
         return await self._image_turn.read(
-            len(request.sample_indexes), lambda: read_images(request, token)
+            len(request.sample_indexes), lambda: read_images(request, reader)
         )
 
     async def join_group(self, spec: TransferGroupSpec) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from services.rollout.engines.protocol import GenerationRequest
 from sluice.errors import InvalidRequestError
-from sluice.vision.image_files import read_image
+from sluice.vision.image_prompts import ImagePromptReader
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -27,7 +27,7 @@ class PromptImages:
     Attributes:
         prompt: token ids with one placeholder an image.
         expanded_length: of the same prompt with one for each merged patch.
-        images: decoded.
+        images: decoded, in the sizes that the model's processor leaves as they are.
         names: the same for the same file.
     """
 
@@ -41,32 +41,36 @@ class PromptImages:
         return [*self.prompt, *expanded[self.expanded_length :]]
 
 
-def read_images(request: GenerationRequest, image_token_id: int | None) -> PromptImages | None:
+def read_images(
+    request: GenerationRequest, reader: ImagePromptReader | None
+) -> PromptImages | None:
     """The images of a request; ``None`` if it has none.
+
+    vLLM resizes by torchvision, which rounds unlike the trainer's Pillow: it is given images that
+    it need not resize.
 
     Args:
         request: whose prompt holds a placeholder for each merged patch.
-        image_token_id: the placeholder; ``None`` for a model that takes no images.
+        reader: of the model; ``None``: it takes no images.
 
     Raises:
-        InvalidRequestError: the model takes none, one cannot be read, or the prompt has not as many
-            places as there are images.
+        InvalidRequestError: the model takes none, one cannot be read or resized, or the prompt has
+            not as many places as there are images.
     """
     if not request.images:
         return None
-    if image_token_id is None:
+    if reader is None:
         raise InvalidRequestError(
             f"request {request.request_id}: {len(request.images)} images for a model that takes "
             "none; serve a vision-language model, or leave them out"
         )
-    prompt = collapse_images(request.prompt_token_ids.tolist(), image_token_id, len(request.images))
-    images = tuple(
-        read_image(encoded, f"images[{number}]") for number, encoded in enumerate(request.images)
-    )
+    token_ids, image_token_id = request.prompt_token_ids.tolist(), reader.shape.image_token_id
+    prompt = collapse_images(token_ids, image_token_id, len(request.images))
+    images = tuple(reader.fitted(encoded, number) for number, encoded in enumerate(request.images))
     names = tuple(
         hashlib.blake2b(encoded, digest_size=_NAME_BYTES).hexdigest() for encoded in request.images
     )
-    return PromptImages(prompt, request.prompt_token_ids.size, images, names)
+    return PromptImages(prompt, len(token_ids), images, names)
 
 
 def collapse_images(token_ids: Sequence[int], image_token_id: int, num_images: int) -> list[int]:

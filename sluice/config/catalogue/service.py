@@ -223,6 +223,16 @@ ENTRIES: tuple[Entry, ...] = (
         advice="0.01 for a run of days",
     ),
     honoured(
+        f"{_KEY}.telemetry.traces.file_mb",
+        unit="MiB",
+        effect="That much of the disk, and a batch of some 300 kB more for each process",
+        advice="well below what the run's disk has left beside checkpoints",
+    ),
+    honoured(
+        f"{_KEY}.telemetry.traces.follow_callers",
+        advice="false, unless the run's clients are few and yours",
+    ),
+    honoured(
         f"{_KEY}.max_message_mb",
         unit="MiB",
         advice="null, the same at all services; a train batch is the largest message",

@@ -16,10 +16,14 @@ const OUTCOMES = [
   "validation",
 ];
 const MOST_SCORES = 16;
+const INVALID = 400;
 
 let listed = []; // groups of the list, as far as it was loaded
 let next = null; // where the list goes on
+let submitted = new URLSearchParams(); // what the list is filtered by
 let needle = ""; // the text that the list was searched for
+let waiting = 0; // questions under way
+let isRefused = false; // the server did not take what was submitted
 let asked = 0; // counts questions: an answer to an older one is dropped
 let opened = null; // place of the open group in the list
 
@@ -46,13 +50,17 @@ export function startSamples(onError) {
 }
 
 // A list that shows nothing is asked for again as the run goes on; another one stays as it is
-// under the eyes of who reads it.
+// under the eyes of who reads it, and so does a search, or a value that was refused.
 export async function renewEmptyList() {
-  if (listed.length === 0 && byId("group").hidden) await find();
+  const isAtItsEnd = next === null && waiting === 0 && !isRefused;
+  if (listed.length || !isAtItsEnd || submitted.get("text") || !byId("group").hidden) return;
+  await load("");
 }
 
 async function find() {
   close();
+  submitted = formValues();
+  isRefused = false;
   listed = [];
   next = null;
   await load("");
@@ -64,21 +72,42 @@ async function more() {
   byId("sample-table").querySelector(`button[data-place="${first}"]`)?.focus();
 }
 
-async function load(after) {
-  const query = new URLSearchParams(after ? { after } : {});
+function formValues() {
+  const values = new URLSearchParams();
   const form = new FormData(byId("sample-filter"));
   for (const name of ["text", "first_step", "last_step", "least_score", "most_score"]) {
-    if (form.get(name)) query.set(name, form.get(name));
+    if (form.get(name)) values.set(name, form.get(name));
   }
-  if (form.getAll("outcome").length) query.set("outcome", form.getAll("outcome").join(","));
+  if (form.getAll("outcome").length) values.set("outcome", form.getAll("outcome").join(","));
+  return values;
+}
+
+async function load(after) {
+  const query = new URLSearchParams(submitted);
+  if (after) query.set("after", after);
   asked += 1;
   const mine = asked;
-  const page = await ask(`/api/samples?${query}`);
+  const page = await answerOf(query, mine);
   if (mine !== asked) return;
-  needle = form.get("text");
+  needle = query.get("text") ?? "";
   listed.push(...page.groups);
   next = page.next;
   show(page);
+}
+
+async function answerOf(query, mine) {
+  waiting += 1;
+  try {
+    return await ask(`/api/samples?${query}`);
+  } catch (error) {
+    if (error.status === INVALID && mine === asked) {
+      isRefused = true;
+      setText(byId("sample-count"), error.message);
+    }
+    throw error;
+  } finally {
+    waiting -= 1;
+  }
 }
 
 function show(page) {

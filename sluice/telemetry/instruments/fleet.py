@@ -48,7 +48,11 @@ REPLICA_VERSION = gauge(
 )
 REPLICA_BUSY = gauge("sluice_fleet_replica_slots_busy", "slots", "Its busy slots.", "replica")
 REPLICA_TOKENS = counter(
-    "sluice_fleet_replica_tokens_total", "tokens", "Response tokens that it drew.", "replica"
+    "sluice_fleet_replica_tokens_total",
+    "tokens",
+    "Response tokens that it drew since its process began.",
+    "replica",
+    may_restart=True,
 )
 HEARTBEAT_AGE = gauge(
     "sluice_fleet_replica_heartbeat_age_seconds",

@@ -61,6 +61,6 @@ RUN_FOLDER_SIZE = gauge(
 SCRAPE_COMPLETE = gauge(
     "sluice_scrape_complete",
     "0 or 1",
-    "1 if the service's event loop answered this scrape; 0 if it is blocked, and only what needs "
-    "no loop is told.",
+    "1 if the service's event loop answered this scrape; 0 if it is blocked or its numbers cannot "
+    "be read, and only what needs no loop is told.",
 )

@@ -26,6 +26,7 @@ __all__ = [
     "PROMPTS_SUBMITTED",
     "QUARANTINED",
     "RECEIVED_TOKENS",
+    "RESPONSES_AT_BOUND",
     "REUSED_TOKENS",
     "SAMPLES",
     "SAMPLES_AGAIN",
@@ -116,6 +117,11 @@ STALENESS = histogram(
     "versions",
     "Responses in batches by how far their oldest token's version lay behind.",
     _VERSIONS,
+)
+RESPONSES_AT_BOUND = counter(
+    f"{_P}responses_at_bound_total",
+    "responses",
+    "Responses in batches that were as far behind as may be, if that is at all.",
 )
 MAX_STALENESS = gauge(
     f"{_P}max_staleness_versions", "versions", "The most that a trained response may lie behind."

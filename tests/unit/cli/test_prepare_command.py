@@ -16,6 +16,7 @@ from sluice.launch.network_layout import CONFIG_NAME, KINDS, PLACES
 from sluice.launch.shared_run import Ending, SharedRun
 from sluice.quickstart.prepare import QuickstartAssets, QuickstartFacts
 from sluice.quickstart.problems import task_named
+from sluice.report.run_record import ACCOUNTS_NAME
 
 FACTS = QuickstartFacts(1, 1, 1, 1, 1, 1, 1, 0.0, 0.0)
 
@@ -60,6 +61,18 @@ def test_preparing_again_leaves_a_run_that_goes_on_alone_and_begins_one_that_end
     assert "the run goes on" in prepare("--run-dir", tmp_path / "run", *job)
     SharedRun(tmp_path / "run").end(Ending("trainer", ()))
     assert "the run begins" in prepare("--run-dir", tmp_path / "run", *job)
+
+
+def test_a_beginning_forgets_that_the_run_before_it_ended(tmp_path: Path) -> None:
+    job, run_dir = model_and_data(tmp_path / "job"), tmp_path / "run"
+    prepare("--run-dir", run_dir, *job)
+    accounts = run_dir / ACCOUNTS_NAME
+    accounts.write_text("{}", encoding="utf-8")
+    prepare("--run-dir", run_dir, *job)
+    assert accounts.is_file(), "the run goes on, and what it wrote stays"
+    SharedRun(run_dir).end(Ending("trainer", ()))
+    prepare("--run-dir", run_dir, *job)
+    assert not accounts.exists()
 
 
 def test_a_run_that_goes_on_keeps_its_configuration_and_anew_begins_another(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import threading
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ import pytest
 
 from sluice.cli.wait_chain import explain
 from sluice.dashboard.page_security import HEADERS
+from sluice.dashboard.run_record_reader import RunRecordReader
+from sluice.dashboard.sample_browser import SampleBrowser
+from sluice.dashboard.sample_files import SampleFolders
 from sluice.dashboard.serving import URL_NAME, serve_page
 from sluice.errors import ConfigError
 from tests.support.dashboard_run import HOSTILE, add_lines, fill_run, make_run, step_row
@@ -189,16 +194,103 @@ async def test_the_address_stands_in_the_folder_while_the_page_is_served(tmp_pat
     assert not (tmp_path / URL_NAME).exists()
 
 
-async def test_a_second_page_of_a_run_gives_the_firsts_address_back(tmp_path: Path) -> None:
+async def test_an_address_that_a_killed_page_left_is_replaced_and_not_put_back(
+    tmp_path: Path,
+) -> None:
+    fill_run(make_run(tmp_path))
+    (tmp_path / URL_NAME).write_text("http://127.0.0.1:9/\n", encoding="utf-8")
+    async with serving(tmp_path) as server:
+        text = (tmp_path / URL_NAME).read_text(encoding="utf-8")
+        assert text == f"http://127.0.0.1:{server.port}/\n"
+    assert not list(tmp_path.glob(f"*{URL_NAME}*"))
+
+
+async def test_a_page_that_ends_leaves_the_address_of_a_later_one(tmp_path: Path) -> None:
     fill_run(make_run(tmp_path))
     async with serving(tmp_path):
-        first = (tmp_path / URL_NAME).read_text(encoding="utf-8")
-        async with serving(tmp_path):
-            assert (tmp_path / URL_NAME).read_text(encoding="utf-8") != first
-        assert (tmp_path / URL_NAME).read_text(encoding="utf-8") == first
+        later = "http://127.0.0.1:9/\n"
+        (tmp_path / URL_NAME).write_text(later, encoding="utf-8")
+    assert (tmp_path / URL_NAME).read_text(encoding="utf-8") == later
 
 
-async def test_an_open_interface_without_a_token_is_refused(tmp_path: Path) -> None:
+async def test_the_environments_token_is_none_of_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLUICE_TOKEN", "of-the-one-who-starts-the-page-32-letters")
+    tokens = tmp_path / "tokens"
+    tokens.write_text(TOKEN, encoding="utf-8")
+    tokens.chmod(0o600)
+    fill_run(make_run(tmp_path / "run", f"sluice.security.token_file={tokens}"))
+    async with serving(tmp_path / "run") as server:
+        own = {"Authorization": "Bearer of-the-one-who-starts-the-page-32-letters"}
+        assert (await server.get("/api/overview", own))[0] == 401
+        shown = {"Authorization": f"Bearer {TOKEN.split()[1]}"}
+        assert (await server.get("/api/overview", shown))[0] == 200
+
+
+async def test_lines_that_are_not_understood_are_counted_and_the_page_goes_on(
+    tmp_path: Path,
+) -> None:
+    fill_run(make_run(tmp_path))
+    nested = b"[" * 20_000 + b"]" * 20_000
+    bad = [b'{"step": 1, "\xff": 2}', b'{"step": 1e300}', b'{"step": 1, "x": %s}' % nested]
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b"\n".join(bad) + b"\n")
+    with (tmp_path / "groups.jsonl").open("ab") as file:
+        file.write(b'{"end": "\xff"}\n{"end": "trained", "more": %s}\n' % nested)
+    async with serving(tmp_path) as server:
+        await server.until("/api/overview", "num_unread_lines", 5)
+        add_lines(tmp_path / "metrics.jsonl", [step_row(4)])
+        await server.until("/api/overview", "step", 4)
+
+
+async def test_a_defect_of_reading_is_told_once_and_the_page_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_browser: SampleBrowser) -> bool:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(SampleBrowser, "read", fail)
+    monkeypatch.setattr("sluice.dashboard.run_record_reader.LOOK_EVERY_S", 0.01)
+    fill_run(make_run(tmp_path))
+    async with serving(tmp_path) as server:
+        await server.until("/api/overview", "step", 3)
+        add_lines(tmp_path / "metrics.jsonl", [step_row(4)])
+        await server.until("/api/overview", "step", 4)
+    assert len([line for line in caplog.messages if "a defect of the page" in line]) == 1
+
+
+async def test_questions_about_samples_hold_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even when there are more of them than threads of the event loop."""
+    freed = threading.Event()
+    monkeypatch.setattr(
+        SampleBrowser, "group", lambda _browser, _ordinal: freed.wait(LONG_S) and None
+    )
+    fill_run(make_run(tmp_path))
+    record = RunRecordReader(tmp_path, SampleFolders(tmp_path / "samples", None, None), None)
+    num = 3
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(num))
+    try:
+        async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(record.group(n)) for n in range(num + 1)]
+            await asyncio.sleep(0)
+            assert (await record.curves(10))["num_steps"] == 0
+            assert await asyncio.to_thread(lambda: True)
+            assert not any(one.done() for one in asked)
+            freed.set()
+    finally:
+        freed.set()
+        record.close()
+
+
+@pytest.mark.parametrize("own", ["", "of-the-one-who-starts-the-page-32-letters"])
+async def test_an_open_interface_without_a_token_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str
+) -> None:
+    if own:
+        monkeypatch.setenv("SLUICE_TOKEN", own)
     make_run(tmp_path)
     with pytest.raises(ConfigError, match=r"host 0\.0\.0\.0: other machines .*token_file"):
         await serve_page(

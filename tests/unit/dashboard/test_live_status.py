@@ -17,6 +17,8 @@ from tests.support.dashboard_run import make_run
 from tests.support.rpc_server import serving
 from tests.support.scripted_trainer import ScriptedTrainer
 
+LONG_S = 60.0
+
 
 class Clock:
     """Seconds that pass only when they are told to."""
@@ -35,7 +37,7 @@ async def live_status(
         explained.append(len(services))
         return explain(services)
 
-    live = LiveStatus(run_dir, counted, clock)
+    live = LiveStatus(run_dir, counted, clock, answer_within_s=LONG_S)
     try:
         yield live
     finally:

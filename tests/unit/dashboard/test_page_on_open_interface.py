@@ -12,7 +12,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from sluice.cli.wait_chain import explain
+from sluice.dashboard import serving
+from sluice.dashboard.live_status import check_location
 from sluice.dashboard.serving import serve_page
+from sluice.errors import ConfigError
 from tests.support.certified import CLIENT_TOKEN, write_security
 from tests.support.dashboard_run import fill_run, make_run
 
@@ -34,10 +37,10 @@ async def test_it_is_encrypted_and_asks_for_a_token(tmp_path: Path) -> None:
     fill_run(run_dir)
     stop, told = asyncio.Event(), asyncio.Queue[str]()
     async with asyncio.TaskGroup() as tasks:
-        serving = serve_page(
+        served = serve_page(
             run_dir, "0.0.0.0", 0, explain=explain, stop=stop, on_address=told.put_nowait
         )
-        tasks.create_task(serving)
+        tasks.create_task(served)
         try:
             async with asyncio.timeout(LONG_S):
                 address = urlsplit(await told.get())
@@ -52,3 +55,13 @@ async def test_it_is_encrypted_and_asks_for_a_token(tmp_path: Path) -> None:
                 await asyncio.to_thread(get, overview.replace("https", "http"), ca_file)
         finally:
             stop.set()
+
+
+async def test_a_certificate_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    security = write_security(tmp_path)
+    settings = [f"sluice.security.{name}={value}" for name, value in security.items()]
+    run_dir = make_run(tmp_path / "run", *settings)
+    location = check_location(run_dir)
+    Path(security["cert_file"]).write_text("no certificate", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"sluice\.security\.cert_file = .*both PEM"):
+        serving._tls_context(location.config.sluice.security)

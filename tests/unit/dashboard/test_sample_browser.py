@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.dashboard import sample_files
+from sluice.dashboard.line_tail import LineTail
 from sluice.dashboard.sample_browser import Page, SampleBrowser
 from sluice.dashboard.sample_files import SampleFolders
 from sluice.dashboard.sample_index import Cursor, SampleFilter, SampleIndex
-from sluice.dashboard.sample_lines import GroupLines, ShownOutcome
+from sluice.dashboard.sample_lines import GroupLines, GroupReader, Kind, ShownOutcome
 from sluice.telemetry.sample_dump import DumpedSample, write_dump
 from tests.support.dashboard_run import a_group, add_groups
 
@@ -155,8 +160,84 @@ def test_dumps_in_verls_columns_are_read_as_groups(tmp_path: Path) -> None:
     first = page.groups[1].group
     assert [response.text for response in first.responses] == ["it is 1", "it is 2"]
     assert (first.ground_truth, first.responses[0].metrics) == ("2", {"acc": 1.0})
+    stamp = (tmp_path / "validation").stat()
     write_dump(tmp_path / "validation", rows[:1], 10)  # a validation that was repeated
+    os.utime(tmp_path / "validation", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # in the same tick
     assert [f.entry.num_responses for f in read(browser).page(ALL).groups] == [1]
+
+
+def test_a_folder_that_rests_is_not_listed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, listed = [0.0], []
+    write_dump(tmp_path / "validation", [DumpedSample("a", "text", None, 1.0)], 1)
+    folders = SampleFolders(tmp_path / "samples", None, tmp_path / "validation")
+    browser = SampleBrowser(folders, clock=lambda: now_s[0])
+    numbered = sample_files._numbered
+
+    def noted(folder: Path) -> list[tuple[Path, tuple[int, int]]]:
+        listed.append(folder.name)
+        return numbered(folder)
+
+    monkeypatch.setattr(sample_files, "_numbered", noted)
+    for _ in range(5):
+        read(browser)
+        now_s[0] += 1.0
+    assert listed.count("validation") == 3  # until the stamp was two seconds old
+    write_dump(tmp_path / "validation", [DumpedSample("b", "text", None, 1.0)], 2)
+    os.utime(tmp_path / "validation", ns=(10**18, 10**18))
+    assert len(read(browser).page(ALL).groups) == 2
+
+
+def test_a_file_that_vanishes_while_they_are_listed_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first", "second"):
+        add_groups(tmp_path, [a_group(name)])
+    browser = read(browser_of(tmp_path))
+    scandir = os.scandir
+
+    def vanishing(folder: Path) -> AbstractContextManager[list[os.DirEntry[str]]]:
+        with scandir(folder) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+        if folder.name == "samples":
+            Path(found[0].path).unlink()
+        return nullcontext(found)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    assert names(read(browser).page(ALL)) == ["second"]
+
+
+@given(st.lists(st.sampled_from("aab"), max_size=12), st.integers(1, 200))
+def test_groups_of_a_dump_are_whole_in_whatever_pieces_it_is_read(
+    uids: list[str], chunk_bytes: int
+) -> None:
+    row = '{{"input": "i", "output": "o", "step": 1, "score": {}, "uid": "{}"}}\n'
+    content = "".join(row.format(n, uid) for n, uid in enumerate(uids)).encode()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "1.jsonl"
+        file.write_bytes(content)
+        tail, reader = LineTail(file, chunk_bytes=chunk_bytes), GroupReader(Kind.TRAINED)
+        found: list[GroupLines] = []
+        while (taken := tail.take()).has_more:
+            found += reader.take(taken.lines)
+        found += reader.end()
+    runs = [list(run) for _, run in itertools.groupby(enumerate(uids), key=lambda one: one[1])]
+    assert [group.num_responses for group in found] == [len(run) for run in runs]
+    for group, run in zip(found, runs, strict=True):
+        assert group.mean_score == pytest.approx(sum(n for n, _ in run) / len(run))
+        text = content[group.offset : group.offset + group.length]
+        assert len(text.splitlines()) == len(run)
+
+
+def test_a_group_of_a_dump_beyond_one_piece_is_one_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_files, "LineTail", lambda path: LineTail(path, chunk_bytes=300))
+    rows = [DumpedSample("1 + 1 = ?", "x" * 100, "2", 1.0, {"uid": "a"}) for _ in range(20)]
+    write_dump(tmp_path / "validation", rows, 1)
+    (found,) = read(browser_of(tmp_path)).page(ALL).groups
+    assert found.entry.num_responses == len(found.group.responses) == 20
 
 
 def test_trained_dumps_are_read_only_where_there_is_no_archive(tmp_path: Path) -> None:
@@ -171,10 +252,17 @@ def test_lines_that_are_no_groups_are_passed_over(tmp_path: Path) -> None:
     add_groups(tmp_path, [a_group("good")])
     (file,) = (tmp_path / "samples").iterdir()
     good = file.read_bytes()
-    file.write_bytes(b'{"prompt": 3}\n\n\xff\n' + good + b'{"torn')
+    bad_text, far = good.replace(b"good", b"\xff"), good.replace(b'"version":0', b'"version":%d')
+    assert far != good
+    bad = [b'{"prompt": 3}\n\n\xff\n', bad_text, far % 2**31, far % 10**30]
+    file.write_bytes(b"".join(bad) + good + b'{"torn')
+    nested = '{"input": "i", "output": "o", "step": 1, "gts": ' + "[" * 20_000 + "]" * 20_000 + "}"
+    rows = [json.dumps([1]), nested, '{"input": "i", "output": "o", "step": 2147483648}']
     (tmp_path / "validation").mkdir()
-    (tmp_path / "validation" / "1.jsonl").write_text(json.dumps([1]) + "\n")
-    assert names(read(browser_of(tmp_path)).page(ALL)) == ["good"]
+    (tmp_path / "validation" / "1.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    browser = read(browser_of(tmp_path))
+    assert names(browser.page(ALL)) == ["good"]
+    assert browser.num_unread == 8
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=40), st.integers(1, 9))

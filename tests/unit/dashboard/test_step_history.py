@@ -6,8 +6,11 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from sluice.dashboard import staleness_counts, step_history
 from sluice.dashboard.curve_points import curve_points
+from sluice.dashboard.line_tail import LineTail
 from sluice.dashboard.staleness_counts import MOST_BARS, StalenessCounts
 from sluice.dashboard.step_history import StepHistory
 from tests.support.dashboard_run import add_lines, step_row
@@ -55,6 +58,22 @@ def test_lines_that_are_no_metrics_are_counted_and_passed_over(tmp_path: Path) -
     read(history)
     assert history.steps.tolist() == [5]
     assert history.num_unread == 4
+
+
+def test_a_line_beyond_the_bound_counts_as_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(path: Path) -> LineTail:
+        return LineTail(path, chunk_bytes=64, most_line_bytes=256)
+
+    for module in (step_history, staleness_counts):
+        monkeypatch.setattr(module, "LineTail", short)
+    for name in ("metrics.jsonl", "groups.jsonl"):
+        (tmp_path / name).write_text("x" * 1000 + "\n", encoding="utf-8")
+    history, counts = StepHistory(tmp_path), StalenessCounts(tmp_path)
+    read(history)
+    read(counts)
+    assert (history.num_unread, counts.num_unread) == (1, 1)
 
 
 def test_validations_are_told_apart_from_steps(tmp_path: Path) -> None:

@@ -68,10 +68,12 @@ def test_what_is_waited_for_may_come_late(wait: ModuleType, tmp_path: Path) -> N
 def test_a_port_counts_once_somebody_listens(
     wait: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))  # nobody else is given the port meanwhile
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert wait.main(["port", address, "5"]) == 0
-    assert wait.main(["port", address, "0.05"]) == 1
+        assert wait.main(["port", address, "0.05"]) == 1
+        server.listen()
+        assert wait.main(["port", address, "60"]) == 0
     assert f"given up after 0.05 s: {address}" in capsys.readouterr().err
 
 

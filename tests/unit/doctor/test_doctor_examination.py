@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from sluice.doctor.disk_space import check_disk
 from sluice.doctor.examination import Check, examine
 from sluice.doctor.examined import Examined, examined_run
 from sluice.doctor.finding import Finding, fine
@@ -46,6 +47,35 @@ def test_a_check_that_hangs_is_a_problem_and_the_others_are_told_before_it_ends(
     assert severities(late.findings) == ["problem"]
     assert late.findings[0].what == "a file system: no answer within 0.2 s"
     assert severities(other.findings) == ["ok"]
+
+
+def test_a_models_files_that_cannot_be_read_hold_up_no_check_that_needs_them_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, released = threading.Event(), threading.Event()
+
+    def hanging(*_: object) -> None:
+        asked.set()
+        released.wait(60)
+
+    def shaped(one: Examined) -> list[Finding]:
+        return [fine(str(one.shape))]
+
+    monkeypatch.setattr("sluice.doctor.examined.find_shape", hanging)
+    run = run_of("actor_rollout_ref.model.path=/mnt/gone")
+    assert not asked.is_set(), "the command itself reads no file that may hang"
+    checks = (
+        Check("sound", "the rest", sound),
+        Check("shaped", "the model", shaped, deadline_s=0.2),
+        Check("disk", "room", check_disk),
+    )
+    other, late, disk = examine(run, checks)
+    assert asked.wait(60)
+    assert not released.is_set()
+    released.set()
+    assert severities(other.findings) == ["ok"]
+    assert "no answer within" in late.findings[0].what
+    assert not any("no answer" in one.what for one in disk.findings), "no checkpoint, no shape"
 
 
 def test_an_error_of_ours_is_a_problem_with_its_remedy() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from socketserver import StreamRequestHandler, TCPServer
 
 import pytest
 
@@ -239,6 +240,15 @@ def test_a_file_servers_clock_is_read_from_a_file_that_is_gone_afterwards(tmp_pa
     assert folder_skew(tmp_path, mounts) is None
 
 
+def test_a_folder_that_is_a_link_is_where_it_leads(tmp_path: Path) -> None:
+    shared, link, mounts = tmp_path / "shared", tmp_path / "runs", tmp_path / "mounts"
+    (shared / "run").mkdir(parents=True)
+    link.symlink_to(shared)
+    mounts.write_text(f"disk / ext4 rw 0 0\nserver:/x {shared} nfs4 rw 0 0\n", encoding="utf-8")
+    assert mount_kind(link / "run", mounts) == "nfs4"
+    assert mount_kind(tmp_path, mounts) == "ext4"
+
+
 class Dated(BaseHTTPRequestHandler):
     """Says that it is 2030."""
 
@@ -264,3 +274,32 @@ def test_a_servers_clock_is_the_date_of_its_answer(dated_server: str) -> None:
     expected = datetime(2030, 1, 1, tzinfo=UTC).timestamp() - datetime.now(UTC).timestamp()
     assert abs(skew.seconds - expected) < 60
     assert http_skew("ftp://127.0.0.1/") is None
+
+
+class Strange(StreamRequestHandler):
+    """Answers, and not in HTTP."""
+
+    def handle(self) -> None:
+        while self.rfile.readline().strip():
+            pass
+        self.wfile.write(b"220 mail.example ESMTP\r\n")
+
+
+@pytest.fixture
+def strange_server() -> Iterator[str]:
+    with TCPServer(("127.0.0.1", 0), Strange) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("address", ["", "http://[::1/v1", "http://127.0.0.1:port/v1"])
+def test_a_reward_model_that_speaks_no_http_is_a_warning(strange_server: str, address: str) -> None:
+    asked = address or strange_server
+    run = run_of("reward.reward_model.enable=true", f"reward.reward_model.base_url='{asked}'")
+    (told, *_) = check_clock(run)
+    assert only([told], "warning").what.startswith(
+        f"the reward model's clock cannot be asked for: {asked}"
+    )

@@ -20,6 +20,7 @@ from sluice.doctor.network_interfaces import (
 )
 from sluice.doctor.port_holder import port_holder
 from sluice.doctor.ports import check_ports, port_facts
+from sluice.rpc.bound_socket import bound_socket
 from tests.support.doctor_findings import only, run_of, severities
 
 INTERFACES = {
@@ -101,6 +102,13 @@ def test_this_hosts_networks_are_known() -> None:
 
 
 @pytest.fixture
+def kept_port() -> Iterator[int]:
+    """Free for a server: nobody listens, and nobody else is given it meanwhile."""
+    with bound_socket("127.0.0.1", 0) as bound:
+        yield bound.getsockname()[1]
+
+
+@pytest.fixture
 def taken_port() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
@@ -120,14 +128,12 @@ def test_a_port_nobody_listens_on_has_no_holder(taken_port: int) -> None:
         assert port_holder(bound.getsockname()[1]) is None
 
 
-def test_free_ports_are_fine_and_every_port_of_an_endpoint_is_tried() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+def test_free_ports_are_fine_and_every_port_of_an_endpoint_is_tried(kept_port: int) -> None:
     examined = run_of(
-        f"sluice.trainer.endpoint.port={port}",
-        f"sluice.trainer.endpoint.health_port={port}",
-        f"sluice.reward.endpoint.metrics_port={port}",
-        f"sluice.dashboard.port={port}",
+        f"sluice.trainer.endpoint.port={kept_port}",
+        f"sluice.trainer.endpoint.health_port={kept_port}",
+        f"sluice.reward.endpoint.metrics_port={kept_port}",
+        f"sluice.dashboard.port={kept_port}",
     )
     assert {one.key for one in port_facts(examined)} == {
         "sluice.trainer.endpoint.port",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +17,11 @@ from sluice.config.dump import write_config
 from sluice.config.loader import load_config
 from sluice.launch import container
 from sluice.launch.checkpoint_mark import MARK_VARIABLE
-from sluice.launch.container import main, services_of
+from sluice.launch.container import EXIT_UNFORESEEN, main, services_of
 from sluice.launch.network_layout import CONFIG_NAME, KINDS, Kind, network_settings
 from sluice.launch.service_spec import ServiceSpec
 from sluice.launch.shared_run import Ending, SharedRun
+from sluice.launch.supervisor import EXIT_FAILED
 from tests.support.scripted_children import WAIT_S, polite, spec
 
 FAILS = "print('port 7 is in use'); raise SystemExit(1)"
@@ -73,6 +76,37 @@ def when(holds: Callable[[], bool], act: Callable[[], object]) -> threading.Thre
 def test_the_trainer_that_reaches_its_last_step_ends_the_run_for_all(folder: Folder) -> None:
     assert folder.keep("trainer", spec("trainer", "print('done')", is_needed=True)) == 0
     assert folder.run.ending() == Ending("trainer", ())
+
+
+def test_a_volume_that_fails_for_a_moment_ends_no_service(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, failed = Path.read_text, threading.Event()
+
+    def read_text(file: Path, *arguments: Any, **named: Any) -> str:
+        if file.name == "ended.json" and file.is_file() and not failed.is_set():
+            failed.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(file, *arguments, **named)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    ends = when(
+        lambda: "ready" in folder.log("rollout"), lambda: folder.run.end(Ending("trainer", ()))
+    )
+    assert folder.keep("rollout", polite("rollout")) == 0
+    ends.join()
+    assert failed.is_set()
+
+
+def test_an_error_of_the_launcher_itself_is_told_apart_from_a_failure_of_the_run(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def broken(*_: object) -> int:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(container, "_supervise", broken)
+    assert folder.keep("trainer", spec("trainer", FAILS)) == EXIT_UNFORESEEN != EXIT_FAILED
+    assert "ZeroDivisionError: division by zero" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["reward", "rollout"])

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from sluice.launch.placement import Member, NodeRoom, PlacementPlan
 from sluice.launch.ray_run import RayOptions, placed_run
 from sluice.launch.service_spec import RestartPolicy, ServiceSpec
 from sluice.launch.supervisor import RunEnd, Supervisor
-from tests.support.in_process_cluster import InProcessCluster
+from tests.support.in_process_cluster import InProcessCluster, InProcessHost
 from tests.support.scripted_children import POLITE, WAIT_S, until_gone
 
 NODE, OTHER = "127.0.0.1", "127.0.0.2"
@@ -210,15 +211,61 @@ async def test_a_trainer_whose_node_is_lost_ends_the_run_since_nobody_would_find
     assert "trainer.resume_mode=auto" in failure
 
 
-async def test_a_host_that_is_dead_for_good_ends_the_run_with_the_reason(tmp_path: Path) -> None:
-    world = World(tmp_path, 2, polite("trainer"), polite("rollout-0"))
+@pytest.mark.parametrize("name", ["trainer", "reward"])
+async def test_a_host_that_others_know_ends_the_run_with_the_reason_once_it_is_dead_for_good(
+    tmp_path: Path, name: str
+) -> None:
+    world = World(tmp_path, 2, polite(name), polite("rollout-0"))
     await world.prepare()
     async with world.running() as run:
         await world.until(lambda: len(world.lines) == 2)
-        world.cluster.hosts["rollout-0"].is_dead = True
-        world.cluster.hosts["rollout-0"].lose()
+        world.cluster.hosts[name].is_dead = True
+        world.cluster.hosts[name].lose()
     (failure,) = run.result().failures
     assert "it is dead" in failure
+
+
+async def test_a_replica_whose_host_is_dead_for_good_is_placed_anew_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(tmp_path, 3, polite("trainer"), polite("rollout-0"))
+    await world.prepare()
+    async with world.running() as run:
+        await world.until(lambda: len(world.lines) == 2)
+        first = world.cluster.hosts["rollout-0"]
+        first.is_dead = True
+        first.lose()
+        await world.until(lambda: world.said("rollout-0") == ["ready", "ready"])
+        assert world.cluster.given_back == ["rollout-0"]
+        assert world.cluster.hosts["rollout-0"] is not first
+        world.supervisor.end()
+    assert run.result() == RunEnd(130, ())
+    assert "it is dead; rollout-0 is placed anew" in caplog.text
+
+
+async def test_a_replica_that_its_node_cannot_start_is_placed_anew_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, 2, polite("trainer"))
+    await world.prepare()
+    call = InProcessHost.call
+    failing = ["Cannot allocate memory"]
+
+    async def fails_once(host: InProcessHost, method: str, /, *arguments: object) -> Any:
+        if method == "start" and host.name == "rollout-0" and failing:
+            return 0, failing.pop()
+        return await call(host, method, *arguments)
+
+    monkeypatch.setattr(InProcessHost, "call", fails_once)
+    async with world.running() as run:
+        await world.until(lambda: len(world.lines) == 1)
+        world.cluster.rooms.append(world.cluster.rooms[0])
+        world.supervisor.add(polite("rollout-0"))
+        await world.until(lambda: world.said("rollout-0") == ["ready"])
+        assert world.cluster.given_back == ["rollout-0"]
+        world.supervisor.end()
+    assert run.result() == RunEnd(130, ())
+    assert f"{NODE}: failed while starting rollout-0: Cannot allocate memory" in caplog.text
 
 
 async def test_a_run_without_room_does_not_begin_and_is_told_what_lacks(tmp_path: Path) -> None:

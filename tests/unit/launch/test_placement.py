@@ -151,6 +151,17 @@ def test_the_members_of_a_bundle_take_all_of_it_and_no_more(
             assert taken == bundle
 
 
+@pytest.mark.parametrize("kind", ["reward", "trainer", "rollout"])
+def test_a_process_that_would_take_nothing_is_refused_with_the_option(kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--resources {kind}=CPU:0: nothing is left"):
+        by_name(config(), {}, f"{kind}=CPU:0")
+
+
+def test_what_a_process_takes_nothing_of_is_not_asked_for() -> None:
+    reward = by_name(config(), {}, "reward=CPU:0", "reward=slot:1")["reward"]
+    assert reward.bundles == ({"slot": 1.0},)
+
+
 def test_a_group_without_room_is_told_which_resource_lacks_on_which_node() -> None:
     plan = by_name(config("sluice.rollout.device=npu"), NPUS, "rollout=NPU:8")["rollout-0"]
     nodes = [

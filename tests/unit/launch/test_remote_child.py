@@ -21,6 +21,12 @@ PID = 77
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_child, "_PAUSE_S", 0.01)
+    # A machine that is busy for a while is no silent host.
+    monkeypatch.setattr(remote_child, "_SILENCE_S", 10 * WAIT_S)
+
+
+@pytest.fixture
+def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_child, "_SILENCE_S", 0.1)
 
 
@@ -59,14 +65,34 @@ async def test_a_host_that_was_away_for_a_moment_tells_the_exit_code() -> None:
     assert await code_of(AWAY, AWAY, 3) == 3
 
 
-@pytest.mark.parametrize("answer", [AWAY, GONE])
-async def test_a_process_whose_host_is_lost_was_killed(answer: Exception) -> None:
-    assert await code_of(answer) == -signal.SIGKILL
+async def test_a_process_whose_host_is_dead_was_killed() -> None:
+    assert await code_of(GONE) == -signal.SIGKILL
+
+
+@pytest.mark.usefixtures("_short_silence")
+async def test_a_process_whose_host_is_silent_for_long_was_killed() -> None:
+    assert await code_of(AWAY) == -signal.SIGKILL
+
+
+async def lines_of(child: RemoteChild) -> list[str]:
+    async with asyncio.timeout(WAIT_S):
+        return [line async for line in child.lines()]
 
 
 async def test_output_ends_with_its_host_and_what_came_before_is_told() -> None:
-    child = RemoteChild("rollout-0", PID, ScriptedHost((["a", "b"], False), (["c"], False), AWAY))
-    assert [line async for line in child.lines()] == ["a", "b", "c"]
+    child = RemoteChild("rollout-0", PID, ScriptedHost((["a", "b"], False), (["c"], False), GONE))
+    assert await lines_of(child) == ["a", "b", "c"]
+
+
+async def test_output_goes_on_after_a_host_was_away_so_that_nobody_blocks_in_a_line() -> None:
+    host = ScriptedHost((["a"], False), AWAY, AWAY, (["b"], False), (["c"], True))
+    assert await lines_of(RemoteChild("rollout-0", PID, host)) == ["a", "b", "c"]
+
+
+async def test_output_of_a_process_that_has_ended_is_not_waited_for() -> None:
+    child = RemoteChild("rollout-0", PID, ScriptedHost(3, AWAY))
+    assert await child.wait() == 3
+    assert await lines_of(child) == []
 
 
 async def test_all_who_wait_ask_once_and_one_who_gives_up_takes_nothing_from_the_others() -> None:
@@ -79,7 +105,7 @@ async def test_all_who_wait_ask_once_and_one_who_gives_up_takes_nothing_from_the
             await asyncio.sleep(0)
         assert host.calls == ["ended"]
         first.cancel()
-        assert not child.has_ended
+        assert not second.done()
         ended.set()
     assert second.result() == 0
     assert child.has_ended

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,39 @@ def test_how_a_run_ended_first_is_what_counts(tmp_path: Path) -> None:
     assert run.ending() == Ending("reward", ("no memory",))
     assert not Ending("reward", ("no memory",)).is_complete
     assert Ending("trainer", ()).is_complete
+
+
+def stale(*_: object, **__: object) -> str:
+    """Reads as a network file system does whose server was there a moment ago."""
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+def test_a_volume_that_fails_for_a_moment_is_no_fault_of_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = SharedRun(tmp_path)
+    run.begin(tmp_path)
+    monkeypatch.setattr(Path, "read_text", stale)
+    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+        run.checkpoints_before()
+
+
+def test_an_end_that_cannot_be_read_for_a_moment_is_none_and_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = SharedRun(tmp_path)
+    run.begin(tmp_path)
+    run.end(Ending("trainer", ()))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "read_text", stale)
+        assert [run.seen_ending(), run.seen_ending()] == [None, None]
+        with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+            run.end(Ending("reward", ()))
+    assert run.ending() == Ending("trainer", ()), "how it ended first counts"
+    (told,) = (each.getMessage() for each in caplog.records)
+    assert "ended.json" in told
+    assert os.strerror(errno.ESTALE) in told
 
 
 def test_a_folder_in_which_no_run_began_is_told_with_the_remedy(tmp_path: Path) -> None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from services.reward.ended_groups import MOST_WAITING, EndedGroups
+from services.reward import group_log
+from services.reward.ended_groups import EndedGroups
+from services.reward.generation_trace import GroupTrace
 from services.reward.group_log import GroupLog
 from services.reward.run_files import RunFiles, open_run_files
+from sluice.algorithm.sampling.visit import Visit
 from sluice.config.run import RunConfig
+from sluice.telemetry import sample_archive
 from sluice.telemetry.sample_archive import SampleArchive, archive_files
 from sluice.telemetry.sampled_group import SampledGroup
-from sluice.types import PromptEnd
+from sluice.types import ChatMessage, PromptEnd
 from tests.support.client_prompt import client_prompt
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, submit
 
@@ -25,9 +35,15 @@ def groups_in(folder: Path) -> dict[str, SampledGroup]:
     return {group.prompt_id: group for group in found}
 
 
-def add(ended: EndedGroups, prompt_id: str) -> None:
-    prompt = client_prompt(prompt_id=prompt_id)
+def add(ended: EndedGroups, prompt_id: str, text: str = "text") -> None:
+    prompt = replace(client_prompt(prompt_id=prompt_id), messages=(ChatMessage("user", text),))
     ended.add(prompt, PromptEnd.DROPPED_FAILED, None, version=1, step=None, replicas=["a"])
+
+
+def end_group(log: GroupLog, prompt_id: str) -> None:
+    prompt = client_prompt(prompt_id=prompt_id)
+    log.started(prompt, Visit("aa", 3, None, 4), probes=0, version=1)
+    log.ended(prompt, PromptEnd.DROPPED_FAILED, None, GroupTrace(["a"]))
 
 
 async def test_kept_and_filtered_groups_are_archived_with_their_responses(tmp_path: Path) -> None:
@@ -67,15 +83,129 @@ def test_a_run_archives_groups_unless_it_is_told_not_to(tmp_path: Path, samples_
         assert (files.log._samples is not None) is (samples_mb > 0)
 
 
-def test_groups_that_the_disk_cannot_take_in_time_are_left_out_oldest_first(
-    tmp_path: Path,
-) -> None:
+def test_a_batch_that_ends_at_once_is_kept_whole(tmp_path: Path) -> None:
     ended = EndedGroups(SampleArchive(tmp_path, 1 << 24), 1000)
-    for number in range(MOST_WAITING + 10):
+    for number in range(3000):
         add(ended, str(number))
     ended.write()
-    names = set(groups_in(tmp_path))
-    assert names == {str(number) for number in range(10, MOST_WAITING + 10)}
+    assert len(groups_in(tmp_path)) == 3000
+
+
+def test_texts_beyond_the_bound_are_left_out_oldest_first_and_counted_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = EndedGroups(SampleArchive(tmp_path, 1 << 24), 10_000, most_bytes=50_000)
+    with caplog.at_level(logging.WARNING):
+        for number in range(20):
+            add(ended, str(number), "x" * 10_000)
+        ended.write()
+        add(ended, "later")
+        ended.write()
+    assert set(groups_in(tmp_path)) == {"16", "17", "18", "19", "later"}
+    assert [line.split(":")[0] for line in caplog.messages] == [
+        "16 groups are missing among the samples"
+    ]
+
+
+def test_only_what_a_line_needs_is_held() -> None:
+    """No tokens, log-probs or images, and of a long text only what is kept."""
+    ended = EndedGroups(SampleArchive(Path("nowhere"), 1), 10)
+    add(ended, "long", "x" * 10_000)
+    ((group, size),) = ended._waiting
+    assert type(group) is SampledGroup
+    assert len(group.prompt) < 100
+    assert size < 1000
+
+
+def test_lines_are_written_as_they_are_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One flush of bytes is in memory at a time, not the queue."""
+    monkeypatch.setattr(sample_archive, "_FLUSH_BYTES", 100)
+    ended, waited = EndedGroups(SampleArchive(tmp_path, 1 << 24), 1000), []
+    write = SampleArchive._write
+
+    def noted(archive: SampleArchive, pending: bytearray) -> None:
+        if pending:
+            waited.append(len(ended._waiting))
+        write(archive, pending)
+
+    monkeypatch.setattr(SampleArchive, "_write", noted)
+    for number in range(3):
+        add(ended, str(number))
+    ended.write()
+    assert waited == [2, 1, 0]
+
+
+def test_a_text_that_is_no_unicode_costs_its_group_and_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = EndedGroups(SampleArchive(tmp_path, 1 << 24), 1000)
+    for name, text in (("first", "a"), ("bad", "\ud800"), ("last", "b")):
+        add(ended, name, text)
+    ended.write()
+    assert set(groups_in(tmp_path)) == {"first", "last"}
+    assert "group bad is not kept" in caplog.text
+
+
+def test_a_defect_of_the_archive_is_told_and_ends_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_archive: SampleArchive, _lines: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(SampleArchive, "append", fail)
+    ended = EndedGroups(SampleArchive(tmp_path, 1 << 24), 1000)
+    for number in range(3):
+        add(ended, str(number))
+        ended.write()
+    assert len([line for line in caplog.messages if "a defect of their archive" in line]) == 1
+    assert not ended._waiting
+
+
+async def test_a_disk_that_hangs_delays_the_end_for_a_deadline_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hangs, freed = threading.Event(), threading.Event()
+
+    def hang(_archive: SampleArchive, lines: Iterator[bytes]) -> None:
+        next(lines)
+        hangs.set()
+        freed.wait(60)
+
+    monkeypatch.setattr(SampleArchive, "append", hang)
+    monkeypatch.setattr(group_log, "LAST_S", 0.2)
+    samples = EndedGroups(SampleArchive(tmp_path, 1 << 24), 1000)
+    log = GroupLog(tmp_path / "groups.jsonl", samples=samples)
+    try:
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            writer = tasks.create_task(log.run())
+            for number in range(3):
+                end_group(log, str(number))
+            assert await asyncio.to_thread(hangs.wait, 30)
+            writer.cancel()
+    finally:
+        freed.set()
+    assert "2 samples are lost" in caplog.text
+    assert len((tmp_path / "groups.jsonl").read_bytes().splitlines()) == 3
+
+
+def test_a_process_ends_while_its_disk_hangs() -> None:
+    code = (
+        "import asyncio, threading\n"
+        "from services.reward import group_log\n"
+        "group_log.LAST_S = 0.1\n"
+        "log = group_log.GroupLog(None)\n"
+        "log._write = threading.Event().wait\n"
+        "async def main():\n"
+        "    log._has_lines.set()\n"
+        "    task = asyncio.create_task(log.run())\n"
+        "    await asyncio.sleep(0.1)\n"
+        "    task.cancel()\n"
+        "    await asyncio.wait({task})\n"
+        "asyncio.run(main())\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_a_folder_that_cannot_be_written_is_told_once_and_holds_nothing_in_memory(

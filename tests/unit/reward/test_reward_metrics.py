@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from services.reward.assembly import RewardLoop
 from services.reward.batch_history import BatchHistory
 from services.reward.demand_meter import DemandMeter
-from services.reward.exported_metrics import RewardMetrics, fleet_facts
+from services.reward.exported_metrics import BoundHistory, RewardMetrics, fleet_facts
 from sluice.config.loader import load_config
 from sluice.telemetry.histogram import Distribution
 from sluice.telemetry.instrument import Reading
 from sluice.telemetry.instruments import INSTRUMENTS
+from sluice.types import TrainGroup
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
 
 CONFIG = load_config(
@@ -32,9 +37,15 @@ MIXED, RIGHT = "answer=1 right=2", "answer=1 right=4"
 
 def metrics_of(loop: RewardLoop) -> RewardMetrics:
     history = BatchHistory()
-    loop.recorder.on_batch = history.formed
+    bound = BoundHistory(1)
+
+    def formed(groups: Sequence[TrainGroup], version: int, fill_s: float) -> None:
+        history.formed(groups, version, fill_s)
+        bound.formed(groups, version)
+
+    loop.recorder.on_batch = formed
     demand = DemandMeter(lambda: fleet_facts(loop, history.num_formed))
-    return RewardMetrics(loop, history, demand, 2, 1)
+    return RewardMetrics(loop, history, bound, demand, 2, 1)
 
 
 def told(readings: RewardMetrics) -> Mapping[tuple[str, ...], Reading]:
@@ -80,6 +91,18 @@ async def test_staleness_and_time_to_fill_are_told_of_every_batch() -> None:
     assert isinstance(fills, Distribution)
     assert staleness.cumulative[:2] == ((0.0, 0), (1.0, 8))
     assert fills.count == 1
+    assert found[("sluice_reward_responses_at_bound_total",)].value == 8.0
+
+
+@pytest.mark.parametrize(("max_staleness", "count"), [(0, 0), (1, 2), (2, 1), (3, 0)])
+def test_responses_at_the_bound_are_counted_where_there_is_one(
+    max_staleness: int, count: int
+) -> None:
+    rollouts = [SimpleNamespace(oldest_version=version) for version in (5, 6, 7, None)]
+    group: Any = SimpleNamespace(rollouts=rollouts)
+    bound = BoundHistory(max_staleness)
+    bound.formed([group], 7)
+    assert bound.num_at_bound == count
 
 
 async def test_waits_for_generation_starve_the_trainer_and_those_for_prompts_do_not() -> None:

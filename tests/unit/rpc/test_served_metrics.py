@@ -6,6 +6,7 @@ import asyncio
 import logging
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ import pytest
 
 from sluice.config.loader import load_config
 from sluice.config.service import EndpointConfig, ServiceConfig
-from sluice.errors import ConfigError, ExhaustedError
+from sluice.errors import ConfigError, EngineError, ExhaustedError, NotReadyError
 from sluice.rpc import served_metrics as module
 from sluice.rpc.client_quota import ClientQuota
 from sluice.rpc.process_readings import ProcessName, process_readings
 from sluice.rpc.served_metrics import served_metrics
+from sluice.telemetry import disk_space
+from sluice.telemetry.disk_space import DiskSpace
 from sluice.telemetry.instrument import Reading, gauge
 from tests.support.scraped import fetch, names, parsed, targets, value
 from tests.support.source_tree import ROOT
@@ -116,8 +119,50 @@ async def test_a_port_that_other_machines_reach_is_warned_of(
     assert ("without a token" in caplog.text) is warns
 
 
+@pytest.mark.parametrize("error", [EngineError("its core died"), NotReadyError("no weights")])
+async def test_a_service_whose_numbers_cannot_be_read_leaves_a_page_that_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    pytest.importorskip("prometheus_client")
+
+    def broken() -> list[Reading]:
+        raise error
+
+    with served_metrics(settings(tmp_path), EndpointConfig(metrics_port=0), WHO, broken):
+        (address,) = targets(tmp_path).values()
+        for _ in range(2):
+            page = parsed(await asyncio.to_thread(fetch, address))
+    assert value(page, "sluice_scrape_complete") == 0.0
+    assert "sluice_process_uptime_seconds" in names(page)
+    assert caplog.text.count("cannot be read") == 1
+    assert str(error) in caplog.text
+
+
+async def test_a_file_system_that_hangs_silences_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("prometheus_client")
+    go_on = threading.Event()
+
+    def hangs(folder: Path) -> None:
+        go_on.wait(60)
+        raise OSError
+
+    monkeypatch.setattr(disk_space.os, "statvfs", hangs)
+    with served_metrics(settings(tmp_path), EndpointConfig(metrics_port=0), WHO, level):
+        (address,) = targets(tmp_path).values()
+        page = parsed(await asyncio.to_thread(fetch, address))
+        go_on.set()
+    assert value(page, "sluice_level") == 3.0
+    assert "sluice_run_folder_free_bytes" not in names(page)
+
+
 def told(run_dir: Path) -> dict[tuple[Any, ...], Any]:
-    return {(r.instrument.name, *r.labels): r.value for r in process_readings(WHO, run_dir)}
+    disk = DiskSpace(run_dir)
+    disk.start()
+    found = {(r.instrument.name, *r.labels): r.value for r in process_readings(WHO, disk)}
+    disk.stop()
+    return found
 
 
 def test_a_refusal_by_a_quota_is_counted_under_its_setting(tmp_path: Path) -> None:

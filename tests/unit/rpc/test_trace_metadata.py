@@ -121,3 +121,20 @@ def test_a_callers_context_is_read_and_nonsense_is_none(
     with traced():
         assert caller_context(call) == context
     assert caller_context(call) is None
+
+
+def test_who_calls_from_outside_is_recorded_in_proportion_unless_it_is_followed() -> None:
+    odd = TraceContext((1 << 64) - 1, 0xDEF, is_sampled=True)
+    call = Call((TRACEPARENT, odd.traceparent))
+    for name, count in ((SpanName.SERVE, 0), (SpanName.RECEIVE_WEIGHTS, 1)):
+        with traced(0.5, follows_callers=False) as kept:
+            with served(name, call):
+                assert TRACER.current() is not None
+            assert len(kept.spans) == count
+            context = caller_context(call)
+            assert context is not None
+            assert not context.is_sampled
+            assert caller_context(Call((TRACEPARENT, CALLER.traceparent))) == CALLER
+    with traced(0.5, follows_callers=True) as kept, served(SpanName.SERVE, call):
+        pass
+    assert len(kept.spans) == 1

@@ -13,9 +13,11 @@ from sluice.errors import ConfigError
 from sluice.telemetry.exposition import PROCESS_NAMES, Exposition
 from sluice.telemetry.histogram import Histogram
 from sluice.telemetry.instrument import Reading, counter, gauge, histogram
+from sluice.telemetry.instruments import fleet
 from tests.support.scraped import names, parsed, value
 
 TOLD = counter("sluice_told_total", "times", "How often it was told.", "who")
+DRAWN = counter("sluice_drawn_total", "times", "Of one that may restart.", may_restart=True)
 LEVEL = gauge("sluice_level", "metres", 'Of the "water", with a \\ in it.')
 SIZES = histogram("sluice_sizes", "metres", "Sizes.", (1.0, 2.5))
 
@@ -59,6 +61,16 @@ def test_a_counter_that_takes_something_back_stands_still_and_a_gauge_falls() ->
     assert value(found, "sluice_told_total", who="a") == 5.0
     assert value(found, "sluice_level") == 3.0
     assert value(page(first, second, [TOLD.at(6.0, "a")]), "sluice_told_total", who="a") == 6.0
+
+
+def test_a_counter_of_something_that_began_anew_falls_as_prometheus_expects() -> None:
+    found = page([DRAWN.at(5.0)], [DRAWN.at(3.0)])
+    assert value(found, "sluice_drawn_total") == 3.0
+
+
+def test_a_replica_that_starts_anew_is_counted_anew() -> None:
+    assert fleet.REPLICA_TOKENS.may_restart
+    assert not fleet.FLEET_TOKENS.may_restart
 
 
 def test_the_process_tells_of_itself_by_the_usual_names() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import Future
 
 import pytest
 
+from sluice.telemetry import loop_question
 from sluice.telemetry.loop_question import ask_loop
 
 
@@ -39,6 +41,20 @@ def test_a_blocked_loop_is_done_without_and_not_asked_later() -> None:
 
     assert asyncio.run(blocked()) == [None]
     assert asked == []
+
+
+async def test_an_answer_that_comes_as_the_time_runs_out_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Late(Future[int]):
+        def result(self, timeout: float | None = None) -> int:
+            found = super().result(20.0)
+            if timeout is not None:
+                raise TimeoutError
+            return found
+
+    monkeypatch.setattr(loop_question, "Future", Late)
+    assert await asyncio.to_thread(ask_loop, asyncio.get_running_loop(), lambda: 7, 0.05) == 7
 
 
 def test_a_closed_loop_answers_nothing() -> None:

@@ -6,7 +6,7 @@ import socket
 import threading
 import urllib.error
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -86,6 +86,40 @@ def test_a_caller_that_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -
     with served(lambda: b"") as address, socket.create_connection(split(address), 20) as silent:
         silent.sendall(b"GET /met")
         assert silent.recv(10) == b""
+
+
+def test_a_caller_that_sends_a_byte_now_and_then_is_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metrics_server._Request, "timeout", 0.5)
+    with served(lambda: b"") as address, socket.create_connection(split(address), 20) as slow:
+        slow.settimeout(0.05)
+        with suppress(ConnectionError):  # closed with some of its bytes unread
+            for _ in range(400):  # many times the deadline
+                slow.sendall(b"G")
+                with suppress(TimeoutError):
+                    assert slow.recv(10) == b""
+                    return
+            raise AssertionError("it held its place")
+
+
+def test_a_thread_that_cannot_be_started_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "_MOST_AT_ONCE", 1)
+    start, failures = threading.Thread.start, [True, True]
+
+    def limited(thread: threading.Thread) -> None:
+        if "process_request" in thread.name and failures:
+            failures.pop()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with served(lambda: b"fine\n") as address:
+        monkeypatch.setattr(threading.Thread, "start", limited)
+        for _ in range(2):
+            with socket.create_connection(split(address), 20) as refused:
+                assert refused.recv(10) == b""
+        assert not failures
+        assert fetch(address) == "fine\n"
 
 
 def test_after_the_end_nobody_listens() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+
+import pytest
 
 from sluice.telemetry.scrape_target import FOLDER, forget_targets, scrape_target
 from sluice.telemetry.tally import Tally
@@ -18,6 +21,22 @@ def test_the_file_is_what_file_sd_reads_and_goes_with_the_block(tmp_path: Path) 
         told = json.loads(file.read_text(encoding="utf-8"))
         assert told == [{"targets": ["127.0.0.1:9"], "labels": LABELS}]
     assert list((tmp_path / FOLDER).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "stays"),
+    [
+        (RuntimeError("broken"), True),
+        (ExceptionGroup("a task", [RuntimeError("broken")]), True),
+        (asyncio.CancelledError(), False),  # as the trainer's run, on SIGTERM
+    ],
+)
+def test_the_file_of_a_process_that_failed_stays(
+    tmp_path: Path, error: BaseException, stays: bool
+) -> None:
+    with pytest.raises(type(error)), scrape_target(tmp_path, "a", "127.0.0.1:9", LABELS):
+        raise error
+    assert (tmp_path / FOLDER / "a.json").exists() is stays
 
 
 def test_a_file_that_a_later_process_wrote_stays(tmp_path: Path) -> None:

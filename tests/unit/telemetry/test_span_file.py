@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,3 +78,39 @@ def test_a_file_that_cannot_be_written_is_the_exporters_error(tmp_path: Path) ->
     (tmp_path / "taken").write_text("")
     with pytest.raises(ExportError, match="taken"):
         SpanFile(tmp_path / "taken" / "traces.jsonl", RESOURCE).export(spans(1))
+
+
+def test_a_file_at_its_bound_takes_nothing_until_it_is_moved_away(tmp_path: Path) -> None:
+    path, some = tmp_path / "traces.jsonl", spans(3)
+    file = SpanFile(path, RESOURCE, most_bytes=10)
+    file.export(some)
+    size = path.stat().st_size
+    with pytest.raises(ExportError, match=r"sluice\.telemetry\.traces\.file_mb"):
+        file.export(some)
+    assert path.stat().st_size == size
+    path.rename(tmp_path / "moved")
+    file.export(some)
+    assert len(spans_in(path)) == 3
+
+
+def test_a_line_that_was_cut_short_is_told_and_the_next_one_stands_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = [20, 0, None]
+
+    class Full(FileIO):
+        def write(self, data: Any, /) -> int:
+            most = room.pop(0)
+            return super().write(data if most is None else data[:most])
+
+    monkeypatch.setattr(Path, "open", lambda path, *_, **__: Full(path, "ab"))
+    path = tmp_path / "traces.jsonl"
+    file = SpanFile(path, RESOURCE)
+    for _ in range(2):
+        with pytest.raises(ExportError, match="bytes were written"):
+            file.export(spans(2))
+    file.export(spans(3))
+    monkeypatch.undo()
+    torn, whole, end = path.read_bytes().split(b"\n")
+    assert (len(torn), end) == (20, b"")
+    assert len(json.loads(whole)["resourceSpans"][0]["scopeSpans"][0]["spans"]) == 3

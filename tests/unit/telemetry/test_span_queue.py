@@ -121,3 +121,24 @@ def test_after_a_failure_at_the_end_the_rest_is_given_up() -> None:
     queue.close(WAIT_S)
     assert destination.batches == []
     assert queue.num_exported == 0
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), UnicodeEncodeError("utf-8", "x", 0, 1, "no")])
+def test_whatever_an_exporter_raises_costs_its_batch_and_no_more(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures: list[Exception] = [error]
+
+    def fail() -> None:
+        if failures:
+            raise failures.pop()
+
+    destination = Destination(before=fail)
+    queue = SpanQueue(destination, interval_s=0.001)
+    fill(queue, 1)
+    assert destination.arrived.acquire(timeout=WAIT_S)
+    fill(queue, 1)
+    assert destination.arrived.acquire(timeout=WAIT_S)
+    queue.close(WAIT_S)
+    assert (queue.num_dropped, queue.num_exported) == (1, 1)
+    assert caplog.text.count("spans do not reach somewhere") == 1

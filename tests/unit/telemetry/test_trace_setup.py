@@ -13,6 +13,7 @@ import pytest
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 from sluice.telemetry.span_names import SpanName
+from sluice.telemetry.trace_context import TraceContext
 from sluice.telemetry.trace_setup import collector_url, traced_process
 from sluice.telemetry.tracing import TRACER
 from tests.support.seen_spans import spans_in
@@ -27,6 +28,7 @@ import services.trainer.__main__
 import msgspec
 from sluice.config.run import RunConfig
 from sluice.telemetry.trace_setup import traced_process
+from sluice.telemetry.trace_context import TraceContext
 from sluice.telemetry.tracing import TRACER
 with traced_process(msgspec.convert({tree!r}, RunConfig), "reward", "reward"):
     print(TRACER.is_on, any(name.split(".")[0] == "opentelemetry" for name in sys.modules))
@@ -114,3 +116,18 @@ def test_an_address_is_plain_and_at_the_usual_port_unless_it_says_otherwise(
 def test_what_is_no_address_is_refused_by_name(given: str) -> None:
     with pytest.raises(ConfigError, match=r"sluice\.telemetry\.traces\.endpoint"):
         collector_url(given)
+
+
+def test_the_keys_bound_the_file_and_what_callers_decide(tmp_path: Path) -> None:
+    full = tmp_path / "traces.jsonl"
+    full.write_bytes(bytes(1 << 20))
+    for follows in (False, True):
+        chosen = config(tmp_path, file=full.name, file_mb=1, follow_callers=follows, sample_ratio=0)
+        with traced_process(chosen, "trainer", "trainer"):
+            TRACER.trace(SpanName.STEP, is_always=True).end()
+            assert TRACER.admitted(TraceContext(1, 2, is_sampled=True)).is_sampled is follows
+    assert full.stat().st_size == 1 << 20
+
+
+def test_by_default_a_caller_does_not_decide_how_much_is_recorded() -> None:
+    assert config(Path("run")).sluice.telemetry.traces.follow_callers is False

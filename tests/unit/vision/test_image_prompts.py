@@ -121,6 +121,39 @@ def test_a_stripe_that_no_grid_fits_is_refused(reader: ImagePromptReader) -> Non
         reader.expand(PADDED, (stripe,))
 
 
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_a_fitted_image_has_the_numbers_of_the_original_without_being_resized(
+    folder: Path, width: int, height: int
+) -> None:
+    file = image_file(7, width, height)
+    fitted = make_reader(folder).fitted(file, 0)
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    original = processor(images=[Image.open(io.BytesIO(file))], return_tensors="np")
+    for more in ({}, {"do_resize": False}):
+        again = processor(images=[fitted], return_tensors="np", **more)
+        np.testing.assert_array_equal(again["image_grid_thw"], original["image_grid_thw"])
+        np.testing.assert_array_equal(again["pixel_values"], original["pixel_values"])
+
+
+def test_an_image_of_the_processors_own_size_is_fitted_as_it_is(reader: ImagePromptReader) -> None:
+    file = image_file(0, 84, 56)
+    assert reader.fitted(file, 0).tobytes() == Image.open(io.BytesIO(file)).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "message"),
+    [
+        (1200, 28, r"images\[2\]: 1200 x 28 pixels become 728 x 28, .* resize again"),
+        (900, 2, r"images\[2\]: it cannot be resized"),
+    ],
+)
+def test_a_stripe_that_the_processor_would_not_leave_as_it_made_it_is_not_fitted(
+    reader: ImagePromptReader, width: int, height: int, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        reader.fitted(image_file(0, width, height), 2)
+
+
 def test_a_prompt_that_ends_with_an_image_is_refused(reader: ImagePromptReader) -> None:
     image = image_file(0)
     prompt = reader.expand(PADDED[:2], (image,))

@@ -4,6 +4,9 @@
 metadata:
   labels:
     {{- include "sluice.selectorLabels" (dict "root" .root "kind" "end-of-run") | nindent 4 }}
+  annotations:
+    # An upgrade of a run that has ended gives replicas back their number: each has its own Job.
+    sluice/revision: {{ .root.Release.Revision | quote }}
 spec:
   restartPolicy: OnFailure
   serviceAccountName: {{ .name }}

@@ -1,0 +1,99 @@
+"""`sluice up` in a folder where a run has been, or goes on."""
+
+from __future__ import annotations
+
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sluice.cli import up
+from sluice.cli.run_location import CONFIG_NAME
+from sluice.config.loader import load_config
+from sluice.config.run import RunConfig
+from sluice.errors import ConfigError
+from sluice.launch.launch_plan import LaunchPlan
+from sluice.launch.process_host import ThisMachine
+from sluice.launch.ray_run import RayOptions
+from sluice.launch.replica_scale import ReplicaScale
+from sluice.launch.service_spec import ServiceSpec, replica_name
+from sluice.launch.servicer import launch_service
+from sluice.launch.supervisor import ServiceState
+from sluice.report.run_record import ACCOUNTS_NAME
+from sluice.telemetry.scrape_target import FOLDER
+
+
+class Processes:
+    """A run of one process."""
+
+    def services(self) -> tuple[ServiceState, ...]:
+        return (ServiceState("trainer", None, 0, is_draining=False),)
+
+    def add(self, spec: ServiceSpec) -> None: ...
+
+    def dismiss(self, name: str) -> None: ...
+
+
+def replica(number: int) -> ServiceSpec:
+    return ServiceSpec(replica_name(number), (sys.executable, "-c", "pass"))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "rollout-0.json").touch()
+    (tmp_path / ACCOUNTS_NAME).touch()
+    return load_config(None, [f"sluice.run_dir={tmp_path}"])
+
+
+async def start(config: RunConfig, folder: Path) -> int:
+    console = Console(file=StringIO())
+    return (await up._start(config, folder / CONFIG_NAME, console, logs=False, ray=None)).exit_code
+
+
+def left(folder: Path) -> list[str]:
+    return [file.name for file in (folder / FOLDER).iterdir()]
+
+
+async def test_a_folder_where_a_run_goes_on_is_refused_and_stays_as_it_is(
+    tmp_path: Path, config: RunConfig
+) -> None:
+    processes = Processes()
+    async with launch_service(tmp_path, processes, ReplicaScale(processes, replica)):
+        with pytest.raises(ConfigError, match="another run goes on in this folder"):
+            await start(config, tmp_path)
+    assert left(tmp_path) == ["rollout-0.json"]
+    assert (tmp_path / ACCOUNTS_NAME).exists()
+    assert not (tmp_path / CONFIG_NAME).exists()
+
+
+def test_a_run_that_finds_no_room_leaves_targets_of_another_alone(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object) -> None:
+        raise ConfigError("no room")
+
+    monkeypatch.setattr(up, "ray_plan", no_room)
+    monkeypatch.setattr(up, "check_config", lambda _: None)  # files and the rest are there
+    with pytest.raises(ConfigError, match="no room"):
+        up.start_run(config, Console(file=StringIO()), logs=False, ray=RayOptions())
+    assert left(tmp_path) == ["rollout-0.json"]
+
+
+async def test_a_run_that_begins_forgets_targets_of_one_whose_launcher_was_killed(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(config: RunConfig, _: Path) -> LaunchPlan:
+        trainer = ServiceSpec("trainer", (sys.executable, "-c", "pass"), ends_run=True)
+        return LaunchPlan(config, (trainer,), replica, ThisMachine())
+
+    monkeypatch.setattr(up, "local_plan", plan)
+    processes = Processes()
+    async with launch_service(tmp_path, processes, ReplicaScale(processes, replica)) as killed:
+        pass
+    up_file = tmp_path / "launcher.json"
+    up_file.write_text(f'{{"address": "{killed.address}", "secret": "s"}}', encoding="utf-8")
+    assert await start(config, tmp_path) == 0
+    assert left(tmp_path) == []

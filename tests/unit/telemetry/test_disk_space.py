@@ -1,0 +1,51 @@
+"""The room on a disk is read by a thread that may hang without anybody else."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sluice.telemetry import disk_space
+from sluice.telemetry.disk_space import DiskSpace
+
+
+def test_the_room_is_the_file_systems(tmp_path: Path) -> None:
+    disk = DiskSpace(tmp_path)
+    disk.start()
+    room, found = disk.room(), os.statvfs(tmp_path)
+    disk.stop()
+    assert room is not None
+    assert room.size_bytes == found.f_blocks * found.f_frsize
+    assert 0 < room.free_bytes <= room.size_bytes
+
+
+def test_while_the_file_system_hangs_the_last_reading_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, hangs, go_on, looks = os.statvfs, threading.Event(), threading.Event(), list[Path]()
+
+    def statvfs(folder: Path) -> Any:
+        looks.append(folder)
+        if len(looks) > 1:
+            hangs.set()
+            go_on.wait(60)
+        return real(folder)
+
+    monkeypatch.setattr(disk_space.os, "statvfs", statvfs)
+    disk = DiskSpace(tmp_path, interval_s=0.001)
+    disk.start()
+    assert hangs.wait(20)
+    assert disk.room() is not None
+    disk.stop()
+    go_on.set()
+
+
+def test_without_the_folder_there_is_no_reading(tmp_path: Path) -> None:
+    disk = DiskSpace(tmp_path / "absent")
+    disk.start()
+    assert disk.room() is None
+    disk.stop()
