@@ -24,6 +24,7 @@ SYNCHRONOUS = (
     "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
 )
 MEASURED = ("timing", "perf/", "trainer/", "rollout/", "weights/", "train/scorer", "accounts/")
+_EVALUATED = "train/tokens/evaluation"
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,11 @@ def test_a_repeated_run_gives_the_same_metrics(unbroken: Record, again: Record) 
         for name in ours.keys() | theirs.keys()
         if ours.get(name) != theirs.get(name)
     }
-    assert differing == set()
+    # A validation may end just before or just after the next batch is full.
+    assert differing <= {_EVALUATED}
+    assert sum(row.get(_EVALUATED, 0) for row in rows(again)) == sum(
+        row.get(_EVALUATED, 0) for row in rows(unbroken)
+    )
     assert len(rows(again)[0]) > 3
 
 

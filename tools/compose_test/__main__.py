@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -41,6 +42,8 @@ _COUNTS, _KILLED = (3, 1, 4), ("rollout", "reward", "trainer")
 def main(arguments: Sequence[str]) -> int:
     """Runs the test, or the quickstart."""
     options = _parse(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell has them ignored
+        signal.signal(number, signal.default_int_handler)  # containers are taken down all the same
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-compose-")))
         phases = Phases()
