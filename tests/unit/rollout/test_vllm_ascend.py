@@ -106,6 +106,7 @@ def test_only_on_an_npu_vllm_starts_with_what_vllm_ascend_needs(
     monkeypatch.setattr(vllm_core, "select_device", lambda _: device)
     layout = CheckpointLayout(9, (), ())
     monkeypatch.setattr(vllm_core, "checkpoint_layout", lambda *_, **__: layout)
+    monkeypatch.setattr(vllm_core, "load_image_prompts", lambda *_, **__: None)
 
     class Refuses:
         def __init__(self, arguments: dict[str, object]) -> None:
