@@ -23,13 +23,11 @@ class CheckpointLayout:
         vocab_size: width of the logits.
         eos_token_ids: tokens that end a response.
         tensors: in the model's order; of tied ones only the first.
-        image_token_id: stands in a prompt for a part of an image; ``None``: it takes none.
     """
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tensors: tuple[TensorSpec, ...]
-    image_token_id: int | None = None
 
 
 def checkpoint_layout(
@@ -65,10 +63,4 @@ def checkpoint_layout(
         for name, tensor in state.items()
         if name in kept
     )
-    images = built.image_prompts
-    return CheckpointLayout(
-        built.vocab_size,
-        built.eos_token_ids,
-        tensors,
-        None if images is None else images.shape.image_token_id,
-    )
+    return CheckpointLayout(built.vocab_size, built.eos_token_ids, tensors)
