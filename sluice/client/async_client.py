@@ -112,19 +112,29 @@ class AsyncClient:
         return Generation(prompt_token_ids, tuple(rollouts))
 
     def submit(
-        self, prompts: Iterable[NewPrompt], *, until_outcome: bool = True
+        self,
+        prompts: Iterable[NewPrompt],
+        *,
+        until_outcome: bool = True,
+        traceparent: str = "",
     ) -> AsyncGenerator[PromptEvent, None]:
         """Submits prompts to be trained on; yields receipts, and outcomes if they are waited for.
 
         An outcome tells what became of the prompt and, if it was trained, in which step. Accepted
         prompts stay in the run when the caller leaves early; the same ones submitted again are
-        told of again.
+        told of again. With `traceparent` (W3C) the run's spans of them are below the caller's span.
 
         Raises:
+            InvalidRequestError: `traceparent` is none.
             SluiceError: the reward service refuses the call, or stays away.
         """
         return submit_prompts(
-            self._channels, self._reward(), prompts, self._policy, until_outcome=until_outcome
+            self._channels,
+            self._reward(),
+            prompts,
+            self._policy,
+            until_outcome=until_outcome,
+            traceparent=traceparent,
         )
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Scored | Failed]:

@@ -69,6 +69,11 @@ class GenerationProgress:
         """Tokens known of them."""
         return sum(sample.grown.num_tokens for sample in self._open.values())
 
+    @property
+    def traceparent(self) -> str:
+        """The caller's span; empty: none."""
+        return self._options.traceparent
+
     def request(self) -> rollout.GenerateRequest:
         """Asks for the rest of all samples that are open."""
         options = self._options

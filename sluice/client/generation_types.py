@@ -12,6 +12,7 @@ from sluice.client.images import ChatWithImages
 from sluice.codec.field_rules import check_range
 from sluice.codec.rollout_rules import MAX_SAMPLE_INDEX, check_stops
 from sluice.errors import InvalidRequestError
+from sluice.telemetry.trace_context import parse_traceparent
 from sluice.types import ChatMessage, Logprobs, Rollout, TokenIds
 
 Prompt = str | Sequence[ChatMessage] | Sequence[int] | TokenIds | ChatWithImages
@@ -20,6 +21,19 @@ Prompt = str | Sequence[ChatMessage] | Sequence[int] | TokenIds | ChatWithImages
 MAX_SAMPLES = MAX_SAMPLE_INDEX + 1
 _UINT32, _UINT64, _INT32 = (1 << 32) - 1, (1 << 64) - 1, (1 << 31) - 1
 _MAX_TEMPERATURE, _MAX_PRIORITY = 100, 100
+
+
+def check_traceparent(value: str) -> None:
+    """Refuses what is neither empty nor a W3C header `traceparent`.
+
+    Raises:
+        InvalidRequestError: it is neither.
+    """
+    if value and parse_traceparent(value) is None:
+        raise InvalidRequestError(
+            f"traceparent: {value!r:.100} is no W3C trace context; give one such as "
+            f"00-{'1' * 32}-{'1' * 16}-01, or leave it empty"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +93,8 @@ class GenerateOptions:
         token_budget: most response tokens of all samples together, shared out evenly; 0: no bound.
         first_sample: index of the first sample, which its randomness depends on.
         request_id: for logs, at most 128 bytes.
+        traceparent: the caller's span, as W3C's header of that name writes it; the run's spans of
+            this request are recorded below it. Empty: none.
 
     Raises:
         InvalidRequestError: a value is out of its range; names it.
@@ -91,8 +107,10 @@ class GenerateOptions:
     token_budget: int = 0
     first_sample: int = 0
     request_id: str = ""
+    traceparent: str = ""
 
     def __post_init__(self) -> None:
+        check_traceparent(self.traceparent)
         if self.n < 1 or self.first_sample < 0 or self.first_sample + self.n > MAX_SAMPLES:
             raise InvalidRequestError(
                 f"n: {self.n} samples from {self.first_sample} on; indexes are in "

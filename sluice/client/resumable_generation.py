@@ -76,7 +76,7 @@ class ResumableGeneration:
         known = progress.num_tokens
         try:
             with self._fleet.occupied(address, progress.num_open):
-                stream = self._stream(address, progress.request(), deadline_s)
+                stream = self._stream(address, progress, deadline_s)
                 async with aclosing(stream) as messages:
                     async for message in messages:
                         for event in progress.take(message, address, moved_because):
@@ -91,12 +91,13 @@ class ResumableGeneration:
             raise
 
     def _stream(
-        self, address: str, request: rollout.GenerateRequest, deadline_s: float | None
+        self, address: str, progress: GenerationProgress, deadline_s: float | None
     ) -> AsyncGenerator[rollout.GenerateResponse, None]:
+        request = progress.request()
         self._channels.check_size("prompt", request)
         stub = rollout_stub(self._channels.to(address))
         return stream_call(
-            self._channels.named(stub.Generate),
+            self._channels.named(stub.Generate, progress.traceparent),
             request,
             name="RolloutService/Generate",
             peer=address,

@@ -10,6 +10,7 @@ from sluice.client.run_address import RunAddress
 from sluice.errors import InvalidRequestError
 from sluice.rpc.caller_name import CLIENT_KEY
 from sluice.rpc.channel import open_channel
+from sluice.rpc.trace_metadata import TRACEPARENT
 
 if TYPE_CHECKING:
     import grpc
@@ -41,9 +42,11 @@ class ServiceChannels:
             )
         return self._channels[address]
 
-    def named(self, method: MethodT) -> MethodT:
-        """A stub's method that tells the client's name."""
-        return partial(method, metadata=self._metadata) if self._metadata else method  # type: ignore[return-value]
+    def named(self, method: MethodT, traceparent: str = "") -> MethodT:
+        """A stub's method that tells the client's name, and the caller's span if it has one."""
+        of_trace = ((TRACEPARENT, traceparent),) if traceparent else ()
+        metadata = (*self._metadata, *of_trace)
+        return partial(method, metadata=metadata) if metadata else method  # type: ignore[return-value]
 
     def check_size(self, name: str, message: Message) -> None:
         """Refuses what gRPC would not send, and would call a failure of the service.

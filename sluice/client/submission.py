@@ -12,6 +12,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple
 
 from sluice.api.reward.v1 import reward_pb2
+from sluice.client.generation_types import check_traceparent
 from sluice.client.policy_client import NewPrompt, PromptEvent, prompt_event, prompt_to_proto
 from sluice.client.retries import Retries, RetryPolicy
 from sluice.client.service_channels import ServiceChannels
@@ -158,6 +159,7 @@ async def submit_prompts(
     policy: RetryPolicy,
     *,
     until_outcome: bool,
+    traceparent: str = "",
 ) -> AsyncGenerator[PromptEvent, None]:
     """Submits prompts; yields a receipt for each, and an outcome for each accepted one if wanted.
 
@@ -172,16 +174,19 @@ async def submit_prompts(
         prompts: with different ids; taken as there is room.
         policy: how failures are borne.
         until_outcome: wait for outcomes, too.
+        traceparent: the caller's span (W3C), above those of all these prompts; empty: none.
 
     Raises:
+        InvalidRequestError: `traceparent` is none.
         SluiceError: the service stays away, or refuses the call. A prompt that it refuses is an
             event and no error.
     """
+    check_traceparent(traceparent)
     open_prompts = OpenPrompts(prompts, until_outcome=until_outcome, check_size=channels.check_size)
     retries = Retries(policy)
     while not open_prompts.are_done():
         try:
-            async with aclosing(_one_call(channels, reward, open_prompts)) as events:
+            async with aclosing(_one_call(channels, reward, open_prompts, traceparent)) as events:
                 async for event in events:
                     retries.answered()
                     if open_prompts.is_news(event):
@@ -197,11 +202,11 @@ async def submit_prompts(
 
 
 async def _one_call(
-    channels: ServiceChannels, reward: str, open_prompts: OpenPrompts
+    channels: ServiceChannels, reward: str, open_prompts: OpenPrompts, traceparent: str
 ) -> AsyncGenerator[PromptEvent, None]:
     stub = reward_stub(channels.to(reward))
     stream = stream_call(
-        channels.named(stub.SubmitPrompts),
+        channels.named(stub.SubmitPrompts, traceparent),
         open_prompts.requests(),
         name="RewardService/SubmitPrompts",
         peer=reward,

@@ -86,10 +86,16 @@ class Client:
         return self._wait(self._client.generate(prompt, options))
 
     def submit(
-        self, prompts: Iterable[NewPrompt], *, until_outcome: bool = True
+        self,
+        prompts: Iterable[NewPrompt],
+        *,
+        until_outcome: bool = True,
+        traceparent: str = "",
     ) -> Generator[PromptEvent, None, None]:
         """Submits prompts to be trained on; `prompts` is consumed in the client's thread."""
-        return self._each(self._client.submit(prompts, until_outcome=until_outcome))
+        return self._each(
+            self._client.submit(prompts, until_outcome=until_outcome, traceparent=traceparent)
+        )
 
     def score(self, items: Sequence[ScoreItem]) -> list[Scored | Failed]:
         """Grades responses; one outcome per item, in order."""

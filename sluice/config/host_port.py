@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 
 from sluice.errors import ConfigError
 
@@ -64,3 +65,14 @@ def _refused(address: str) -> ConfigError:
         f"address {address!r} is not host:port; write name:7001, 10.0.0.1:7001 or [fd00::1]:7001 "
         f"(ports 1 to {_LARGEST_PORT})"
     )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether every address that `host` stands for is of this machine alone."""
+    try:
+        found = socket.getaddrinfo(bare_host(host), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    # A link-local address carries its interface after a percent sign.
+    addresses = {str(address[0]).partition("%")[0] for *_, address in found}
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)

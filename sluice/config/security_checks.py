@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sluice.config.endpoints import advertised_host
+from sluice.config.host_port import is_loopback
 from sluice.config.run import RunConfig
 from sluice.config.security import FILE_FIELDS, SecurityConfig
 from sluice.errors import ConfigError
@@ -35,9 +36,18 @@ def run_security_problems(config: RunConfig) -> list[str]:
             hosts.append(advertised_host(endpoint))
         except ConfigError:
             continue  # told by the checks of endpoints
-    return list(
-        dict.fromkeys(p for host in hosts for p in server_problems(services.security, host))
-    )
+    problems = [p for host in hosts for p in server_problems(services.security, host)]
+    return list(dict.fromkeys([*problems, *_page_problems(config)]))
+
+
+def _page_problems(config: RunConfig) -> Iterator[str]:
+    """The page shows prompts and responses; its process would end, and tell so in its log only."""
+    page, token_file = config.sluice.dashboard, config.sluice.security.token_file
+    if page.port is not None and not token_file and not is_loopback(page.host):
+        yield (
+            f"sluice.dashboard.host = {page.host}: other machines could read prompts and "
+            f"responses; set {TOKEN_KEY} (`sluice certs` makes one), or listen on 127.0.0.1"
+        )
 
 
 def server_problems(security: SecurityConfig, host: str) -> list[str]:

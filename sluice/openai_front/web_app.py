@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from aiohttp import web
@@ -39,8 +39,10 @@ from sluice.openai_front.refusals import (
     refusal_of,
 )
 from sluice.rpc.client_quota import ClientQuota
+from sluice.rpc.trace_metadata import TRACEPARENT
 from sluice.security.token_file import TokenSource
 from sluice.security.tokens import role_of
+from sluice.telemetry.trace_context import parse_traceparent
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +161,7 @@ class OpenAIFront:
 
     async def _answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
         self._check_model(asked.model)
+        asked = _in_trace(asked, request)
         prefix = "chatcmpl" if asked.kind == "chat" else "cmpl"
         answer = Answer(asked, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
         with self._drawn.held("HTTP callers", asked.num_choices):
@@ -262,6 +265,14 @@ async def _drawn(
         if known is None:
             raise
         raise known from known.__cause__ or group
+
+
+def _in_trace(asked: Asked, request: web.Request) -> Asked:
+    """Below the caller's span. A header that cannot be read is none, as the standard asks."""
+    caller = parse_traceparent(request.headers.get(TRACEPARENT))
+    if caller is None:
+        return asked
+    return replace(asked, options=replace(asked.options, traceparent=caller.traceparent))
 
 
 async def _body_of(request: web.Request) -> bytes:

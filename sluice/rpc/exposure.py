@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
-
-from sluice.config.host_port import bare_host
+from sluice.config.host_port import is_loopback
 from sluice.rpc.credentials import Credentials
 
 
@@ -25,14 +22,3 @@ def exposure(host: str, credentials: Credentials) -> str | None:
             "sluice.security.tls=mtls, or keep the network private"
         )
     return None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether every address that `host` stands for is of this machine alone."""
-    try:
-        found = socket.getaddrinfo(bare_host(host), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    # A link-local address carries its interface after a percent sign.
-    addresses = {str(address[0]).partition("%")[0] for *_, address in found}
-    return all(ipaddress.ip_address(address).is_loopback for address in addresses)

@@ -16,10 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sluice.config.endpoints import advertised_host
-from sluice.config.host_port import join_host_port
+from sluice.config.host_port import is_loopback, join_host_port
 from sluice.config.service import EndpointConfig, ServiceConfig
 from sluice.rpc.bound_socket import bound_socket
-from sluice.rpc.exposure import is_loopback
 from sluice.rpc.process_readings import ProcessName, process_readings
 from sluice.telemetry.disk_space import DiskSpace
 from sluice.telemetry.exposition import CONTENT_TYPE, Exposition

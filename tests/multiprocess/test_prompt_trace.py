@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-import grpc
 import pytest
 
-from sluice.api.common.v1 import common_pb2
-from sluice.api.reward.v1 import reward_pb2
-from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2
+from sluice.client import AsyncClient, ChatMessage, GenerateOptions, NewPrompt, Sampling
+from sluice.client.submission import RECEIPTS
 from sluice.telemetry.trace_context import TraceContext
 from tests.support.seen_spans import Collector, SeenSpan, collector, spans_in, tree
-from tests.support.small_run import SAMPLES, WAIT_S, Assets, LiveRun, Record, run_to_end
+from tests.support.small_run import SAMPLES, Assets, LiveRun, Record, run_to_end
 
 MANY_STEPS = 1_000_000
 CLIENT = TraceContext(0x11AA, 0x11, is_sampled=True)
@@ -98,43 +95,31 @@ def run(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Trace
 
 async def submitted(live: LiveRun, name: str, caller: TraceContext, count: int) -> dict[str, int]:
     """Submits prompts and waits for their ends; the step of each that was trained."""
-    open_ids, ended = {f"{name}-{number}" for number in range(count)}, dict[str, int]()
-
-    async def requests() -> AsyncIterator[reward_pb2.SubmitPromptsRequest]:
-        for prompt_id in sorted(open_ids):
-            yield reward_pb2.SubmitPromptsRequest(
-                prompt_id=prompt_id,
-                messages=[common_pb2.ChatMessage(role="user", content=f"{prompt_id} = ?")],
-                data_source="math_dapo",
-                ground_truth="1",
-            )
-
-    call = live.reward.SubmitPrompts(
-        requests(), timeout=WAIT_S, metadata=(("traceparent", caller.traceparent),)
-    )
-    async for answer in call:
-        if answer.WhichOneof("event") == "outcome":
-            outcome = answer.outcome
-            ended[outcome.prompt_id] = outcome.step if outcome.HasField("step") else 0
-    assert set(ended) == open_ids
+    prompts = [
+        NewPrompt(
+            prompt_id=f"{name}-{number}",
+            messages=(ChatMessage("user", f"{number} = ?"),),
+            data_source="math_dapo",
+            ground_truth="1",
+        )
+        for number in range(count)
+    ]
+    ended = dict[str, int]()
+    async with AsyncClient.connect(live.run_dir) as client:
+        async for event in client.submit(prompts, traceparent=caller.traceparent):
+            if event.event not in RECEIPTS:
+                ended[event.prompt_id] = event.step or 0
+    assert set(ended) == {prompt.prompt_id for prompt in prompts}
     return {key: step for key, step in ended.items() if step} if caller.is_sampled else ended
 
 
 async def sample(live: LiveRun) -> None:
     """Samples as a client of a replica."""
-    (replica, *_) = (await live.status()).replicas
-    request = rollout_pb2.GenerateRequest(
-        request_id="a-client's",
-        prompt=common_pb2.PromptInput(text="1 + 1 = ?"),
-        sample_indexes=[0],
-        sampling=common_pb2.SamplingParams(max_tokens=2),
+    options = GenerateOptions(
+        sampling=Sampling(max_tokens=2), traceparent=SAMPLER.traceparent, request_id="a-client's"
     )
-    async with grpc.aio.insecure_channel(replica.replica.address) as channel:
-        call = rollout_pb2_grpc.RolloutServiceStub(channel).Generate(
-            request, timeout=WAIT_S, metadata=(("traceparent", SAMPLER.traceparent),)
-        )
-        async for _ in call:
-            await asyncio.sleep(0)
+    async with AsyncClient.connect(live.run_dir) as client:
+        await client.generate("1 + 1 = ?", options)
 
 
 def trained_rows(run: Traced) -> list[SeenSpan]:

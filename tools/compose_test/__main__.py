@@ -1,7 +1,8 @@
 """`make compose-test` and `make compose-quickstart`: the loop in containers on this machine.
 
 The last line printed is one JSON object: `phases` (seconds by name), `target_reached`, `scaled`
-(replica counts that served a step, in order), `killed_and_recovered`, `prompts_lost` and more. Exit
+(replica counts that served a step, in order), `killed_and_recovered`, `prompts_lost`,
+`strangers_told` (by a secured run) and `scraped` (by Prometheus, null without one) and more. Exit
 code 0: all is as it has to be; or there is no Docker engine and SLUICE_SKIP_WITHOUT_DOCKER=1 allows
 that. Needs Python and Docker, and no package.
 """
@@ -14,8 +15,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -23,8 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.compose_test.base_image import NoBaseImageError, base_image
 from tools.compose_test.commands import CommandError, succeeds
 from tools.compose_test.engine import NoEngineError, engine
+from tools.compose_test.overlays import (
+    PROMETHEUS_STAND_IN,
+    OverlayRun,
+    free_port,
+    prometheus_stand_in,
+    remove_stand_in,
+)
 from tools.compose_test.phases import PhaseError, Phases, say
-from tools.compose_test.project import BUILD_S, Project
+from tools.compose_test.project import BUILD_S, TAG, Project
 from tools.compose_test.run_record import read_metrics
 from tools.compose_test.scenario import RUN, TARGET_ACCURACY, Scenario
 from tools.compose_test.wheelhouse import cpu_torch
@@ -93,26 +101,23 @@ def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
         # The quickstart's own rate ends with hardly a mixed group left after 60 steps.
         f"actor_rollout_ref.actor.optim.lr={_LEARNING_RATE:g}",
     )
-    variables = {"SLUICE_SETTINGS": " ".join(settings), "SLUICE_TAG": "compose-test"}
-    overlay = scratch / "network.yaml"
-    overlay.write_text(_NETWORK, encoding="utf-8")
+    variables = {"SLUICE_SETTINGS": " ".join(settings), "SLUICE_TAG": TAG}
+    network = scratch / "network.yaml"
+    network.write_text(_NETWORK, encoding="utf-8")
     problems: list[str] = []
-    scenario = None
+    scenario = overlays = None
     try:
-        project = Project(ROOT, f"sluice-test-{os.getpid()}", variables, [overlay])
+        project = Project(ROOT, f"sluice-test-{os.getpid()}", variables, [network])
         _build(project, phases)
-        scenario = Scenario(project, phases, options.patience)
-        try:
-            _drive(scenario)
-        except _FAILURES:
-            for service in ("trainer", "reward", "rollout"):
-                say(project.logs(service, 12))
-            raise
-        finally:
-            if not options.keep:
-                with phases.phase("down"):
-                    project.down()
-        problems = scenario.outcome.problems(_KILLED, _COUNTS)
+        if not options.only_overlays:
+            scenario = Scenario(project, phases, options.patience)
+            with _taken_down(project, phases, keep=options.keep):
+                _drive(scenario)
+            problems += scenario.outcome.problems(_KILLED, _COUNTS)
+        overlays = _overlay_run(phases.named("overlays"), variables, network, options.patience)
+        with _taken_down(overlays.project, overlays.phases, keep=options.keep):
+            overlays.run()
+        problems += overlays.problems()
     except _FAILURES as error:
         problems.append(str(error))
     finally:
@@ -120,8 +125,36 @@ def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
             _remove_images()
     for problem in problems:
         say(f"FAILED: {problem}")
-    _print_last(_report(phases, scenario, problems))
+    _print_last(_report(phases, scenario, overlays, problems))
     return 1 if problems else 0
+
+
+@contextmanager
+def _taken_down(project: Project, phases: Phases, *, keep: bool) -> Iterator[None]:
+    """Takes the containers down after the block, and shows their last lines if it failed."""
+    try:
+        yield
+    except _FAILURES:
+        for service in ("trainer", "reward", "rollout"):
+            say(project.logs(service, 12))
+        raise
+    finally:
+        if not keep:
+            with phases.phase("down"):
+                project.down()
+
+
+def _overlay_run(
+    phases: Phases, variables: dict[str, str], network: Path, patience_s: float
+) -> OverlayRun:
+    has_prometheus = prometheus_stand_in(BASE_IMAGE)
+    port = free_port() if has_prometheus else None
+    say("Prometheus: " + ("this machine's own" if has_prometheus else "none here, so it is left"))
+    further = {"SLUICE_PROMETHEUS_IMAGE": PROMETHEUS_STAND_IN, "SLUICE_PROMETHEUS_PORT": str(port)}
+    files = [ROOT / "compose.secure.yaml", ROOT / "compose.observability.yaml", network]
+    name = f"sluice-overlays-{os.getpid()}"
+    project = Project(ROOT, name, variables | (further if has_prometheus else {}), files)
+    return OverlayRun(project, phases, Scenario(project, phases, patience_s), port)
 
 
 def _drive(scenario: Scenario) -> None:
@@ -143,11 +176,14 @@ def _build(project: Project, phases: Phases) -> None:
 
 def _remove_images() -> None:
     """Images of this test; layers stay for the next build, until `docker builder prune`."""
-    names = [f"{name}:compose-test" for name in ("sluice", "sluice-reward")]
+    names = [f"{name}:{TAG}" for name in ("sluice", "sluice-reward")]
     succeeds("docker", "image", "rm", *names, timeout_s=300)
+    remove_stand_in()
 
 
-def _report(phases: Phases, scenario: Scenario | None, problems: list[str]) -> dict[str, object]:
+def _report(
+    phases: Phases, scenario: Scenario | None, overlays: OverlayRun | None, problems: list[str]
+) -> dict[str, object]:
     report: dict[str, object] = {"phases": phases.seconds}
     if scenario is not None:
         found = scenario.outcome
@@ -161,6 +197,8 @@ def _report(phases: Phases, scenario: Scenario | None, problems: list[str]) -> d
             "steps": found.steps,
             "exit_codes": found.exit_codes,
         }
+    if overlays is not None:
+        report |= {"strangers_told": overlays.answers, "scraped": overlays.targets}
     return {**report, "problems": problems, "passed": not problems}
 
 
@@ -175,6 +213,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog="example: python -m tools.compose_test --steps 80",
     )
     parser.add_argument("--quickstart", action="store_true", help="only train, and show it")
+    parser.add_argument(
+        "--only-overlays", action="store_true", help="only a secured run that Prometheus scrapes"
+    )
     parser.add_argument("--steps", type=int, default=80, help="of training")
     parser.add_argument("--patience", type=float, default=900.0, help="seconds for each wait")
     parser.add_argument("--keep", action="store_true", help="leave containers and images")

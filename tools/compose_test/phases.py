@@ -15,12 +15,18 @@ class PhaseError(Exception):
 class Phases:
     """Seconds by name, in order; printed as they come."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    def __init__(self, seconds: dict[str, float] | None = None, prefix: str = "") -> None:
+        self.seconds: dict[str, float] = {} if seconds is None else seconds
+        self._prefix = prefix
+
+    def named(self, part: str) -> Phases:
+        """For a part of the work, whose name comes before the phases'; the same seconds."""
+        return Phases(self.seconds, f"{part}: ")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measures the block."""
+        name = f"{self._prefix}{name}"
         began_s = time.monotonic()
         say(f"{name} ...")
         try:

@@ -15,6 +15,7 @@ from tools.compose_test.commands import CommandError, output_of, succeeds
 
 _SHORT_S = 120.0
 BUILD_S = 3600.0
+TAG = "compose-test"  # of the images
 
 
 @dataclass(frozen=True, slots=True)

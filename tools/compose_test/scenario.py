@@ -60,12 +60,12 @@ class Scenario:
         self._project, self._phases, self._patience_s = project, phases, patience_s
         self.outcome = Outcome()
 
-    def start(self, replicas: int) -> None:
-        """Makes the model and starts everything; returns after the first step."""
+    def start(self, replicas: int, *services: str) -> None:
+        """Makes the model and starts these services, or all; returns after the first step."""
         with self._phases.phase("prepare and up"):
             scale = f"rollout={replicas}"
             self._project.run(
-                "up", "-d", "--no-build", "--scale", scale, timeout_s=self._patience_s
+                "up", "-d", "--no-build", "--scale", scale, *services, timeout_s=self._patience_s
             )
         with self._phases.phase("first step"):
             self._until("the first step", lambda: self.record().step > 0)

@@ -170,6 +170,22 @@ async def test_options_travel_and_the_client_tells_its_name() -> None:
     assert [turn.content for turn in chat.prompt.chat.messages] == ["hi"]
     assert tokens.prompt.tokens.token_ids_u32 == b"\1\0\0\0\2\0\0\0"
     assert replica.metadata[0]["sluice-client"] == "eval"
+    assert "traceparent" not in replica.metadata[0]
+
+
+async def test_the_callers_span_goes_along_with_the_call() -> None:
+    replica, header = TokenReplica(), f"00-{'a' * 32}-{'b' * 16}-01"
+    options = GenerateOptions(traceparent=header)
+    async with token_replicas(replica) as addresses, client_of(*addresses, name="eval") as client:
+        await client.generate("text", options)
+    assert replica.metadata[0]["traceparent"] == header
+    assert replica.metadata[0]["sluice-client"] == "eval"
+
+
+@pytest.mark.parametrize("header", ["x", f"00-{'0' * 32}-{'b' * 16}-01", "00-a-b-01"])
+def test_what_is_no_trace_context_is_refused(header: str) -> None:
+    with pytest.raises(InvalidRequestError, match="traceparent: "):
+        GenerateOptions(traceparent=header)
 
 
 @pytest.mark.parametrize("prompt", [[], ["a"], [ChatMessage("user", "a"), 3], [-1], [1 << 40]])

@@ -152,6 +152,17 @@ def test_a_run_is_checked_at_the_addresses_of_all_its_services(tmp_path: Path) -
     assert "does not name node-7" in told
 
 
+def test_a_page_for_other_machines_needs_a_token_file(tmp_path: Path) -> None:
+    far = ["sluice.dashboard.port=0", "sluice.dashboard.host=0.0.0.0"]
+    (told,) = [p for p in file_problems(load_config(None, far)) if "dashboard.host" in p]
+    assert "0.0.0.0" in told
+    assert "token_file" in told
+    asked = [f"sluice.security.token_file={write_security(tmp_path)['token_file']}"]
+    for accepted in ([*far, *asked], far[:1], far[1:]):
+        found = file_problems(load_config(None, accepted))
+        assert [p for p in found if "dashboard.host" in p] == []
+
+
 def test_a_dump_names_files_and_holds_no_secret(tmp_path: Path) -> None:
     security = SecurityConfig(**write_security(tmp_path))
     config = RunConfig(sluice=ServiceConfig(security=security))

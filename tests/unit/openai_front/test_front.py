@@ -37,6 +37,20 @@ async def test_a_chat_is_answered_with_all_choices_logprobs_and_usage() -> None:
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15}
 
 
+@pytest.mark.parametrize(("header", "sent"), [(f"00-{'a' * 32}-{'b' * 16}-01", True), ("?", False)])
+async def test_the_callers_trace_is_passed_on_and_what_is_none_is_passed_over(
+    header: str, sent: bool
+) -> None:
+    replica = TokenReplica()
+    async with token_replicas(replica) as addresses, http_front(*addresses) as front:
+        body, of_trace = {"model": "policy", "messages": TURNS}, {"traceparent": header}
+        async with front.session.post(
+            f"{front.base_url}{CHAT}", json=body, headers=of_trace
+        ) as answer:
+            assert answer.status == 200
+    assert replica.metadata[0].get("traceparent") == (header if sent else None)
+
+
 async def test_a_streamed_chat_adds_up_to_the_whole_one() -> None:
     async with token_replicas(TokenReplica()) as addresses, http_front(*addresses) as front:
         events = await front.events(

@@ -1,0 +1,124 @@
+"""A secured run with Prometheus beside it: the overlays on top of compose.yaml, in containers."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+from tools.compose_test.commands import output_of, succeeds
+from tools.compose_test.phases import PhaseError, Phases, until
+from tools.compose_test.project import TAG, Project
+from tools.compose_test.scenario import RUN, Scenario
+from tools.observability_test.prometheus_server import PrometheusServer
+
+PROMETHEUS_STAND_IN = f"sluice-prometheus:{TAG}"
+_PROMETHEUS = "prometheus"
+_REPLICAS = 2
+_MEMBERS = 2 + _REPLICAS
+_ANSWER_S, _BUILD_S = 60.0, 300.0
+# Without TLS, without a certificate, without a token, with all of it.
+_WANTED = ("UNAVAILABLE", "UNAVAILABLE", "UNAUTHENTICATED", "answered")
+_DOCKERFILE = """FROM {base}
+COPY prometheus /usr/local/bin/prometheus
+RUN mkdir /prometheus && chown 65534 /prometheus
+USER 65534
+ENTRYPOINT ["prometheus"]
+"""
+
+
+class OverlayRun:
+    """Drives a project with compose.secure.yaml and compose.observability.yaml.
+
+    Grafana, the collector and Jaeger have no stand-in and are not started; Prometheus has one where
+    this machine has the program.
+
+    Args:
+        project: built, with both overlays and `prometheus_port` in its variables.
+        phases: take the seconds.
+        scenario: of the project; waits for its steps.
+        prometheus_port: on this host's loopback interface; None: no Prometheus.
+    """
+
+    def __init__(
+        self, project: Project, phases: Phases, scenario: Scenario, prometheus_port: int | None
+    ) -> None:
+        self.project, self.phases, self._scenario = project, phases, scenario
+        self._prometheus_port = prometheus_port
+        self.answers: tuple[str, ...] = ()
+        self.targets: dict[str, float] | None = None
+
+    def run(self) -> None:
+        """Trains a step, calls as a stranger, and reads what Prometheus sees.
+
+        Raises:
+            CommandError, PhaseError: something did not come about.
+        """
+        tools = () if self._prometheus_port is None else (_PROMETHEUS,)
+        self._scenario.start(_REPLICAS, "trainer", "reward", "rollout", *tools)
+        with self.phases.phase("strangers are refused"):
+            self.answers = self._strangers_answers()
+        if self._prometheus_port is not None:
+            with self.phases.phase("Prometheus scrapes all"):
+                self._scrape(PrometheusServer(self._prometheus_port))
+
+    def problems(self) -> list[str]:
+        """What is not as it has to be."""
+        if self.answers != _WANTED:
+            return [f"a stranger was told {self.answers}, wanted: {_WANTED}"]
+        return []
+
+    def _strangers_answers(self) -> tuple[str, ...]:
+        """What a container of the same network is told by the reward service."""
+        script = (Path(__file__).parent / "stranger.py").read_text(encoding="utf-8")
+        name = self.project.name
+        volume = f"{name}_run:/runs:ro"
+        # fmt: off
+        text = output_of(
+            "docker", "run", "--rm", "--network", f"{name}_core", "--volume", volume,
+            "--entrypoint", "python", f"sluice-reward:{TAG}",
+            "-c", script, "reward:7002", f"{RUN}/certs", timeout_s=_ANSWER_S,
+        )
+        # fmt: on
+        return tuple(text.split())
+
+    def _scrape(self, server: PrometheusServer) -> None:
+        def all_are_up() -> bool:
+            if not server.is_ready():
+                return False
+            seen = server.query('up{job="sluice"}')
+            self.targets = {
+                f"{labels['service']} {labels['instance']}": value for labels, value in seen
+            }
+            return len(seen) == _MEMBERS and all(value == 1 for _, value in seen)
+
+        try:
+            until("every target up", all_are_up, timeout_s=2 * _ANSWER_S, interval_s=2)
+        except PhaseError as error:
+            raise PhaseError(f"{error}; Prometheus sees {self.targets}") from error
+
+
+def prometheus_stand_in(base: str) -> bool:
+    """Makes an image of this machine's own Prometheus; whether it has one."""
+    program = shutil.which(_PROMETHEUS)
+    if program is None:
+        return False
+    with tempfile.TemporaryDirectory(prefix="sluice-prometheus-") as scratch:
+        folder = Path(scratch)
+        (folder / "Dockerfile").write_text(_DOCKERFILE.format(base=base), encoding="utf-8")
+        shutil.copy(program, folder / _PROMETHEUS)
+        output_of("docker", "build", "-t", PROMETHEUS_STAND_IN, scratch, timeout_s=_BUILD_S)
+    return True
+
+
+def remove_stand_in() -> None:
+    """Removes its image."""
+    succeeds("docker", "image", "rm", PROMETHEUS_STAND_IN, timeout_s=_ANSWER_S)
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
