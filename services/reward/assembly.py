@@ -171,7 +171,7 @@ def assemble(
         pipeline,
         evaluation,
         submissions,
-        ScoreRequests(scorers),
+        ScoreRequests(scorers, config.sluice.limits.max_client_score_items),
         ledger,
         parts.batcher,
         parts.queue,

@@ -19,6 +19,7 @@ from sluice.codec.rollout import (
 )
 from sluice.errors import InvalidRequestError, PeerError
 from sluice.rpc.call import stream_call
+from sluice.rpc.caller_name import as_service
 from sluice.rpc.channel import open_channel
 from sluice.rpc.credentials import OPEN, Credentials
 from sluice.types import ReplicaInfo, Rollout
@@ -102,7 +103,7 @@ class RolloutClient:
         message: rollout_pb2.GenerateRequest,
     ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
         return stream_call(
-            held.stub.Generate,
+            as_service(held.stub.Generate, "reward"),
             message,
             name="RolloutService/Generate",
             peer=replica.name,

@@ -14,7 +14,7 @@ from services.reward.evaluation import EvaluationOrder
 from services.reward.outcomes import PromptOutcome
 from services.reward.sampling import validation_sampling
 from services.reward.scorer_messages import ScoreItem
-from services.reward.submissions import Receipt, Submission, SubmissionSession, shown_id
+from services.reward.submissions import Receipt, Submission, SubmissionSession
 from services.reward.validation_results import EvaluationResult
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.common.v1 import common_pb2 as common
@@ -45,7 +45,7 @@ from sluice.config.actor_rollout_ref import RolloutConfig
 from sluice.config.limits import LimitsConfig
 from sluice.errors import InvalidRequestError, SluiceError
 from sluice.rpc.call_policy import CALL_POLICIES
-from sluice.rpc.caller_name import caller_name
+from sluice.rpc.caller_name import caller_of
 from sluice.rpc.trace_metadata import caller_context
 from sluice.security.token_file import TokenSource
 from sluice.telemetry.tracing import TRACER
@@ -93,7 +93,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Receipts at once, outcomes as prompts end."""
         refusal: SluiceError | None = None
         submissions = self._loop.submissions
-        client = caller_name(context.invocation_metadata(), self._tokens)
+        client = caller_of(context, self._tokens)
         with (
             submissions.session(self._limits.max_submit_streams, client) as session,
             TRACER.within(caller_context(context)),
@@ -164,7 +164,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._loop.score_requests.check_size(len(request.items))
         check_score(request)
         items = [self._item(item, index) for index, item in enumerate(request.items)]
-        outcomes = await self._loop.score_requests.score(items)
+        client = caller_of(context, self._tokens)
+        outcomes = await self._loop.score_requests.score(items, client)
         return reward.ScoreResponse(results=[_result_to_proto(outcome) for outcome in outcomes])
 
     async def Evaluate(
@@ -188,16 +189,19 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         try:
             check_prompt(request, limits.max_prompt_turns)
             check_submitted_images(request, self._images)
-            session.check_room(limits.max_prompts_per_stream)
-            self._loop.submissions.check_quota(session, limits.max_client_prompts)
             submission = _submission_from_proto(
                 request,
                 extra_info_of(request.extra_info, "extra_info", limits.max_extra_info_kb << 10),
             )
         except InvalidRequestError as error:
-            session.put(Receipt(shown_id(request.prompt_id), None, str(error)))
+            session.put(Receipt.refusal(request.prompt_id, error))
             return
-        self._loop.submissions.submit(submission, session)
+
+        def check_room() -> None:
+            session.check_room(limits.max_prompts_per_stream)
+            self._loop.submissions.check_quota(session, limits.max_client_prompts)
+
+        self._loop.submissions.submit(submission, session, check_room)
 
     async def _write_events(self, session: SubmissionSession, context: Context) -> None:
         while (event := await session.next_event()) is not None:
@@ -250,6 +254,7 @@ def _event_to_proto(event: Receipt | PromptOutcome) -> reward.SubmitPromptsRespo
             prompt_id=event.prompt_id,
             sequence=event.sequence,
             refused_because=event.refused_because,
+            retryable=event.is_retryable,
         )
         return reward.SubmitPromptsResponse(receipt=receipt)
     outcome = reward.PromptOutcome(

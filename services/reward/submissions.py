@@ -17,7 +17,7 @@ from services.reward.ledger import PromptLedger
 from services.reward.ledger_content import body_digest, encode_body
 from services.reward.outcomes import PromptOutcome
 from services.reward.prompt_source import DATASET_ID_PREFIX
-from sluice.errors import DataError, ExhaustedError, InvalidRequestError
+from sluice.errors import DataError, ExhaustedError, InvalidRequestError, SluiceError
 from sluice.rpc.error_tally import QUOTA_REFUSALS
 from sluice.types import ChatMessage, Prompt, PromptOrigin
 
@@ -46,6 +46,12 @@ class Receipt:
     prompt_id: str
     sequence: int | None
     refused_because: str = ""
+    is_retryable: bool = False
+
+    @classmethod
+    def refusal(cls, prompt_id: str, error: SluiceError) -> Receipt:
+        """Of a prompt that `error` keeps out; an `ExhaustedError` does not for good."""
+        return cls(shown_id(prompt_id), None, str(error), isinstance(error, ExhaustedError))
 
 
 class SubmissionSession:
@@ -76,10 +82,10 @@ class SubmissionSession:
         await self._has_room.wait()
 
     def check_room(self, most: int) -> None:
-        """Raises InvalidRequestError if `most` of its prompts are unfinished."""
+        """Raises ExhaustedError if `most` of its prompts are unfinished."""
         if self.num_open >= most:
             QUOTA_REFUSALS.add("sluice.limits.max_prompts_per_stream")
-            raise InvalidRequestError(
+            raise ExhaustedError(
                 f"{self.num_open} prompts of this call are unfinished, the most that "
                 "sluice.limits.max_prompts_per_stream allows; wait for outcomes"
             )
@@ -142,16 +148,28 @@ class Submissions:
         self._sessions: dict[str, SubmissionSession] = {}
         self._open_sessions: set[SubmissionSession] = set()
 
-    def submit(self, submission: Submission, session: SubmissionSession) -> None:
-        """Accept or refuse a prompt, or find it again; the receipt goes to the session."""
+    def submit(
+        self,
+        submission: Submission,
+        session: SubmissionSession,
+        check_room: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Accept or refuse a prompt, or find it again; the receipt goes to the session.
+
+        Args:
+            check_room: raises `ExhaustedError` where the client has too many unfinished prompts;
+                not asked for a prompt that is found again, which takes no further room.
+        """
         if (outcome := self._known_outcome(submission)) is not None:
             session.put(Receipt(submission.prompt_id, outcome.prompt.sequence))
             session.put(_without_images(outcome))
             return
         try:
-            prompt = self._known_pending(submission, session) or self._accepted(submission)
-        except (InvalidRequestError, DataError) as error:
-            session.put(Receipt(shown_id(submission.prompt_id), None, str(error)))
+            prompt = self._known_pending(submission, session)
+            if prompt is None:
+                prompt = self._accepted(submission, check_room)
+        except (InvalidRequestError, DataError, ExhaustedError) as error:
+            session.put(Receipt.refusal(submission.prompt_id, error))
             return
         if (before := self._sessions.get(prompt.prompt_id)) is not None:
             before.lose()
@@ -169,13 +187,13 @@ class Submissions:
             session.put(_without_images(outcome))
 
     def check_quota(self, session: SubmissionSession, most: int) -> None:
-        """Raises InvalidRequestError if `most` prompts of the session's client are unfinished."""
+        """Raises ExhaustedError if `most` prompts of the session's client are unfinished."""
         if session.client is None:
             return
         num_open = sum(s.num_open for s in self._open_sessions if s.client == session.client)
         if num_open >= most:
             QUOTA_REFUSALS.add("sluice.limits.max_client_prompts")
-            raise InvalidRequestError(
+            raise ExhaustedError(
                 f"client {session.client!r}: {num_open} prompts are unfinished, the most that "
                 "sluice.limits.max_client_prompts allows; wait for outcomes"
             )
@@ -208,34 +226,32 @@ class Submissions:
         for session in self._open_sessions:
             session.end()
 
-    def _accepted(self, submission: Submission) -> Prompt:
-        size = len(submission.prompt_id.encode())
-        if not 1 <= size <= MAX_ID_BYTES:
-            raise InvalidRequestError(f"prompt_id: {size} bytes; use 1 to {MAX_ID_BYTES}")
-        if submission.prompt_id.startswith(DATASET_ID_PREFIX):
-            raise InvalidRequestError(
-                f"prompt_id '{submission.prompt_id}': '{DATASET_ID_PREFIX}…' names data-set rows; "
-                "choose another"
-            )
-        if not submission.messages or not all(turn.role for turn in submission.messages):
-            raise InvalidRequestError("messages: send at least one turn, each with a role")
-        if not submission.data_source:
-            raise InvalidRequestError("data_source: empty; it routes the prompt to its scorer")
-        if self._ledger.num_clients_pending >= self._max_pending:
-            raise InvalidRequestError(
-                f"{self._ledger.num_clients_pending} prompts are unfinished, the most that "
-                "sluice.reward.max_client_pending allows; wait for outcomes"
-            )
-        self._check_image_room(submission)
+    def _accepted(self, submission: Submission, check_room: Callable[[], None]) -> Prompt:
+        _check_fields(submission)
         self._check_data_source(submission.data_source)
+        check_room()
+        self._check_pending()
+        self._check_image_room(submission)
         prompt = _prompt(submission, self._ledger.next_sequence())
         self._accept(prompt)
         return prompt
 
+    def _check_pending(self) -> None:
+        if self._ledger.num_clients_pending >= self._max_pending:
+            raise ExhaustedError(
+                f"{self._ledger.num_clients_pending} prompts are unfinished, the most that "
+                "sluice.reward.max_client_pending allows; wait for outcomes"
+            )
+
     def _check_image_room(self, submission: Submission) -> None:
         size, held = sum(map(len, submission.images)), self._ledger.client_image_bytes
-        if size and held + size > self._max_image_bytes:
+        if size > self._max_image_bytes:
             raise InvalidRequestError(
+                f"images: {size} bytes; sluice.limits.max_client_images_mb allows "
+                f"{self._max_image_bytes >> 20} MiB; send fewer or smaller ones"
+            )
+        if size and held + size > self._max_image_bytes:
+            raise ExhaustedError(
                 f"images: {size} bytes, and unfinished prompts hold {held} bytes of images; "
                 f"sluice.limits.max_client_images_mb allows {self._max_image_bytes >> 20} MiB; "
                 "wait for outcomes"
@@ -266,6 +282,21 @@ class Submissions:
 def shown_id(prompt_id: str) -> str:
     """An id as receipts of refused prompts echo it: whole if it may be one, else its beginning."""
     return prompt_id if len(prompt_id) <= MAX_ID_BYTES else prompt_id[:MAX_ID_BYTES]
+
+
+def _check_fields(submission: Submission) -> None:
+    size = len(submission.prompt_id.encode())
+    if not 1 <= size <= MAX_ID_BYTES:
+        raise InvalidRequestError(f"prompt_id: {size} bytes; use 1 to {MAX_ID_BYTES}")
+    if submission.prompt_id.startswith(DATASET_ID_PREFIX):
+        raise InvalidRequestError(
+            f"prompt_id '{submission.prompt_id}': '{DATASET_ID_PREFIX}…' names data-set rows; "
+            "choose another"
+        )
+    if not submission.messages or not all(turn.role for turn in submission.messages):
+        raise InvalidRequestError("messages: send at least one turn, each with a role")
+    if not submission.data_source:
+        raise InvalidRequestError("data_source: empty; it routes the prompt to its scorer")
 
 
 def _prompt(submission: Submission, sequence: int) -> Prompt:

@@ -143,6 +143,7 @@ def _server(
             "sluice.limits.max_client_samples",
         ),
         tokens=credentials.tokens,
+        max_client_priority=config.sluice.limits.max_client_priority,
         images=ImageRules(
             image_limits(config),
             ClientQuota(

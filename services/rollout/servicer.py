@@ -32,12 +32,17 @@ from sluice.codec.rollout import (
     sampling_from_proto,
     within_budget,
 )
-from sluice.codec.rollout_rules import check_generate, check_partials
+from sluice.codec.rollout_rules import (
+    MAX_PRIORITY,
+    check_client_priority,
+    check_generate,
+    check_partials,
+)
 from sluice.codec.waits import present_waits_to_proto
 from sluice.codec.weights_rules import check_abort, check_commit, check_join, check_stage
 from sluice.concurrency.waits import Waiting, waiting_for
 from sluice.errors import InvalidRequestError, NotReadyError
-from sluice.rpc.caller_name import caller_name
+from sluice.rpc.caller_name import caller_of
 from sluice.rpc.client_quota import ClientQuota
 from sluice.rpc.trace_metadata import served
 from sluice.security.token_file import TokenSource
@@ -95,6 +100,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         quota: samples that each client may have under way; none: any number.
         images: what may come; none: the usual limits.
         tokens: that name clients; none: they name themselves.
+        max_client_priority: highest priority that clients may ask for.
     """
 
     def __init__(  # noqa: PLR0913 - all that a call meets on its way
@@ -108,12 +114,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         max_n: int,
         quota: ClientQuota | None = None,
         tokens: TokenSource | None = None,
+        max_client_priority: int = MAX_PRIORITY,
         images: ImageRules | None = None,
     ) -> None:
         self._identity, self._engine, self._encoder = identity, engine, encoder
         self._generation, self._engine_name, self._max_n = generation, engine_name, max_n
         self._quota, self._tokens = quota, tokens
         self._images = images or ImageRules()
+        self._max_client_priority = max_client_priority
         self._measuring_images = asyncio.Semaphore(1)
 
     async def Generate(  # type: ignore[override]
@@ -124,7 +132,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         check_chat_images(request.prompt.chat, self._images.limits)
         partials = [rollout_from_proto(partial) for partial in request.partials]
         check_partials(partials)
-        client = caller_name(context.invocation_metadata(), self._tokens)
+        client = caller_of(context, self._tokens)
+        if client is not None:
+            check_client_priority(request, self._max_client_priority)
         image_bytes = sum(map(len, request.prompt.chat.images))
         with (
             _held(self._quota, client, len(request.sample_indexes)),

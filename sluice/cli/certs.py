@@ -42,11 +42,22 @@ def certs(
       sluice certs --out certs --host trainer.lab --host 10.0.0.5 --days 90
     """
     hosts = host or []
-    files = _contents(_checked(hosts), days)
-    folder = out.absolute()
-    write_private(folder, files, replace=force)
+    folder = write_certificates(out, hosts, days, replace=force)
     typer.echo(_configuration(folder, name_is_fixed=not hosts))
     typer.echo(_for_clients(folder))
+
+
+def write_certificates(out: Path, hosts: list[str], days: int, *, replace: bool) -> Path:
+    """Writes all files; returns their folder.
+
+    Raises:
+        ConfigError: a host is none, files are there and not to be replaced, or the package that
+            signs is missing.
+    """
+    files = _contents(_checked(hosts), days)
+    folder = out.absolute()
+    write_private(folder, files, replace=replace)
+    return folder
 
 
 def _checked(hosts: list[str]) -> list[str]:

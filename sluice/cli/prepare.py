@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Annotated
@@ -9,9 +10,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sluice.cli.certs import certs
 from sluice.cli.preparation_view import PreparationView
 from sluice.cli.quickstart import asset_settings
+from sluice.cli.run_certificates import CERTIFICATES, ensure_certificates, security_settings
+from sluice.cli.spent_run import spent_notice
 from sluice.cli.up import split_arguments
 from sluice.config.checks import check_config
 from sluice.config.derived import checkpoint_folder
@@ -20,8 +22,8 @@ from sluice.config.explain import launch_notices
 from sluice.config.loader import load_config
 from sluice.config.remarks import remarks
 from sluice.config.run import RunConfig
-from sluice.launch.network_layout import CONFIG_NAME, network_settings
-from sluice.launch.observed_run import OBSERVED_VARIABLE, observed_settings
+from sluice.launch.network_layout import CONFIG_NAME, dashboard_settings, network_settings
+from sluice.launch.observed_run import DASHBOARD_VARIABLE, OBSERVED_VARIABLE, observed_settings
 from sluice.launch.reward_function_check import check_reward_function
 from sluice.launch.shared_run import SharedRun
 from sluice.quickstart.prepare import prepare as prepare_quickstart
@@ -29,8 +31,20 @@ from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.telemetry.scrape_target import forget_targets
 
 _SEED = 0
-_CERTIFICATE_DAYS = 365
-_CERTIFICATES = "certs"
+
+# What overlays of Compose's ask for by a variable.
+_Observed = Annotated[
+    bool,
+    typer.Option("--observed", help="Serve metrics, and send traces.", envvar=OBSERVED_VARIABLE),
+]
+_Dashboard = Annotated[
+    bool,
+    typer.Option(
+        "--dashboard",
+        help="Serve the live page to other hosts too; with --secure.",
+        envvar=DASHBOARD_VARIABLE,
+    ),
+]
 
 
 def prepare(
@@ -52,12 +66,8 @@ def prepare(
     secure: Annotated[
         bool, typer.Option("--secure", help="Make certificates and tokens, and ask for them.")
     ] = False,
-    observed: Annotated[
-        bool,
-        typer.Option(
-            "--observed", help="Serve metrics, and send traces.", envvar=OBSERVED_VARIABLE
-        ),
-    ] = False,
+    observed: _Observed = False,
+    dashboard: _Dashboard = False,
     anew: Annotated[
         bool, typer.Option("--anew", help="Begin a run even if one is there that has not ended.")
     ] = False,
@@ -78,9 +88,12 @@ def prepare(
     if quickstart:
         settings += _quickstart_settings(run_dir, console)
     if secure:
-        settings += _security_settings(run_dir.absolute() / _CERTIFICATES)
+        goes_on = SharedRun(run_dir).goes_on and not anew
+        settings += _security(run_dir.absolute() / CERTIFICATES, console, run_goes_on=goes_on)
     if observed:
         settings += observed_settings()
+    if dashboard:
+        settings += dashboard_settings()
     settings += [*network_settings(), f"sluice.run_dir={run_dir.absolute()}"]
     with as_file(files("sluice.quickstart") / "quickstart.yaml") as job:
         base = job if quickstart else file
@@ -100,6 +113,8 @@ def _begin(run_dir: Path, config: RunConfig, console: Console, *, anew: bool) ->
         run.forget()
     goes_on = run.goes_on and written.is_file()
     if not goes_on:
+        if (notice := spent_notice(config)) is not None:
+            _say(console, f"notice: {notice}")
         write_config(config, written)
         # It says that the run has ended.
         (run_dir / ACCOUNTS_NAME).unlink(missing_ok=True)
@@ -114,6 +129,11 @@ def _begin(run_dir: Path, config: RunConfig, console: Console, *, anew: bool) ->
     _say(console, f"{run_dir}: the run {'goes on' if goes_on else 'begins'}")
 
 
+def _security(folder: Path, console: Console, *, run_goes_on: bool) -> list[str]:
+    ensure_certificates(folder, partial(_say, console), run_goes_on=run_goes_on)
+    return security_settings(folder)
+
+
 def _say(console: Console, line: str) -> None:
     console.print(line, soft_wrap=True, markup=False, highlight=False)
 
@@ -124,20 +144,3 @@ def _quickstart_settings(run_dir: Path, console: Console) -> list[str]:
             run_dir / "assets", task="quickstart", seed=_SEED, progress=view.show
         )
     return asset_settings(assets, run_dir, _SEED)
-
-
-def _security_settings(folder: Path) -> list[str]:
-    """Certificates of one name for all services, since replicas come and go; made once."""
-    if not (folder / "service.pem").is_file():
-        certs(out=folder, host=None, days=_CERTIFICATE_DAYS, force=True)
-    files = {
-        "ca_file": "ca.pem",
-        "cert_file": "service.pem",
-        "key_file": "service.key",
-        "token_file": "service.tokens",
-    }
-    return [
-        "sluice.security.tls=mtls",
-        "sluice.security.server_name=sluice",
-        *(f"sluice.security.{key}={folder / name}" for key, name in files.items()),
-    ]

@@ -26,7 +26,7 @@ _CLIENT_NAME = "openai-front"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def serve_openai(
+def serve_openai(  # noqa: PLR0913 - one parameter an option
     run: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("runs/quickstart"),
     *,
     host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
@@ -43,7 +43,21 @@ def serve_openai(
     max_choices: Annotated[
         int, typer.Option(min=1, help="Most choices drawn at once, of all requests.")
     ] = 4096,
+    max_key_choices: Annotated[
+        int, typer.Option(min=1, help="Most choices drawn at once, of the requests with one key.")
+    ] = 2048,
     max_connections: Annotated[int, typer.Option(min=1, help="Most connections at once.")] = 512,
+    max_priority: Annotated[
+        int,
+        typer.Option(
+            min=-100,
+            max=100,
+            help=(
+                "Highest priority of a request; training has 0. The run's "
+                "sluice.limits.max_client_priority binds as well."
+            ),
+        ),
+    ] = 0,
 ) -> None:
     """Serve the replicas of a run over HTTP as OpenAI's API does, for evaluation harnesses.
 
@@ -58,7 +72,13 @@ def serve_openai(
     if deadline is not None and not 0 < deadline < math.inf:
         raise ConfigError(f"--deadline {deadline}: give seconds above 0, or leave it out")
     settings = _settings_class()(
-        model_name, deadline, _keys(host, key_file), max_choices, max_connections
+        model_name,
+        deadline,
+        _keys(host, key_file),
+        max_choices,
+        max_connections,
+        max_key_choices=max_key_choices,
+        max_priority=max_priority,
     )
     asyncio.run(_serve(run, host, port, settings))
 

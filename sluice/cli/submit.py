@@ -36,8 +36,9 @@ def submit(
 
     Images are paths beside the file, or data: URIs; each stands for an <image> in the texts.
     Parquet files have the columns of a training set. The command may be interrupted and repeated:
-    the same prompts are not accepted twice, and their outcomes are told again. The exit code is 1
-    if a prompt was refused.
+    the same prompts are not accepted twice, and their outcomes are told again. Prompts wait where
+    there is no room for them: with --watch as long as it takes, else until nothing got on for a
+    minute. The exit code is 1 if a prompt was refused.
 
     \b
     Example:

@@ -41,7 +41,8 @@ class AsyncClient:
 
     Args:
         address: where the run's services listen; see also `connect`.
-        name: the client's name for quotas; empty: none.
+        name: the client's name for quotas; empty: one of this process (``sluice-client@HOST:PID``),
+            which all of its unnamed clients share.
         policy: how failures are borne.
     """
 

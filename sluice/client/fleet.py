@@ -32,20 +32,26 @@ def choose_replica(
     under_way: dict[str, int],
     heard_with: dict[str, int],
     avoided: Collection[str],
+    full: Sequence[str] = (),
 ) -> FleetReplica | None:
-    """The replica with the largest share of free slots; one to be avoided only if all are.
+    """The replica with the least load a slot; one to be avoided only if all are.
+
+    Load is samples that have a slot or wait for one.
 
     Args:
         replicas: that serve.
         under_way: samples of this client, by address.
         heard_with: those it had when the loads were heard.
         avoided: addresses that failed a moment ago.
+        full: those that had no room for this request, the one that said so last at the end. Others
+            come before them, and they in this order.
     """
 
-    def rank(each: FleetReplica) -> tuple[bool, float, str]:
+    def rank(each: FleetReplica) -> tuple[bool, int, float, str]:
         of_others = max(each.slots_busy - heard_with.get(each.address, 0), 0)
         load = (of_others + under_way.get(each.address, 0)) / max(each.slots, 1)
-        return each.address in avoided, load, each.address
+        turn = full.index(each.address) + 1 if each.address in full else 0
+        return each.address in avoided, turn, load, each.address
 
     return min(replicas, key=rank, default=None)
 
@@ -72,8 +78,11 @@ class Fleet:
         self._asking = asyncio.Lock()
         self._unanswered: tuple[float, SluiceError] | None = None
 
-    async def choose(self) -> FleetReplica:
+    async def choose(self, full: Sequence[str] = ()) -> FleetReplica:
         """The replica for the next request.
+
+        Args:
+            full: as of `choose_replica`.
 
         Raises:
             NotReadyError: none serves.
@@ -84,7 +93,7 @@ class Fleet:
         now_s = self._clock()
         self._failed_s = {a: at for a, at in self._failed_s.items() if now_s - at < _SUSPECT_S}
         chosen = choose_replica(
-            self._replicas, self._under_way, self._heard_with, self._failed_s.keys()
+            self._replicas, self._under_way, self._heard_with, self._failed_s.keys(), full
         )
         if chosen is None:
             self._heard_s = None

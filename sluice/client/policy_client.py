@@ -45,13 +45,17 @@ class NewPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptEvent:
-    """A receipt (``accepted``, ``refused``) or an outcome (``trained``, ``filtered_...``, ...)."""
+    """A receipt (``accepted``, ``refused``) or an outcome (``trained``, ``filtered_...``, ...).
+
+    `is_retryable`: it was refused for want of room, which comes as prompts end.
+    """
 
     prompt_id: str
     event: str
     step: int | None
     rewards: tuple[float, ...]
     detail: str
+    is_retryable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +227,9 @@ def prompt_event(answer: reward_pb2.SubmitPromptsResponse) -> PromptEvent:
     if answer.WhichOneof("event") == "receipt":
         receipt = answer.receipt
         event = "refused" if receipt.refused_because else "accepted"
-        return PromptEvent(receipt.prompt_id, event, None, (), receipt.refused_because)
+        return PromptEvent(
+            receipt.prompt_id, event, None, (), receipt.refused_because, receipt.retryable
+        )
     outcome = answer.outcome
     name = reward_pb2.PromptEnd.Name(outcome.end).removeprefix("PROMPT_END_").lower()
     step = outcome.step if outcome.HasField("step") else None

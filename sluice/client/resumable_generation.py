@@ -17,7 +17,13 @@ from sluice.client.generation_types import (
 )
 from sluice.client.retries import Retries, RetryPolicy
 from sluice.client.service_channels import ServiceChannels
-from sluice.errors import InvalidRequestError, PeerError, SluiceError
+from sluice.errors import (
+    DeadlineError,
+    ExhaustedError,
+    InvalidRequestError,
+    PeerError,
+    SluiceError,
+)
 from sluice.rpc.call import stream_call
 from sluice.rpc.stubs import rollout_stub
 
@@ -51,11 +57,13 @@ class ResumableGeneration:
         whole_s = options.deadline_s
         retries = Retries(self._policy, None if whole_s is None else time.monotonic() + whole_s)
         moved_because = ""
+        full: list[str] = []
         while progress.num_open:
             remaining_s = retries.remaining_s(_FLEET, _PHASE, whole_s)
             num_tokens = progress.num_tokens
             try:
-                async with aclosing(self._once(progress, remaining_s, moved_because)) as events:
+                once = self._once(progress, remaining_s, moved_because, full)
+                async with aclosing(once) as events:
                     async for event in events:
                         if isinstance(event, GenerationStarted):
                             retries.answered()
@@ -69,10 +77,14 @@ class ResumableGeneration:
                 await retries.wait_after(error)
 
     async def _once(
-        self, progress: GenerationProgress, deadline_s: float | None, moved_because: str
+        self,
+        progress: GenerationProgress,
+        deadline_s: float | None,
+        moved_because: str,
+        full: list[str],
     ) -> AsyncGenerator[GenerationEvent, None]:
-        """What one replica draws, to its end or failure."""
-        address = (await self._fleet.choose()).address
+        """What one replica draws, to its end or failure; one without room joins `full`."""
+        address = (await self._fleet.choose(full)).address
         known = progress.num_tokens
         try:
             with self._fleet.occupied(address, progress.num_open):
@@ -85,8 +97,12 @@ class ResumableGeneration:
                 got = progress.num_tokens - known
                 detail = f"it ended {progress.num_open} samples early, {got} tokens on"
                 raise PeerError(address, _PHASE, detail)
+        except ExhaustedError:
+            # The next try goes elsewhere. Smaller requests, and others' quotas, may have room.
+            full[:] = [each for each in full if each != address] + [address]
+            raise
         except SluiceError as error:
-            if not isinstance(error, InvalidRequestError):  # that one is the caller's doing
+            if not _is_callers_doing(error, deadline_s):
                 self._fleet.failed(address)
             raise
 
@@ -104,3 +120,13 @@ class ResumableGeneration:
             phase=_PHASE,
             deadline_s=min(_LONGEST_S if deadline_s is None else deadline_s, _LONGEST_S),
         )
+
+
+def _is_callers_doing(error: SluiceError, deadline_s: float | None) -> bool:
+    """A request that cannot be, or a deadline of the caller's that passed: no failure of a replica.
+
+    One that hangs is told from one that is slow by the run, which takes it off the fleet.
+    """
+    if isinstance(error, DeadlineError):
+        return deadline_s is not None
+    return isinstance(error, InvalidRequestError)

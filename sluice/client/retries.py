@@ -92,13 +92,17 @@ class Retries:
         """Waits before another try, at most until the deadline.
 
         Raises:
-            SluiceError: `error`, if it is not worth another try or patience has ended.
+            SluiceError: `error`, if it is not worth another try or patience has ended. A deadline
+                that passed before the try was taken up is told as caused by the failure before it.
         """
         now_s = self.clock()
         if self._answered_s is not None and now_s - self._answered_s >= self.policy.patience_s:
             self.got_on()  # a try that was taken up for so long is no failure in a row
+        before = self._last if self._answered_s is None else None
         self._answered_s = None
         self._last = error
+        if isinstance(error, DeadlineError) and before is not None:
+            raise error from before  # the try that it passed in was not even taken up
         if not is_transient(error) or not self._is_borne(error, now_s):
             raise error
         wait_s = min(self.policy.first_s * 2.0**self._count, self.policy.most_s)

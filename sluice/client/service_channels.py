@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from sluice.client.client_name import default_client_name
 from sluice.client.run_address import RunAddress
 from sluice.errors import InvalidRequestError
 from sluice.rpc.caller_name import CLIENT_KEY
@@ -24,12 +25,12 @@ class ServiceChannels:
 
     Args:
         address: credentials and limits of all of them.
-        client_name: told with each call, for quotas; empty: nothing is told.
+        client_name: told with each call, for quotas; empty: `default_client_name`.
     """
 
     def __init__(self, address: RunAddress, client_name: str) -> None:
         self._address = address
-        self._metadata = ((CLIENT_KEY, client_name),) if client_name else ()
+        self._metadata = ((CLIENT_KEY, client_name or default_client_name()),)
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def to(self, address: str) -> grpc.aio.Channel:
@@ -45,8 +46,7 @@ class ServiceChannels:
     def named(self, method: MethodT, traceparent: str = "") -> MethodT:
         """A stub's method that tells the client's name, and the caller's span if it has one."""
         of_trace = ((TRACEPARENT, traceparent),) if traceparent else ()
-        metadata = (*self._metadata, *of_trace)
-        return partial(method, metadata=metadata) if metadata else method  # type: ignore[return-value]
+        return partial(method, metadata=(*self._metadata, *of_trace))  # type: ignore[return-value]
 
     def check_size(self, name: str, message: Message) -> None:
         """Refuses what gRPC would not send, and would call a failure of the service.

@@ -1,18 +1,20 @@
 """Prompts submitted for training, each told of until its end, through restarts of the service.
 
 A prompt may be sent again as often as needed: the reward service knows it by its id and its
-content, accepts it once, and repeats its receipt and outcome.
+content, accepts it once, and repeats its receipt and outcome. One that is refused for want of room
+is sent again once there may be some.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple
 
 from sluice.api.reward.v1 import reward_pb2
 from sluice.client.generation_types import check_traceparent
+from sluice.client.held_prompts import HeldPrompts
 from sluice.client.policy_client import NewPrompt, PromptEvent, prompt_event, prompt_to_proto
 from sluice.client.retries import Retries, RetryPolicy
 from sluice.client.service_channels import ServiceChannels
@@ -27,7 +29,10 @@ RECEIPTS = ("accepted", "refused")
 _WINDOW = 1024
 # A share of what a service takes of all clients (512 MiB unless configured otherwise).
 _IMAGE_WINDOW_BYTES = 64 << 20
+# Receipts echo no more of an id, which is refused if it is longer.
+_ECHOED_CHARACTERS = 128
 _PHASE = "submitting prompts"
+_DEFAULT_POLICY = RetryPolicy()
 
 
 class _Encoded(NamedTuple):
@@ -49,6 +54,8 @@ class OpenPrompts:
         prompts: taken one by one as there is room.
         until_outcome: a prompt is done with when its outcome came; otherwise, with its receipt.
         check_size: refuses a message, by what it holds, that is too large to be sent.
+        policy: how prompts are sent again that there was no room for. With outcomes to wait for
+            they wait, too; otherwise they are refused when nothing got on for its patience.
 
     Attributes:
         failure: what taking or encoding a prompt raised; the input ends there.
@@ -60,6 +67,7 @@ class OpenPrompts:
         *,
         until_outcome: bool,
         check_size: Callable[[str, Message], None] = lambda _name, _message: None,
+        policy: RetryPolicy = _DEFAULT_POLICY,
     ) -> None:
         self._fresh: Iterator[NewPrompt] = iter(prompts)
         self._until_outcome, self._check_size = until_outcome, check_size
@@ -68,7 +76,9 @@ class OpenPrompts:
         self._drawn: NewPrompt | None = None
         self._drawing = asyncio.Lock()
         self._accepted: set[str] = set()
-        self._has_room = asyncio.Event()
+        self._unanswered: set[str] = set()  # sent in this call, without a receipt
+        self._held = HeldPrompts(policy, gives_up=not until_outcome)
+        self._changed = asyncio.Event()
         self._is_exhausted, self._num_calls = False, 0
         self.failure: Exception | None = None
 
@@ -82,25 +92,50 @@ class OpenPrompts:
         return len(self._open)
 
     async def requests(self) -> AsyncGenerator[reward_pb2.SubmitPromptsRequest, None]:
-        """What one call sends: all that are open, then fresh ones as there is room.
+        """What one call sends: all that are open, then those held back and fresh ones as there is
+        room, until each has its receipt.
 
         Ends when those of the next call begin: gRPC may still draw from a call that has failed.
         """
         self._num_calls += 1
         call = self._num_calls
-        self._has_room.set()
+        self._held.forget()
+        self._unanswered = set(self._open)
+        self._changed.set()
         for sent_before in list(self._open.values()):
             yield sent_before.request
         while (request := await self._next(call)) is not None:
             yield request
-            while call == self._num_calls and not self._takes_more():
-                self._has_room.clear()
-                await self._has_room.wait()
-
-    def _takes_more(self) -> bool:
-        return len(self._open) < _WINDOW and self._image_bytes < _IMAGE_WINDOW_BYTES
 
     async def _next(self, call: int) -> reward_pb2.SubmitPromptsRequest | None:
+        """What is sent next; ``None``: no more, or the call is not the latest."""
+        while call == self._num_calls:
+            if (prompt_id := self._held.take_due()) is not None:
+                self._unanswered.add(prompt_id)
+                return self._open[prompt_id].request
+            if self._takes_more():
+                if (fresh := await self._fresh_one(call)) is not None:
+                    return fresh
+            elif self._is_exhausted and not self._unanswered and not self._held:
+                return None
+            else:
+                self._changed.clear()
+                await self._change(self._held.wait_s())
+        return None
+
+    async def _change(self, most_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(most_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return  # one that is held is due
+
+    def _takes_more(self) -> bool:
+        """Fresh ones would be refused, too, while others are held."""
+        has_room = len(self._open) < _WINDOW and self._image_bytes < _IMAGE_WINDOW_BYTES
+        return has_room and not self._is_exhausted and not self._held
+
+    async def _fresh_one(self, call: int) -> reward_pb2.SubmitPromptsRequest | None:
         """The next fresh prompt as it is sent; ``None`` where there is none, which ends the input,
         and for a call that is not the latest."""
         async with self._drawing:
@@ -115,10 +150,11 @@ class OpenPrompts:
                 return None
             if call != self._num_calls:
                 return None  # the latest call draws it
-            prompt_id, self._drawn = encoded.request.prompt_id, None
+            prompt_id, self._drawn = encoded.request.prompt_id[:_ECHOED_CHARACTERS], None
             if prompt_id not in self._open:
                 self._open[prompt_id] = encoded
                 self._image_bytes += encoded.image_bytes
+            self._unanswered.add(prompt_id)
             return encoded.request
 
     async def _encoded_next(self) -> _Encoded | None:
@@ -132,24 +168,43 @@ class OpenPrompts:
         self._check_size(f"prompt {prompt.prompt_id}", found.request)
         return found
 
-    def is_news(self, event: PromptEvent) -> bool:
-        """Takes an event on; false for what the client was told before or does not wait for."""
-        was_accepted = event.prompt_id in self._accepted
+    def news(self, event: PromptEvent) -> Sequence[PromptEvent]:
+        """Takes an event on; gives what it brings that the client was not told before and waits
+        for."""
+        self._changed.set()
+        self._unanswered.discard(event.prompt_id)
         if event.event == "accepted":
-            self._accepted.add(event.prompt_id)
-            if not self._until_outcome:
-                self._done_with(event.prompt_id)
-            return not was_accepted
-        if event.event == "refused" and was_accepted:  # a second prompt of the same id
-            return True
+            return self._news_of_accepted(event)
+        if event.event == "refused":
+            return self._news_of_refused(event)
         self._done_with(event.prompt_id)
-        return event.event == "refused" or self._until_outcome
+        self._held.ended()
+        return (event,) if self._until_outcome else ()
+
+    def _news_of_accepted(self, event: PromptEvent) -> Sequence[PromptEvent]:
+        was_accepted = event.prompt_id in self._accepted
+        self._accepted.add(event.prompt_id)
+        self._held.accepted(event.prompt_id)
+        if not self._until_outcome:
+            self._done_with(event.prompt_id)
+        return () if was_accepted else (event,)
+
+    def _news_of_refused(self, event: PromptEvent) -> Sequence[PromptEvent]:
+        if event.is_retryable and event.prompt_id in self._open:
+            given_up = self._held.hold(event)
+        else:
+            if event.prompt_id in self._accepted:  # a second prompt of the same id
+                return (event,)
+            given_up = (event,)
+        for refused in given_up:
+            self._done_with(refused.prompt_id)
+        return given_up
 
     def _done_with(self, prompt_id: str) -> None:
+        self._held.drop(prompt_id)
         ended = self._open.pop(prompt_id, None)
         if ended is not None:
             self._image_bytes -= ended.image_bytes
-        self._has_room.set()
 
 
 async def submit_prompts(
@@ -165,8 +220,10 @@ async def submit_prompts(
 
     At most 1024 are under way at a time, and no further one is sent while those hold images of
     64 MiB or more. Files of images are read once. A failed call is made again with the prompts that
-    are not done with, as long as the policy's patience lasts. Accepted prompts stay in the run when
-    the caller leaves early.
+    are not done with, as long as the policy's patience lasts. Prompts that the service has no room
+    for are held back and sent again when an outcome made room, or after a pause; no further ones
+    are sent meanwhile. Without outcomes to wait for they are refused when nothing got on for the
+    policy's patience. Accepted prompts stay in the run when the caller leaves early.
 
     Args:
         channels: to the service.
@@ -182,16 +239,18 @@ async def submit_prompts(
             event and no error.
     """
     check_traceparent(traceparent)
-    open_prompts = OpenPrompts(prompts, until_outcome=until_outcome, check_size=channels.check_size)
+    open_prompts = OpenPrompts(
+        prompts, until_outcome=until_outcome, check_size=channels.check_size, policy=policy
+    )
     retries = Retries(policy)
     while not open_prompts.are_done():
         try:
             async with aclosing(_one_call(channels, reward, open_prompts, traceparent)) as events:
                 async for event in events:
                     retries.answered()
-                    if open_prompts.is_news(event):
+                    for news in open_prompts.news(event):
                         retries.got_on()
-                        yield event
+                        yield news
                     if open_prompts.are_done():
                         break
         except SluiceError as error:
@@ -213,8 +272,15 @@ async def _one_call(
         phase=_PHASE,
     )
     async with aclosing(stream) as answers:
-        async for answer in answers:
-            yield prompt_event(answer)
+        try:
+            async for answer in answers:
+                yield prompt_event(answer)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # gRPC itself cancels a call whose connection breaks just when its input ends.
+            raise PeerError(reward, _PHASE, "the connection broke off") from error
     if open_prompts.num_open and open_prompts.failure is None:
         detail = f"it ended the call with {open_prompts.num_open} prompts open"
         raise PeerError(reward, _PHASE, detail)

@@ -14,11 +14,13 @@ from sluice.errors import InvalidRequestError
 from sluice.types import Rollout
 
 __all__ = [
+    "MAX_PRIORITY",
     "MAX_ROLE_BYTES",
     "MAX_SAMPLE_INDEX",
     "MAX_STOPS",
     "MAX_STOP_BYTES",
     "MAX_TURNS",
+    "check_client_priority",
     "check_generate",
     "check_partials",
     "check_stops",
@@ -61,6 +63,15 @@ def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
         raise InvalidRequestError(
             f"partials: {len(request.partials)} given for {len(indexes)} samples; send at most one "
             "a sample"
+        )
+
+
+def check_client_priority(request: rollout.GenerateRequest, most: int) -> None:
+    """Raises InvalidRequestError where a client asks for more priority than clients may."""
+    if request.priority > most:
+        raise InvalidRequestError(
+            f"priority: {request.priority}; clients may ask for {most} at most: send that or less, "
+            "or raise sluice.limits.max_client_priority"
         )
 
 

@@ -127,9 +127,15 @@ def _group_size(config: RunConfig) -> Iterator[str]:
             f"{ROLLOUT}.n = 1 with algorithm.filter_groups.enable: a group of one never differs "
             "within itself; set n to 2 or more, or switch the filter off"
         )
+    slots, waiting = config.actor_rollout_ref.rollout.max_num_seqs, config.sluice.rollout.max_queued
     for key, value in ((f"{ROLLOUT}.n", n), (f"{ROLLOUT}.val_kwargs.n", _validation_n(config))):
         if value > most:
             yield f"{key} = {value} is more than sluice.rollout.max_n = {most}; raise max_n"
+        if value > slots + waiting:
+            yield (
+                f"{key} = {value} is more than a replica takes: {ROLLOUT}.max_num_seqs = {slots} "
+                f"and sluice.rollout.max_queued = {waiting} waiting; raise one of these"
+            )
 
 
 def _validation_n(config: RunConfig) -> int:

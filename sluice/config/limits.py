@@ -34,6 +34,20 @@ class LimitsConfig(Section, frozen=True):
         PositiveInt,
         Meta(description="Samples that one client may have under way at one replica."),
     ] = 1024
+    max_client_priority: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=100,
+            description=(
+                "Highest priority that a client may ask for its samples; training's have 0."
+            ),
+        ),
+    ] = 0
+    max_client_score_items: Annotated[
+        PositiveInt,
+        Meta(description="Responses of Score calls that one client may have under way."),
+    ] = 4096
     max_watchers: Annotated[
         PositiveInt, Meta(description="WatchSteps calls that may be open at once.")
     ] = 256

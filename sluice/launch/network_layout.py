@@ -24,6 +24,7 @@ COMPUTE_IMAGE, REWARD_IMAGE = "sluice", "sluice-reward"
 LAUNCHER = ("python", "-m", "sluice.launch.container")
 HEALTH_PROBE = ("python", "-m", "sluice.launch.health_probe")
 PREPARE = ("sluice", "prepare")
+PREPARED_FOLDER = ("--run-dir", RUN_FOLDER)  # the last words of that command
 USER_ID = 10001  # of the images
 
 # A service spends its own grace period draining; what it needs to leave comes on top.
@@ -50,6 +51,8 @@ PLACES: dict[Kind, Place] = {
     "rollout": Place(7001, 7101, 7201),
     "reward": Place(7002, 7102, 7202),
 }
+# Of the live page, which a process beside the trainer's rank 0 serves where it is asked for.
+DASHBOARD_PORT = 8080
 _EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 a container's own network; who may call is up to tokens
 
 
@@ -128,6 +131,14 @@ def metrics_settings() -> tuple[str, ...]:
         f"sluice.{kind}.endpoint.metrics_port={place.metrics_port}"
         for kind, place in PLACES.items()
     )
+
+
+def dashboard_settings() -> tuple[str, ...]:
+    """Overrides (``key=value``) that serve the live page beyond the trainer's own host.
+
+    Its readers show a token, so the run needs ``sluice.security.token_file`` as well.
+    """
+    return (f"sluice.dashboard.host={_EVERY_INTERFACE}", f"sluice.dashboard.port={DASHBOARD_PORT}")
 
 
 def _endpoint_settings() -> Iterator[str]:

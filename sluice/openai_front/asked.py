@@ -14,7 +14,7 @@ from sluice.errors import InvalidRequestError
 from sluice.openai_front.asked_images import ImageUrl, conversation
 from sluice.openai_front.refusals import RefusedError
 
-MAX_PROMPTS, MAX_CHOICES = 256, 1024
+MAX_PROMPTS, MAX_CHOICES = 256, MAX_SAMPLES
 _COMPLETION_TOKENS = 16  # what the dialect gives a completion that names no max_tokens
 _SEED_BITS = 63
 
@@ -37,6 +37,8 @@ class _Request(msgspec.Struct):
     stream_options: _StreamOptions | None = None
     max_tokens: int | None = None
     priority: int | None = None
+    token_budget: int | None = None
+    deadline_s: float | None = None
     return_token_ids: bool | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
@@ -79,8 +81,25 @@ RequestT = TypeVar("RequestT", bound=_Request)
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a server lets one request ask for.
+
+    Args:
+        deadline_s: longest time, seconds; none: as long as it takes.
+        max_priority: highest priority.
+        max_choices: most choices that it ever draws at once.
+        choices_option: its option that says so.
+    """
+
+    deadline_s: float | None = None
+    max_priority: int = 0
+    max_choices: int = MAX_CHOICES
+    choices_option: str = "--max-choices"
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
-    """A request in our terms. Choice *i* of prompt *p* has the index ``p n + i``."""
+    """A request in our terms. Choice *i* of prompt *p* is sample ``p n + i`` of the request."""
 
     kind: Literal["chat", "completion"]
     model: str
@@ -110,7 +129,7 @@ def decode(body: bytes, kind: type[RequestT]) -> RequestT:
         raise RefusedError(f"body: {error}", path.strip(".`")) from error
 
 
-def asked_of_chat(request: ChatRequest, deadline_s: float | None) -> Asked:
+def asked_of_chat(request: ChatRequest, bounds: Bounds) -> Asked:
     """Checks a chat request. Raises RefusedError, which names the field."""
     _refuse("tools", request.tools, "functions are not offered")
     shape = (request.response_format or {"type": "text"}).get("type")
@@ -121,12 +140,10 @@ def asked_of_chat(request: ChatRequest, deadline_s: float | None) -> Asked:
     turns = conversation(request.messages)
     longest = _longest("max_completion_tokens", request.max_completion_tokens)
     longest = _longest("max_tokens", request.max_tokens) if longest is None else longest
-    return _asked(
-        request, "chat", (turns,), longest or 0, deadline_s, logprobs=bool(request.logprobs)
-    )
+    return _asked(request, "chat", (turns,), longest or 0, bounds, logprobs=bool(request.logprobs))
 
 
-def asked_of_completion(request: CompletionRequest, deadline_s: float | None) -> Asked:
+def asked_of_completion(request: CompletionRequest, bounds: Bounds) -> Asked:
     """Checks a completion request. Raises RefusedError, which names the field."""
     _refuse("echo", request.echo, "logprobs of prompts are not offered")
     _refuse("suffix", request.suffix, "only continuing is offered")
@@ -137,7 +154,7 @@ def asked_of_completion(request: CompletionRequest, deadline_s: float | None) ->
     prompts = _prompts(request.prompt)
     longest = _longest("max_tokens", request.max_tokens) or _COMPLETION_TOKENS
     logprobs = request.logprobs is not None
-    return _asked(request, "completion", prompts, longest, deadline_s, logprobs=logprobs)
+    return _asked(request, "completion", prompts, longest, bounds, logprobs=logprobs)
 
 
 def _asked(
@@ -145,14 +162,14 @@ def _asked(
     kind: Literal["chat", "completion"],
     prompts: tuple[Prompt, ...],
     max_tokens: int,
-    deadline_s: float | None,
+    bounds: Bounds,
     *,
     logprobs: bool,
 ) -> Asked:
     _refuse("frequency_penalty", request.frequency_penalty, "it is not offered; send 0")
     _refuse("presence_penalty", request.presence_penalty, "it is not offered; send 0")
     _refuse("logit_bias", request.logit_bias, "it is not offered; leave it out")
-    options = _options(request, len(prompts), max_tokens, deadline_s)
+    options = _options(request, len(prompts), max_tokens, bounds)
     with_usage = request.stream_options is not None and request.stream_options.include_usage
     return Asked(
         kind=kind,
@@ -167,16 +184,9 @@ def _asked(
 
 
 def _options(
-    request: _Request, num_prompts: int, max_tokens: int, deadline_s: float | None
+    request: _Request, num_prompts: int, max_tokens: int, bounds: Bounds
 ) -> GenerateOptions:
-    n = 1 if request.n is None else request.n
-    if not 1 <= n <= MAX_SAMPLES:
-        raise RefusedError(f"n: {n} is not in 1..{MAX_SAMPLES}", "n")
-    if n * num_prompts > MAX_CHOICES:
-        raise RefusedError(
-            f"n: {n} for {num_prompts} prompts; at most {MAX_CHOICES} choices are drawn at once",
-            "n",
-        )
+    n = _samples(request.n, num_prompts, bounds)
     try:
         return GenerateOptions(
             n=n,
@@ -185,16 +195,62 @@ def _options(
                 top_p=1.0 if request.top_p is None else request.top_p,
                 top_k=-1 if request.top_k is None else request.top_k,
                 max_tokens=max_tokens,
-                # One for all prompts: whether they are one request or several is no difference.
                 seed=secrets.randbits(_SEED_BITS) if request.seed is None else _seed(request.seed),
                 stop=_stops(request.stop),
             ),
-            priority=request.priority or 0,
-            deadline_s=deadline_s,
+            priority=_priority(request.priority, bounds.max_priority),
+            deadline_s=_earlier(request.deadline_s, bounds.deadline_s),
+            token_budget=_budget(request.token_budget, n * num_prompts) // num_prompts,
         )
+    except RefusedError:
+        raise
     except InvalidRequestError as error:
         field, _, _ = str(error).partition(":")
         raise RefusedError(str(error), field.partition("[")[0]) from error
+
+
+def _samples(given: int | None, num_prompts: int, bounds: Bounds) -> int:
+    """Samples of each prompt."""
+    n = 1 if given is None else given
+    if not 1 <= n <= MAX_SAMPLES:
+        raise RefusedError(f"n: {n} is not in 1..{MAX_SAMPLES}", "n")
+    asked = f"n: {n} for {num_prompts} prompts"
+    if n * num_prompts > MAX_CHOICES:
+        raise RefusedError(f"{asked}; at most {MAX_CHOICES} choices are drawn at once", "n")
+    if n * num_prompts > bounds.max_choices:
+        raise RefusedError(
+            f"{asked}; this server draws at most {bounds.max_choices} choices at once "
+            f"({bounds.choices_option}): send several requests",
+            "n",
+        )
+    return n
+
+
+def _priority(given: int | None, most: int) -> int:
+    if given is not None and given > most:
+        raise RefusedError(
+            f"priority: {given}; at most {most} is taken: send that, or have the server started "
+            "with a higher --max-priority",
+            "priority",
+        )
+    return min(0, most) if given is None else given
+
+
+def _earlier(asked_s: float | None, served_s: float | None) -> float | None:
+    """The deadline that passes first."""
+    given = [each for each in (asked_s, served_s) if each is not None]
+    return min(given, default=None)
+
+
+def _budget(given: int | None, num_choices: int) -> int:
+    """Most tokens of all choices together; 0: no bound."""
+    if given and given < num_choices:
+        raise RefusedError(
+            f"token_budget: {given} for {num_choices} choices; give at least one token a choice, "
+            "or 0 for no bound",
+            "token_budget",
+        )
+    return given or 0
 
 
 def _longest(field: str, given: int | None) -> int | None:
@@ -216,7 +272,8 @@ def _seed(seed: int) -> int:
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+    """An empty text, which some programs send for none, ends nothing."""
+    return tuple(each for each in ([stop] if isinstance(stop, str) else stop or ()) if each)
 
 
 def _prompts(prompt: str | Sequence[str | int | Sequence[int]]) -> tuple[Prompt, ...]:

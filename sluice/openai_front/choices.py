@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sluice.client.async_client import AsyncClient
 from sluice.client.generation_types import (
@@ -63,22 +63,24 @@ Sink = Callable[[Piece], Awaitable[None]]
 async def draw_choices(client: AsyncClient, asked: Asked, sink: Sink) -> None:
     """Draws all choices; each piece is given to `sink`, those of one choice in order.
 
-    One call draws all samples of a prompt.
+    One call draws all samples of a prompt, under their places in the answer: the randomness of a
+    sample depends on its index, so the same prompt twice gets what it would get with twice the `n`.
 
     Raises:
         ExceptionGroup: of the errors of `AsyncClient.stream`.
     """
     async with asyncio.TaskGroup() as tasks:
         for place, prompt in enumerate(asked.prompts):
-            draw = _Draw(place, place * asked.options.n, sink)
-            tasks.create_task(draw.run(client, prompt, asked.options), name=f"prompt {place}")
+            options = replace(asked.options, first_sample=place * asked.options.n)
+            draw = _Draw(place, sink).run(client, prompt, options)
+            tasks.create_task(draw, name=f"prompt {place}")
 
 
 class _Draw:
     """One call: the samples of one prompt."""
 
-    def __init__(self, prompt_index: int, first_choice: int, sink: Sink) -> None:
-        self._prompt_index, self._first_choice, self._sink = prompt_index, first_choice, sink
+    def __init__(self, prompt_index: int, sink: Sink) -> None:
+        self._prompt_index, self._sink = prompt_index, sink
         self._has_started = False
 
     async def run(self, client: AsyncClient, prompt: Prompt, options: GenerateOptions) -> None:
@@ -88,11 +90,10 @@ class _Draw:
                     case GenerationStarted():
                         await self._started(event)
                     case SampleDelta(index):
-                        grown = ChoiceGrew(self._first_choice + index, event.text, _tokens(event))
-                        await self._sink(grown)
+                        await self._sink(ChoiceGrew(index, event.text, _tokens(event)))
                     case SampleFinished(rollout):
-                        index = self._first_choice + rollout.sample_index
-                        await self._sink(ChoiceEnded(index, rollout.finish_reason.value))
+                        reason = rollout.finish_reason.value
+                        await self._sink(ChoiceEnded(rollout.sample_index, reason))
 
     async def _started(self, event: GenerationStarted) -> None:
         if not self._has_started:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -22,12 +23,14 @@ from sluice.openai_front.answers import Answer
 from sluice.openai_front.asked import (
     MAX_CHOICES,
     Asked,
+    Bounds,
     ChatRequest,
     CompletionRequest,
     asked_of_chat,
     asked_of_completion,
     decode,
 )
+from sluice.openai_front.callers import Callers
 from sluice.openai_front.choices import Piece, PromptTaken, draw_choices
 from sluice.openai_front.connections import Connections
 from sluice.openai_front.refusals import (
@@ -38,17 +41,16 @@ from sluice.openai_front.refusals import (
     RefusedError,
     refusal_of,
 )
-from sluice.rpc.client_quota import ClientQuota
 from sluice.rpc.trace_metadata import TRACEPARENT
 from sluice.security.token_file import TokenSource
-from sluice.security.tokens import role_of
 from sluice.telemetry.trace_context import parse_traceparent
 
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 16 << 20
 _BODY_S, _WRITE_S, _IDLE_S, _SHUTDOWN_S = 60.0, 60.0, 75.0, 5.0
-_SCHEME, _CALLER, _TAKING = "bearer ", "HTTP caller", "taking its answer"
+_CALLER, _TAKING = "HTTP caller", "taking its answer"
+_NAME: ContextVar[str] = ContextVar("_NAME")  # of the request's caller
 _END = b"data: [DONE]\n\n"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -66,6 +68,8 @@ class FrontSettings:
         max_choices: most choices that are drawn at once, of all requests; others are told to come
             back.
         max_connections: most that are open at once; others are told so and closed.
+        max_key_choices: as `max_choices`, of the requests with one key.
+        max_priority: highest that a request may have; training has 0.
     """
 
     model_name: str = "policy"
@@ -73,6 +77,8 @@ class FrontSettings:
     keys: TokenSource | None = None
     max_choices: int = 4 * MAX_CHOICES
     max_connections: int = 512
+    max_key_choices: int = 2 * MAX_CHOICES
+    max_priority: int = 0
 
 
 class OpenAIFront:
@@ -85,7 +91,8 @@ class OpenAIFront:
 
     def __init__(self, client: AsyncClient, settings: FrontSettings) -> None:
         self._client, self._settings = client, settings
-        self._drawn = ClientQuota(settings.max_choices, "choices", "--max-choices")
+        self._callers = Callers(settings.keys, settings.max_choices, settings.max_key_choices)
+        self._bounds = Bounds(settings.deadline_s, settings.max_priority, *self._callers.limit)
 
     def app(self) -> web.Application:
         """The application, for aiohttp's runners."""
@@ -104,8 +111,11 @@ class OpenAIFront:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Asks for the key; gives every failure the dialect's shape."""
-        if request.path != "/health" and not self._is_admitted(request):
-            return _refused(NO_KEY)
+        if request.path != "/health":
+            name = self._callers.name(request.headers.get("Authorization", ""))
+            if name is None:
+                return _refused(NO_KEY)
+            _NAME.set(name)
         if self._settings.keys is None and "Origin" in request.headers:
             # Any page that somebody looks at on this machine may send to the loopback interface.
             return _refused(CROSS_SITE)
@@ -118,14 +128,6 @@ class OpenAIFront:
         except Exception:
             logger.exception("%s %s", request.method, request.path)
             return _refused(DEFECT)
-
-    def _is_admitted(self, request: web.Request) -> bool:
-        if self._settings.keys is None:
-            return True
-        given = request.headers.get("Authorization", "")
-        if not given.lower().startswith(_SCHEME):
-            return False
-        return role_of(self._settings.keys.tokens(), given[len(_SCHEME) :].strip()) is not None
 
     async def _models(self, _request: web.Request) -> web.StreamResponse:
         return _json({"object": "list", "data": [self._card()]})
@@ -144,11 +146,11 @@ class OpenAIFront:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = decode(await _body_of(request), ChatRequest)
-        return await self._answer(request, asked_of_chat(body, self._settings.deadline_s))
+        return await self._answer(request, asked_of_chat(body, self._bounds))
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         body = decode(await _body_of(request), CompletionRequest)
-        return await self._answer(request, asked_of_completion(body, self._settings.deadline_s))
+        return await self._answer(request, asked_of_completion(body, self._bounds))
 
     def _check_model(self, name: str) -> None:
         if name != self._settings.model_name:
@@ -164,7 +166,7 @@ class OpenAIFront:
         asked = _in_trace(asked, request)
         prefix = "chatcmpl" if asked.kind == "chat" else "cmpl"
         answer = Answer(asked, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
-        with self._drawn.held("HTTP callers", asked.num_choices):
+        with self._callers.drawing(_NAME.get(), asked.num_choices):
             if asked.stream:
                 return await _Stream(request, asked, answer).run(self._client)
 

@@ -1,9 +1,12 @@
-"""Who calls, as far as quotas are concerned: the client that a token or a header names."""
+"""Who calls, as far as quotas are concerned: whom a token, a header or an address names."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+import re
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+from urllib.parse import unquote
 
 from sluice.rpc.token_interceptor import presented_token
 from sluice.security.token_file import TokenSource
@@ -11,18 +14,42 @@ from sluice.security.tokens import Role, role_of
 
 CLIENT_KEY = "sluice-client"
 """Metadata key of the name that a client gives itself."""
+SERVICE_KEY = "sluice-service"
+"""Metadata key that tells a service of the run from clients where no tokens do."""
 MAX_NAME_LENGTH = 128
 
+ResultT = TypeVar("ResultT", covariant=True)
 
-def caller_name(metadata: Any, tokens: TokenSource | None) -> str | None:  # noqa: ANN401
+
+class ServedCall(Protocol):
+    """What is read of a servicer's context."""
+
+    def invocation_metadata(self) -> Any:  # noqa: ANN401
+        """Pairs of key and value."""
+        ...
+
+    def peer(self) -> str:
+        """The other end's address, as gRPC writes it."""
+        ...
+
+
+def caller_of(call: ServedCall, tokens: TokenSource | None) -> str | None:
+    """`caller_name` of a call that is served."""
+    return caller_name(call.invocation_metadata(), tokens, call.peer())
+
+
+def caller_name(metadata: Any, tokens: TokenSource | None, peer: str) -> str | None:  # noqa: ANN401
     """The client that a call counts for; none: a service of the run, which has no quota.
 
     A token of the role client names its holder, whatever else the call says, so that nobody gets
     more by changing names. Without tokens, and for services, the name under `CLIENT_KEY` counts.
+    Without tokens, all calls of one host that give no name count for one client, but for those that
+    say under `SERVICE_KEY` that they are a service's.
 
     Args:
         metadata: pairs of key and value, as gRPC gives them.
         tokens: that the service accepts; none: it asks for none.
+        peer: the caller's address as gRPC writes it, such as ``ipv4:10.0.0.7:4711``.
     """
     presented = presented_token(metadata) if tokens is not None else None
     if tokens is not None and presented is not None:
@@ -30,5 +57,32 @@ def caller_name(metadata: Any, tokens: TokenSource | None) -> str | None:  # noq
         if is_client:
             digest = hashlib.blake2b(presented.encode(errors="surrogateescape"), digest_size=4)
             return f"token {digest.hexdigest()}"
-    names = [value for key, value in metadata or () if key == CLIENT_KEY]
-    return names[0][:MAX_NAME_LENGTH] if names and isinstance(names[0], str) and names[0] else None
+    name = _told(metadata, CLIENT_KEY)
+    if name or tokens is not None:
+        return name[:MAX_NAME_LENGTH] or None
+    return None if _told(metadata, SERVICE_KEY) else f"host {host_of(peer)}"
+
+
+def host_of(peer: str) -> str:
+    """The host of an address as gRPC writes it; the whole where there is none, as of a socket file.
+
+    ``ipv4:10.0.0.7:4711`` gives ``10.0.0.7``; ``ipv6:%5B::1%5D:4711`` gives ``::1``.
+    """
+    found = re.fullmatch(r"ipv[46]:(?:\[(.+)\]|(.+)):\d+", unquote(peer))
+    return (found[1] or found[2]) if found else peer
+
+
+def as_service(method: Callable[..., ResultT], service: str) -> Callable[..., ResultT]:
+    """A stub's method that says with each call which service of the run makes it."""
+
+    def call(
+        request: object, *, metadata: tuple[tuple[str, str], ...] = (), timeout: float | None = None
+    ) -> ResultT:
+        return method(request, timeout=timeout, metadata=(*metadata, (SERVICE_KEY, service)))
+
+    return call
+
+
+def _told(metadata: Any, key: str) -> str:  # noqa: ANN401
+    values = [value for told, value in metadata or () if told == key]
+    return values[0] if values and isinstance(values[0], str) else ""

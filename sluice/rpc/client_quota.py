@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sluice.errors import ExhaustedError
+from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.rpc.error_tally import QUOTA_REFUSALS
 
 
@@ -34,11 +34,18 @@ class ClientQuota:
 
         Raises:
             ExhaustedError: the client would have too many; names it and the setting.
+            InvalidRequestError: they are more than anybody may have, so that waiting does not help.
         """
         if client is None or not amount:
             yield
             return
         before = self.in_use(client)
+        if amount > self._most:
+            QUOTA_REFUSALS.add(self._key)
+            raise InvalidRequestError(
+                f"client {client!r}: {amount} {self._unit} were asked for at once; {self._key} "
+                f"allows {self._most}: ask for fewer, or raise it"
+            )
         if before + amount > self._most:
             QUOTA_REFUSALS.add(self._key)
             raise ExhaustedError(

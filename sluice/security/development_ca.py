@@ -107,6 +107,18 @@ class DevelopmentCa:
         )
 
 
+def end_of_validity(certificate: bytes) -> datetime.datetime:
+    """When a certificate ends, with UTC as its time zone.
+
+    Args:
+        certificate: PEM; of several the first counts.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return x509.load_pem_x509_certificate(certificate).not_valid_after_utc
+
+
 def _name(common_name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 

@@ -147,6 +147,45 @@ async def test_vllms_processes_end_with_a_killed_owner(folder: Path, tmp_path: P
     await until(lambda: not any(_is_running(one) for one in processes))
 
 
+def _children(process: int) -> list[int]:
+    return [
+        int(one)
+        for path in Path(f"/proc/{process}/task").glob("*/children")
+        for one in path.read_text().split()
+    ]
+
+
+def _is_starting_engine(process: int) -> bool:
+    """A spawned one that imports torch; vLLM has a look at the model in a short-lived other one."""
+    at = Path(f"/proc/{process}")
+    try:
+        return (
+            "spawn_main" in (at / "cmdline").read_text() and "libtorch" in (at / "maps").read_text()
+        )
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def test_vllms_processes_end_with_an_owner_that_is_killed_while_they_start(
+    folder: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / "owner.py"
+    program.write_text(_OWNER)
+    with subprocess.Popen(
+        [sys.executable, str(program), str(folder)],
+        cwd=_ROOT,
+        env=os.environ | {"PYTHONPATH": str(_ROOT)},
+        stdout=subprocess.DEVNULL,
+    ) as owner:
+        begun: list[int] = []
+        while not begun:
+            await asyncio.sleep(0.01)
+            assert owner.poll() is None, "the owner ended"
+            begun = [one for one in _children(owner.pid) if _is_starting_engine(one)]
+        owner.kill()
+    await until(lambda: not any(_is_running(one) for one in begun))
+
+
 async def test_a_killed_engine_process_fails_what_runs_and_all_that_follows(
     world: ContractWorld,
 ) -> None:

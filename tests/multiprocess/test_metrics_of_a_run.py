@@ -44,6 +44,11 @@ def trained(page: Page) -> float:
     return page.get(("sluice_tokens_total", (("fate", "trained"),)), 0.0)
 
 
+def drawn(page: Page) -> float:
+    """Tokens by the replicas' latest heartbeats, which come after the tokens."""
+    return sum(v for (name, _), v in page.items() if name == "sluice_fleet_replica_tokens_total")
+
+
 async def scrape(run: LiveRun, into: dict[str, Page]) -> None:
     for name, address in targets(run.run_dir).items():
         into[name] = parsed(await asyncio.to_thread(fetch, address))
@@ -51,7 +56,8 @@ async def scrape(run: LiveRun, into: dict[str, Page]) -> None:
 
 async def something_is_trained(run: LiveRun, seen: Seen) -> bool:
     await scrape(run, seen.early)
-    return trained(seen.early["trainer"]) > 0
+    page = seen.early["trainer"]
+    return trained(page) > 0 and drawn(page) > 0
 
 
 async def all_is_known(run: LiveRun, seen: Seen) -> bool:
@@ -106,10 +112,7 @@ def test_counters_rise_and_agree_between_the_processes(observed: tuple[Record, S
     assert trained(late) <= record.accounts["tokens/trained"]
     assert value(late, "sluice_trainer_steps_total") >= 5
     for page in (early, late):
-        drawn = sum(
-            v for (name, _), v in page.items() if name == "sluice_fleet_replica_tokens_total"
-        )
-        assert 0 < drawn <= value(page, "sluice_fleet_tokens_total")
+        assert 0 < drawn(page) <= value(page, "sluice_fleet_tokens_total")
     for name in ("rollout-0", "rollout-1"):
         assert value(seen.late[name], "sluice_replica_generated_tokens_total") > 0
     fleet = value(late, "sluice_fleet_replicas", state="serving")

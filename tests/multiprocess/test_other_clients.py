@@ -1,7 +1,7 @@
 """Clients in other languages, which have the protos or server reflection and nothing of ours.
 
-`make test-clients` installs Node's packages; without them, or without grpcurl, their tests are
-skipped. Reflection itself is always tested, by a client that knows no message beforehand.
+`make test-clients` installs Node's packages and grpcurl; without them their tests are skipped.
+Reflection itself is always tested, by a client that knows no message beforehand.
 """
 
 from __future__ import annotations
@@ -34,9 +34,15 @@ NODE_CLIENT = ROOT / "tests" / "support" / "node_client"
 ROLLOUT, REWARD = "sluice.api.rollout.v1.RolloutService", "sluice.api.reward.v1.RewardService"
 WAIT_S = 120
 
+NOT_INSTALLED = "node or its packages are not installed; `make test-clients` installs the packages"
+
 needs_node = pytest.mark.skipif(
     shutil.which("node") is None or not (NODE_CLIENT / "node_modules" / "@grpc").is_dir(),
-    reason="node or its packages are not installed; `make test-clients` installs the packages",
+    reason=NOT_INSTALLED,
+)
+needs_npm = pytest.mark.skipif(
+    shutil.which("npm") is None or not (NODE_CLIENT / "node_modules" / "typescript").is_dir(),
+    reason=NOT_INSTALLED,
 )
 needs_grpcurl = pytest.mark.skipif(
     shutil.which("grpcurl") is None, reason="grpcurl is not installed (see docs/clients.md)"
@@ -73,11 +79,15 @@ async def services() -> AsyncIterator[str]:
         await server.stop(0)
 
 
-async def output_of(*command: str) -> str:
-    done = await asyncio.to_thread(
+async def ended(*command: str) -> subprocess.CompletedProcess[str]:
+    return await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, timeout=WAIT_S, check=False
     )
-    assert done.returncode == 0, done.stderr
+
+
+async def output_of(*command: str) -> str:
+    done = await ended(*command)
+    assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 
 
@@ -108,14 +118,27 @@ async def test_node_samples_submits_and_is_refused_from_the_protos_alone() -> No
     }
 
 
+@needs_npm
+async def test_types_are_generated_from_the_protos_and_nodes_client_fits_them() -> None:
+    types = NODE_CLIENT / "node_modules" / "sluice-types"
+    shutil.rmtree(types, ignore_errors=True)
+    await output_of("npm", "--prefix", str(NODE_CLIENT), "run", "--silent", "check")
+    request = types / "sluice" / "api" / "rollout" / "v1" / "GenerateRequest.d.ts"
+    assert "'token_budget'?: (number);" in request.read_text()
+
+
 @needs_grpcurl
-async def test_grpcurl_lists_the_services_and_asks_a_replica_without_proto_files() -> None:
+async def test_grpcurl_lists_services_asks_and_is_refused_without_proto_files() -> None:
     async with services() as address:
         listed = await output_of("grpcurl", "-plaintext", address, "list")
         method = f"{ROLLOUT}/GetStatus"
         status = await output_of("grpcurl", "-plaintext", "-d", "{}", address, method)
+        refused = await ended("grpcurl", "-plaintext", "-d", "{}", address, f"{ROLLOUT}/Generate")
     assert {ROLLOUT, REWARD} <= set(listed.split())
-    assert json.loads(status)["slotsBusy"] == 1
+    found = json.loads(status)  # in camel case or not, as grpcurl's version has it
+    assert (found.get("slotsBusy") or found.get("slots_busy")) == 1
+    assert (refused.returncode, refused.stdout) == (67, "")  # 64 and gRPC's code
+    assert "Message: sample_indexes: 0 given" in refused.stderr
 
 
 async def test_a_client_that_knows_no_message_asks_by_reflection() -> None:

@@ -2,7 +2,8 @@
 
 The last line printed is one JSON object: `phases` (seconds by name), `target_reached`, `scaled`
 (replica counts that served a step, in order), `killed_and_recovered`, `prompts_lost`,
-`strangers_told` (by a secured run) and `scraped` (by Prometheus, null without one) and more. Exit
+`strangers_told` (by a secured run), `page_told` (by its live page, HTTP status without and with a
+token), `scraped` (by Prometheus, null without one) and more. Exit
 code 0: all is as it has to be; or there is no Docker engine and SLUICE_SKIP_WITHOUT_DOCKER=1 allows
 that. Needs Python and Docker, and no package.
 """
@@ -21,9 +22,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.compose_test.base_image import NoBaseImageError, base_image
-from tools.compose_test.commands import CommandError, succeeds
+from tools.compose_test.base_image import NoBaseImageError
+from tools.compose_test.commands import CommandError
 from tools.compose_test.engine import NoEngineError, engine
+from tools.compose_test.images import (
+    BASE_IMAGE,
+    build,
+    check_reward_image,
+    rebuild,
+    remove_images,
+)
 from tools.compose_test.overlays import (
     PROMETHEUS_STAND_IN,
     OverlayRun,
@@ -32,17 +40,17 @@ from tools.compose_test.overlays import (
     remove_stand_in,
 )
 from tools.compose_test.phases import PhaseError, Phases, say
-from tools.compose_test.project import BUILD_S, TAG, Project
+from tools.compose_test.project import TAG, Project
 from tools.compose_test.run_record import read_metrics
 from tools.compose_test.scenario import RUN, TARGET_ACCURACY, Scenario
-from tools.compose_test.wheelhouse import cpu_torch
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE_IMAGE = "python:3.11-slim"
 SKIP_VARIABLE = "SLUICE_SKIP_WITHOUT_DOCKER"
 _FAILURES = (CommandError, NoBaseImageError, PhaseError)
-# Of the range for benchmarks, so that it is no network that a machine is in.
-_NETWORK = "networks: {core: {ipam: {config: [{subnet: 198.18.64.0/24}]}}}\n"
+# Of the range for benchmarks, so that it is no network that a machine is in; and not the one of a
+# test before, which may have been killed and left it.
+_SUBNET = f"198.18.{os.getpid() % 256}.0/24"
+_NETWORK = f"networks: {{core: {{ipam: {{config: [{{subnet: {_SUBNET}}}]}}}}}}\n"
 _LEARNING_RATE = 4e-4
 _COUNTS, _KILLED = (3, 1, 4), ("rollout", "reward", "trainer")
 
@@ -78,7 +86,7 @@ def _quickstart(options: argparse.Namespace, phases: Phases, scratch: Path) -> i
     """Shows the run to its end; containers and volume stay, for a look."""
     try:
         project = Project(ROOT, "sluice", {})
-        _build(project, phases)
+        build(project, phases)
         code = project.follow("up", "--no-build")
         file = scratch / "metrics.jsonl"
         project.copy_out(f"{RUN}/metrics.jsonl", file)
@@ -108,8 +116,10 @@ def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
     scenario = overlays = None
     try:
         project = Project(ROOT, f"sluice-test-{os.getpid()}", variables, [network])
-        _build(project, phases)
+        build(project, phases)
         if not options.only_overlays:
+            rebuild(project, phases)
+            check_reward_image()
             scenario = Scenario(project, phases, options.patience)
             with _taken_down(project, phases, keep=options.keep):
                 _drive(scenario)
@@ -122,7 +132,8 @@ def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
         problems.append(str(error))
     finally:
         if not options.keep:
-            _remove_images()
+            remove_images()
+            remove_stand_in()
     for problem in problems:
         say(f"FAILED: {problem}")
     _print_last(_report(phases, scenario, overlays, problems))
@@ -148,13 +159,19 @@ def _overlay_run(
     phases: Phases, variables: dict[str, str], network: Path, patience_s: float
 ) -> OverlayRun:
     has_prometheus = prometheus_stand_in(BASE_IMAGE)
-    port = free_port() if has_prometheus else None
+    page_port, prometheus_port = free_port(), free_port() if has_prometheus else None
     say("Prometheus: " + ("this machine's own" if has_prometheus else "none here, so it is left"))
-    further = {"SLUICE_PROMETHEUS_IMAGE": PROMETHEUS_STAND_IN, "SLUICE_PROMETHEUS_PORT": str(port)}
-    files = [ROOT / "compose.secure.yaml", ROOT / "compose.observability.yaml", network]
+    further = {"SLUICE_DASHBOARD_PORT": str(page_port)}
+    if has_prometheus:
+        further["SLUICE_PROMETHEUS_IMAGE"] = PROMETHEUS_STAND_IN
+        further["SLUICE_PROMETHEUS_PORT"] = str(prometheus_port)
+    files = [ROOT / f"compose.{name}.yaml" for name in ("secure", "dashboard", "observability")]
     name = f"sluice-overlays-{os.getpid()}"
-    project = Project(ROOT, name, variables | (further if has_prometheus else {}), files)
-    return OverlayRun(project, phases, Scenario(project, phases, patience_s), port)
+    project = Project(ROOT, name, variables | further, [*files, network])
+    scenario = Scenario(project, phases, patience_s)
+    return OverlayRun(
+        project, phases, scenario, page_port=page_port, prometheus_port=prometheus_port
+    )
 
 
 def _drive(scenario: Scenario) -> None:
@@ -165,20 +182,6 @@ def _drive(scenario: Scenario) -> None:
     for service in _KILLED:
         scenario.kill(service, _COUNTS[-1])
     scenario.finish()
-
-
-def _build(project: Project, phases: Phases) -> None:
-    with phases.phase("base image"):
-        say(f"{BASE_IMAGE}: {base_image(BASE_IMAGE)}; torch: {cpu_torch(ROOT)}")
-    with phases.phase("build"):
-        project.run("build", timeout_s=BUILD_S)
-
-
-def _remove_images() -> None:
-    """Images of this test; layers stay for the next build, until `docker builder prune`."""
-    names = [f"{name}:{TAG}" for name in ("sluice", "sluice-reward")]
-    succeeds("docker", "image", "rm", *names, timeout_s=300)
-    remove_stand_in()
 
 
 def _report(
@@ -198,7 +201,11 @@ def _report(
             "exit_codes": found.exit_codes,
         }
     if overlays is not None:
-        report |= {"strangers_told": overlays.answers, "scraped": overlays.targets}
+        report |= {
+            "strangers_told": overlays.answers,
+            "page_told": overlays.page_answers,
+            "scraped": overlays.targets,
+        }
     return {**report, "problems": problems, "passed": not problems}
 
 

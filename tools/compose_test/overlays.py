@@ -1,10 +1,13 @@
-"""A secured run with Prometheus beside it: the overlays on top of compose.yaml, in containers."""
+"""A secured run with its page and Prometheus: overlays on top of compose.yaml, in containers."""
 
 from __future__ import annotations
 
+import http.client
 import shutil
 import socket
+import ssl
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 from tools.compose_test.commands import output_of, succeeds
@@ -19,7 +22,8 @@ _REPLICAS = 2
 _MEMBERS = 2 + _REPLICAS
 _ANSWER_S, _BUILD_S = 60.0, 300.0
 # Without TLS, without a certificate, without a token, with all of it.
-_WANTED = ("UNAVAILABLE", "UNAVAILABLE", "UNAUTHENTICATED", "answered")
+_WANTED, _PAGE_WANTED = ("UNAVAILABLE", "UNAVAILABLE", "UNAUTHENTICATED", "answered"), (401, 200)
+_PAGE_DATA = "/api/overview"
 _DOCKERFILE = """FROM {base}
 COPY prometheus /usr/local/bin/prometheus
 RUN mkdir /prometheus && chown 65534 /prometheus
@@ -29,24 +33,32 @@ ENTRYPOINT ["prometheus"]
 
 
 class OverlayRun:
-    """Drives a project with compose.secure.yaml and compose.observability.yaml.
+    """Drives a project with compose's overlays secure, dashboard and observability.
 
     Grafana, the collector and Jaeger have no stand-in and are not started; Prometheus has one where
     this machine has the program.
 
     Args:
-        project: built, with both overlays and `prometheus_port` in its variables.
+        project: built, with the overlays and both ports in its variables.
         phases: take the seconds.
         scenario: of the project; waits for its steps.
-        prometheus_port: on this host's loopback interface; None: no Prometheus.
+        page_port: of the live page, on this host's loopback interface.
+        prometheus_port: the same; None: no Prometheus.
     """
 
     def __init__(
-        self, project: Project, phases: Phases, scenario: Scenario, prometheus_port: int | None
+        self,
+        project: Project,
+        phases: Phases,
+        scenario: Scenario,
+        *,
+        page_port: int,
+        prometheus_port: int | None,
     ) -> None:
         self.project, self.phases, self._scenario = project, phases, scenario
-        self._prometheus_port = prometheus_port
+        self._page_port, self._prometheus_port = page_port, prometheus_port
         self.answers: tuple[str, ...] = ()
+        self.page_answers: tuple[int, ...] = ()
         self.targets: dict[str, float] | None = None
 
     def run(self) -> None:
@@ -59,15 +71,20 @@ class OverlayRun:
         self._scenario.start(_REPLICAS, "trainer", "reward", "rollout", *tools)
         with self.phases.phase("strangers are refused"):
             self.answers = self._strangers_answers()
+        with self.phases.phase("the page asks for a token"):
+            self.page_answers = self._page_answers()
         if self._prometheus_port is not None:
             with self.phases.phase("Prometheus scrapes all"):
                 self._scrape(PrometheusServer(self._prometheus_port))
 
     def problems(self) -> list[str]:
         """What is not as it has to be."""
+        found = []
         if self.answers != _WANTED:
-            return [f"a stranger was told {self.answers}, wanted: {_WANTED}"]
-        return []
+            found.append(f"a stranger was told {self.answers}, wanted: {_WANTED}")
+        if self.page_answers != _PAGE_WANTED:
+            found.append(f"the page answered {self.page_answers}, wanted: {_PAGE_WANTED}")
+        return found
 
     def _strangers_answers(self) -> tuple[str, ...]:
         """What a container of the same network is told by the reward service."""
@@ -82,6 +99,25 @@ class OverlayRun:
         )
         # fmt: on
         return tuple(text.split())
+
+    def _page_answers(self) -> tuple[int, ...]:
+        """HTTP status of the page's data without a token, and with a client's."""
+        certificates = f"{RUN}/certs"
+        context = ssl.create_default_context(
+            cadata=self.project.read("trainer", f"{certificates}/ca.pem")
+        )
+        token = self.project.read("trainer", f"{certificates}/client.token").split()[-1]
+        bearer = {"Authorization": f"Bearer {token}"}
+        return tuple(self._page_status(headers, context) for headers in ({}, bearer))
+
+    def _page_status(self, headers: dict[str, str], context: ssl.SSLContext) -> int:
+        # By the name that is in every certificate of `sluice certs`.
+        page = http.client.HTTPSConnection(
+            "localhost", self._page_port, context=context, timeout=_ANSWER_S
+        )
+        with closing(page):
+            page.request("GET", _PAGE_DATA, headers=headers)
+            return page.getresponse().status
 
     def _scrape(self, server: PrometheusServer) -> None:
         def all_are_up() -> bool:

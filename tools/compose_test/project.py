@@ -14,7 +14,6 @@ from pathlib import Path
 from tools.compose_test.commands import CommandError, output_of, succeeds
 
 _SHORT_S = 120.0
-BUILD_S = 3600.0
 TAG = "compose-test"  # of the images
 
 
@@ -130,6 +129,11 @@ class Project:
         trainer = next(iter(self.containers("trainer")), "")
         source = f"{trainer}:{path}"
         return bool(trainer) and succeeds("docker", "cp", source, str(target), timeout_s=_SHORT_S)
+
+    def read(self, service: str, path: str) -> str:
+        """A text file as the first container of a service sees it."""
+        container = next(iter(self.containers(service)), "")
+        return output_of("docker", "exec", container, "cat", path, timeout_s=_SHORT_S)
 
     def logs(self, service: str, lines: int) -> str:
         """The last lines of a service."""

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 
-from tools.helm_test import network_rules, object_rules, pod_rules, settings_rules
+from tools.helm_test import (
+    monitoring_rules,
+    network_rules,
+    object_rules,
+    pod_rules,
+    settings_rules,
+)
 from tools.helm_test.documents import END_OF_RUN, Document, Rendered
 
 Rule = Callable[[Rendered], Iterator[str]]
@@ -15,6 +22,7 @@ RULES: tuple[Rule, ...] = (
     *object_rules.OBJECT_RULES,
     *network_rules.NETWORK_RULES,
     *settings_rules.SETTINGS_RULES,
+    *monitoring_rules.MONITORING_RULES,
 )
 
 
@@ -55,6 +63,16 @@ def _policy(rendered: Rendered, component: str) -> Document:
 
 def _first(rendered: Rendered, kind: str) -> Document:
     return rendered.of_kind(kind)[0]
+
+
+def _relabelings(rendered: Rendered) -> list[Document]:
+    (endpoint,) = _first(rendered, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert isinstance(endpoint["relabelings"], list)
+    return endpoint["relabelings"]
+
+
+def _drop_relabeling(rendered: Rendered, number: int) -> None:
+    _relabelings(rendered).pop(number)
 
 
 BREAKS: tuple[Break, ...] = (
@@ -186,6 +204,39 @@ BREAKS: tuple[Break, ...] = (
         settings_rules.the_configuration_is_taken_and_says_what_the_chart_says,
         lambda r: _prepare(r).insert(-2, "sluice.security.ca_file=/elsewhere/ca.pem"),
         "secure",
+    ),
+    *(
+        Break(
+            monitoring_rules.series_carry_the_labels_that_alerts_go_by,
+            partial(_drop_relabeling, number=number),
+            "monitoring",
+        )
+        for number in range(3)
+    ),
+    Break(
+        monitoring_rules.series_carry_the_labels_that_alerts_go_by,
+        lambda r: _relabelings(r)[0].update(replacement="my-sluice"),
+        "monitoring",
+    ),
+    Break(
+        monitoring_rules.rules_and_alerts_are_the_profiles,
+        lambda r: _first(r, "PrometheusRule")["spec"]["groups"][0]["rules"].pop(),
+        "monitoring",
+    ),
+    Break(
+        monitoring_rules.rules_and_alerts_are_the_profiles,
+        lambda r: _first(r, "PrometheusRule")["metadata"]["labels"].pop("release"),
+        "monitoring",
+    ),
+    Break(
+        monitoring_rules.dashboards_are_the_profiles,
+        lambda r: r.documents.remove(_first(r, "ConfigMap")),
+        "monitoring",
+    ),
+    Break(
+        monitoring_rules.dashboards_are_the_profiles,
+        lambda r: _first(r, "ConfigMap")["metadata"]["labels"].pop("grafana_dashboard"),
+        "monitoring",
     ),
 )
 

@@ -169,8 +169,8 @@ def job_files_are_the_values(rendered: Rendered) -> Iterator[str]:
     """Configuration and files of the job reach the pods letter by letter."""
     run = rendered.values["run"]
     wanted = {**({"run.yaml": run["config"]} if run["config"] else {}), **run["files"]}
-    maps = rendered.of_kind("ConfigMap")
-    found = maps[0]["data"] if maps else {}
+    job = rendered.named("ConfigMap", f"{_prefix(rendered)}-job")
+    found = job["data"] if job else {}
     if found != wanted:
         yield f"job: {found}, not {wanted}"
 

@@ -53,6 +53,8 @@ _REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
         {"networkPolicy": {"transferPorts": {"first": 60000, "last": 50000}}},
     ),
     ("metrics.podMonitor.enabled", {"metrics": {"podMonitor": {"enabled": True}}}),
+    ("metrics.prometheusRule.enabled", {"metrics": {"prometheusRule": {"enabled": True}}}),
+    ("metrics.dashboards.enabled", {"metrics": {"dashboards": {"enabled": True}}}),
 )
 
 

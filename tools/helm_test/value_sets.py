@@ -32,7 +32,12 @@ _EVERYTHING_ON: Values = {
         "jobs": {"existingClaim": "jobs"},
     },
     "security": {"enabled": True, "secretName": "certs"},
-    "metrics": {"enabled": True, "podMonitor": {"enabled": True}},
+    "metrics": {
+        "enabled": True,
+        "podMonitor": {"enabled": True, "runLabel": "math-7"},
+        "prometheusRule": {"enabled": True},
+        "dashboards": {"enabled": True, "labels": {"dashboards": "here"}},
+    },
     "networkPolicy": {
         "extraEgress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}], "ports": [{"port": 4317}]}]
     },

@@ -14,9 +14,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -25,6 +24,12 @@ from sluice.telemetry.scrape_target import FOLDER
 from tools.compose_test.commands import CommandError, output_of
 from tools.compose_test.phases import PhaseError, Phases, say, until
 from tools.fuzz.live_run import FuzzedRun, live_run
+from tools.observability_test.dashboard_queries import (
+    ONLY_AFTER_A_FAILURE,
+    DashboardQueries,
+    shipped_queries,
+)
+from tools.observability_test.fired_alerts import DOWN, EVER_FIRED, firing, judge
 from tools.observability_test.prometheus_programs import (
     SKIP_VARIABLE,
     NoPrometheusError,
@@ -43,15 +48,12 @@ PROCESSES = ("reward", "rollout-0", STOPPED, "trainer")
 _SETTINGS = (
     *(f"sluice.{kind}.endpoint.metrics_port=0" for kind in ("trainer", "reward", "rollout")),
     "sluice.rollout.replicas=2",
+    # Accuracy of a validation and the distance to a reference are on the first dashboard.
+    "trainer.val_before_train=true",
+    "actor_rollout_ref.actor.use_kl_loss=true",
 )
+_RUN = "run"
 _WAIT_S, _LOOK_S, _PROMTOOL_S = 180.0, 0.5, 120.0
-# Exported only where there is a reference model or a validation, or where something went wrong.
-_NOT_HERE = {
-    "sluice_trainer_reference_kl_nats",
-    "sluice_trainer_validation_score",
-    "sluice_rpc_errors_total",
-    "sluice_quota_refusals_total",
-}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -72,11 +74,26 @@ def main(arguments: Sequence[str]) -> int:
             problems.append(str(error))
         except (CommandError, PhaseError) as error:
             problems.append(str(error))
+        except ExceptionGroup as group:  # of the run's tasks
+            problems += _told(group)
     for problem in problems:
         say(f"FAILED: {problem}")
     report = {"passed": not problems, "phases": phases.seconds, "problems": problems}
     _print_last({**report, **found})
     return 1 if problems else 0
+
+
+def _told(group: ExceptionGroup) -> list[str]:
+    """What failed, in words; anything else than a failed phase is raised on."""
+    phases, others = group.split((CommandError, PhaseError))
+    if others is not None:
+        raise others
+    inner = phases.exceptions if phases is not None else ()
+    return [
+        problem
+        for one in inner
+        for problem in (_told(one) if isinstance(one, ExceptionGroup) else [str(one)])
+    ]
 
 
 def _parse(arguments: Sequence[str]) -> None:
@@ -118,67 +135,82 @@ async def _scrape(server: PrometheusServer, phases: Phases, found: dict[str, obj
     with phases.phase("scrape"):
         up = f'count(up{{job="sluice-local"}} == 1) == {len(PROCESSES)}'
         await _until("all processes are up", lambda: server.value(up) is not None)
-        trained = 'sum(sluice_tokens_total{run="run", fate="trained"})'
+        trained = f'sum(sluice_tokens_total{{run="{_RUN}", fate="trained"}})'
         await _until("trained tokens", lambda: (server.value(trained) or 0.0) > 0.0)
         first = server.value(trained) or 0.0
         await _until("more trained tokens", lambda: (server.value(trained) or 0.0) > first)
     with phases.phase("every declared metric"):
         declared = {s for group in INSTRUMENTS.values() for i in group for s in i.series}
-        await _until("every declared metric", lambda: declared - _NOT_HERE <= server.names())
+        await _until_none("metrics", lambda: declared - ONLY_AFTER_A_FAILURE - server.names())
+    found["missing_metrics"] = sorted(declared - server.names())
     with phases.phase("recording rules"):
         rate = "run:sluice_generated_tokens:rate5m"
         await _until("a recorded rate", lambda: (server.value(rate) or 0.0) > 0.0)
     with phases.phase("dashboards"):
-        found["dashboard_queries"] = _ask_dashboards(server)
+        await _ask_dashboards(server, found)
     found["trained_tokens"] = server.value(trained)
     found["steps"] = server.value("sluice_trainer_steps_total")
     found["wanted_replicas"] = server.value("sluice_rollout_demand_replicas")
     found["series"] = server.value('count({__name__=~"sluice_.*"})')
 
 
-def _ask_dashboards(server: PrometheusServer) -> int:
-    """How many queries there are; one that is refused ends the test."""
-    queries = [
-        query
-        for file in sorted((PROFILE / "grafana" / "dashboards").glob("*.json"))
-        for query in expressions(json.loads(file.read_text("utf-8")))
-    ]
-    for query in queries:
-        server.query(query.replace("$run", ".*"))
-    return len(queries)
-
-
-def expressions(dashboard: Any) -> Iterator[str]:  # noqa: ANN401  JSON
-    """Every query of a dashboard."""
-    for panel in dashboard["panels"]:
-        yield from (target["expr"] for target in panel.get("targets", ()))
+async def _ask_dashboards(server: PrometheusServer, found: dict[str, object]) -> None:
+    asked = shipped_queries(PROFILE / "grafana" / "dashboards", _RUN)
+    dashboards = DashboardQueries(asked, server.query)
+    found["dashboard_queries"] = len(asked)
+    await _until_none("answers to queries of the dashboards", dashboards.unanswered)
+    found["empty_queries"] = dashboards.empty
 
 
 async def _stop_a_replica(
     run: FuzzedRun, server: PrometheusServer, phases: Phases, found: dict[str, object]
 ) -> None:
-    firing = 'ALERTS{alertname="SluiceProcessDown", alertstate="firing"}'
+    down = f"count({firing(DOWN)})"
     pid = run.pid(STOPPED)
     if pid is None:
         raise PhaseError(f"{STOPPED} does not run")
+    _judge_alerts(server, found, "before anything was wrong")
     with phases.phase("an alert fires"):
-        if server.value(f"count({firing})"):
-            raise PhaseError(f"an alert fires before anything is wrong: {server.query(firing)}")
         os.kill(pid, signal.SIGSTOP)
         try:
-            await _until("an alert", lambda: server.value(f"count({firing})") is not None)
-            found["alert"] = [labels["instance"] for labels, _ in server.query(firing)]
+            await _until("an alert", lambda: server.value(down) is not None)
+            found["alert"] = [labels["instance"] for labels, _ in server.query(firing(DOWN))]
         finally:
             os.kill(pid, signal.SIGCONT)
-    if found["alert"] != [STOPPED]:
-        raise PhaseError(f"alerts of {found['alert']}, where {STOPPED} stood still")
     with phases.phase("the alert ends"):
-        await _until("no alert", lambda: server.value(f"count({firing})") is None)
+        await _until("no alert", lambda: server.value(down) is None)
+    _judge_alerts(server, found, f"where {STOPPED} stood still", (DOWN, STOPPED))
+
+
+def _judge_alerts(
+    server: PrometheusServer,
+    found: dict[str, object],
+    when: str,
+    expected: tuple[str, str] | None = None,
+) -> None:
+    wrong, found["alerts_of_the_load"] = judge(server.query(EVER_FIRED), expected)
+    if wrong:
+        raise PhaseError(f"alerts that fired {when}: {', '.join(wrong)}")
 
 
 async def _until(what: str, holds: Callable[[], bool]) -> None:
     """Waits in a thread: the run's supervisor needs the loop."""
     await asyncio.to_thread(until, what, holds, timeout_s=_WAIT_S, interval_s=_LOOK_S)
+
+
+async def _until_none(what: str, left: Callable[[], Collection[str]]) -> None:
+    """Waits until nothing is left; the error names what is."""
+    missing: Collection[str] = ()
+
+    def none_left() -> bool:
+        nonlocal missing
+        missing = left()
+        return not missing
+
+    try:
+        await _until(what, none_left)
+    except PhaseError as error:
+        raise PhaseError(f"{error}: {sorted(missing)}") from error
 
 
 def _print_last(report: dict[str, object]) -> None:

@@ -24,11 +24,14 @@ _START_S, _END_S, _ANSWER_S = 30.0, 20.0, 20.0
 _INTERVAL = re.compile(
     r"\b(scrape_interval|evaluation_interval|refresh_interval|scrape_timeout): \d+s"
 )
-_FOR = re.compile(r"\bfor: \d+m\b")
+_FOR = re.compile(r"\bfor: (\d+)m\b")
+_SECONDS_FOR_A_MINUTE = 4
 
 
 def hurried_copy(source: Path, folder: Path, targets: Path) -> Path:
-    """The configuration with all intervals of 1 s, alerts after 2 s, and `targets` linked in.
+    """The configuration with all intervals of 1 s and `targets` linked in.
+
+    Alerts wait 4 s for each minute, so that one that is to come later than another still does.
 
     Returns:
         its ``prometheus.yml``.
@@ -36,9 +39,13 @@ def hurried_copy(source: Path, folder: Path, targets: Path) -> Path:
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("targets"))
     config, alerts = folder / "prometheus.yml", folder / "alerts.yml"
     config.write_text(_INTERVAL.sub(r"\1: 1s", config.read_text("utf-8")), "utf-8")
-    alerts.write_text(_FOR.sub("for: 2s", alerts.read_text("utf-8")), "utf-8")
+    alerts.write_text(_FOR.sub(_hurried, alerts.read_text("utf-8")), "utf-8")
     (folder / "targets").symlink_to(targets, target_is_directory=True)
     return config
+
+
+def _hurried(minutes: re.Match[str]) -> str:
+    return f"for: {int(minutes[1]) * _SECONDS_FOR_A_MINUTE}s"
 
 
 class PrometheusServer:

@@ -1,1 +1,1 @@
-"""A run on a simulated Ray cluster that is scaled and shot at while it trains."""
+"""Runs on simulated Ray clusters: one is scaled and shot at while it trains, one is a job."""

@@ -1,8 +1,10 @@
-"""`make ray-test`: a run on a simulated Ray cluster of three nodes, on this machine's CPU.
+"""`make ray-test`: runs on simulated Ray clusters, on this machine's CPU.
 
-The last line printed is one JSON object: `passed`, `phases` (seconds by name), `scaled` (replica
-counts that served a step, in order), `killed_and_recovered`, `steps`, `exit_code`, `problems`. Exit
-code 0: all is as it has to be. Linux, for loopback addresses and /proc; needs the extra `ray`.
+First a run of `sluice up` on three nodes, then one as a job of another cluster. The last line
+printed is one JSON object: `passed`, `phases` (seconds by name), `scaled` (replica counts that
+served a step, in order), `killed_and_recovered`, `steps`, `exit_code`, `job` (its status and
+steps), `problems`. Exit code 0: all is as it has to be. Linux, for loopback addresses and /proc;
+needs the extra `ray`, and `ray[default]` for the job.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 
 from tools.compose_test.commands import CommandError
 from tools.compose_test.phases import PhaseError, Phases, say
+from tools.ray_test.job_scenario import run_job
 from tools.ray_test.marked_processes import MarkedProcesses
 from tools.ray_test.scenario import Scenario
 from tools.ray_test.simulated_cluster import SimulatedCluster
@@ -32,6 +35,33 @@ def main(arguments: Sequence[str]) -> int:
     # Sockets of Ray are in its folder, and their paths may not be long.
     folder = Path(tempfile.mkdtemp(prefix="slr-", dir="/tmp"))
     phases, processes = Phases(), MarkedProcesses(uuid.uuid4().hex, folder)
+    report: dict[str, object] = {}
+    problems: list[str] = []
+    try:
+        if options.only != "job":
+            problems += _train(folder, processes, phases, options, report)
+        if options.only != "training":
+            problems += _submit(folder, processes, phases, options.patience, report)
+    finally:
+        if options.keep:
+            say(f"files: {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    for problem in problems:
+        say(f"FAILED: {problem}")
+    last = {"passed": not problems, "phases": phases.seconds, **report, "problems": problems}
+    sys.stdout.write(json.dumps(last) + "\n")
+    return 1 if problems else 0
+
+
+def _train(
+    folder: Path,
+    processes: MarkedProcesses,
+    phases: Phases,
+    options: argparse.Namespace,
+    report: dict[str, object],
+) -> list[str]:
+    """The run that is scaled and shot at; its problems."""
     cluster = SimulatedCluster(folder / "ray", processes)
     scenario = Scenario(cluster, processes, phases, folder, options.patience)
     problems = []
@@ -42,29 +72,39 @@ def main(arguments: Sequence[str]) -> int:
         _show_end(folder / "up.log")
     finally:
         scenario.stop()
-        if options.keep:
-            say(f"files: {folder}")
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-    problems += scenario.outcome.problems(options.steps)
-    for problem in problems:
-        say(f"FAILED: {problem}")
-    sys.stdout.write(json.dumps(_report(scenario, phases, problems)) + "\n")
-    return 1 if problems else 0
-
-
-def _report(scenario: Scenario, phases: Phases, problems: list[str]) -> dict[str, object]:
     found = scenario.outcome
-    return {
-        "passed": not problems,
-        "phases": phases.seconds,
-        "scaled": found.scaled,
-        "killed_and_recovered": found.recovered,
-        "steps": found.steps,
-        "exit_code": found.exit_code,
-        "nodes": found.nodes,
-        "problems": problems,
-    }
+    report.update(
+        scaled=found.scaled,
+        killed_and_recovered=found.recovered,
+        steps=found.steps,
+        exit_code=found.exit_code,
+        nodes=found.nodes,
+    )
+    return problems + found.problems(options.steps)
+
+
+def _submit(
+    folder: Path,
+    processes: MarkedProcesses,
+    phases: Phases,
+    patience_s: float,
+    report: dict[str, object],
+) -> list[str]:
+    """The run that is a job; its problems."""
+    cluster = SimulatedCluster(folder / "jr", processes)
+    try:
+        seen = asyncio.run(run_job(cluster, processes, phases, folder / "job", patience_s))
+    except (CommandError, PhaseError) as error:
+        problems = [str(error)]
+    else:
+        problems = seen.problems()
+        report["job"] = {"status": seen.status, "steps": seen.steps}
+    finally:
+        with phases.phase("job: stop"):
+            cluster.stop()
+    if left := processes.running():
+        problems.append(f"job: processes that are left: {left}")
+    return problems
 
 
 def _show_end(log: Path) -> None:
@@ -81,6 +121,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=300, help="of training")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds for each wait")
+    parser.add_argument("--only", choices=("training", "job"), help="one half of the test")
     parser.add_argument("--keep", action="store_true", help="leave the folder of run and cluster")
     return parser.parse_args(arguments)
 

@@ -19,11 +19,11 @@ from tools.ray_test.training import Serving, Training, training
 WORKERS, SPARE = ("127.0.0.2", "127.0.0.3"), "127.0.0.4"
 COUNTS = (2, 3, 1)
 KILLED = ("replica", "actor", "trainer", "node")
-_NODE = {"CPU": 4.0, "NPU": 1.0}
+NODE = {"CPU": 4.0, "NPU": 1.0}
 _POLL_S, _GONE_S, _END_S = 0.5, 60.0, 600.0
 _SEED = 0
 # Trainer and reward service stay on the head, so that each other node may be lost.
-_PLACES = ("trainer=head:1", "reward=head:1", "rollout=NPU:1")
+PLACES = ("trainer=head:1", "reward=head:1", "rollout=NPU:1")
 _FOREVER = "trainer.total_training_steps=1000000"
 _TWO_NODES = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "sluice.rollout.replicas=1")
 # The run has to outlast what is done to it, on any machine; then it may end quickly.
@@ -96,13 +96,13 @@ class Scenario:
     async def drive(self, steps: int) -> None:
         """All of it."""
         with self._phases.phase("cluster"):
-            self._cluster.start_head({**_NODE, "CPU": 8.0, "head": 4.0})
+            self._cluster.start_head({**NODE, "CPU": 8.0, "head": 4.0})
             for address in WORKERS:
-                self._cluster.start_worker(address, _NODE)
+                self._cluster.start_worker(address, NODE)
         with self._phases.phase("model and data"):
             file = await asyncio.to_thread(self._prepare)
         total = f"trainer.total_training_steps={steps}"
-        async with self._training(file, (total,), _PLACES) as run:
+        async with self._training(file, (total,), PLACES) as run:
             await self._first_step(run)
             await self._lose_process(run, "replica", lambda serving: serving.pid)
             await self._lose_process(
@@ -185,7 +185,7 @@ class Scenario:
                 return lost not in {one.node for one in (await run.serving()).values()}
 
             await self._until(run, f"no replica serving on {lost}", is_gone)
-            self._cluster.start_worker(SPARE, _NODE)
+            self._cluster.start_worker(SPARE, NODE)
 
             async def is_back() -> bool:
                 return SPARE in {one.node for one in (await run.serving()).values()}
@@ -216,12 +216,10 @@ class Scenario:
             with self._phases.phase("kill driver"):
                 run.up.kill()
                 await run.up.wait()
-                self.outcome.left_by_killed_driver = self._processes.left_after(
-                    _GONE_S, _is_service
-                )
+                self.outcome.left_by_killed_driver = self._processes.left_after(_GONE_S, is_service)
 
     def _services(self) -> dict[int, str]:
-        return {pid: line for pid, line in self._processes.running().items() if _is_service(line)}
+        return {pid: line for pid, line in self._processes.running().items() if is_service(line)}
 
     async def _served(self, run: Training, replicas: int) -> None:
         """Returns after a step that so many replicas served."""
@@ -247,6 +245,6 @@ class Scenario:
             await asyncio.sleep(_POLL_S)
 
 
-def _is_service(command: str) -> bool:
+def is_service(command: str) -> bool:
     """A service of ours, or the actor that hosts one."""
     return " -m services." in command or "ray::RayServiceHost" in command

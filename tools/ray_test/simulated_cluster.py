@@ -35,6 +35,7 @@ class SimulatedCluster:
     def __init__(self, folder: Path, processes: MarkedProcesses) -> None:
         self._folder, self._processes = folder, processes
         self.address = f"{HEAD}:{_free_port()}"
+        self.job_server = f"{HEAD}:{_free_port()}"
         self.environment = {
             **processes.environment,
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -43,19 +44,26 @@ class SimulatedCluster:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
             "OMP_NUM_THREADS": "1",
+            # As in an activated environment: a job calls commands by their names.
+            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
             "PYTHONPATH": os.pathsep.join(filter(None, (os.getcwd(), os.getenv("PYTHONPATH")))),
         }
 
-    def start_head(self, resources: Mapping[str, float]) -> None:
-        """Starts the first node."""
+    def start_head(self, resources: Mapping[str, float], *, serves_jobs: bool = False) -> None:
+        """Starts the first node; one that serves jobs does so at `job_server`."""
         port = self.address.rpartition(":")[2]
+        server = (
+            "--include-dashboard=true",
+            f"--dashboard-host={HEAD}",
+            f"--dashboard-port={self.job_server.rpartition(':')[2]}",
+        )
         self._start(
             "--head",
             f"--port={port}",
             f"--temp-dir={self._folder}",
             f"--node-ip-address={HEAD}",
             f"--ray-client-server-port={_free_port()}",
-            "--include-dashboard=false",
+            *(server if serves_jobs else ("--include-dashboard=false",)),
             resources=resources,
         )
 
@@ -105,6 +113,8 @@ class SimulatedCluster:
             *(str(Path(sys.executable).with_name("ray")), "start", *options),
             *(f"--num-cpus={cpus:g}", "--num-gpus=0", f"--resources={json.dumps(own)}"),
             f"--object-store-memory={_OBJECT_STORE_BYTES}",
+            # Each node has an agent, at one port of the machine unless another is given.
+            f"--dashboard-agent-listen-port={_free_port()}",
         )
         before = self._processes.running()
         for left in reversed(range(_ATTEMPTS)):

@@ -20,7 +20,7 @@ from tools.chaos.launched_run import LaunchedRun
 from tools.compose_test.commands import output_of
 from tools.compose_test.run_record import RunRecord, read_metrics
 
-_FROM_NODES = (
+FROM_NODES = (
     "sluice.trainer.endpoint.port=0",
     "sluice.reward.endpoint.port=0",
     "trainer.device=cpu",
@@ -109,7 +109,7 @@ async def training(
         address: of the cluster's head.
         environment: on top of this process's.
     """
-    overrides = (*_FROM_NODES, *settings)
+    overrides = (*FROM_NODES, *settings)
     config = load_config(config_file, overrides)
     command = [
         *(sys.executable, "-m", "sluice.cli.main", "up", str(config_file), *overrides),

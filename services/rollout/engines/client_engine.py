@@ -24,9 +24,9 @@ from services.rollout.engines.protocol import (
     TokenBooks,
     num_tokens,
 )
-from services.rollout.engines.request_rules import check_request
+from services.rollout.engines.request_rules import check_request, check_room
 from services.rollout.engines.state_clock import EngineState, StateClock
-from sluice.errors import EngineError, ExhaustedError, NotReadyError
+from sluice.errors import EngineError, NotReadyError
 from sluice.telemetry.process_age import process_age_s
 from sluice.types import TensorSpec
 
@@ -201,12 +201,7 @@ class ClientEngine(Generic[CoreT]):
         if core.version is None:
             raise NotReadyError(f"the {self._name} engine has no weights yet")
         check_request(request, self.vocab_size, limits.max_model_len)
-        wanted = self._open_samples + coming + len(request.sample_indexes)
-        if wanted > limits.slots + limits.max_queued:
-            raise ExhaustedError(
-                f"request {request.request_id}: {wanted} samples would be under way; the engine "
-                f"takes {limits.slots} in slots and {limits.max_queued} waiting: try later"
-            )
+        check_room(request, self._open_samples + coming, limits.slots, limits.max_queued)
 
     async def _draw(
         self,

@@ -230,7 +230,8 @@ class Engine(Protocol):
         their slots before the next decode step.
 
         Raises:
-            InvalidRequestError: prompt and response do not fit `max_model_len`.
+            InvalidRequestError: prompt and response do not fit `max_model_len`, or the samples are
+                more than the engine takes when it is idle.
             NotReadyError: no weights yet.
             ExhaustedError: too many samples are waiting.
             EngineError: the engine broke.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from services.rollout.engines.protocol import GenerationRequest
-from sluice.errors import InvalidRequestError
+from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.types import SamplingParams
 
-__all__ = ["MAX_STOP_TOKEN_IDS", "check_request"]
+__all__ = ["MAX_STOP_TOKEN_IDS", "check_request", "check_room"]
 
 # Every slot holds as many as the longest list of any request.
 MAX_STOP_TOKEN_IDS = 64
@@ -40,6 +40,32 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
                 f"request {request.request_id}: token id {int(tokens.max())}; the vocabulary has "
                 f"{vocab_size}"
             )
+
+
+def check_room(request: GenerationRequest, under_way: int, slots: int, max_queued: int) -> None:
+    """Whether an engine with `under_way` open samples takes those of a request.
+
+    Args:
+        under_way: samples that are drawn, or wait.
+        slots: samples drawn at once.
+        max_queued: samples that may wait for a slot.
+
+    Raises:
+        ExhaustedError: not at present.
+        InvalidRequestError: not even if it were idle.
+    """
+    samples = len(request.sample_indexes)
+    if samples > slots + max_queued:
+        raise InvalidRequestError(
+            f"request {request.request_id}: {samples} samples; the engine takes {slots} in slots "
+            f"(actor_rollout_ref.rollout.max_num_seqs) and {max_queued} waiting "
+            "(sluice.rollout.max_queued): ask for fewer at once, or raise one of these"
+        )
+    if under_way + samples > slots + max_queued:
+        raise ExhaustedError(
+            f"request {request.request_id}: {under_way + samples} samples would be under way; the "
+            f"engine takes {slots} in slots and {max_queued} waiting: try later"
+        )
 
 
 def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:

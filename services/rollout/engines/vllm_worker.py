@@ -7,9 +7,6 @@ nothing is drawn.
 from __future__ import annotations
 
 import os
-import select
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +15,7 @@ from typing import Protocol, TypeGuard, runtime_checkable
 import msgspec
 import torch
 
+from services.rollout.engines.owner_watch import end_with_owner
 from services.rollout.engines.vllm_checkpoint import CheckpointNames
 from services.rollout.engines.vllm_dummy_weights import keep_buffers
 from services.rollout.engines.vllm_staging import Outcome, WorkerStaging, rank_in_group
@@ -28,7 +26,9 @@ from sluice.types import TransferGroupSpec
 
 __all__ = ["WeightWorker"]
 
-keep_buffers()  # vLLM imports this file before it loads the model, and calls nothing before that
+# vLLM imports this file before it loads the model, and calls nothing before that.
+keep_buffers()
+end_with_owner(with_parent=True)  # vLLM's engine process need not have imported anything of ours
 
 
 class _LayerMethod(Protocol):
@@ -63,14 +63,8 @@ class WeightWorker:
     device: torch.device | None
     model_runner: ModelRunner
 
-    def sluice_begin(self, owner: int, begin: bytes) -> str:
-        """Prepares for weights and ends this process with its owner.
-
-        Args:
-            owner: process that started vLLM.
-            begin: a `WorkerBegin`, JSON.
-        """
-        _end_with(owner)
+    def sluice_begin(self, begin: bytes) -> str:
+        """Prepares for weights; `begin` is a `WorkerBegin`, JSON."""
         told = msgspec.json.decode(begin, type=WorkerBegin)
         wire = transfer_device(_own_device(told.device, self.device), told.backend)
         self.sluice_names = CheckpointNames(
@@ -205,28 +199,3 @@ def _is_npu(device: torch.device | None) -> TypeGuard[torch.device]:
 def _is_matrix(weight: torch.Tensor | None) -> bool:
     """Packed weights leave an empty tensor behind, but for one that is tied."""
     return weight is not None and weight.ndim == 2 and weight.numel() > 0
-
-
-def _end_with(owner: int) -> None:
-    """Kills this process, and one between it and `owner`, when `owner` is gone.
-
-    vLLM's processes outlive a killed owner for good and go on holding the device.
-    """
-    if not hasattr(os, "pidfd_open"):
-        return
-    try:
-        watched = os.pidfd_open(owner)
-    except ProcessLookupError:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return
-    parent = os.getppid()
-
-    def wait() -> None:
-        poll = select.poll()
-        poll.register(watched, select.POLLIN)
-        poll.poll()
-        if parent not in (owner, 1) and os.getppid() == parent:
-            os.kill(parent, signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait, name="owner-watch", daemon=True).start()

@@ -74,9 +74,9 @@ class VllmWorkers:
     def __init__(self, calls: WorkerCalls) -> None:
         self._calls = calls
 
-    async def begin(self, owner: int, told: WorkerBegin) -> None:
-        """Prepares every worker, which ends with the process `owner`."""
-        await self._call("sluice_begin", owner, msgspec.json.encode(told))
+    async def begin(self, told: WorkerBegin) -> None:
+        """Prepares every worker."""
+        await self._call("sluice_begin", msgspec.json.encode(told))
 
     async def pulse(self, timeout_s: float) -> int:
         """Samples that the workers hold since their last step, asked through the engine's loop."""

@@ -115,7 +115,7 @@ ENTRIES: tuple[Entry, ...] = (
         str,
         "fcfs",
         "Order of waiting requests.",
-        "requests are served in the order they came",
+        "waiting samples are drawn by priority, those of one priority in the order they came",
     ),
     _fixed(
         "logprobs_mode",

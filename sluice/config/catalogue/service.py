@@ -179,6 +179,12 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(f"{_KEY}.limits.max_prompts_per_stream", unit="prompts"),
     honoured(f"{_KEY}.limits.max_client_prompts", unit="prompts"),
     honoured(f"{_KEY}.limits.max_client_samples", unit="samples"),
+    honoured(
+        f"{_KEY}.limits.max_client_priority",
+        effect="Above 0, clients' samples get slots before those of training, which waits",
+        advice="0; with more, tokens say who the clients are",
+    ),
+    honoured(f"{_KEY}.limits.max_client_score_items", unit="responses"),
     honoured(f"{_KEY}.limits.max_watchers", unit="calls"),
     honoured(f"{_KEY}.limits.max_prompt_turns", unit="turns"),
     honoured(f"{_KEY}.limits.max_extra_info_kb", unit="KiB"),

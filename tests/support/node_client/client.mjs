@@ -1,4 +1,5 @@
-// Samples from a replica and submits prompts, over gRPC and from the protos alone.
+// Samples from a replica and submits prompts, over gRPC and from the protos alone: they are read when
+// it starts, and `npm run check` generates types from them that this file is held against.
 //
 //   node client.mjs ADDRESS PROTO_FOLDER
 //
@@ -13,15 +14,32 @@ const definition = protoLoader.loadSync(
   ["sluice/api/rollout/v1/rollout.proto", "sluice/api/reward/v1/reward.proto"],
   { includeDirs: [protoFolder], keepCase: true, longs: Number, enums: String, defaults: true },
 );
-const { rollout, reward } = grpc.loadPackageDefinition(definition).sluice.api;
+/**
+ * What `npm run types` generates.
+ * @typedef {import("./node_modules/sluice-types/rollout.js").ProtoGrpcType} Rollout
+ * @typedef {import("./node_modules/sluice-types/reward.js").ProtoGrpcType} Reward
+ * @typedef {import("./node_modules/sluice-types/sluice/api/rollout/v1/RolloutService.js").RolloutServiceClient} Replica
+ * @typedef {import("./node_modules/sluice-types/sluice/api/reward/v1/RewardService.js").RewardServiceClient} Service
+ * @typedef {import("./node_modules/sluice-types/sluice/api/rollout/v1/GenerateResponse.js").GenerateResponse__Output} Generated
+ * @typedef {import("./node_modules/sluice-types/sluice/api/reward/v1/SubmitPromptsResponse.js").SubmitPromptsResponse__Output} Told
+ */
+const loaded = /** @type {Rollout & Reward} */ (
+  /** @type {unknown} */ (grpc.loadPackageDefinition(definition))
+);
+const { rollout, reward } = loaded.sluice.api;
 const open = grpc.credentials.createInsecure();
 const deadline = () => ({ deadline: Date.now() + 30_000 });
-const tell = (what) => console.log(JSON.stringify(what));
+const tell = (/** @type {object} */ what) => console.log(JSON.stringify(what));
 
-// Arrays travel as little-endian bytes, four an item.
+/**
+ * Arrays travel as little-endian bytes, four an item.
+ * @param {Buffer} bytes
+ * @param {"readUInt32LE" | "readFloatLE"} read
+ */
 const items = (bytes, read) =>
   Array.from({ length: bytes.length / 4 }, (_, index) => bytes[read](4 * index));
 
+/** @param {Replica} replica */
 async function generate(replica) {
   const call = replica.Generate(
     {
@@ -32,7 +50,8 @@ async function generate(replica) {
     },
     deadline(),
   );
-  for await (const message of call) {
+  for await (const each of call) {
+    const message = /** @type {Generated} */ (each);
     if (message.accepted) {
       const { prompt_token_ids_u32, policy_version } = message.accepted;
       tell({ prompt: items(prompt_token_ids_u32, "readUInt32LE"), version: policy_version });
@@ -51,6 +70,7 @@ async function generate(replica) {
   }
 }
 
+/** @param {Service} service */
 async function submit(service) {
   const call = service.SubmitPrompts(deadline());
   for (const prompt_id of ["a", "bad"]) {
@@ -62,18 +82,21 @@ async function submit(service) {
     });
   }
   call.end();
-  for await (const { receipt, outcome } of call) {
+  for await (const each of call) {
+    const { receipt, outcome } = /** @type {Told} */ (each);
     if (receipt) tell({ prompt_id: receipt.prompt_id, refused: receipt.refused_because });
     if (outcome) tell({ prompt_id: outcome.prompt_id, end: outcome.end, step: outcome.step });
   }
 }
 
+/** @param {Replica} replica */
 async function refusal(replica) {
   try {
     for await (const _ of replica.Generate({ sample_indexes: [] }, deadline()));
   } catch (error) {
-    const [kind] = error.metadata.get("sluice-error");
-    tell({ code: grpc.status[error.code], kind: kind ?? "", details: error.details });
+    const { code, details, metadata } = /** @type {grpc.ServiceError} */ (error);
+    const [kind] = metadata.get("sluice-error");
+    tell({ code: grpc.status[code], kind: kind ?? "", details });
   }
 }
 

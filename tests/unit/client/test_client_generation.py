@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from contextlib import aclosing
 
 import grpc
@@ -19,6 +21,7 @@ from sluice.client import (
     SampleFinished,
     Sampling,
 )
+from sluice.client.client_name import default_client_name
 from sluice.client.generation_types import Prompt
 from sluice.client.retries import is_transient
 from sluice.errors import (
@@ -28,6 +31,7 @@ from sluice.errors import (
     PeerError,
     SluiceError,
 )
+from sluice.rpc.caller_name import MAX_NAME_LENGTH
 from tests.support.token_replica import PROMPT, TokenReplica, text_of, token_replicas
 
 QUICK = RetryPolicy(first_s=0.01, most_s=0.02, patience_s=5.0)
@@ -171,6 +175,28 @@ async def test_options_travel_and_the_client_tells_its_name() -> None:
     assert tokens.prompt.tokens.token_ids_u32 == b"\1\0\0\0\2\0\0\0"
     assert replica.metadata[0]["sluice-client"] == "eval"
     assert "traceparent" not in replica.metadata[0]
+
+
+async def test_unnamed_clients_of_a_process_share_a_name_for_quotas() -> None:
+    replica = TokenReplica()
+    async with token_replicas(replica) as addresses:
+        for _ in range(2):
+            async with client_of(*addresses) as client:
+                await client.generate("text")
+    names = {sent["sluice-client"] for sent in replica.metadata}
+    assert names == {f"sluice-client@{socket.gethostname()}:{os.getpid()}"}
+
+
+@pytest.mark.parametrize("host", ["h" * 300, "größe", "a b\n"])
+def test_a_default_name_is_what_metadata_can_hold(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    name = default_client_name()
+    assert len(name) <= MAX_NAME_LENGTH
+    assert all("!" <= each <= "~" for each in name)
+    assert name.startswith(f"sluice-client@{host[0]}")
+    assert name.endswith(f":{os.getpid()}")
 
 
 async def test_the_callers_span_goes_along_with_the_call() -> None:

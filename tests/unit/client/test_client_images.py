@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.message import Message
 
+from sluice.api.reward.v1 import reward_pb2
 from sluice.client import (
     AsyncClient,
     ChatMessage,
@@ -79,6 +80,15 @@ def image_prompt(name: str, *images: bytes | Path) -> NewPrompt:
     return NewPrompt(name, turns, "math_dapo", "1", images=images)
 
 
+async def sent_and_accepted(under_way: OpenPrompts) -> list[reward_pb2.SubmitPromptsRequest]:
+    """All that one call sends to a service that accepts it."""
+    sent = []
+    async for request in under_way.requests():
+        sent.append(request)
+        under_way.news(PromptEvent(request.prompt_id, "accepted", None, (), ""))
+    return sent
+
+
 async def test_a_prompt_too_large_for_a_message_is_told_and_never_sent() -> None:
     def check_size(name: str, message: Message) -> None:
         if message.ByteSize() > 1000:
@@ -86,7 +96,7 @@ async def test_a_prompt_too_large_for_a_message_is_told_and_never_sent() -> None
 
     prompts = [image_prompt("a", png()), image_prompt("b", png() + bytes(1000))]
     under_way = OpenPrompts(prompts, until_outcome=False, check_size=check_size)
-    assert [request.prompt_id async for request in under_way.requests()] == ["a"]
+    assert [request.prompt_id for request in await sent_and_accepted(under_way)] == ["a"]
     assert str(under_way.failure) == "prompt b: too large"
 
 
@@ -94,9 +104,9 @@ async def test_a_file_is_read_once_and_sent_again_as_it_was(tmp_path: Path) -> N
     file = tmp_path / "a.png"
     file.write_bytes(png())
     under_way = OpenPrompts([image_prompt("a", file)], until_outcome=True)
-    first = [request async for request in under_way.requests()]
+    first = await sent_and_accepted(under_way)
     file.unlink()
-    assert [request async for request in under_way.requests()] == first
+    assert await sent_and_accepted(under_way) == first
     assert list(first[0].images) == [png()]
     assert under_way.failure is None
 
@@ -110,7 +120,7 @@ async def test_files_are_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(submission, "prompt_to_proto", encode)
     under_way = OpenPrompts([image_prompt("a", png())], until_outcome=True)
-    assert len([request async for request in under_way.requests()]) == 1
+    assert len(await sent_and_accepted(under_way)) == 1
     assert threading.main_thread() not in threads
 
 
@@ -126,7 +136,7 @@ async def test_no_further_images_are_sent_than_there_is_room_for(
         third = tasks.create_task(anext(requests))
         await asyncio.sleep(0.05)
         assert not third.done()
-        under_way.is_news(PromptEvent("a", "trained", 1, (), ""))
+        under_way.news(PromptEvent("a", "trained", 1, (), ""))
     assert third.result().prompt_id == "c"
 
 
@@ -151,5 +161,7 @@ async def test_a_prompt_whose_call_failed_while_its_file_was_read_is_sent_by_the
         may_end.set()
     assert stale.result() is None
     assert [first.result().prompt_id, (await anext(following)).prompt_id] == ["a", "b"]
+    for name in "ab":
+        under_way.news(PromptEvent(name, "accepted", None, (), ""))
     assert await anext(following, None) is None
     assert under_way.are_done() is False

@@ -137,7 +137,7 @@ async def test_a_call_that_has_failed_takes_no_prompt_from_the_next() -> None:
         await asyncio.sleep(0)
         alive = under_way.requests()
         again = [(await anext(alive)).prompt_id for _ in range(WINDOW)]
-        under_way.is_news(PromptEvent("0", "trained", 1, (), ""))
+        under_way.news(PromptEvent("0", "trained", 1, (), ""))
         fresh = await anext(alive)
     assert drawn.result() is None
     assert again == [str(n) for n in range(WINDOW)]

@@ -121,3 +121,17 @@ async def test_a_failure_that_something_came_after_is_not_told_at_the_deadline()
     with pytest.raises(DeadlineError) as told:
         retries.remaining_s("fleet", "generating", 5.0)
     assert "4352" not in str(told.value)
+
+
+@pytest.mark.parametrize("taken_up", [False, True])
+async def test_a_deadline_that_passed_before_a_try_was_taken_up_is_caused_by_the_failure_before(
+    taken_up: bool,
+) -> None:
+    full, late = ExhaustedError("the queue is full"), DeadlineError("replica", "generating", 1.0)
+    retries = Retries(RetryPolicy(first_s=0.0))
+    await retries.wait_after(full)
+    if taken_up:
+        retries.answered()
+    with pytest.raises(DeadlineError) as caught:
+        await retries.wait_after(late)
+    assert caught.value.__cause__ is (None if taken_up else full)

@@ -21,9 +21,11 @@ from sluice.client import (
     RetryPolicy,
     RunAddress,
     ScoreItem,
+    submission,
 )
 from sluice.client.submission import OpenPrompts
 from sluice.errors import ConfigError, InvalidRequestError, PeerError
+from sluice.rpc.call import stream_call
 from sluice.types import ChatMessage, Failed, FailureKind, Scored
 from tests.support.rpc_server import serving
 
@@ -123,14 +125,60 @@ async def test_no_more_prompts_are_under_way_than_a_call_may_have() -> None:
     requests = under_way.requests()
     for _ in range(1024):
         await anext(requests)
-    under_way.is_news(PromptEvent("0", "accepted", None, (), ""))
+    under_way.news(PromptEvent("0", "accepted", None, (), ""))
     async with asyncio.TaskGroup() as tasks:
         last = tasks.create_task(anext(requests))
         for _ in range(10):
             await asyncio.sleep(0)
         assert not last.done()
-        under_way.is_news(PromptEvent("0", "trained", 1, (), ""))
+        under_way.news(PromptEvent("0", "trained", 1, (), ""))
     assert last.result().prompt_id == "1024"
+
+
+async def test_the_input_stays_open_until_every_prompt_has_a_receipt_that_is_final() -> None:
+    under_way = OpenPrompts([prompt("a")], until_outcome=True)
+    requests = under_way.requests()
+    assert (await anext(requests)).prompt_id == "a"
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(anext(requests, None))
+        await asyncio.sleep(0.01)
+        assert not following.done()
+        assert not under_way.news(PromptEvent("a", "refused", None, (), "full", True))
+        under_way.news(PromptEvent("another call's", "trained", 1, (), ""))  # made room
+    sent_again = following.result()
+    assert sent_again is not None
+    assert sent_again.prompt_id == "a"
+    under_way.news(PromptEvent("a", "accepted", None, (), ""))
+    assert await anext(requests, None) is None
+
+
+async def test_a_held_second_prompt_of_an_id_is_not_sent_once_the_first_has_ended() -> None:
+    under_way = OpenPrompts([prompt("a"), prompt("a"), prompt("b")], until_outcome=True)
+    requests = under_way.requests()
+    assert [(await anext(requests)).prompt_id for _ in range(2)] == ["a", "a"]
+    under_way.news(PromptEvent("a", "accepted", None, (), ""))
+    under_way.news(PromptEvent("a", "refused", None, (), "full", True))
+    under_way.news(PromptEvent("a", "trained", 1, (), ""))
+    assert (await anext(requests)).prompt_id == "b"
+
+
+async def test_a_call_that_grpc_cancels_by_itself_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    async def cancelled_first(*arguments: Any, **named: Any) -> AsyncIterator[Any]:
+        calls.append(named["name"])
+        if len(calls) == 1:
+            raise asyncio.CancelledError
+        async with aclosing(stream_call(*arguments, **named)) as answers:
+            async for answer in answers:
+                yield answer
+
+    monkeypatch.setattr(submission, "stream_call", cancelled_first)
+    events = await submitted(MovingReward(), [prompt("a")])
+    assert events == [("a", "accepted"), ("a", "trained")]
+    assert len(calls) == 2
 
 
 async def test_no_prompts_are_no_events() -> None:

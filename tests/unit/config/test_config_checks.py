@@ -49,6 +49,11 @@ def test_a_sound_configuration_has_no_problem() -> None:
             "is more than sluice.rollout.max_n = 256",
         ),
         ([f"{ROLLOUT}.val_kwargs.n=300"], "val_kwargs.n = 300 is more than"),
+        (
+            [f"{ROLLOUT}.n=8", f"{ROLLOUT}.max_num_seqs=4", "sluice.rollout.max_queued=3"],
+            "n = 8 is more than a replica takes: actor_rollout_ref.rollout.max_num_seqs = 4 and "
+            "sluice.rollout.max_queued = 3 waiting",
+        ),
         (["algorithm.adv_estimator=gae2"], "algorithm.adv_estimator = 'gae2' is unknown"),
         ([f"{ACTOR}.policy_loss.loss_mode=best"], "loss_mode = 'best' is unknown"),
         (["trainer.device=tpu"], "trainer.device = 'tpu' is unknown; known: cpu, cuda, npu"),

@@ -113,6 +113,25 @@ def test_an_outdated_file_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert generate_helm_values.main(["--check"]) == 0
 
 
+def test_copies_of_rules_alerts_and_dashboards_follow_their_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = ROOT / "deploy" / "observability"
+    sources = [profile / "prometheus" / name for name in ("rules.yml", "alerts.yml")]
+    sources += (profile / "grafana" / "dashboards").glob("*.json")
+    wanted = {source.name: source.read_text(encoding="utf-8") for source in sources}
+    monkeypatch.setattr(generate_helm_values, "MONITORING", tmp_path)
+    assert generate_helm_values.main(["--check"]) == 1
+    assert generate_helm_values.main([]) == 0
+    assert {file.name: file.read_text(encoding="utf-8") for file in tmp_path.iterdir()} == wanted
+    for name, text in (("alerts.yml", "groups: []\n"), ("other.json", "{}")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        assert generate_helm_values.main(["--check"]) == 1
+        assert generate_helm_values.main([]) == 0
+        assert generate_helm_values.main(["--check"]) == 0
+    assert set(wanted) == {file.name for file in tmp_path.iterdir()}
+
+
 def test_the_schema_takes_the_charts_own_values_and_the_examples() -> None:
     assert problems(VALUES, SCHEMA, "values") == []
     for example in EXAMPLES.glob("*.yaml"):

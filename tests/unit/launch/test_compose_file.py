@@ -13,22 +13,29 @@ from typing import Any
 import pytest
 import yaml
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from sluice.cli.main import commands
 from sluice.config.loader import load_config
 from sluice.launch.network_layout import (
     CONFIG_FILE,
+    CONFIG_NAME,
+    DASHBOARD_PORT,
     JOBS_MOUNT,
     KINDS,
     LAUNCHER,
     PLACES,
+    PREPARE,
+    PREPARED_FOLDER,
     RUNS_MOUNT,
     USER_ID,
     container_layout,
     launcher_grace_s,
 )
+from sluice.launch.observed_run import DASHBOARD_VARIABLE
 from sluice.launch.service_spec import RESTARTS_AFTER_ERRORS_TOO, RESTARTS_AFTER_SIGNALS
 from tests.support.source_tree import ROOT, name_of
+from tests.unit.cli.test_prepare_command import model_and_data
 
 FILES = sorted(ROOT.glob("compose*.yaml"))
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -107,8 +114,9 @@ def test_the_configuration_is_written_where_services_read_it_by_a_command_that_e
     command = filled_in(services()["prepare"]["command"]).split()
     program, name, *first = services(ROOT / overlay)["prepare"]["entrypoint"]
     words = [*first, *command]
-    assert words[words.index("--run-dir") + 1] == str(Path(CONFIG_FILE).parent)
-    assert (program, name) == ("sluice", "prepare")
+    assert tuple(words[-2:]) == PREPARED_FOLDER
+    assert PREPARED_FOLDER[1] == str(Path(CONFIG_FILE).parent)
+    assert (program, name) == PREPARE
     application = get_command(commands)
     context = application.make_context("sluice", [], resilient_parsing=True)
     context.resilient_parsing = False
@@ -141,6 +149,29 @@ def test_ports_stand_in_the_layout_alone_but_where_they_are_published() -> None:
     for kind, service in services(ROOT / "compose.host.yaml").items():
         assert service["ports"][0].endswith(f":{PLACES[kind].port}")  # type: ignore[index]
         assert service["ports"][0].startswith("127.0.0.1:")
+
+
+def test_the_overlay_of_the_live_page_publishes_on_loopback_where_it_is_served() -> None:
+    (published,) = services(ROOT / "compose.dashboard.yaml")["trainer"]["ports"]
+    assert filled_in(published) == f"127.0.0.1:{DASHBOARD_PORT}:{DASHBOARD_PORT}"
+
+
+def test_the_overlay_of_the_live_page_has_it_served_with_tokens_and_refuses_it_without(
+    tmp_path: Path,
+) -> None:
+    environment = services(ROOT / "compose.dashboard.yaml")["prepare"]["environment"]
+    words = services(ROOT / "compose.secure.yaml")["prepare"]["entrypoint"][1:]
+    assert list(environment) == [DASHBOARD_VARIABLE]
+    arguments = ["--run-dir", str(tmp_path / "run"), *model_and_data(tmp_path / "job")]
+    refused = CliRunner().invoke(commands, ["prepare", *arguments], env=environment)
+    assert refused.exit_code != 0
+    assert "sluice.security.token_file" in str(refused.exception)
+    assert not (tmp_path / "run" / CONFIG_NAME).exists()
+    taken = CliRunner().invoke(commands, [*words, *arguments], env=environment)
+    assert taken.exit_code == 0, taken.output
+    config = load_config(tmp_path / "run" / CONFIG_NAME, []).sluice
+    assert (config.dashboard.host, config.dashboard.port) == ("0.0.0.0", DASHBOARD_PORT)
+    assert config.security.token_file is not None
 
 
 def test_a_container_is_started_again_as_often_as_a_process() -> None:

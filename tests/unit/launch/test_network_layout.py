@@ -14,6 +14,7 @@ from sluice.config.loader import load_config
 from sluice.launch import container
 from sluice.launch.network_layout import (
     CONFIG_FILE,
+    DASHBOARD_PORT,
     KINDS,
     PLACES,
     Kind,
@@ -33,6 +34,7 @@ def test_no_port_is_given_twice() -> None:
     ]
     assert set(PLACES) == set(KINDS)
     assert len(set(ports)) == len(ports) == 3 * len(KINDS)
+    assert DASHBOARD_PORT not in ports
 
 
 def test_services_take_the_layouts_ports_and_are_scraped_where_it_says() -> None:

@@ -11,6 +11,7 @@ import pytest
 from sluice.client.images import ChatWithImages
 from sluice.openai_front.asked import (
     Asked,
+    Bounds,
     ChatRequest,
     CompletionRequest,
     asked_of_chat,
@@ -29,14 +30,14 @@ def image_part(url: str | None = None) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
 
 
-def chat(**fields: Any) -> Asked:
+def chat(bounds: Bounds = Bounds(), **fields: Any) -> Asked:  # noqa: B008
     body = json.dumps({"model": "policy", "messages": [TURN], **fields}).encode()
-    return asked_of_chat(decode(body, ChatRequest), None)
+    return asked_of_chat(decode(body, ChatRequest), bounds)
 
 
 def completion(**fields: Any) -> Asked:
     body = json.dumps({"model": "policy", "prompt": "hi", **fields}).encode()
-    return asked_of_completion(decode(body, CompletionRequest), 7.0)
+    return asked_of_completion(decode(body, CompletionRequest), Bounds(deadline_s=7.0))
 
 
 def test_a_bare_request_draws_one_choice_at_temperature_1() -> None:
@@ -116,7 +117,6 @@ def test_all_four_forms_of_a_prompt_are_taken(prompt: Any, prompts: Any) -> None
         ({"messages": []}, "messages"),
         ({"n": 0}, "n"),
         ({"n": "1"}, "n"),
-        ({"stop": [""]}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": "é" * 65}, "stop"),
         ({"tools": [{}]}, "tools"),
@@ -125,6 +125,12 @@ def test_all_four_forms_of_a_prompt_are_taken(prompt: Any, prompts: Any) -> None
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"seed": 1 << 63}, "seed"),
+        ({"priority": 1}, "priority"),
+        ({"priority": -101}, "priority"),
+        ({"token_budget": 1, "n": 2}, "token_budget"),
+        ({"token_budget": -1}, "token_budget"),
+        ({"token_budget": 1 << 32}, "token_budget"),
+        ({"deadline_s": 0}, "deadline_s"),
         *(
             ({"messages": [{"role": "user", "content": content}]}, param)
             for content, param in (
@@ -186,3 +192,39 @@ def test_a_chat_answer_of_no_tokens_is_refused_and_not_taken_for_no_limit(
 def test_a_chat_answer_without_a_limit_may_fill_the_context() -> None:
     assert chat().options.sampling.max_tokens == 0
     assert chat(max_tokens=None, max_completion_tokens=None).options.sampling.max_tokens == 0
+
+
+@pytest.mark.parametrize("stop", ["", [], [""], ["", ""] * 16])
+def test_an_empty_stop_is_none(stop: Any) -> None:
+    assert chat(stop=stop).options.sampling.stop == ()
+    assert chat(stop=["", "END"]).options.sampling.stop == ("END",)
+
+
+def test_a_deadline_of_the_request_counts_if_it_passes_before_the_servers() -> None:
+    assert [completion(deadline_s=s).options.deadline_s for s in (2.5, 70)] == [2.5, 7.0]
+    assert chat(deadline_s=70).options.deadline_s == 70.0
+    assert chat().options.deadline_s is None
+
+
+def test_a_token_budget_is_that_of_all_prompts_together() -> None:
+    asked = completion(prompt=["a", "b"], n=2, token_budget=10)
+    assert (asked.options.n, asked.options.token_budget) == (2, 5)
+    assert completion(token_budget=0).options.token_budget == 0
+
+
+def test_no_request_has_more_priority_than_the_server_allows() -> None:
+    with pytest.raises(RefusedError, match=r"priority: 1; at most 0 .* --max-priority"):
+        chat(priority=1)
+    higher = Bounds(max_priority=5)
+    assert [chat(higher, priority=given).options.priority for given in (5, -100)] == [5, -100]
+    with pytest.raises(RefusedError, match="at most 5"):
+        chat(higher, priority=6)
+    assert [chat(Bounds(max_priority=m)).options.priority for m in (-10, 10)] == [-10, 0]
+
+
+def test_more_choices_than_the_server_ever_draws_are_no_request() -> None:
+    bounds = Bounds(max_choices=3, choices_option="--max-key-choices")
+    assert chat(bounds, n=3).num_choices == 3
+    with pytest.raises(RefusedError, match=r"n: 4 .* at most 3 .*--max-key-choices") as caught:
+        chat(bounds, n=4)
+    assert (caught.value.param, caught.value.status) == ("n", 400)

@@ -95,6 +95,28 @@ async def test_a_real_engine_answers_the_same_streamed_or_not_and_stops_where_it
                 await asyncio.sleep(0.01)
 
 
+async def texts(front: HttpFront, prompt: object, **fields: object) -> list[str]:
+    status, body = await front.post(
+        "/v1/completions", model="policy", prompt=prompt, max_tokens=12, **fields
+    )
+    assert status == 200, body
+    return [choice["text"] for choice in body["choices"]]
+
+
+async def test_the_same_prompt_twice_draws_different_samples_which_a_seed_repeats(
+    tmp_path: Path,
+) -> None:
+    async with front_on_torch(tmp_path) as (front, _):
+        twice = ["a", "a"]
+        assert len(set(await texts(front, twice, n=2))) == 4
+        assert len(set(await texts(front, twice, n=2) + await texts(front, twice, n=2))) == 8
+        seeded = await texts(front, twice, n=2, seed=5)
+        assert len(set(seeded)) == 4
+        assert await texts(front, twice, n=2, seed=5) == seeded
+        assert await texts(front, "a", n=4, seed=5) == seeded
+        assert len(set(await texts(front, twice, temperature=0))) == 1
+
+
 async def test_openais_own_client_reads_every_answer(tmp_path: Path) -> None:
     openai: Any = pytest.importorskip("openai")
     async with (

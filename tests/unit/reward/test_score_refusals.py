@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,22 +18,34 @@ class Requests:
 
     def __init__(self) -> None:
         self.sources: list[str] = []
+        self.clients: list[str | None] = []
 
     def check_size(self, num_items: int) -> None:
         pass
 
-    async def score(self, items: Any) -> tuple[()]:
+    async def score(self, items: Any, client: str | None) -> tuple[()]:
+        self.clients.append(client)
         self.sources += [item.data_source for item in items]
         return ()
+
+
+class Call:
+    """Of a client that gives no name."""
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def peer(self) -> str:
+        return "ipv4:10.0.0.7:4711"
 
 
 async def test_a_long_name_of_a_data_source_reaches_no_scorer() -> None:
     requests: Any = Requests()
     loop: Any = SimpleNamespace(score_requests=requests)
-    servicer, context = RewardServicer(loop, RolloutConfig(), 16), None
+    servicer, context = RewardServicer(loop, RolloutConfig(), 16), cast("Any", Call())
     items = [reward.ScoreItem(data_source="math"), reward.ScoreItem(data_source="x" * 257)]
     with pytest.raises(InvalidRequestError, match=r"items\[1\]\.data_source: .* at most 256"):
-        await servicer.Score(reward.ScoreRequest(items=items), context)  # type: ignore[arg-type]
+        await servicer.Score(reward.ScoreRequest(items=items), context)
     assert requests.sources == []
-    await servicer.Score(reward.ScoreRequest(items=items[:1]), context)  # type: ignore[arg-type]
-    assert requests.sources == ["math"]
+    await servicer.Score(reward.ScoreRequest(items=items[:1]), context)
+    assert (requests.sources, requests.clients) == (["math"], ["host 10.0.0.7"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.reward.memory_ledger import MemoryLedger
-from services.reward.submissions import Submission, Submissions, SubmissionSession
-from sluice.errors import InvalidRequestError
+from services.reward.submissions import Receipt, Submission, Submissions, SubmissionSession
+from sluice.errors import ExhaustedError
 from sluice.types import ChatMessage
 
 
@@ -28,11 +28,34 @@ def test_the_calls_of_one_client_count_together_and_others_and_nobodys_do_not() 
             send(submissions, first, "1", 2)
             send(submissions, second, "2", 2)
             for session in (first, second):
-                with pytest.raises(
-                    InvalidRequestError, match=r"client 'a': 2 prompts .*max_client"
-                ):
+                with pytest.raises(ExhaustedError, match=r"client 'a': 2 prompts .*max_client"):
                     send(submissions, session, "3", 2)
             for number in range(4, 9):
                 send(submissions, unnamed, str(number), 2)
             send(submissions, other, "9", 2)
         send(submissions, first, "3", 2)  # what a call that ended had is nobody's
+
+
+async def test_a_prompt_that_a_client_has_already_takes_no_further_room() -> None:
+    ledger = MemoryLedger()
+    submissions = Submissions(ledger, ledger.accept, lambda _: None, 1)
+    turn = (ChatMessage("user", "hello"),)
+    prompt, other = (Submission(name, turn, "math_dapo", "1", {}) for name in "12")
+    with submissions.session(client="a") as broken, submissions.session(client="a") as back:
+        submissions.submit(prompt, broken, lambda: submissions.check_quota(broken, 1))
+        for again in (prompt, other):
+            submissions.submit(again, back, lambda: submissions.check_quota(back, 1))
+        found, refused = [await back.next_event() for _ in range(2)]
+    assert isinstance(found, Receipt)
+    assert isinstance(refused, Receipt)
+    assert found == Receipt("1", 0)
+    assert (refused.prompt_id, refused.is_retryable) == ("2", True)
+    assert "max_client_prompts allows; wait" in refused.refused_because
+
+
+def test_a_call_may_have_so_many_unfinished_prompts() -> None:
+    session = SubmissionSession()
+    session.num_open = 3
+    session.check_room(4)
+    with pytest.raises(ExhaustedError, match=r"3 prompts of this call .*max_prompts_per_stream"):
+        session.check_room(3)

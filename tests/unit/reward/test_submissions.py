@@ -76,6 +76,7 @@ async def test_a_wrong_prompt_is_refused_with_the_reason_and_not_accepted(
         submissions.submit(wrong, session)
         refused = await receipt(session)
     assert refused.sequence is None
+    assert not refused.is_retryable
     assert reason in refused.refused_because
     assert ledger.accounts().num_submitted == 0
 
@@ -88,6 +89,7 @@ async def test_unfinished_prompts_are_bounded(
             submissions.submit(submission(name), session)
         receipts = [await receipt(session) for _ in range(3)]
         assert [r.sequence is None for r in receipts] == [False, False, True]
+        assert [r.is_retryable for r in receipts] == [False, False, True]
         assert "max_client_pending" in receipts[2].refused_because
         end(submissions, ledger, "a")
         await session.next_event()

@@ -30,11 +30,22 @@ async def test_unfinished_images_of_all_clients_together_are_bounded() -> None:
         refused = await receipt(second)
         assert refused.sequence is None
         assert "max_client_images_mb allows 2 MiB; wait for outcomes" in refused.refused_because
+        assert refused.is_retryable
         assert (await receipt(second)).sequence == 1
         prompt = ledger.end("1", PromptEnd.TRAINED)
         submissions.ended(PromptOutcome(prompt, PromptEnd.TRAINED, 1, (), ""))
         submissions.submit(submission("2", bytes((1 << 20) + 1)), second)
         assert (await receipt(second)).sequence == 2
+
+
+async def test_images_that_there_will_never_be_room_for_are_refused_for_good() -> None:
+    ledger = MemoryLedger()
+    submissions = Submissions(ledger, ledger.accept, lambda _: None, 99, max_image_bytes=2 << 20)
+    with submissions.session() as session:
+        submissions.submit(submission("1", bytes((2 << 20) + 1)), session)
+        refused = await receipt(session)
+    assert not refused.is_retryable
+    assert "max_client_images_mb allows 2 MiB; send fewer" in refused.refused_because
 
 
 async def test_an_outcome_that_waits_to_be_read_holds_no_images() -> None:

@@ -16,7 +16,7 @@ from services.rollout.engines.chunk_stream import ChunkStream
 from services.rollout.engines.client_engine import ClientEngine
 from services.rollout.engines.client_engine_settings import ClientEngineSettings
 from services.rollout.engines.protocol import GenerationRequest, PauseMode, SampleChunk
-from sluice.errors import EngineError, ExhaustedError, NotReadyError
+from sluice.errors import EngineError, ExhaustedError, InvalidRequestError, NotReadyError
 from sluice.types import FinishReason
 from tests.support.causal_lms import request
 
@@ -141,6 +141,14 @@ async def test_samples_beyond_the_slots_and_the_queue_are_refused(
         await anext(drawing)
         with pytest.raises(ExhaustedError, match=r"4 samples .* 2 in slots and 1 waiting"):
             await anext(engine.generate(request(samples=2)))
+
+
+async def test_more_samples_than_an_idle_engine_takes_are_not_told_to_come_back(
+    engine: _Engine,
+) -> None:
+    told = r"4 samples; .* 2 in slots .*max_num_seqs.* 1 waiting .*max_queued"
+    with pytest.raises(InvalidRequestError, match=told):
+        await anext(engine.generate(request(samples=4)))
 
 
 async def test_an_engine_that_does_not_abort_samples_is_broken(

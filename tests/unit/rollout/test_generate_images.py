@@ -67,6 +67,9 @@ class Context:
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return (("sluice-client", "a"),)
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:4711"
+
     async def write(self, message: rollout.GenerateResponse) -> None:
         self.written.append(message)
 
@@ -138,8 +141,10 @@ async def test_images_that_a_client_has_under_way_are_bounded() -> None:
     recorder, image = Recorder(), png()
     quota = ClientQuota(len(image), "bytes of images", "sluice.limits.max_client_images_mb")
     service = servicer(recorder, ImageRules(quota=quota))
-    with pytest.raises(ExhaustedError, match=r"client 'a': 0 bytes of images .*max_client_images"):
+    with pytest.raises(InvalidRequestError, match=r"client 'a': .* bytes of .*max_client_images"):
         await call(service, request("<image><image>", image, image))
+    with quota.held("a", 1), pytest.raises(ExhaustedError, match=r"client 'a': 1 bytes of images"):
+        await call(service, request("<image>", image))
     await call(service, request("<image>", image))
     await call(service, request("<image>", image))  # what ended counts no more
     assert len(recorder.requests) == 2

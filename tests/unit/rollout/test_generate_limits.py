@@ -86,8 +86,9 @@ async def test_waiting_samples_of_higher_priority_go_first_and_equal_ones_in_ord
 
     async with (
         replica(tmp_path, slots=1) as (address, engine),
-        AsyncClient(RunAddress(replicas=(address,))) as client,
-        aclosing(client.stream("first", options(100))) as first,
+        AsyncClient(RunAddress(replicas=(address,)), name="a") as busy,
+        AsyncClient(RunAddress(replicas=(address,)), name="b") as client,
+        aclosing(busy.stream("first", options(100))) as first,
     ):
         async for event in first:
             if isinstance(event, SampleDelta):

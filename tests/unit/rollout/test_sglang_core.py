@@ -33,6 +33,7 @@ class _Client:
 
     def __init__(self) -> None:
         self.failure: EngineError | None = None
+        self.resumed: EngineError | None = None
         self.salts: list[str] = []
         self.called: list[str] = []
         self.during_load: Callable[[], None] = lambda: None
@@ -53,6 +54,8 @@ class _Client:
         self.called.append("pause")
 
     async def resume(self) -> None:
+        if self.resumed is not None:
+            raise self.resumed
         self.draws.set()
         self.called.append("resume")
 
@@ -101,6 +104,24 @@ async def test_after_weights_that_could_not_be_read_nothing_is_drawn_and_what_ru
                 await told
     assert client.called == ["pause"]
     assert client.salts == ["0"]
+
+
+async def test_an_engine_that_does_not_go_on_after_a_swap_is_broken_and_what_runs_fails() -> None:
+    client = _Client()
+    client.resumed = EngineError("SGLang: no answer to resume (60 s)")
+    core = _core(client)
+    told = "after version 2 came; restart the replica"
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        stream, running = _begin(core, tasks)
+        await _turns()
+        with pytest.raises(EngineError, match=told):
+            await core.swap("folder", 2, "two")
+        await asyncio.wait([running])
+        assert await stream.next()
+        for call in (stream.next(), core.swap("folder", 2, "two"), core.resume()):
+            with pytest.raises(EngineError, match=told):
+                await call
+    assert client.called == ["pause"]
 
 
 async def test_a_sample_that_comes_during_a_swap_is_sent_after_it_with_the_new_weights_salt() -> (

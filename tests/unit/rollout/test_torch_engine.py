@@ -184,6 +184,8 @@ async def test_too_many_waiting_samples_are_refused_and_the_rest_goes_on(
             with pytest.raises(ExhaustedError):
                 await generate(engine, request())
         assert len(running.result()) == 5
+        with pytest.raises(InvalidRequestError, match="6 samples; the engine takes 2 in slots"):
+            await generate(engine, request(samples=6))
         assert len(await generate(engine, request(samples=5))) == 5
 
 

@@ -38,6 +38,7 @@ class _Client:
     def __init__(self) -> None:
         self.applied: dict[str, object] = {"seconds": 0.1}
         self.tagged: EngineError | None = None
+        self.resumed: EngineError | None = None
         self.salts: list[str] = []
         self.called: list[str] = []
         self.during_apply: Callable[[], None] = lambda: None
@@ -58,6 +59,8 @@ class _Client:
         self.called.append("pause")
 
     async def resume(self) -> None:
+        if self.resumed is not None:
+            raise self.resumed
         self._draws.set()
         self.called.append("resume")
 
@@ -132,6 +135,21 @@ async def test_weights_whose_version_cannot_be_named_draw_nothing() -> None:
     client = _Client()
     client.tagged = EngineError("vLLM: naming the version failed")
     await _check_broken(client)
+
+
+async def test_an_engine_that_does_not_go_on_after_a_swap_is_broken() -> None:
+    client = _Client()
+    client.resumed = EngineError("vLLM: no answer to resume within 60 s")
+    await _check_broken(client)
+
+
+async def test_a_swap_that_is_repeated_on_an_engine_that_stayed_paused_fails_again() -> None:
+    client = _Client()
+    client.resumed = EngineError("vLLM: no answer to resume within 60 s")
+    core = _core(client)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="after version 2 came; restart the replica"):
+            await core.swap(2, "two")
 
 
 async def test_when_no_worker_took_the_new_weights_the_old_ones_go_on() -> None:

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from sluice.errors import ExhaustedError
-from sluice.rpc.caller_name import CLIENT_KEY, caller_name
+from sluice.errors import ExhaustedError, InvalidRequestError
+from sluice.rpc.caller_name import CLIENT_KEY, SERVICE_KEY, as_service, caller_name, host_of
 from sluice.rpc.client_quota import ClientQuota
 from sluice.security.tokens import Role, Token
 
@@ -19,10 +19,18 @@ class Tokens:
         return (Token(Role.SERVICE, SERVICE), Token(Role.CLIENT, CLIENT), Token(Role.CLIENT, OTHER))
 
 
-def named(token: str | None, name: str | None, *, with_tokens: bool = True) -> str | None:
+def named(
+    token: str | None,
+    name: str | None,
+    *,
+    service: str | None = None,
+    peer: str = "ipv4:10.0.0.7:4711",
+    with_tokens: bool = True,
+) -> str | None:
     metadata = [("authorization", f"Bearer {token}")] if token else []
     metadata += [(CLIENT_KEY, name)] if name is not None else []
-    return caller_name(metadata, Tokens() if with_tokens else None)
+    metadata += [(SERVICE_KEY, service)] if service is not None else []
+    return caller_name(metadata, Tokens() if with_tokens else None, peer)
 
 
 def test_a_clients_token_is_its_name_whatever_it_calls_itself() -> None:
@@ -31,13 +39,48 @@ def test_a_clients_token_is_its_name_whatever_it_calls_itself() -> None:
     assert CLIENT not in str(named(CLIENT, None))
 
 
-def test_services_and_callers_without_tokens_are_who_they_say_or_nobody() -> None:
+def test_services_and_callers_without_tokens_are_who_they_say() -> None:
     assert named(SERVICE, None) is None
     assert named(SERVICE, "front") == "front"
-    assert named(None, None, with_tokens=False) is None
     assert named(None, "eval", with_tokens=False) == "eval"
-    assert named(None, "", with_tokens=False) is None
     assert len(str(named(None, "x" * 1000, with_tokens=False))) == 128
+
+
+def test_callers_of_one_host_that_give_no_name_are_one_client() -> None:
+    first, second = "ipv4:10.0.0.7:4711", "ipv4:10.0.0.7:4712"
+    for name in (None, ""):
+        for peer in (first, second):
+            assert named(None, name, peer=peer, with_tokens=False) == "host 10.0.0.7"
+    assert named(None, None, peer="ipv4:10.0.0.8:4711", with_tokens=False) == "host 10.0.0.8"
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [
+        ("ipv4:10.0.0.7:4711", "10.0.0.7"),
+        ("ipv6:%5B::1%5D:4711", "::1"),
+        ("ipv6:[fe80::1%25eth0]:4711", "fe80::1%eth0"),
+        ("unix:/run/a.sock", "unix:/run/a.sock"),
+        ("", ""),
+    ],
+)
+def test_the_port_of_a_caller_is_no_part_of_who_it_is(peer: str, host: str) -> None:
+    assert host_of(peer) == host
+
+
+def test_a_service_of_the_run_is_no_client_and_no_client_with_a_token_becomes_one() -> None:
+    assert named(None, None, service="reward", with_tokens=False) is None
+    assert named(None, "a", service="reward", with_tokens=False) == "a"
+    assert named(CLIENT, None, service="reward") == named(CLIENT, None)
+
+
+def test_a_service_says_what_it_is_beside_what_a_call_says_otherwise() -> None:
+    def method(request: object, **arguments: object) -> object:
+        return request, arguments
+
+    call = as_service(method, "reward")
+    told = {"timeout": 3.0, "metadata": (("traceparent", "x"), (SERVICE_KEY, "reward"))}
+    assert call("it", timeout=3.0, metadata=(("traceparent", "x"),)) == ("it", told)
 
 
 def test_a_client_has_at_most_its_quota_and_gets_back_what_ended() -> None:
@@ -51,6 +94,16 @@ def test_a_client_has_at_most_its_quota_and_gets_back_what_ended() -> None:
     assert quota.in_use("a") == 0
     with pytest.raises(ValueError, match="inside"), quota.held("a", 4):
         raise ValueError("inside")
+    assert quota.in_use("a") == 0
+
+
+def test_a_client_that_asks_for_more_than_it_may_ever_have_is_not_told_to_wait() -> None:
+    quota = ClientQuota(4, "samples", "sluice.limits.max_client_samples")
+    told = r"client 'a': 5 samples .* sluice\.limits\.max_client_samples allows 4"
+    with pytest.raises(InvalidRequestError, match=told), quota.held("a", 5):
+        pass
+    with quota.held("a", 4), pytest.raises(InvalidRequestError), quota.held("a", 5):
+        pass
     assert quota.in_use("a") == 0
 
 

@@ -45,6 +45,22 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{ $layout.runs_mount }}/{{ .Values.run.name }}
 {{- end }}
 
+{{/* Words of a command in JSON, with the folder of this run: (dict "root" $ "words" list). */}}
+{{- define "sluice.ownWords" -}}
+{{- $layout := include "sluice.layout" .root | fromYaml -}}
+{{- $folder := include "sluice.runFolder" .root -}}
+{{- $words := list -}}
+{{- range .words -}}
+{{- $words = append $words (replace $layout.run_folder $folder .) -}}
+{{- end -}}
+{{ toJson $words }}
+{{- end }}
+
+{{/* What tells the run from all others that a Prometheus watches: the label `run` of its series. */}}
+{{- define "sluice.runLabel" -}}
+{{ .Values.metrics.podMonitor.runLabel | default (printf "%s/%s/%s" .Release.Namespace .Release.Name .Values.run.name) }}
+{{- end }}
+
 {{/* The claim of the run's volume. */}}
 {{- define "sluice.runsClaim" -}}
 {{ .Values.storage.runs.existingClaim | default (printf "%s-runs" (include "sluice.fullname" .)) }}

@@ -235,7 +235,7 @@ spec:
       image: {{ include "sluice.image" (dict "root" $root "image" (ternary "reward" "compute" (eq .kind "reward"))) }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       command: {{ toJson $service.entrypoint }}
-      args: [{{ .kind }}, --config, {{ include "sluice.runFolder" $root }}/{{ $layout.config_name }}]
+      args: {{ include "sluice.ownWords" (dict "root" $root "words" $service.arguments) }}
       ports:
         - name: grpc
           containerPort: {{ $service.port }}

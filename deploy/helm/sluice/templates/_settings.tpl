@@ -37,6 +37,7 @@
 {{/* The arguments of `sluice prepare`, as a list in YAML. */}}
 {{- define "sluice.prepareArguments" -}}
 {{- $paths := include "sluice.paths" . | fromYaml }}
+{{- $layout := include "sluice.layout" . | fromYaml }}
 {{- if .Values.run.quickstart }}
 - --quickstart
 {{- else if .Values.run.config }}
@@ -50,8 +51,9 @@
 {{- range include "sluice.chartSettings" . | fromYamlArray }}
 - {{ . | quote }}
 {{- end }}
-- --run-dir
-- {{ include "sluice.runFolder" . }}
+{{- range include "sluice.ownWords" (dict "root" . "words" $layout.prepared_folder) | fromJsonArray }}
+- {{ . }}
+{{- end }}
 {{- end }}
 
 {{/* Ends the rendering where values contradict each other; the schema sees each for itself. */}}
@@ -81,8 +83,10 @@
 {{- if and .Values.security.enabled (not .Values.security.secretName) }}
 {{- fail "security.secretName is empty with security.enabled; name the secret with the files of `sluice certs`" }}
 {{- end }}
-{{- if and .Values.metrics.podMonitor.enabled (not .Values.metrics.enabled) }}
-{{- fail "metrics.podMonitor.enabled without metrics.enabled: there would be nothing to scrape" }}
+{{- range list "podMonitor" "prometheusRule" "dashboards" }}
+{{- if and (get $.Values.metrics .).enabled (not $.Values.metrics.enabled) }}
+{{- fail (printf "metrics.%s.enabled without metrics.enabled: there would be nothing to scrape" .) }}
+{{- end }}
 {{- end }}
 {{- if gt (include "sluice.drain" . | int) (include "sluice.shutdownGrace" . | int) }}
 {{- fail (printf "rollout.drainSeconds: %s is more than a service may take to end (shutdownGraceSeconds: %s); raise the latter" (include "sluice.drain" .) (include "sluice.shutdownGrace" .)) }}

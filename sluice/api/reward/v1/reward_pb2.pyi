@@ -130,21 +130,27 @@ class PromptReceipt(google.protobuf.message.Message):
     PROMPT_ID_FIELD_NUMBER: builtins.int
     SEQUENCE_FIELD_NUMBER: builtins.int
     REFUSED_BECAUSE_FIELD_NUMBER: builtins.int
+    RETRYABLE_FIELD_NUMBER: builtins.int
     prompt_id: builtins.str
     """Echo."""
     sequence: builtins.int
     """Number in the order of issue. Absent when refused."""
     refused_because: builtins.str
     """Why it was refused; empty when accepted."""
+    retryable: builtins.bool
+    """It was refused for want of room, which comes as prompts end: send it again after an outcome, or
+    after a pause that grows. False when accepted, and for what cannot be accepted as it is.
+    """
     def __init__(
         self,
         *,
         prompt_id: builtins.str = ...,
         sequence: builtins.int | None = ...,
         refused_because: builtins.str = ...,
+        retryable: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_sequence", b"_sequence", "sequence", b"sequence"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_sequence", b"_sequence", "prompt_id", b"prompt_id", "refused_because", b"refused_because", "sequence", b"sequence"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_sequence", b"_sequence", "prompt_id", b"prompt_id", "refused_because", b"refused_because", "retryable", b"retryable", "sequence", b"sequence"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_sequence", b"_sequence"]) -> typing.Literal["sequence"] | None: ...
 
 global___PromptReceipt = PromptReceipt

@@ -1,0 +1,141 @@
+"""Prompts that there was no room for: when each is sent again, and when it is given up."""
+
+from __future__ import annotations
+
+from sluice.client import PromptEvent, RetryPolicy
+from sluice.client.held_prompts import HeldPrompts
+
+POLICY = RetryPolicy(first_s=1.0, most_s=4.0, patience_s=60.0)
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def refusal(prompt_id: str) -> PromptEvent:
+    return PromptEvent(prompt_id, "refused", None, (), f"no room for {prompt_id}", True)
+
+
+def holding(
+    names: str, *, policy: RetryPolicy = POLICY, gives_up: bool = False
+) -> tuple[HeldPrompts, Clock]:
+    clock = Clock()
+    held = HeldPrompts(policy, gives_up=gives_up, clock=clock)
+    for name in names:
+        assert not held.hold(refusal(name))
+    return held, clock
+
+
+def due(held: HeldPrompts) -> str:
+    """All that are due at this time."""
+    found = ""
+    while (name := held.take_due()) is not None:
+        found += name
+    return found
+
+
+def test_nothing_is_due_before_the_pause_has_ended_and_then_one() -> None:
+    held, clock = holding("abc")
+    assert due(held) == ""
+    wait_s = held.wait_s()
+    assert wait_s is not None
+    assert 0.5 <= wait_s <= 1.0
+    clock.now_s += 1.0
+    assert due(held) == "a"
+
+
+def test_a_prompt_that_is_done_with_is_held_no_longer() -> None:
+    held, _ = holding("ab")
+    held.drop("a")
+    held.ended()
+    held.ended()
+    assert due(held) == "b"
+
+
+def test_each_outcome_lets_one_follow() -> None:
+    held, _ = holding("abc")
+    held.ended()
+    held.ended()
+    assert due(held) == "ab"
+
+
+def test_room_that_nobody_waited_for_is_not_kept_for_later() -> None:
+    held, _ = holding("")
+    held.ended()
+    assert due(held) == ""
+    held.hold(refusal("a"))
+    assert due(held) == ""
+    held.ended()
+    held.ended()
+    assert due(held) == "a"
+    held.hold(refusal("b"))
+    assert due(held) == ""
+
+
+def test_room_found_after_a_pause_is_taken_at_once() -> None:
+    held, clock = holding("abcdefg")
+    clock.now_s += 1.0
+    assert due(held) == "a"
+    held.accepted("a")
+    assert due(held) == "bc"
+    held.accepted("b")
+    held.accepted("c")
+    assert due(held) == "defg"
+
+
+def test_pauses_double_up_to_the_longest_and_what_is_sent_in_vain_is_one_a_pause() -> None:
+    held, clock = holding("ab")
+    sent = 0
+    for _ in range(1000):  # 100 s, with pauses of at least half of 1, 2, 4, 4, ... s
+        clock.now_s += 0.1
+        for name in due(held):
+            sent += 1
+            held.hold(refusal(name))
+    assert 25 <= sent <= 52
+
+
+def test_a_policy_without_pauses_makes_no_loop() -> None:
+    held, clock = holding("a", policy=RetryPolicy(first_s=0.0, most_s=0.0))
+    assert due(held) == ""
+    clock.now_s += 0.02
+    assert due(held) == ""
+    clock.now_s += 0.05
+    assert due(held) == "a"
+
+
+def test_prompts_are_given_up_together_when_nothing_got_on_for_the_patience() -> None:
+    held, clock = holding("ab", gives_up=True)
+    clock.now_s += 50.0
+    assert due(held) == "a"
+    assert not held.hold(refusal("a"))
+    held.ended()  # patience starts anew
+    assert due(held) == "b"
+    clock.now_s += 50.0
+    assert not held.hold(refusal("b"))
+    clock.now_s += 60.0
+    assert due(held) == "a"
+    assert [given_up.detail for given_up in held.hold(refusal("a"))] == [
+        "no room for b",
+        "no room for a",
+    ]
+    assert len(held) == 0
+    assert list(held.hold(refusal("c"))) == [refusal("c")]  # those that follow wait no more
+
+
+def test_prompts_whose_outcomes_are_waited_for_are_never_given_up() -> None:
+    held, clock = holding("a")
+    clock.now_s += 3600.0
+    assert due(held) == "a"
+    assert not held.hold(refusal("a"))
+
+
+def test_without_patience_a_refusal_is_one() -> None:
+    clock = Clock()
+    held = HeldPrompts(RetryPolicy(patience_s=0.0), gives_up=False, clock=clock)
+    assert list(held.hold(refusal("a"))) == [refusal("a")]

@@ -1,0 +1,60 @@
+"""The reward service at a replica: told from clients, with and without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from services.reward.group_request import GroupRequest
+from services.reward.replica_queue import Priority
+from services.reward.rollout_client import RolloutClient
+from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from sluice.rpc.caller_name import caller_of
+from sluice.rpc.server import RpcServer
+from sluice.rpc.trace_metadata import TRACEPARENT
+from sluice.types import ChatMessage, Prompt, PromptOrigin, ReplicaInfo, SamplingParams
+
+SPAN = (TRACEPARENT, "00-" + "a" * 32 + "-" + "b" * 16 + "-01")
+
+
+class Replica(rollout_pb2_grpc.RolloutServiceServicer):
+    """Takes note of who calls, and of the trace that the call is in."""
+
+    def __init__(self) -> None:
+        self.callers: list[tuple[str | None, bool]] = []
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        in_trace = any(key == TRACEPARENT for key, _ in context.invocation_metadata())
+        self.callers.append((caller_of(context, None), in_trace))
+        yield rollout_pb2.GenerateResponse()
+
+
+@pytest.mark.parametrize("in_trace", [False, True])
+async def test_the_reward_service_is_no_client(
+    in_trace: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    further = {"metadata": (SPAN,)} if in_trace else {}
+    monkeypatch.setattr("sluice.rpc.call.call_options", lambda: further)
+    replica = Replica()
+    server = RpcServer(
+        [lambda grpc_: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(replica, grpc_)],
+        ["sluice.api.rollout.v1.RolloutService"],
+        host="127.0.0.1",
+        port=0,
+        max_message_bytes=1 << 20,
+    )
+    await server.start()
+    turns = (ChatMessage("user", "1"),)
+    prompt = Prompt("p", 0, turns, "math_dapo", "1", PromptOrigin.CLIENT, None, {}, ())
+    request = GroupRequest(prompt, (0,), SamplingParams(1.0, 1.0, -1, 8, 1), Priority.TRAINING, 0)
+    client = RolloutClient(linger_ms=0, timeout_s=10.0, max_message_bytes=1 << 20)
+    info = ReplicaInfo("r", "r-1", server.address, 1)
+    try:
+        async with client, aclosing(client.generate(info, request, (0,), ())) as events:
+            assert len([event async for event in events]) == 1
+    finally:
+        await server.stop(0)
+    assert replica.callers == [(None, in_trace)]

@@ -1,0 +1,74 @@
+"""How much of `Score` one client may have under way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from services.reward.score_requests import MAX_CLIENT_CALLS, ScoreRequests
+from services.reward.scorer_messages import ScoreItem
+from sluice.errors import ExhaustedError, InvalidRequestError
+from sluice.types import Scored
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+ITEM = ScoreItem("math_dapo", "4", "4", {})
+
+
+class SlowScorer:
+    """Answers when it is told to."""
+
+    busy_seconds = 0.0
+
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+
+    async def score(self, items: Sequence[ScoreItem]) -> tuple[Scored, ...]:
+        await self.may_answer.wait()
+        return tuple(Scored(1.0, 1.0, {}, "4") for _ in items)
+
+
+@asynccontextmanager
+async def under_way(
+    requests: ScoreRequests, scorer: SlowScorer, *, client: str, num_items: int
+) -> AsyncIterator[None]:
+    """A call that lasts for the length of the block."""
+    async with asyncio.TaskGroup() as tasks:
+        call = tasks.create_task(requests.score([ITEM] * num_items, client))
+        await asyncio.sleep(0)
+        yield
+        scorer.may_answer.set()
+    assert len(call.result()) == num_items
+
+
+async def test_a_client_has_at_most_its_responses_under_way_and_others_theirs() -> None:
+    scorer = SlowScorer()
+    requests = ScoreRequests(scorer, max_client_items=4)
+    told = r"client 'a': 3 responses to grade .*max_client_score_items allows 4: wait"
+    async with asyncio.timeout(10), under_way(requests, scorer, client="a", num_items=3):
+        with pytest.raises(ExhaustedError, match=told):
+            await requests.score([ITEM] * 2, "a")
+        async with under_way(requests, scorer, client="b", num_items=4):
+            pass
+    assert len(await requests.score([ITEM] * 4, "a")) == 4  # what ended counts no more
+
+
+async def test_more_responses_than_a_client_may_ever_have_are_no_request() -> None:
+    with pytest.raises(InvalidRequestError, match="max_client_score_items allows 4"):
+        await ScoreRequests(SlowScorer(), max_client_items=4).score([ITEM] * 5, "a")
+
+
+async def test_one_client_cannot_take_all_calls() -> None:
+    scorer = SlowScorer()
+    requests = ScoreRequests(scorer)
+    async with asyncio.timeout(10), AsyncExitStack() as calls:
+        for _ in range(MAX_CLIENT_CALLS):
+            await calls.enter_async_context(under_way(requests, scorer, client="a", num_items=1))
+        with pytest.raises(ExhaustedError, match="client 'a': 16 Score calls"):
+            await requests.score([ITEM], "a")
+        await calls.enter_async_context(under_way(requests, scorer, client="b", num_items=1))

@@ -1,0 +1,200 @@
+"""What is looked up in vLLM, in stand-ins for the APIs of its older and newer versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from types import ModuleType, SimpleNamespace
+from typing import Any, TypedDict
+
+import pytest
+
+from services.rollout.engines import vllm_features
+from services.rollout.engines.sample_deltas import Delta, SamplingChoice
+from services.rollout.engines.vllm_features import PromptInputs, VllmClient, VllmFeatures
+from sluice.errors import ConfigError, EngineError
+
+_CHOICE = SamplingChoice(1.0, 0.9, -1, 8, 3, (7,))
+
+
+class _OldPrompt(TypedDict):
+    prompt_token_ids: list[int]
+
+
+class _NewPrompt(_OldPrompt):
+    cache_salt: str
+    multi_modal_uuids: object
+
+
+class _OldEngine:
+    """As far back as the adapter goes; it draws what `outputs` holds."""
+
+    outputs: tuple[Any, ...] = ()
+    errored = False
+
+    def __init__(self) -> None:
+        self.prompts: list[Any] = []
+        self.sampling: list[Any] = []
+        self.ranks: list[int] = []
+        self.versions: list[str] = []
+        self.engine_core = SimpleNamespace()
+
+    @classmethod
+    def from_engine_args(cls, _: object) -> _OldEngine:
+        return cls()
+
+    async def generate(
+        self, prompt: object, sampling: object, _: str, *, priority: int
+    ) -> AsyncIterator[Any]:
+        self.prompts.append(prompt)
+        self.sampling.append(sampling)
+        self.ranks.append(priority)
+        for output in self.outputs:
+            yield output
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        return
+
+    async def resume_generation(self) -> None:
+        raise RuntimeError("no loop")
+
+    async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[object]:
+        return [(method, *args)]
+
+    async def abort(self, request_ids: list[str]) -> None:
+        return
+
+
+class _NewEngine(_OldEngine):
+    async def update_weight_version(self, version: str) -> None:
+        self.versions.append(version)
+
+
+class _OlderEngine(_OldEngine):
+    async def pause_generation(self) -> None:  # type: ignore[override]
+        return
+
+
+@dataclasses.dataclass
+class _Arguments:
+    model: str = ""
+    scheduling_policy: str = "fcfs"
+
+
+class _OldSampling:
+    def __init__(self, *, temperature: float, logprobs: int, **more: object) -> None:
+        assert "flat_logprobs" not in more
+        self.seed = more["seed"]
+        self.is_flat = False
+
+
+class _NewSampling:
+    def __init__(
+        self, *, temperature: float, logprobs: int, flat_logprobs: bool = False, **more: object
+    ) -> None:
+        self.seed = more["seed"]
+        self.is_flat = flat_logprobs
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def put(engine: type, sampling: type, prompt: type | None) -> None:
+        contents: dict[str, dict[str, object]] = {
+            "vllm": {"AsyncEngineArgs": _Arguments},
+            "vllm.sampling_params": {
+                "SamplingParams": sampling,
+                "RequestOutputKind": SimpleNamespace(DELTA=1),
+            },
+            "vllm.inputs": {} if prompt is None else {"TokensPrompt": prompt},
+            "vllm.v1": {},
+            "vllm.v1.engine": {},
+            "vllm.v1.engine.async_llm": {"AsyncLLM": engine},
+        }
+        for name, names in contents.items():
+            module = ModuleType(name)
+            vars(module).update(names)
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(vllm_features, "installed_vllm", lambda: "0.99")
+
+    return put
+
+
+def _output(tokens: list[int], logprobs: object, spans: object = None) -> Any:
+    completion = SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason="length")
+    if spans is not None:
+        completion.weight_versions = spans
+    return SimpleNamespace(outputs=[completion], finished=True, num_cached_tokens=2)
+
+
+async def _drawn(client: VllmClient) -> list[Delta]:
+    async with aclosing(client.generate("0", PromptInputs([5, 9], "3"), _CHOICE, 4)) as deltas:  # type: ignore[type-var]
+        return [delta async for delta in deltas]
+
+
+async def test_of_an_older_version_only_what_it_has_is_used(install: Any) -> None:
+    logprob = SimpleNamespace(logprob=-0.5)
+    install(_OldEngine, _OldSampling, _OldPrompt)
+    client = VllmClient({"model": "m"})
+    client._llm.outputs = (_output([6, 7], [{6: logprob}, {7: logprob, 1: logprob}]),)
+    assert client.features == VllmFeatures("0.99", False, False, False, False)
+    assert await _drawn(client) == [Delta([6, 7], [-0.5, -0.5], "length", 2, ())]
+    assert client._llm.prompts == [{"prompt_token_ids": [5, 9]}]
+    assert client._llm.ranks == [0], "vLLM refuses priorities without their policy"
+    await client.tag_version("3")
+    assert client._llm.versions == []
+
+
+@pytest.mark.parametrize(
+    "spans", [[("3", 0, 1), ("4", 1, 2)], [SimpleNamespace(version=3, start=0, end=1), ["4", 1, 2]]]
+)
+async def test_of_a_newer_version_all_that_helps_is_used(install: Any, spans: object) -> None:
+    flat = SimpleNamespace(start_indices=[0, 2], logprobs=[-0.5, -9.0, -0.25])
+    install(_NewEngine, _NewSampling, _NewPrompt)
+    client = VllmClient({"model": "m", "scheduling_policy": "priority"})
+    client._llm.outputs = (_output([6, 7], flat, spans),)
+    assert client.features == VllmFeatures("0.99", True, True, True, True)
+    told = (("3", 0, 1), ("4", 1, 2))
+    assert await _drawn(client) == [Delta([6, 7], [-0.5, -0.25], "length", 2, told)]
+    assert client._llm.prompts == [{"prompt_token_ids": [5, 9], "cache_salt": "3"}]
+    assert client._llm.ranks == [-4]
+    assert client._llm.sampling[0].is_flat
+    await client.tag_version("3")
+    assert client._llm.versions == ["3"]
+
+
+def test_a_version_without_prompts_of_token_ids_has_neither_salts_nor_names(install: Any) -> None:
+    install(_NewEngine, _NewSampling, None)
+    features = VllmClient({}).features
+    assert (features.cache_salt, features.image_names) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("engine", "missing"),
+    [
+        (object, "pause_generation, resume_generation, collective_rpc, abort"),
+        (_OlderEngine, r"pause_generation\(mode\)"),
+    ],
+)
+def test_a_version_without_what_weight_updates_need_is_refused_by_name(
+    install: Any, engine: type, missing: str
+) -> None:
+    install(engine, _NewSampling, _NewPrompt)
+    with pytest.raises(
+        ConfigError, match=rf"vLLM 0\.99 has no {missing}; install 0\.32, .* 0\.23 to 0\.33"
+    ):
+        VllmClient({})
+
+
+def test_arguments_that_this_version_does_not_know_are_named(install: Any) -> None:
+    install(_NewEngine, _NewSampling, _NewPrompt)
+    with pytest.raises(ConfigError, match=r"no engine arguments one, two; .*engine_kwargs\.vllm"):
+        VllmClient({"model": "m", "two": 2, "one": 1})
+
+
+async def test_vllms_errors_are_told_as_the_engines(install: Any) -> None:
+    install(_NewEngine, _NewSampling, _NewPrompt)
+    client = VllmClient({})
+    with pytest.raises(EngineError, match=r"resume failed: RuntimeError\('no loop'\)"):
+        await client.resume()

@@ -1,0 +1,62 @@
+"""The two images: built, built again after a change of source, and what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tools.compose_test.base_image import base_image
+from tools.compose_test.commands import CommandError, output_of, succeeds
+from tools.compose_test.phases import Phases, say
+from tools.compose_test.project import TAG, Project
+from tools.compose_test.wheelhouse import cpu_torch
+
+BASE_IMAGE = "python:3.11-slim"
+_IMAGES = ("sluice", "sluice-reward")
+_BUILD_S, _LOOK_S, _REMOVE_S = 3600.0, 60.0, 300.0
+_WITHOUT_TORCH = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is not None)"
+
+
+def build(project: Project, phases: Phases) -> None:
+    """Has the base image, and builds both.
+
+    Raises:
+        CommandError, NoBaseImageError: it failed.
+    """
+    with phases.phase("base image"):
+        say(f"{BASE_IMAGE}: {base_image(BASE_IMAGE)}; torch: {cpu_torch(project.folder)}")
+    with phases.phase("build"):
+        project.run("build", timeout_s=_BUILD_S)
+
+
+def rebuild(project: Project, phases: Phases) -> None:
+    """Builds again with a source file more: packages come from the layers that are there."""
+    with phases.phase("build after a change of source"), _changed_source(project.folder):
+        project.run("build", timeout_s=_BUILD_S)
+
+
+def check_reward_image() -> None:
+    """Raises CommandError if the reward service's image holds torch."""
+    run = ("docker", "run", "--rm", "--entrypoint", "python", f"sluice-reward:{TAG}")
+    try:
+        output_of(*run, "-c", _WITHOUT_TORCH, timeout_s=_LOOK_S)
+    except CommandError as error:
+        raise CommandError(f"the reward image holds torch, or did not start: {error}") from error
+
+
+def remove_images() -> None:
+    """Images of this test; layers stay for the next build, until `docker builder prune`."""
+    names = [f"{name}:{TAG}" for name in _IMAGES]
+    succeeds("docker", "image", "rm", *names, timeout_s=_REMOVE_S)
+
+
+@contextmanager
+def _changed_source(folder: Path) -> Iterator[None]:
+    """A file that was not there before, in the package that both images hold."""
+    added = folder / "sluice" / "added_by_compose_test.txt"
+    added.write_text("a change of source\n", encoding="utf-8")
+    try:
+        yield
+    finally:
+        added.unlink(missing_ok=True)

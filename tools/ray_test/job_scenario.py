@@ -1,0 +1,89 @@
+"""A run as a job of a cluster of two nodes, and what has to come of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.chaos.preparation import SIZES, prepare_run
+from tools.compose_test.phases import Phases
+from tools.ray_test.marked_processes import MarkedProcesses
+from tools.ray_test.scenario import NODE, PLACES, WORKERS, is_service
+from tools.ray_test.simulated_cluster import HEAD, SimulatedCluster
+from tools.ray_test.submitted_job import submit_and_wait
+from tools.ray_test.training import FROM_NODES
+
+STEPS = 2
+_GONE_S, _SEED = 60.0, 0
+SUCCEEDED = "SUCCEEDED"
+
+
+@dataclass(frozen=True, slots=True)
+class JobSeen:
+    """What was seen of it: Ray's word for it, steps trained, services that it left."""
+
+    status: str
+    steps: int
+    left: dict[int, str]
+
+    def problems(self) -> list[str]:
+        """What is not as it has to be."""
+        found = []
+        if (self.status, self.steps) != (SUCCEEDED, STEPS):
+            found.append(f"job: {self.status} at step {self.steps}, wanted {SUCCEEDED} at {STEPS}")
+        if self.left:
+            found.append(f"job: services that are left: {self.left}")
+        return found
+
+
+async def run_job(
+    cluster: SimulatedCluster,
+    processes: MarkedProcesses,
+    phases: Phases,
+    folder: Path,
+    deadline_s: float,
+) -> JobSeen:
+    """Starts a cluster with a job server, has it train and looks at what is left.
+
+    Args:
+        cluster: nothing of it runs yet; the caller stops it.
+        processes: with the test's mark.
+        phases: take the seconds.
+        folder: for the run's files; is made here.
+        deadline_s: of the job.
+
+    Raises:
+        CommandError: a node could not be started, or the job failed or did not end in time.
+        PhaseError: Ray does not tell what became of it.
+    """
+    with phases.phase("job: cluster"):
+        cluster.start_head({**NODE, "CPU": 8.0, "head": 4.0}, serves_jobs=True)
+        cluster.start_worker(WORKERS[0], NODE)
+    with phases.phase("job: model and data"):
+        sent = _prepare(folder)
+    settings = (
+        *FROM_NODES,
+        f"sluice.run_dir={folder / 'run'}",
+        "sluice.rollout.replicas=1",
+        f"trainer.total_training_steps={STEPS}",
+        # Relative: found in what is sent.
+        "reward.custom_reward_function.path=scorer.py",
+    )
+    environment = {
+        **cluster.environment,
+        "RAY_API_SERVER_ADDRESS": f"http://{cluster.job_server}",
+    }
+    with phases.phase("job: submitted, trained, succeeded"):
+        done = await submit_and_wait(sent, settings, PLACES, environment, deadline_s)
+    return JobSeen(done.status, done.steps, processes.left_after(_GONE_S, is_service))
+
+
+def _prepare(folder: Path) -> Path:
+    """The folder to send: the configuration and the reward function, without model and data."""
+    folder.mkdir()
+    _, file = prepare_run(folder, SIZES["tiny"], seed=_SEED, host=HEAD)
+    sent = folder / "sent"
+    sent.mkdir()
+    for one in (file, folder / "scorer.py"):
+        one.rename(sent / one.name)
+    return sent
