@@ -50,19 +50,19 @@ RUN pip wheel --no-deps --no-build-isolation --wheel-dir /dist .
 FROM ${REWARD_BASE_IMAGE} AS reward
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 RUN useradd --uid 10001 --create-home sluice && mkdir -p /runs && chown sluice:sluice /runs
+WORKDIR /runs
 COPY --from=reward-packages /opt/venv /opt/venv
 COPY --from=wheel /dist /dist
 RUN pip install --no-deps --no-index --no-cache-dir /dist/*.whl
 USER sluice
-WORKDIR /runs
 ENTRYPOINT ["python", "-m", "sluice.launch.container"]
 
 FROM ${BASE_IMAGE} AS compute
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 RUN useradd --uid 10001 --create-home sluice && mkdir -p /runs && chown sluice:sluice /runs
+WORKDIR /runs
 COPY --from=compute-packages /opt/venv /opt/venv
 COPY --from=wheel /dist /dist
 RUN pip install --no-deps --no-index --no-cache-dir /dist/*.whl
 USER sluice
-WORKDIR /runs
 ENTRYPOINT ["python", "-m", "sluice.launch.container"]

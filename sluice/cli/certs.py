@@ -47,14 +47,22 @@ def certs(
     typer.echo(_for_clients(folder))
 
 
-def write_certificates(out: Path, hosts: list[str], days: int, *, replace: bool) -> Path:
+def write_certificates(
+    out: Path, hosts: list[str], days: int, *, replace: bool, with_authority_key: bool = True
+) -> Path:
     """Writes all files; returns their folder.
+
+    Without `with_authority_key` the authority's key is never written, and nobody can sign with it.
+    A process that is killed meanwhile leaves client.pem or service.pem of another authority than
+    ca.pem, or none of either, so that one who looks can tell.
 
     Raises:
         ConfigError: a host is none, files are there and not to be replaced, or the package that
             signs is missing.
     """
     files = _contents(_checked(hosts), days)
+    if not with_authority_key:
+        del files["ca.key"]
     folder = out.absolute()
     write_private(folder, files, replace=replace)
     return folder
@@ -83,15 +91,16 @@ def _contents(hosts: list[str], days: int) -> dict[str, bytes]:
     service = authority.service(tuple(dict.fromkeys((*LOCAL_NAMES, *hosts))), days)
     client = authority.client(days)
     for_service, for_client = (secrets.token_urlsafe(_TOKEN_BYTES) for _ in range(2))
+    # They are replaced in this order: see `write_certificates`.
     return {
+        "client.pem": client.certificate,
         "ca.pem": authority.itself.certificate,
         "ca.key": authority.itself.key,
-        "service.pem": service.certificate,
-        "service.key": service.key,
-        "service.tokens": f"service {for_service}\nclient {for_client}\n".encode(),
-        "client.pem": client.certificate,
         "client.key": client.key,
         "client.token": f"client {for_client}\n".encode(),
+        "service.key": service.key,
+        "service.tokens": f"service {for_service}\nclient {for_client}\n".encode(),
+        "service.pem": service.certificate,
     }
 
 

@@ -75,9 +75,8 @@ def generate(  # noqa: PLR0913 - one parameter an option
 ) -> None:
     """Sample responses from the replicas of a run that is going on.
 
-    The replica with the fewest samples a slot takes the prompt. If it dies, another one goes on
-    from the tokens that came. Interrupting ends the samples. Images stand first if no <image> says
-    where.
+    The least busy replica takes the prompt. If it dies, another one goes on from the tokens that
+    came. Interrupting ends the samples. Images stand first if no <image> says where.
 
     \b
     Examples:

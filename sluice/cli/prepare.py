@@ -12,7 +12,12 @@ from rich.console import Console
 
 from sluice.cli.preparation_view import PreparationView
 from sluice.cli.quickstart import asset_settings
-from sluice.cli.run_certificates import CERTIFICATES, ensure_certificates, security_settings
+from sluice.cli.run_certificates import (
+    CERTIFICATES,
+    ensure_certificates,
+    renew_certificates,
+    security_settings,
+)
 from sluice.cli.spent_run import spent_notice
 from sluice.cli.up import split_arguments
 from sluice.config.checks import check_config
@@ -88,8 +93,7 @@ def prepare(
     if quickstart:
         settings += _quickstart_settings(run_dir, console)
     if secure:
-        goes_on = SharedRun(run_dir).goes_on and not anew
-        settings += _security(run_dir.absolute() / CERTIFICATES, console, run_goes_on=goes_on)
+        settings += _security(run_dir.absolute() / CERTIFICATES, console)
     if observed:
         settings += observed_settings()
     if dashboard:
@@ -103,6 +107,10 @@ def prepare(
         _say(console, f"notice: {line}")
     check_config(config)
     check_reward_function(config.reward)
+    if secure:
+        goes_on = SharedRun(run_dir).goes_on and not anew
+        folder = run_dir.absolute() / CERTIFICATES
+        renew_certificates(folder, partial(_say, console), run_goes_on=goes_on)
     _begin(run_dir, config, console, anew=anew)
 
 
@@ -129,8 +137,9 @@ def _begin(run_dir: Path, config: RunConfig, console: Console, *, anew: bool) ->
     _say(console, f"{run_dir}: the run {'goes on' if goes_on else 'begins'}")
 
 
-def _security(folder: Path, console: Console, *, run_goes_on: bool) -> list[str]:
-    ensure_certificates(folder, partial(_say, console), run_goes_on=run_goes_on)
+def _security(folder: Path, console: Console) -> list[str]:
+    # The configuration's checks need files that services take; a renewal can wait for them.
+    ensure_certificates(folder, partial(_say, console))
     return security_settings(folder)
 
 

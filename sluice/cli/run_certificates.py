@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from sluice.cli.certs import write_certificates
 from sluice.errors import ConfigError
 
-__all__ = ["CERTIFICATES", "ensure_certificates", "security_settings"]
+__all__ = ["CERTIFICATES", "ensure_certificates", "renew_certificates", "security_settings"]
 
 CERTIFICATES = "certs"
 """Their folder, in the run's."""
 
 _DAYS = 365
 _RENEWED_BEFORE = datetime.timedelta(days=30)
-_NONE_LEFT = datetime.timedelta()
 _AUTHORITY_KEY = "ca.key"
-_CERTIFICATES_IN_USE = ("ca.pem", "service.pem", "client.pem")
 _SERVICE = {
     "ca_file": "ca.pem",
     "cert_file": "service.pem",
     "key_file": "service.key",
     "token_file": "service.tokens",
 }
+_CLIENT = ("client.pem", "client.key", "client.token")
+_FOR_CLIENTS = "ca.pem, client.pem, client.key and client.token"
 
-
-@dataclass(frozen=True, slots=True)
-class _Fault:
-    """Why certificates have to be made again, and whether services refuse them already."""
-
-    reason: str
-    is_fatal: bool
+_Files = dict[str, bytes | None]
+"""Contents by name; None: there is no such file."""
 
 
 def security_settings(folder: Path) -> list[str]:
@@ -45,62 +40,180 @@ def security_settings(folder: Path) -> list[str]:
     ]
 
 
-def ensure_certificates(folder: Path, say: Callable[[str], None], *, run_goes_on: bool) -> None:
+def ensure_certificates(folder: Path, say: Callable[[str], None]) -> None:
     """Has certificates of one name for all services, since replicas come and go, in `folder`.
 
-    They are made if there are none, and all made again, with their authority and the tokens, if one
-    of them ends within 30 days, has ended or cannot be read. The services of a run that goes on
-    hold those that they began with: while these are valid `say` is told instead. The authority's
-    key is never left in the folder, where whatever runs in a service could sign with it.
+    They are made if there are none, and all made again, with their authority and the tokens, if no
+    service could start with them: one of a service's files is missing, ca.pem or service.pem has
+    ended or is no certificate, or the one did not issue the other. Files of the user's own
+    (without client.pem, or of another authority than ours) are never replaced: `say` is told.
+    The authority's key is not written, and one that is there is deleted, which `say` is told.
 
     Raises:
-        ConfigError: the folder cannot be written, or the package that signs is missing.
+        ConfigError: the folder cannot be read or written, and nothing was replaced; or files have
+            to be made, and the package that signs is missing.
     """
-    (folder / _AUTHORITY_KEY).unlink(missing_ok=True)
-    if not (folder / "service.pem").is_file():
+    files = _read(folder)
+    _delete_authority_key(folder, say, is_users=_is_users(files))
+    if all(files[name] is None for name in _SERVICE.values()):
         _make(folder)
+        say(f"{folder}: made certificates and tokens; clients take {_FOR_CLIENTS}")
         return
-    fault = _fault(folder)
-    if fault is None:
-        return
-    if run_goes_on and not fault.is_fatal:
+    if (reason := _why_refused(folder, files)) is not None:
+        _make_again(folder, files, reason, say)
+
+
+def renew_certificates(folder: Path, say: Callable[[str], None], *, run_goes_on: bool) -> None:
+    """Makes all files of `folder` again if services still take them, but not for long.
+
+    That is: a certificate ends within 30 days, or clients' files are missing, ended or of another
+    authority. The services of a run that goes on hold those that they began with, so `say` is told
+    instead, and so it is for files of the user's own and without the package that reads dates.
+
+    Raises:
+        ConfigError: the folder cannot be read or written, and nothing was replaced; or the package
+            that signs is missing.
+    """
+    files = _read(folder)
+    if not _can_read_certificates():
         say(
-            f"notice: {fault.reason}; certificates are not renewed while the run goes on: let it "
+            f"notice: nobody looked whether certificates in {folder} end soon, which needs the "
+            "package cryptography; pip install 'sluice[certs]'"
+        )
+    reason = _why_renewed(folder, files)
+    if reason is None:
+        return
+    if run_goes_on:
+        say(
+            f"notice: {reason}; certificates are not renewed while the run goes on: let it "
             "end, or stop the services and give --anew"
+        )
+        return
+    _make_again(folder, files, reason, say)
+
+
+def _read(folder: Path) -> _Files:
+    files: _Files = {}
+    for name in (*_SERVICE.values(), *_CLIENT):
+        try:
+            files[name] = (folder / name).read_bytes()
+        except FileNotFoundError:
+            files[name] = None
+        except OSError as error:
+            # Of a network's file system perhaps for a moment: no reason to replace anything.
+            raise ConfigError(
+                f"{folder / name} cannot be read ({error}), and nothing was replaced; see to it "
+                "that this user can read it, then try again"
+            ) from error
+    return files
+
+
+def _delete_authority_key(folder: Path, say: Callable[[str], None], *, is_users: bool) -> None:
+    """Whatever runs in a service could sign with it."""
+    try:
+        for file in (folder / _AUTHORITY_KEY, *folder.glob(f"{_AUTHORITY_KEY}.*.partial")):
+            if not file.exists():
+                continue
+            if is_users:
+                say(f"notice: {file} signs certificates for whoever reads it; keep it elsewhere")
+                continue
+            file.unlink()
+            say(f"notice: {file} was deleted: no service needs it, and any could sign with it")
+    except OSError as error:
+        raise ConfigError(
+            f"{folder / _AUTHORITY_KEY} cannot be deleted ({error}); no service may read it: "
+            "delete it yourself"
+        ) from error
+
+
+def _make(folder: Path) -> None:
+    write_certificates(folder, [], _DAYS, replace=True, with_authority_key=False)
+
+
+def _make_again(folder: Path, files: _Files, reason: str, say: Callable[[str], None]) -> None:
+    if _is_users(files):
+        say(
+            f"notice: {reason}; files in {folder} that are not all prepare's are not replaced: "
+            "mend them, or delete the folder to have others made"
         )
         return
     _make(folder)
     say(
-        f"notice: {fault.reason}; certificates and tokens in {folder} were made again: start "
-        "services again that run, and give clients ca.pem, client.pem, client.key and client.token"
+        f"notice: {reason}; certificates and tokens in {folder} were made again: start "
+        f"services again that run, and give clients {_FOR_CLIENTS}"
     )
 
 
-def _make(folder: Path) -> None:
-    try:
-        write_certificates(folder, [], _DAYS, replace=True)
-    finally:
-        (folder / _AUTHORITY_KEY).unlink(missing_ok=True)
+def _is_users(files: _Files) -> bool:
+    """Whether they cannot be `write_certificates`', which writes client.pem before the others."""
+    if all(files[name] is None for name in _SERVICE.values()):
+        return False
+    return files["client.pem"] is None or _is_foreign(files)
 
 
-def _fault(folder: Path) -> _Fault | None:
-    """Why the certificates cannot stay; None if they can."""
-    try:
-        from sluice.security.development_ca import end_of_validity
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--secure needs the package {error.name}; pip install 'sluice[certs]'"
-        ) from error
-    left = []
-    now = datetime.datetime.now(datetime.UTC)
-    for file in (folder / name for name in _CERTIFICATES_IN_USE):
+def _is_foreign(files: _Files) -> bool:
+    if not _can_read_certificates():
+        return False
+    from sluice.security.development_ca import is_of_a_development_ca
+
+    for pem in (files["ca.pem"], files["service.pem"]):
         try:
-            left.append((end_of_validity(file.read_bytes()) - now, file))
-        except (OSError, ValueError) as error:
-            return _Fault(f"{file} cannot be read ({error})", is_fatal=True)
-    shortest, file = min(left)
-    if shortest > _RENEWED_BEFORE:
+            if pem is not None and not is_of_a_development_ca(pem):
+                return True
+        except ValueError:
+            continue  # told where dates are read
+    return False
+
+
+def _why_refused(folder: Path, files: _Files) -> str | None:
+    """Why no service could start with the files; None if they can, as far as can be told."""
+    missing = [name for name in _SERVICE.values() if files[name] is None]
+    if missing:
+        return f"{folder} has no {', '.join(missing)}"
+    service = _why_of_no_use(folder, files, ("ca.pem", "service.pem"), datetime.timedelta())
+    # An authority of the user's may have others between itself and the service.
+    return service or (None if _is_foreign(files) else _why_strange(folder, files, "service.pem"))
+
+
+def _why_renewed(folder: Path, files: _Files) -> str | None:
+    missing = [name for name in _CLIENT if files[name] is None]
+    if missing:
+        return f"{folder} has no {', '.join(missing)}, which clients take"
+    names = ("ca.pem", "service.pem", "client.pem")
+    soon = _why_of_no_use(folder, files, names, _RENEWED_BEFORE)
+    return soon or (None if _is_foreign(files) else _why_strange(folder, files, "client.pem"))
+
+
+def _why_of_no_use(
+    folder: Path, files: _Files, names: tuple[str, ...], needed: datetime.timedelta
+) -> str | None:
+    """The first of `names` that is no certificate, or is valid for no longer than `needed`."""
+    if not _can_read_certificates():
         return None
-    has_ended = shortest <= _NONE_LEFT
-    verb = "was valid" if has_ended else "is valid"
-    return _Fault(f"{file} {verb} until {now + shortest:%F %R} UTC", is_fatal=has_ended)
+    from sluice.security.development_ca import end_of_validity
+
+    now = datetime.datetime.now(datetime.UTC)
+    for name in names:
+        try:
+            end = end_of_validity(files[name] or b"")
+        except ValueError as error:
+            return f"{folder / name} is no certificate ({error})"
+        if end - now <= needed:
+            verb = "was valid" if end <= now else "is valid"
+            return f"{folder / name} {verb} until {end:%F %R} UTC"
+    return None
+
+
+def _why_strange(folder: Path, files: _Files, name: str) -> str | None:
+    """Files that were replaced in part are of two authorities."""
+    if not _can_read_certificates():
+        return None
+    from sluice.security.development_ca import was_issued_by
+
+    if was_issued_by(files[name] or b"", files["ca.pem"] or b""):
+        return None
+    return f"{folder / name} was not issued by ca.pem"
+
+
+def _can_read_certificates() -> bool:
+    return find_spec("cryptography") is not None

@@ -77,7 +77,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends all calls and connections."""
+        """Ends all calls and connections; what waits for one raises `asyncio.CancelledError`."""
         await self._channels.close()
 
     def stream(

@@ -1,8 +1,12 @@
 """Prompts that a service refused for want of room, until they are sent again or given up.
 
 One is sent again for each outcome, since it made room, and one after each pause, since others make
-room too; the pause grows while that fails. If it succeeds, two more follow at once. So what is sent
-in vain is no more than what is accepted, and one a pause.
+room too; the pause grows while that fails. If it succeeds, two more follow at once, and two more
+after each of those that is accepted.
+
+So what is sent in vain is at most one for each outcome, two for each one that was accepted after a
+pause or in such a row, and one a pause. To that come those that were on their way when the room
+came to an end, and after a broken call all that it had open: each once.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
+from sluice.client.hold_warnings import HoldWarnings
 from sluice.client.policy_client import PromptEvent
 from sluice.client.retries import RetryPolicy
 
@@ -44,6 +49,7 @@ class HeldPrompts:
         self._sent_on_luck: set[str] = set()
         self._num_pauses, self._next_pause_ends_s = 0, 0.0
         self._full_since_s: float | None = None
+        self._warnings = HoldWarnings()
 
     def __len__(self) -> int:
         return len(self._refusals)
@@ -59,6 +65,7 @@ class HeldPrompts:
         self._sent_on_luck.discard(refusal.prompt_id)
         self._refusals[refusal.prompt_id] = refusal
         if not self._gives_up or now_s - self._full_since_s < self._policy.patience_s:
+            self._warnings.held(len(self), refusal.detail, now_s, now_s - self._full_since_s)
             return ()
         given_up = tuple(self._refusals.values())
         self._refusals.clear()
@@ -84,7 +91,8 @@ class HeldPrompts:
             self._room += 1
 
     def forget(self) -> None:
-        """All are sent again, for another reason."""
+        """All are sent again, for another reason; whether there is room is not known."""
+        self._full_since_s = None
         self._refusals.clear()
         self._sent_on_luck.clear()
 

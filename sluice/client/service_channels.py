@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from sluice.client.client_name import default_client_name
 from sluice.client.run_address import RunAddress
-from sluice.errors import InvalidRequestError
+from sluice.errors import ConfigError, InvalidRequestError
 from sluice.rpc.caller_name import CLIENT_KEY
 from sluice.rpc.channel import open_channel
 from sluice.rpc.trace_metadata import TRACEPARENT
@@ -32,9 +31,20 @@ class ServiceChannels:
         self._address = address
         self._metadata = ((CLIENT_KEY, client_name or default_client_name()),)
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     def to(self, address: str) -> grpc.aio.Channel:
-        """The channel to host:port."""
+        """The channel to host:port.
+
+        Raises:
+            ConfigError: they are closed.
+        """
+        self._check_open()
         if address not in self._channels:
             self._channels[address] = open_channel(
                 address,
@@ -44,9 +54,17 @@ class ServiceChannels:
         return self._channels[address]
 
     def named(self, method: MethodT, traceparent: str = "") -> MethodT:
-        """A stub's method that tells the client's name, and the caller's span if it has one."""
+        """A stub's method that tells the client's name, and the caller's span if it has one.
+
+        Calling it raises ConfigError once the channels are closed.
+        """
         of_trace = ((TRACEPARENT, traceparent),) if traceparent else ()
-        return partial(method, metadata=(*self._metadata, *of_trace))  # type: ignore[return-value]
+
+        def call(*arguments: object, **options: object) -> object:
+            self._check_open()  # a call that is tried again may find them closed
+            return method(*arguments, metadata=(*self._metadata, *of_trace), **options)
+
+        return call  # type: ignore[return-value]
 
     def check_size(self, name: str, message: Message) -> None:
         """Refuses what gRPC would not send, and would call a failure of the service.
@@ -59,7 +77,12 @@ class ServiceChannels:
             raise InvalidRequestError(f"{name}: {size} bytes; send at most {most} at a time")
 
     async def close(self) -> None:
-        """Closes all of them."""
+        """Closes all of them, which cancels their calls, and opens no other."""
+        self._closed = True
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             await channel.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("client: it is closed; open another one")

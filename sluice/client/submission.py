@@ -223,7 +223,8 @@ async def submit_prompts(
     are not done with, as long as the policy's patience lasts. Prompts that the service has no room
     for are held back and sent again when an outcome made room, or after a pause; no further ones
     are sent meanwhile. Without outcomes to wait for they are refused when nothing got on for the
-    policy's patience. Accepted prompts stay in the run when the caller leaves early.
+    policy's patience. That they wait, and what the service said, is logged as a warning at first
+    and then ever more rarely. Accepted prompts stay in the run when the caller leaves early.
 
     Args:
         channels: to the service.
@@ -235,8 +236,9 @@ async def submit_prompts(
 
     Raises:
         InvalidRequestError: `traceparent` is none.
-        SluiceError: the service stays away, or refuses the call. A prompt that it refuses is an
-            event and no error.
+        CancelledError: the channels were closed meanwhile.
+        SluiceError: the service stays away, or refuses the call, or the channels are closed. A
+            prompt that it refuses is an event and no error.
     """
     check_traceparent(traceparent)
     open_prompts = OpenPrompts(
@@ -277,7 +279,7 @@ async def _one_call(
                 yield prompt_event(answer)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if channels.is_closed or (task is not None and task.cancelling()):
                 raise
             # gRPC itself cancels a call whose connection breaks just when its input ends.
             raise PeerError(reward, _PHASE, "the connection broke off") from error

@@ -127,10 +127,19 @@ def _group_size(config: RunConfig) -> Iterator[str]:
             f"{ROLLOUT}.n = 1 with algorithm.filter_groups.enable: a group of one never differs "
             "within itself; set n to 2 or more, or switch the filter off"
         )
-    slots, waiting = config.actor_rollout_ref.rollout.max_num_seqs, config.sluice.rollout.max_queued
-    for key, value in ((f"{ROLLOUT}.n", n), (f"{ROLLOUT}.val_kwargs.n", _validation_n(config))):
+    for key, value in _group_sizes(config):
         if value > most:
             yield f"{key} = {value} is more than sluice.rollout.max_n = {most}; raise max_n"
+    yield from group_room_problems(config)
+
+
+def group_room_problems(config: RunConfig) -> Iterator[str]:
+    """Groups that a replica with this configuration refuses even when it is idle.
+
+    A replica asks, too: it may be started with other settings than the run.
+    """
+    slots, waiting = config.actor_rollout_ref.rollout.max_num_seqs, config.sluice.rollout.max_queued
+    for key, value in _group_sizes(config):
         if value > slots + waiting:
             yield (
                 f"{key} = {value} is more than a replica takes: {ROLLOUT}.max_num_seqs = {slots} "
@@ -138,8 +147,9 @@ def _group_size(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _validation_n(config: RunConfig) -> int:
-    return config.actor_rollout_ref.rollout.val_kwargs.n
+def _group_sizes(config: RunConfig) -> tuple[tuple[str, int], ...]:
+    rollout = config.actor_rollout_ref.rollout
+    return (f"{ROLLOUT}.n", rollout.n), (f"{ROLLOUT}.val_kwargs.n", rollout.val_kwargs.n)
 
 
 def _names(config: RunConfig) -> Iterator[str]:

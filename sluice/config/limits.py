@@ -46,8 +46,13 @@ class LimitsConfig(Section, frozen=True):
     ] = 0
     max_client_score_items: Annotated[
         PositiveInt,
-        Meta(description="Responses of Score calls that one client may have under way."),
-    ] = 4096
+        Meta(
+            description=(
+                "Responses that one client may have under way in all its Score calls, of which "
+                "each has at most 4096."
+            )
+        ),
+    ] = 16384
     max_watchers: Annotated[
         PositiveInt, Meta(description="WatchSteps calls that may be open at once.")
     ] = 256

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -20,6 +21,7 @@ SERVER_NAME = "sluice"
 LOCAL_NAMES = (SERVER_NAME, "localhost", "127.0.0.1", "::1")
 # Clocks of other machines may be behind ours.
 _CLOCK_SKEW = datetime.timedelta(minutes=5)
+_AUTHORITY_NAME = "sluice development CA"
 _SHORTEST = datetime.timedelta(hours=1)
 
 
@@ -40,7 +42,7 @@ class DevelopmentCa:
 
     def __init__(self, days: int) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = _name("sluice development CA")
+        self._name = _name(_AUTHORITY_NAME)
         usage = _key_usage(signs_certificates=True)
         self._certificate = (
             self._builder(self._name, self._key.public_key(), days)
@@ -117,6 +119,33 @@ def end_of_validity(certificate: bytes) -> datetime.datetime:
         ValueError: it is none.
     """
     return x509.load_pem_x509_certificate(certificate).not_valid_after_utc
+
+
+def was_issued_by(certificate: bytes, authority: bytes) -> bool:
+    """Whether `authority` itself signed `certificate`, with no other authority between them.
+
+    Args:
+        certificate, authority: PEM; of several the first counts.
+
+    Raises:
+        ValueError: one of them is none.
+    """
+    issued = x509.load_pem_x509_certificate(certificate)
+    issuer = x509.load_pem_x509_certificate(authority)
+    try:
+        issued.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+def is_of_a_development_ca(certificate: bytes) -> bool:
+    """Whether a certificate, PEM, names an authority as its issuer that a `DevelopmentCa` is.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return x509.load_pem_x509_certificate(certificate).issuer == _name(_AUTHORITY_NAME)
 
 
 def _name(common_name: str) -> x509.Name:

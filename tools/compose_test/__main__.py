@@ -49,8 +49,7 @@ SKIP_VARIABLE = "SLUICE_SKIP_WITHOUT_DOCKER"
 _FAILURES = (CommandError, NoBaseImageError, PhaseError)
 # Of the range for benchmarks, so that it is no network that a machine is in; and not the one of a
 # test before, which may have been killed and left it.
-_SUBNET = f"198.18.{os.getpid() % 256}.0/24"
-_NETWORK = f"networks: {{core: {{ipam: {{config: [{{subnet: {_SUBNET}}}]}}}}}}\n"
+_SUBNET, _OVERLAYS_SUBNET = (f"198.{net}.{os.getpid() % 256}.0/24" for net in (18, 19))
 _LEARNING_RATE = 4e-4
 _COUNTS, _KILLED = (3, 1, 4), ("rollout", "reward", "trainer")
 
@@ -110,12 +109,11 @@ def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
         f"actor_rollout_ref.actor.optim.lr={_LEARNING_RATE:g}",
     )
     variables = {"SLUICE_SETTINGS": " ".join(settings), "SLUICE_TAG": TAG}
-    network = scratch / "network.yaml"
-    network.write_text(_NETWORK, encoding="utf-8")
     problems: list[str] = []
     scenario = overlays = None
     try:
-        project = Project(ROOT, f"sluice-test-{os.getpid()}", variables, [network])
+        name = f"sluice-test-{os.getpid()}"
+        project = Project(ROOT, name, variables, [_network(scratch / "main.yaml", _SUBNET)])
         build(project, phases)
         if not options.only_overlays:
             rebuild(project, phases)
@@ -124,6 +122,7 @@ def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
             with _taken_down(project, phases, keep=options.keep):
                 _drive(scenario)
             problems += scenario.outcome.problems(_KILLED, _COUNTS)
+        network = _network(scratch / "overlays.yaml", _OVERLAYS_SUBNET)
         overlays = _overlay_run(phases.named("overlays"), variables, network, options.patience)
         with _taken_down(overlays.project, overlays.phases, keep=options.keep):
             overlays.run()
@@ -138,6 +137,14 @@ def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
         say(f"FAILED: {problem}")
     _print_last(_report(phases, scenario, overlays, problems))
     return 1 if problems else 0
+
+
+def _network(file: Path, subnet: str) -> Path:
+    """An overlay with the project's network."""
+    file.write_text(
+        f"networks: {{core: {{ipam: {{config: [{{subnet: {subnet}}}]}}}}}}\n", encoding="utf-8"
+    )
+    return file
 
 
 @contextmanager
@@ -221,7 +228,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--quickstart", action="store_true", help="only train, and show it")
     parser.add_argument(
-        "--only-overlays", action="store_true", help="only a secured run that Prometheus scrapes"
+        "--only-overlays", action="store_true", help="only a secured run, its page and Prometheus"
     )
     parser.add_argument("--steps", type=int, default=80, help="of training")
     parser.add_argument("--patience", type=float, default=900.0, help="seconds for each wait")

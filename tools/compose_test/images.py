@@ -14,6 +14,8 @@ from tools.compose_test.wheelhouse import cpu_torch
 
 BASE_IMAGE = "python:3.11-slim"
 _IMAGES = ("sluice", "sluice-reward")
+# Of the wheel and of what is installed from it: the last two of the Dockerfile.
+_SOURCE_LAYERS = 2
 _BUILD_S, _LOOK_S, _REMOVE_S = 3600.0, 60.0, 300.0
 _WITHOUT_TORCH = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is not None)"
 
@@ -31,9 +33,22 @@ def build(project: Project, phases: Phases) -> None:
 
 
 def rebuild(project: Project, phases: Phases) -> None:
-    """Builds again with a source file more: packages come from the layers that are there."""
+    """Builds again with a source file more; packages have to come from the layers that are there.
+
+    Raises:
+        CommandError: it failed, or more than the last layers are others.
+    """
+    before = {name: _layers(name) for name in _IMAGES}
+    first = [_id(name) for name in _IMAGES]
     with phases.phase("build after a change of source"), _changed_source(project.folder):
         project.run("build", timeout_s=_BUILD_S)
+    if len({*first, *(_id(name) for name in _IMAGES)}) < 2 * len(_IMAGES):
+        raise CommandError("a change of source came into no image, or into one only")
+    # By number: their tags are the second ones' by now.
+    succeeds("docker", "image", "rm", *first, timeout_s=_REMOVE_S)
+    for name in _IMAGES:
+        if _layers(name)[:-_SOURCE_LAYERS] != before[name][:-_SOURCE_LAYERS]:
+            raise CommandError(f"{name}: a change of source renewed layers of packages")
 
 
 def check_reward_image() -> None:
@@ -51,11 +66,24 @@ def remove_images() -> None:
     succeeds("docker", "image", "rm", *names, timeout_s=_REMOVE_S)
 
 
+def _layers(name: str) -> list[str]:
+    return _inspected(name, "{{range .RootFS.Layers}}{{.}} {{end}}").split()
+
+
+def _id(name: str) -> str:
+    return _inspected(name, "{{.Id}}").strip()
+
+
+def _inspected(name: str, form: str) -> str:
+    command = ("docker", "image", "inspect", "--format", form, f"{name}:{TAG}")
+    return output_of(*command, timeout_s=_LOOK_S)
+
+
 @contextmanager
 def _changed_source(folder: Path) -> Iterator[None]:
     """A file that was not there before, in the package that both images hold."""
-    added = folder / "sluice" / "added_by_compose_test.txt"
-    added.write_text("a change of source\n", encoding="utf-8")
+    added = folder / "sluice" / "added_by_compose_test.py"
+    added.write_text('"""A change of source."""\n', encoding="utf-8")
     try:
         yield
     finally:

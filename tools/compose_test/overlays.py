@@ -7,7 +7,7 @@ import shutil
 import socket
 import ssl
 import tempfile
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from tools.compose_test.commands import output_of, succeeds
@@ -111,19 +111,30 @@ class OverlayRun:
         return tuple(self._page_status(headers, context) for headers in ({}, bearer))
 
     def _page_status(self, headers: dict[str, str], context: ssl.SSLContext) -> int:
-        # By the name that is in every certificate of `sluice certs`.
-        page = http.client.HTTPSConnection(
-            "localhost", self._page_port, context=context, timeout=_ANSWER_S
-        )
-        with closing(page):
-            page.request("GET", _PAGE_DATA, headers=headers)
-            return page.getresponse().status
+        """Asks again while nobody answers: the page's process may still be starting."""
+        seen: list[int] = []
+
+        def answers() -> bool:
+            # By the name that is in every certificate of `sluice certs`.
+            page = http.client.HTTPSConnection(
+                "localhost", self._page_port, context=context, timeout=_ANSWER_S
+            )
+            with closing(page), suppress(OSError, http.client.HTTPException):
+                page.request("GET", _PAGE_DATA, headers=headers)
+                seen.append(page.getresponse().status)
+            return bool(seen)
+
+        until("an answer of the page", answers, timeout_s=_ANSWER_S, interval_s=2)
+        return seen[0]
 
     def _scrape(self, server: PrometheusServer) -> None:
         def all_are_up() -> bool:
             if not server.is_ready():
                 return False
-            seen = server.query('up{job="sluice"}')
+            try:
+                seen = server.query('up{job="sluice"}')
+            except OSError:
+                return False
             self.targets = {
                 f"{labels['service']} {labels['instance']}": value for labels, value in seen
             }

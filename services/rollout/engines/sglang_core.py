@@ -176,6 +176,15 @@ class SglangCore:
                     await self._draw_on(version)
             return time.perf_counter() - started
 
+    async def swapped(self) -> None:
+        """Returns when no swap is under way; a version is named before its swap has ended.
+
+        Raises:
+            EngineError: the engine is broken, as by a swap after which it does not draw on.
+        """
+        async with self._swapping:
+            self._check_works()
+
     async def _draw_on(self, version: int) -> None:
         """An engine that stayed paused would hold its samples for ever and take new ones."""
         try:
@@ -200,21 +209,30 @@ class SglangCore:
         """Draws nothing from its return until `resume`; samples that come then are not begun."""
         async with self._swapping:
             self._check_works()
-            self._gate.clear()
-            if mode is PauseMode.ABORT:
-                for run in self._begun():
-                    run.give_up()
-            elif mode is PauseMode.DRAIN:
-                await self._drain()
-            self._is_paused = True
-            self._drawing.clear()
-            await self._client.pause(retract=mode is PauseMode.RECOMPUTE)
-            if mode is PauseMode.RECOMPUTE:
-                await self._client.flush()
+            try:
+                await self._stop_drawing(mode)
+            finally:
+                if not self._is_paused:
+                    self._drawing.set()
+                    self._gate.set()
+
+    async def _stop_drawing(self, mode: PauseMode) -> None:
+        self._gate.clear()
+        if mode is PauseMode.ABORT:
+            for run in self._begun():
+                run.give_up()
+        elif mode is PauseMode.DRAIN:
+            await self._drain()
+        self._drawing.clear()
+        await self._client.pause(retract=mode is PauseMode.RECOMPUTE)
+        self._is_paused = True
+        if mode is PauseMode.RECOMPUTE:
+            await self._client.flush()
 
     async def _drain(self) -> None:
         if self._is_paused:
             await self._client.resume()
+            self._is_paused = False
             self._drawing.set()
         while self._begun():
             self._run_ended.clear()
@@ -227,8 +245,8 @@ class SglangCore:
         """Draws on."""
         async with self._swapping:
             self._check_works()
-            self._is_paused = False
             await self._client.resume()
+            self._is_paused = False
             self._drawing.set()
             self._gate.set()
 

@@ -225,19 +225,28 @@ class VllmCore:
                     await self._draw_on(version)
             return time.perf_counter() - started
 
+    async def swapped(self) -> None:
+        """Returns when no swap is under way; a version is named before its swap has ended.
+
+        Raises:
+            EngineError: the engine is broken, as by a swap after which it does not draw on.
+        """
+        async with self._swapping:
+            self._check_works()
+
     async def pause(self, mode: PauseMode) -> None:
         """Draws nothing from its return until `resume`."""
         async with self._swapping:
             self._check_works()
-            self._is_paused = True
             await self._client.pause(_PAUSES[mode], clear_cache=mode is PauseMode.RECOMPUTE)
+            self._is_paused = True
 
     async def resume(self) -> None:
         """Draws on."""
         async with self._swapping:
             self._check_works()
-            self._is_paused = False
             await self._client.resume()
+            self._is_paused = False
 
     async def _draw_on(self, version: int) -> None:
         """An engine that stayed paused would hold its samples for ever and take new ones."""

@@ -133,6 +133,8 @@ class VllmEngine(ClientEngine[VllmCore]):
         """Swaps the staged version in between two decode steps. Idempotent."""
         thread, core = self._in_thread()
         if (core.version, core.digest) == (version, digest):
+            # The swap of a call that was cancelled may not draw on yet.
+            await thread.call(core.swapped(), f"drawing on with version {version}")
             return CommitResult(version, digest, 0.0)
         self._check_epoch(epoch, f"committing version {version}")
         with self._swapping():

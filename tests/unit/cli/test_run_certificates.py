@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import datetime
+import errno
+import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from sluice.cli import run_certificates
-from sluice.cli.run_certificates import CERTIFICATES, ensure_certificates, security_settings
+from sluice.cli.certs import write_certificates
+from sluice.cli.main import commands
+from sluice.cli.run_certificates import (
+    CERTIFICATES,
+    ensure_certificates,
+    renew_certificates,
+    security_settings,
+)
 from sluice.config.loader import load_config
+from sluice.config.security_checks import server_problems
+from sluice.errors import ConfigError
 from sluice.launch.shared_run import Ending, SharedRun
-from sluice.security.development_ca import DevelopmentCa, end_of_validity
+from sluice.security.development_ca import DevelopmentCa, end_of_validity, was_issued_by
 from tests.unit.cli.test_prepare_command import model_and_data, prepare
 
 FOR_CLIENTS = ("ca.pem", "client.pem", "client.key", "client.token")
 
 
+def looked_after(folder: Path, *, run_goes_on: bool) -> str:
+    """What `sluice prepare` does to a folder, before and after its checks; returns what it said."""
+    said = list[str]()
+    ensure_certificates(folder, said.append)
+    renew_certificates(folder, said.append, run_goes_on=run_goes_on)
+    return "\n".join(said)
+
+
 def made(folder: Path, days: int | None = None) -> Path:
     """Certificates as the command makes them; those of services valid for `days`, if given."""
-    ensure_certificates(folder, pytest.fail, run_goes_on=False)
+    looked_after(folder, run_goes_on=False)
     if days is not None:
         authority = DevelopmentCa(365)
         pair = authority.service(("sluice",), days)
@@ -44,65 +63,216 @@ def test_the_authoritys_key_is_not_left_and_what_clients_need_is_the_owners(
     assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600}
 
 
-def test_an_authoritys_key_that_lies_there_is_taken_away(tmp_path: Path) -> None:
+def test_an_authoritys_key_that_lies_there_is_taken_away_and_prepare_says_so(
+    tmp_path: Path,
+) -> None:
     folder = made(tmp_path / "certs")
     before = contents(folder)
     (folder / "ca.key").write_bytes(b"of an earlier run")
-    ensure_certificates(folder, pytest.fail, run_goes_on=True)
+    (folder / "ca.key.7.partial").write_bytes(b"of a process that was killed")
+    assert "ca.key was deleted" in looked_after(folder, run_goes_on=True)
     assert contents(folder) == before
 
 
-def test_the_key_is_taken_away_also_where_signing_ends_with_an_error(
+def test_an_authoritys_key_that_cannot_be_deleted_is_an_error_of_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "certs"
-    folder.mkdir()
+    folder = made(tmp_path / "certs")
+    (folder / "ca.key").write_bytes(b"key")
 
-    def fail(*_: object, **__: object) -> None:
-        (folder / "ca.key").write_bytes(b"key")
-        raise OSError("disk full")
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(run_certificates, "write_certificates", fail)
-    with pytest.raises(OSError, match="disk full"):
-        ensure_certificates(folder, pytest.fail, run_goes_on=False)
-    assert not (folder / "ca.key").exists()
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(ConfigError, match=r"ca\.key cannot be deleted"):
+        ensure_certificates(folder, pytest.fail)
+
+
+def test_the_authoritys_key_is_at_no_time_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, seen = Path.replace, set[str]()
+
+    def look(file: Path, target: Path) -> Path:
+        seen.update(each.name for each in file.parent.iterdir())
+        return replace(file, target)
+
+    monkeypatch.setattr(Path, "replace", look)
+    made(tmp_path / "certs")
+    assert any(name.startswith("service.key") for name in seen)
+    assert not [name for name in seen if name.startswith("ca.key")]
+
+
+def test_the_first_time_prepare_says_where_the_files_of_clients_are(tmp_path: Path) -> None:
+    told = looked_after(tmp_path / "certs", run_goes_on=False)
+    assert str(tmp_path / "certs") in told
+    assert all(name in told for name in FOR_CLIENTS)
+    assert looked_after(tmp_path / "certs", run_goes_on=True) == ""
 
 
 @pytest.mark.parametrize("days", [-1, 0, 29])
 def test_certificates_that_end_within_a_month_are_all_made_again(tmp_path: Path, days: int) -> None:
-    folder, said = made(tmp_path / "certs", days), list[str]()
+    folder = made(tmp_path / "certs", days)
     before = contents(folder)
-    ensure_certificates(folder, said.append, run_goes_on=False)
+    told = looked_after(folder, run_goes_on=False)
     after = contents(folder)
     assert set(after) == set(before)
     assert not [name for name in after if after[name] == before[name]]
     ends = end_of_validity(after["service.pem"])
     assert ends > datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=300)
-    (line,) = said
-    assert "service.pem" in line
-    assert "client.token" in line
+    assert "service.pem" in told
+    assert "client.token" in told
 
 
 def test_certificates_with_more_time_left_stay(tmp_path: Path) -> None:
-    folder = made(tmp_path / "certs", 31)
+    folder = tmp_path / "certs"
+    write_certificates(folder, [], 31, replace=False, with_authority_key=False)
     before = contents(folder)
-    ensure_certificates(folder, pytest.fail, run_goes_on=False)
+    assert looked_after(folder, run_goes_on=False) == ""
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize("name", ["ca.pem", "service.pem", "client.pem"])
-@pytest.mark.parametrize("content", [None, b"no certificate"])
-def test_what_cannot_be_read_is_made_again(
-    tmp_path: Path, name: str, content: bytes | None
-) -> None:
-    folder, said = made(tmp_path / "certs"), list[str]()
-    if content is None:
-        (folder / name).unlink()
-    else:
+def test_a_configuration_that_is_refused_renews_no_certificates(tmp_path: Path) -> None:
+    run_dir, job = tmp_path / "run", model_and_data(tmp_path / "job")
+    folder = run_dir / CERTIFICATES
+    write_certificates(folder, [], 5, replace=False, with_authority_key=False)
+    before = contents(folder)
+    wrong = ["prepare", "--secure", "--run-dir", str(run_dir), *job, "data.train_files=/none"]
+    assert CliRunner().invoke(commands, wrong).exit_code != 0
+    assert contents(folder) == before
+    assert "made again" in prepare("--secure", "--run-dir", run_dir, *job)
+
+
+def spoil(folder: Path, name: str, content: bytes | None) -> None:
+    (folder / name).unlink()
+    if content is not None:
         (folder / name).write_bytes(content)
-    ensure_certificates(folder, said.append, run_goes_on=False)
-    for each in ("ca.pem", "service.pem", "client.pem"):
-        end_of_validity((folder / each).read_bytes())
+
+
+@pytest.mark.parametrize("run_goes_on", [True, False])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *((name, None) for name in ("ca.pem", "service.pem", "service.key", "service.tokens")),
+        *((name, b"no certificate") for name in ("ca.pem", "service.pem")),
+    ],
+)
+def test_files_that_services_refuse_are_made_again_also_while_a_run_goes_on(
+    tmp_path: Path, name: str, content: bytes | None, run_goes_on: bool
+) -> None:
+    folder = made(tmp_path / "certs")
+    spoil(folder, name, content)
+    told = looked_after(folder, run_goes_on=run_goes_on)
+    assert "made again" in told
+    assert name in told
+    assert_consistent(folder)
+
+
+@pytest.mark.parametrize("name", ["client.key", "client.token", "client.pem"])
+def test_clients_files_are_made_again_only_when_no_run_goes_on(tmp_path: Path, name: str) -> None:
+    folder = made(tmp_path / "certs")
+    spoil(folder, name, b"no certificate" if name == "client.pem" else None)
+    before = contents(folder)
+    assert name in looked_after(folder, run_goes_on=True)
+    assert contents(folder) == before
+    assert "made again" in looked_after(folder, run_goes_on=False)
+    assert_consistent(folder)
+
+
+@pytest.mark.parametrize("run_goes_on", [True, False])
+@pytest.mark.parametrize("days", [-1, 5, 365])
+def test_files_of_the_users_own_are_never_replaced(
+    tmp_path: Path, days: int, run_goes_on: bool
+) -> None:
+    folder = made(tmp_path / "certs", days)
+    (folder / "client.pem").unlink()
+    (folder / "ca.key").write_bytes(b"the user's")
+    before = contents(folder)
+    told = looked_after(folder, run_goes_on=run_goes_on)
+    assert "client.pem" in told
+    assert "ca.key signs certificates" in told
+    assert contents(folder) == before
+
+
+def test_files_of_another_authority_than_ours_are_never_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.security.development_ca._AUTHORITY_NAME", "a company's CA")
+    write_certificates(tmp_path / "certs", [], 5, replace=False)
+    monkeypatch.undo()
+    before = contents(tmp_path / "certs")
+    assert "not replaced" in looked_after(tmp_path / "certs", run_goes_on=False)
+    assert contents(tmp_path / "certs") == before
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("name", ["ca.pem", "service.pem", "client.pem"])
+@pytest.mark.parametrize("run_goes_on", [True, False])
+def test_a_file_system_that_fails_for_a_moment_has_nothing_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int, run_goes_on: bool
+) -> None:
+    folder, read = made(tmp_path / "certs", -1), Path.read_bytes
+    before = contents(folder)
+
+    def fail(file: Path) -> bytes:
+        if file.name == name:
+            raise OSError(code, "fails")
+        return read(file)
+
+    for look in (ensure_certificates, lambda *a: renew_certificates(*a, run_goes_on=run_goes_on)):
+        monkeypatch.setattr(Path, "read_bytes", fail)
+        with pytest.raises(ConfigError, match=rf"{name} cannot be read .* nothing was replaced"):
+            look(folder, pytest.fail)
+        monkeypatch.undo()
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("replaced", range(7))
+@pytest.mark.parametrize("days", [None, -1, 365])
+def test_a_process_that_was_killed_between_two_files_is_made_up_for(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    replaced: int,
+    days: int | None,
+) -> None:
+    folder, replace, left = tmp_path / "certs", Path.replace, [replaced]
+    if days is not None:
+        spoil(made(folder, days), "client.pem", b"no certificate")
+
+    def killed(file: Path, target: Path) -> Path:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return replace(file, target)
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        looked_after(folder, run_goes_on=False)
+    monkeypatch.undo()
+    looked_after(folder, run_goes_on=False)
+    assert_consistent(folder)
+
+
+def assert_consistent(folder: Path) -> None:
+    """Services take the files, and each other, and the clients."""
+    security = load_config(None, security_settings(folder)).sluice.security
+    assert server_problems(security, "trainer") == []
+    found = contents(folder)
+    assert was_issued_by(found["client.pem"], found["ca.pem"])
+    assert found["client.token"] in found["service.tokens"]
+
+
+def test_without_the_package_certificates_that_are_there_are_used_and_prepare_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = made(tmp_path / "certs", 5)
+    before = contents(folder)
+    monkeypatch.delitem(sys.modules, "sluice.security.development_ca")
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    assert "needs the package cryptography" in looked_after(folder, run_goes_on=False)
+    assert contents(folder) == before
+    with pytest.raises(ConfigError, match="needs the package cryptography"):
+        ensure_certificates(tmp_path / "others", pytest.fail)
 
 
 def test_a_run_that_goes_on_keeps_its_certificates_and_prepare_says_so(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from sluice.client import PromptEvent, RetryPolicy
 from sluice.client.held_prompts import HeldPrompts
 
@@ -128,6 +130,16 @@ def test_prompts_are_given_up_together_when_nothing_got_on_for_the_patience() ->
     assert list(held.hold(refusal("c"))) == [refusal("c")]  # those that follow wait no more
 
 
+def test_patience_starts_anew_when_all_are_sent_again_for_another_reason() -> None:
+    held, clock = holding("a", gives_up=True)
+    clock.now_s += 59.0
+    held.forget()
+    clock.now_s += 59.0
+    assert not held.hold(refusal("a"))
+    clock.now_s += 60.0
+    assert list(held.hold(refusal("a"))) == [refusal("a")]
+
+
 def test_prompts_whose_outcomes_are_waited_for_are_never_given_up() -> None:
     held, clock = holding("a")
     clock.now_s += 3600.0
@@ -139,3 +151,36 @@ def test_without_patience_a_refusal_is_one() -> None:
     clock = Clock()
     held = HeldPrompts(RetryPolicy(patience_s=0.0), gives_up=False, clock=clock)
     assert list(held.hold(refusal("a"))) == [refusal("a")]
+
+
+def test_a_wait_is_warned_of_at_first_and_then_ever_more_rarely(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    held, clock = holding("ab")
+    begin_s, warned_at = clock.now_s, []
+    for _ in range(3600):
+        clock.now_s += 1.0
+        caplog.clear()
+        for name in due(held):
+            held.hold(refusal(name))
+        warned_at += [clock.now_s - begin_s] * len(caplog.records)
+    # At 0, too. The pauses are 30, 60, 120, ... s, and up to 4 s until one is sent again.
+    pauses_s = [after - before for before, after in zip([0.0, *warned_at], warned_at, strict=False)]
+    assert len(warned_at) == 6
+    assert all(30 * 2**n <= pause_s <= 30 * 2**n + 5 for n, pause_s in enumerate(pauses_s))
+
+
+def test_a_warning_tells_how_many_wait_how_long_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    held, clock = holding("ab")
+    assert "room: 1; nothing got on for 0 s; the service says: no room for a" in caplog.text
+    clock.now_s += 40.0
+    held.hold(PromptEvent("c", "refused", None, (), "full\n\x1b[2J", True))
+    assert "room: 3; nothing got on for 40 s; the service says: full  [2J" in caplog.text
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+def test_what_is_given_up_is_told_as_an_event_and_not_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    HeldPrompts(RetryPolicy(patience_s=0.0), gives_up=True).hold(refusal("a"))
+    assert not caplog.records

@@ -196,6 +196,29 @@ async def test_a_refused_prompt_is_not_tried_again() -> None:
     assert len(setting.client.calls) == 1
 
 
+async def test_a_group_too_large_for_the_least_replica_goes_to_one_with_more_slots() -> None:
+    async def refuse(name: str, _request: GroupRequest, _index: int) -> None:
+        if name == "small":
+            raise InvalidRequestError("4 samples; the engine takes 2 in slots")
+
+    setting = Setting(ScriptedClient(before_sample=refuse), attempts=1)
+    await setting.dispatcher.announce([replica("small", slots=2), replica("big", slots=4)])
+    for sequence in range(4):
+        assert len((await setting.dispatcher.generate(request(sequence))).rollouts) == 4
+    assert {name for name, _, _ in setting.client.calls} == {"small", "big"}
+
+
+async def test_a_prompt_that_all_replicas_refuse_ends_at_the_one_with_most_slots() -> None:
+    async def refuse(name: str, _request: GroupRequest, _index: int) -> None:
+        raise InvalidRequestError("no such token")
+
+    setting = Setting(ScriptedClient(before_sample=refuse))
+    await setting.dispatcher.announce([replica("small", slots=2), replica("big", slots=3)])
+    with pytest.raises(GroupFailedError, match="refused by big: no such token"):
+        await setting.dispatcher.generate(request())
+    assert [name for name, _, _ in setting.client.calls] == ["small", "big"]
+
+
 async def test_aborted_samples_are_generated_again() -> None:
     def aborted_on_a(name: str, request: GroupRequest, index: int) -> Rollout:
         rollout = rollout_of("text", index, 0, request.sampling.seed, 4)

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.reward.score_requests import MAX_CLIENT_CALLS, ScoreRequests
+from services.reward.score_requests import (
+    DEFAULT_CLIENT_ITEMS,
+    MAX_CLIENT_CALLS,
+    MAX_ITEMS,
+    ScoreRequests,
+)
 from services.reward.scorer_messages import ScoreItem
+from sluice.config.limits import LimitsConfig
 from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.types import Scored
 
@@ -72,3 +78,15 @@ async def test_one_client_cannot_take_all_calls() -> None:
         with pytest.raises(ExhaustedError, match="client 'a': 16 Score calls"):
             await requests.score([ITEM], "a")
         await calls.enter_async_context(under_way(requests, scorer, client="b", num_items=1))
+
+
+async def test_by_default_a_client_may_have_four_of_the_largest_calls_at_once() -> None:
+    assert LimitsConfig().max_client_score_items == DEFAULT_CLIENT_ITEMS
+    scorer = SlowScorer()
+    requests = ScoreRequests(scorer)
+    async with asyncio.timeout(10), AsyncExitStack() as calls:
+        for _ in range(4):
+            call = under_way(requests, scorer, client="a", num_items=MAX_ITEMS)
+            await calls.enter_async_context(call)
+        with pytest.raises(ExhaustedError, match="client 'a': 16384 responses"):
+            await requests.score([ITEM], "a")

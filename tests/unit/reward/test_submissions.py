@@ -16,6 +16,7 @@ from services.reward.submissions import (
     Submissions,
     SubmissionSession,
 )
+from sluice.errors import ExhaustedError
 from sluice.types import ChatMessage, PromptEnd
 
 HELLO = (ChatMessage("user", "hello"),)
@@ -40,6 +41,10 @@ def ledger() -> MemoryLedger:
 @pytest.fixture
 def submissions(ledger: MemoryLedger) -> Submissions:
     return Submissions(ledger, ledger.accept, lambda source: void(scorer_for(source)), 2)
+
+
+def client_is_full() -> None:
+    raise ExhaustedError("the client has enough")
 
 
 def void(_: object) -> None:
@@ -95,6 +100,31 @@ async def test_unfinished_prompts_are_bounded(
         await session.next_event()
         submissions.submit(submission("c"), session)
         assert (await receipt(session)).sequence is not None
+
+
+async def test_a_prompt_that_can_never_be_accepted_is_not_told_to_wait_for_room(
+    ledger: MemoryLedger,
+) -> None:
+    submissions = Submissions(ledger, ledger.accept, lambda _: None, 2, max_image_bytes=4)
+    with submissions.session() as session:
+        for name in "xab":
+            submissions.submit(submission(name), session)
+            await receipt(session)
+            if name == "x":
+                end(submissions, ledger, "x")
+                await session.next_event()
+        for wrong, reason in (
+            (submission("a", ground_truth="2"), "'a' was used before"),
+            (submission("a"), "'a' was used before"),
+            (submission("x", ground_truth="2"), "'x' was used before"),
+            (submission("c", images=(b"large",)), "send fewer or smaller ones"),
+        ):
+            submissions.submit(wrong, session, client_is_full)
+            refused = await receipt(session)
+            assert reason in refused.refused_because
+            assert not refused.is_retryable
+        submissions.submit(submission("c"), session, client_is_full)
+        assert (await receipt(session)).is_retryable
 
 
 async def test_a_session_ends_when_its_input_and_all_its_prompts_have_ended(

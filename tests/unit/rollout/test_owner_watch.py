@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -17,6 +18,18 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the syste
 _ROOT = Path(__file__).parents[3]
 _WAIT_S = 60
 _ENGINE = "import services.rollout; print('up', flush=True); input()"
+_WORKER = """
+import threading, services.rollout
+from services.rollout.engines.owner_watch import end_with_owner
+end_with_owner(with_parent=True)
+print([thread.name for thread in threading.enumerate()].count("owner-watch"), flush=True)
+input()
+"""
+_PARENT_OF_WORKER = f"""
+import subprocess, sys
+worker = subprocess.Popen([sys.executable, "-c", {_WORKER!r}])
+input()
+"""
 
 
 def _start(code: str, **environment: str) -> subprocess.Popen[str]:
@@ -64,3 +77,31 @@ def test_the_owner_and_processes_without_one_watch_nobody() -> None:
             assert _first_line(watcher) == "up\n"
             _, _ = watcher.communicate("\n", timeout=_WAIT_S)
             assert watcher.returncode == 0
+
+
+def test_a_workers_parent_that_watches_nobody_ends_with_the_killed_owner_too() -> None:
+    with (
+        _owner() as owner,
+        _start(_PARENT_OF_WORKER, **{OWNER_VARIABLE: str(owner.pid)}) as parent,
+    ):
+        assert _first_line(parent) == "1\n", "a second watch may end the process before the parent"
+        owner.kill()
+        assert parent.wait(_WAIT_S) == -signal.SIGKILL
+        assert parent.communicate(timeout=_WAIT_S)[0] == "", "the worker holds the pipe no more"
+
+
+@pytest.mark.parametrize("refusal", [errno.ENOSYS, errno.EPERM, errno.EMFILE])
+def test_where_the_system_refuses_to_watch_the_service_is_imported_all_the_same(
+    refusal: int,
+) -> None:
+    code = f"""
+import os
+def refuse(pid): raise OSError({refusal}, "refused")
+os.pidfd_open = refuse
+{_ENGINE}
+"""
+    with _owner() as owner, _start(code, **{OWNER_VARIABLE: str(owner.pid)}) as engine:
+        assert _first_line(engine) == "up\n"
+        engine.communicate("\n", timeout=_WAIT_S)
+        assert engine.returncode == 0
+        owner.communicate("\n", timeout=_WAIT_S)

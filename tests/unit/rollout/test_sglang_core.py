@@ -33,6 +33,7 @@ class _Client:
 
     def __init__(self) -> None:
         self.failure: EngineError | None = None
+        self.paused: EngineError | None = None
         self.resumed: EngineError | None = None
         self.salts: list[str] = []
         self.called: list[str] = []
@@ -50,6 +51,8 @@ class _Client:
             await asyncio.sleep(0)
 
     async def pause(self, *, retract: bool) -> None:
+        if self.paused is not None:
+            raise self.paused
         self.draws.clear()
         self.called.append("pause")
 
@@ -156,5 +159,18 @@ async def test_samples_that_follow_a_first_one_into_a_pause_wait_for_its_end() -
         await core.resume()
         await _turns()
         assert client.salts == ["0", "1", "1"]
+        await core.cancel(stream)
+        await asyncio.wait([running])
+
+
+async def test_samples_that_come_after_a_pause_that_failed_are_begun() -> None:
+    client = _Client()
+    client.paused = EngineError("SGLang: no answer to pause (60 s)")
+    core = _core(client)
+    with pytest.raises(EngineError, match="no answer to pause"):
+        await core.pause(PauseMode.KEEP)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        stream, running = _begin(core, tasks)
+        assert await stream.next()
         await core.cancel(stream)
         await asyncio.wait([running])

@@ -54,6 +54,8 @@ class RolloutServiceServicer(object):
     def Generate(self, request, context):
         """Samples n responses to one prompt. The first message carries the prompt's tokens; samples
         follow as they finish. Cancelling the call aborts the samples and frees their slots.
+        Where no tokens are used, a reward service sends the metadata `sluice-service` (any text), or
+        its calls count as those of one client of its host, with a client's quotas and priority.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

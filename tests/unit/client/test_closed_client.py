@@ -1,0 +1,84 @@
+"""Closing an asynchronous client ends what waits for its calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
+
+import pytest
+
+from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
+from sluice.client import AsyncClient, NewPrompt, PromptEvent, RetryPolicy, RunAddress, ScoreItem
+from sluice.errors import ConfigError
+from sluice.types import ChatMessage
+from tests.support.rpc_server import serving
+
+PROMPTS = [NewPrompt("a", (ChatMessage("user", "2 + 2?"),), "math_dapo", "4")]
+QUICK = RetryPolicy(first_s=0.01, most_s=0.02, patience_s=1.0)
+
+
+class LastingReward(reward_pb2_grpc.RewardServiceServicer):
+    """Accepts prompts, none of which ends."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    async def SubmitPrompts(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        self.num_calls += 1
+        async for request in request_iterator:
+            receipt = reward_pb2.PromptReceipt(prompt_id=request.prompt_id)
+            yield reward_pb2.SubmitPromptsResponse(receipt=receipt)
+        await asyncio.Event().wait()
+
+
+async def test_a_submission_ends_with_its_client_and_is_not_made_again() -> None:
+    reward, told, is_told = LastingReward(), list[PromptEvent](), asyncio.Event()
+    async with (
+        serving(reward=reward) as server,
+        asyncio.timeout(10),
+        asyncio.TaskGroup() as tasks,
+    ):
+        client = AsyncClient(RunAddress(reward=server.address), policy=QUICK)
+
+        async def submit() -> None:
+            async for event in client.submit(PROMPTS):
+                told.append(event)
+                is_told.set()
+
+        submitting = tasks.create_task(submit())
+        await is_told.wait()
+        await client.close()
+    assert submitting.cancelled()
+    assert [event.event for event in told] == ["accepted"]
+    assert reward.num_calls == 1
+
+
+@pytest.mark.parametrize("asks", ["submit", "score"])
+async def test_a_client_that_is_closed_between_two_tries_makes_no_other(asks: str) -> None:
+    patient = RetryPolicy(first_s=0.2, most_s=0.2, patience_s=3600.0)
+    client = AsyncClient(RunAddress(reward="127.0.0.1:1"), policy=patient)
+
+    def answer() -> Awaitable[object]:
+        if asks == "submit":
+            return anext(client.submit(PROMPTS))
+        return client.score([ScoreItem("math_dapo", "4", "4")])
+
+    async def ask() -> None:
+        with pytest.raises(ConfigError, match="client: it is closed"):
+            await answer()
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        asking = tasks.create_task(ask())
+        await asyncio.sleep(0.1)
+        await client.close()
+    assert asking.done()  # cancelled if it was closed while a try was under way
+
+
+async def test_a_closed_client_says_so() -> None:
+    client = AsyncClient(RunAddress(reward="127.0.0.1:1"), policy=QUICK)
+    await client.close()
+    with pytest.raises(ConfigError, match="client: it is closed; open another one"):
+        await anext(client.submit(PROMPTS))
+    with pytest.raises(ConfigError, match="client: it is closed; open another one"):
+        await client.score([ScoreItem("math_dapo", "4", "4")])

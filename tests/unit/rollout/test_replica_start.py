@@ -1,0 +1,37 @@
+"""A replica refuses a configuration under which it would refuse every group; a real process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[3]
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize("group", [f"{_ROLLOUT}.n", f"{_ROLLOUT}.val_kwargs.n"])
+def test_a_replica_that_never_has_room_for_a_group_does_not_start(
+    group: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("data:\n  train_batch_size: 8\n", encoding="utf-8")
+    settings = (f"{group}=8", f"{_ROLLOUT}.max_num_seqs=4", "sluice.rollout.max_queued=3")
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "services.rollout", "--config", str(config)),
+            *("--name", "replica-0", *settings),
+        ],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode != 0
+    assert (
+        f"start of replica replica-0): {group} = 8 is more than a replica takes: "
+        f"{_ROLLOUT}.max_num_seqs = 4 and sluice.rollout.max_queued = 3 waiting"
+    ) in ended.stderr
