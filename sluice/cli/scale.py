@@ -81,7 +81,7 @@ async def scale_rollout(
                 phase=f"scaling to {count} replicas",
                 remedy=f"see the logs in {location.run_dir / 'logs'}; the change goes on",
             ):
-                while left := await _outstanding(launcher, monitor):
+                while left := await _seen_outstanding(launcher, monitor):
                     status.update(f"waiting for {', '.join(left)}")
                     await asyncio.sleep(_POLL_S)
         console.print(f"done: {count} replicas")
@@ -90,6 +90,14 @@ async def scale_rollout(
 def _as_text(change: Scaling) -> str:
     parts = [("starting", change.started), ("draining", change.drained)]
     return "; ".join(f"{what} {', '.join(names)}" for what, names in parts if names)
+
+
+async def _seen_outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str]:
+    """As `_outstanding`, while we wait: a launcher that starts processes may answer late once."""
+    try:
+        return await _outstanding(launcher, monitor)
+    except DeadlineError:
+        return ["the launcher to answer"]
 
 
 async def _outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str]:

@@ -14,6 +14,7 @@ from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from sluice.cli.run_location import locate_run
 from sluice.cli.scale import scale_rollout
+from sluice.client.launcher import LaunchedProcess, Launcher
 from sluice.config.dump import write_config
 from sluice.config.loader import load_config
 from sluice.errors import DeadlineError
@@ -83,6 +84,23 @@ async def test_a_change_that_was_begun_earlier_is_waited_for(tmp_path: Path) -> 
     assert (await said(tmp_path, trainer, processes, 60.0)).endswith("done: 2 replicas\n")
     assert trainer.num_asked >= 2
     assert processes.num_looks <= 0
+
+
+async def test_a_launcher_that_answers_late_once_does_not_end_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, services = list[None](), Launcher.services
+
+    async def late_once(launcher: Launcher) -> tuple[LaunchedProcess, ...]:
+        asked.append(None)
+        if len(asked) == 2:  # the first look is not a wait
+            raise DeadlineError("launcher", "asking for its processes", 5.0)
+        return await services(launcher)
+
+    monkeypatch.setattr(Launcher, "services", late_once)
+    text = await said(tmp_path, Trainer(most=2), Processes(num_looks=5), 60.0)
+    assert text.endswith("done: 2 replicas\n")
+    assert len(asked) > 2
 
 
 async def test_only_when_all_serve_there_is_nothing_to_do(tmp_path: Path) -> None:
