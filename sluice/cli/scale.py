@@ -93,10 +93,10 @@ def _as_text(change: Scaling) -> str:
 
 
 async def _seen_outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str]:
-    """As `_outstanding`, while we wait: a launcher that starts processes may answer late once."""
+    """As `_outstanding`, while we wait: a launcher on a busy machine may answer late."""
     try:
         return await _outstanding(launcher, monitor)
-    except DeadlineError:
+    except (DeadlineError, PeerError):
         return ["the launcher to answer"]
 
 
