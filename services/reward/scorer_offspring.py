@@ -12,7 +12,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +33,13 @@ ProcessKey = tuple[int, int]
 
 NUM_EMPTY_LOOKS, EMPTY_FOR_S = 5, 0.2
 """Looks without a find, and their time, after which there is nobody: a process that replaces itself
-by a fork again and again is missed by one look."""
+by a fork again and again can be missed by one look."""
+NUM_GLANCES, NUM_NEWEST = 10, 3
+"""Per look: glances at the newest process ids, and how many of them each takes in. Measured with a
+process that replaces itself 1000 times a second: listing all processes and reading each finds it
+in 2 to 17 of 100 looks, for it is gone when its turn comes; ten glances found it in all of 549,
+and in 107 of 109 while another thread of this process kept its interpreter busy.
+"""
 _PROC = Path("/proc")
 _PAUSE_S = 0.01
 _USER_FIELD, _SYSTEM_FIELD, _START_FIELD = 11, 12, 19  # after the command's name in /proc/PID/stat
@@ -89,15 +95,21 @@ async def _end(is_sought: Callable[[str], bool]) -> None:
 
 def _kill(is_sought: Callable[[str], bool]) -> int:
     """One look; how many were found. They may have forked meanwhile."""
-    found = []
-    for pid in _pids():
-        if (mark := _mark_of(pid)) and is_sought(mark):
-            # At once: none may fork on, or start another one that dies, before its turn comes.
-            _send(pid, signal.SIGSTOP)
-            found.append(pid)
+    found = [pid for _ in range(NUM_GLANCES) for pid in _stopped(_newest_pids(), is_sought)]
+    found += _stopped(_pids(), is_sought)
     for pid in found:
         _send(pid, signal.SIGKILL)
     return len(found)
+
+
+def _stopped(pids: Iterable[str], is_sought: Callable[[str], bool]) -> list[str]:
+    """Those of `pids` that are sought, each stopped at once: none may fork on before its turn."""
+    found = []
+    for pid in pids:
+        if (mark := _mark_of(pid)) and is_sought(mark):
+            _send(pid, signal.SIGSTOP)
+            found.append(pid)
+    return found
 
 
 def _send(pid: str, number: signal.Signals) -> None:
@@ -108,10 +120,16 @@ def _send(pid: str, number: signal.Signals) -> None:
 
 
 def _pids() -> list[str]:
-    """The youngest first, as a rule: they are the first to be gone again."""
-    if not _PROC.is_dir():
+    return list(filter(str.isdigit, os.listdir(_PROC))) if _PROC.is_dir() else []
+
+
+def _newest_pids() -> list[str]:
+    """The last ids that the system gave, whether or not a process has them; the newest first."""
+    try:
+        last = int((_PROC / "loadavg").read_bytes().split()[-1])
+    except (OSError, ValueError, IndexError):
         return []
-    return sorted(filter(str.isdigit, os.listdir(_PROC)), key=int, reverse=True)
+    return [str(pid) for pid in range(last, max(last - NUM_NEWEST, 0), -1)]
 
 
 def _cpu_used(pid: str) -> tuple[ProcessKey, float] | None:
