@@ -165,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--layers", type=int, default=16, help="6.5 MB of weights each")
-    parser.add_argument("--repeats", type=int, default=9, help="of every timed transfer")
+    parser.add_argument("--repeats", type=int, default=25, help="of every timed transfer")
     parser.add_argument("--pretrain", type=int, default=60, help="steps before any measured rate")
     parser.add_argument("--warm-up", type=int, default=30, help="steps at each rate")
     parser.add_argument("--steps", type=int, default=5, help="steps measured at each rate")
