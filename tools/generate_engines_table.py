@@ -21,6 +21,14 @@ CLASSES = ("Contract", "Lifecycle")
 Rules = dict[str, list[bool]]
 
 
+def read_circumstances(path: Path) -> str:
+    """Day, commit and versions of a report's run, as far as it tells them."""
+    suite = next(ElementTree.parse(path).getroot().iter("testsuite"))  # noqa: S314 written by pytest
+    told = {one.get("name"): one.get("value", "") for one in suite.iter("property")}
+    day = suite.get("timestamp", "").partition("T")[0]
+    return ", ".join(filter(None, (day, told.get("code"), told.get("versions"))))
+
+
 def read_report(path: Path) -> Rules:
     """Outcomes of every rule of the contract in a pytest report, in the order they ran.
 
@@ -86,12 +94,16 @@ def main(argv: Sequence[str]) -> int:
     )
     given = [one.partition("=") for one in parser.parse_args(argv).reports]
     reports: dict[str, Rules] = {}
+    circumstances: dict[str, list[str]] = {}
     for engine, _, path in given:
+        circumstances.setdefault(engine, []).append(read_circumstances(Path(path)))
         rules = reports.setdefault(engine, {})
         for name, outcomes in read_report(Path(path)).items():
             rules.setdefault(name, []).extend(outcomes)
     page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(replace_table(page, table(reports)), encoding="utf-8")
+    told = [f"* {engine}: {'; '.join(each)}" for engine, each in circumstances.items()]
+    content = "\n".join((table(reports), "", "Run with:", "", *told))
+    PAGE.write_text(replace_table(page, content), encoding="utf-8")
     return 0
 
 
