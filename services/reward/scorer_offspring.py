@@ -41,6 +41,8 @@ in 2 to 17 of 100 looks, for it is gone when its turn comes; ten glances found i
 and in 107 of 109 while another thread of this process kept its interpreter busy.
 """
 _PROC = Path("/proc")
+# The second is some containers' own invention, with an id of the machine's.
+_LAST_PID = (_PROC / "sys" / "kernel" / "ns_last_pid", _PROC / "loadavg")
 _PAUSE_S = 0.01
 _USER_FIELD, _SYSTEM_FIELD, _START_FIELD = 11, 12, 19  # after the command's name in /proc/PID/stat
 
@@ -95,8 +97,9 @@ async def _end(is_sought: Callable[[str], bool]) -> None:
 
 def _kill(is_sought: Callable[[str], bool]) -> int:
     """One look; how many were found. They may have forked meanwhile."""
-    found = [pid for _ in range(NUM_GLANCES) for pid in _stopped(_newest_pids(), is_sought)]
-    found += _stopped(_pids(), is_sought)
+    found = {pid for _ in range(NUM_GLANCES) for pid in _stopped(_newest_pids(), is_sought)}
+    # The youngest first, as a rule: they are the first to be gone again.
+    found.update(_stopped(sorted(_pids(), key=int, reverse=True), is_sought))
     for pid in found:
         _send(pid, signal.SIGKILL)
     return len(found)
@@ -124,12 +127,17 @@ def _pids() -> list[str]:
 
 
 def _newest_pids() -> list[str]:
-    """The last ids that the system gave, whether or not a process has them; the newest first."""
-    try:
-        last = int((_PROC / "loadavg").read_bytes().split()[-1])
-    except (OSError, ValueError, IndexError):
-        return []
-    return [str(pid) for pid in range(last, max(last - NUM_NEWEST, 0), -1)]
+    """The last ids of this namespace, whether or not a process has them; the newest first.
+
+    None where the system does not tell; the list of all processes has to do there.
+    """
+    for file in _LAST_PID:
+        try:
+            last = int(file.read_bytes().split()[-1])
+        except (OSError, ValueError, IndexError):
+            continue
+        return [str(pid) for pid in range(last, max(last - NUM_NEWEST, 0), -1)]
+    return []
 
 
 def _cpu_used(pid: str) -> tuple[ProcessKey, float] | None:

@@ -84,7 +84,7 @@ def observed(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> 
         await run.until_step(2)
         await run.until(lambda: something_is_trained(run, seen), "tokens that were trained")
         await run.until_step(5)
-        await run.until(lambda: all_is_known(run, seen), "demand and both replicas")
+        await run.until(lambda: all_is_known(run, seen), "demand, and tokens of both replicas")
         await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
 
     settings = (
@@ -119,8 +119,6 @@ def test_counters_rise_and_agree_between_the_processes(observed: tuple[Record, S
     assert value(late, "sluice_trainer_steps_total") >= 5
     for page in (early, late):
         assert 0 < drawn(page) <= value(page, "sluice_fleet_tokens_total")
-    for name in ("rollout-0", "rollout-1"):
-        assert generated(seen.late[name]) > 0
     fleet = value(late, "sluice_fleet_replicas", state="serving")
     assert fleet == value(seen.late["reward"], "sluice_reward_replicas") == 2
 

@@ -33,7 +33,10 @@ class RunningContract(
 
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    try:
+        told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return "not in git"
     return told.stdout.strip() or "not in git"
 
 

@@ -64,6 +64,10 @@ def test_the_contracts_record_counts_cases_that_were_run() -> None:
 |---|---|---|
 | one | kept (4) | not run |
 | two | **broken** (1 of 3) | kept (2) |
+
+Run with:
+
+* torch: 2026-11-22, 66d7b37, torch 2.13.0
 <!-- rules: end -->"""
     assert contract_record(page, ("torch", "vllm", "sglang")) == {
         "torch": "6/7",
