@@ -48,7 +48,7 @@ class ServiceHost:
     ) -> tuple[int, str]:
         """Starts a process, in place of one that may be left; its id, or 0 and the reason."""
         if self._child is not None:
-            self._child.kill()
+            await self._child.end(0.0)
         try:
             self._child = await start_child(ServiceSpec(name, tuple(command), environment))
         except ConfigError as error:

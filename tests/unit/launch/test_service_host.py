@@ -28,6 +28,14 @@ async def all_lines(host: ServiceHost, pid: int) -> list[str]:
     return found
 
 
+async def end(host: ServiceHost, pid: int) -> int:
+    """Kills the process and reads its output to the end; the loop has nothing of it left."""
+    await host.kill(pid)
+    await all_lines(host, pid)
+    async with asyncio.timeout(WAIT_S):
+        return await host.ended(pid)
+
+
 async def test_it_tells_its_nodes_address_and_ports_that_are_free_and_differ() -> None:
     address, _, ports = await ServiceHost(ADDRESS).place(3)
     assert address == ADDRESS
@@ -55,9 +63,7 @@ async def test_a_line_is_told_while_the_process_runs() -> None:
 async def test_a_process_that_is_killed_has_ended_with_that_signal() -> None:
     host = ServiceHost(ADDRESS)
     pid = await started(host, POLITE.format(code=0))
-    await host.kill(pid)
-    async with asyncio.timeout(WAIT_S):
-        assert await host.ended(pid) == -signal.SIGKILL
+    assert await end(host, pid) == -signal.SIGKILL
 
 
 async def test_a_process_of_an_earlier_host_has_ended_with_it_and_is_not_touched() -> None:
@@ -69,8 +75,7 @@ async def test_a_process_of_an_earlier_host_has_ended_with_it_and_is_not_touched
     await host.kill(other)
     await host.terminate(other)
     assert await host.lines(pid) == (["ready"], False)
-    await host.kill(pid)
-    await until_gone(pid)
+    await end(host, pid)
 
 
 async def test_a_second_start_ends_what_the_first_one_left() -> None:
@@ -78,8 +83,7 @@ async def test_a_second_start_ends_what_the_first_one_left() -> None:
     first = await started(host, POLITE.format(code=0))
     second = await started(host, POLITE.format(code=0))
     await until_gone(first)
-    await host.kill(second)
-    await until_gone(second)
+    await end(host, second)
 
 
 async def test_a_program_that_is_not_there_is_a_reason_and_no_process() -> None:
