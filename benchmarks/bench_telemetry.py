@@ -2,8 +2,17 @@
 
 The same short training, the quickstart's job, without telemetry and with each kind of it, in turns;
 a run's figures are taken between two of its steps, so that starting and ending do not count.
-Printed last is one JSON object:
 
+On a shared machine, equal runs differ by more than telemetry costs. So a run with both kinds is
+also asked what it spent on them: what its threads that send spans and answer scrapes took of the
+CPU, by their own clocks, and its spans times what `span_cost` measures for recording one. Both are
+taken in the same minutes as the CPU that they are a share of. Printed last is one JSON object:
+
+share_traces            of the run's CPU: sending spans, and recording them
+share_metrics           of the run's CPU: answering scrapes, one a second from each process
+share_<kind>_rounds     round by round
+record_us               CPU microseconds to record a span
+spans_a_step            median
 overhead_<kind>         CPU seconds a step of all processes of the run, over those without, less 1;
                         the median over rounds
 overhead_<kind>_wall    the same of seconds on the wall
@@ -20,20 +29,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.metrics_scraper import scraped_run
+from benchmarks.metrics_scraper import TelemetryAccount, scraped_run, telemetry_account
 from benchmarks.process_cpu import cpu_seconds
+from benchmarks.span_cost import record_us
 from sluice.launch.run_folder import claim_folder
 from sluice.quickstart.prepare import PrepareProgress, prepare
 
 ROOT = Path(__file__).resolve().parent.parent
-OFF = "off"
+OFF, BOTH = "off", "both"
 # Every step draws and trains the same tokens whatever the clock says, so that CPU seconds differ
 # by what is measured alone.
 REPEATABLE = (
@@ -49,26 +59,32 @@ _LOOK_S, _STEP_TIMEOUT_S, _END_TIMEOUT_S = 0.02, 300.0, 60.0
 @contextmanager
 def _span_sink() -> Iterator[Sequence[str]]:
     """A collector in a process of its own; the overrides that send spans there."""
-    sink = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "benchmarks.span_sink"],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-    )
-    assert sink.stdout is not None
-    try:
-        port = int(sink.stdout.readline())
-        yield [f"sluice.telemetry.traces.endpoint=http://127.0.0.1:{port}"]
-    finally:
-        sink.kill()
-        sink.wait()
+    ) as sink:
+        assert sink.stdout is not None
+        try:
+            port = int(sink.stdout.readline())
+            yield [f"sluice.telemetry.traces.endpoint=http://127.0.0.1:{port}"]
+        finally:
+            sink.kill()
+
+
+@contextmanager
+def _both(folder: Path) -> Iterator[Sequence[str]]:
+    with ExitStack() as stack:
+        yield [*stack.enter_context(_span_sink()), *stack.enter_context(scraped_run(folder))]
 
 
 KINDS: Mapping[str, Callable[[Path], AbstractContextManager[Sequence[str]]]] = {
     OFF: lambda _: nullcontext(()),
     "traces": lambda _: _span_sink(),
     "metrics": scraped_run,
+    BOTH: _both,
 }
 """What is measured: each kind runs what it needs beside the run, whose folder it is told, and gives
 the run's overrides."""
@@ -76,10 +92,21 @@ the run's overrides."""
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds a step."""
+    """Seconds a step, and what the run itself says that telling took of them, if it was asked."""
 
     cpu_s: float
     wall_s: float
+    told: TelemetryAccount | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """How far a run has come."""
+
+    steps: int
+    cpu_s: float
+    wall_s: float
+    told: TelemetryAccount | None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -94,17 +121,20 @@ def main(arguments: Sequence[str]) -> int:
                 cost = _measure(parsed, name, [*overrides, *parsed.overrides])
             costs[name].append(cost)
             _say(f"round {number + 1}, {name}: {cost.cpu_s:.3f} s CPU, {cost.wall_s:.3f} s a step")
-    _say(json.dumps(report(costs)))
+    figures = report(costs)
+    if BOTH in costs:
+        figures = shares(costs[BOTH], record_us()) | figures
+    _say(json.dumps(figures))
     return 0
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Measures what telling about a run costs the run.",
-        epilog="example: python benchmarks/bench_telemetry.py --kinds traces --rounds 5",
+        epilog="example: python benchmarks/bench_telemetry.py --kinds traces both --rounds 3",
     )
     others = [name for name in KINDS if name != OFF]
-    parser.add_argument("--kinds", nargs="+", choices=others, default=others)
+    parser.add_argument("--kinds", nargs="+", choices=others, default=[BOTH])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3, help="steps before those that count")
     parser.add_argument("--steps", type=int, default=12, help="steps that count")
@@ -132,6 +162,26 @@ def report(costs: Mapping[str, Sequence[StepCost]]) -> dict[str, object]:
     return {**found, "cpu_s": cpu, "wall_s": wall}
 
 
+def shares(costs: Sequence[StepCost], record_us: float) -> dict[str, object]:
+    """What telling took of the CPU of runs that were asked.
+
+    Args:
+        costs: one a round.
+        record_us: CPU microseconds to record a span.
+    """
+    asked = [(cost, cost.told) for cost in costs if cost.told]
+    traces = [(told.spans_cpu_s + told.spans * record_us / 1e6) / c.cpu_s for c, told in asked]
+    metrics = [told.scrapes_cpu_s / cost.cpu_s for cost, told in asked]
+    return {
+        "share_traces": round(median(traces), 4),
+        "share_metrics": round(median(metrics), 4),
+        "share_traces_rounds": [round(one, 4) for one in traces],
+        "share_metrics_rounds": [round(one, 4) for one in metrics],
+        "record_us": record_us,
+        "spans_a_step": round(median(told.spans for _, told in asked)),
+    }
+
+
 def _measure(parsed: argparse.Namespace, name: str, overrides: Sequence[str]) -> StepCost:
     """One run."""
     folder = parsed.output / name
@@ -147,17 +197,21 @@ def _measure(parsed: argparse.Namespace, name: str, overrides: Sequence[str]) ->
     finally:
         run.terminate()
         run.wait(_END_TIMEOUT_S)
-    count = ended[0] - began[0]
-    return StepCost((ended[1] - began[1]) / count, (ended[2] - began[2]) / count)
+    count = ended.steps - began.steps
+    told = None
+    if began.told and ended.told:
+        told = ended.told.since(began.told).over(count)
+    cpu_s, wall_s = ended.cpu_s - began.cpu_s, ended.wall_s - began.wall_s
+    return StepCost(cpu_s / count, wall_s / count, told)
 
 
-def _at_step(run: subprocess.Popen[bytes], folder: Path, step: int) -> tuple[int, float, float]:
-    """Steps that have ended, at least `step`; CPU and wall seconds by then."""
+def _at_step(run: subprocess.Popen[bytes], folder: Path, step: int) -> _Point:
+    """Where the run is when at least `step` steps have ended."""
     path, ends_s = folder / "metrics.jsonl", time.monotonic() + _STEP_TIMEOUT_S
     while run.poll() is None and time.monotonic() < ends_s:
         rows = path.read_bytes().count(b"\n") if path.exists() else 0
         if rows >= step:
-            return rows, cpu_seconds(run.pid), time.monotonic()
+            return _Point(rows, cpu_seconds(run.pid), time.monotonic(), telemetry_account(folder))
         time.sleep(_LOOK_S)
     raise RuntimeError(f"the run in {folder} never reached step {step}; its logs are there")
 

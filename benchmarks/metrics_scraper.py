@@ -1,4 +1,5 @@
-"""A stand-in for Prometheus: reads the metrics of a run's processes, more often than one would."""
+"""A stand-in for Prometheus: reads the metrics of a run's processes, more often than one would,
+and what they say that telling has cost them."""
 
 from __future__ import annotations
 
@@ -7,15 +8,55 @@ import threading
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from prometheus_client.parser import text_string_to_metric_families
+
+from sluice.telemetry.instruments import process
 from sluice.telemetry.metrics_server import PATH
+from sluice.telemetry.own_cost import Part
 from sluice.telemetry.scrape_target import FOLDER
 
-__all__ = ["scraped_run"]
+__all__ = ["TelemetryAccount", "scraped_run", "telemetry_account"]
 
 INTERVAL_S = 1.0
 _TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryAccount:
+    """What all processes of a run together have spent on telling about it."""
+
+    spans_cpu_s: float
+    scrapes_cpu_s: float
+    spans: float
+
+    def since(self, before: TelemetryAccount) -> TelemetryAccount:
+        """What came after `before`."""
+        pairs = zip(astuple(self), astuple(before), strict=True)
+        return TelemetryAccount(*(now - then for now, then in pairs))
+
+    def over(self, steps: int) -> TelemetryAccount:
+        """A step's share."""
+        return TelemetryAccount(*(value / steps for value in astuple(self)))
+
+
+def telemetry_account(run_dir: Path) -> TelemetryAccount | None:
+    """What a run's processes say; ``None`` where none serves metrics."""
+    cpu_s = dict.fromkeys(Part, 0.0)
+    spans, is_told = 0.0, False
+    for page in _pages(run_dir):
+        is_told = True
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                if sample.name == process.TELEMETRY_CPU.name:
+                    cpu_s[Part(sample.labels["part"])] += sample.value
+                elif sample.name == process.TELEMETRY_SPANS.name:
+                    spans += sample.value
+    if not is_told:
+        return None
+    return TelemetryAccount(cpu_s[Part.SPANS], cpu_s[Part.SCRAPES], spans)
 
 
 @contextmanager
@@ -35,11 +76,17 @@ def scraped_run(run_dir: Path) -> Iterator[Sequence[str]]:
 
 def _scrape(run_dir: Path, over: threading.Event) -> None:
     while not over.wait(INTERVAL_S):
-        for file in (run_dir / FOLDER).glob("*.json"):
-            try:
-                (group,) = json.loads(file.read_text(encoding="utf-8"))
-                url = f"http://{group['targets'][0]}{PATH}"
-                with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
-                    answer.read()
-            except OSError:  # the run begins or ends
-                continue
+        for _ in _pages(run_dir):
+            pass
+
+
+def _pages(run_dir: Path) -> Iterator[str]:
+    """Of every process that answers."""
+    for file in (run_dir / FOLDER).glob("*.json"):
+        try:
+            (group,) = json.loads(file.read_text(encoding="utf-8"))
+            url = f"http://{group['targets'][0]}{PATH}"
+            with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+                yield answer.read().decode()
+        except OSError:  # the run begins or ends
+            continue

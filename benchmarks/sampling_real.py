@@ -19,6 +19,7 @@ from sluice.simulate.twin import twin
 
 ROOT = Path(__file__).resolve().parent.parent
 TASK = "stretch"
+GROUP_OF_16 = "actor_rollout_ref.rollout.n=16"  # as in the simulated figures
 COMMON = (
     "trainer.val_before_train=false",
     "trainer.save_freq=0",
@@ -60,8 +61,8 @@ class RealRun:
 
 
 def measure_strategies(output: Path, *, steps: int) -> list[RealRun]:
-    """One run a strategy, same seed."""
-    common = [f"trainer.total_training_steps={steps}", f"trainer.test_freq={steps}"]
+    """One run a strategy, same seed, in groups of 16."""
+    common = [GROUP_OF_16, f"trainer.total_training_steps={steps}", f"trainer.test_freq={steps}"]
     return [
         measure(output, name, [*overrides, *common], seed=0)
         for name, overrides in STRATEGIES.items()

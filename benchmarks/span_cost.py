@@ -64,13 +64,25 @@ def _export(exporter: Exporter, spans: list[RecordedSpan]) -> None:
         exporter.export(spans[start : start + BATCH])
 
 
+def record_us() -> float:
+    """CPU microseconds to record a span."""
+    return _recorded()[0]
+
+
+def _recorded() -> tuple[float, list[RecordedSpan]]:
+    kept = _Kept()
+    TRACER.start([kept], 1.0)
+    try:
+        cost_us = _cpu_us(_record)
+    finally:
+        TRACER.stop()
+    return cost_us, kept.spans[:COUNT]
+
+
 def main() -> None:
     """Measures."""
-    off_us, kept = _cpu_us(_record), _Kept()
-    TRACER.start([kept], 1.0)
-    record_us = _cpu_us(_record)
-    TRACER.stop()
-    spans = kept.spans[:COUNT]
+    off_us = _cpu_us(_record)
+    recording_us, spans = _recorded()
     with (
         subprocess.Popen(
             [sys.executable, "-m", "benchmarks.span_sink"],
@@ -88,7 +100,7 @@ def main() -> None:
         file = SpanFile(Path(folder) / "traces.jsonl", RESOURCE)
         file_us = _cpu_us(lambda: _export(file, spans))
         sink.kill()
-    figures = {"record": record_us, "export": export_us, "file": file_us, "off": off_us}
+    figures = {"record": recording_us, "export": export_us, "file": file_us, "off": off_us}
     sys.stdout.write(json.dumps({f"{name}_us": value for name, value in figures.items()}) + "\n")
 
 

@@ -12,6 +12,7 @@ from sluice.rpc.error_tally import QUOTA_REFUSALS, RPC_ERRORS
 from sluice.telemetry.disk_space import DiskSpace
 from sluice.telemetry.instrument import Reading
 from sluice.telemetry.instruments import process
+from sluice.telemetry.own_cost import SPANS, TELEMETRY_CPU
 from sluice.telemetry.process_age import process_age_s
 
 __all__ = ["ProcessName", "process_readings"]
@@ -33,7 +34,7 @@ class ProcessName:
 
 
 def process_readings(who: ProcessName, disk: DiskSpace) -> Iterator[Reading]:
-    """Age, waits, errors, restarts, disk; needs no event loop."""
+    """Age, waits, errors, restarts, disk, what telling costs; needs no event loop."""
     yield process.INFO.at(1.0, who.name, who.kind, _version())
     yield process.UPTIME.at(process_age_s())
     yield process.RESTARTS.at(float(who.restarts))
@@ -45,6 +46,10 @@ def process_readings(who: ProcessName, disk: DiskSpace) -> Iterator[Reading]:
         yield process.RPC_ERRORS.at(float(count), *kind)
     for limit, count in QUOTA_REFUSALS.counts().items():
         yield process.QUOTA_REFUSALS.at(float(count), *limit)
+    for part, seconds in TELEMETRY_CPU.seconds().items():
+        yield process.TELEMETRY_CPU.at(seconds, part)
+    for fate, count in SPANS.counts().items():
+        yield process.TELEMETRY_SPANS.at(float(count), *fate)
     yield from _disk(disk)
 
 

@@ -26,6 +26,7 @@ from sluice.telemetry.instrument import Reading
 from sluice.telemetry.instruments import process
 from sluice.telemetry.loop_question import ask_loop
 from sluice.telemetry.metrics_server import PATH, MetricsServer
+from sluice.telemetry.own_cost import TELEMETRY_CPU, Part
 from sluice.telemetry.scrape_target import scrape_target
 
 __all__ = ["ReadMetrics", "served_metrics"]
@@ -93,7 +94,7 @@ class _Page:
 
     def _own(self) -> tuple[Reading, ...] | None:
         try:
-            own = ask_loop(self._loop, lambda: tuple(self._read()), _LOOP_TIMEOUT_S)
+            own = ask_loop(self._loop, self._read_service, _LOOP_TIMEOUT_S)
         except Exception:  # an engine that is broken, say; the rest of the page tells of it
             if not self._has_failed:
                 logger.exception("the metrics of %s cannot be read", self._who.name)
@@ -102,6 +103,11 @@ class _Page:
         if own is not None:
             self._has_failed = False
         return own
+
+    def _read_service(self) -> tuple[Reading, ...]:
+        """In the event loop."""
+        with TELEMETRY_CPU.charged(Part.SCRAPES):
+            return tuple(self._read())
 
 
 def _announce(host: str, address: str) -> None:

@@ -19,6 +19,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from sluice.telemetry.own_cost import TELEMETRY_CPU, Part
+
 __all__ = ["PATH", "MetricsServer"]
 
 logger = logging.getLogger(__name__)
@@ -86,7 +88,8 @@ class _Server(ThreadingHTTPServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401  as its base
         try:
-            super().process_request_thread(request, client_address)
+            with TELEMETRY_CPU.charged(Part.SCRAPES):
+                super().process_request_thread(request, client_address)
         finally:
             self._room.release()
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from sluice.telemetry.own_cost import SPANS, TELEMETRY_CPU, Part, SpanFate
 from sluice.telemetry.tracing import RecordedSpan
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class SpanQueue:
         """Takes a span, at once; without room for it, it is dropped."""
         size = len(self._spans)
         if size >= self._most:
-            self.num_dropped += 1
+            self._drop(1)
             return
         self._spans.append(span)
         if size == BATCH:
@@ -107,8 +108,9 @@ class SpanQueue:
 
     def _drain(self) -> None:
         while self._spans:
-            batch = [self._spans.popleft() for _ in range(min(BATCH, len(self._spans)))]
-            self._export(batch)
+            with TELEMETRY_CPU.charged(Part.SPANS):
+                batch = [self._spans.popleft() for _ in range(min(BATCH, len(self._spans)))]
+                self._export(batch)
             if self._is_closing and self._is_out_of_order:
                 return
 
@@ -119,6 +121,7 @@ class SpanQueue:
             self._failed(batch, error)
             return
         self.num_exported += len(batch)
+        SPANS.add(SpanFate.SENT, count=len(batch))
         if self._is_out_of_order:
             self._is_out_of_order = False
             logger.info(
@@ -127,7 +130,7 @@ class SpanQueue:
             )
 
     def _failed(self, batch: Sequence[RecordedSpan], error: Exception) -> None:
-        self.num_dropped += len(batch)
+        self._drop(len(batch))
         if not self._is_out_of_order:
             is_known = isinstance(error, ExportError)
             logger.warning(
@@ -136,3 +139,7 @@ class SpanQueue:
                 exc_info=None if is_known else error,
             )
         self._is_out_of_order = True
+
+    def _drop(self, count: int) -> None:
+        self.num_dropped += count
+        SPANS.add(SpanFate.DROPPED, count=count)

@@ -1,4 +1,4 @@
-"""Rare events, counted by what they are."""
+"""Events, counted by what they are."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Tally:
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, ...]] = Counter()
 
-    def add(self, *labels: str) -> None:
-        """One more event of this kind; there must be few kinds in all."""
+    def add(self, *labels: str, count: int = 1) -> None:
+        """So many more events of this kind; there must be few kinds in all."""
         with self._lock:
-            self._counts[labels] += 1
+            self._counts[labels] += count
 
     def counts(self) -> Mapping[tuple[str, ...], int]:
         """Events so far, by kind."""

@@ -14,6 +14,8 @@ __all__ = [
     "RUN_FOLDER_SIZE",
     "SCRAPE_COMPLETE",
     "STILL",
+    "TELEMETRY_CPU",
+    "TELEMETRY_SPANS",
     "UPTIME",
     "WAITS",
 ]
@@ -57,6 +59,18 @@ RUN_FOLDER_FREE = gauge(
 )
 RUN_FOLDER_SIZE = gauge(
     "sluice_run_folder_size_bytes", "bytes", "Size of the file system of the run's folder."
+)
+TELEMETRY_CPU = counter(
+    "sluice_telemetry_cpu_seconds_total",
+    "CPU seconds",
+    "What telling about the run took: to send or write spans, to answer scrapes.",
+    "part",
+)
+TELEMETRY_SPANS = counter(
+    "sluice_telemetry_spans_total",
+    "spans",
+    "Recorded spans that were sent or written, and those that were dropped.",
+    "fate",
 )
 SCRAPE_COMPLETE = gauge(
     "sluice_scrape_complete",

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_telemetry import KINDS, OFF, StepCost, report
+from benchmarks.bench_telemetry import BOTH, KINDS, OFF, StepCost, report, shares
+from benchmarks.metrics_scraper import TelemetryAccount, telemetry_account
 from benchmarks.process_cpu import cpu_seconds
 
 SPUN_S = 0.3
@@ -33,6 +34,27 @@ def test_overheads_are_medians_of_rounds_each_against_its_own_run_without() -> N
     assert found["overhead_traces_wall"] == 0.0
     assert found["overhead_traces_rounds"] == [0.1, 0.01, 0.5]
     assert found["cpu_s"] == {"off": 1.0, "traces": 1.5}
+
+
+def test_shares_are_of_the_same_run_s_cpu_and_count_the_recording_of_spans() -> None:
+    told = TelemetryAccount(spans_cpu_s=10.0, scrapes_cpu_s=1.0, spans=3000.0)
+    began = TelemetryAccount(spans_cpu_s=9.9, scrapes_cpu_s=0.8, spans=1000.0)
+    cost = StepCost(2.0, 1.0, told.since(began).over(10))
+    found = shares([cost], record_us=50.0)
+    assert found["share_traces"] == 0.01  # (0.01 + 200 * 50e-6) / 2
+    assert found["share_metrics"] == 0.01
+    assert found["spans_a_step"] == 200
+
+
+def test_a_run_that_serves_no_metrics_tells_nothing(tmp_path: Path) -> None:
+    assert telemetry_account(tmp_path) is None
+
+
+def test_the_run_with_both_kinds_is_traced_and_served(tmp_path: Path) -> None:
+    with KINDS[BOTH](tmp_path) as overrides:
+        keys = {override.partition("=")[0] for override in overrides}
+    assert "sluice.telemetry.traces.endpoint" in keys
+    assert "sluice.trainer.endpoint.metrics_port" in keys
 
 
 def test_without_telemetry_nothing_is_overridden() -> None:

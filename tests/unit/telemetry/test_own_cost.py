@@ -1,0 +1,75 @@
+"""Telemetry says what it takes of this process's CPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from sluice.telemetry.own_cost import SPANS, TELEMETRY_CPU, Part, SpanFate
+from sluice.telemetry.span_names import SpanName
+from sluice.telemetry.span_queue import ExportError, SpanQueue
+from sluice.telemetry.tracing import RecordedSpan, Tracer
+
+SPUN_S = 0.05
+
+
+def spin(seconds: float) -> None:
+    ends_s = time.thread_time() + seconds
+    while time.thread_time() < ends_s:
+        pass
+
+
+class Spinning:
+    """An exporter that computes, and takes spans or not."""
+
+    destination = "nowhere"
+
+    def __init__(self, *, takes: bool) -> None:
+        self._takes = takes
+
+    def export(self, spans: list[RecordedSpan]) -> None:
+        spin(SPUN_S)
+        if not self._takes:
+            raise ExportError("no")
+
+    def close(self) -> None:
+        pass
+
+
+def send_one_span(*, takes: bool) -> None:
+    queue = SpanQueue(Spinning(takes=takes), interval_s=3600)
+    tracer = Tracer()
+    tracer.start([queue], 1.0)
+    tracer.trace(SpanName.SAMPLE).end()
+    queue.close(30.0)
+
+
+def spans_so_far(fate: SpanFate) -> int:
+    return SPANS.counts().get((fate,), 0)
+
+
+def test_what_an_exporter_computes_counts_for_spans_and_waiting_does_not() -> None:
+    before = TELEMETRY_CPU.seconds()
+    send_one_span(takes=True)
+    with TELEMETRY_CPU.charged(Part.SCRAPES):
+        time.sleep(SPUN_S)
+    after = TELEMETRY_CPU.seconds()
+    assert after[Part.SPANS] - before[Part.SPANS] >= SPUN_S
+    assert after[Part.SCRAPES] - before[Part.SCRAPES] < SPUN_S
+
+
+def test_another_thread_computes_for_itself() -> None:
+    before = TELEMETRY_CPU.seconds()[Part.SCRAPES]
+    with TELEMETRY_CPU.charged(Part.SCRAPES):
+        other = threading.Thread(target=spin, args=(10 * SPUN_S,))
+        other.start()
+        other.join()
+    assert TELEMETRY_CPU.seconds()[Part.SCRAPES] - before < 10 * SPUN_S
+
+
+def test_spans_are_counted_by_what_became_of_them() -> None:
+    sent, dropped = spans_so_far(SpanFate.SENT), spans_so_far(SpanFate.DROPPED)
+    send_one_span(takes=True)
+    send_one_span(takes=False)
+    assert spans_so_far(SpanFate.SENT) - sent == 1
+    assert spans_so_far(SpanFate.DROPPED) - dropped == 1
