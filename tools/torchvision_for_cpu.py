@@ -1,9 +1,9 @@
 """Makes the torchvision of this environment importable beside a torch for the CPU.
 
-There is no build of torchvision for it: the one on the package index registers shapes of two kernels
-that its library, made for CUDA, cannot bring, and fails. vLLM's image models need the transforms alone,
-which are Python. So these registrations are taken out of the installed copy; repeating it is harmless.
-For test environments:
+There is no build of torchvision for it: that of the package index registers shapes of kernels that
+its library, made for CUDA, cannot bring, and fails. vLLM's image models need the transforms alone,
+which are Python. So these registrations are taken out of the installed copy; repeating it is
+harmless. For test environments:
 
 .venv-vllm/bin/python tools/torchvision_for_cpu.py
 """

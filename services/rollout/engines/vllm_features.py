@@ -267,9 +267,9 @@ class VllmClient:
     async def forget_encoded_images(self) -> None:
         """Has images encoded anew; called after a reload, before anything is drawn.
 
-        A reload empties the workers' cache of encoded images. vLLM's scheduler does not learn of it,
-        and a sample that waits would be sent to look there for what its group has encoded, which
-        ends the engine.
+        A reload empties the workers' cache of encoded images. vLLM's scheduler does not learn of
+        it, and a sample that waits would be sent to look there for what its group has encoded,
+        which ends the engine.
         """
         if self._has_seen_images and self.features.encoder_reset:
             await _answer(self._llm.reset_encoder_cache(), "forgetting images", _CALL_TIMEOUT_S)
