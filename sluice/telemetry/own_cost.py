@@ -1,7 +1,8 @@
 """What telling about a run costs this process: CPU of the threads that do it, and spans.
 
 Recording a span takes a few microseconds in whichever thread works, which is too little to be
-timed each time; `benchmarks/span_cost.py` measures it.
+timed each time; `benchmarks/span_cost.py` measures it. Threads of libraries (gRPC's, for one) do
+not count.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from sluice.vision.image_prompts import load_image_prompts
 from sluice.weights.sender import WeightSender
 from tests.engine_vllm.saved_weights import serve_saved
 from tests.support.causal_lms import request
-from tests.support.engine_contract_calls import generate
+from tests.support.engine_contract_calls import chunks_of, generate, until
 from tests.support.engine_contract_world import Trainer
 from tests.support.tiny_vision import (
     IMAGE,
@@ -36,7 +36,6 @@ from tests.support.tiny_vision import (
     scramble,
 )
 
-pytest.importorskip("torchvision", reason="vLLM's image models import it; no build of it for a CPU")
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("default"),  # vLLM's own
@@ -44,6 +43,8 @@ pytestmark = [
 ]
 _WIDTH = 128
 """Heads of 64 are the smallest that vLLM's attention takes on a CPU."""
+_BLOCK, _LONG = 64, 100
+"""Tokens that fill a block of vLLM's cache, whatever stands before them; a long response."""
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
@@ -101,13 +102,20 @@ async def world(
         yield running
 
 
-def _wanted(folder: Path, pictures: Sequence[bytes], **more: float) -> GenerationRequest:
+def _wanted(
+    folder: Path,
+    pictures: Sequence[bytes],
+    *,
+    samples: int = 2,
+    tail: int = 0,
+    max_tokens: int = 12,
+) -> GenerationRequest:
     reader = load_image_prompts(folder)
     assert reader is not None
     place = [VISION_START, IMAGE, VISION_END, 40]
-    prompt = np.array([20, 21, *(place * len(pictures)), 30], np.uint32)
+    prompt = np.array([20, 21, *(place * len(pictures)), 30, *([31] * tail)], np.uint32)
     expanded = reader.expand(prompt, pictures)
-    plain = request(expanded.tolist(), samples=2, max_tokens=12, **more)  # type: ignore[arg-type]
+    plain = request(expanded.tolist(), samples=samples, max_tokens=max_tokens)
     return replace(plain, images=tuple(pictures))
 
 
@@ -128,8 +136,7 @@ async def test_logprobs_with_images_are_those_of_the_weights_that_serve(
     misfits: tuple[bytes, bytes],
 ) -> None:
     (folder, second), (engine, trainer) = saved, world
-    other = copy.deepcopy(second)
-    scramble(other, seed=1)
+    other = _other(second)
     for model in (other, second, other):
         await trainer.publish(model)
         for shown in ((), pictures[:1], pictures, misfits):
@@ -167,15 +174,40 @@ async def test_samples_that_wait_for_a_slot_while_weights_come_see_their_images(
     saved: tuple[Path, PreTrainedModel], pictures: tuple[bytes, bytes]
 ) -> None:
     folder, second = saved
-    other = copy.deepcopy(second)
-    scramble(other, seed=1)
     async with _running(folder, slots=1, recompute_kv=False) as (engine, trainer):
-        await trainer.publish(other)
-        wanted = replace(_wanted(folder, pictures), sample_indexes=tuple(range(8)))
-        async with asyncio.TaskGroup() as tasks:
-            drawing = tasks.create_task(generate(engine, wanted))
-            while not drawing.done():
-                await trainer.publish(second)
-                await asyncio.sleep(0.05)  # some samples end, and others begin
-        assert len(drawing.result()) == 8
+        await trainer.publish(_other(second))
+        waiting = _wanted(folder, pictures, samples=8, max_tokens=_LONG)
+        await _publish_meanwhile(engine, trainer, second, waiting)
         await _check(engine, folder, second, pictures)
+
+
+async def test_samples_that_took_their_prompt_from_the_cache_see_images_when_it_is_recomputed(
+    saved: tuple[Path, PreTrainedModel], pictures: tuple[bytes, bytes]
+) -> None:
+    folder, second = saved
+    async with _running(folder, enable_prefix_caching=True) as (engine, trainer):
+        await trainer.publish(_other(second))
+        await generate(engine, _wanted(folder, pictures, tail=_BLOCK, samples=1))
+        cached = _wanted(folder, pictures, tail=_BLOCK, max_tokens=_LONG)
+        await _publish_meanwhile(engine, trainer, second, cached)
+        await _check(engine, folder, second, pictures)
+
+
+def _other(model: PreTrainedModel) -> PreTrainedModel:
+    other = copy.deepcopy(model)
+    scramble(other, seed=1)
+    return other
+
+
+async def _publish_meanwhile(
+    engine: VllmEngine, trainer: Trainer, model: PreTrainedModel, wanted: GenerationRequest
+) -> None:
+    """Has the model serve as soon as tokens have come of the request, which goes on to its end."""
+    digest = await trainer.stage(model)
+    async with asyncio.TaskGroup() as tasks:
+        drawing = tasks.create_task(chunks_of(engine, wanted, every_token=True))
+        await until(lambda: wanted.tokens.yielded > 0)
+        await engine.commit(trainer.epoch, trainer.version, digest)
+    chunks = drawing.result()
+    assert len({chunk.version for chunk in chunks}) == 2
+    assert {chunk.sample_index for chunk in chunks} == set(wanted.sample_indexes)

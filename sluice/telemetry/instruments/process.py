@@ -63,13 +63,15 @@ RUN_FOLDER_SIZE = gauge(
 TELEMETRY_CPU = counter(
     "sluice_telemetry_cpu_seconds_total",
     "CPU seconds",
-    "What telling about the run took: to send or write spans, to answer scrapes.",
+    "What telling about the run took of this process's own threads: to send or write spans, to "
+    "answer scrapes.",
     "part",
 )
 TELEMETRY_SPANS = counter(
     "sluice_telemetry_spans_total",
     "spans",
-    "Recorded spans that were sent or written, and those that were dropped.",
+    "Recorded spans that were sent or written, and those that were dropped; once for each "
+    "destination.",
     "fate",
 )
 SCRAPE_COMPLETE = gauge(

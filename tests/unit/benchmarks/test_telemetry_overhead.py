@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -13,6 +14,12 @@ import pytest
 from benchmarks.bench_telemetry import BOTH, KINDS, OFF, StepCost, report, shares
 from benchmarks.metrics_scraper import TelemetryAccount, telemetry_account
 from benchmarks.process_cpu import cpu_seconds
+from sluice.config.loader import load_config
+from sluice.config.service import EndpointConfig
+from sluice.rpc.process_readings import ProcessName
+from sluice.rpc.served_metrics import served_metrics
+from sluice.telemetry.instrument import Reading
+from sluice.telemetry.own_cost import SPANS, SpanFate
 
 SPUN_S = 0.3
 SPIN = f"import time\nwhile time.process_time() < {SPUN_S}: pass"
@@ -37,13 +44,41 @@ def test_overheads_are_medians_of_rounds_each_against_its_own_run_without() -> N
 
 
 def test_shares_are_of_the_same_run_s_cpu_and_count_the_recording_of_spans() -> None:
-    told = TelemetryAccount(spans_cpu_s=10.0, scrapes_cpu_s=1.0, spans=3000.0)
-    began = TelemetryAccount(spans_cpu_s=9.9, scrapes_cpu_s=0.8, spans=1000.0)
-    cost = StepCost(2.0, 1.0, told.since(began).over(10))
-    found = shares([cost], record_us=50.0)
+    told = TelemetryAccount(4, spans_cpu_s=10.0, scrapes_cpu_s=1.0, spans=3000.0)
+    began = TelemetryAccount(4, spans_cpu_s=9.9, scrapes_cpu_s=0.8, spans=1000.0)
+    cost = StepCost(2.0, 1.0, told.since(began).over(10), record_us=50.0)
+    found = shares([cost])
     assert found["share_traces"] == 0.01  # (0.01 + 200 * 50e-6) / 2
     assert found["share_metrics"] == 0.01
     assert found["spans_a_step"] == 200
+
+
+def test_an_account_that_a_process_is_missing_from_is_refused() -> None:
+    began, ended = TelemetryAccount(4, 1.0, 1.0, 1.0), TelemetryAccount(3, 2.0, 2.0, 2.0)
+    with pytest.raises(RuntimeError, match="4 processes and then from 3"):
+        ended.since(began)
+
+
+async def test_a_run_tells_what_its_scrapes_and_spans_took(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+
+    def spinning() -> list[Reading]:
+        ends_s = time.thread_time() + SPUN_S
+        while time.thread_time() < ends_s:
+            pass
+        return []
+
+    service = load_config(None, [f"sluice.run_dir={tmp_path}"]).sluice
+    who = ProcessName("reward", "reward")
+    with served_metrics(service, EndpointConfig(metrics_port=0), who, spinning):
+        began = await asyncio.to_thread(telemetry_account, tmp_path)
+        SPANS.add(SpanFate.SENT, count=7)
+        ended = await asyncio.to_thread(telemetry_account, tmp_path)
+    assert began is not None
+    assert ended is not None
+    between = ended.since(began)
+    assert between.scrapes_cpu_s >= SPUN_S  # the first answer was not over when it was written
+    assert between.spans >= 7
 
 
 def test_a_run_that_serves_no_metrics_tells_nothing(tmp_path: Path) -> None:

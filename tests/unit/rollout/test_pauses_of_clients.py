@@ -52,6 +52,9 @@ class _Client:
     async def load(self, *_: object, **__: object) -> None:
         return
 
+    async def forget_encoded_images(self) -> None:
+        return
+
     async def tag_version(self, _: str) -> None:
         return
 

@@ -41,6 +41,8 @@ class _Client:
         self.resumed: EngineError | None = None
         self.salts: list[str] = []
         self.called: list[str] = []
+        self.taken: list[str] = []
+        self.forgotten: EngineError | None = None
         self.during_apply: Callable[[], None] = lambda: None
         self._draws = asyncio.Event()
         self._draws.set()
@@ -64,12 +66,19 @@ class _Client:
         self._draws.set()
         self.called.append("resume")
 
+    async def forget_encoded_images(self) -> None:
+        if self.forgotten is not None:
+            raise self.forgotten
+        self.taken.append("forget")
+
     async def tag_version(self, version: str) -> None:
+        self.taken.append("tag")
         if self.tagged is not None:
             raise self.tagged
 
     async def call_workers(self, method: str, *_: object, timeout_s: float) -> list[object]:
         if method == "sluice_apply":
+            self.taken.append("apply")
             self.during_apply()
             await _turns()
             return [self.applied]
@@ -137,6 +146,18 @@ async def test_weights_whose_version_cannot_be_named_draw_nothing() -> None:
     await _check_broken(client)
 
 
+async def test_encoded_images_are_forgotten_before_the_new_weights_have_a_name() -> None:
+    client = _Client()
+    await _core(client).swap(2, "two")
+    assert client.taken == ["apply", "forget", "tag"]
+
+
+async def test_an_engine_that_cannot_forget_encoded_images_draws_nothing() -> None:
+    client = _Client()
+    client.forgotten = EngineError("vLLM: no answer to forgetting images within 60 s")
+    await _check_broken(client)
+
+
 async def test_an_engine_that_does_not_go_on_after_a_swap_is_broken() -> None:
     client = _Client()
     client.resumed = EngineError("vLLM: no answer to resume within 60 s")
@@ -160,6 +181,7 @@ async def test_when_no_worker_took_the_new_weights_the_old_ones_go_on() -> None:
         stream, running = _begin(core, tasks)
         with pytest.raises(WeightSyncError):
             await core.swap(2, "two")
+        assert client.taken == ["apply"], "no worker has lost what it encoded"
         assert core.broken is None
         drawn = core.generated_tokens
         await _turns()

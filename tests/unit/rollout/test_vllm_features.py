@@ -183,7 +183,7 @@ async def test_encoded_images_are_forgotten_once_there_are_any(install: Any) -> 
     install(_NewEngine, _NewSampling, _NewPrompt)
     client = VllmClient({"model": "m"})
     await client.forget_encoded_images()
-    assert client._llm.encoder_resets == 0, "vLLM would warn at every update"
+    assert client._llm.encoder_resets == 0, "models of text are asked for nothing"
     await _draw_from_an_image(client)
     await client.forget_encoded_images()
     assert client._llm.encoder_resets == 1
@@ -195,6 +195,20 @@ async def test_a_version_that_cannot_forget_encoded_images_is_not_asked_to(insta
     await _draw_from_an_image(client)
     await client.forget_encoded_images()
     assert client._llm.encoder_resets == 0
+
+
+@pytest.mark.parametrize(("recomputes", "salt"), [(False, "3"), (True, "3-0")])
+async def test_samples_with_images_share_no_prompt_that_will_be_computed_anew(
+    install: Any, recomputes: bool, salt: str
+) -> None:
+    install(_NewEngine, _NewSampling, _NewPrompt)
+    client = VllmClient({"model": "m"}, recomputes=recomputes)
+    await _draw_from_an_image(client)
+    await _drawn(client)
+    (of_image, of_text) = client._llm.prompts
+    assert of_image["cache_salt"] == salt
+    assert of_image["multi_modal_uuids"] == {"image": ["3-a"]}, "images are encoded once for all"
+    assert of_text["cache_salt"] == "3"
 
 
 def test_a_version_without_prompts_of_token_ids_has_neither_salts_nor_names(install: Any) -> None:
