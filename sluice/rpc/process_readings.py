@@ -12,7 +12,7 @@ from sluice.rpc.error_tally import QUOTA_REFUSALS, RPC_ERRORS
 from sluice.telemetry.disk_space import DiskSpace
 from sluice.telemetry.instrument import Reading
 from sluice.telemetry.instruments import process
-from sluice.telemetry.own_cost import SPANS, TELEMETRY_CPU
+from sluice.telemetry.own_cost import SPANS, TELEMETRY_CPU, SpanFate
 from sluice.telemetry.process_age import process_age_s
 
 __all__ = ["ProcessName", "process_readings"]
@@ -48,8 +48,9 @@ def process_readings(who: ProcessName, disk: DiskSpace) -> Iterator[Reading]:
         yield process.QUOTA_REFUSALS.at(float(count), *limit)
     for part, seconds in TELEMETRY_CPU.seconds().items():
         yield process.TELEMETRY_CPU.at(seconds, part)
-    for fate, count in SPANS.counts().items():
-        yield process.TELEMETRY_SPANS.at(float(count), *fate)
+    spans = SPANS.counts()
+    for fate in SpanFate:
+        yield process.TELEMETRY_SPANS.at(float(spans.get((fate,), 0)), fate)
     yield from _disk(disk)
 
 
