@@ -16,6 +16,7 @@ HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>document.title
 HOSTILE_PROMPT = "A prompt that is followed by a hostile response"
 _END_WITHIN_S = 90.0
 _URL_NAME = "dashboard.url"
+_NO_TOKENS = "token_file: null"
 
 
 class Training:
@@ -78,10 +79,11 @@ class Training:
         """The address of `sluice dashboard` on the run's folder, for the length of the block.
 
         Args:
-            token: that the page is to ask for.
+            token: that the page is to ask for, from here on.
         """
-        variables = {} if token is None else {"SLUICE_TOKEN": token}
-        process = self._start("dashboard", str(self.run_dir), **variables)
+        if token is not None:
+            self._configure(token)
+        process = self._start("dashboard", str(self.run_dir))
         file = self.run_dir / _URL_NAME
         try:
             until("sluice dashboard", file.is_file, timeout_s=timeout_s, interval_s=0.1)
@@ -90,6 +92,18 @@ class Training:
             _end(process)
         if process.returncode != 0:
             raise PhaseError(f"sluice dashboard ended with exit code {process.returncode}")
+
+    def _configure(self, token: str) -> None:
+        """Puts a file with the token into the configuration of the run, which has none."""
+        secret = self.run_dir / "page.token"
+        secret.touch(mode=0o600)
+        secret.write_text(f"{token}\n", encoding="utf-8")
+        file = self.run_dir / "config.yaml"
+        text = file.read_text(encoding="utf-8")
+        if text.count(_NO_TOKENS) != 1:
+            raise PhaseError(f"{file} holds {_NO_TOKENS!r} not once")
+        named = f"token_file: {json.dumps(str(secret.absolute()))}"
+        file.write_text(text.replace(_NO_TOKENS, named), encoding="utf-8")
 
     def end(self) -> None:
         """Ends what still runs."""
@@ -100,14 +114,14 @@ class Training:
             raise PhaseError(f"the run ended with exit code {code}; see {self._log}")
         return True
 
-    def _start(self, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
+    def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as output:
             return subprocess.Popen(
                 [self._python, "-m", "sluice.cli.main", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
                 start_new_session=True,
             )
 
