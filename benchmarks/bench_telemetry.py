@@ -123,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
             costs[name].append(cost)
             _say(f"round {number + 1}, {name}: {cost.cpu_s:.3f} s CPU, {cost.wall_s:.3f} s a step")
     figures = report(costs)
-    if BOTH in costs:
+    if any(cost.told for cost in costs.get(BOTH, ())):
         figures = shares(costs[BOTH]) | figures
     _say(json.dumps(figures))
     return 0

@@ -26,9 +26,16 @@ _TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TelemetryAccount:
-    """What all processes of a run together have spent on telling about it."""
+    """What processes of a run together have spent on telling about it.
 
-    processes: int
+    Attributes:
+        processes: their names.
+        spans_cpu_s: CPU seconds of the threads that send spans.
+        scrapes_cpu_s: of those that answer scrapes.
+        spans: recorded.
+    """
+
+    processes: frozenset[str]
     spans_cpu_s: float
     scrapes_cpu_s: float
     spans: float
@@ -37,12 +44,12 @@ class TelemetryAccount:
         """What came after `before`.
 
         Raises:
-            RuntimeError: a process answered once only; what it spent is not known.
+            RuntimeError: a process answered only one of the two times.
         """
         if self.processes != before.processes:
             raise RuntimeError(
-                f"metrics came from {before.processes} processes and then from {self.processes}; "
-                "repeat the round, and look into the run's logs if it happens again"
+                f"metrics came from {sorted(before.processes)} and then from "
+                f"{sorted(self.processes)}; repeat the benchmark"
             )
         pairs = zip(astuple(self)[1:], astuple(before)[1:], strict=True)
         return TelemetryAccount(self.processes, *(now - then for now, then in pairs))
@@ -55,9 +62,9 @@ class TelemetryAccount:
 def telemetry_account(run_dir: Path) -> TelemetryAccount | None:
     """What a run's processes say; ``None`` where none serves metrics."""
     cpu_s = dict.fromkeys(Part, 0.0)
-    spans, processes = 0.0, 0
-    for page in _pages(run_dir):
-        processes += 1
+    spans, processes = 0.0, set[str]()
+    for name, page in _pages(run_dir):
+        processes.add(name)
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
                 if sample.name == process.TELEMETRY_CPU.name:
@@ -66,7 +73,7 @@ def telemetry_account(run_dir: Path) -> TelemetryAccount | None:
                     spans += sample.value
     if not processes:
         return None
-    return TelemetryAccount(processes, cpu_s[Part.SPANS], cpu_s[Part.SCRAPES], spans)
+    return TelemetryAccount(frozenset(processes), cpu_s[Part.SPANS], cpu_s[Part.SCRAPES], spans)
 
 
 @contextmanager
@@ -90,13 +97,13 @@ def _scrape(run_dir: Path, over: threading.Event) -> None:
             pass
 
 
-def _pages(run_dir: Path) -> Iterator[str]:
-    """Of every process that answers."""
+def _pages(run_dir: Path) -> Iterator[tuple[str, str]]:
+    """Name and page of every process that answers."""
     for file in (run_dir / FOLDER).glob("*.json"):
         try:
             (group,) = json.loads(file.read_text(encoding="utf-8"))
             url = f"http://{group['targets'][0]}{PATH}"
             with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
-                yield answer.read().decode()
+                yield file.stem, answer.read().decode()
         except OSError:  # the run begins or ends
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
+import zmq
 
 from services.rollout.engines.sglang_engine import SglangEngine
 from services.rollout.engines.sglang_settings import SglangSettings
@@ -200,3 +202,19 @@ async def test_a_killed_scheduler_fails_what_runs_and_all_that_follows(
             await call
     with pytest.raises(EngineError):
         world.engine.load()  # heartbeats end with it, and so does the replica's process
+
+
+async def test_a_stopped_engine_leaves_no_open_socket_to_the_garbage_collector(
+    folder: Path,
+) -> None:
+    engine = SglangEngine(_settings(folder))
+    await engine.start()
+    opened = _open_sockets()
+    await engine.stop()
+    assert len(opened) >= 2
+    assert opened & _open_sockets() == set()
+
+
+def _open_sockets() -> set[int]:
+    found = [one for one in gc.get_objects() if isinstance(one, zmq.Socket)]
+    return {one.underlying for one in found if not one.closed}

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from transformers import PreTrainedModel
 
-from services.rollout.engines.protocol import GenerationRequest
+from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from services.rollout.engines.vllm_engine import VllmEngine
 from services.rollout.engines.vllm_settings import VllmSettings
 from sluice.device.cpu import CpuDevice
@@ -42,9 +42,9 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 _WIDTH = 128
-"""Heads of 64 are the smallest that vLLM's attention takes on a CPU."""
-_BLOCK, _LONG = 64, 100
-"""Tokens that fill a block of vLLM's cache, whatever stands before them; a long response."""
+"""Two heads of 64, which vLLM's attention takes on a CPU."""
+_TAIL, _LONG = 64, 160
+"""Tokens of a prompt after its images, so that these are in full blocks; of a long response."""
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
@@ -177,19 +177,23 @@ async def test_samples_that_wait_for_a_slot_while_weights_come_see_their_images(
     async with _running(folder, slots=1, recompute_kv=False) as (engine, trainer):
         await trainer.publish(_other(second))
         waiting = _wanted(folder, pictures, samples=8, max_tokens=_LONG)
-        await _publish_meanwhile(engine, trainer, second, waiting)
+        chunks = await _publish_meanwhile(engine, trainer, second, waiting)
+        exact = FullForward(folder, second)
+        _check_new_tokens(chunks, trainer.version, waiting, exact, pictures, of_whole_samples=True)
         await _check(engine, folder, second, pictures)
 
 
-async def test_samples_that_took_their_prompt_from_the_cache_see_images_when_it_is_recomputed(
+async def test_samples_of_a_prompt_that_was_drawn_before_go_on_when_it_is_computed_anew(
     saved: tuple[Path, PreTrainedModel], pictures: tuple[bytes, bytes]
 ) -> None:
     folder, second = saved
     async with _running(folder, enable_prefix_caching=True) as (engine, trainer):
         await trainer.publish(_other(second))
-        await generate(engine, _wanted(folder, pictures, tail=_BLOCK, samples=1))
-        cached = _wanted(folder, pictures, tail=_BLOCK, max_tokens=_LONG)
-        await _publish_meanwhile(engine, trainer, second, cached)
+        await generate(engine, _wanted(folder, pictures, tail=_TAIL, samples=1))
+        again = _wanted(folder, pictures, tail=_TAIL, samples=4, max_tokens=_LONG)
+        chunks = await _publish_meanwhile(engine, trainer, second, again)
+        exact = FullForward(folder, second)
+        _check_new_tokens(chunks, trainer.version, again, exact, pictures, of_whole_samples=False)
         await _check(engine, folder, second, pictures)
 
 
@@ -201,7 +205,7 @@ def _other(model: PreTrainedModel) -> PreTrainedModel:
 
 async def _publish_meanwhile(
     engine: VllmEngine, trainer: Trainer, model: PreTrainedModel, wanted: GenerationRequest
-) -> None:
+) -> list[SampleChunk]:
     """Has the model serve as soon as tokens have come of the request, which goes on to its end."""
     digest = await trainer.stage(model)
     async with asyncio.TaskGroup() as tasks:
@@ -211,3 +215,34 @@ async def _publish_meanwhile(
     chunks = drawing.result()
     assert len({chunk.version for chunk in chunks}) == 2
     assert {chunk.sample_index for chunk in chunks} == set(wanted.sample_indexes)
+    return chunks
+
+
+def _check_new_tokens(
+    chunks: Sequence[SampleChunk],
+    version: int,
+    wanted: GenerationRequest,
+    exact: FullForward,
+    pictures: Sequence[bytes],
+    *,
+    of_whole_samples: bool,
+) -> None:
+    """Tokens that `version` drew have its logprobs, or those of samples that it drew alone."""
+    num_checked = 0
+    for index in wanted.sample_indexes:
+        mine = [chunk for chunk in chunks if chunk.sample_index == index]
+        tokens = np.concatenate([chunk.token_ids for chunk in mine]).tolist()
+        logprobs = np.concatenate([chunk.behavior_logprobs for chunk in mine])
+        is_new = np.concatenate(
+            [[chunk.version == version] * chunk.token_ids.size for chunk in mine]
+        )
+        if of_whole_samples and not is_new.all():
+            continue
+        # Transformers would take an image token for an image.
+        end = tokens.index(IMAGE) if IMAGE in tokens else len(tokens)
+        if not is_new[:end].any():
+            continue
+        found = np.asarray(exact.logprobs(wanted.prompt_token_ids.tolist(), tokens[:end], pictures))
+        np.testing.assert_allclose(logprobs[:end][is_new[:end]], found[is_new[:end]], atol=1e-4)
+        num_checked += 1
+    assert num_checked > 0

@@ -94,14 +94,14 @@ class Training:
             raise PhaseError(f"sluice dashboard ended with exit code {process.returncode}")
 
     def _configure(self, token: str) -> None:
-        """Puts a file with the token into the configuration of the run, which has none."""
+        """Names a file with the token in the run's configuration, which names none."""
         secret = self.run_dir / "page.token"
         secret.touch(mode=0o600)
         secret.write_text(f"{token}\n", encoding="utf-8")
         file = self.run_dir / "config.yaml"
         text = file.read_text(encoding="utf-8")
         if text.count(_NO_TOKENS) != 1:
-            raise PhaseError(f"{file} holds {_NO_TOKENS!r} not once")
+            raise PhaseError(f"{file} does not hold {_NO_TOKENS!r} exactly once")
         named = f"token_file: {json.dumps(str(secret.absolute()))}"
         file.write_text(text.replace(_NO_TOKENS, named), encoding="utf-8")
 

@@ -339,6 +339,7 @@ class SglangClient:
         if tasks:
             await asyncio.wait(tasks, timeout=_END_TIMEOUT_S)
         await asyncio.to_thread(_end, self._processes)
+        _close_sockets(self._engine, self._manager)
 
 
 def _start(engines: Any, arguments: Mapping[str, object]) -> Any:
@@ -372,6 +373,16 @@ def _end(processes: Sequence[BaseProcess]) -> None:
         one.kill()
     for one in processes:
         one.join(_END_TIMEOUT_S)
+
+
+def _close_sockets(*owners: object) -> None:
+    """SGLang leaves them to the garbage collector, which may take their context first, whose end
+    waits for them for ever."""
+    sockets: Any = importlib.import_module("zmq").Socket
+    for owner in owners:
+        for one in vars(owner).values():
+            if isinstance(one, sockets):
+                one.close(linger=0)
 
 
 def _stop_watchdog(manager: Any) -> None:

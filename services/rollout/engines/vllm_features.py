@@ -207,7 +207,7 @@ class VllmClient:
         prompt: dict[str, object] = {"prompt_token_ids": list(inputs.token_ids)}
         if self.features.cache_salt:
             # A worker gets no pixels of an image whose prompt is in the cache, and ends for want of
-            # them when that is computed anew.
+            # them when that is computed anew. So each sample computes the prompt by itself.
             is_shared = inputs.images is None or not self._recomputes
             prompt["cache_salt"] = inputs.salt if is_shared else f"{inputs.salt}-{request_id}"
         if (images := inputs.images) is not None:

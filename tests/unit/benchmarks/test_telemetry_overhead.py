@@ -19,9 +19,10 @@ from sluice.config.service import EndpointConfig
 from sluice.rpc.process_readings import ProcessName
 from sluice.rpc.served_metrics import served_metrics
 from sluice.telemetry.instrument import Reading
-from sluice.telemetry.own_cost import SPANS, SpanFate
+from sluice.telemetry.own_cost import SPANS, TELEMETRY_CPU, Part, SpanFate
 
-SPUN_S = 0.3
+SPUN_S, SHORT_S = 0.3, 0.05
+NAMES = frozenset({"trainer", "reward"})
 SPIN = f"import time\nwhile time.process_time() < {SPUN_S}: pass"
 PARENT = f"""
 import subprocess, sys
@@ -44,8 +45,8 @@ def test_overheads_are_medians_of_rounds_each_against_its_own_run_without() -> N
 
 
 def test_shares_are_of_the_same_run_s_cpu_and_count_the_recording_of_spans() -> None:
-    told = TelemetryAccount(4, spans_cpu_s=10.0, scrapes_cpu_s=1.0, spans=3000.0)
-    began = TelemetryAccount(4, spans_cpu_s=9.9, scrapes_cpu_s=0.8, spans=1000.0)
+    told = TelemetryAccount(NAMES, spans_cpu_s=10.0, scrapes_cpu_s=1.0, spans=3000.0)
+    began = TelemetryAccount(NAMES, spans_cpu_s=9.9, scrapes_cpu_s=0.8, spans=1000.0)
     cost = StepCost(2.0, 1.0, told.since(began).over(10), record_us=50.0)
     found = shares([cost])
     assert found["share_traces"] == 0.01  # (0.01 + 200 * 50e-6) / 2
@@ -54,18 +55,20 @@ def test_shares_are_of_the_same_run_s_cpu_and_count_the_recording_of_spans() -> 
 
 
 def test_an_account_that_a_process_is_missing_from_is_refused() -> None:
-    began, ended = TelemetryAccount(4, 1.0, 1.0, 1.0), TelemetryAccount(3, 2.0, 2.0, 2.0)
-    with pytest.raises(RuntimeError, match="4 processes and then from 3"):
+    began = TelemetryAccount(NAMES, 1.0, 1.0, 1.0)
+    ended = TelemetryAccount(frozenset({"reward"}), 2.0, 2.0, 2.0)
+    with pytest.raises(RuntimeError, match=r"\['reward', 'trainer'\] and then from \['reward'\]"):
         ended.since(began)
 
 
 async def test_a_run_tells_what_its_scrapes_and_spans_took(tmp_path: Path) -> None:
-    pytest.importorskip("prometheus_client")
-
-    def spinning() -> list[Reading]:
-        ends_s = time.thread_time() + SPUN_S
+    def spin() -> None:
+        ends_s = time.thread_time() + SHORT_S
         while time.thread_time() < ends_s:
             pass
+
+    def spinning() -> list[Reading]:
+        spin()
         return []
 
     service = load_config(None, [f"sluice.run_dir={tmp_path}"]).sluice
@@ -73,11 +76,14 @@ async def test_a_run_tells_what_its_scrapes_and_spans_took(tmp_path: Path) -> No
     with served_metrics(service, EndpointConfig(metrics_port=0), who, spinning):
         began = await asyncio.to_thread(telemetry_account, tmp_path)
         SPANS.add(SpanFate.SENT, count=7)
+        with TELEMETRY_CPU.charged(Part.SPANS):
+            spin()
         ended = await asyncio.to_thread(telemetry_account, tmp_path)
     assert began is not None
     assert ended is not None
     between = ended.since(began)
-    assert between.scrapes_cpu_s >= SPUN_S  # the first answer was not over when it was written
+    assert between.spans_cpu_s >= SHORT_S
+    assert between.scrapes_cpu_s >= SHORT_S  # the first answer was not over when it was written
     assert between.spans >= 7
 
 

@@ -173,6 +173,11 @@ def test_a_refusal_by_a_quota_is_counted_under_its_setting(tmp_path: Path) -> No
     assert told(tmp_path)[key] == 1.0
 
 
+def test_counters_of_spans_are_there_before_the_first_span(tmp_path: Path) -> None:
+    counters = {name for name in told(tmp_path) if name[0] == "sluice_telemetry_spans_total"}
+    assert counters == {("sluice_telemetry_spans_total", fate) for fate in ("sent", "dropped")}
+
+
 def test_the_longest_wait_is_told_and_a_folder_that_is_elsewhere_is_not(tmp_path: Path) -> None:
     from sluice.concurrency.waits import WAITS, Wait
 
