@@ -109,7 +109,7 @@ def test_only_on_an_npu_vllm_starts_with_what_vllm_ascend_needs(
     monkeypatch.setattr(vllm_core, "load_image_prompts", lambda *_, **__: None)
 
     class Refuses:
-        def __init__(self, arguments: dict[str, object]) -> None:
+        def __init__(self, arguments: dict[str, object], *, recomputes: bool) -> None:
             given.append(arguments)
             raise ConfigError("seen")
 
