@@ -148,9 +148,13 @@ async def test_sglang_names_the_arguments_it_does_not_know(folder: Path) -> None
 
 
 async def test_what_sglang_refuses_is_told_and_nothing_of_it_is_left(folder: Path) -> None:
-    engine = SglangEngine(_settings(folder, attention_backend="no_such_backend"))
+    engine, opened = (
+        SglangEngine(_settings(folder, attention_backend="no_such_backend")),
+        _open_sockets(),
+    )
     with pytest.raises((ConfigError, EngineError), match=r"SGLang 0\.5\.23 did not start"):
         await engine.start()
+    assert _open_sockets() <= opened
 
 
 def _is_running(process: int) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import gc
 import importlib
 import importlib.metadata
 import inspect
@@ -18,7 +19,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -155,17 +156,18 @@ class SglangClient:
             ) from error
         self.version = installed_sglang() or "of unknown version"
         _check_arguments(engines.ServerArgs, arguments, self.version)
-        before = set(multiprocessing.active_children())
+        before, sockets = set(multiprocessing.active_children()), _sockets()
         try:
             self._engine: Any = _start(engines, arguments)
         except Exception as error:
             _end(_children_since(before))
+            _close(_sockets() - sockets)
             kind = ConfigError if isinstance(error, ValueError | TypeError) else EngineError
             raise kind(
                 f"SGLang {self.version} did not start: {error}; what its processes said stands "
                 "above; look at actor_rollout_ref.rollout and its engine_kwargs.sglang"
             ) from error
-        self._processes = _children_since(before)
+        self._processes, self._sockets = _children_since(before), _sockets() - sockets
         self._manager: Any = self._engine.tokenizer_manager
         _stop_watchdog(self._manager)
         self._on_death, self._is_broken = on_death, False
@@ -339,7 +341,7 @@ class SglangClient:
         if tasks:
             await asyncio.wait(tasks, timeout=_END_TIMEOUT_S)
         await asyncio.to_thread(_end, self._processes)
-        _close_sockets(self._engine, self._manager)
+        _close(self._sockets)
 
 
 def _start(engines: Any, arguments: Mapping[str, object]) -> Any:
@@ -375,14 +377,18 @@ def _end(processes: Sequence[BaseProcess]) -> None:
         one.join(_END_TIMEOUT_S)
 
 
-def _close_sockets(*owners: object) -> None:
+def _sockets() -> set[Any]:
+    """Those of SGLang's messages, which nothing lists, without second handles of the same."""
+    kind: Any = importlib.import_module("zmq").Socket
+    found = [one for one in gc.get_objects() if isinstance(one, kind)]
+    return {one for one in found if not one._shadow}
+
+
+def _close(sockets: Iterable[Any]) -> None:
     """SGLang leaves them to the garbage collector, which may take their context first, whose end
     waits for them for ever."""
-    sockets: Any = importlib.import_module("zmq").Socket
-    for owner in owners:
-        for one in vars(owner).values():
-            if isinstance(one, sockets):
-                one.close(linger=0)
+    for one in sockets:
+        one.close(linger=0)
 
 
 def _stop_watchdog(manager: Any) -> None:

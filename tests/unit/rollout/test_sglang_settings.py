@@ -158,6 +158,7 @@ async def test_an_sglang_without_what_the_engine_calls_is_refused_by_its_name(
     )
     manager = type("TokenizerManager", (), dict.fromkeys(called))
     module = SimpleNamespace(ServerArgs=lambda: None, TokenizerManager=manager, Engine=object)
+    module.Socket = type("Socket", (), {})  # of zmq
     monkeypatch.setattr(sglang_features.importlib, "import_module", lambda _: module)
     with pytest.raises(ConfigError, match=r"it has no flush_cache; install 0\.5\.23"):
         sglang_features.SglangClient({}, lambda: None)
