@@ -211,9 +211,9 @@ async def test_a_killed_scheduler_fails_what_runs_and_all_that_follows(
 async def test_a_stopped_engine_leaves_no_open_socket_to_the_garbage_collector(
     folder: Path,
 ) -> None:
-    engine = SglangEngine(_settings(folder))
+    engine, before = SglangEngine(_settings(folder)), _open_sockets()
     await engine.start()
-    opened = _open_sockets()
+    opened = _open_sockets() - before
     await engine.stop()
     assert len(opened) >= 2
     assert opened & _open_sockets() == set()
