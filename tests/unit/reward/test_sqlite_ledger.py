@@ -78,7 +78,8 @@ def apply_to_pending(ledger: MemoryLedger, what: str, number: int, end: PromptEn
         chosen = free[number % len(free)]
         ledger.end(chosen.prompt_id, end, step=number, rewards=(0.5, -1.0), detail="why")
     elif what == "lease" and free and lease is None:
-        ledger.lease(f"batch-{number}", number, [p.prompt_id for p in free[:3]])
+        batch_id = f"batch-{ledger.num_acknowledged}-{number}"  # no batch is named twice
+        ledger.lease(batch_id, number, [p.prompt_id for p in free[:3]])
     elif what == "trained" and lease is not None:
         for leased in ledger.leased(lease.batch_id) or ():
             ledger.end(leased.prompt_id, PromptEnd.TRAINED, step=number)
