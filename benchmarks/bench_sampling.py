@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.admission_speed import admissions_per_second
+from benchmarks.sampling_overlap import simulate_ahead, simulate_pacing
 from benchmarks.sampling_real import (
     RealRun,
     accuracy_of_end,
@@ -26,7 +27,7 @@ from benchmarks.sampling_real import (
     steps_to_accuracy,
     twin_errors,
 )
-from benchmarks.sampling_simulated import SimulatedFigures, simulate_mixtures, simulate_pacing
+from benchmarks.sampling_simulated import SimulatedFigures, simulate_mixtures
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         simulated = simulate_mixtures(seeds=parsed.seeds, steps=parsed.simulated_steps)
         report |= _simulated(simulated)
         report["pacing_speedup"] = simulate_pacing(parsed.seeds, parsed.simulated_steps)
+        report["ahead"] = simulate_ahead(parsed.seeds, parsed.simulated_steps)
     if parsed.real:
         report |= _real(parsed)
     report["admissions_per_s"] = round(admissions_per_second(num_in_flight=10_000))

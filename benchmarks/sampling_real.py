@@ -70,11 +70,15 @@ def measure_strategies(output: Path, *, steps: int) -> list[RealRun]:
 
 
 def measure_synchrony(output: Path, *, steps: int, seed: int) -> tuple[RealRun, RealRun]:
-    """The same job synchronously and with a staleness of 1, one thread on each side."""
+    """The same job synchronously and with a staleness of 1, one thread on each side.
+
+    Generation takes longer than training here, so a quarter of a batch drawn ahead is enough.
+    """
     common = [*ONE_EACH, f"trainer.total_training_steps={steps}"]
     common.append(f"trainer.test_freq={PAIR_VALIDATION_EVERY}")
     synchronous = [*common, "sluice.asynchrony.max_staleness=0"]
     overlapped = [*common, "sluice.asynchrony.max_staleness=1"]
+    overlapped.append("sluice.asynchrony.ahead_share=0.25")
     return (
         measure(output, f"sync-{seed}", synchronous, seed=seed),
         measure(output, f"async-{seed}", overlapped, seed=seed),

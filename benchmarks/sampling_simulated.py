@@ -6,7 +6,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +14,6 @@ from rich.table import Table
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.simulate.comparison import Compared, compare
 from sluice.simulate.mixtures import MIXTURES, MixtureWorkload
-from sluice.simulate.result import simulate
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
 
 BATCH, GROUP, STALENESS = 64, 16, 4
@@ -60,27 +59,6 @@ def simulate_mixtures(seeds: Sequence[int], steps: int) -> dict[str, SimulatedFi
     }
     Console(width=160).print(_table(figures))
     return figures
-
-
-def simulate_pacing(seeds: Sequence[int], steps: int) -> dict[str, float]:
-    """Seconds of a step in the order of issue over those of a paced run, `stream` at S = 1."""
-    pairs = [(mixture, seed) for mixture in MIXTURES for seed in seeds]
-    with ProcessPoolExecutor() as pool:
-        ratios = list(pool.map(_pacing, *zip(*pairs, strict=True), [steps] * len(pairs)))
-    return {
-        mixture: _median(
-            ratio for (name, _), ratio in zip(pairs, ratios, strict=True) if name == mixture
-        )
-        for mixture in MIXTURES
-    }
-
-
-def _pacing(mixture: str, seed: int, steps: int) -> float:
-    rules = SamplingRules(StrategyName.STREAM, BATCH, 1, GROUP, GEN_BATCH, seed=seed)
-    settings = SimulationSettings(rules, fleet=FLEET, trainer=TRAINER, num_steps=steps, seed=seed)
-    unpaced = replace(settings, rules=replace(rules, paces=False))
-    plain = simulate(unpaced, MixtureWorkload(mixture, seed))
-    return plain.step_s / simulate(settings, MixtureWorkload(mixture, seed)).step_s
 
 
 def _compare(mixture: str, seed: int, steps: int) -> dict[str, Compared]:

@@ -21,6 +21,7 @@ def sampling_rules(config: RunConfig) -> SamplingRules:
         coverage_guard=sampling.coverage_guard,
         seed=abs(config.data.seed or 0),
         paces=config.sluice.asynchrony.pace,
+        ahead_share=config.sluice.asynchrony.ahead_share,
     )
 
 

@@ -18,6 +18,13 @@ At S >= 1 the trivial bound would idle a fleet whose groups are mostly filtered.
 early are not typical of those still running (short answers are more often all right), which is
 why the rate errs upwards twice. What exceeds the bound by bad luck still waits for later batches;
 if even those are full, `staleness.doomed_groups` names the groups to cancel while they run.
+
+*No older than wanted.* All places but those of one batch are for groups that will be trained by a
+later policy than drew them. Where A of them are wanted at most, groups start while
+
+    kept + mean of how many of those in flight will be kept < B + A - in training
+
+too. This bound may err: the one above sees to it that every kept group has its place.
 """
 
 from __future__ import annotations
@@ -98,7 +105,7 @@ def groups_to_admit(
     num_in_training: int,
     estimate: YieldEstimate,
     max_in_flight: int,
-    z: float = DEFAULT_Z,
+    num_ahead: int | None = None,
 ) -> int:
     """Number of groups to start now, >= 0.
 
@@ -110,12 +117,14 @@ def groups_to_admit(
         num_in_training: groups leased to the trainer whose new policy is not yet announced.
         estimate: the yield seen so far; ignored at S = 0.
         max_in_flight: absolute bound from the room on the fleet: more would only age in a queue.
-        z: width of the bound in standard deviations.
+        num_ahead: A, how many kept groups beyond a batch are wanted; ``None``: as many as fit.
     """
-    room = (max_staleness + 1) * train_batch_size - num_in_training - num_kept
-    by_fleet = max_in_flight - num_in_flight
-    most = room if max_staleness == 0 else most_in_flight(room, estimate, z)
-    return max(0, min(most - num_in_flight, by_fleet))
+    filled = num_in_training + num_kept
+    room = (max_staleness + 1) * train_batch_size - filled
+    most = room if max_staleness == 0 else most_in_flight(room, estimate)
+    if num_ahead is not None:
+        most = min(most, math.ceil((train_batch_size + num_ahead - filled) / estimate.mean))
+    return max(0, min(most, max_in_flight) - num_in_flight)
 
 
 @lru_cache(maxsize=4096)  # asked at every event, while estimate and room change at few

@@ -77,4 +77,5 @@ def _rules(config: RunConfig, seed: int) -> SamplingRules:
         coverage_guard=sampling.coverage_guard,
         seed=seed,
         paces=config.sluice.asynchrony.pace,
+        ahead_share=config.sluice.asynchrony.ahead_share,
     )

@@ -51,6 +51,7 @@ def simulate(  # noqa: PLR0913 - one parameter an option
     slots: options.Slots = None,
     steps: options.Steps = None,
     max_staleness: options.MaxStaleness = None,
+    ahead_share: options.AheadShare = None,
     on_stale: options.WhenStale = None,
     group_size: options.GroupSize = None,
     batch_size: options.BatchSize = None,
@@ -89,7 +90,7 @@ def simulate(  # noqa: PLR0913 - one parameter an option
         open_workload: OpenWorkload = partial(MixtureWorkload, name, seed)
     else:
         settings, open_workload = fitted.settings, fitted.open_workload
-    settings = _with_choices(settings, strategy, max_staleness, on_stale)
+    settings = _with_choices(settings, strategy, max_staleness, ahead_share, on_stale)
     console = output_console()
     if compare_all:
         _compare(console, name, settings, open_workload, plot, as_json=as_json)
@@ -127,11 +128,14 @@ def _with_choices(
     settings: SimulationSettings,
     strategy: StrategyName | None,
     max_staleness: int | None,
+    ahead_share: float | None,
     on_stale: OnStale | None,
 ) -> SimulationSettings:
     """What was given on the command line goes before what was fitted."""
     if max_staleness is not None:
         settings = replace(settings, rules=replace(settings.rules, max_staleness=max_staleness))
+    if ahead_share is not None:
+        settings = replace(settings, rules=replace(settings.rules, ahead_share=ahead_share))
     if on_stale is not None:
         settings = replace(settings, on_stale=on_stale)
     return of_strategy(settings, strategy or settings.rules.strategy)
@@ -204,6 +208,7 @@ def _check_rules_are_the_runs(of_run: SimulationSettings, given: SimulationSetti
     for option, value, other in (
         ("--strategy", of_run.rules.strategy, given.rules.strategy),
         ("--max-staleness", of_run.rules.max_staleness, given.rules.max_staleness),
+        ("--ahead-share", of_run.rules.ahead_share, given.rules.ahead_share),
         ("--on-stale", of_run.on_stale, given.on_stale),
     ):
         if value != other:

@@ -32,6 +32,12 @@ Steps = Annotated[
 MaxStaleness = Annotated[
     int | None, typer.Option(min=0, help="S, versions; none: 4, or the run's. rounds: 0.")
 ]
+AheadShare = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01, max=1.0, help="Of the S batches, those generated ahead; none: 0.5, or the run's."
+    ),
+]
 WhenStale = Annotated[
     Literal["wait", "drop"] | None, typer.Option(help="none: wait, or the run's.")
 ]

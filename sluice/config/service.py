@@ -11,7 +11,7 @@ from sluice.config.dashboard import DashboardConfig
 from sluice.config.limits import LimitsConfig
 from sluice.config.sample_outcomes import SampleOutcomesConfig
 from sluice.config.sampling import SamplingConfig
-from sluice.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from sluice.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section, Share
 from sluice.config.security import SecurityConfig
 from sluice.config.telemetry import TelemetryConfig
 
@@ -33,6 +33,16 @@ class AsynchronyConfig(Section, frozen=True):
             )
         ),
     ] = 0
+    ahead_share: Annotated[
+        Share,
+        Meta(
+            description=(
+                "Of the max_staleness batches that may be generated ahead, the share that is: with "
+                "max_staleness 1 and 0.25 about a quarter of a batch is one version old. Of no "
+                "effect where max_staleness is 0."
+            )
+        ),
+    ] = 0.5
     on_stale: Annotated[
         Literal["wait", "drop"],
         Meta(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -51,6 +52,8 @@ class SamplingRules:
             probes and memory.
         seed: decides the draws of `exploration`.
         paces: start long prompts early in a version's time (`pacing`), where S >= 1.
+        ahead_share: of the ``S * B`` groups that may be kept beyond a batch, those that are wanted;
+            above 0 and at most 1.
     """
 
     strategy: StrategyName
@@ -64,3 +67,11 @@ class SamplingRules:
     coverage_guard: bool = True
     seed: int = 0
     paces: bool = True
+    ahead_share: float = 0.5
+
+    @property
+    def num_ahead(self) -> int | None:
+        """Groups wanted beyond a batch, at least 1; ``None``: as many as have a place in time."""
+        if self.ahead_share == 1.0 or self.max_staleness == 0:
+            return None
+        return math.ceil(self.ahead_share * self.max_staleness * self.train_batch_size)

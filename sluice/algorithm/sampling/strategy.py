@@ -49,6 +49,7 @@ class SamplingStrategy:
         self._rules = rules
         # These are asked at every start, and follow from the rules.
         self._discards_surplus = rules.strategy is StrategyName.ROUNDS
+        self._num_ahead = rules.num_ahead
         self._uses_memory = rules.strategy.uses_memory
         uses_probes = rules.strategy.uses_probes
         self._first_samples = rules.probe_samples if uses_probes else rules.samples_per_group
@@ -100,6 +101,7 @@ class SamplingStrategy:
         return groups_to_admit(
             train_batch_size=self._rules.train_batch_size,
             max_staleness=self._rules.max_staleness,
+            num_ahead=self._num_ahead,
             # What is sure to be kept takes a place as if it were.
             num_in_flight=num_unsure,
             num_kept=num_kept + num_sure,

@@ -38,6 +38,13 @@ ENTRIES: tuple[Entry, ...] = (
             "trainer"
         ),
     ),
+    honoured(
+        f"{_KEY}.asynchrony.ahead_share",
+        effect="Lower: fresher batches, which teach more each, and less overlap of generation and "
+        "training",
+        advice="0.5; 0.25 where both share their processors or generation is far slower than "
+        "training; up to 1 where replicas are idle too long",
+    ),
     honoured(f"{_KEY}.asynchrony.on_stale"),
     honoured(f"{_KEY}.asynchrony.pace"),
     honoured(

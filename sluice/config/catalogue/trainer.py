@@ -194,7 +194,8 @@ ENTRIES: tuple[Entry, ...] = (
     block(
         "async_training",
         "Settings of verl's fully asynchronous recipe.",
-        "sluice.asynchrony decides",
+        "sluice.asynchrony decides; the counterpart of staleness_threshold s below 1 is "
+        "max_staleness=1 with ahead_share=s",
     ),
     block("ray_kwargs", "Arguments of Ray.", "services start without Ray"),
     block("ray_init", "Arguments of Ray.", "services start without Ray"),

@@ -65,6 +65,27 @@ def test_a_low_yield_admits_more_when_staleness_is_allowed() -> None:
     assert admit(max_staleness=1, estimate=low) > admit(max_staleness=1, estimate=half) > 128
 
 
+def test_groups_wanted_ahead_of_a_batch_start_by_their_mean_yield() -> None:
+    half = estimate_after(500, 500)  # a mean of 0.53: the prior still weighs
+    wanted = 64 + 16
+    assert admit(max_staleness=1, num_ahead=16) == wanted
+    alone = admit(max_staleness=1, num_ahead=16, estimate=half)
+    assert (alone - 1) * half.mean < wanted <= alone * half.mean
+    assert admit(max_staleness=1, num_ahead=16, estimate=half, num_in_flight=alone - 5) == 5
+
+
+def test_where_all_places_are_wanted_the_careful_bound_decides() -> None:
+    low = estimate_after(40, 160)
+    assert admit(max_staleness=1, num_ahead=64, estimate=low) == admit(
+        max_staleness=1, estimate=low
+    )
+
+
+def test_nothing_starts_while_as_many_are_ahead_as_are_wanted() -> None:
+    assert admit(max_staleness=1, num_ahead=16, num_in_training=64, num_kept=16) == 0
+    assert admit(max_staleness=1, num_ahead=16, num_in_training=64, num_kept=10) == 6
+
+
 def test_the_fleet_bounds_admission() -> None:
     assert admit(max_in_flight=24) == 24
     assert admit(max_staleness=3, max_in_flight=24, num_in_flight=20) == 4

@@ -121,7 +121,12 @@ def test_what_a_runs_folder_says_is_refused_beside_it(
 
 @pytest.mark.parametrize(
     ("option", "other"),
-    [("--strategy", "memory"), ("--max-staleness", "3"), ("--on-stale", "drop")],
+    [
+        ("--strategy", "memory"),
+        ("--max-staleness", "3"),
+        ("--ahead-share", "0.25"),
+        ("--on-stale", "drop"),
+    ],
 )
 def test_a_run_is_not_set_beside_a_simulation_by_other_rules(
     recorded_run: Path, option: str, other: str

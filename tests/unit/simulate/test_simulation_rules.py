@@ -157,6 +157,20 @@ def test_a_staleness_bound_lets_generation_and_training_overlap() -> None:
     assert steps[1] < 11.0
 
 
+def test_drawing_less_ahead_trains_fresher_samples_and_still_overlaps() -> None:
+    settings = small(batch_size=12, num_steps=60)
+    all_of_it, some = (
+        simulate(
+            replace(settings, rules=replace(settings.rules, ahead_share=share)), SmallWorkload()
+        )
+        for share in (1.0, 0.25)
+    )
+    synchronous = simulate(small(batch_size=12, num_steps=60, max_staleness=0), SmallWorkload())
+    assert some.staleness_mean < 0.75 * all_of_it.staleness_mean
+    assert some.step_s < 0.75 * synchronous.step_s
+    assert some.num_kept_discarded == some.num_restarted == some.num_staleness_exceeded == 0
+
+
 def test_dropping_loses_long_prompts_and_waiting_does_not() -> None:
     fast = replace(FLEET, num_replicas=8)
     kept = [

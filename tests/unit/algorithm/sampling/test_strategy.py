@@ -269,3 +269,18 @@ def test_known_prompts_less_likely_hard_are_thinned_and_others_are_not() -> None
     before = chosen.statistics()["sampling/skipped_plain"]
     chosen.skipped(next(visit for visit in plain if visit.is_skipped))
     assert chosen.statistics()["sampling/skipped_plain"] == before + 1
+
+
+def test_a_share_of_the_batches_ahead_is_counted_in_groups() -> None:
+    assert replace(RULES, ahead_share=0.25).num_ahead == 16
+    assert replace(RULES, max_staleness=4, ahead_share=0.25).num_ahead == 64
+    assert replace(RULES, train_batch_size=1, ahead_share=0.1).num_ahead == 1
+    assert replace(RULES, ahead_share=1.0).num_ahead is None
+    assert replace(RULES, max_staleness=0, ahead_share=0.25).num_ahead is None
+
+
+def test_a_strategy_starts_as_many_groups_as_are_wanted_ahead() -> None:
+    few = strategy(StrategyName.STREAM, ahead_share=0.25)
+    assert few.num_to_start(load()) == 64 + 16
+    assert few.num_to_start(load(training=64, kept=16)) == 0
+    assert strategy(StrategyName.STREAM, ahead_share=1.0).num_to_start(load()) == 128

@@ -1,0 +1,77 @@
+"""What pacing and drawing ahead do at S = 1, on the simulator's mixtures: medians over seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+from benchmarks.sampling_simulated import BATCH, FLEET, GEN_BATCH, GROUP, TRAINER
+from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
+from sluice.simulate.mixtures import MIXTURES, MixtureWorkload
+from sluice.simulate.result import SimulationResult, simulate
+from sluice.simulate.settings import SimulationSettings
+
+AHEAD_SHARES = (0.125, 0.25, 0.5, 1.0)
+
+Figures = dict[str, float]
+
+
+def simulate_pacing(seeds: Sequence[int], steps: int) -> Figures:
+    """By mixture, seconds of a step in the order of issue over those of a paced run.
+
+    Both draw all ahead that they may, where pacing has most to do.
+    """
+    found = _by_mixture(partial(_pacing, steps), seeds)
+    return {mixture: figures["speedup"] for mixture, figures in found.items()}
+
+
+def simulate_ahead(seeds: Sequence[int], steps: int) -> dict[str, Figures]:
+    """By mixture, how much a synchronous step is longer, and the mean staleness in versions.
+
+    `speedup_x` and `staleness_x` are of runs with `ahead_share` x.
+    """
+    return _by_mixture(partial(_ahead, steps), seeds)
+
+
+def _by_mixture(
+    measure: Callable[[tuple[str, int]], Figures], seeds: Sequence[int]
+) -> dict[str, Figures]:
+    runs = [(mixture, seed) for mixture in MIXTURES for seed in seeds]
+    with ProcessPoolExecutor() as pool:
+        measured = list(pool.map(measure, runs))
+    found = {}
+    for mixture in MIXTURES:
+        of_mixture = [one for run, one in zip(runs, measured, strict=True) if run[0] == mixture]
+        found[mixture] = {
+            name: round(statistics.median(figures[name] for figures in of_mixture), 3)
+            for name in of_mixture[0]
+        }
+    return found
+
+
+def _pacing(steps: int, run: tuple[str, int]) -> Figures:
+    paced = _simulate(run, steps, ahead_share=1.0)
+    plain = _simulate(run, steps, ahead_share=1.0, paces=False)
+    return {"speedup": plain.step_s / paced.step_s}
+
+
+def _ahead(steps: int, run: tuple[str, int]) -> Figures:
+    synchronous = _simulate(run, steps, max_staleness=0)
+    found = {}
+    for share in AHEAD_SHARES:
+        result = _simulate(run, steps, ahead_share=share)
+        found[f"speedup_{share:g}"] = synchronous.step_s / result.step_s
+        found[f"staleness_{share:g}"] = result.staleness_mean
+    return found
+
+
+def _simulate(run: tuple[str, int], steps: int, **changes: object) -> SimulationResult:
+    """`stream` at S = 1, but for `changes` of its rules."""
+    mixture, seed = run
+    rules = SamplingRules(StrategyName.STREAM, BATCH, 1, GROUP, GEN_BATCH, seed=seed)
+    rules = replace(rules, **changes)  # type: ignore[arg-type]
+    settings = SimulationSettings(rules, fleet=FLEET, trainer=TRAINER, num_steps=steps, seed=seed)
+    return simulate(settings, MixtureWorkload(mixture, seed))
