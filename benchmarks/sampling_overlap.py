@@ -12,26 +12,26 @@ from benchmarks.sampling_simulated import BATCH, FLEET, GEN_BATCH, GROUP, TRAINE
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.simulate.mixtures import MIXTURES, MixtureWorkload
 from sluice.simulate.result import SimulationResult, simulate
-from sluice.simulate.settings import SimulationSettings
+from sluice.simulate.settings import SimulationSettings, TrainerSettings
 
-AHEAD_SHARES = (0.125, 0.25, 0.5, 1.0)
+AHEAD_SHARES = (0.25, 0.5, 1.0)
+TRAIN_S = (60.0, 200.0, 400.0)
+"""Seconds that a batch takes to train. To draw one takes the fleet about 190 to 250."""
 
 Figures = dict[str, float]
 
 
 def simulate_pacing(seeds: Sequence[int], steps: int) -> Figures:
-    """By mixture, seconds of a step in the order of issue over those of a paced run.
-
-    Both draw all ahead that they may, where pacing has most to do.
-    """
+    """By mixture, seconds of a step in the order of issue over those of a paced run."""
     found = _by_mixture(partial(_pacing, steps), seeds)
     return {mixture: figures["speedup"] for mixture, figures in found.items()}
 
 
 def simulate_ahead(seeds: Sequence[int], steps: int) -> dict[str, Figures]:
-    """By mixture, how much a synchronous step is longer, and the mean staleness in versions.
+    """By mixture, for a trainer of t seconds and `ahead_share` x.
 
-    `speedup_x` and `staleness_x` are of runs with `ahead_share` x.
+    `speedup_t_x` is the ratio of a synchronous step's seconds to those of a step at S = 1;
+    `staleness_t_x` the mean of trained samples, in versions.
     """
     return _by_mixture(partial(_ahead, steps), seeds)
 
@@ -53,25 +53,28 @@ def _by_mixture(
 
 
 def _pacing(steps: int, run: tuple[str, int]) -> Figures:
-    paced = _simulate(run, steps, ahead_share=1.0)
-    plain = _simulate(run, steps, ahead_share=1.0, paces=False)
-    return {"speedup": plain.step_s / paced.step_s}
+    plain = _simulate(run, steps, paces=False)
+    return {"speedup": plain.step_s / _simulate(run, steps).step_s}
 
 
 def _ahead(steps: int, run: tuple[str, int]) -> Figures:
-    synchronous = _simulate(run, steps, max_staleness=0)
     found = {}
-    for share in AHEAD_SHARES:
-        result = _simulate(run, steps, ahead_share=share)
-        found[f"speedup_{share:g}"] = synchronous.step_s / result.step_s
-        found[f"staleness_{share:g}"] = result.staleness_mean
+    for train_s in TRAIN_S:
+        trainer = replace(TRAINER, train_s=train_s)
+        synchronous = _simulate(run, steps, trainer, max_staleness=0)
+        for share in AHEAD_SHARES:
+            result = _simulate(run, steps, trainer, ahead_share=share)
+            found[f"speedup_{train_s:g}_{share:g}"] = synchronous.step_s / result.step_s
+            found[f"staleness_{train_s:g}_{share:g}"] = result.staleness_mean
     return found
 
 
-def _simulate(run: tuple[str, int], steps: int, **changes: object) -> SimulationResult:
+def _simulate(
+    run: tuple[str, int], steps: int, trainer: TrainerSettings = TRAINER, **changes: object
+) -> SimulationResult:
     """`stream` at S = 1, but for `changes` of its rules."""
     mixture, seed = run
     rules = SamplingRules(StrategyName.STREAM, BATCH, 1, GROUP, GEN_BATCH, seed=seed)
     rules = replace(rules, **changes)  # type: ignore[arg-type]
-    settings = SimulationSettings(rules, fleet=FLEET, trainer=TRAINER, num_steps=steps, seed=seed)
+    settings = SimulationSettings(rules, fleet=FLEET, trainer=trainer, num_steps=steps, seed=seed)
     return simulate(settings, MixtureWorkload(mixture, seed))

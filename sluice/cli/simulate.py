@@ -238,8 +238,10 @@ def _one(
 
 def _described(settings: SimulationSettings) -> str:
     rules, fleet = settings.rules, settings.fleet
+    ahead = f", {rules.ahead_share:g} of it ahead" if rules.num_ahead is not None else ""
     return (
-        f"{rules.train_batch_size} groups of {rules.samples_per_group}, S = {rules.max_staleness}, "
+        f"{rules.train_batch_size} groups of {rules.samples_per_group}, "
+        f"S = {rules.max_staleness}{ahead}, "
         f"{fleet.num_replicas} replicas with {fleet.slots} slots, "
         f"{settings.trainer.train_s:g} s to train, "
         f"{settings.num_steps} steps, the first {settings.num_warmup} left out"

@@ -35,7 +35,7 @@ MaxStaleness = Annotated[
 AheadShare = Annotated[
     float | None,
     typer.Option(
-        min=0.01, max=1.0, help="Of the S batches, those generated ahead; none: 0.5, or the run's."
+        min=0.01, max=1.0, help="Share of S batches that may be drawn ahead; none: 1, or the run's."
     ),
 ]
 WhenStale = Annotated[

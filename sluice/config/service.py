@@ -11,11 +11,12 @@ from sluice.config.dashboard import DashboardConfig
 from sluice.config.limits import LimitsConfig
 from sluice.config.sample_outcomes import SampleOutcomesConfig
 from sluice.config.sampling import SamplingConfig
-from sluice.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section, Share
+from sluice.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from sluice.config.security import SecurityConfig
 from sluice.config.telemetry import TelemetryConfig
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
+AheadShare = Annotated[float, Meta(gt=0, le=1)]
 SlowFactor = Annotated[float, Meta(gt=1)]
 MOST_MESSAGE_MB = 2047  # a protobuf ends below 2 GiB
 MessageSize = Annotated[int, Meta(ge=1, le=MOST_MESSAGE_MB)]
@@ -34,15 +35,15 @@ class AsynchronyConfig(Section, frozen=True):
         ),
     ] = 0
     ahead_share: Annotated[
-        Share,
+        AheadShare,
         Meta(
             description=(
-                "Of the max_staleness batches that may be generated ahead, the share that is: with "
-                "max_staleness 1 and 0.25 about a quarter of a batch is one version old. Of no "
-                "effect where max_staleness is 0."
+                "Share of max_staleness batches that may be generated ahead of the policy that "
+                "trains them; it bounds the mean age, as max_staleness bounds that of the oldest "
+                "sample. Of no effect where max_staleness is 0."
             )
         ),
-    ] = 0.5
+    ] = 1.0
     on_stale: Annotated[
         Literal["wait", "drop"],
         Meta(

@@ -33,6 +33,9 @@ class StrategyName(StrEnum):
         return self in (StrategyName.MEMORY, StrategyName.STAGED_MEMORY)
 
 
+_ROUNDING = 1e-9  # 0.28 of 100 are 28 groups
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRules:
     """What a strategy is made of.
@@ -67,11 +70,12 @@ class SamplingRules:
     coverage_guard: bool = True
     seed: int = 0
     paces: bool = True
-    ahead_share: float = 0.5
+    ahead_share: float = 1.0
 
     @property
     def num_ahead(self) -> int | None:
         """Groups wanted beyond a batch, at least 1; ``None``: as many as have a place in time."""
         if self.ahead_share == 1.0 or self.max_staleness == 0:
             return None
-        return math.ceil(self.ahead_share * self.max_staleness * self.train_batch_size)
+        wanted = self.ahead_share * self.max_staleness * self.train_batch_size
+        return math.ceil(wanted - _ROUNDING)

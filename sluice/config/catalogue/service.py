@@ -40,10 +40,10 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     honoured(
         f"{_KEY}.asynchrony.ahead_share",
-        effect="Lower: fresher batches, which teach more each, and less overlap of generation and "
+        effect="Lower: fresher samples, which teach more each, and less overlap of generation and "
         "training",
-        advice="0.5; 0.25 where both share their processors or generation is far slower than "
-        "training; up to 1 where replicas are idle too long",
+        advice="1 where training takes as long as generation; where it takes a quarter of that, "
+        "0.25 is as fast and a third as stale",
     ),
     honoured(f"{_KEY}.asynchrony.on_stale"),
     honoured(f"{_KEY}.asynchrony.pace"),

@@ -194,7 +194,7 @@ ENTRIES: tuple[Entry, ...] = (
     block(
         "async_training",
         "Settings of verl's fully asynchronous recipe.",
-        "sluice.asynchrony decides; the counterpart of staleness_threshold s below 1 is "
+        "sluice.asynchrony decides; the counterpart of a staleness_threshold s in (0, 1] is "
         "max_staleness=1 with ahead_share=s",
     ),
     block("ray_kwargs", "Arguments of Ray.", "services start without Ray"),

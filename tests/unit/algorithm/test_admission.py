@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -113,17 +114,26 @@ def test_wrong_estimate_parameters_are_refused() -> None:
 
 
 @given(
-    st.integers(1, 64), st.integers(0, 4), counts, counts, counts, counts, st.lists(st.booleans())
+    st.integers(1, 64),
+    st.integers(0, 4),
+    counts,
+    counts,
+    counts,
+    counts,
+    st.none() | st.integers(1, 256),
+    st.lists(st.booleans()),
 )
-def test_admission_is_the_largest_number_within_both_bounds(
+def test_admission_is_the_largest_number_within_all_bounds(
     batch: int,
     max_staleness: int,
     in_flight: int,
     kept: int,
     in_training: int,
     limit: int,
+    ahead: int | None,
     seen: list[bool],
 ) -> None:
+    ahead = ahead if max_staleness else None
     estimate = YieldEstimate()
     for was_kept in seen:
         estimate = estimate.observe(was_kept)
@@ -135,13 +145,16 @@ def test_admission_is_the_largest_number_within_both_bounds(
         num_in_training=in_training,
         estimate=estimate,
         max_in_flight=limit,
+        num_ahead=ahead,
     )
     room = (max_staleness + 1) * batch - in_training - kept
 
     def fits(number: int) -> bool:
         total = in_flight + number
         bound = float(total) if max_staleness == 0 else kept_upper_bound(total, estimate)
-        return bound <= room and total <= limit
+        # One group more may start than the mean allows: the one that reaches what is wanted.
+        wanted = math.inf if ahead is None else batch + ahead - in_training - kept
+        return bound <= room and total <= limit and (total - 1) * estimate.mean < wanted
 
     assert admitted >= 0
     assert admitted == 0 or fits(admitted)

@@ -202,6 +202,7 @@ class Loop:
     max_staleness: int
     max_in_flight: int
     estimate: YieldEstimate
+    num_ahead: int | None = None
     version: int = 0
     num_in_training: int = 0
     issued: int = 0
@@ -221,6 +222,7 @@ class Loop:
             num_in_training=self.num_in_training,
             estimate=self.estimate,
             max_in_flight=self.max_in_flight,
+            num_ahead=self.num_ahead,
         )
         self.queued += range(self.issued, self.issued + number)
         self.issued += number
@@ -282,6 +284,7 @@ class Loop:
     st.sampled_from([0.0, 0.8]),
     st.sampled_from([0.3, 1.0]),
     st.sampled_from([CERTAIN, YieldEstimate(), RECKLESS]),
+    st.sampled_from([None, 1, 3]),
 )
 def test_nothing_is_lost_too_stale_or_starved_whatever_the_order_of_events(
     batch_size: int,
@@ -291,9 +294,11 @@ def test_nothing_is_lost_too_stale_or_starved_whatever_the_order_of_events(
     newest_ends_first: float,
     true_yield: float,
     estimate: YieldEstimate,
+    ahead: int | None,
 ) -> None:
     rng = random.Random(seed)
-    loop = Loop(batch_size, max_staleness, max_in_flight, estimate)
+    num_ahead = ahead if max_staleness else None
+    loop = Loop(batch_size, max_staleness, max_in_flight, estimate, num_ahead)
     for _ in range(600):
         loop.admit()
         if loop.queued and rng.random() < 0.5:

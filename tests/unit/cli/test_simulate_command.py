@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ actor_rollout_ref:
   model: {path: model}
   rollout: {n: 4, max_num_seqs: 16}
 sluice:
-  asynchrony: {max_staleness: 1}
+  asynchrony: {max_staleness: 1, ahead_share: 0.75}
 """
 
 
@@ -51,6 +52,7 @@ def run(*words: str) -> str:
 @pytest.fixture
 def recorded_run(tmp_path: Path) -> Path:
     settings, recorded = small(max_staleness=1, num_steps=20), RecordedRun()
+    settings = replace(settings, rules=replace(settings.rules, ahead_share=0.75))
     simulate(settings, SmallWorkload(), recorded.recorder)
     recorded.write(tmp_path, FLEET.num_replicas, TRAINER.stall_s)
     (tmp_path / "config.yaml").write_text(CONFIG, encoding="utf-8")
@@ -106,6 +108,7 @@ def test_a_run_is_set_beside_its_simulation(recorded_run: Path) -> None:
     assert set(found["twin_error"]) == {"step_time", "trainer_idle", "fleet_idle", "waste"}
     assert all(abs(error) < 0.1 for error in found["twin_error"].values())
     assert "error" in simulated("--run", folder, "--strategy", "stream", "--steps", "6")
+    assert "error" in simulated("--run", folder, "--ahead-share", "0.75", "--steps", "6")
     words = ("--compare", "--strategy", "memory", "--steps", "6", "--json")
     assert "memory" in json.loads(simulated("--run", folder, *words))
 
@@ -124,7 +127,7 @@ def test_what_a_runs_folder_says_is_refused_beside_it(
     [
         ("--strategy", "memory"),
         ("--max-staleness", "3"),
-        ("--ahead-share", "0.25"),
+        ("--ahead-share", "1.0"),
         ("--on-stale", "drop"),
     ],
 )

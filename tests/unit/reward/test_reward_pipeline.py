@@ -35,7 +35,7 @@ def config(**asynchrony: Any) -> RunConfig:
         "actor_rollout_ref": {"rollout": {"n": 2}},
         "algorithm": {"filter_groups": {"enable": True, "min_yield_groups": 5}},
         "sluice": {
-            "asynchrony": {"max_staleness": 1, "ahead_share": 1.0, **asynchrony},
+            "asynchrony": {"max_staleness": 1, **asynchrony},
             "reward": {"max_attempts": 1},
         },
     }

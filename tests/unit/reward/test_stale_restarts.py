@@ -32,7 +32,7 @@ def config(**asynchrony: Any) -> RunConfig:
         "data": {"train_batch_size": 2},
         "actor_rollout_ref": {"rollout": {"n": 2}},
         "algorithm": {"filter_groups": {"enable": True}},
-        "sluice": {"asynchrony": {"max_staleness": 1, "ahead_share": 1.0, **asynchrony}},
+        "sluice": {"asynchrony": {"max_staleness": 1, **asynchrony}},
     }
     return msgspec.convert(tree, RunConfig)
 

@@ -15,8 +15,7 @@ def _simulated(
     *, paces: bool, max_staleness: int = 1, recorder: Recorder | None = None
 ) -> SimulationResult:
     settings = small(batch_size=12, max_staleness=max_staleness, num_steps=60)
-    # With all places of a version in use, pacing has most to do.
-    rules = replace(settings.rules, paces=paces, ahead_share=1.0)
+    rules = replace(settings.rules, paces=paces)
     return simulate(replace(settings, rules=rules), SmallWorkload(), recorder)
 
 

@@ -274,6 +274,7 @@ def test_known_prompts_less_likely_hard_are_thinned_and_others_are_not() -> None
 def test_a_share_of_the_batches_ahead_is_counted_in_groups() -> None:
     assert replace(RULES, ahead_share=0.25).num_ahead == 16
     assert replace(RULES, max_staleness=4, ahead_share=0.25).num_ahead == 64
+    assert replace(RULES, train_batch_size=100, ahead_share=0.28).num_ahead == 28
     assert replace(RULES, train_batch_size=1, ahead_share=0.1).num_ahead == 1
     assert replace(RULES, ahead_share=1.0).num_ahead is None
     assert replace(RULES, max_staleness=0, ahead_share=0.25).num_ahead is None
