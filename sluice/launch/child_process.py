@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -11,7 +12,11 @@ from sluice.concurrency.parent_death import SUPERVISOR_VARIABLE
 from sluice.errors import ConfigError
 from sluice.launch.service_spec import ServiceSpec
 
+logger = logging.getLogger(__name__)
+
 _LINE_LIMIT_BYTES = 1 << 20
+_KILLED_S = 30.0
+"""A killed process ends at once, unless the kernel holds it: a dead disk, a device's driver."""
 
 
 class ChildProcess:
@@ -68,7 +73,10 @@ class ChildProcess:
             return
 
     async def end(self, grace_s: float) -> bool:
-        """SIGTERM, then SIGKILL after `grace_s` seconds; whether it had to be killed."""
+        """SIGTERM, then SIGKILL after `grace_s` seconds; whether it had to be killed.
+
+        One that does not end then is left to the kernel, and `has_ended` stays false.
+        """
         self.terminate()
         killed = False
         try:
@@ -77,7 +85,15 @@ class ChildProcess:
         except TimeoutError:
             killed = True
         self.kill()
-        await self.wait()
+        try:
+            async with asyncio.timeout(_KILLED_S):
+                await self.wait()
+        except TimeoutError:
+            logger.warning(
+                "process %d has not ended %g s after SIGKILL: the kernel holds it (its state is in "
+                "/proc/%d/stat); it is left behind",
+                *(self.pid, _KILLED_S, self.pid),
+            )
         self._pipe.close()
         return killed
 

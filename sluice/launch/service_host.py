@@ -49,6 +49,8 @@ class ServiceHost:
         """Starts a process, in place of one that may be left; its id, or 0 and the reason."""
         if self._child is not None:
             await self._child.end(0.0)
+            if not self._child.has_ended:
+                return 0, f"process {self._child.pid}, started before, does not end after SIGKILL"
         try:
             self._child = await start_child(ServiceSpec(name, tuple(command), environment))
         except ConfigError as error:

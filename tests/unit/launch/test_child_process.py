@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 
 import pytest
 
 from sluice.errors import ConfigError
-from sluice.launch.child_process import start_child
+from sluice.launch.child_process import ChildProcess, start_child
+from sluice.launch.service_host import ServiceHost
 from sluice.launch.service_spec import ServiceSpec
 from tests.support.scripted_children import WAIT_S
 
@@ -52,3 +54,47 @@ async def test_a_program_that_is_not_there_leaves_no_pipe_open() -> None:
     with pytest.raises(ConfigError, match="/no/such/program cannot be started"):
         await start_child(ServiceSpec("reward", ("/no/such/program",)))
     await until_no_more_than(before)
+
+
+@pytest.fixture
+def held_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Processes that no signal ends, as one that waits for a dead disk; their ids."""
+    held: list[int] = []
+
+    def of_no_effect(child: ChildProcess) -> None:
+        held.append(child.pid)
+
+    monkeypatch.setattr("sluice.launch.child_process._KILLED_S", 0.1)
+    monkeypatch.setattr(ChildProcess, "terminate", of_no_effect)
+    monkeypatch.setattr(ChildProcess, "kill", of_no_effect)
+    return held
+
+
+SLEEPER = (sys.executable, "-c", "import time; time.sleep(600)")
+
+
+async def test_a_process_that_the_kernel_holds_is_left_behind_and_named(
+    held_by_the_kernel: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    child = await start_child(ServiceSpec("rollout-0", SLEEPER))
+    async with asyncio.timeout(WAIT_S):
+        assert await child.end(0.0)
+    assert not child.has_ended
+    assert f"process {child.pid} has not ended 0.1 s after SIGKILL" in caplog.text
+    assert held_by_the_kernel == [child.pid, child.pid]
+    os.killpg(child.pid, signal.SIGKILL)
+    assert await child.wait() == -signal.SIGKILL
+
+
+async def test_a_host_starts_nothing_beside_a_process_that_does_not_end(
+    held_by_the_kernel: list[int],
+) -> None:
+    host = ServiceHost("127.0.0.1")
+    first, _ = await host.start("rollout-0", list(SLEEPER), {})
+    assert await host.start("rollout-0", list(SLEEPER), {}) == (
+        0,
+        f"process {first}, started before, does not end after SIGKILL",
+    )
+    assert set(held_by_the_kernel) == {first}
+    os.killpg(first, signal.SIGKILL)
+    assert await host.ended(first) == -signal.SIGKILL
