@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -51,6 +51,7 @@ class AsyncClient:
     ) -> None:
         self._address, self._policy = address, policy
         self._channels = ServiceChannels(address, name)
+        self._monitors = set[RunMonitor]()
         self._lookup = FleetLookup(address, self._channels)
         self._generation = ResumableGeneration(Fleet(self._lookup), self._channels, policy)
 
@@ -79,6 +80,8 @@ class AsyncClient:
     async def close(self) -> None:
         """Ends all calls and connections; what waits for one raises `asyncio.CancelledError`."""
         await self._channels.close()
+        for monitor in list(self._monitors):
+            await monitor.close()
 
     def stream(
         self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS
@@ -171,15 +174,22 @@ class AsyncClient:
             async for step in steps:
                 yield step
 
-    def _monitor(self) -> RunMonitor:
+    @asynccontextmanager
+    async def _monitor(self) -> AsyncGenerator[RunMonitor, None]:
+        self._channels.check_open()
         if self._address.trainer is None:
             raise ConfigError("client: no address of a trainer; give it, or the run's folder")
-        return RunMonitor(
+        async with RunMonitor(
             self._address.trainer,
             self._reward(),
             max_message_bytes=self._address.max_message_bytes,
             credentials=self._address.credentials,
-        )
+        ) as monitor:
+            self._monitors.add(monitor)
+            try:
+                yield monitor
+            finally:
+                self._monitors.discard(monitor)
 
     def _reward(self) -> str:
         if self._address.reward is None:

@@ -102,6 +102,10 @@ class RunMonitor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends its calls and connections."""
         for channel in self._channels:
             await channel.close()
 

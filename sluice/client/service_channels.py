@@ -44,7 +44,7 @@ class ServiceChannels:
         Raises:
             ConfigError: they are closed.
         """
-        self._check_open()
+        self.check_open()
         if address not in self._channels:
             self._channels[address] = open_channel(
                 address,
@@ -61,7 +61,7 @@ class ServiceChannels:
         of_trace = ((TRACEPARENT, traceparent),) if traceparent else ()
 
         def call(*arguments: object, **options: object) -> object:
-            self._check_open()  # a call that is tried again may find them closed
+            self.check_open()  # a call that is tried again may find them closed
             return method(*arguments, metadata=(*self._metadata, *of_trace), **options)
 
         return call  # type: ignore[return-value]
@@ -76,13 +76,14 @@ class ServiceChannels:
         if size > most:
             raise InvalidRequestError(f"{name}: {size} bytes; send at most {most} at a time")
 
+    def check_open(self) -> None:
+        """Raises ConfigError once they are closed."""
+        if self._closed:
+            raise ConfigError("client: it is closed; open another one")
+
     async def close(self) -> None:
         """Closes all of them, which cancels their calls, and opens no other."""
         self._closed = True
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             await channel.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ConfigError("client: it is closed; open another one")

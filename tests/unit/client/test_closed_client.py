@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
+from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from sluice.client import AsyncClient, NewPrompt, PromptEvent, RetryPolicy, RunAddress, ScoreItem
 from sluice.errors import ConfigError
 from sluice.types import ChatMessage
@@ -16,6 +17,14 @@ from tests.support.rpc_server import serving
 
 PROMPTS = [NewPrompt("a", (ChatMessage("user", "2 + 2?"),), "math_dapo", "4")]
 QUICK = RetryPolicy(first_s=0.01, most_s=0.02, patience_s=1.0)
+
+
+class LastingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
+    """Tells of one step, and of no end."""
+
+    async def WatchSteps(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        yield trainer_pb2.WatchStepsResponse(step=1)
+        await asyncio.Event().wait()
 
 
 class LastingReward(reward_pb2_grpc.RewardServiceServicer):
@@ -54,6 +63,27 @@ async def test_a_submission_ends_with_its_client_and_is_not_made_again() -> None
     assert reward.num_calls == 1
 
 
+async def test_watching_the_steps_ends_with_its_client() -> None:
+    told, is_told = list[int](), asyncio.Event()
+    async with (
+        serving(trainer=LastingTrainer()) as server,
+        asyncio.timeout(10),
+        asyncio.TaskGroup() as tasks,
+    ):
+        client = AsyncClient(RunAddress(trainer=server.address, reward=server.address))
+
+        async def watch() -> None:
+            async for step, _ in client.steps():
+                told.append(step)
+                is_told.set()
+
+        watching = tasks.create_task(watch())
+        await is_told.wait()
+        await client.close()
+    assert watching.cancelled()
+    assert told == [1]
+
+
 @pytest.mark.parametrize("asks", ["submit", "score"])
 async def test_a_client_that_is_closed_between_two_tries_makes_no_other(asks: str) -> None:
     patient = RetryPolicy(first_s=0.2, most_s=0.2, patience_s=3600.0)
@@ -80,5 +110,9 @@ async def test_a_closed_client_says_so() -> None:
     await client.close()
     with pytest.raises(ConfigError, match="client: it is closed; open another one"):
         await anext(client.submit(PROMPTS))
+    with pytest.raises(ConfigError, match="client: it is closed; open another one"):
+        await client.status()
+    with pytest.raises(ConfigError, match="client: it is closed; open another one"):
+        await anext(client.steps())
     with pytest.raises(ConfigError, match="client: it is closed; open another one"):
         await client.score([ScoreItem("math_dapo", "4", "4")])
