@@ -15,7 +15,8 @@ from sluice.launch.service_spec import ServiceSpec
 logger = logging.getLogger(__name__)
 
 _LINE_LIMIT_BYTES = 1 << 20
-_KILLED_S = 30.0
+# A process that SIGKILL does not end within these seconds waits in the kernel, as for a dead disk.
+KILLED_S = 30.0
 """A killed process ends at once, unless the kernel holds it: a dead disk, a device's driver."""
 
 
@@ -86,13 +87,13 @@ class ChildProcess:
             killed = True
         self.kill()
         try:
-            async with asyncio.timeout(_KILLED_S):
+            async with asyncio.timeout(KILLED_S):
                 await self.wait()
         except TimeoutError:
             logger.warning(
                 "process %d has not ended %g s after SIGKILL: the kernel holds it (its state is in "
                 "/proc/%d/stat); it is left behind",
-                *(self.pid, _KILLED_S, self.pid),
+                *(self.pid, KILLED_S, self.pid),
             )
         self._pipe.close()
         return killed

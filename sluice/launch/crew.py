@@ -2,7 +2,8 @@
 
 Consumes: specifications. Waits for: all of its processes. Unblocked by: their exits. When one of
 several ends, the others get a moment to end by themselves, then SIGTERM and after the grace period
-SIGKILL: ranks of a trainer cannot go on without one of them, nor meet a new one in the middle.
+SIGKILL: ranks of a trainer cannot go on without one of them, nor meet a new one in the middle. One
+that SIGKILL does not end is given up, and counts as killed.
 Produces: log lines, and how all of them ended. On shutdown: a cancelled run ends what runs.
 """
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sluice.concurrency.watchdog import EXIT_STALLED
+from sluice.launch.child_process import KILLED_S
 from sluice.launch.interruption import done_unless
 from sluice.launch.process_host import Child, ProcessHost
 from sluice.launch.service_spec import RESTARTS_VARIABLE, ServiceSpec
@@ -91,6 +93,7 @@ class Crew:
         self._starts = 0
         self._running: dict[str, Child] = {}
         self._asked: set[str] = set()
+        self._given_up = asyncio.Event()
         self._last_lines = {spec.name: deque[str](maxlen=_LAST_LINES) for spec in specs}
 
     @property
@@ -112,6 +115,7 @@ class Crew:
         exits: list[Exit] = []
         one_has_ended = asyncio.Event()
         self._asked.clear()
+        self._given_up = asyncio.Event()
         try:
             for spec in self.specs:
                 if not await done_unless(self.released, self._start(spec)):
@@ -145,6 +149,7 @@ class Crew:
         self._asked.update(self.names_running())
         for child in self._running.values():
             child.kill()
+        asyncio.get_running_loop().call_later(KILLED_S, self._given_up.set)
 
     def names_running(self) -> list[str]:
         """Members that run."""
@@ -179,12 +184,21 @@ class Crew:
         child = self._running[spec.name]
         async with asyncio.TaskGroup() as tasks:
             forwarding = tasks.create_task(self._forward(spec.name, child), name="output")
-            code = await child.wait()
+            code = await self._exit_code(child)
             exits.append(Exit(spec, code, spec.name in self._asked))
             one_has_ended.set()
             child.kill()  # what it started and left behind
             await asyncio.wait([forwarding], timeout=_LAST_OUTPUT_S)
             forwarding.cancel()
+
+    async def _exit_code(self, child: Child) -> int:
+        codes: list[int] = []
+
+        async def wait() -> None:
+            codes.append(await child.wait())
+
+        await done_unless(self._given_up, wait())
+        return codes[0] if codes else -signal.SIGKILL
 
     async def _end_rest(self, one_has_ended: asyncio.Event, exits: Sequence[Exit]) -> None:
         await one_has_ended.wait()

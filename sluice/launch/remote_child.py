@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 
 from sluice.errors import PeerError
+from sluice.launch.child_process import KILLED_S
 from sluice.launch.cluster import HostCalls, HostGoneError
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,10 @@ class RemoteChild:
         self._host.send("kill", self._pid)
 
     async def end(self, grace_s: float) -> bool:
-        """SIGTERM, then SIGKILL after `grace_s` seconds; whether it had to be killed."""
+        """SIGTERM, then SIGKILL after `grace_s` seconds; whether it had to be killed.
+
+        One that does not end then is left to its node, and `has_ended` stays false.
+        """
         if not self.has_ended:
             self.terminate()
         killed = False
@@ -89,7 +93,15 @@ class RemoteChild:
         except TimeoutError:
             killed = True
         self.kill()
-        await self.wait()
+        try:
+            async with asyncio.timeout(KILLED_S):
+                await self.wait()
+        except TimeoutError:
+            logger.warning(
+                "%s: process %d on its node has not ended %g s after SIGKILL: the kernel there "
+                "holds it, or its host does not say; it is left behind",
+                *(self._name, self._pid, KILLED_S),
+            )
         return killed
 
     async def _asked(self) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,14 @@ from sluice.errors import ConfigError
 from sluice.launch.child_process import ChildProcess, start_child
 from sluice.launch.service_host import ServiceHost
 from sluice.launch.service_spec import ServiceSpec
-from tests.support.scripted_children import WAIT_S
+from tests.support.scripted_children import (
+    SLEEP,
+    WAIT_S,
+    Supervised,
+    end_self,
+    spec,
+    until_gone,
+)
 
 
 def pipes() -> set[tuple[str, str]]:
@@ -64,7 +72,8 @@ def held_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def of_no_effect(child: ChildProcess) -> None:
         held.append(child.pid)
 
-    monkeypatch.setattr("sluice.launch.child_process._KILLED_S", 0.1)
+    monkeypatch.setattr("sluice.launch.child_process.KILLED_S", 0.1)
+    monkeypatch.setattr("sluice.launch.crew.KILLED_S", 0.1)
     monkeypatch.setattr(ChildProcess, "terminate", of_no_effect)
     monkeypatch.setattr(ChildProcess, "kill", of_no_effect)
     return held
@@ -98,3 +107,15 @@ async def test_a_host_starts_nothing_beside_a_process_that_does_not_end(
     assert set(held_by_the_kernel) == {first}
     os.killpg(first, signal.SIGKILL)
     assert await host.ended(first) == -signal.SIGKILL
+
+
+async def test_a_run_ends_though_the_kernel_holds_one_of_its_processes(
+    held_by_the_kernel: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Supervised(tmp_path, spec("rollout-0", SLEEP), grace_s=0.1)
+    end = await run.run(when_ready=end_self(signal.SIGINT))
+    assert end.failures == ("rollout-0 did not end within 0.1 s and was killed",)
+    (held,) = set(held_by_the_kernel)
+    assert f"process {held} has not ended 0.1 s after SIGKILL" in caplog.text
+    os.killpg(held, signal.SIGKILL)
+    await until_gone(held)

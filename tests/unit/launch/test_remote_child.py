@@ -124,3 +124,16 @@ async def test_a_process_that_does_not_end_when_asked_is_killed() -> None:
         ended.set()
     assert ending.result() is True
     assert [call for call in host.calls if call != "ended"] == ["terminate", "kill"]
+
+
+async def test_a_process_that_its_node_s_kernel_holds_is_left_behind_and_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote_child, "KILLED_S", 0.1)
+    host = ScriptedHost(asyncio.Event())
+    child = RemoteChild("rollout-0", PID, host)
+    async with asyncio.timeout(WAIT_S):
+        assert await child.end(0.0)
+    assert not child.has_ended
+    assert "rollout-0: process 77 on its node has not ended 0.1 s after SIGKILL" in caplog.text
+    assert [call for call in host.calls if call != "ended"] == ["terminate", "kill"]
