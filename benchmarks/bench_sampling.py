@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.admission_speed import admissions_per_second
 from benchmarks.sampling_overlap import simulate_ahead, simulate_pacing
 from benchmarks.sampling_real import (
+    AHEAD_SHARES,
     RealRun,
     accuracy_of_end,
     measure_strategies,
@@ -84,15 +85,15 @@ def _simulated(figures: Mapping[str, SimulatedFigures]) -> dict[str, object]:
 
 def _real(parsed: argparse.Namespace) -> dict[str, object]:
     strategies = measure_strategies(parsed.output, steps=parsed.steps)
-    pairs = [
+    by_seed = [
         measure_synchrony(parsed.output, steps=parsed.pair_steps, seed=seed)
         for seed in range(parsed.pairs)
     ]
-    speedups = [sync.step_s / overlapped.step_s for sync, overlapped in pairs]
-    equally_good = [
-        speedup * steps_to_accuracy(sync, accuracy_of_end(overlapped)) / parsed.pair_steps
-        for speedup, (sync, overlapped) in zip(speedups, pairs, strict=True)
-    ]
+    overlapped = {
+        share: _overlapped([(runs[0.0], runs[share]) for runs in by_seed], parsed.pair_steps)
+        for share in AHEAD_SHARES
+    }
+    all_ahead = overlapped[1.0]
     overlapping = next(run for run in strategies if run.name == "stream")
     return {
         "real_gen_per_trained": {run.name: run.gen_per_trained for run in strategies},
@@ -100,18 +101,36 @@ def _real(parsed: argparse.Namespace) -> dict[str, object]:
         "real_hard_share_ratio": {run.name: run.hard_share_ratio for run in strategies},
         "real_prompts_skipped": {run.name: run.prompts_skipped for run in strategies},
         "real_step_s": {run.name: round(run.step_s, 2) for run in strategies},
-        "async_speedup": round(statistics.median(speedups), 3),
-        "async_speedups": [round(speedup, 3) for speedup in speedups],
-        "async_speedup_equal_accuracy": round(statistics.median(equally_good), 3),
-        "accuracy_sync": _accuracies([sync for sync, _ in pairs]),
-        "accuracy_async": _accuracies([overlapped for _, overlapped in pairs]),
+        "async_speedup": all_ahead["speedup"],
+        "accuracy_sync": _median([accuracy_of_end(runs[0.0]) for runs in by_seed]),
+        "accuracy_async": all_ahead["accuracy"],
+        "accuracies_sync": [round(accuracy_of_end(runs[0.0]), 4) for runs in by_seed],
+        "async_by_ahead_share": {f"{share:g}": found for share, found in overlapped.items()},
         # The pairs' validations hold steps up, and no simulation knows of them.
         "twin_error": twin_errors(overlapping),
     }
 
 
-def _accuracies(runs: Sequence[RealRun]) -> float:
-    return round(statistics.median(accuracy_of_end(run) for run in runs), 4)
+def _overlapped(pairs: Sequence[tuple[RealRun, RealRun]], steps: int) -> dict[str, object]:
+    """Of synchronous and asynchronous runs by seed: seconds of a step, and until the accuracy that
+    the asynchronous one ends with."""
+    speedups = [sync.step_s / overlapped.step_s for sync, overlapped in pairs]
+    equally_good = [
+        speedup * steps_to_accuracy(sync, accuracy_of_end(overlapped)) / steps
+        for speedup, (sync, overlapped) in zip(speedups, pairs, strict=True)
+    ]
+    accuracies = [accuracy_of_end(overlapped) for _, overlapped in pairs]
+    return {
+        "speedup": _median(speedups),
+        "speedups": [round(each, 3) for each in speedups],
+        "accuracy": _median(accuracies),
+        "accuracies": [round(each, 4) for each in accuracies],
+        "speedup_equal_accuracy": _median(equally_good),
+    }
+
+
+def _median(values: Sequence[float]) -> float:
+    return round(statistics.median(values), 4)
 
 
 if __name__ == "__main__":

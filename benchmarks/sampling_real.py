@@ -41,6 +41,8 @@ STRATEGIES = {
 ONE_EACH = ("sluice.rollout.replicas=1", "trainer.n_gpus_per_node=1")
 WARM_UP_STEPS = 4
 PAIR_VALIDATION_EVERY = 8
+# All ahead, which is the default, and as much as this task's trainer leaves time for.
+AHEAD_SHARES = (1.0, 0.25)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +71,17 @@ def measure_strategies(output: Path, *, steps: int) -> list[RealRun]:
     ]
 
 
-def measure_synchrony(output: Path, *, steps: int, seed: int) -> tuple[RealRun, RealRun]:
-    """The same job synchronously and with a staleness of 1, one thread on each side.
-
-    Generation takes longer than training here, so a quarter of a batch drawn ahead is enough.
-    """
+def measure_synchrony(output: Path, *, steps: int, seed: int) -> dict[float, RealRun]:
+    """The same job with one thread on each side, by `ahead_share`; 0: synchronously."""
     common = [*ONE_EACH, f"trainer.total_training_steps={steps}"]
     common.append(f"trainer.test_freq={PAIR_VALIDATION_EVERY}")
     synchronous = [*common, "sluice.asynchrony.max_staleness=0"]
-    overlapped = [*common, "sluice.asynchrony.max_staleness=1"]
-    overlapped.append("sluice.asynchrony.ahead_share=0.25")
-    return (
-        measure(output, f"sync-{seed}", synchronous, seed=seed),
-        measure(output, f"async-{seed}", overlapped, seed=seed),
-    )
+    runs = {0.0: measure(output, f"sync-{seed}", synchronous, seed=seed)}
+    for share in AHEAD_SHARES:
+        overlapped = [*common, "sluice.asynchrony.max_staleness=1"]
+        overlapped.append(f"sluice.asynchrony.ahead_share={share:g}")
+        runs[share] = measure(output, f"async-{share:g}-{seed}", overlapped, seed=seed)
+    return runs
 
 
 def measure(output: Path, name: str, overrides: Sequence[str], *, seed: int) -> RealRun:

@@ -83,6 +83,7 @@ def _service(kind: Kind) -> dict[str, object]:
         "port": layout.place.port,
         "health_port": layout.place.health_port,
         "metrics_port": layout.place.metrics_port,
+        "readiness": layout.readiness,
         "takes_devices": layout.takes_devices,
     }
 

@@ -7,6 +7,7 @@ import asyncio
 import sys
 import uuid
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from services.rollout.engine_pulse import EnginePulse
@@ -23,6 +24,7 @@ from services.rollout.servicer import (
     WeightSyncServicer,
 )
 from services.rollout.watch import watching
+from services.rollout.weights_health import WeightsHealth
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.api.weights.v1 import weights_pb2_grpc
 from sluice.concurrency.exit_status import exit_status
@@ -36,6 +38,7 @@ from sluice.config.loader import load_config
 from sluice.config.problems import raise_problems
 from sluice.config.run import RunConfig
 from sluice.device.ascend_host import prepare_process
+from sluice.launch.network_layout import WEIGHTS_HEALTH
 from sluice.rpc.channel import open_channel
 from sluice.rpc.client_quota import ClientQuota
 from sluice.rpc.credentials import Credentials, service_credentials
@@ -102,11 +105,12 @@ async def _run_replica(config: RunConfig, name: str) -> None:
             await server.start()
             try:
                 replica = _replica(config, identity, server.port)
+                health = WeightsHealth(engine.load, partial(server.set_named, WEIGHTS_HEALTH))
                 with (
                     watching(config, identity.name, engine.load, replica.address),
                     exported(config, identity.name, engine.load),
                 ):
-                    await _take_part(config, engine, replica, credentials, stop)
+                    await _take_part(config, engine, replica, health, credentials, stop)
             finally:
                 await server.stop(config.sluice.rollout.drain_timeout_s)
         finally:
@@ -188,6 +192,7 @@ async def _take_part(
     config: RunConfig,
     engine: Engine,
     replica: ReplicaInfo,
+    health: WeightsHealth,
     credentials: Credentials,
     stop: asyncio.Event,
 ) -> None:
@@ -200,19 +205,20 @@ async def _take_part(
         registration = Registration(
             trainer_stub(channel), replica, digest, engine.load, lambda: pulse.turns
         )
-        await _until_stopped(registration, pulse, stop)
+        await _until_stopped(registration, pulse, health, stop)
         await registration.announce_drain()
 
 
 async def _until_stopped(
-    registration: Registration, pulse: EnginePulse, stop: asyncio.Event
+    registration: Registration, pulse: EnginePulse, health: WeightsHealth, stop: asyncio.Event
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(registration.run(), name="registration")
         beating = tasks.create_task(pulse.run(), name="engine pulse")
+        telling = tasks.create_task(health.run(), name="weights health")
         await stop.wait()
-        running.cancel()
-        beating.cancel()
+        for task in (running, beating, telling):
+            task.cancel()
 
 
 def main() -> int:

@@ -15,7 +15,8 @@ from itertools import chain
 from typing import Protocol
 
 from services.rollout.engines.protocol import Engine, GenerationRequest, SampleChunk
-from services.rollout.engines.stop_strings import before_stop, tellable
+from services.rollout.engines.stop_strings import before_stop
+from services.rollout.told_text import ToldText
 from sluice.algorithm.growing_sample import GrowingSample
 from sluice.errors import EngineError
 from sluice.types import FinishReason, Rollout, TokenIds
@@ -58,9 +59,9 @@ class Delivery:
 
     Attributes:
         every_token: tokens are sent as they come, with their text.
-        partial_interval_s: the tokens of unfinished samples are sent about so often, without text;
-            and when nothing came for twice as long while samples wait for a slot in the engine,
-            whether it works. ``None``: never.
+        partial_interval_s: the tokens of unfinished samples are sent about so often, without text,
+            unless every token is; and when nothing came for twice as long while samples wait for
+            a slot in the engine, whether it works. ``None``: never.
         linger_s: finished samples wait this long for others to travel with.
     """
 
@@ -76,11 +77,16 @@ class Delivery:
 
 @dataclass(slots=True, eq=False)
 class _Sample:
-    """A sample under way, which one of `stops` may end."""
+    """A sample under way; `told` if its text is sent as it grows."""
 
-    stops: tuple[str, ...] = ()
+    told: ToldText | None
     grown: GrowingSample = field(default_factory=GrowingSample)
-    sent_text: str = ""
+
+    def adopt(self, partial: Rollout) -> None:
+        """Starts from an earlier part, whose text the caller has as far as it was to be told."""
+        self.grown.adopt(partial)
+        if self.told is not None:
+            self.told.push(self.grown.token_ids().tolist())
 
 
 class Generation:
@@ -116,9 +122,13 @@ class Generation:
         stops = request.sampling.stop
         if stops:
             request = replace(request, decode=self._detokenizer.decode)
-        growing = {index: _Sample(stops) for index in request.sample_indexes}
+        decode = self._detokenizer.decode
+        growing = {
+            index: _Sample(ToldText(stops, decode) if delivery.every_token else None)
+            for index in request.sample_indexes
+        }
         for partial in partials:
-            self._adopt(growing[partial.sample_index], partial)
+            growing[partial.sample_index].adopt(partial)
         inbox: asyncio.Queue[tuple[SampleChunk, ...]] = asyncio.Queue()
         ended = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
@@ -130,7 +140,7 @@ class Generation:
                     await _linger(ended, delivery.linger_s)
                 while not inbox.empty():
                     arrived.append(inbox.get_nowait())
-                event = self._event(tuple(chain(*arrived)), growing, delivery)
+                event = self._event(tuple(chain(*arrived)), growing, delivery, stops)
                 if event.deltas or event.rollouts:
                     await send(event)
                 if growing and not all(arrived):
@@ -171,7 +181,7 @@ class Generation:
         chunks_of = self._engine.generate(
             request,
             every_token=delivery.every_token,
-            partial_interval_s=delivery.partial_interval_s,
+            partial_interval_s=None if delivery.every_token else delivery.partial_interval_s,
         )
         async with aclosing(chunks_of) as stream:  # type: ignore[type-var]
             async for chunks in stream:
@@ -181,7 +191,11 @@ class Generation:
         ended.set()
 
     def _event(
-        self, chunks: Sequence[SampleChunk], growing: dict[int, _Sample], delivery: Delivery
+        self,
+        chunks: Sequence[SampleChunk],
+        growing: dict[int, _Sample],
+        delivery: Delivery,
+        stops: Sequence[str],
     ) -> GenerationEvent:
         deltas: list[TextDelta] = []
         rollouts: list[Rollout] = []
@@ -189,45 +203,18 @@ class Generation:
         for chunk in chunks:
             index, sample = chunk.sample_index, growing[chunk.sample_index]
             sample.grown.append(chunk.token_ids, chunk.behavior_logprobs, chunk.version)
-            if delivery.every_token:
-                # What an aborted sample held back is told where it goes on, if at all.
-                is_last = chunk.finish_reason not in (None, FinishReason.ABORTED)
-                text = self._new_text(sample, is_last=is_last)
-                if text or chunk.token_ids.size:
-                    deltas.append(TextDelta(chunk, text))
-            elif delivery.sends_tokens and index not in finished and chunk.token_ids.size:
-                deltas.append(TextDelta(chunk, ""))
+            new_text = "" if sample.told is None else sample.told.push(chunk.token_ids.tolist())
             if chunk.finish_reason is not None:
-                text = self._text(sample)
+                text = before_stop(self._detokenizer.decode(sample.grown.token_ids()), stops)
                 rollouts.append(sample.grown.rollout(index, chunk.finish_reason, text))
+                # What an aborted sample held back is told where it goes on, if at all.
+                if sample.told is not None and chunk.finish_reason is not FinishReason.ABORTED:
+                    new_text += sample.told.rest_of(text)
                 del growing[index]
+            is_sent = sample.told is not None or (delivery.sends_tokens and index not in finished)
+            if is_sent and (new_text or chunk.token_ids.size):
+                deltas.append(TextDelta(chunk, new_text))
         return GenerationEvent(tuple(deltas), tuple(rollouts))
-
-    def _text(self, sample: _Sample) -> str:
-        return before_stop(self._detokenizer.decode(sample.grown.token_ids()), sample.stops)
-
-    def _new_text(self, sample: _Sample, *, is_last: bool) -> str:
-        text = self._text(sample)
-        if not is_last:
-            if text.endswith("\ufffd"):  # in the middle of a multi-byte character
-                return ""
-            text = tellable(text, sample.stops)
-        new = text[len(sample.sent_text) :]
-        sample.sent_text = text
-        return new
-
-    def _adopt(self, sample: _Sample, partial: Rollout) -> None:
-        """Starts from an earlier part, whose text the caller has already.
-
-        Of a part that ends in the middle of a character that is the text before it.
-        """
-        sample.grown.adopt(partial)
-        ids = sample.grown.token_ids()
-        for end in range(ids.size, 0, -1):
-            text = self._detokenizer.decode(ids[:end])
-            if not text.endswith("\ufffd"):
-                sample.sent_text = tellable(text, sample.stops)
-                return
 
 
 async def _linger(ended: asyncio.Event, seconds: float) -> None:

@@ -131,7 +131,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         check_generate(request, self._max_n)
         check_chat_images(request.prompt.chat, self._images.limits)
         partials = [rollout_from_proto(partial) for partial in request.partials]
-        check_partials(partials)
+        check_partials(partials, self._engine.max_model_len)
         client = caller_of(context, self._tokens)
         if client is not None:
             check_client_priority(request, self._max_client_priority)
@@ -270,11 +270,10 @@ def _first_weights(load: EngineLoad) -> tuple[Waiting, ...]:
 
 
 def _delivery(request: rollout.GenerateRequest) -> Delivery:
-    every_token = request.stream_mode == rollout.STREAM_MODE_TOKENS
     interval_s = request.partial_interval_ms / 1000
     return Delivery(
-        every_token=every_token,
-        partial_interval_s=interval_s if interval_s > 0 and not every_token else None,
+        every_token=request.stream_mode == rollout.STREAM_MODE_TOKENS,
+        partial_interval_s=interval_s if interval_s > 0 else None,
         linger_s=request.linger_ms / 1000,
     )
 

@@ -163,4 +163,5 @@ def _member_to_proto(member: Member, now_s: float) -> trainer.ReplicaStatus:
         slots_busy=member.load.slots_busy,
         tokens_per_second=member.tokens_per_second,
         idle_share=member.idle_share,
+        queued=member.load.queued,
     )

@@ -26,7 +26,14 @@ from sluice.config.dump import dump_config, write_config
 from sluice.config.explain import launch_notices
 from sluice.config.loader import load_config
 from sluice.config.remarks import remarks
+from sluice.config.replaced_values import replaced_values
 from sluice.config.run import RunConfig
+from sluice.launch.container_terms import (
+    DEVICE_VARIABLE,
+    STOP_GRACE_VARIABLE,
+    check_stop_grace,
+    device_settings,
+)
 from sluice.launch.network_layout import CONFIG_NAME, dashboard_settings, network_settings
 from sluice.launch.observed_run import DASHBOARD_VARIABLE, OBSERVED_VARIABLE, observed_settings
 from sluice.launch.reward_function_check import check_reward_function
@@ -37,7 +44,13 @@ from sluice.telemetry.scrape_target import forget_targets
 
 _SEED = 0
 
-# What overlays of Compose's ask for by a variable.
+_Quickstart = Annotated[
+    bool, typer.Option("--quickstart", help="Make the quickstart's model and data first.")
+]
+_Secure = Annotated[
+    bool, typer.Option("--secure", help="Make certificates and tokens, and ask for them.")
+]
+# What Compose's files ask for by a variable.
 _Observed = Annotated[
     bool,
     typer.Option("--observed", help="Serve metrics, and send traces.", envvar=OBSERVED_VARIABLE),
@@ -50,9 +63,23 @@ _Dashboard = Annotated[
         envvar=DASHBOARD_VARIABLE,
     ),
 ]
+_Device = Annotated[
+    str | None,
+    typer.Option(
+        help="What trainer and replicas compute on: cpu, cuda or npu.", envvar=DEVICE_VARIABLE
+    ),
+]
+_StopGrace = Annotated[
+    str | None,
+    typer.Option(
+        help="How long the containers' engine lets a service stop, such as 90s; a job that may "
+        "take longer is refused.",
+        envvar=STOP_GRACE_VARIABLE,
+    ),
+]
 
 
-def prepare(
+def prepare(  # noqa: PLR0913 - one parameter an option
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
@@ -65,14 +92,12 @@ def prepare(
     run_dir: Annotated[Path, typer.Option(help="Folder that all services of the run see.")] = Path(
         "runs/run"
     ),
-    quickstart: Annotated[
-        bool, typer.Option("--quickstart", help="Make the quickstart's model and data first.")
-    ] = False,
-    secure: Annotated[
-        bool, typer.Option("--secure", help="Make certificates and tokens, and ask for them.")
-    ] = False,
+    quickstart: _Quickstart = False,
+    secure: _Secure = False,
     observed: _Observed = False,
     dashboard: _Dashboard = False,
+    device: _Device = None,
+    stop_grace: _StopGrace = None,
     anew: Annotated[
         bool, typer.Option("--anew", help="Begin a run even if one is there that has not ended.")
     ] = False,
@@ -94,24 +119,40 @@ def prepare(
         settings += _quickstart_settings(run_dir, console)
     if secure:
         settings += _security(run_dir.absolute() / CERTIFICATES, console)
-    if observed:
-        settings += observed_settings()
-    if dashboard:
-        settings += dashboard_settings()
+    settings += _asked_for(observed=observed, dashboard=dashboard, device=device)
     settings += [*network_settings(), f"sluice.run_dir={run_dir.absolute()}"]
     with as_file(files("sluice.quickstart") / "quickstart.yaml") as job:
         base = job if quickstart else file
         config = load_config(base, [*settings, *overrides])
         notices = launch_notices(base, overrides)
-    for line in (*(one.text for one in notices), *remarks(config)):
+    replaced = replaced_values(None if quickstart else file, [*settings, *overrides])
+    for line in (*(one.text for one in notices), *replaced, *remarks(config)):
         _say(console, f"notice: {line}")
     check_config(config)
     check_reward_function(config.reward)
+    if stop_grace is not None:
+        check_stop_grace(_heeded(run_dir, config, anew=anew), stop_grace)
     if secure:
         goes_on = SharedRun(run_dir).goes_on and not anew
         folder = run_dir.absolute() / CERTIFICATES
         renew_certificates(folder, partial(_say, console), run_goes_on=goes_on)
     _begin(run_dir, config, console, anew=anew)
+
+
+def _asked_for(*, observed: bool, dashboard: bool, device: str | None) -> list[str]:
+    return [
+        *(observed_settings() if observed else ()),
+        *(dashboard_settings() if dashboard else ()),
+        *(device_settings(device) if device is not None else ()),
+    ]
+
+
+def _heeded(run_dir: Path, config: RunConfig, *, anew: bool) -> RunConfig:
+    """What services will read: a run that goes on keeps what it began with."""
+    written = run_dir / CONFIG_NAME
+    if not anew and SharedRun(run_dir).goes_on and written.is_file():
+        return load_config(written, ())
+    return config
 
 
 def _begin(run_dir: Path, config: RunConfig, console: Console, *, anew: bool) -> None:

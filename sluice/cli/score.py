@@ -31,6 +31,9 @@ def score(
     file: Annotated[Path, typer.Argument(help="JSON lines or parquet, one response a row.")],
     *,
     run: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds in all; none: as long as it takes.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line.")] = False,
 ) -> None:
     """Grade responses with the scorers of a run that is going on; nothing is trained on them.
@@ -50,7 +53,7 @@ def score(
         ScoreItem(row.data_source, row.response, row.ground_truth, row.extra_info or {})
         for _, row in read_rows(file, _Row, _NEEDS)
     ]
-    outcomes = asyncio.run(_score(run, items))
+    outcomes = asyncio.run(_score(run, items, deadline))
     for index, outcome in enumerate(outcomes):
         typer.echo(_json_line(outcome) if as_json else f"[{index}] {_line(outcome)}")
     scores = [outcome.score for outcome in outcomes if isinstance(outcome, Scored)]
@@ -60,10 +63,12 @@ def score(
         raise typer.Exit(1)
 
 
-async def _score(run: Path, items: list[ScoreItem]) -> list[Scored | Failed]:
+async def _score(
+    run: Path, items: list[ScoreItem], deadline_s: float | None
+) -> list[Scored | Failed]:
     await ask_run(run)  # says how a run ended that does not go on
     async with AsyncClient.connect(run) as client:
-        return await client.score(items)
+        return await client.score(items, deadline_s=deadline_s)
 
 
 def _line(outcome: Scored | Failed) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from sluice.client.resumable_generation import ResumableGeneration
 from sluice.client.retries import RetryPolicy
 from sluice.client.run_address import RunAddress, address_of_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
-from sluice.client.scoring import ScoreItem, score_items
+from sluice.client.scoring import MOST_CALLS, ScoreItem, score_items
 from sluice.client.service_channels import ServiceChannels
 from sluice.client.submission import submit_prompts
 from sluice.errors import ConfigError
@@ -52,6 +53,7 @@ class AsyncClient:
         self._address, self._policy = address, policy
         self._channels = ServiceChannels(address, name)
         self._monitors = set[RunMonitor]()
+        self._score_calls = asyncio.Semaphore(MOST_CALLS)
         self._lookup = FleetLookup(address, self._channels)
         self._generation = ResumableGeneration(Fleet(self._lookup), self._channels, policy)
 
@@ -84,9 +86,15 @@ class AsyncClient:
             await monitor.close()
 
     def stream(
-        self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS
+        self,
+        prompt: Prompt,
+        options: GenerateOptions = _DEFAULT_OPTIONS,
+        *,
+        every_token: bool = True,
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Samples responses; their tokens come as they are drawn, then each sample whole.
+
+        Without `every_token` only whole samples come, which costs the replica less.
 
         Consume it inside `contextlib.aclosing`: leaving early ends the samples and frees their
         slots in the engine.
@@ -96,7 +104,7 @@ class AsyncClient:
             DeadlineError: `options.deadline_s` has passed.
             SluiceError: no replica served for as long as the policy's patience lasts.
         """
-        return self._generation.run(prompt, options, every_token=True)
+        return self._generation.run(prompt, options, every_token=every_token)
 
     async def generate(
         self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS
@@ -121,12 +129,15 @@ class AsyncClient:
         *,
         until_outcome: bool = True,
         traceparent: str = "",
+        in_thread: bool = False,
     ) -> AsyncGenerator[PromptEvent, None]:
         """Submits prompts to be trained on; yields receipts, and outcomes if they are waited for.
 
         An outcome tells what became of the prompt and, if it was trained, in which step. Accepted
         prompts stay in the run when the caller leaves early; the same ones submitted again are
         told of again. With `traceparent` (W3C) the run's spans of them are below the caller's span.
+        `in_thread` iterates over `prompts` in a thread of its own, so that they may wait for
+        something; otherwise the event loop would wait with them.
 
         Raises:
             InvalidRequestError: `traceparent` is none.
@@ -139,21 +150,37 @@ class AsyncClient:
             self._policy,
             until_outcome=until_outcome,
             traceparent=traceparent,
+            in_thread=in_thread,
         )
 
-    async def score(self, items: Sequence[ScoreItem]) -> list[Scored | Failed]:
+    async def score(
+        self, items: Sequence[ScoreItem], *, deadline_s: float | None = None
+    ) -> list[Scored | Failed]:
         """Grades responses with the run's scorers; one outcome per item, in order.
 
+        Args:
+            items: the responses.
+            deadline_s: seconds in all, with every retry; none: as long as it takes.
+
         Raises:
+            InvalidRequestError: an item or the deadline cannot be.
+            DeadlineError: `deadline_s` has passed, or a single response took over ten minutes.
             SluiceError: the reward service refuses the call, or stays away.
         """
-        return await score_items(self._channels, self._reward(), items, self._policy)
+        return await score_items(
+            self._channels,
+            self._reward(),
+            items,
+            self._policy,
+            calls=self._score_calls,
+            deadline_s=deadline_s,
+        )
 
     async def replicas(self) -> Sequence[FleetReplica]:
         """The replicas that serve, asked for anew.
 
         Raises:
-            PeerError, DeadlineError: nobody who knows them answers.
+            PeerError: nobody who knows them answers.
         """
         return await self._lookup()
 

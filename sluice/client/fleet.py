@@ -7,6 +7,7 @@ itself: of each replica, what it had under way when the load was heard is taken 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ def choose_replica(
 ) -> FleetReplica | None:
     """The replica with the least load a slot; one to be avoided only if all are.
 
-    Load is samples that have a slot or wait for one.
+    Load is samples that have a slot or wait for one. Of several with the least, the first.
 
     Args:
         replicas: that serve.
@@ -47,11 +48,11 @@ def choose_replica(
             come before them, and they in this order.
     """
 
-    def rank(each: FleetReplica) -> tuple[bool, int, float, str]:
+    def rank(each: FleetReplica) -> tuple[bool, int, float]:
         of_others = max(each.slots_busy - heard_with.get(each.address, 0), 0)
         load = (of_others + under_way.get(each.address, 0)) / max(each.slots, 1)
         turn = full.index(each.address) + 1 if each.address in full else 0
-        return each.address in avoided, turn, load, each.address
+        return each.address in avoided, turn, load
 
     return min(replicas, key=rank, default=None)
 
@@ -111,10 +112,12 @@ class Fleet:
             if self._unanswered is not None and self._unanswered[0] > since_s:
                 raise self._unanswered[1]
             try:
-                self._replicas = tuple(await self._look_up())
+                found = list(await self._look_up())
             except SluiceError as error:
                 self._unanswered = self._clock(), error
                 raise
+            random.shuffle(found)  # many clients, each with one request, do not go to the same
+            self._replicas = tuple(found)
             self._heard_s, self._heard_with = self._clock(), dict(self._under_way)
 
     @contextmanager

@@ -9,6 +9,7 @@ from sluice.api.reward.v1 import reward_pb2
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client.fleet import FleetReplica
+from sluice.client.own_deadlines import own_deadline_is_failure
 from sluice.client.run_address import RunAddress
 from sluice.client.service_channels import ServiceChannels
 from sluice.concurrency.exception_leaves import leaves
@@ -35,8 +36,12 @@ class FleetLookup:
 
         Raises:
             ConfigError: nothing is known that could be asked.
-            PeerError, DeadlineError: nobody answers.
+            PeerError: nobody answers, or not in time.
         """
+        with own_deadline_is_failure():
+            return await self._asked()
+
+    async def _asked(self) -> Sequence[FleetReplica]:
         if self._address.replicas:
             return await self._of_themselves()
         if self._address.trainer is None:
@@ -71,7 +76,7 @@ class FleetLookup:
             phase=_PHASE,
         )
         return [
-            FleetReplica(each.replica.address, each.replica.slots, each.slots_busy)
+            FleetReplica(each.replica.address, each.replica.slots, each.slots_busy + each.queued)
             for each in answer.replicas
             if each.state == "serving"
         ]

@@ -85,7 +85,7 @@ class GenerationProgress:
             stream_mode=(
                 rollout.STREAM_MODE_TOKENS if self._every_token else rollout.STREAM_MODE_SAMPLES
             ),
-            partial_interval_ms=0 if self._every_token else _PARTIAL_INTERVAL_MS,
+            partial_interval_ms=_PARTIAL_INTERVAL_MS,
             partials=[
                 rollout_to_proto(sample.grown.rollout(index))
                 for index, sample in self._open.items()

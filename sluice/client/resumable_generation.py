@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -30,6 +31,10 @@ from sluice.rpc.stubs import rollout_stub
 _PHASE = "generating"
 _LONGEST_S = 604_800.0
 _FLEET = "the fleet"
+
+
+class _StallError(PeerError):
+    """A replica took a request up, and nothing came."""
 
 
 class ResumableGeneration:
@@ -73,6 +78,8 @@ class ResumableGeneration:
             except SluiceError as error:
                 if progress.num_tokens > num_tokens:  # of samples that are told of whole
                     retries.got_on()
+                if isinstance(error, _StallError):
+                    retries.stalled()
                 moved_because = str(error)
                 await retries.wait_after(error)
 
@@ -89,7 +96,7 @@ class ResumableGeneration:
         try:
             with self._fleet.occupied(address, progress.num_open):
                 stream = self._stream(address, progress, deadline_s)
-                async with aclosing(stream) as messages:
+                async with aclosing(_moving(stream, address, self._policy.stall_s)) as messages:
                     async for message in messages:
                         for event in progress.take(message, address, moved_because):
                             yield event
@@ -122,11 +129,26 @@ class ResumableGeneration:
         )
 
 
-def _is_callers_doing(error: SluiceError, deadline_s: float | None) -> bool:
-    """A request that cannot be, or a deadline of the caller's that passed: no failure of a replica.
+async def _moving(
+    stream: AsyncGenerator[rollout.GenerateResponse, None], address: str, stall_s: float
+) -> AsyncGenerator[rollout.GenerateResponse, None]:
+    """The messages of a stream. A hung engine leaves its connection as it is, so nothing else ends
+    the wait for it; one that is busy with others' samples says so."""
+    async with aclosing(stream) as messages:
+        while True:
+            try:
+                async with asyncio.timeout(stall_s):
+                    message = await anext(messages)
+            except StopAsyncIteration:
+                return
+            except TimeoutError as error:
+                detail = f"it sent neither tokens nor a sign of life for {stall_s:g} s"
+                raise _StallError(address, _PHASE, detail) from error
+            yield message
 
-    One that hangs is told from one that is slow by the run, which takes it off the fleet.
-    """
+
+def _is_callers_doing(error: SluiceError, deadline_s: float | None) -> bool:
+    """A request that cannot be, or a deadline of the caller's that passed, is no failure."""
     if isinstance(error, DeadlineError):
         return deadline_s is not None
     return isinstance(error, InvalidRequestError)

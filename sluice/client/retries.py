@@ -30,11 +30,14 @@ class RetryPolicy:
         patience_s: failures in a row may last so long; anything that gets on starts it anew.
             A service that answers that it is full is asked until the call's deadline, if it has
             one. 0: nothing is tried again.
+        stall_s: a replica from which nothing came for so long, neither tokens nor a sign that its
+            engine draws others', is left for another one.
     """
 
     first_s: float = 0.1
     most_s: float = 5.0
     patience_s: float = 60.0
+    stall_s: float = 60.0
 
 
 def is_transient(error: SluiceError) -> bool:
@@ -73,6 +76,10 @@ class Retries:
         """The try was taken up, though nothing came of it so far."""
         if self._answered_s is None:
             self._answered_s = self.clock()
+
+    def stalled(self) -> None:
+        """Nothing came of the try that was taken up: it counts as one that was not."""
+        self._answered_s = None
 
     def remaining_s(self, peer: str, phase: str, whole_s: float | None) -> float | None:
         """Seconds to the deadline; none without one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -203,17 +204,36 @@ class RunMonitor:
     async def steps(
         self, from_step: int = 0
     ) -> AsyncGenerator[tuple[int, Mapping[str, float]], None]:
-        """Finished steps with their metrics until the run ends (0: from now on)."""
-        stream = stream_call(
+        """Finished steps with their metrics until the run ends (0: from now on).
+
+        A call that reached its own deadline is followed by one from the step after the last.
+
+        Raises:
+            SluiceError: the trainer fails, or refuses the call.
+        """
+        following = from_step
+        while True:
+            opened_s = time.monotonic()
+            try:
+                async with aclosing(self._watch(following)) as messages:
+                    async for message in messages:
+                        following = message.step + 1
+                        yield message.step, dict(message.metrics)
+            except DeadlineError as error:
+                # A trainer that says so at once would be asked in a loop.
+                if time.monotonic() - opened_s < error.seconds / 2:
+                    raise
+            else:
+                return
+
+    def _watch(self, from_step: int) -> AsyncGenerator[trainer_pb2.WatchStepsResponse, None]:
+        return stream_call(
             self._trainer.WatchSteps,
             trainer_pb2.WatchStepsRequest(from_step=from_step),
             name="TrainerService/WatchSteps",
             peer="trainer",
             phase="watching steps",
         )
-        async with aclosing(stream) as messages:
-            async for message in messages:
-                yield message.step, dict(message.metrics)
 
     async def _prompts(self) -> tuple[Mapping[str, int], tuple[Awaited, ...]]:
         try:

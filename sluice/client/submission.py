@@ -8,14 +8,16 @@ is sent again once there may be some.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, NamedTuple
 
 from sluice.api.reward.v1 import reward_pb2
 from sluice.client.generation_types import check_traceparent
 from sluice.client.held_prompts import HeldPrompts
+from sluice.client.own_deadlines import own_deadline_is_failure
 from sluice.client.policy_client import NewPrompt, PromptEvent, prompt_event, prompt_to_proto
+from sluice.client.prompt_draws import DrawsHere, DrawsInThread, PromptDraws
 from sluice.client.retries import Retries, RetryPolicy
 from sluice.client.service_channels import ServiceChannels
 from sluice.errors import PeerError, SluiceError
@@ -56,6 +58,7 @@ class OpenPrompts:
         check_size: refuses a message, by what it holds, that is too large to be sent.
         policy: how prompts are sent again that there was no room for. With outcomes to wait for
             they wait, too; otherwise they are refused when nothing got on for its patience.
+        in_thread: iterate over `prompts` in a thread of its own.
 
     Attributes:
         failure: what taking or encoding a prompt raised; the input ends there.
@@ -68,8 +71,12 @@ class OpenPrompts:
         until_outcome: bool,
         check_size: Callable[[str, Message], None] = lambda _name, _message: None,
         policy: RetryPolicy = _DEFAULT_POLICY,
+        in_thread: bool = False,
     ) -> None:
-        self._fresh: Iterator[NewPrompt] = iter(prompts)
+        self._changed = asyncio.Event()
+        self._draws: PromptDraws = (
+            DrawsInThread(prompts, self._changed.set) if in_thread else DrawsHere(prompts)
+        )
         self._until_outcome, self._check_size = until_outcome, check_size
         self._open: dict[str, _Encoded] = {}
         self._image_bytes = 0
@@ -78,9 +85,12 @@ class OpenPrompts:
         self._accepted: set[str] = set()
         self._unanswered: set[str] = set()  # sent in this call, without a receipt
         self._held = HeldPrompts(policy, gives_up=not until_outcome)
-        self._changed = asyncio.Event()
         self._is_exhausted, self._num_calls = False, 0
         self.failure: Exception | None = None
+
+    def close(self) -> None:
+        """No more prompts are drawn."""
+        self._draws.close()
 
     def are_done(self) -> bool:
         """Whether nothing is left to send or to wait for."""
@@ -113,7 +123,7 @@ class OpenPrompts:
             if (prompt_id := self._held.take_due()) is not None:
                 self._unanswered.add(prompt_id)
                 return self._open[prompt_id].request
-            if self._takes_more():
+            if self._takes_more() and self._has_fresh():
                 if (fresh := await self._fresh_one(call)) is not None:
                     return fresh
             elif self._is_exhausted and not self._unanswered and not self._held:
@@ -134,6 +144,9 @@ class OpenPrompts:
         """Fresh ones would be refused, too, while others are held."""
         has_room = len(self._open) < _WINDOW and self._image_bytes < _IMAGE_WINDOW_BYTES
         return has_room and not self._is_exhausted and not self._held
+
+    def _has_fresh(self) -> bool:
+        return self._drawn is not None or self._draws.is_ready()
 
     async def _fresh_one(self, call: int) -> reward_pb2.SubmitPromptsRequest | None:
         """The next fresh prompt as it is sent; ``None`` where there is none, which ends the input,
@@ -160,7 +173,7 @@ class OpenPrompts:
     async def _encoded_next(self) -> _Encoded | None:
         """Files are read once, beside the event loop: what is sent again is what was sent."""
         if self._drawn is None:
-            self._drawn = next(self._fresh, None)
+            self._drawn = self._draws.take()
         prompt = self._drawn
         if prompt is None:
             return None
@@ -215,16 +228,18 @@ async def submit_prompts(
     *,
     until_outcome: bool,
     traceparent: str = "",
+    in_thread: bool = False,
 ) -> AsyncGenerator[PromptEvent, None]:
     """Submits prompts; yields a receipt for each, and an outcome for each accepted one if wanted.
 
     At most 1024 are under way at a time, and no further one is sent while those hold images of
     64 MiB or more. Files of images are read once. A failed call is made again with the prompts that
-    are not done with, as long as the policy's patience lasts. Prompts that the service has no room
-    for are held back and sent again when an outcome made room, or after a pause; no further ones
-    are sent meanwhile. Without outcomes to wait for they are refused when nothing got on for the
-    policy's patience. That they wait, and what the service said, is logged as a warning at first
-    and then ever more rarely. Accepted prompts stay in the run when the caller leaves early.
+    are not done with, as long as the policy's patience lasts; a call that reached its own deadline
+    counts as failed. Prompts that the service has no room for are held back and sent again when an
+    outcome made room, or after a pause; no further ones are sent meanwhile. Without outcomes to
+    wait for they are refused when nothing got on for the policy's patience. That they wait, and
+    what the service said, is logged as a warning at first and then ever more rarely. Accepted
+    prompts stay in the run when the caller leaves early.
 
     Args:
         channels: to the service.
@@ -233,6 +248,8 @@ async def submit_prompts(
         policy: how failures are borne.
         until_outcome: wait for outcomes, too.
         traceparent: the caller's span (W3C), above those of all these prompts; empty: none.
+        in_thread: iterate over `prompts` in a thread of its own; else what they wait for, the event
+            loop waits for.
 
     Raises:
         InvalidRequestError: `traceparent` is none.
@@ -242,8 +259,26 @@ async def submit_prompts(
     """
     check_traceparent(traceparent)
     open_prompts = OpenPrompts(
-        prompts, until_outcome=until_outcome, check_size=channels.check_size, policy=policy
+        prompts,
+        until_outcome=until_outcome,
+        check_size=channels.check_size,
+        policy=policy,
+        in_thread=in_thread,
     )
+    with closing(open_prompts):
+        async with aclosing(_calls(channels, reward, open_prompts, policy, traceparent)) as events:
+            async for event in events:
+                yield event
+
+
+async def _calls(
+    channels: ServiceChannels,
+    reward: str,
+    open_prompts: OpenPrompts,
+    policy: RetryPolicy,
+    traceparent: str,
+) -> AsyncGenerator[PromptEvent, None]:
+    """Calls until all prompts are done with; gives what is new in their events."""
     retries = Retries(policy)
     while not open_prompts.are_done():
         try:
@@ -275,8 +310,9 @@ async def _one_call(
     )
     async with aclosing(stream) as answers:
         try:
-            async for answer in answers:
-                yield prompt_event(answer)
+            with own_deadline_is_failure():
+                async for answer in answers:
+                    yield prompt_event(answer)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if channels.is_closed or (task is not None and task.cancelling()):

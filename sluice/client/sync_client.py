@@ -76,10 +76,17 @@ class Client:
         self._loop.close()
 
     def stream(
-        self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS
+        self,
+        prompt: Prompt,
+        options: GenerateOptions = _DEFAULT_OPTIONS,
+        *,
+        every_token: bool = True,
     ) -> Generator[GenerationEvent, None, None]:
-        """Samples responses; tokens come as they are drawn, then each sample whole."""
-        return self._each(self._client.stream(prompt, options))
+        """Samples responses; tokens come as they are drawn, then each sample whole.
+
+        Without `every_token` only whole samples come.
+        """
+        return self._each(self._client.stream(prompt, options, every_token=every_token))
 
     def generate(self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS) -> Generation:
         """Samples responses and waits for all of them."""
@@ -92,14 +99,21 @@ class Client:
         until_outcome: bool = True,
         traceparent: str = "",
     ) -> Generator[PromptEvent, None, None]:
-        """Submits prompts to be trained on; `prompts` is consumed in the client's thread."""
+        """Submits prompts to be trained on.
+
+        `prompts` is iterated in a thread of its own: it may wait, and ask this client.
+        """
         return self._each(
-            self._client.submit(prompts, until_outcome=until_outcome, traceparent=traceparent)
+            self._client.submit(
+                prompts, until_outcome=until_outcome, traceparent=traceparent, in_thread=True
+            )
         )
 
-    def score(self, items: Sequence[ScoreItem]) -> list[Scored | Failed]:
+    def score(
+        self, items: Sequence[ScoreItem], *, deadline_s: float | None = None
+    ) -> list[Scored | Failed]:
         """Grades responses; one outcome per item, in order."""
-        return self._wait(self._client.score(items))
+        return self._wait(self._client.score(items, deadline_s=deadline_s))
 
     def replicas(self) -> Sequence[FleetReplica]:
         """The replicas that serve, asked for anew."""
@@ -117,6 +131,12 @@ class Client:
         if self._loop.is_closed():
             work.close()
             raise ConfigError("client: it is closed; open another one")
+        if self._is_own_thread():
+            work.close()
+            raise ConfigError(
+                "client: it was called in its own thread, which would wait for itself; call it "
+                "from another one, or use AsyncClient"
+            )
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -132,8 +152,13 @@ class Client:
                 except StopAsyncIteration:
                     return
         finally:
-            if not self._loop.is_closed():
+            if self._is_own_thread():  # collected there, where nothing can be waited for
+                asyncio.run_coroutine_threadsafe(_closed(events), self._loop)
+            elif not self._loop.is_closed():
                 self._wait(_closed(events))
+
+    def _is_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread
 
 
 async def _opened(address: RunAddress, name: str, policy: RetryPolicy) -> AsyncClient:

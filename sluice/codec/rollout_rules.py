@@ -42,7 +42,8 @@ def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
     indexes = request.sample_indexes
     if not 1 <= len(indexes) <= max_n or len(set(indexes)) != len(indexes):
         raise InvalidRequestError(
-            f"sample_indexes: {len(indexes)} given; send 1 to {max_n} different indexes"
+            f"sample_indexes: {len(indexes)} given; send 1 to {max_n} different indexes "
+            "(sluice.rollout.max_n)"
         )
     check_range("sample_indexes", max(indexes), 0, MAX_SAMPLE_INDEX)
     if request.stream_mode not in rollout.StreamMode.values():
@@ -101,13 +102,18 @@ def check_turns(field: str, turns: Sequence[common.ChatMessage], most: int) -> N
         check_text(f"{field}[{index}].role", turn.role, MAX_ROLE_BYTES)
 
 
-def check_partials(partials: Sequence[Rollout]) -> None:
-    """Samples that can be continued: known versions, finite logprobs.
+def check_partials(partials: Sequence[Rollout], longest: int) -> None:
+    """Samples that can be continued: at most `longest` tokens, known versions, finite logprobs.
 
     Raises:
         InvalidRequestError: names the sample.
     """
     for partial in partials:
+        if partial.num_tokens > longest:
+            raise InvalidRequestError(
+                f"partials[{partial.sample_index}].token_ids_u32: {partial.num_tokens} tokens; the "
+                f"model takes {longest} in all"
+            )
         for span in partial.version_spans:
             check_range(f"partials[{partial.sample_index}].version", span.version, 0, MAX_NUMBER)
         if not np.isfinite(partial.behavior_logprobs).all():

@@ -22,13 +22,31 @@ from sluice.doctor.finding import Finding, fine, problem, warning
 BARE_BYTES, BARE_ON_DEVICE_BYTES = GIB // 2, 3 * GIB
 # The trainer's two snapshots take turns; a replica holds the base of changes and what it is staged.
 COPIES = 2
-_MEMINFO = Path("/proc/meminfo")
 _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class _CgroupFiles:
+    """Where a container's memory is told; `reclaimable`: of its statistics, cached files."""
+
+    limit: str
+    used: str
+    statistics: str
+    reclaimable: re.Pattern[str]
+
+
 _CGROUPS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    _CgroupFiles(
+        "sys/fs/cgroup/memory.max",
+        "sys/fs/cgroup/memory.current",
+        "sys/fs/cgroup/memory.stat",
+        re.compile(r"^inactive_file (\d+)$", re.MULTILINE),
+    ),
+    _CgroupFiles(
+        "sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "sys/fs/cgroup/memory/memory.stat",
+        re.compile(r"^total_inactive_file (\d+)$", re.MULTILINE),
     ),
 )
 
@@ -118,17 +136,33 @@ def _replica(examined: Examined, shape: ModelShape) -> Part:
     return Part("", BARE_BYTES + held.weights, BARE_BYTES + held.weights + staged + cache)
 
 
-def available_bytes() -> int | None:
-    """What new processes may take: the kernel's estimate, or less in a container with a limit."""
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """What new processes may take: the kernel's estimate, or less in a container with a limit.
+
+    Args:
+        root: of the file system with ``proc`` and ``sys``.
+    """
     found: list[int] = []
     with suppress(OSError):
-        match = _AVAILABLE.search(_MEMINFO.read_text(encoding="ascii"))
+        match = _AVAILABLE.search((root / "proc/meminfo").read_text(encoding="ascii"))
         found += [int(match[1]) * 1024] if match else []
-    for limit, used in _CGROUPS:
+    for files in _CGROUPS:
         with suppress(OSError, ValueError):  # "max": none
-            left = int(limit.read_text(encoding="ascii")) - int(used.read_text(encoding="ascii"))
-            found.append(max(0, left))
+            limit, used = (_number(root / name) for name in (files.limit, files.used))
+            found.append(max(0, limit - used + _reclaimable(root, files)))
     return min(found, default=None)
+
+
+def _number(path: Path) -> int:
+    return int(path.read_text(encoding="ascii"))
+
+
+def _reclaimable(root: Path, files: _CgroupFiles) -> int:
+    """Files that were read or copied lately count as used, and give way to who asks for memory."""
+    with suppress(OSError):
+        match = files.reclaimable.search((root / files.statistics).read_text(encoding="ascii"))
+        return int(match[1]) if match else 0
+    return 0
 
 
 def _is_on_device(name: str | None, examined: Examined) -> bool:

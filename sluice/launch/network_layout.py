@@ -23,6 +23,8 @@ CONFIG_FILE = f"{RUN_FOLDER}/{CONFIG_NAME}"
 COMPUTE_IMAGE, REWARD_IMAGE = "sluice", "sluice-reward"
 LAUNCHER = ("python", "-m", "sluice.launch.container")
 HEALTH_PROBE = ("python", "-m", "sluice.launch.health_probe")
+# A replica's health by this name: whether it has weights. The whole process is healthy before.
+WEIGHTS_HEALTH = "sluice.rollout.Weights"
 PREPARE = ("sluice", "prepare")
 PREPARED_FOLDER = ("--run-dir", RUN_FOLDER)  # the last words of that command
 USER_ID = 10001  # of the images
@@ -66,6 +68,7 @@ class ContainerLayout:
         entrypoint: program of the image; it keeps the service's process and restarts it.
         arguments: of that program.
         health: a command inside the container; code 0 while the service serves.
+        readiness: the name under which health says that it can do its work; empty: the service's.
         place: its ports.
         mounts: volumes that it sees, and whether it may write there.
         takes_devices: whether it computes on NPUs or GPUs.
@@ -78,6 +81,7 @@ class ContainerLayout:
     entrypoint: tuple[str, ...]
     arguments: tuple[str, ...]
     health: tuple[str, ...]
+    readiness: str
     place: Place
     mounts: tuple[tuple[str, bool], ...]
     takes_devices: bool
@@ -98,6 +102,7 @@ def container_layout(kind: Kind, shutdown_grace_s: float = 15.0) -> ContainerLay
         entrypoint=LAUNCHER,
         arguments=(kind, "--config", CONFIG_FILE),
         health=(*HEALTH_PROBE, kind),
+        readiness=WEIGHTS_HEALTH if kind == "rollout" else "",
         place=PLACES[kind],
         mounts=((RUNS_MOUNT, True), (JOBS_MOUNT, False)),
         takes_devices=kind != "reward",

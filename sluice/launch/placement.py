@@ -23,6 +23,10 @@ Demands = Mapping[Kind, Resources]
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 CPU, GPU, NPU = "CPU", "GPU", "NPU"
+MEMORY = "memory"
+"""Bytes; Ray knows it by this name."""
+# Names that Ray keeps for itself: no process can ask for them.
+_RAYS_OWN = ("object_store_memory", "bundle")
 _RESOURCE_OF = {"cuda": GPU, "npu": NPU}
 
 
@@ -128,7 +132,7 @@ def parse_demands(given: Iterable[str]) -> dict[Kind, dict[str, float]]:
     """Resources by kind of service, from ``rollout=NPU:8`` and the like.
 
     Raises:
-        ConfigError: one of them is written otherwise.
+        ConfigError: one of them is written otherwise, or names what Ray hands out to nobody.
     """
     found: dict[Kind, dict[str, float]] = {}
     for text in given:
@@ -139,6 +143,11 @@ def parse_demands(given: Iterable[str]) -> dict[Kind, dict[str, float]]:
             raise ConfigError(
                 f"resources {text!r}: write SERVICE=RESOURCE:AMOUNT, such as rollout=NPU:8 or "
                 f"trainer=big_memory:1; services are {', '.join(KINDS)}"
+            )
+        if name in _RAYS_OWN:
+            raise ConfigError(
+                f"resources {text!r}: Ray keeps {name} for itself; take it out, or ask for "
+                f"{kind}={MEMORY}:BYTES"
             )
         found.setdefault(kind, {})[name] = float(amount)
     return found

@@ -14,7 +14,7 @@ from typing import Any
 
 from sluice.errors import ConfigError, PeerDefectError, PeerError
 from sluice.launch.cluster import HostGoneError, Seat
-from sluice.launch.placement import CPU, GPU, Member, NodeRoom, PlacementPlan, Resources
+from sluice.launch.placement import CPU, GPU, MEMORY, Member, NodeRoom, PlacementPlan, Resources
 from sluice.launch.service_host import ServiceHost
 
 _SLICE_S = 1.0
@@ -146,14 +146,18 @@ class RayCluster:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        # Ray takes these three by options of their own, and refuses them among the others.
         others = {
-            name: amount for name, amount in member.resources.items() if name not in (CPU, GPU)
+            name: amount
+            for name, amount in member.resources.items()
+            if name not in (CPU, GPU, MEMORY)
         }
         made: Any = ray.remote(RayServiceHost)
         return made.options(
             name=f"sluice-{self._run}-{member.name}",
             num_cpus=member.resources.get(CPU, 0),
             num_gpus=member.resources.get(GPU, 0),
+            memory=member.resources.get(MEMORY),
             resources=others,
             # Ray keeps the host alive; what it runs is started again by its specification.
             max_restarts=-1,

@@ -13,6 +13,7 @@ JsonObject = dict[str, object]
 @dataclass(slots=True)
 class _Choice:
     text: str = ""
+    num_tokens: int = 0
     tokens: list[DrawnToken] = field(default_factory=list)
     reason: str | None = None
 
@@ -41,6 +42,7 @@ class Answer:
             case ChoiceGrew():
                 choice = self._choices[piece.index]
                 choice.text += piece.text
+                choice.num_tokens += piece.num_tokens
                 choice.tokens += piece.tokens
             case ChoiceEnded():
                 self._choices[piece.index].reason = piece.reason
@@ -127,7 +129,7 @@ class Answer:
         }
 
     def _usage(self) -> JsonObject:
-        drawn = sum(len(choice.tokens) for choice in self._choices)
+        drawn = sum(choice.num_tokens for choice in self._choices)
         read = sum(self._prompt_tokens.values())
         return {
             "prompt_tokens": read,

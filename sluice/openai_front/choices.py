@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -16,6 +16,10 @@ from sluice.client.generation_types import (
     SampleFinished,
 )
 from sluice.openai_front.asked import Asked
+from sluice.types import Rollout
+
+# What a run takes unless it lowers `sluice.rollout.max_n`.
+_MOST_A_CALL = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +45,15 @@ class DrawnToken:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceGrew:
-    """New tokens of a choice, and text of it that no stop string can begin in any more."""
+    """New tokens of a choice, and text of it that no stop string can begin in any more.
+
+    `tokens` are told one by one only where the request asks for them.
+    """
 
     index: int
     text: str
-    tokens: tuple[DrawnToken, ...]
+    num_tokens: int
+    tokens: tuple[DrawnToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +71,48 @@ Sink = Callable[[Piece], Awaitable[None]]
 async def draw_choices(client: AsyncClient, asked: Asked, sink: Sink) -> None:
     """Draws all choices; each piece is given to `sink`, those of one choice in order.
 
-    One call draws all samples of a prompt, under their places in the answer: the randomness of a
-    sample depends on its index, so the same prompt twice gets what it would get with twice the `n`.
+    Samples of a prompt are drawn under their places in the answer, as many in one call as a run
+    takes: the randomness of a sample depends on its index, so the same prompt twice gets what it
+    would get with twice the `n`.
 
     Raises:
         ExceptionGroup: of the errors of `AsyncClient.stream`.
     """
+    n = asked.options.n
     async with asyncio.TaskGroup() as tasks:
         for place, prompt in enumerate(asked.prompts):
-            options = replace(asked.options, first_sample=place * asked.options.n)
-            draw = _Draw(place, sink).run(client, prompt, options)
-            tasks.create_task(draw, name=f"prompt {place}")
+            for start in range(0, n, _MOST_A_CALL):
+                options = replace(
+                    asked.options, first_sample=place * n + start, n=min(_MOST_A_CALL, n - start)
+                )
+                draw = _Draw(place, asked, sink).run(client, prompt, options)
+                tasks.create_task(draw, name=f"prompt {place}")
 
 
 class _Draw:
-    """One call: the samples of one prompt."""
+    """One call: samples of one prompt."""
 
-    def __init__(self, prompt_index: int, sink: Sink) -> None:
+    def __init__(self, prompt_index: int, asked: Asked, sink: Sink) -> None:
         self._prompt_index, self._sink = prompt_index, sink
+        self._tells_tokens = asked.logprobs or asked.token_ids
+        # The text of each token is known only as they come.
+        self._every_token = asked.stream or asked.logprobs
         self._has_started = False
 
     async def run(self, client: AsyncClient, prompt: Prompt, options: GenerateOptions) -> None:
-        async with aclosing(client.stream(prompt, options)) as events:
+        events = client.stream(prompt, options, every_token=self._every_token)
+        async with aclosing(events):
             async for event in events:
                 match event:
                     case GenerationStarted():
                         await self._started(event)
                     case SampleDelta(index):
-                        await self._sink(ChoiceGrew(index, event.text, _tokens(event)))
+                        await self._sink(self._grown(index, event, event.text))
                     case SampleFinished(rollout):
+                        if not self._every_token:
+                            await self._sink(
+                                self._grown(rollout.sample_index, rollout, rollout.text)
+                            )
                         reason = rollout.finish_reason.value
                         await self._sink(ChoiceEnded(rollout.sample_index, reason))
 
@@ -101,12 +122,20 @@ class _Draw:
             size = int(event.prompt_token_ids.size)
             await self._sink(PromptTaken(self._prompt_index, size, event.version))
 
+    def _grown(self, index: int, tokens: SampleDelta | Rollout, text: str) -> ChoiceGrew:
+        size = int(tokens.token_ids.size)
+        if not self._tells_tokens:
+            return ChoiceGrew(index, text, size)
+        ids, logprobs = tokens.token_ids.tolist(), tokens.behavior_logprobs.tolist()
+        return ChoiceGrew(index, text, size, _drawn_tokens(ids, logprobs, text))
 
-def _tokens(delta: SampleDelta) -> tuple[DrawnToken, ...]:
+
+def _drawn_tokens(
+    ids: Sequence[int], logprobs: Sequence[float], text: str
+) -> tuple[DrawnToken, ...]:
     """The text of several tokens that came together is the last one's."""
-    ids, logprobs = delta.token_ids.tolist(), delta.behavior_logprobs.tolist()
     last = len(ids) - 1
     return tuple(
-        DrawnToken(token, logprob, delta.text if place == last else "")
+        DrawnToken(token, logprob, text if place == last else "")
         for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True))
     )

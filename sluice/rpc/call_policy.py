@@ -39,7 +39,9 @@ CALL_POLICIES: dict[str, CallPolicy] = {
     "RewardService/TakeImages": CallPolicy(deadline_s=600.0),
     "RewardService/AcknowledgeBatch": _QUICK,
     "RewardService/AnnouncePolicy": _QUICK,
-    "RewardService/Score": CallPolicy(deadline_s=120.0, attempts=2),
+    # 16 responses of 10 s each, as long as one may take by default, in the last of four calls that
+    # take turns at one scorer process: see sluice.client.scoring.
+    "RewardService/Score": CallPolicy(deadline_s=640.0, attempts=2),
     # Its callers end it when nothing moves any more; this only bounds it at all.
     "RewardService/Evaluate": CallPolicy(deadline_s=604_800.0),
     "RewardService/GetStatus": _QUICK,

@@ -21,6 +21,7 @@ from sluice.config.security_checks import (
     server_problems,
 )
 from sluice.config.service import EndpointConfig
+from sluice.rpc.certificate_ends import CERTIFICATE_ENDS
 from sluice.security.token_file import GivenToken, TokenFile, TokenSource
 
 logger = logging.getLogger(__name__)
@@ -83,13 +84,17 @@ OPEN = Credentials()
 
 
 def service_credentials(security: SecurityConfig, endpoint: EndpointConfig) -> Credentials:
-    """The credentials of a service that is found at `endpoint`; warns of secrets others can read.
+    """The credentials of a service that is found at `endpoint`.
+
+    Warns of secrets others can read, and of certificates that end soon.
 
     Raises:
         ConfigError: they would not work; lists why, with remedies.
     """
     raise_problems(server_problems(security, advertised_host(endpoint)), _CHECKED)
-    return _load(security, os.environ.get(TOKEN_VARIABLE))
+    credentials = _load(security, os.environ.get(TOKEN_VARIABLE))
+    CERTIFICATE_ENDS.note(credentials.certificate, credentials.authority)
+    return credentials
 
 
 def client_credentials(

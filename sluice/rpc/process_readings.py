@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from sluice.concurrency.waits import WAITS
 from sluice.concurrency.watchdog import still_seconds
+from sluice.rpc.certificate_ends import CERTIFICATE_ENDS
 from sluice.rpc.error_tally import QUOTA_REFUSALS, RPC_ERRORS
 from sluice.telemetry.disk_space import DiskSpace
 from sluice.telemetry.instrument import Reading
@@ -34,7 +35,7 @@ class ProcessName:
 
 
 def process_readings(who: ProcessName, disk: DiskSpace) -> Iterator[Reading]:
-    """Age, waits, errors, restarts, disk, what telling costs; needs no event loop."""
+    """Age, waits, errors, restarts, certificates, disk, what telling costs; needs no event loop."""
     yield process.INFO.at(1.0, who.name, who.kind, _version())
     yield process.UPTIME.at(process_age_s())
     yield process.RESTARTS.at(float(who.restarts))
@@ -46,6 +47,8 @@ def process_readings(who: ProcessName, disk: DiskSpace) -> Iterator[Reading]:
         yield process.RPC_ERRORS.at(float(count), *kind)
     for limit, count in QUOTA_REFUSALS.counts().items():
         yield process.QUOTA_REFUSALS.at(float(count), *limit)
+    for file, end in CERTIFICATE_ENDS.by_file.items():
+        yield process.CERTIFICATE_END.at(end.timestamp(), file)
     for part, seconds in TELEMETRY_CPU.seconds().items():
         yield process.TELEMETRY_CPU.at(seconds, part)
     spans = SPANS.counts()

@@ -116,6 +116,14 @@ class RpcServer:
         for name in ("", *self._service_names):
             await self._health.set(name, status)
 
+    async def set_named(self, name: str, *, serving: bool) -> None:
+        """What health checks for `name` answer, which is no service's but a part of the work's.
+
+        Unknown until it is set; `set_serving` leaves it alone, and a server that stops serves none.
+        """
+        states = health_pb2.HealthCheckResponse
+        await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
+
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, lets running ones end for `grace_s` seconds, then cancels them."""
         await self._health.enter_graceful_shutdown()

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2
+from sluice.launch.network_layout import WEIGHTS_HEALTH
 from tests.support.small_run import (
     GROUPS,
     WAIT_S,
@@ -104,7 +105,8 @@ async def look_around(run: LiveRun, seen: Observed) -> None:
             "rollout": rollout,
         }.items():
             stub: Any = health_pb2_grpc.HealthStub(channel)
-            for name in ("", *SERVICES[service]):
+            named = (WEIGHTS_HEALTH,) if service == "rollout" else ()
+            for name in ("", *SERVICES[service], *named):
                 answer = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
                 status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
                 seen.health[f"{service}/{name}"] = status

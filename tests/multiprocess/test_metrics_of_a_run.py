@@ -18,11 +18,12 @@ from tests.support.small_run import Assets, LiveRun, Record, run_to_end
 pytest.importorskip("prometheus_client")
 
 ON = tuple(f"sluice.{kind}.endpoint.metrics_port=0" for kind in ("trainer", "reward", "rollout"))
-# Only where there is a reference, or something went wrong.
+# Only where there is a reference or TLS, or something went wrong.
 NOT_ALWAYS = {
     "sluice_trainer_reference_kl_nats",
     "sluice_rpc_errors_total",
     "sluice_quota_refusals_total",
+    "sluice_certificate_end_seconds",
 }
 PROCESSES = {
     "trainer": "trainer",

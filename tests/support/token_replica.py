@@ -40,7 +40,8 @@ class TokenReplica(rollout_pb2_grpc.RolloutServiceServicer):
     """Draws `length` tokens a sample.
 
     `breaks_after` tokens of a call it aborts the call with `code`; `aborts_after` tokens it ends
-    its samples as a draining replica does; `hangs_after` tokens it waits for ever.
+    its samples as a draining replica does; `hangs_after` tokens it waits for ever. Before the first
+    one it says `signs` times, `sign_pause_s` seconds apart, that it draws for others.
     """
 
     length: int = 6
@@ -49,6 +50,8 @@ class TokenReplica(rollout_pb2_grpc.RolloutServiceServicer):
     breaks_after: int | None = None
     aborts_after: int | None = None
     hangs_after: int | None = None
+    signs: int = 0
+    sign_pause_s: float = 0.0
     code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     requests: list[Any] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
@@ -64,6 +67,9 @@ class TokenReplica(rollout_pb2_grpc.RolloutServiceServicer):
         )
         await context.write(rollout_pb2.GenerateResponse(accepted=accepted))
         try:
+            for number in range(self.signs):
+                await asyncio.sleep(self.sign_pause_s)
+                await context.write(rollout_pb2.GenerateResponse(engine_tokens=number))
             await self._draw(request, context)
         except asyncio.CancelledError:
             self.cancelled.set()

@@ -89,6 +89,15 @@ BREAKS: tuple[Break, ...] = (
         lambda r: _container(r, "rollout")["startupProbe"].update(failureThreshold=3),
     ),
     Break(
+        pod_rules.ports_and_probes_are_the_specifications,
+        lambda r: _container(r, "rollout")["readinessProbe"]["grpc"].update(service=""),
+    ),
+    Break(
+        pod_rules.images_are_those_of_the_values,
+        lambda r: _container(r).update(image="sluice:2.0261122e+07"),
+        "everything-on",
+    ),
+    Break(
         pod_rules.pods_outlive_their_drain,
         lambda r: r.pod("rollout").spec.update(terminationGracePeriodSeconds=15),
     ),
@@ -199,6 +208,11 @@ BREAKS: tuple[Break, ...] = (
     Break(
         settings_rules.the_configuration_is_taken_and_says_what_the_chart_says,
         lambda r: _prepare(r).insert(-2, "trainer.n_gpus_per_nod=2"),
+    ),
+    Break(
+        settings_rules.the_configuration_is_taken_and_says_what_the_chart_says,
+        lambda r: _prepare(r).insert(-2, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"),
+        "job-of-another-cluster",
     ),
     Break(
         settings_rules.the_configuration_is_taken_and_says_what_the_chart_says,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import yaml
+
 from sluice.config.loader import load_config
 from sluice.launch.network_layout import (
     CONFIG_NAME,
@@ -14,9 +16,11 @@ from sluice.launch.network_layout import (
     launcher_grace_s,
 )
 from tools.helm_test.documents import END_OF_RUN, Document, Pod, Rendered
+from tools.helm_test.value_sets import CHART
 
 _PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 _HOST = ("hostNetwork", "hostPID", "hostIPC")
+_CHART = CHART / "Chart.yaml"
 _KINDS = {str(kind): kind for kind in PLACES}
 _DEVICES = {"gpu": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
 
@@ -33,10 +37,13 @@ def commands_are_the_specifications(rendered: Rendered) -> Iterator[str]:
 
 
 def ports_and_probes_are_the_specifications(rendered: Rendered) -> Iterator[str]:
-    """Ports are those of the layout, and every probe asks the one where only health answers."""
+    """Ports are those of the layout, and every probe asks the one where only health answers.
+
+    Whether a pod is ready is asked by the name that the layout has for that, life by none.
+    """
     with_metrics = rendered.values["metrics"]["enabled"]
     for pod in rendered.services():
-        place = PLACES[_KINDS[pod.component]]
+        place, readiness = PLACES[_KINDS[pod.component]], _readiness(pod)
         wanted = {"grpc": place.port, "health": place.health_port}
         if with_metrics:
             wanted["metrics"] = place.metrics_port
@@ -45,9 +52,15 @@ def ports_and_probes_are_the_specifications(rendered: Rendered) -> Iterator[str]
             yield f"{pod.component}: ports {given}, not {wanted}"
         for name in _PROBES:
             probe = pod.container.get(name, {})
-            if probe.get("grpc") != {"port": place.health_port}:
+            asked = readiness if name == "readinessProbe" else {}
+            if probe.get("grpc") != {"port": place.health_port, **asked}:
                 yield f"{pod.component}: {name} asks {probe}"
         yield from _patience(rendered, pod)
+
+
+def _readiness(pod: Pod) -> dict[str, str]:
+    name = container_layout(_KINDS[pod.component]).readiness
+    return {"service": name} if name else {}
 
 
 def _patience(rendered: Rendered, pod: Pod) -> Iterator[str]:
@@ -58,6 +71,17 @@ def _patience(rendered: Rendered, pod: Pod) -> Iterator[str]:
         patience_s = probe.get("periodSeconds", 0) * probe.get("failureThreshold", 0)
         if patience_s < needed_s:
             yield f"{pod.component}: {name} gives up after {patience_s} s, not {needed_s} s"
+
+
+def images_are_those_of_the_values(rendered: Rendered) -> Iterator[str]:
+    """Tags stand there letter by letter, numbers too; without torch where it is not needed."""
+    images, chart = rendered.values["image"], yaml.safe_load(_CHART.read_text(encoding="utf-8"))
+    for pod in rendered.pods():
+        image = images["reward" if pod.component in ("reward", END_OF_RUN) else "compute"]
+        tag = str(image["tag"]) or chart["appVersion"]
+        for container in pod.containers:
+            if container["image"] != f"{image['repository']}:{tag}":
+                yield f"{pod.component}, {container['name']}: image {container['image']}"
 
 
 def pods_outlive_their_drain(rendered: Rendered) -> Iterator[str]:
@@ -172,6 +196,7 @@ def devices_are_those_of_the_values(rendered: Rendered) -> Iterator[str]:
 POD_RULES = (
     commands_are_the_specifications,
     ports_and_probes_are_the_specifications,
+    images_are_those_of_the_values,
     pods_outlive_their_drain,
     nothing_is_privileged,
     only_the_end_of_the_run_has_a_token,

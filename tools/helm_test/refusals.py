@@ -52,6 +52,12 @@ _REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
         "networkPolicy.transferPorts.first",
         {"networkPolicy": {"transferPorts": {"first": 60000, "last": 50000}}},
     ),
+    ("image/compute/tag", {"image": {"compute": {"tag": 1.5}}}),
+    ("metrics.enabled", {"rollout": {"autoscaling": {"enabled": True}}}),
+    (
+        "tensor_model_parallel_size",
+        {"run": {"settings": ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"]}},
+    ),
     ("metrics.podMonitor.enabled", {"metrics": {"podMonitor": {"enabled": True}}}),
     ("metrics.prometheusRule.enabled", {"metrics": {"prometheusRule": {"enabled": True}}}),
     ("metrics.dashboards.enabled", {"metrics": {"dashboards": {"enabled": True}}}),

@@ -100,6 +100,10 @@ def the_configuration_is_taken_and_says_what_the_chart_says(rendered: Rendered) 
         "trainer.n_gpus_per_node": (config.trainer.n_gpus_per_node, ranks),
         "trainer.nnodes": (config.trainer.nnodes, 1),
         "sluice.rollout.replicas": (service.rollout.replicas, 0),
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": (
+            config.actor_rollout_ref.rollout.tensor_model_parallel_size,
+            values["rollout"]["devicesPerReplica"],
+        ),
         "sluice.trainer.replica_wait_timeout_s": (
             service.trainer.replica_wait_timeout_s,
             values["trainer"]["replicaWaitSeconds"],

@@ -1,4 +1,4 @@
-"""The values that the chart is rendered with: its defaults, the examples, and corners of both."""
+"""The values that the chart is rendered with: its own, the examples', the page's, and corners."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from tools.helm_test.documented_commands import documented_values
 
 Values = dict[str, Any]
 CHART = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "sluice"
@@ -19,9 +21,27 @@ _EVERYTHING_OFF: Values = {
     "reward": {"ledger": {"ownVolume": False}, "podDisruptionBudget": {"enabled": False}},
     "rollout": {"podDisruptionBudget": {"enabled": False}, "replicas": 0},
 }
+# Sizes that a job took from another cluster's launch: the chart's stand above them.
+_JOB_OF_ANOTHER_CLUSTER: Values = {
+    "run": {
+        "quickstart": False,
+        "config": "data: {train_batch_size: 8}\n"
+        "actor_rollout_ref:\n"
+        "  actor: {ppo_mini_batch_size: 8, use_dynamic_bsz: true}\n"
+        "  rollout: {name: vllm, n: 8, tensor_model_parallel_size: 2}\n"
+        "trainer: {nnodes: 2, n_gpus_per_node: 8}\n",
+    },
+    "trainer": {"ranks": 2},
+    "devices": {"kind": "gpu"},
+}
 _EVERYTHING_ON: Values = {
     "fullnameOverride": "dapo",
-    "image": {"pullSecrets": ["registry"], "pullPolicy": "Always"},
+    "image": {
+        "pullSecrets": ["registry"],
+        "pullPolicy": "Always",
+        "compute": {"tag": 20261122},
+        "reward": {"repository": "registry.example/reward", "tag": 0},
+    },
     "run": {
         "name": "second",
         "files": {"note.txt": "  <kept> {{ x }}\n\n 'as': is\n\n"},
@@ -66,8 +86,12 @@ def value_sets() -> dict[str, Values]:
         file.stem: yaml.safe_load(file.read_text(encoding="utf-8"))
         for file in sorted(EXAMPLES.glob("*.yaml"))
     }
-    corners = {"everything-off": _EVERYTHING_OFF, "everything-on": _EVERYTHING_ON}
-    return {"defaults": {}, **examples, **corners}
+    corners = {
+        "everything-off": _EVERYTHING_OFF,
+        "everything-on": _EVERYTHING_ON,
+        "job-of-another-cluster": _JOB_OF_ANOTHER_CLUSTER,
+    }
+    return {"defaults": {}, **examples, **documented_values(), **corners}
 
 
 def merged(values: Mapping[str, Any]) -> Values:

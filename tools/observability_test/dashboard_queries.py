@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ONLY_AFTER_A_FAILURE", "DashboardQueries", "shipped_queries"]
+__all__ = ["ONLY_AFTER_A_FAILURE", "ONLY_WITH_TLS", "DashboardQueries", "shipped_queries"]
 
 ONLY_AFTER_A_FAILURE = frozenset({"sluice_rpc_errors_total", "sluice_quota_refusals_total"})
 """Counters with labels that the first failure names: until then they have no series."""
+ONLY_WITH_TLS = frozenset({"sluice_certificate_end_seconds"})
+"""What a run without certificates has nothing to tell of."""
 
 Answer = Sequence[tuple[Mapping[str, str], float]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sluice.telemetry.instrument import counter, gauge
 
 __all__ = [
+    "CERTIFICATE_END",
     "INFO",
     "LONGEST_WAIT",
     "QUOTA_REFUSALS",
@@ -53,6 +54,13 @@ QUOTA_REFUSALS = counter(
     "requests",
     "Requests refused because a client had as much under way as a limit allows.",
     "limit",
+)
+CERTIFICATE_END = gauge(
+    "sluice_certificate_end_seconds",
+    "seconds since 1970",
+    "When the certificates end that it loaded at its start: the first of cert_file, the last of "
+    "ca_file.",
+    "file",
 )
 RUN_FOLDER_FREE = gauge(
     "sluice_run_folder_free_bytes", "bytes", "Free space of the file system of the run's folder."

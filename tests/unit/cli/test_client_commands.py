@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from sluice.cli.main import commands
-from sluice.errors import DataError, DeadlineError
+from sluice.errors import DataError, DeadlineError, InvalidRequestError
 from tests.support.image_files import png
 from tests.support.threaded_run import folder_of, threaded_run
 from tests.support.token_replica import TokenReplica
@@ -144,6 +144,9 @@ def test_responses_are_graded_in_order_and_a_failure_is_exit_code_1(
         "[2] failed: scorer_timeout: 10 s",
     ]
     assert "2 of 3 graded, mean score 0.5" in shown.stderr
-    graded = sluice("score", rows(tmp_path / "one.jsonl", asked[0]), "--run", str(run), "--json")
+    one = rows(tmp_path / "one.jsonl", asked[0])
+    graded = sluice("score", one, "--run", str(run), "--json", "--deadline", "30")
     assert graded.exit_code == 0
     assert json.loads(graded.stdout)["score"] == 1.0
+    refused = sluice("score", one, "--run", str(run), "--deadline", "0")
+    assert isinstance(refused.exception, InvalidRequestError)

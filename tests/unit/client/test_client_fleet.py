@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.api.common.v1 import common_pb2
+from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from sluice.client import RunAddress
 from sluice.client.fleet import Fleet, FleetReplica, choose_replica
+from sluice.client.fleet_lookup import FleetLookup
+from sluice.client.service_channels import ServiceChannels
 from sluice.errors import NotReadyError
+from tests.support.rpc_server import serving
 
 REPLICAS = st.lists(
     st.builds(FleetReplica, st.sampled_from("abcdef"), st.integers(1, 64), st.integers(0, 200)),
@@ -84,3 +91,38 @@ async def test_a_fleet_without_replicas_says_so_and_is_asked_again() -> None:
         with pytest.raises(NotReadyError, match="no replica serves"):
             await fleet.choose()
         assert lookup.looks == looks
+
+
+async def test_clients_of_one_request_each_do_not_all_go_to_the_same_of_even_replicas() -> None:
+    replicas = [FleetReplica(name, 8, 8) for name in "abcd"]
+    chosen = {(await Fleet(Lookup(replicas)).choose()).address for _ in range(64)}
+    assert len(chosen) > 1
+
+
+class TwoReplicas(trainer_pb2_grpc.TrainerServiceServicer):
+    """Both have all slots taken, and many wait at the first."""
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        return trainer_pb2.GetStatusResponse(
+            replicas=[
+                trainer_pb2.ReplicaStatus(
+                    replica=common_pb2.Replica(address=address, slots=8),
+                    state="serving",
+                    slots_busy=8,
+                    queued=queued,
+                )
+                for address, queued in (("a:1", 4000), ("b:1", 0))
+            ]
+        )
+
+
+async def test_samples_that_wait_at_a_replica_for_a_slot_are_part_of_its_load() -> None:
+    async with serving(trainer=TwoReplicas()) as server:
+        address = RunAddress(trainer=server.address)
+        channels = ServiceChannels(address, "")
+        try:
+            for _ in range(8):
+                chosen = await Fleet(FleetLookup(address, channels)).choose()
+                assert chosen.address == "b:1"
+        finally:
+            await channels.close()

@@ -11,10 +11,12 @@ import pytest
 from sluice.client import (
     AsyncClient,
     GenerateOptions,
+    GenerationStarted,
     NewPrompt,
     PromptEvent,
     RetryPolicy,
     RunAddress,
+    SampleFinished,
     Sampling,
 )
 from sluice.client.fleet import Fleet, FleetReplica
@@ -142,3 +144,53 @@ async def test_a_call_that_has_failed_takes_no_prompt_from_the_next() -> None:
     assert drawn.result() is None
     assert again == [str(n) for n in range(WINDOW)]
     assert fresh.prompt_id == "1024"
+
+
+async def until_cancelled(replica: TokenReplica) -> None:
+    async with asyncio.timeout(20):
+        await replica.cancelled.wait()
+
+
+@pytest.mark.parametrize("every_token", [False, True])
+async def test_a_replica_whose_engine_hangs_is_left_for_another_one(every_token: bool) -> None:
+    hung, sound = TokenReplica(hangs_after=2), TokenReplica(slots_busy=3)
+    policy = RetryPolicy(first_s=0.01, stall_s=0.2)
+    async with (
+        token_replicas(hung, sound) as addresses,
+        AsyncClient(RunAddress(replicas=addresses), policy=policy) as client,
+    ):
+        stream = client.stream("text", every_token=every_token)
+        events = [event async for event in stream]
+        await until_cancelled(hung)
+    finished = events[-1]
+    assert isinstance(finished, SampleFinished)
+    assert finished.rollout.num_tokens == 6
+    (rest,) = sound.requests
+    assert len(rest.partials) == 1  # what came before is not drawn again
+    starts = [event for event in events if isinstance(event, GenerationStarted)]
+    assert "neither tokens nor a sign of life for 0.2 s" in starts[-1].moved_because
+
+
+async def test_a_replica_that_is_busy_with_other_samples_is_waited_for() -> None:
+    busy = TokenReplica(signs=8, sign_pause_s=0.1)
+    policy = RetryPolicy(first_s=0.01, stall_s=0.4, patience_s=0.0)
+    async with (
+        token_replicas(busy) as addresses,
+        AsyncClient(RunAddress(replicas=addresses), policy=policy) as client,
+    ):
+        found = await client.generate("text")
+    assert found.rollouts[0].num_tokens == 6
+    assert len(busy.requests) == 1
+
+
+async def test_a_fleet_that_hangs_altogether_ends_the_call_after_its_patience() -> None:
+    hung = TokenReplica(hangs_after=0)
+    policy = RetryPolicy(first_s=0.01, stall_s=0.1, patience_s=0.1)
+    async with (
+        token_replicas(hung) as addresses,
+        AsyncClient(RunAddress(replicas=addresses), policy=policy) as client,
+        asyncio.timeout(20),
+    ):
+        with pytest.raises(PeerError, match="neither tokens nor a sign of life"):
+            await client.generate("text")
+    assert len(hung.requests) == 2

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
 
+import grpc
 import pytest
 
+from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client import run_monitor
 from sluice.client.run_monitor import RunMonitor
 from sluice.errors import DeadlineError, NotReadyError, PeerError
+from sluice.rpc.call_policy import CALL_POLICIES, CallPolicy
 from tests.support.run_folder import BOOKS
 from tests.support.scripted_trainer import PAUSED, ScriptedTrainer, monitored
 
@@ -32,6 +37,42 @@ async def test_steps_come_from_the_wanted_one_until_the_run_ends() -> None:
     async with monitored(ScriptedTrainer()) as monitor:
         assert [step async for step, _ in monitor.steps(1)] == [1, 2]
         assert [step async for step, _ in monitor.steps(2)] == [2]
+
+
+class SlowTrainer(ScriptedTrainer):
+    """Tells of one step a call, and ends after the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_from: list[int] = []
+
+    async def WatchSteps(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.asked_from.append(request.from_step)
+        step = len(self.asked_from)
+        yield trainer_pb2.WatchStepsResponse(step=step)
+        if step < 3:
+            await asyncio.Event().wait()
+
+
+async def test_steps_go_on_after_the_last_when_a_call_reaches_its_own_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(CALL_POLICIES, "TrainerService/WatchSteps", CallPolicy(deadline_s=0.5))
+    trainer = SlowTrainer()
+    async with monitored(trainer) as monitor:
+        assert [step async for step, _ in monitor.steps()] == [1, 2, 3]
+    assert trainer.asked_from == [0, 2, 3]
+
+
+async def test_a_trainer_that_tells_of_a_deadline_at_once_is_not_asked_in_a_loop() -> None:
+    class LateTrainer(ScriptedTrainer):
+        async def WatchSteps(self, request: Any, context: Any) -> AsyncIterator[Any]:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "late")
+            yield
+
+    async with monitored(LateTrainer()) as monitor:
+        with pytest.raises(DeadlineError, match="watching steps"):
+            await anext(monitor.steps())
 
 
 async def test_holding_waits_for_the_step_under_way_and_lets_go_afterwards() -> None:

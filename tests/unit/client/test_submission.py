@@ -12,7 +12,6 @@ import grpc
 import pytest
 from google.protobuf.json_format import MessageToDict
 
-from sluice.api.common.v1 import common_pb2
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.client import (
     AsyncClient,
@@ -20,13 +19,14 @@ from sluice.client import (
     PromptEvent,
     RetryPolicy,
     RunAddress,
-    ScoreItem,
     submission,
 )
 from sluice.client.submission import OpenPrompts
 from sluice.errors import ConfigError, InvalidRequestError, PeerError
+from sluice.rpc import call_policy
 from sluice.rpc.call import stream_call
-from sluice.types import ChatMessage, Failed, FailureKind, Scored
+from sluice.rpc.call_policy import CallPolicy
+from sluice.types import ChatMessage
 from tests.support.rpc_server import serving
 
 QUICK = RetryPolicy(first_s=0.01, most_s=0.02, patience_s=1.0)
@@ -46,7 +46,6 @@ class MovingReward(reward_pb2_grpc.RewardServiceServicer):
     breaks_after: list[int] = field(default_factory=list)
     accepted: list[str] = field(default_factory=list)
     requests: list[Any] = field(default_factory=list)
-    scores: list[int] = field(default_factory=list)
 
     async def SubmitPrompts(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
         breaks_after = self.breaks_after.pop(0) if self.breaks_after else None
@@ -66,18 +65,6 @@ class MovingReward(reward_pb2_grpc.RewardServiceServicer):
             waiting += [] if twin else [request.prompt_id]
         for prompt_id in waiting:
             yield _trained(prompt_id)
-
-    async def Score(self, request: Any, context: Any) -> Any:
-        self.scores.append(len(request.items))
-        if len(self.scores) == 1:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "32 Score calls are running")
-        results = [
-            reward_pb2.ScoreResult(failure="scorer_timeout: 10 s")
-            if item.response == "slow"
-            else reward_pb2.ScoreResult(score=common_pb2.Score(score=1, reward=0.5))
-            for item in request.items
-        ]
-        return reward_pb2.ScoreResponse(results=results)
 
 
 def _trained(prompt_id: str) -> Any:
@@ -215,18 +202,31 @@ async def test_a_service_that_stays_away_is_an_error_that_names_it() -> None:
                 pass
 
 
-async def test_scores_come_in_order_and_a_full_service_is_asked_again() -> None:
-    reward = MovingReward()
-    items = [ScoreItem("math_dapo", "4", "4")] * 300 + [ScoreItem("math_dapo", "slow", "4")]
-    async with (
-        serving(reward=reward) as server,
-        AsyncClient(RunAddress(reward=server.address), policy=QUICK) as client,
-    ):
-        outcomes = await client.score(items)
-    assert reward.scores == [256, 256, 45]
-    assert isinstance(outcomes[0], Scored)
-    assert (outcomes[0].score, outcomes[0].reward) == (1.0, 0.5)
-    assert outcomes[300] == Failed(FailureKind.SCORER_TIMEOUT, "10 s")
+async def test_a_call_that_reaches_its_own_deadline_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @dataclass
+    class LastingReward(MovingReward):
+        """Its first call lasts until its deadline, and tells of no outcome."""
+
+        num_calls: int = 0
+
+        async def SubmitPrompts(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+            self.num_calls += 1
+            lasts = self.num_calls < 2
+            async for answer in super().SubmitPrompts(request_iterator, context):
+                if not (lasts and answer.HasField("outcome")):
+                    yield answer
+            if lasts:
+                await asyncio.Event().wait()
+
+    name = "RewardService/SubmitPrompts"
+    monkeypatch.setitem(call_policy.CALL_POLICIES, name, CallPolicy(deadline_s=0.5))
+    reward = LastingReward()
+    async with asyncio.timeout(20):
+        events = await submitted(reward, [prompt("a"), prompt("b")])
+    assert reward.num_calls >= 2
+    assert sorted(events) == [(n, event) for n in "ab" for event in ("accepted", "trained")]
 
 
 async def test_without_an_address_the_client_says_which_is_missing() -> None:

@@ -243,9 +243,14 @@ def partial(logprobs: list[float], version: int = 0) -> Rollout:
 
 @pytest.mark.parametrize("broken", [partial([-1.0, NAN]), partial([-math.inf]), partial([0.0], -1)])
 def test_a_partial_with_impossible_numbers_is_not_continued(broken: Rollout) -> None:
-    rollout_rules.check_partials([partial([-1.0, 0.0])])
+    rollout_rules.check_partials([partial([-1.0, 0.0])], longest=2)
     with pytest.raises(InvalidRequestError, match="partials"):
-        rollout_rules.check_partials([broken])
+        rollout_rules.check_partials([broken], longest=2)
+
+
+def test_a_partial_that_is_longer_than_the_model_takes_is_refused_before_it_is_read() -> None:
+    with pytest.raises(InvalidRequestError, match=r"partials\[0\].*: 3 tokens; the model takes 2"):
+        rollout_rules.check_partials([partial([-1.0, 0.0, 0.0])], longest=2)
 
 
 @pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])

@@ -19,6 +19,7 @@ from sluice.launch.network_layout import COMPUTE_IMAGE, KINDS, PLACES, REWARD_IM
 from sluice.telemetry.instruments.reward import DEMAND_REPLICAS
 from tests.support.source_tree import name_of
 from tools import generate_helm_values
+from tools.helm_test.documented_commands import PAGE, documented_values, typed, values_of
 from tools.helm_test.settings_rules import PREPARE_OPTIONS
 from tools.helm_test.value_sets import CHART, EXAMPLES
 
@@ -88,6 +89,8 @@ def bound_problems(value: Any, schema: dict[str, Any], path: str) -> Iterator[st
         yield f"{path}: {value!r} does not match"
     if isinstance(value, int) and not value >= schema.get("minimum", value):
         yield f"{path}: {value!r} is too small"
+    if isinstance(value, int) and not value <= schema.get("maximum", value):
+        yield f"{path}: {value!r} is too large"
 
 
 def member_problems(
@@ -139,6 +142,27 @@ def test_the_schema_takes_the_charts_own_values_and_the_examples() -> None:
         assert problems(values, SCHEMA, example.name) == []
 
 
+def test_the_schema_takes_the_documented_commands_as_they_are_written() -> None:
+    quoted = re.findall(r"^\$ helm (?:install|upgrade) ", PAGE.read_text("utf-8"), re.MULTILINE)
+    documented = documented_values()
+    assert len(documented) == len(quoted) > 0
+    for name, values in documented.items():
+        assert problems(values, SCHEMA, name) == []
+
+
+@pytest.mark.parametrize("tag", ["cuda", "1.0", 1, 0, 20261122])
+def test_a_tag_is_text_or_a_whole_number(tag: str | int) -> None:
+    assert problems({"image": {"compute": {"tag": tag}}}, SCHEMA, "values") == []
+
+
+def test_set_reads_whole_numbers_and_words_and_set_string_does_not() -> None:
+    texts = ("1", "0", "007", "1.0", "true", "null", "cuda")
+    assert [typed(text) for text in texts] == [1, 0, "007", "1.0", True, None, "cuda"]
+    assert values_of(["--set", "a.b=1,a.c=2", "--set-string", "a.b=1"]) == {"a": {"b": "1", "c": 2}}
+    with pytest.raises(ValueError, match="--set-json"):
+        values_of(["--set-json", "a=1"])
+
+
 def test_the_schema_knows_every_value_and_no_other() -> None:
     for path, schema in sections(SCHEMA):
         found: Any = VALUES
@@ -163,6 +187,8 @@ def test_every_reference_of_the_schema_leads_somewhere() -> None:
         {"rollout": {"replicas": "2"}},
         {"rollout": {"replicas": True}},
         {"devices": {"kind": "tpu"}},
+        {"image": {"compute": {"tag": 1.5}}},
+        {"image": {"reward": {"tag": 10**17}}},
         {"storage": {"runs": {"size": "much"}}},
         {"networkPolicy": {"dnsPorts": [0]}},
         {"run": {"settings": ["--anew"]}},

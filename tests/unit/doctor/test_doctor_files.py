@@ -11,13 +11,14 @@ from cryptography import x509
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.doctor.certificate_dates import validities
 from sluice.doctor.certificates import SecurityFacts, check_certificates, security_findings
 from sluice.doctor.configuration import check_configuration, configuration_findings
 from sluice.doctor.data_files import DataFacts, check_data, data_findings
 from sluice.doctor.model_directory import ModelFacts, check_model, model_facts, model_findings
 from sluice.doctor.reward_function import check_reward
 from sluice.doctor.safetensors_header import read_shard
+from sluice.security.certificate_dates import validities
+from sluice.security.development_ca import DevelopmentCa
 from tests.support.certified import authority, service_key, write_pair, write_security
 from tests.support.doctor_findings import only, run_of, severities, write_model
 from tests.support.prompt_parquet import prompt_rows, write_prompts
@@ -224,9 +225,45 @@ def test_a_certificate_that_ends_soon_and_a_secret_for_all_are_warnings(tmp_path
 
 def test_dates_are_judged_by_the_clock_that_is_given() -> None:
     now = datetime(2030, 1, 1, tzinfo=UTC)
-    ends = {"ca_file": now + timedelta(days=13), "cert_file": now - timedelta(seconds=1)}
+    ends = {"ca_file": (now + timedelta(days=13),), "cert_file": (now - timedelta(seconds=1),)}
     facts = SecurityFacts("mtls", has_tokens=True, ends=ends, now=now)
     assert severities(security_findings(facts)) == ["warning", "problem"]
+
+
+def test_an_ended_authority_beside_its_successor_is_a_warning_that_names_it(tmp_path: Path) -> None:
+    settings = secured(tmp_path)
+    ca_file = tmp_path / "ca.pem"
+    ca_file.write_bytes(DevelopmentCa(-1).itself.certificate + ca_file.read_bytes())
+    found = list(check_certificates(run_of(*settings)))
+    assert severities(found) == ["ok", "warning"]
+    assert "ca_file: certificate 1 of 2 in it expired on " in found[1].what
+
+
+def test_an_ended_authority_that_signed_our_certificate_is_a_problem(tmp_path: Path) -> None:
+    settings, ended = secured(tmp_path), DevelopmentCa(-1)
+    ca_file = tmp_path / "ca.pem"
+    ca_file.write_bytes(ended.itself.certificate + ca_file.read_bytes())
+    write_pair(tmp_path, "service", ended.service(("127.0.0.1", "sluice"), 30))
+    found = list(check_certificates(run_of(*settings)))
+    assert severities(found).count("problem") == 1
+
+
+@pytest.mark.parametrize(
+    ("days", "expected"),
+    [
+        ((20, 300), ["ok"]),
+        ((-3, 300), ["warning"]),
+        ((5, -3, 300), ["warning", "warning"]),
+        ((-3, -1), ["problem"]),
+    ],
+)
+def test_of_several_authorities_only_the_end_of_all_is_a_problem(
+    days: tuple[int, ...], expected: list[str]
+) -> None:
+    now = datetime(2030, 1, 1, tzinfo=UTC)
+    ends = {"ca_file": tuple(now + timedelta(days=each) for each in days)}
+    facts = SecurityFacts("mtls", has_tokens=True, ends=ends, now=now)
+    assert severities(security_findings(facts)) == expected
 
 
 def test_services_on_other_hosts_without_tls_are_a_warning() -> None:

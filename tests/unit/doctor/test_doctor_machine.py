@@ -177,6 +177,45 @@ def test_memory_is_compared_with_the_sum_of_all_processes(
     only(memory_findings(MemoryFacts(available, parts)), severity)
 
 
+@pytest.mark.parametrize(
+    ("limit", "used", "statistics", "key"),
+    [
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
+    ],
+)
+def test_files_that_a_container_has_cached_count_as_free(
+    tmp_path: Path, limit: str, used: str, statistics: str, key: str
+) -> None:
+    files = {
+        "proc/meminfo": f"MemTotal: 99 kB\nMemAvailable:   {32 * GIB // 1024} kB\n",
+        f"sys/fs/cgroup/{limit}": f"{8 * GIB}\n",
+        f"sys/fs/cgroup/{used}": f"{7 * GIB}\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="ascii")
+    assert available_bytes(tmp_path) == GIB
+    told = f"anon {2 * GIB}\nactive_file 4096\n{key} {5 * GIB}\n"
+    (tmp_path / "sys/fs/cgroup" / statistics).write_text(told, encoding="ascii")
+    assert available_bytes(tmp_path) == 6 * GIB
+
+
+def test_without_a_containers_limit_the_kernels_estimate_holds(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 1024 kB\n", encoding="ascii")
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n", encoding="ascii")
+    (tmp_path / "sys/fs/cgroup/memory.current").write_text("4096\n", encoding="ascii")
+    assert available_bytes(tmp_path) == MIB
+    assert available_bytes(tmp_path / "elsewhere") is None
+
+
 def test_more_replicas_need_more_memory(tmp_path: Path) -> None:
     write_model(tmp_path)
     model = f"actor_rollout_ref.model.path={tmp_path}"

@@ -17,7 +17,10 @@ from typer.testing import CliRunner
 
 from sluice.cli.main import commands
 from sluice.config.loader import load_config
+from sluice.device.ascend_environment import AUTOLOAD_VARIABLE
+from sluice.launch.container_terms import DEVICE_VARIABLE, STOP_GRACE_VARIABLE, check_stop_grace
 from sluice.launch.network_layout import (
+    COMPUTE_IMAGE,
     CONFIG_FILE,
     CONFIG_NAME,
     DASHBOARD_PORT,
@@ -187,9 +190,46 @@ def test_a_container_is_given_longer_to_stop_than_its_launcher_takes() -> None:
     assert service.rollout.drain_timeout_s < longest_s
     for kind in KINDS:
         grace_s = container_layout(kind, service.shutdown_grace_s).stop_grace_s
-        assert services()[kind]["stop_grace_period"] == f"{grace_s}s"
+        assert filled_in(services()[kind]["stop_grace_period"]) == f"{grace_s}s"
         assert grace_s > longest_s
         assert services()[kind]["init"] is True
+
+
+def test_prepare_is_told_how_long_compose_lets_a_service_stop_whatever_that_is() -> None:
+    told = services()["prepare"]["environment"][STOP_GRACE_VARIABLE]
+    assert {services()[kind]["stop_grace_period"] for kind in KINDS} == {told}
+    assert VARIABLE.fullmatch(told)[1] == STOP_GRACE_VARIABLE  # type: ignore[index]
+    check_stop_grace(load_config(None, []), filled_in(told))
+
+
+@pytest.mark.parametrize(("overlay", "device"), [("gpu", "cuda"), ("npu", "npu")])
+def test_an_overlay_with_devices_has_the_run_compute_on_them_and_never_on_the_cpu(
+    tmp_path: Path, overlay: str, device: str
+) -> None:
+    environment = services(ROOT / f"compose.{overlay}.yaml")["prepare"]["environment"]
+    assert environment[DEVICE_VARIABLE] == device
+    arguments = ["--run-dir", str(tmp_path / "run"), *model_and_data(tmp_path / "job")]
+    taken = CliRunner().invoke(commands, ["prepare", *arguments], env=environment)
+    assert taken.exit_code == 0, taken.output
+    config = load_config(tmp_path / "run" / CONFIG_NAME, [])
+    assert (config.trainer.device, config.sluice.rollout.device) == (device, device)
+
+
+@pytest.mark.parametrize("overlay", ["gpu", "npu"])
+def test_a_variant_takes_no_image_that_was_built_for_another_one(overlay: str) -> None:
+    def image(name: str, file: Path) -> str:
+        return filled_in(services(file)[name]["image"])
+
+    computing = {name for name, each in services().items() if "sluice-reward" not in each["image"]}
+    file = ROOT / f"compose.{overlay}.yaml"
+    assert set(services(file)) == computing == {"prepare", "trainer", "rollout"}
+    assert {image(name, file) for name in computing} == {f"{COMPUTE_IMAGE}:{overlay}"}
+    assert {image(name, ROOT / "compose.yaml") for name in computing} == {f"{COMPUTE_IMAGE}:local"}
+
+
+def test_no_process_of_the_npu_variant_has_torch_load_torch_npu_by_itself() -> None:
+    found = services(ROOT / "compose.npu.yaml").values()
+    assert {each["environment"][AUTOLOAD_VARIABLE] for each in found} == {"0"}
 
 
 def test_images_run_as_nobody_in_particular_and_own_the_runs_folder() -> None:

@@ -185,3 +185,16 @@ def test_a_trainer_that_needs_more_nodes_says_how_many() -> None:
     text = shortage(by_name(run, GPUS)["trainer"], [room])
     assert "on each of 2 nodes, and 1 of 1 nodes has room" in text
     assert "10.0.0.1: has room" in text
+
+
+@pytest.mark.parametrize("name", ["object_store_memory", "bundle"])
+def test_what_ray_keeps_for_itself_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"Ray keeps {name} for itself"):
+        parse_demands([f"trainer={name}:1e9"])
+
+
+def test_memory_is_a_resource_of_each_process_in_bytes() -> None:
+    run = config("trainer.n_gpus_per_node=2", "trainer.device=cpu")
+    plan = by_name(run, {}, "trainer=memory:64e9")["trainer"]
+    assert plan.bundles == ({"CPU": 2.0, "memory": 128e9},)
+    assert plan.members[0].resources == {"CPU": 1.0, "memory": 64e9}

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from sluice.api.rollout.v1 import rollout_pb2
 from sluice.openai_front.web_app import FrontSettings
 from sluice.security.token_file import GivenToken
 from tests.support.http_front import http_front
@@ -181,3 +182,39 @@ async def test_models_are_listed_and_only_health_needs_no_key() -> None:
         assert (status, body["data"][0]["id"]) == (200, "mine")
         assert (await front.get("/v1/models/mine", headers=right))[0] == 200
         assert (await front.get("/v1/models/other", headers=right))[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("asked", "mode"),
+    [
+        ({}, rollout_pb2.STREAM_MODE_SAMPLES),
+        ({"return_token_ids": True}, rollout_pb2.STREAM_MODE_SAMPLES),
+        ({"stream": True}, rollout_pb2.STREAM_MODE_TOKENS),
+        ({"logprobs": 1}, rollout_pb2.STREAM_MODE_TOKENS),
+    ],
+)
+async def test_tokens_are_asked_for_one_by_one_only_where_the_answer_tells_their_texts(
+    asked: dict[str, object], mode: int
+) -> None:
+    replica = TokenReplica()
+    async with token_replicas(replica) as addresses, http_front(*addresses) as front:
+        if "stream" in asked:
+            await front.events(COMPLETION, model="policy", prompt="a", **asked)
+        else:
+            _, body = await front.post(COMPLETION, model="policy", prompt="a", **asked)
+            assert body["choices"][0]["text"] == WHOLE
+            assert body["usage"]["completion_tokens"] == 6
+    assert [request.stream_mode for request in replica.requests] == [mode]
+    if "return_token_ids" in asked:
+        assert body["choices"][0]["token_ids"] == list(range(6))
+
+
+async def test_more_choices_than_a_replica_takes_in_one_call_are_drawn_in_several() -> None:
+    replica = TokenReplica(length=1)
+    async with token_replicas(replica) as addresses, http_front(*addresses) as front:
+        status, body = await front.post(COMPLETION, model="policy", prompt="a", n=600)
+    assert status == 200
+    assert [choice["text"] for choice in body["choices"]] == [f"[{100 * i}]" for i in range(600)]
+    indexes = sorted(tuple(request.sample_indexes) for request in replica.requests)
+    assert [len(each) for each in indexes] == [256, 256, 88]
+    assert sorted(sum(indexes, ())) == list(range(600))

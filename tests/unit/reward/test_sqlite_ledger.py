@@ -210,6 +210,19 @@ def newer(path: Path) -> None:
         database.execute("PRAGMA user_version = 7")
 
 
+def test_a_file_from_before_a_table_was_added_is_read_and_gets_it(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with SqliteLedger(path) as ledger:
+        accept(ledger, "client-0")
+    with closing(sqlite3.connect(path)) as database:
+        for table in ("strikes", "samples", "images"):
+            database.execute(f"DROP TABLE {table}")
+    with SqliteLedger(path) as ledger:
+        accept(ledger, "client-1")  # its images go into the new table
+    with SqliteLedger(path) as ledger:
+        assert [one.prompt_id for one in ledger.pending()] == ["client-0", "client-1"]
+
+
 def no_database(path: Path) -> None:
     path.write_bytes(b"prompts: none" * 1000)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -26,10 +27,10 @@ class Taking(RolloutServicer):
     """Draws nothing."""
 
     def __init__(self, most: int, tokens: Tokens | None) -> None:
-        nothing = cast("Any", None)
+        nothing, engine = cast("Any", None), cast("Any", SimpleNamespace(max_model_len=64))
         super().__init__(
             ReplicaIdentity("r", "one"),
-            *(nothing, nothing, nothing),
+            *(engine, nothing, nothing),
             engine_name="torch",
             max_n=8,
             tokens=tokens,

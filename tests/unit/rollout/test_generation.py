@@ -293,3 +293,46 @@ async def test_a_part_that_ends_in_many_bytes_of_no_character_does_not_repeat_it
     told = "".join(delta.text for event in events for delta in event.deltas)
     assert not told.startswith("abc")
     assert told.endswith("z")
+
+
+class CountedUtf8(Utf8):
+    """Counts how many tokens were decoded in all."""
+
+    num_decoded = 0
+
+    def decode(self, token_ids: TokenIds) -> str:
+        self.num_decoded += token_ids.size
+        return super().decode(token_ids)
+
+
+@pytest.mark.parametrize("every_token", [False, True])
+async def test_a_long_part_of_bytes_that_are_no_text_costs_no_more_than_any_other(
+    every_token: bool,
+) -> None:
+    ids = np.full(5000, 0xFF, np.uint32)
+    spans = (VersionSpan(0, 0, ids.size),)
+    part = Rollout(0, ids, np.zeros(ids.size, np.float32), spans, FinishReason.ABORTED, "")
+    engine, tokenizer = ScriptedEngine([chunk(0, "z", 0, STOP)]), CountedUtf8()
+
+    async def send(event: GenerationEvent) -> None:
+        pass
+
+    await Generation(engine, tokenizer).run(  # type: ignore[arg-type]
+        request_for(0), [part], Delivery(every_token=every_token), send
+    )
+    assert tokenizer.num_decoded < 30 * ids.size
+
+
+async def test_the_text_of_each_token_costs_the_same_however_long_the_response_is() -> None:
+    script = [[chunk(0, "a")] for _ in range(999)]
+    engine, tokenizer = ScriptedEngine(*script, [chunk(0, "z", 0, STOP)]), CountedUtf8()
+    told = []
+
+    async def send(event: GenerationEvent) -> None:
+        told.extend(delta.text for delta in event.deltas)
+
+    await Generation(engine, tokenizer).run(  # type: ignore[arg-type]
+        request_for(0), [], Delivery(every_token=True), send
+    )
+    assert "".join(told) == "a" * 999 + "z"
+    assert tokenizer.num_decoded < 10 * 1000

@@ -17,12 +17,14 @@ from sluice.rpc.credentials import (
     client_credentials,
     service_credentials,
 )
+from sluice.security.development_ca import LOCAL_NAMES
 from sluice.security.tokens import Role
 from tests.support.certified import (
     ACCEPTED,
     CLIENT_TOKEN,
     SERVICE_TOKEN,
     FixedTokens,
+    authority,
     client_key,
     write_pair,
     write_security,
@@ -140,6 +142,17 @@ def test_a_secret_that_others_can_read_is_warned_of(
     (told,) = caplog.messages
     assert told.endswith("can be read by every user of this machine; chmod 600 it")
     assert SERVICE_TOKEN not in told
+
+
+def test_a_service_warns_of_a_certificate_that_ends_soon(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = write_security(tmp_path)
+    write_pair(tmp_path, "service", authority("ours").service(LOCAL_NAMES, 5))
+    service_credentials(SecurityConfig(**given), EndpointConfig())
+    (told,) = caplog.messages
+    assert told.startswith("sluice.security.cert_file ends on ")
+    assert "in 4 days" in told
 
 
 def test_settings_hold_for_programs_that_use_the_sdk(tmp_path: Path) -> None:

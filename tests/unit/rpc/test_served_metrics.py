@@ -14,15 +14,20 @@ from typing import Any
 import pytest
 
 from sluice.config.loader import load_config
+from sluice.config.security import SecurityConfig
 from sluice.config.service import EndpointConfig, ServiceConfig
 from sluice.errors import ConfigError, EngineError, ExhaustedError, NotReadyError
 from sluice.rpc import served_metrics as module
+from sluice.rpc.certificate_ends import CERTIFICATE_ENDS
 from sluice.rpc.client_quota import ClientQuota
+from sluice.rpc.credentials import service_credentials
 from sluice.rpc.process_readings import ProcessName, process_readings
 from sluice.rpc.served_metrics import served_metrics
+from sluice.security.development_ca import DevelopmentCa, end_of_validity
 from sluice.telemetry import disk_space
 from sluice.telemetry.disk_space import DiskSpace
 from sluice.telemetry.instrument import Reading, gauge
+from tests.support.certified import authority, write_security
 from tests.support.scraped import fetch, names, parsed, targets, value
 from tests.support.source_tree import ROOT
 
@@ -186,3 +191,23 @@ def test_the_longest_wait_is_told_and_a_folder_that_is_elsewhere_is_not(tmp_path
         found = told(tmp_path / "absent")
     assert found[("sluice_watchdog_longest_wait_seconds",)] >= 100.0
     assert ("sluice_run_folder_free_bytes",) not in found
+
+
+def test_the_end_of_the_certificates_that_a_service_has_loaded_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CERTIFICATE_ENDS, "by_file", {})
+    service_credentials(SecurityConfig(), EndpointConfig())
+    name = "sluice_certificate_end_seconds"
+    assert name not in {key[0] for key in told(tmp_path)}
+    given = write_security(tmp_path)
+    ca_file = Path(given["ca_file"])
+    ca_file.write_bytes(DevelopmentCa(-1).itself.certificate + ca_file.read_bytes())
+    service_credentials(SecurityConfig(**given), EndpointConfig())
+    signed = Path(given["cert_file"]).read_bytes()
+    for file in ("cert_file", "ca_file"):  # what is put in their place later is not loaded
+        Path(given[file]).unlink()
+    found = told(tmp_path)
+    signer = authority("ours").itself.certificate
+    assert found[name, "cert_file"] == end_of_validity(signed).timestamp()
+    assert found[name, "ca_file"] == end_of_validity(signer).timestamp()

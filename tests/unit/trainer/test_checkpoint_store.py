@@ -212,6 +212,15 @@ def test_progress_and_counters_are_readable_json(tmp_path: Path) -> None:
     assert data["counters"] == {"policy_version": 4.0}
 
 
+def test_what_another_version_notes_beside_it_is_passed_over(tmp_path: Path) -> None:
+    folder = save(CheckpointStore(tmp_path), 3)
+    expected = latest(CheckpointStore(tmp_path))
+    file = folder / checkpoint.DATA_FILE
+    noted = json.loads(file.read_text(encoding="utf-8")) | {"of_another_version": [1]}
+    file.write_text(json.dumps(noted), encoding="utf-8")
+    assert latest(CheckpointStore(tmp_path)) == expected
+
+
 def test_a_checkpoint_of_verl_is_refused_with_the_way_to_its_weights(tmp_path: Path) -> None:
     folder = tmp_path / "global_step_100"
     (folder / "actor").mkdir(parents=True)

@@ -73,6 +73,8 @@ async def test_a_heartbeat_carries_load_and_the_wish_to_drain(service: Service) 
 
 async def test_the_status_tells_run_and_replicas(service: Service) -> None:
     await service.register()
+    load = trainer.HeartbeatRequest(name="a", incarnation="a-1", slots_busy=3, queued=9)
+    await service.Heartbeat(load, CONTEXT)
     service.fleet.mark_serving(service.fleet.members()[0].info, 2)
     empty = await service.GetStatus(trainer.GetStatusRequest(), CONTEXT)
     assert not empty.HasField("policy_version")
@@ -89,6 +91,7 @@ async def test_the_status_tells_run_and_replicas(service: Service) -> None:
     (replica,) = status.replicas
     assert (replica.replica.name, replica.state) == ("a", "serving")
     assert replica.replica.policy_version == 2
+    assert (replica.slots_busy, replica.queued) == (3, 9)
 
 
 def test_every_phase_has_its_name_on_the_wire() -> None:

@@ -69,7 +69,13 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{/* The image of (dict "root" $ "image" "compute"). */}}
 {{- define "sluice.image" -}}
 {{- $image := get .root.Values.image .image -}}
-{{ $image.repository }}:{{ $image.tag | default .root.Chart.AppVersion }}
+{{- $tag := $image.tag -}}
+{{- if kindIs "float64" $tag -}}
+{{/* A number of a file of values, which would be printed as 2.0261122e+07. */}}
+{{- $tag = int64 $tag -}}
+{{- end -}}
+{{- $tag = kindIs "invalid" $tag | ternary "" (toString $tag) -}}
+{{ $image.repository }}:{{ $tag | default .root.Chart.AppVersion }}
 {{- end }}
 
 {{/* Seconds a service may take to end. */}}

@@ -174,8 +174,9 @@ startupProbe:
   periodSeconds: {{ $period }}
   timeoutSeconds: 5
   failureThreshold: {{ $patience }}
+# A replica is ready with its first weights, so that a rollout takes no next one away before.
 readinessProbe:
-  grpc: {port: {{ .service.health_port }}}
+  grpc: {port: {{ .service.health_port }}{{ with .service.readiness }}, service: {{ . }}{{ end }}}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: 6

@@ -11,9 +11,7 @@
 - trainer.n_gpus_per_node={{ .Values.trainer.ranks | int }}
 - trainer.device={{ $device }}
 - sluice.rollout.device={{ $device }}
-{{- if gt (int .Values.rollout.devicesPerReplica) 1 }}
 - actor_rollout_ref.rollout.tensor_model_parallel_size={{ .Values.rollout.devicesPerReplica | int }}
-{{- end }}
 - sluice.shutdown_grace_s={{ include "sluice.shutdownGrace" . }}
 - sluice.rollout.drain_timeout_s={{ include "sluice.drain" . }}
 - sluice.trainer.replica_wait_timeout_s={{ .Values.trainer.replicaWaitSeconds | int }}
@@ -92,6 +90,9 @@
 {{- fail (printf "rollout.drainSeconds: %s is more than a service may take to end (shutdownGraceSeconds: %s); raise the latter" (include "sluice.drain" .) (include "sluice.shutdownGrace" .)) }}
 {{- end }}
 {{- $scaling := .Values.rollout.autoscaling }}
+{{- if and $scaling.enabled (not .Values.metrics.enabled) }}
+{{- fail "rollout.autoscaling.enabled without metrics.enabled: nobody would publish what it follows, and no replica would come or go; set metrics.enabled=true, and have it scraped (metrics.podMonitor.enabled)" }}
+{{- end }}
 {{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) }}
 {{- fail (printf "rollout.autoscaling.minReplicas: %d is more than maxReplicas: %d" (int $scaling.minReplicas) (int $scaling.maxReplicas)) }}
 {{- end }}

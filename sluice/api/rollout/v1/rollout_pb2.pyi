@@ -67,8 +67,9 @@ class GenerateRequest(google.protobuf.message.Message):
     linger_ms: builtins.int
     """Finished samples may be held up to this long (ms) to travel together. Default 0."""
     partial_interval_ms: builtins.int
-    """With SAMPLES: send the tokens of unfinished samples too, without text, at most every so many
-    ms, and say when the engine works while samples wait for it. 0: never. Default 0.
+    """Say when the engine works while samples wait for it and nothing came for twice as many ms;
+    with SAMPLES, also send the tokens of unfinished samples, without text, at most every so many
+    ms. 0: never. Default 0.
     """
     priority: builtins.int
     """Samples of higher priority get free slots first; those of training have 0. -100 to 100.

@@ -245,6 +245,7 @@ class ReplicaStatus(google.protobuf.message.Message):
     SLOTS_BUSY_FIELD_NUMBER: builtins.int
     TOKENS_PER_SECOND_FIELD_NUMBER: builtins.int
     IDLE_SHARE_FIELD_NUMBER: builtins.int
+    QUEUED_FIELD_NUMBER: builtins.int
     state: builtins.str
     """"pending", "serving", "draining", or "stalled": it lives and has work, and its engine draws
     nothing.
@@ -257,6 +258,8 @@ class ReplicaStatus(google.protobuf.message.Message):
     """Tokens per second between its last two heartbeats."""
     idle_share: builtins.float
     """Share of time without work between its last two heartbeats, 0 to 1."""
+    queued: builtins.int
+    """Sequences that wait for a slot."""
     @property
     def replica(self) -> sluice.api.common.v1.common_pb2.Replica:
         """Name, incarnation, address, capacity and version."""
@@ -270,9 +273,10 @@ class ReplicaStatus(google.protobuf.message.Message):
         slots_busy: builtins.int = ...,
         tokens_per_second: builtins.float = ...,
         idle_share: builtins.float = ...,
+        queued: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["replica", b"replica"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["heartbeat_age_seconds", b"heartbeat_age_seconds", "idle_share", b"idle_share", "replica", b"replica", "slots_busy", b"slots_busy", "state", b"state", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["heartbeat_age_seconds", b"heartbeat_age_seconds", "idle_share", b"idle_share", "queued", b"queued", "replica", b"replica", "slots_busy", b"slots_busy", "state", b"state", "tokens_per_second", b"tokens_per_second"]) -> None: ...
 
 global___ReplicaStatus = ReplicaStatus
 

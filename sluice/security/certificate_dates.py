@@ -10,8 +10,10 @@ import base64
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
+SOON = timedelta(days=14)
+"""How long before their end certificates are warned of."""
 _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----", re.DOTALL)
 _VERSION, _UTC_TIME = 0xA0, 0x17
 
