@@ -108,8 +108,10 @@ async def test_the_same_prompt_twice_draws_different_samples_which_a_seed_repeat
 ) -> None:
     async with front_on_torch(tmp_path) as (front, _):
         twice = ["a", "a"]
-        assert len(set(await texts(front, twice, n=2))) == 4
-        assert len(set(await texts(front, twice, n=2) + await texts(front, twice, n=2))) == 8
+        # Without a seed some may be alike by chance, as those that end at once.
+        first, second = await texts(front, twice, n=2), await texts(front, twice, n=2)
+        assert first != second
+        assert len(set(first)) > 1
         seeded = await texts(front, twice, n=2, seed=5)
         assert len(set(seeded)) == 4
         assert await texts(front, twice, n=2, seed=5) == seeded
