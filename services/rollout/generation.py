@@ -151,8 +151,8 @@ class Generation:
     ) -> tuple[SampleChunk, ...]:
         """The next chunks; while there are none, tells at intervals if the engine draws tokens.
 
-        Only while samples wait for a slot: these may be among them. With no queue they all have
-        one, and that none gets a token is no better for what the engine draws for others.
+        Only while samples wait, these may be among them. Where all have a slot, and a slot is all
+        that they need, that none gets a token is no better for what the engine draws for others.
         """
         if delivery.partial_interval_s is None:
             return await inbox.get()
@@ -163,7 +163,8 @@ class Generation:
                     return await inbox.get()
             except TimeoutError:
                 load = self._engine.load()
-                if load.queued and load.generated_tokens != seen:
+                may_wait = load.queued or load.slots_may_wait
+                if may_wait and load.generated_tokens != seen:
                     seen = load.generated_tokens
                     await send(GenerationEvent((), (), engine_tokens=seen))
 

@@ -1,8 +1,9 @@
 """Has health say, under a name of its own, whether this replica has weights to draw with.
 
 Consumes: the engine's load. Waits for: weights, for as long as the trainer takes. Unblocked by: a
-version that serves; it looks every so often. Produces: one named answer of health. On failure:
-nothing here fails. On shutdown: cancelled; the server then answers that nothing serves.
+version that serves; it looks every so often. Produces: one named answer of health. On failure: a
+broken engine's error ends the replica. On shutdown: cancelled; the server then answers that nothing
+serves.
 
 The process as a whole is healthy before that: it has to be kept, and found, while it waits.
 """

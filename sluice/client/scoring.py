@@ -20,6 +20,7 @@ from sluice.errors import (
     ExhaustedError,
     InvalidRequestError,
     PeerDefectError,
+    PeerError,
     SluiceError,
 )
 from sluice.rpc.call import unary_call
@@ -109,7 +110,8 @@ class _Grading:
         self._retries, self._calls = retries, calls
         self._outcomes: list[Scored | Failed | None] = [None] * len(items)
         self._waiting = deque([range(len(items))] if items else [])
-        self._most_items, self._num_senders = ITEMS_PER_CALL, 0
+        self._most_items, self._num_senders, self._num_calls = ITEMS_PER_CALL, 0, 0
+        self._changed = asyncio.Event()
 
     async def outcomes(self, deadline_s: float | None) -> list[Scored | Failed]:
         """Grades all; a call with a single item has until `deadline_s`, if there is one."""
@@ -127,19 +129,38 @@ class _Grading:
     async def _send(self, deadline_s: float | None) -> None:
         """Sends what waits, one call after another."""
         self._num_senders += 1
-        while self._waiting:
+        while await self._has_more():
             places = self._take()
             try:
-                async with self._calls:
-                    results = await self._call(places, deadline_s if len(places) == 1 else None)
+                results = await self._counted_call(places, deadline_s)
             except SluiceError as error:
-                self._waiting.appendleft(places)
                 if isinstance(error, ExhaustedError) and self._num_senders > 1:
                     break  # the others go on with the room that there is
                 await self._bear(error, len(places))
             else:
                 self._note(places, results)
         self._num_senders -= 1
+
+    async def _has_more(self) -> bool:
+        """Whether something is to be sent; what others have sent may come back."""
+        while not self._waiting and self._num_calls:
+            self._changed.clear()
+            await self._changed.wait()
+        return bool(self._waiting)
+
+    async def _counted_call(
+        self, places: range, deadline_s: float | None
+    ) -> Sequence[reward_pb2.ScoreResult]:
+        self._num_calls += 1
+        try:
+            async with self._calls:
+                return await self._call(places, deadline_s if len(places) == 1 else None)
+        except SluiceError:
+            self._waiting.appendleft(places)
+            raise
+        finally:
+            self._num_calls -= 1
+            self._changed.set()
 
     def _take(self) -> range:
         places = self._waiting.popleft()
@@ -153,8 +174,11 @@ class _Grading:
         elif num_items == 1:
             raise error
         else:
-            await self._check_answers()
             self._most_items = min(self._most_items, num_items // 2)
+            try:
+                await self._check_answers()
+            except PeerError as failure:
+                await self._retries.wait_after(failure)
 
     async def _check_answers(self) -> None:
         """A service that hangs altogether is no slow scorer; raises what it fails with."""

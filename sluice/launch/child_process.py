@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 
 from sluice.concurrency.parent_death import SUPERVISOR_VARIABLE
@@ -18,6 +19,11 @@ _LINE_LIMIT_BYTES = 1 << 20
 # A process that SIGKILL does not end within these seconds waits in the kernel, as for a dead disk.
 KILLED_S = 30.0
 """A killed process ends at once, unless the kernel holds it: a dead disk, a device's driver."""
+
+
+def seconds_left(killed_s: float | None) -> float:
+    """Until a process that was killed then, by `time.monotonic`, is given up."""
+    return KILLED_S if killed_s is None else max(killed_s + KILLED_S - time.monotonic(), 0.0)
 
 
 class ChildProcess:
@@ -34,6 +40,7 @@ class ChildProcess:
         pipe: asyncio.BaseTransport,
     ) -> None:
         self._process, self._output, self._pipe = process, output, pipe
+        self._killed_s: float | None = None
 
     @property
     def pid(self) -> int:
@@ -68,6 +75,7 @@ class ChildProcess:
 
     def kill(self) -> None:
         """SIGKILL to the process and to all of its group that is left, whether or not it ended."""
+        self._killed_s = time.monotonic() if self._killed_s is None else self._killed_s
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -81,13 +89,13 @@ class ChildProcess:
         self.terminate()
         killed = False
         try:
-            async with asyncio.timeout(grace_s):
+            async with asyncio.timeout(grace_s if self._killed_s is None else 0.0):
                 await self.wait()
         except TimeoutError:
             killed = True
         self.kill()
         try:
-            async with asyncio.timeout(KILLED_S):
+            async with asyncio.timeout(seconds_left(self._killed_s)):
                 await self.wait()
         except TimeoutError:
             logger.warning(

@@ -42,9 +42,10 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class CrewEnd:
-    """All exits of one run of a crew, in their order."""
+    """All exits of one run of a crew, in their order; `left`: members that SIGKILL did not end."""
 
     exits: tuple[Exit, ...]
+    left: tuple[str, ...] = ()
 
     @property
     def cause(self) -> Exit:
@@ -132,7 +133,7 @@ class Crew:
                 ending = tasks.create_task(self._end_rest(one_has_ended, exits), name="companions")
                 await asyncio.wait(watching)
                 ending.cancel()
-            return CrewEnd(tuple(exits))
+            return CrewEnd(tuple(exits), tuple(self.names_running()))
         finally:
             await self._end_children()
             self._running.clear()

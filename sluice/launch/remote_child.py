@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator
 
 from sluice.errors import PeerError
-from sluice.launch.child_process import KILLED_S
+from sluice.launch.child_process import KILLED_S, seconds_left
 from sluice.launch.cluster import HostCalls, HostGoneError
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class RemoteChild:
     def __init__(self, name: str, pid: int, host: HostCalls) -> None:
         self._name, self._pid, self._host = name, pid, host
         self._code: int | None = None
+        self._killed_s: float | None = None
         self._asking = asyncio.Lock()
 
     @property
@@ -77,6 +78,7 @@ class RemoteChild:
 
     def kill(self) -> None:
         """SIGKILL to the process and to what it started."""
+        self._killed_s = time.monotonic() if self._killed_s is None else self._killed_s
         self._host.send("kill", self._pid)
 
     async def end(self, grace_s: float) -> bool:
@@ -88,13 +90,13 @@ class RemoteChild:
             self.terminate()
         killed = False
         try:
-            async with asyncio.timeout(grace_s):
+            async with asyncio.timeout(grace_s if self._killed_s is None else 0.0):
                 await self.wait()
         except TimeoutError:
             killed = True
         self.kill()
         try:
-            async with asyncio.timeout(KILLED_S):
+            async with asyncio.timeout(seconds_left(self._killed_s)):
                 await self.wait()
         except TimeoutError:
             logger.warning(

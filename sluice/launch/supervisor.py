@@ -209,6 +209,10 @@ class Supervisor:
 
     async def _may_restart(self, crew: Crew, end: CrewEnd) -> bool:
         spec, code = end.cause.spec, end.cause.code
+        if end.left:
+            names = ", ".join(end.left)
+            self._fail(f"{names}: not ended by SIGKILL; nothing is started beside what it holds")
+            return False
         # A process that its watchdog ended hung; it refused nothing.
         is_refusal = code > 0 and code != EXIT_STALLED and not spec.restarts.retries_errors
         if is_refusal or crew.restarts >= spec.restarts.max_restarts:

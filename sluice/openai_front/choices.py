@@ -78,12 +78,16 @@ async def draw_choices(client: AsyncClient, asked: Asked, sink: Sink) -> None:
     Raises:
         ExceptionGroup: of the errors of `AsyncClient.stream`.
     """
-    n = asked.options.n
+    n, budget = asked.options.n, asked.options.token_budget
     async with asyncio.TaskGroup() as tasks:
         for place, prompt in enumerate(asked.prompts):
             for start in range(0, n, _MOST_A_CALL):
+                size = min(_MOST_A_CALL, n - start)
                 options = replace(
-                    asked.options, first_sample=place * n + start, n=min(_MOST_A_CALL, n - start)
+                    asked.options,
+                    n=size,
+                    first_sample=place * n + start,
+                    token_budget=budget // n * size,
                 )
                 draw = _Draw(place, asked, sink).run(client, prompt, options)
                 tasks.create_task(draw, name=f"prompt {place}")

@@ -192,6 +192,7 @@ class ClientEngine(Generic[CoreT]):
             seconds_by_state=self._clock.seconds_by_state(),
             version=core.version,
             weight_digest=core.digest,
+            slots_may_wait=True,
         )
 
     def _admit(self, request: GenerationRequest, coming: int = 0) -> None:

@@ -129,6 +129,7 @@ class EngineLoad:
     Every token that the engine drew (`generated_tokens`) was sent to its caller, was drawn in a
     call that ended before it was sent (`unsent_tokens`), or waits in a call that goes on
     (`running_tokens`). `seconds_by_state` adds up to the time since the process started.
+    `slots_may_wait`: a sample with a slot may wait for others too, for room in the KV cache.
     """
 
     slots: int
@@ -141,6 +142,7 @@ class EngineLoad:
     seconds_by_state: Mapping[str, float]
     version: int | None
     weight_digest: str
+    slots_may_wait: bool = False
 
 
 @dataclass(frozen=True, slots=True)

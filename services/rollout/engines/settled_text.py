@@ -71,8 +71,13 @@ class SettledText:
 
     def _settle_all(self, text: str) -> str:
         settled = text[self._known_characters :]
-        self._keep(self._num_unknown)
-        self._known_characters = len(self._text(self._window))
+        known = self._text(self._window[self._known_tokens :])
+        # After tokens without text, as special ones, a tokenizer takes the next for the first.
+        if known or len(self._window) > _TOKENS_AT_ONCE:
+            self._keep(self._num_unknown)
+            self._known_characters = len(known)
+        else:
+            self._known_tokens, self._known_characters = len(self._window), len(text)
         return settled
 
     @property

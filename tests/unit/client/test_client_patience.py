@@ -172,8 +172,8 @@ async def test_a_replica_whose_engine_hangs_is_left_for_another_one(every_token:
 
 
 async def test_a_replica_that_is_busy_with_other_samples_is_waited_for() -> None:
-    busy = TokenReplica(signs=8, sign_pause_s=0.1)
-    policy = RetryPolicy(first_s=0.01, stall_s=0.4, patience_s=0.0)
+    busy = TokenReplica(signs=6, sign_pause_s=0.5)
+    policy = RetryPolicy(first_s=0.01, stall_s=2.5, patience_s=0.0)
     async with (
         token_replicas(busy) as addresses,
         AsyncClient(RunAddress(replicas=addresses), policy=policy) as client,

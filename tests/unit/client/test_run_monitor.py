@@ -57,7 +57,7 @@ class SlowTrainer(ScriptedTrainer):
 async def test_steps_go_on_after_the_last_when_a_call_reaches_its_own_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(CALL_POLICIES, "TrainerService/WatchSteps", CallPolicy(deadline_s=0.5))
+    monkeypatch.setitem(CALL_POLICIES, "TrainerService/WatchSteps", CallPolicy(deadline_s=2.0))
     trainer = SlowTrainer()
     async with monitored(trainer) as monitor:
         assert [step async for step, _ in monitor.steps()] == [1, 2, 3]

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import pytest
 
 from sluice.api.common.v1 import common_pb2
@@ -29,6 +30,7 @@ class Scorers(reward_pb2_grpc.RewardServiceServicer):
         most_items: a call with more of them never ends.
         takes_s: seconds that any other lasts.
         hangs: it answers nothing but that it takes calls.
+        num_away: times that it is away when asked for its status.
         room: calls at once; further ones are refused.
         sizes: items of each call.
         num_cancelled: calls that were cancelled.
@@ -39,6 +41,7 @@ class Scorers(reward_pb2_grpc.RewardServiceServicer):
     most_items: int = 1000
     takes_s: float = 0.0
     hangs: bool = False
+    num_away: int = 0
     room: int = 1000
     sizes: list[int] = field(default_factory=list)
     num_cancelled: int = 0
@@ -69,6 +72,9 @@ class Scorers(reward_pb2_grpc.RewardServiceServicer):
     async def GetStatus(self, request: Any, context: Any) -> Any:
         if self.hangs:
             await asyncio.Event().wait()
+        self.num_away -= 1
+        if self.num_away >= 0:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
         return reward_pb2.GetStatusResponse()
 
 
@@ -88,8 +94,8 @@ def scores(outcomes: list[Scored | Failed]) -> list[float]:
 
 @pytest.fixture
 def short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that have 0.5 s unless they are told otherwise."""
-    monkeypatch.setitem(CALL_POLICIES, "RewardService/Score", CallPolicy(deadline_s=0.5))
+    """Calls that have 1.5 s unless they are told otherwise."""
+    monkeypatch.setitem(CALL_POLICIES, "RewardService/Score", CallPolicy(deadline_s=1.5))
 
 
 @asynccontextmanager
@@ -155,17 +161,17 @@ async def test_a_call_that_runs_out_of_its_time_is_halved_and_nothing_graded_is_
 
 @pytest.mark.usefixtures("short_calls")
 async def test_a_single_response_has_the_whole_time_of_the_caller() -> None:
-    async with client_of(Scorers(takes_s=1.0)) as client:
-        assert scores(await client.score(items(3), deadline_s=20)) == [0, 1, 2]
-        with pytest.raises(DeadlineError, match=r"no answer within 0\.5 s while scoring"):
+    async with client_of(Scorers(takes_s=2.0)) as client:
+        assert scores(await client.score(items(3), deadline_s=25)) == [0, 1, 2]
+        with pytest.raises(DeadlineError, match=r"no answer within 1\.5 s while scoring"):
             await client.score(items(3))
 
 
 async def test_the_callers_deadline_ends_the_scoring() -> None:
     service = Scorers(most_items=0)
     async with client_of(service) as client:
-        with pytest.raises(DeadlineError, match=r"no answer within 0\.4 s while scoring"):
-            await client.score(items(20), deadline_s=0.4)
+        with pytest.raises(DeadlineError, match=r"no answer within 1\.5 s while scoring"):
+            await client.score(items(20), deadline_s=1.5)
         while service.num_open:
             await asyncio.sleep(0.01)
     assert service.num_cancelled == 2
@@ -207,4 +213,27 @@ async def test_a_service_that_hangs_altogether_is_no_slow_scorer(
     async with client_of(service) as client:
         with pytest.raises(DeadlineError, match="asking whether it works"):
             await client.score(items(16))
-    assert service.sizes == [16]
+    assert service.sizes.count(16) == 1
+    assert 1 not in service.sizes
+
+
+@pytest.mark.usefixtures("short_calls")
+async def test_the_parts_of_a_call_that_ran_out_of_its_time_are_sent_at_once() -> None:
+    service = Scorers(most_items=4)
+    async with client_of(service) as client:
+        assert scores(await client.score(items(16))) == list(range(16))
+        while service.num_open:
+            await asyncio.sleep(0.01)
+    assert sorted(service.sizes) == [4] * 4 + [8] * 2 + [16]
+    assert service.num_cancelled == 3
+
+
+@pytest.mark.usefixtures("short_calls")
+async def test_a_service_that_is_away_when_asked_whether_it_works_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(CALL_POLICIES, "RewardService/GetStatus", CallPolicy(deadline_s=5.0))
+    service = Scorers(most_items=4, num_away=1)
+    async with client_of(service) as client:
+        assert scores(await client.score(items(5))) == list(range(5))
+    assert service.num_away == 0

@@ -70,7 +70,8 @@ def held_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     held: list[int] = []
 
     def of_no_effect(child: ChildProcess) -> None:
-        held.append(child.pid)
+        if not child.has_ended:
+            held.append(child.pid)
 
     monkeypatch.setattr("sluice.launch.child_process.KILLED_S", 0.1)
     monkeypatch.setattr("sluice.launch.crew.KILLED_S", 0.1)
@@ -119,3 +120,20 @@ async def test_a_run_ends_though_the_kernel_holds_one_of_its_processes(
     assert f"process {held} has not ended 0.1 s after SIGKILL" in caplog.text
     os.killpg(held, signal.SIGKILL)
     await until_gone(held)
+
+
+async def test_nothing_is_started_again_beside_a_process_that_the_kernel_holds(
+    held_by_the_kernel: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.launch.crew._COMPANIONS_S", 0.1)
+    held = spec("trainer-0", SLEEP, crew="trainer", max_restarts=3)
+    fails = spec("trainer-1", "raise SystemExit(1)", crew="trainer", max_restarts=3)
+    run = Supervised(tmp_path, held, fails, grace_s=0.1)
+    end = await run.run()
+    (pid,) = set(held_by_the_kernel)
+    os.killpg(pid, signal.SIGKILL)
+    await until_gone(pid)
+    assert end.failures == (
+        "trainer-0: not ended by SIGKILL; nothing is started beside what it holds",
+    )
+    assert run.said("trainer-0") == ["ready"]

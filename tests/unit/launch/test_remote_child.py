@@ -129,7 +129,8 @@ async def test_a_process_that_does_not_end_when_asked_is_killed() -> None:
 async def test_a_process_that_its_node_s_kernel_holds_is_left_behind_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(remote_child, "KILLED_S", 0.1)
+    for module in ("child_process", "remote_child"):
+        monkeypatch.setattr(f"sluice.launch.{module}.KILLED_S", 0.1)
     host = ScriptedHost(asyncio.Event())
     child = RemoteChild("rollout-0", PID, host)
     async with asyncio.timeout(WAIT_S):

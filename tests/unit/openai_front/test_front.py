@@ -212,9 +212,12 @@ async def test_tokens_are_asked_for_one_by_one_only_where_the_answer_tells_their
 async def test_more_choices_than_a_replica_takes_in_one_call_are_drawn_in_several() -> None:
     replica = TokenReplica(length=1)
     async with token_replicas(replica) as addresses, http_front(*addresses) as front:
-        status, body = await front.post(COMPLETION, model="policy", prompt="a", n=600)
+        asked = {"n": 600, "token_budget": 1205}
+        status, body = await front.post(COMPLETION, model="policy", prompt="a", **asked)
     assert status == 200
     assert [choice["text"] for choice in body["choices"]] == [f"[{100 * i}]" for i in range(600)]
     indexes = sorted(tuple(request.sample_indexes) for request in replica.requests)
     assert [len(each) for each in indexes] == [256, 256, 88]
+    budgets = sorted(request.token_budget for request in replica.requests)
+    assert budgets == [2 * 88, 2 * 256, 2 * 256]
     assert sorted(sum(indexes, ())) == list(range(600))

@@ -54,13 +54,15 @@ class Digits:
 class Load:
     generated_tokens: int = 0
     queued: int = 1
+    slots_may_wait: bool = False
 
 
 class ScriptedEngine:
     """Yields chunks; waits for numbers of seconds; changes what its load says by calls."""
 
-    def __init__(self, *script: Any, queued: int = 1) -> None:
-        self.script, self.tokens = script, Load(queued=queued)
+    def __init__(self, *script: Any, queued: int = 1, slots_may_wait: bool = False) -> None:
+        self.script = script
+        self.tokens = Load(queued=queued, slots_may_wait=slots_may_wait)
 
     def load(self) -> Load:
         return self.tokens
@@ -125,6 +127,17 @@ async def test_a_group_of_which_no_sample_waits_for_a_slot_is_not_told_of_others
     engine = ScriptedEngine(7, 0.1, 9, 0.1, chunk(0, 1, finish=STOP), queued=0)
     events = await events_of(engine, request(), Delivery(partial_interval_s=0.01))
     assert [event.engine_tokens for event in events] == [None]
+
+
+@pytest.mark.parametrize("every_token", [False, True])
+async def test_a_group_whose_slots_wait_for_room_in_the_cache_is_told_that_the_engine_draws(
+    every_token: bool,
+) -> None:
+    script = (7, 0.1, 9, 0.1, chunk(0, 1, finish=STOP))
+    engine = ScriptedEngine(*script, queued=0, slots_may_wait=True)
+    delivery = Delivery(every_token=every_token, partial_interval_s=0.01)
+    events = await events_of(engine, request(), delivery)
+    assert [e.engine_tokens for e in events if e.engine_tokens is not None] == [7, 9]
 
 
 async def test_without_an_interval_nothing_tells_of_the_engine() -> None:

@@ -101,3 +101,17 @@ def test_text_is_told_of_whole_where_half_a_character_hides_those_before_it(
 ) -> None:
     told = ToldText((), all_or_none)
     assert "".join(map(told.push, cut(list(text.encode()), sizes))) == text
+
+
+def sentence_pieces(token_ids: TokenIds) -> str:
+    """Each token is a word with a space before it, which the first one loses; 0 has no text."""
+    return "".join(f" w{token}" for token in token_ids.tolist() if token).removeprefix(" ")
+
+
+@given(st.lists(st.integers(0, 3), max_size=20), SIZES)
+def test_a_token_without_text_takes_no_space_from_the_next(
+    tokens: list[int], sizes: list[int]
+) -> None:
+    told = ToldText((), sentence_pieces)
+    whole = sentence_pieces(np.array(tokens, np.uint32))
+    assert "".join(map(told.push, cut(tokens, sizes))) == whole
