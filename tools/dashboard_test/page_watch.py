@@ -8,11 +8,19 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from playwright.sync_api import ConsoleMessage, Dialog, Page, Request
 
+# Cumulative layout shift as Chrome counts it: the worst window of shifts less than a second apart,
+# of five seconds at most. A page that is open for long has no more of it for that.
 _COUNT_SHIFTS = """
 window.layoutShift = 0;
+let begun = -Infinity, latest = -Infinity, sum = 0;
 new PerformanceObserver((list) => {
   for (const entry of list.getEntries()) {
-    if (!entry.hadRecentInput) window.layoutShift += entry.value;
+    if (entry.hadRecentInput) continue;
+    const goesOn = entry.startTime - latest < 1000 && entry.startTime - begun < 5000;
+    if (!goesOn) { begun = entry.startTime; sum = 0; }
+    latest = entry.startTime;
+    sum += entry.value;
+    window.layoutShift = Math.max(window.layoutShift, sum);
   }
 }).observe({ type: "layout-shift", buffered: true });
 """
