@@ -1,64 +1,119 @@
 """`make bench-telemetry`: what telling about a run costs the run.
 
-The same short training, the quickstart's job, without telemetry and with each kind of it, in turns;
-a run's figures are taken between two of its steps, so that starting and ending do not count.
+The quickstart's job trains at a learning rate of next to nothing, so that its steps stay alike,
+and telemetry is on for two of its steps and off for two, in turns. Equal runs one after the other
+differ by 5 % and more on a shared machine; steps side by side show less. On means: the spans of
+every prompt go to a collector, and every process is scraped every 5 s, three times as often as
+Prometheus does as shipped. What the switch adds to a step of so many tokens is fitted by least
+squares (`benchmarks.step_regression`), to the CPU of all of the run's processes and to the clock.
 
-On a shared machine, equal runs differ by more than telemetry costs. So a run with both kinds is
-also asked what it spent on them: what its threads that send spans and answer scrapes took of the
-CPU, by their own clocks, and its spans times what `span_cost` measures for recording one, right
-after the run. Printed last is one JSON object:
+The run is also asked what it spent: what its threads that send spans and answer scrapes took, by
+their own clocks, and its spans times what `benchmarks.span_cost` measures for recording one.
+Printed last is one JSON object:
 
-share_traces            of the run's CPU: sending spans, and recording them
-share_metrics           of the run's CPU: answering scrapes, one a second from each process
-share_<kind>_rounds     round by round
-record_us               median: CPU microseconds to record a span
-spans_a_step            median
-overhead_<kind>         CPU seconds a step of all processes of the run, over those without, less 1;
-                        the median over rounds
-overhead_<kind>_wall    the same of seconds on the wall
-overhead_<kind>_rounds  CPU's, round by round
-cpu_s, wall_s           medians a step, by kind
+overhead        CPU seconds a step that telemetry adds, over those of a step; mean of the rounds
+overhead_wall   the same of seconds on the clock
+overhead_error, overhead_wall_error    standard errors of these means
+overhead_rounds, overhead_wall_rounds
+share_traces    of the CPU of steps with telemetry: sending spans, and recording them; median
+share_metrics   of that CPU: answering scrapes; median
+record_us       CPU microseconds to record a span; median
+spans_a_step    in steps with telemetry; median
+cpu_s, wall_s   means of a step; medians
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.metrics_scraper import TelemetryAccount, scraped_run, telemetry_account
 from benchmarks.process_cpu import cpu_seconds
 from benchmarks.span_cost import record_us
+from benchmarks.step_regression import MeasuredStep, added
 from sluice.launch.run_folder import claim_folder
 from sluice.quickstart.prepare import PrepareProgress, prepare
 
 ROOT = Path(__file__).resolve().parent.parent
-OFF, BOTH = "off", "both"
-# Every step draws and trains the same tokens whatever the clock says, so that CPU seconds differ
-# by what is measured alone.
-REPEATABLE = (
+SETTINGS = (
     "sluice.asynchrony.max_staleness=0",
+    "actor_rollout_ref.actor.optim.lr=1e-9",
     "trainer.val_before_train=false",
-    "trainer.test_freq=1000",
+    "trainer.test_freq=1000000",
     "trainer.save_freq=0",
     "trainer.logger=['jsonl']",
 )
+_TURN = 2  # steps
 _LOOK_S, _STEP_TIMEOUT_S, _END_TIMEOUT_S = 0.02, 300.0, 60.0
+_SWITCH = "SLUICE_BENCH_TRACING_SWITCH"
+_GENERATED, _TRAINED = "accounts/generated_tokens", "perf/total_num_tokens"
+
+
+class Switch:
+    """Telemetry of one run, on while a file exists; the scraper asks, the run's processes look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.turn(on=True)
+
+    def turn(self, *, on: bool) -> None:
+        """Turns it."""
+        if on:
+            self._path.touch()
+        else:
+            self._path.unlink(missing_ok=True)
+
+    def is_on(self) -> bool:
+        """Whether telemetry is wanted now."""
+        return self._path.exists()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of the run's processes."""
+        toggled = str(ROOT / "benchmarks" / "toggled_tracing")
+        return {**os.environ, "PYTHONPATH": toggled, _SWITCH: str(self._path)}
+
+
+@dataclass(slots=True)
+class RoundFigures:
+    """What is measured at the end of each step of one run, by the step's number."""
+
+    cpu_s: dict[int, float] = field(default_factory=dict)
+    wall_s: dict[int, float] = field(default_factory=dict)
+    is_on: dict[int, bool] = field(default_factory=dict)
+
+    def steps(
+        self, seconds: Mapping[int, float], rows: Sequence[Mapping[str, float]], first: int
+    ) -> list[MeasuredStep]:
+        """Steps from `first` on whose both ends were seen, by one of the two clocks."""
+        return [
+            MeasuredStep(
+                seconds[number] - seconds[number - 1],
+                self.is_on[number],
+                rows[number - 1][_GENERATED] - rows[number - 2][_GENERATED],
+                rows[number - 1][_TRAINED],
+            )
+            for number in range(first, len(rows) + 1)
+            if number in seconds and number - 1 in seconds and number in self.is_on
+        ]
 
 
 @contextmanager
-def _span_sink() -> Iterator[Sequence[str]]:
-    """A collector in a process of its own; the overrides that send spans there."""
+def _span_sink() -> Iterator[str]:
+    """A collector in a process of its own; the override that sends spans there."""
     with subprocess.Popen(
         [sys.executable, "-m", "benchmarks.span_sink"],
         cwd=ROOT,
@@ -69,146 +124,134 @@ def _span_sink() -> Iterator[Sequence[str]]:
         assert sink.stdout is not None
         try:
             port = int(sink.stdout.readline())
-            yield [f"sluice.telemetry.traces.endpoint=http://127.0.0.1:{port}"]
+            yield f"sluice.telemetry.traces.endpoint=http://127.0.0.1:{port}"
         finally:
             sink.kill()
 
 
 @contextmanager
-def _both(folder: Path) -> Iterator[Sequence[str]]:
+def told_run(folder: Path, switch: Switch) -> Iterator[Sequence[str]]:
+    """A collector and a scraper; the overrides that have a run tell both of itself."""
     with ExitStack() as stack:
-        yield [*stack.enter_context(_span_sink()), *stack.enter_context(scraped_run(folder))]
-
-
-KINDS: Mapping[str, Callable[[Path], AbstractContextManager[Sequence[str]]]] = {
-    OFF: lambda _: nullcontext(()),
-    "traces": lambda _: _span_sink(),
-    "metrics": scraped_run,
-    BOTH: _both,
-}
-"""What is measured: each kind runs what it needs beside the run, whose folder it is told, and gives
-the run's overrides."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """Seconds a step, and what the run itself says that telling took of them, if it was asked."""
-
-    cpu_s: float
-    wall_s: float
-    told: TelemetryAccount | None = None
-    record_us: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """How far a run has come."""
-
-    steps: int
-    cpu_s: float
-    wall_s: float
-    told: TelemetryAccount | None
+        endpoint = stack.enter_context(_span_sink())
+        yield [endpoint, *stack.enter_context(scraped_run(folder, switch.is_on))]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measures; the exit status."""
     parsed = _parse(arguments)
-    kinds = {name: KINDS[name] for name in (OFF, *parsed.kinds)}
-    costs: dict[str, list[StepCost]] = {name: [] for name in kinds}
-    for number in range(parsed.rounds):
-        # Every second round in the other order: the machine's drift meets all kinds alike.
-        for name in list(kinds)[:: 1 if number % 2 == 0 else -1]:
-            with kinds[name](parsed.output / name) as overrides:
-                cost = _measure(parsed, name, [*overrides, *parsed.overrides])
-            costs[name].append(cost)
-            _say(f"round {number + 1}, {name}: {cost.cpu_s:.3f} s CPU, {cost.wall_s:.3f} s a step")
-    figures = report(costs)
-    if any(cost.told for cost in costs.get(BOTH, ())):
-        figures = shares(costs[BOTH]) | figures
-    _say(json.dumps(figures))
+    rounds = []
+    for number in range(1, parsed.rounds + 1):
+        figures = _round(parsed)
+        rounds.append(figures)
+        _say(
+            f"round {number}: telemetry adds {figures['overhead']:+.1%} of CPU "
+            f"(standard error {figures['overhead_error']:.1%})"
+        )
+    _say(json.dumps(report(rounds)))
     return 0
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Measures what telling about a run costs the run.",
-        epilog="example: python benchmarks/bench_telemetry.py --kinds traces both --rounds 3",
+        epilog="example: python benchmarks/bench_telemetry.py --rounds 1 --steps 60",
     )
-    others = [name for name in KINDS if name != OFF]
-    parser.add_argument("--kinds", nargs="+", choices=others, default=[BOTH])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--warm-up", type=int, default=3, help="steps before those that count")
-    parser.add_argument("--steps", type=int, default=12, help="steps that count")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--warm-up", type=int, default=4, help="steps before those that count")
+    parser.add_argument("--steps", type=int, default=100, help="steps that count")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "telemetry")
-    parser.add_argument("--overrides", nargs="*", default=list(REPEATABLE))
     return parser.parse_args(arguments)
 
 
-def report(costs: Mapping[str, Sequence[StepCost]]) -> dict[str, object]:
-    """The figures of all rounds, of which each kind has one a round."""
-    found: dict[str, object] = {}
-    for name, measured in costs.items():
-        if name == OFF:
-            continue
-        pairs = list(zip(measured, costs[OFF], strict=True))
-        rounds = [with_.cpu_s / without.cpu_s - 1 for with_, without in pairs]
-        walls = [with_.wall_s / without.wall_s - 1 for with_, without in pairs]
-        found |= {
-            f"overhead_{name}": round(median(rounds), 4),
-            f"overhead_{name}_wall": round(median(walls), 4),
-            f"overhead_{name}_rounds": [round(one, 4) for one in rounds],
-        }
-    cpu = {name: round(median(c.cpu_s for c in measured), 4) for name, measured in costs.items()}
-    wall = {name: round(median(c.wall_s for c in measured), 4) for name, measured in costs.items()}
-    return {**found, "cpu_s": cpu, "wall_s": wall}
+def report(rounds: Sequence[Mapping[str, float]]) -> dict[str, object]:
+    """Medians of the rounds; of the overheads means, with their errors, and each round."""
+    found: dict[str, object] = {
+        name: round(median(one[name] for one in rounds), 4) for name in rounds[0]
+    }
+    for name in ("overhead", "overhead_wall"):
+        error = math.sqrt(sum(one[f"{name}_error"] ** 2 for one in rounds)) / len(rounds)
+        found[name] = round(fmean(one[name] for one in rounds), 4)
+        found[f"{name}_error"] = round(error, 4)
+        found[f"{name}_rounds"] = [round(one[name], 4) for one in rounds]
+    return found
 
 
-def shares(costs: Sequence[StepCost]) -> dict[str, object]:
-    """What telling took of the CPU of runs that were asked, one a round."""
-    asked = [(cost, cost.told) for cost in costs if cost.told]
-    traces = [(told.spans_cpu_s + told.spans * c.record_us / 1e6) / c.cpu_s for c, told in asked]
-    metrics = [told.scrapes_cpu_s / cost.cpu_s for cost, told in asked]
+def _round(parsed: argparse.Namespace) -> dict[str, float]:
+    folder = parsed.output / "run"
+    _share_assets(parsed.output / "assets", folder)
+    switch = Switch(parsed.output / "telemetry_is_on")
+    with told_run(folder, switch) as overrides:
+        seen, told, rows = _watched(parsed, folder, switch, overrides)
+    first = parsed.warm_up + 1
+    cpu, wall = seen.steps(seen.cpu_s, rows, first), seen.steps(seen.wall_s, rows, first)
+    by_cpu, by_wall = added(cpu), added(wall)
+    figures = {
+        "overhead": by_cpu.share,
+        "overhead_wall": by_wall.share,
+        "overhead_error": by_cpu.error,
+        "overhead_wall_error": by_wall.error,
+        "cpu_s": fmean(step.seconds for step in cpu),
+        "wall_s": fmean(step.seconds for step in wall),
+    }
+    return figures | shares(told, [step for step in cpu if step.is_on], record_us())
+
+
+def shares(
+    told: TelemetryAccount, steps: Sequence[MeasuredStep], recording_us: float
+) -> dict[str, float]:
+    """What telling took of the CPU of the steps in which it was on."""
+    cpu_s = sum(step.seconds for step in steps)
     return {
-        "share_traces": round(median(traces), 4),
-        "share_metrics": round(median(metrics), 4),
-        "share_traces_rounds": [round(one, 4) for one in traces],
-        "share_metrics_rounds": [round(one, 4) for one in metrics],
-        "record_us": median(cost.record_us for cost, _ in asked),
-        "spans_a_step": round(median(told.spans for _, told in asked)),
+        "share_traces": (told.spans_cpu_s + told.spans * recording_us / 1e6) / cpu_s,
+        "share_metrics": told.scrapes_cpu_s / cpu_s,
+        "record_us": recording_us,
+        "spans_a_step": told.spans / len(steps),
     }
 
 
-def _measure(parsed: argparse.Namespace, name: str, overrides: Sequence[str]) -> StepCost:
-    """One run."""
-    folder = parsed.output / name
-    _share_assets(parsed.output / "assets", folder)
-    steps = parsed.warm_up + parsed.steps
+def _watched(
+    parsed: argparse.Namespace, folder: Path, switch: Switch, overrides: Sequence[str]
+) -> tuple[RoundFigures, TelemetryAccount, list[dict[str, float]]]:
+    """One run to the last step that counts; telemetry's own account starts after the warm-up."""
+    last = parsed.warm_up + parsed.steps
     command = [sys.executable, "-m", "sluice.cli.main", "quickstart", "--run-dir", str(folder)]
     # More steps than are measured: the run is ended while it trains.
-    command += [*overrides, f"trainer.total_training_steps={2 * steps}"]
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    command += [*SETTINGS, *overrides, f"trainer.total_training_steps={2 * last}"]
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, env=switch.environment)
+    seen, began = RoundFigures(), None
     try:
-        began = _at_step(run, folder, parsed.warm_up)
-        ended = _at_step(run, folder, steps)
+        for number in _ended_steps(run, folder, last):
+            seen.cpu_s[number], seen.wall_s[number] = cpu_seconds(run.pid), time.monotonic()
+            seen.is_on[number + 1] = number // _TURN % 2 == 0
+            switch.turn(on=seen.is_on[number + 1])
+            if began is None and number >= parsed.warm_up:
+                began = telemetry_account(folder)
+        assert began is not None
+        told = telemetry_account(folder).since(began)
     finally:
         run.terminate()
         run.wait(_END_TIMEOUT_S)
-    count = ended.steps - began.steps
-    cpu_s, wall_s = (ended.cpu_s - began.cpu_s) / count, (ended.wall_s - began.wall_s) / count
-    if began.told is None or ended.told is None:
-        return StepCost(cpu_s, wall_s)
-    return StepCost(cpu_s, wall_s, ended.told.since(began.told).over(count), record_us())
+    return seen, told, _rows(folder)[:last]
 
 
-def _at_step(run: subprocess.Popen[bytes], folder: Path, step: int) -> _Point:
-    """Where the run is when at least `step` steps have ended."""
-    path, ends_s = folder / "metrics.jsonl", time.monotonic() + _STEP_TIMEOUT_S
-    while run.poll() is None and time.monotonic() < ends_s:
-        rows = path.read_bytes().count(b"\n") if path.exists() else 0
-        if rows >= step:
-            return _Point(rows, cpu_seconds(run.pid), time.monotonic(), telemetry_account(folder))
+def _ended_steps(run: subprocess.Popen[bytes], folder: Path, last: int) -> Iterator[int]:
+    """The number of the latest step, each time one has ended, to `last`."""
+    seen, ends_s = 0, time.monotonic() + _STEP_TIMEOUT_S
+    while seen < last:
+        if run.poll() is not None or time.monotonic() >= ends_s:
+            raise RuntimeError(f"the run in {folder} never ended step {seen + 1}; see its logs")
+        path = folder / "metrics.jsonl"
+        number = path.read_bytes().count(b"\n") if path.exists() else 0
+        if number > seen:
+            seen, ends_s = number, time.monotonic() + _STEP_TIMEOUT_S
+            yield seen
         time.sleep(_LOOK_S)
-    raise RuntimeError(f"the run in {folder} never reached step {step}; its logs are there")
+
+
+def _rows(folder: Path) -> list[dict[str, float]]:
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _share_assets(assets: Path, folder: Path) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import threading
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from sluice.telemetry.scrape_target import FOLDER
 
 __all__ = ["TelemetryAccount", "scraped_run", "telemetry_account"]
 
-INTERVAL_S = 1.0
+INTERVAL_S = 5.0
 _TIMEOUT_S = 10.0
 
 
@@ -54,13 +54,9 @@ class TelemetryAccount:
         pairs = zip(astuple(self)[1:], astuple(before)[1:], strict=True)
         return TelemetryAccount(self.processes, *(now - then for now, then in pairs))
 
-    def over(self, steps: int) -> TelemetryAccount:
-        """A step's share."""
-        return TelemetryAccount(self.processes, *(value / steps for value in astuple(self)[1:]))
 
-
-def telemetry_account(run_dir: Path) -> TelemetryAccount | None:
-    """What a run's processes say; ``None`` where none serves metrics."""
+def telemetry_account(run_dir: Path) -> TelemetryAccount:
+    """What those of a run's processes say that serve metrics."""
     cpu_s = dict.fromkeys(Part, 0.0)
     spans, processes = 0.0, set[str]()
     for name, page in _pages(run_dir):
@@ -71,16 +67,22 @@ def telemetry_account(run_dir: Path) -> TelemetryAccount | None:
                     cpu_s[Part(sample.labels["part"])] += sample.value
                 elif sample.name == process.TELEMETRY_SPANS.name:
                     spans += sample.value
-    if not processes:
-        return None
     return TelemetryAccount(frozenset(processes), cpu_s[Part.SPANS], cpu_s[Part.SCRAPES], spans)
 
 
 @contextmanager
-def scraped_run(run_dir: Path) -> Iterator[Sequence[str]]:
-    """Reads every process of a run each second; the overrides that have them serve metrics."""
+def scraped_run(run_dir: Path, is_wanted: Callable[[], bool]) -> Iterator[Sequence[str]]:
+    """Reads every process of a run every `INTERVAL_S` seconds.
+
+    Args:
+        run_dir: the run's folder.
+        is_wanted: asked before each time.
+
+    Yields:
+        The overrides that have the processes serve metrics.
+    """
     over = threading.Event()
-    scraping = threading.Thread(target=_scrape, args=(run_dir, over), daemon=True)
+    scraping = threading.Thread(target=_scrape, args=(run_dir, is_wanted, over), daemon=True)
     scraping.start()
     try:
         yield [
@@ -91,9 +93,9 @@ def scraped_run(run_dir: Path) -> Iterator[Sequence[str]]:
         scraping.join()
 
 
-def _scrape(run_dir: Path, over: threading.Event) -> None:
+def _scrape(run_dir: Path, is_wanted: Callable[[], bool], over: threading.Event) -> None:
     while not over.wait(INTERVAL_S):
-        for _ in _pages(run_dir):
+        for _ in _pages(run_dir) if is_wanted() else ():
             pass
 
 

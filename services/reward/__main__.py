@@ -21,6 +21,7 @@ from services.reward.sqlite_ledger import SqliteLedger
 from services.reward.watch import watching
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.concurrency.exit_status import exit_status
+from sluice.concurrency.garbage import exempt_start_up
 from sluice.concurrency.parent_death import end_with_supervisor
 from sluice.concurrency.shutdown import stop_on_signals
 from sluice.config.derived import message_mb
@@ -73,6 +74,7 @@ async def _serve(config: RunConfig) -> None:
             await server.start()
             try:
                 with watching(config, loop, server.address), exported(config, loop, NAME):
+                    exempt_start_up()
                     await _until_stopped(loop, stop, files.ledger)
             finally:
                 await server.stop(min(LAST_ANSWERS_S, config.sluice.shutdown_grace_s / 2))

@@ -28,6 +28,7 @@ from services.rollout.weights_health import WeightsHealth
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.api.weights.v1 import weights_pb2_grpc
 from sluice.concurrency.exit_status import exit_status
+from sluice.concurrency.garbage import exempt_start_up
 from sluice.concurrency.parent_death import end_with_supervisor
 from sluice.concurrency.process_exit import leave
 from sluice.concurrency.shutdown import stop_on_signals
@@ -110,6 +111,7 @@ async def _run_replica(config: RunConfig, name: str) -> None:
                     watching(config, identity.name, engine.load, replica.address),
                     exported(config, identity.name, engine.load),
                 ):
+                    exempt_start_up()
                     await _take_part(config, engine, replica, health, credentials, stop)
             finally:
                 await server.stop(config.sluice.rollout.drain_timeout_s)

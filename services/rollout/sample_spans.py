@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from sluice.telemetry.span_names import Key, SpanName
-from sluice.telemetry.tracing import TRACER, Span
+from sluice.telemetry.tracing import TRACER, Moment
 from sluice.types import Rollout
 
 
@@ -22,22 +22,18 @@ class SampleSpans:
 
     def __init__(self, indexes: Iterable[int]) -> None:
         current = TRACER.current()
-        is_recorded = current is not None and current.is_sampled
-        self._open: dict[int, Span] = (
-            {index: TRACER.stage(SpanName.SAMPLE, {Key.SAMPLE_INDEX: index}) for index in indexes}
-            if is_recorded
-            else {}
-        )
+        self._parent = current if current is not None and current.is_sampled else None
+        self._open = set(indexes) if self._parent else set[int]()
+        self._began = Moment.now()
 
     def ended(self, rollouts: Iterable[Rollout]) -> None:
         """These samples have ended."""
-        if not self._open:
+        if self._parent is None:
             return
         for rollout in rollouts:
-            span = self._open.pop(rollout.sample_index, None)
-            if span is not None:
-                span.set(_attributes(rollout))
-                span.end()
+            if rollout.sample_index in self._open:
+                self._open.remove(rollout.sample_index)
+                TRACER.past(self._parent, SpanName.SAMPLE, self._began, _attributes(rollout))
 
     def __enter__(self) -> Self:
         return self
@@ -48,14 +44,17 @@ class SampleSpans:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for span in self._open.values():
-            span.fail("broken off")
-            span.end()
+        if self._parent is None:
+            return
+        for index in sorted(self._open):
+            asked: dict[str, int] = {Key.SAMPLE_INDEX: index}
+            TRACER.past(self._parent, SpanName.SAMPLE, self._began, asked, "broken off")
         self._open.clear()
 
 
 def _attributes(rollout: Rollout) -> dict[str, str | int]:
     found: dict[str, str | int] = {
+        Key.SAMPLE_INDEX: rollout.sample_index,
         Key.NUM_TOKENS: rollout.num_tokens,
         Key.FINISH_REASON: rollout.finish_reason.value,
     }

@@ -9,6 +9,7 @@ import torch
 from services.trainer.learner.parallel import DataParallel, SingleProcess, TorchDistributed
 from services.trainer.learner.rank_command import follow
 from services.trainer.learner.worker import Learner
+from sluice.concurrency.garbage import exempt_start_up
 from sluice.config.derived import world_size
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device
@@ -38,6 +39,7 @@ def run_follower(config: RunConfig) -> None:
     parallel = join_ranks(config)
     try:
         learner = Learner(config, parallel, share_total_steps(parallel, None))
+        exempt_start_up()
         follow(learner, parallel)
     finally:
         parallel.close()

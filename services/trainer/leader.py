@@ -48,6 +48,7 @@ from services.trainer.watch import watching
 from services.trainer.weight_publisher import WeightPublisher
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2_grpc
+from sluice.concurrency.garbage import exempt_start_up
 from sluice.concurrency.shutdown import stop_on_signals
 from sluice.config.derived import (
     checkpoint_folder,
@@ -138,6 +139,7 @@ async def _lead(config: RunConfig) -> None:
         await _serve(config, fleet, state, credentials, stack)
         stack.enter_context(watching(config, state, fleet))
         stack.enter_context(exported(config, told))
+        exempt_start_up()
         await stack.enter_async_context(live_page(config))
         # First of all at the end: whoever watches or waits for a checkpoint gets an answer.
         stack.push_async_callback(state.finish)

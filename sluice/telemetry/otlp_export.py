@@ -34,6 +34,7 @@ except ImportError as missing:
 
 TIMEOUT_S = 5
 """Seconds that a batch may take, retries included; only the queue's thread waits."""
+_MOST_ATTRIBUTES = 2048
 
 
 class _Exporter(OTLPSpanExporter):  # type: ignore[misc,unused-ignore]  # Any where it is missing
@@ -46,12 +47,12 @@ class _Exporter(OTLPSpanExporter):  # type: ignore[misc,unused-ignore]  # Any wh
         self._resource = resource_pb2.Resource(attributes=_attributes(found))
 
     def _translate_data(self, data: Any) -> Any:  # noqa: ANN401  as its base, of our own spans
-        scoped = trace.ScopeSpans(
-            scope=common.InstrumentationScope(name=SCOPE), spans=[_span(span) for span in data]
-        )
-        return service.ExportTraceServiceRequest(
-            resource_spans=[trace.ResourceSpans(resource=self._resource, scope_spans=[scoped])]
-        )
+        request = service.ExportTraceServiceRequest()
+        found = request.resource_spans.add(resource=self._resource)
+        scoped = found.scope_spans.add(scope=common.InstrumentationScope(name=SCOPE))
+        for span in data:
+            _add(scoped, span)
+        return request
 
 
 class OtlpSpans:
@@ -88,24 +89,23 @@ class OtlpSpans:
         self._exporter.shutdown()
 
 
-def _span(span: RecordedSpan) -> Any:  # noqa: ANN401  the package may be missing
+def _add(scoped: Any, span: RecordedSpan) -> None:  # noqa: ANN401  the package may be missing
     context, parent_id = span.context, span.parent_id
-    kind: Any = span.kind  # OTLP's number
-    encoded = trace.Span(
+    encoded = scoped.spans.add(
         trace_id=context.trace_id.to_bytes(16, "big"),
         span_id=context.span_id.to_bytes(8, "big"),
         parent_span_id=b"" if parent_id is None else parent_id.to_bytes(8, "big"),
         name=span.name,
-        kind=kind,
+        kind=span.kind,  # OTLP's number
         start_time_unix_nano=span.start_ns,
         end_time_unix_nano=span.start_ns + (span.duration_ns or 0),
         attributes=_attributes(span.attributes),
-        links=[_link(linked) for linked in span.links],
     )
+    if span.links:
+        encoded.links.extend([_link(linked) for linked in span.links])
     if span.error is not None:
         encoded.status.code = trace.Status.STATUS_CODE_ERROR
         encoded.status.message = span.error
-    return encoded
 
 
 def _link(context: TraceContext) -> Any:  # noqa: ANN401
@@ -115,7 +115,24 @@ def _link(context: TraceContext) -> Any:  # noqa: ANN401
 
 
 def _attributes(values: Mapping[str, Any]) -> list[Any]:
-    return [common.KeyValue(key=key, value=_value(value)) for key, value in values.items()]
+    return [_ATTRIBUTES[key, value, value.__class__] for key, value in values.items()]
+
+
+class _Attributes(dict[tuple[str, Any, type], Any]):
+    """Attributes that were encoded before, as most of a run's are.
+
+    To make a message costs ten times what it costs to find it. The class keeps 1 and true apart.
+    """
+
+    def __missing__(self, key: tuple[str, Any, type]) -> Any:  # noqa: ANN401
+        if len(self) >= _MOST_ATTRIBUTES:
+            self.clear()
+        name, value, _ = key
+        encoded = self[key] = common.KeyValue(key=name, value=_value(value))
+        return encoded
+
+
+_ATTRIBUTES = _Attributes()
 
 
 def _value(value: str | int | float | bool) -> Any:  # noqa: ANN401

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _TRACE_BITS, _SPAN_BITS = 128, 64
 _LONGEST = 256
@@ -17,11 +17,11 @@ _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-
 _random = random.Random()
 
 
-@dataclass(frozen=True, slots=True)
-class TraceContext:
+class TraceContext(NamedTuple):
     """A span as others name it: 128 bits of trace, 64 bits of span, neither 0.
 
-    `is_sampled`: it is recorded, and so is what follows from it.
+    `is_sampled`: it is recorded, and so is what follows from it. A tuple, since one is made for
+    every span, in half the time of a frozen dataclass.
     """
 
     trace_id: int

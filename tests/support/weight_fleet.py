@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,9 @@ class PeerProcess:
         self._error_reader.join(_ANSWER_S)
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert pipe is not None
-            pipe.close()
+            # A command begun after its death is still in the buffer, and is flushed to nobody.
+            with suppress(BrokenPipeError):
+                pipe.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

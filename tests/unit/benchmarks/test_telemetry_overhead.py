@@ -7,13 +7,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_telemetry import BOTH, KINDS, OFF, StepCost, report, shares
+from benchmarks.bench_telemetry import ROOT, RoundFigures, Switch, report, shares, told_run
 from benchmarks.metrics_scraper import TelemetryAccount, telemetry_account
 from benchmarks.process_cpu import cpu_seconds
+from benchmarks.step_regression import MeasuredStep, added
 from sluice.config.loader import load_config
 from sluice.config.service import EndpointConfig
 from sluice.rpc.process_readings import ProcessName
@@ -24,6 +26,17 @@ from sluice.telemetry.own_cost import SPANS, TELEMETRY_CPU, Part, SpanFate
 SPUN_S, SHORT_S = 0.3, 0.05
 NAMES = frozenset({"trainer", "reward"})
 SPIN = f"import time\nwhile time.process_time() < {SPUN_S}: pass"
+# Answers a line when it records as the line says.
+TRACED = """
+import sys, time
+sys.path.insert(0, "")
+from sluice.telemetry.tracing import TRACER
+TRACER.start([], 1.0)
+for line in sys.stdin:
+    while str(TRACER.is_on) != line.strip():
+        time.sleep(0.01)
+    print(line, end="", flush=True)
+"""
 PARENT = f"""
 import subprocess, sys
 subprocess.run([sys.executable, "-c", {SPIN!r}])
@@ -31,26 +44,76 @@ sys.stdin.read()
 """
 
 
-def test_overheads_are_medians_of_rounds_each_against_its_own_run_without() -> None:
+def steps_of(on_s: float, count: int = 40) -> list[MeasuredStep]:
+    """Steps of different sizes that cost what their tokens do, and `on_s` where telemetry is on."""
+    found = []
+    for number in range(count):
+        generated, trained = 1000.0 + 37 * (number % 7), 500.0 + 11 * (number % 5)
+        is_on = number // 2 % 2 == 0
+        seconds = 0.1 + 1e-4 * generated + 2e-4 * trained + on_s * is_on
+        found.append(MeasuredStep(seconds, is_on, generated, trained))
+    return found
+
+
+def test_what_telemetry_adds_is_told_apart_from_the_work_that_a_step_was() -> None:
+    steps = steps_of(on_s=0.03)
+    mean = sum(step.seconds for step in steps) / len(steps)
+    assert added(steps).share == pytest.approx(0.03 / mean)
+    assert added(steps_of(on_s=0.0)).share == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_step_during_which_others_had_the_machine_is_left_out() -> None:
+    steps = steps_of(on_s=0.0)
+    steps[4] = replace(steps[4], seconds=10 * steps[4].seconds)
+    assert added(steps).share == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_error_tells_how_far_steps_scatter() -> None:
+    jitter = [(-1) ** (number // 3) for number in range(40)]
+    steps = [
+        replace(step, seconds=step.seconds + 0.01 * sign)
+        for step, sign in zip(steps_of(on_s=0.0), jitter, strict=True)
+    ]
+    assert added(steps).error > 10 * added(steps_of(on_s=0.0)).error
+    assert abs(added(steps).share) < 3 * added(steps).error
+
+
+def test_a_switch_that_was_never_turned_says_nothing() -> None:
+    steps = [replace(step, is_on=True) for step in steps_of(on_s=0.0)]
+    with pytest.raises(ValueError, match=r"switch at \{True\}"):
+        added(steps)
+
+
+def test_only_steps_whose_both_ends_were_seen_are_measured() -> None:
+    seen = RoundFigures(is_on=dict.fromkeys(range(2, 6), True))
+    rows = [
+        {"accounts/generated_tokens": 10.0 * step, "perf/total_num_tokens": 5.0}
+        for step in range(1, 6)
+    ]
+    ends_s = {1: 1.0, 2: 3.0, 3: 4.0, 5: 9.0}
+    assert seen.steps(ends_s, rows, first=3) == [MeasuredStep(1.0, True, 10.0, 5.0)]
+
+
+def test_overheads_are_means_of_rounds_with_their_error_and_other_figures_medians() -> None:
     found = report(
-        {
-            OFF: [StepCost(1.0, 2.0), StepCost(2.0, 2.0), StepCost(1.0, 2.0)],
-            "traces": [StepCost(1.1, 2.0), StepCost(2.02, 2.0), StepCost(1.5, 1.0)],
-        }
+        [
+            {"overhead": value, "overhead_error": 0.3, "share_traces": value}
+            | {"overhead_wall": 0.0, "overhead_wall_error": 0.6}
+            for value in (4.0, 1.0, 1.0)
+        ]
     )
-    assert found["overhead_traces"] == 0.1
-    assert found["overhead_traces_wall"] == 0.0
-    assert found["overhead_traces_rounds"] == [0.1, 0.01, 0.5]
-    assert found["cpu_s"] == {"off": 1.0, "traces": 1.5}
+    assert (found["overhead"], found["share_traces"]) == (2.0, 1.0)
+    assert (found["overhead_error"], found["overhead_wall_error"]) == (0.1732, 0.3464)
+    assert found["overhead_rounds"] == [4.0, 1.0, 1.0]
 
 
-def test_shares_are_of_the_same_run_s_cpu_and_count_the_recording_of_spans() -> None:
+def test_shares_are_of_the_cpu_of_steps_with_telemetry_and_count_the_recording_of_spans() -> None:
     told = TelemetryAccount(NAMES, spans_cpu_s=10.0, scrapes_cpu_s=1.0, spans=3000.0)
     began = TelemetryAccount(NAMES, spans_cpu_s=9.9, scrapes_cpu_s=0.8, spans=1000.0)
-    cost = StepCost(2.0, 1.0, told.since(began).over(10), record_us=50.0)
-    found = shares([cost])
-    assert found["share_traces"] == 0.01  # (0.01 + 200 * 50e-6) / 2
-    assert found["share_metrics"] == 0.01
+    steps = [MeasuredStep(2.0, True, 1.0, 1.0)] * 10
+    found = shares(told.since(began), steps, 50.0)
+    assert found["share_traces"] == pytest.approx(0.01)  # (0.1 + 2000 * 50e-6) / 20
+    assert found["share_metrics"] == pytest.approx(0.01)
     assert found["spans_a_step"] == 200
 
 
@@ -79,28 +142,45 @@ async def test_a_run_tells_what_its_scrapes_and_spans_took(tmp_path: Path) -> No
         with TELEMETRY_CPU.charged(Part.SPANS):
             spin()
         ended = await asyncio.to_thread(telemetry_account, tmp_path)
-    assert began is not None
-    assert ended is not None
     between = ended.since(began)
     assert between.spans_cpu_s >= SHORT_S
     assert between.scrapes_cpu_s >= SHORT_S  # the first answer was not over when it was written
     assert between.spans >= 7
 
 
-def test_a_run_that_serves_no_metrics_tells_nothing(tmp_path: Path) -> None:
-    assert telemetry_account(tmp_path) is None
+def test_a_run_that_serves_no_metrics_tells_of_no_process(tmp_path: Path) -> None:
+    assert telemetry_account(tmp_path).processes == frozenset()
 
 
-def test_the_run_with_both_kinds_is_traced_and_served(tmp_path: Path) -> None:
-    with KINDS[BOTH](tmp_path) as overrides:
+def test_a_measured_run_is_traced_and_served_while_its_switch_is_on(tmp_path: Path) -> None:
+    switch = Switch(tmp_path / "on")
+    with told_run(tmp_path, switch) as overrides:
         keys = {override.partition("=")[0] for override in overrides}
     assert "sluice.telemetry.traces.endpoint" in keys
     assert "sluice.trainer.endpoint.metrics_port" in keys
+    assert switch.is_on()
+    switch.turn(on=False)
+    assert not switch.is_on()
 
 
-def test_without_telemetry_nothing_is_overridden() -> None:
-    with KINDS[OFF](Path("runs")) as overrides:
-        assert list(overrides) == []
+def test_a_process_with_the_switch_records_only_while_it_is_on(tmp_path: Path) -> None:
+    switch = Switch(tmp_path / "on")
+    with subprocess.Popen(
+        [sys.executable, "-c", TRACED],
+        cwd=ROOT,
+        env=switch.environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for wanted in (False, True):
+            switch.turn(on=wanted)
+            process.stdin.write(f"{wanted}\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == f"{wanted}\n"
+        process.stdin.close()
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:

@@ -62,3 +62,24 @@ def test_a_dead_collector_is_an_error_within_the_time_that_it_has(
     with caplog.at_level(logging.DEBUG, "opentelemetry"), pytest.raises(ExportError):
         exporter.export(recorded())
     exporter.close()
+
+
+def test_attributes_that_compare_equal_keep_their_types_and_many_of_them_cost_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sluice.telemetry import otlp_export
+
+    monkeypatch.setattr(otlp_export, "_MOST_ATTRIBUTES", 4)
+    values: list[str | int | float | bool] = [1, True, 1.0, "1", 2, 3, 4, 1, True, 1.0]
+    with traced() as kept:
+        for value in values:
+            TRACER.trace(SpanName.PROMPT, attributes={Key.STEP: value}).end()
+    with collector() as found:
+        exporter = otlp_export.OtlpSpans(found.address, {})
+        exporter.export(kept.spans)
+        exporter.close()
+    kinds = {"intValue": int, "boolValue": bool, "doubleValue": float, "stringValue": str}
+    sent = [span.attributes[0].value.WhichOneof("value") for span in found.spans()]
+    expected = [name for value in values for name, kind in kinds.items() if type(value) is kind]
+    assert [name.replace("_v", "V") for name in sent] == expected
+    assert len(otlp_export._ATTRIBUTES) <= 4
