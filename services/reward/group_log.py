@@ -27,6 +27,7 @@ from sluice.types import GradedGroup, Prompt, PromptEnd
 logger = logging.getLogger(__name__)
 
 LAST_S = 5.0
+_LINGER_S = 0.2
 _THREAD = "group log"
 
 
@@ -166,6 +167,8 @@ class GroupLog:
         try:
             while True:
                 await self._has_lines.wait()
+                # Groups end by the hundred a second; a thread for each would cost more than it.
+                await asyncio.sleep(_LINGER_S)
                 self._has_lines.clear()
                 await in_daemon_thread(self._write, _THREAD)
         finally:

@@ -17,8 +17,9 @@ from contextlib import suppress
 
 from sluice.errors import ConfigError
 from sluice.launch.child_process import ChildProcess, start_child
+from sluice.launch.free_ports import free_ports
 from sluice.launch.node_facts import look_around, plan_from_json
-from sluice.launch.service_spec import ServiceSpec, free_ports
+from sluice.launch.service_spec import ServiceSpec
 
 # Lines that come together travel together.
 _GATHER_S = 0.02

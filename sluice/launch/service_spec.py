@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from sluice.config.run import RunConfig
 from sluice.device.ascend_host import launch_environment
 from sluice.launch.checkpoint_mark import MARK_VARIABLE, checkpoint_mark
 from sluice.launch.device_share import rank_environment, replica_environment
-from sluice.rpc.bound_socket import bound_socket
+from sluice.launch.free_ports import free_ports
 
 # Tells a process how often it was started before in this run.
 RESTARTS_VARIABLE = "SLUICE_RESTARTS"
@@ -266,18 +265,3 @@ def _rendezvous_port(config: RunConfig, host: str) -> int:
 
 def _module(name: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", name, *arguments)
-
-
-def free_ports(hosts: list[str]) -> list[int]:
-    """One free port per host, which differ: all are held until all are known.
-
-    Args:
-        hosts: addresses of this machine.
-    """
-    with ExitStack() as held:
-        ports: list[int] = []
-        for host in hosts:
-            server = held.enter_context(bound_socket(host, 0))
-            server.listen()
-            ports.append(server.getsockname()[1])
-        return ports

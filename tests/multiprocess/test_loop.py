@@ -105,8 +105,13 @@ async def look_around(run: LiveRun, seen: Observed) -> None:
             "rollout": rollout,
         }.items():
             stub: Any = health_pb2_grpc.HealthStub(channel)
-            named = (WEIGHTS_HEALTH,) if service == "rollout" else ()
-            for name in ("", *SERVICES[service], *named):
+            if service == "rollout":
+                # A replica looks for its weights every so often.
+                watched = health_pb2.HealthCheckRequest(service=WEIGHTS_HEALTH)
+                async for answer in stub.Watch(watched, timeout=30):
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        break
+            for name in ("", *SERVICES[service]):
                 answer = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
                 status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
                 seen.health[f"{service}/{name}"] = status

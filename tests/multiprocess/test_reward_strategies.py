@@ -163,6 +163,7 @@ async def test_staged_groups_draw_a_few_samples_and_the_others_where_they_differ
     ):
         (batch,) = await train(service, [replica], 1)
         status = await service.status()
+        assert await service.stop() == 0  # the last lines of its log are written
     assert positions(batch) == list(range(1, 16, 2))
     for group in batch.groups:
         assert [r.sample_index for r in group.rollouts] == list(range(16))
@@ -229,6 +230,7 @@ async def test_memory_survives_a_killed_service(configure: Callable[..., Path]) 
             await service.announce(2, [replica], resume_from=first[-1].progress)
             batch = await service.take(3, 2)
             status = await service.status()
+            assert await service.stop() == 0  # the last lines of its log are written
     assert positions(batch) == list(range(33, 48, 2))
     assert all("right=1" in content for content, _ in drawn(replica))
     assert dict(status.prompts_by_end)["skipped"] >= 7
