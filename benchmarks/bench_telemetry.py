@@ -1,11 +1,13 @@
 """`make bench-telemetry`: what telling about a run costs the run.
 
 The quickstart's job trains at a learning rate of next to nothing, so that its steps stay alike,
-and telemetry is on for two of its steps and off for two, in turns. Equal runs one after the other
-differ by 5 % and more on a shared machine; steps side by side show less. On means: the spans of
-every prompt go to a collector, and every process is scraped every 5 s, three times as often as
-Prometheus does as shipped. What the switch adds to a step of so many tokens is fitted by least
-squares (`benchmarks.step_regression`), to the CPU of all of the run's processes and to the clock.
+and telemetry is on for eight of its steps and off for eight, in turns. The first two of each turn
+are not measured, since their prompts were accepted before, and spans leave a second later. Equal
+runs one after the other differ by 5 % and more on a shared machine; steps side by side show less.
+On means: the spans of every prompt go to a collector, and every process is scraped every 5 s, three
+times as often as Prometheus does as shipped. What the switch adds to a step of so many tokens is
+fitted by least squares (`benchmarks.step_regression`), to the CPU of all of the run's processes and
+to the clock, for whose two cores collector and scraper compete with the run.
 
 The run is also asked what it spent: what its threads that send spans and answer scrapes took, by
 their own clocks, and its spans times what `benchmarks.span_cost` measures for recording one.
@@ -13,7 +15,8 @@ Printed last is one JSON object:
 
 overhead        CPU seconds a step that telemetry adds, over those of a step; mean of the rounds
 overhead_wall   the same of seconds on the clock
-overhead_error, overhead_wall_error    standard errors of these means
+overhead_error, overhead_wall_error    standard errors of these means, by the steps' scatter or by
+                the rounds', whichever is more
 overhead_rounds, overhead_wall_rounds
 share_traces    of the CPU of steps with telemetry: sending spans, and recording them; median
 share_metrics   of that CPU: answering scrapes; median
@@ -36,7 +39,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -56,7 +59,7 @@ SETTINGS = (
     "trainer.save_freq=0",
     "trainer.logger=['jsonl']",
 )
-_TURN = 2  # steps
+_TURN, _SETTLING = 8, 2  # steps
 _LOOK_S, _STEP_TIMEOUT_S, _END_TIMEOUT_S = 0.02, 300.0, 60.0
 _SWITCH = "SLUICE_BENCH_TRACING_SWITCH"
 _GENERATED, _TRAINED = "accounts/generated_tokens", "perf/total_num_tokens"
@@ -83,8 +86,9 @@ class Switch:
     @property
     def environment(self) -> dict[str, str]:
         """Of the run's processes."""
-        toggled = str(ROOT / "benchmarks" / "toggled_tracing")
-        return {**os.environ, "PYTHONPATH": toggled, _SWITCH: str(self._path)}
+        folders = [str(ROOT / "benchmarks" / "toggled_tracing"), os.environ.get("PYTHONPATH", "")]
+        path = os.pathsep.join(filter(None, folders))
+        return {**os.environ, "PYTHONPATH": path, _SWITCH: str(self._path)}
 
 
 @dataclass(slots=True)
@@ -98,7 +102,7 @@ class RoundFigures:
     def steps(
         self, seconds: Mapping[int, float], rows: Sequence[Mapping[str, float]], first: int
     ) -> list[MeasuredStep]:
-        """Steps from `first` on whose both ends were seen, by one of the two clocks."""
+        """Settled steps from `first` on whose both ends were seen, by one of the two clocks."""
         return [
             MeasuredStep(
                 seconds[number] - seconds[number - 1],
@@ -107,8 +111,12 @@ class RoundFigures:
                 rows[number - 1][_TRAINED],
             )
             for number in range(first, len(rows) + 1)
-            if number in seconds and number - 1 in seconds and number in self.is_on
+            if number in seconds and number - 1 in seconds and self._is_settled(number)
         ]
+
+    def _is_settled(self, number: int) -> bool:
+        since = range(number - _SETTLING, number + 1)
+        return len({self.is_on.get(step) for step in since}) == 1 and number in self.is_on
 
 
 @contextmanager
@@ -159,7 +167,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warm-up", type=int, default=4, help="steps before those that count")
-    parser.add_argument("--steps", type=int, default=100, help="steps that count")
+    parser.add_argument("--steps", type=int, default=112, help="steps that count")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "telemetry")
     return parser.parse_args(arguments)
 
@@ -170,10 +178,12 @@ def report(rounds: Sequence[Mapping[str, float]]) -> dict[str, object]:
         name: round(median(one[name] for one in rounds), 4) for name in rounds[0]
     }
     for name in ("overhead", "overhead_wall"):
-        error = math.sqrt(sum(one[f"{name}_error"] ** 2 for one in rounds)) / len(rounds)
-        found[name] = round(fmean(one[name] for one in rounds), 4)
-        found[f"{name}_error"] = round(error, 4)
-        found[f"{name}_rounds"] = [round(one[name], 4) for one in rounds]
+        each = [one[name] for one in rounds]
+        by_steps = math.sqrt(sum(one[f"{name}_error"] ** 2 for one in rounds)) / len(rounds)
+        by_rounds = stdev(each) / math.sqrt(len(each)) if len(each) > 1 else 0.0
+        found[name] = round(fmean(each), 4)
+        found[f"{name}_error"] = round(max(by_steps, by_rounds), 4)
+        found[f"{name}_rounds"] = [round(one, 4) for one in each]
     return found
 
 
@@ -194,19 +204,24 @@ def _round(parsed: argparse.Namespace) -> dict[str, float]:
         "cpu_s": fmean(step.seconds for step in cpu),
         "wall_s": fmean(step.seconds for step in wall),
     }
-    return figures | shares(told, [step for step in cpu if step.is_on], record_us())
+    on_s = sum(
+        seen.cpu_s[number] - seen.cpu_s[number - 1]
+        for number, is_on in seen.is_on.items()
+        if is_on and number >= first and {number, number - 1} <= seen.cpu_s.keys()
+    )
+    num_on = sum(is_on for number, is_on in seen.is_on.items() if first <= number <= len(rows))
+    return figures | shares(told, on_s, num_on, record_us())
 
 
 def shares(
-    told: TelemetryAccount, steps: Sequence[MeasuredStep], recording_us: float
+    told: TelemetryAccount, cpu_s: float, num_steps: int, recording_us: float
 ) -> dict[str, float]:
-    """What telling took of the CPU of the steps in which it was on."""
-    cpu_s = sum(step.seconds for step in steps)
+    """What telling took of the `cpu_s` of all the steps in which it was on."""
     return {
         "share_traces": (told.spans_cpu_s + told.spans * recording_us / 1e6) / cpu_s,
         "share_metrics": told.scrapes_cpu_s / cpu_s,
         "record_us": recording_us,
-        "spans_a_step": told.spans / len(steps),
+        "spans_a_step": told.spans / num_steps,
     }
 
 
@@ -231,7 +246,10 @@ def _watched(
         told = telemetry_account(folder).since(began)
     finally:
         run.terminate()
-        run.wait(_END_TIMEOUT_S)
+        try:
+            run.wait(_END_TIMEOUT_S)
+        finally:
+            run.kill()
     return seen, told, _rows(folder)[:last]
 
 

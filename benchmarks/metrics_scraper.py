@@ -4,6 +4,7 @@ and what they say that telling has cost them."""
 from __future__ import annotations
 
 import json
+import random
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +57,11 @@ class TelemetryAccount:
 
 
 def telemetry_account(run_dir: Path) -> TelemetryAccount:
-    """What those of a run's processes say that serve metrics."""
+    """What a run's processes say.
+
+    Raises:
+        RuntimeError: none serves metrics.
+    """
     cpu_s = dict.fromkeys(Part, 0.0)
     spans, processes = 0.0, set[str]()
     for name, page in _pages(run_dir):
@@ -67,12 +72,14 @@ def telemetry_account(run_dir: Path) -> TelemetryAccount:
                     cpu_s[Part(sample.labels["part"])] += sample.value
                 elif sample.name == process.TELEMETRY_SPANS.name:
                     spans += sample.value
+    if not processes:
+        raise RuntimeError(f"no process of the run in {run_dir} serves metrics")
     return TelemetryAccount(frozenset(processes), cpu_s[Part.SPANS], cpu_s[Part.SCRAPES], spans)
 
 
 @contextmanager
 def scraped_run(run_dir: Path, is_wanted: Callable[[], bool]) -> Iterator[Sequence[str]]:
-    """Reads every process of a run every `INTERVAL_S` seconds.
+    """Reads every process of a run every `INTERVAL_S` seconds, give or take the half.
 
     Args:
         run_dir: the run's folder.
@@ -94,7 +101,8 @@ def scraped_run(run_dir: Path, is_wanted: Callable[[], bool]) -> Iterator[Sequen
 
 
 def _scrape(run_dir: Path, is_wanted: Callable[[], bool], over: threading.Event) -> None:
-    while not over.wait(INTERVAL_S):
+    # At random, so that scrapes do not fall in step with what is measured.
+    while not over.wait(random.uniform(0.5, 1.5) * INTERVAL_S):
         for _ in _pages(run_dir) if is_wanted() else ():
             pass
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_MOST_DEVIATIONS, _TRIMS = 2.5, 3
+_FEWEST_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +31,14 @@ class Added:
 def added(steps: Sequence[MeasuredStep]) -> Added:
     """By least squares: seconds = base + drift + per generated token + per trained token + switch.
 
-    The drift, by the step's place, is the machine's and the run's.
-
-    Steps farther than 2.5 standard deviations from the fit (another program had the machine) are
-    left out.
+    The drift, by the step's place, is the machine's and the run's. No step is left out: what the
+    switch adds may be rare and large.
 
     Raises:
         ValueError: fewer than 10 steps, or the switch was never turned.
     """
     turned = {step.is_on for step in steps}
-    if len(steps) < 10 or len(turned) < 2:
+    if len(steps) < _FEWEST_STEPS or len(turned) < 2:
         raise ValueError(f"{len(steps)} steps with the switch at {turned}: measure more of both")
     work = np.array(
         [
@@ -48,16 +46,11 @@ def added(steps: Sequence[MeasuredStep]) -> Added:
             for place, step in enumerate(steps)
         ]
     )
-    scale = np.maximum(np.abs(work).max(axis=0), 1.0)
-    work /= scale
+    work /= np.maximum(np.abs(work).max(axis=0), 1.0)
     seconds = np.array([step.seconds for step in steps])
-    kept = np.ones(len(steps), dtype=bool)
-    for _ in range(_TRIMS):
-        fit = np.linalg.lstsq(work[kept], seconds[kept], rcond=None)[0]
-        rest = seconds - work @ fit
-        deviation = rest[kept].std(ddof=min(work.shape[1], kept.sum() - 1))
-        kept = np.abs(rest) <= max(_MOST_DEVIATIONS * deviation, 1e-9)
+    fit = np.linalg.lstsq(work, seconds)[0]
     # The pseudo-inverse bears work that never varied.
-    spread = deviation**2 * np.linalg.pinv(work[kept].T @ work[kept])
-    mean = float(seconds.mean())
-    return Added(float(fit[1]) / mean, float(np.sqrt(spread[1, 1])) / mean)
+    rank = int(np.linalg.matrix_rank(work))
+    variance = float(((seconds - work @ fit) ** 2).sum()) / (len(steps) - rank)
+    error = np.sqrt(variance * np.linalg.pinv(work.T @ work)[1, 1])
+    return Added(float(fit[1] / seconds.mean()), float(error / seconds.mean()))

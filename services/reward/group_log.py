@@ -1,7 +1,8 @@
 """A line for every group that ended (`<run_dir>/groups.jsonl`): what a simulation learns from.
 
 Groups go on from here to the archive of samples, where one is kept. A file that cannot be written
-never stops a run: it is told once, and nothing is lost but the log.
+never stops a run: it is told once, and nothing is lost but the log. A process that is killed loses
+the lines of its last moment, `_LINGER_S` and what the disk takes.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class GroupLog:
         try:
             while True:
                 await self._has_lines.wait()
-                # Groups end by the hundred a second; a thread for each would cost more than it.
+                # Groups end by the hundred a second; a thread for each costs more than its line.
                 await asyncio.sleep(_LINGER_S)
                 self._has_lines.clear()
                 await in_daemon_thread(self._write, _THREAD)

@@ -80,7 +80,8 @@ def with_ports(config: RunConfig) -> RunConfig:
     service = config.sluice
     trainer, reward = service.trainer, service.reward
     wanted = [trainer.endpoint, reward.endpoint]
-    ports = iter(free_ports([e.host for e in wanted if e.port == 0]))
+    hosts = [endpoint.host for endpoint in wanted if endpoint.port == 0]
+    ports = iter(free_ports(hosts, besides=_configured_ports(config)))
     endpoints = [e if e.port else msgspec.structs.replace(e, port=next(ports)) for e in wanted]
     return msgspec.structs.replace(
         config,
@@ -249,18 +250,20 @@ def _trainer_ranks(
 
 def _rendezvous_port(config: RunConfig, host: str) -> int:
     """A free port that no service is going to take."""
+    return free_ports([host], besides=_configured_ports(config))[0]
+
+
+def _configured_ports(config: RunConfig) -> frozenset[int]:
     services = config.sluice
     endpoints = (
         service.endpoint for service in (services.reward, services.trainer, services.rollout)
     )
-    taken = {
+    return frozenset(
         port
         for endpoint in endpoints
         for port in (endpoint.port, endpoint.health_port, endpoint.metrics_port)
-    }
-    while (port := free_ports([host])[0]) in taken:
-        continue
-    return port
+        if port
+    )
 
 
 def _module(name: str, *arguments: str) -> tuple[str, ...]:

@@ -115,7 +115,7 @@ class Moment(NamedTuple):
 
 
 class RecordedSpan(_Within):
-    """From `began` (its construction unless given) until `end`; in its block the current one.
+    """From its beginning until `end`; inside its block it is the current one.
 
     An exception that leaves the block is its error.
 
@@ -127,6 +127,9 @@ class RecordedSpan(_Within):
         attributes: numbers and short texts.
         links: spans of other traces.
         error: what went wrong.
+
+    Args:
+        began: its beginning; ``None``: now.
     """
 
     __slots__ = (
@@ -255,7 +258,15 @@ class Tracer:
         attributes: Attributes,
         error: str | None = None,
     ) -> None:
-        """Records a span below `parent` that ends now; cheaper than one that is opened before."""
+        """Records a span below `parent` that ends now.
+
+        Args:
+            parent: the span above it; where that one is not recorded, nothing is.
+            name: what was timed.
+            began: its beginning.
+            attributes: of it.
+            error: what went wrong; ``None``: nothing did.
+        """
         if self.is_on and parent.is_sampled:
             context = TraceContext(parent.trace_id, new_span_id(), is_sampled=True)
             kind = SpanKind.INTERNAL

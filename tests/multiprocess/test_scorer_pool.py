@@ -99,9 +99,9 @@ async def test_an_item_that_cannot_be_sent_is_unscorable_and_the_others_are_grad
 
 async def test_many_slow_samples_have_a_deadline_each_and_not_together(tmp_path: Path) -> None:
     path = tmp_path / "slow.py"
-    path.write_text("import time\ndef compute_score(**kw):\n    time.sleep(0.2)\n    return 1.0\n")
+    path.write_text("import time\ndef compute_score(**kw):\n    time.sleep(0.6)\n    return 1.0\n")
     custom = CustomRewardFunctionConfig(path=str(path))
-    async with running_scorer_pool(ScorerPoolConfig(timeout_s=0.6), custom) as pool:
+    async with running_scorer_pool(ScorerPoolConfig(timeout_s=2.4), custom) as pool:
         assert kinds(await pool.score(items(*"abcdef"))) == [1.0] * 6
         assert pool.num_replaced == 0
 

@@ -22,9 +22,21 @@ def test_ports_differ_and_can_be_bound_afterwards() -> None:
             pass
 
 
-def test_the_system_never_gives_them_to_others_meanwhile() -> None:
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert all(20_000 <= port < min(30_000, lowest) for port in free_ports([HOST] * 20))
+def test_ports_come_from_below_those_that_the_system_gives_to_connections(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ephemeral = tmp_path / "range"
+    ephemeral.write_text("20100\t60999\n")
+    monkeypatch.setattr(module, "_EPHEMERAL", ephemeral)
+    assert all(20_000 <= port < 20_100 for port in free_ports([HOST] * 20))
+
+
+def test_ports_that_others_are_going_to_take_are_passed_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = free_ports([HOST, HOST])
+    monkeypatch.setattr(module._random, "sample", lambda _range, _count: [first, second])
+    assert free_ports([HOST], besides={first}) == [second]
 
 
 def test_taken_ports_are_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,13 +54,22 @@ def test_where_all_are_taken_the_system_chooses(monkeypatch: pytest.MonkeyPatch)
     assert port != taken
 
 
-def test_a_machine_whose_own_range_begins_below_has_the_system_choose(
+def test_where_the_ephemeral_range_begins_below_the_system_chooses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     wide = tmp_path / "range"
     wide.write_text("1024\t65535\n")
-    monkeypatch.setattr(module, "_SYSTEMS_RANGE", wide)
-    assert len(free_ports([HOST])) == 1
+    monkeypatch.setattr(module, "_EPHEMERAL", wide)
+    asked = list[int]()
+    listening_at = module._listening_at
+
+    def recorded(host: str, port: int) -> socket.socket:
+        asked.append(port)
+        return listening_at(host, port)
+
+    monkeypatch.setattr(module, "_listening_at", recorded)
+    free_ports([HOST])
+    assert asked == [0]
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
