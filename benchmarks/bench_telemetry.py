@@ -165,11 +165,18 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         description="Measures what telling about a run costs the run.",
         epilog="example: python benchmarks/bench_telemetry.py --rounds 1 --steps 60",
     )
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=4, help="runs, one after the other")
     parser.add_argument("--warm-up", type=int, default=4, help="steps before those that count")
     parser.add_argument("--steps", type=int, default=112, help="steps that count")
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "telemetry")
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "runs" / "telemetry", help="runs go here"
+    )
+    parsed = parser.parse_args(arguments)
+    if parsed.rounds < 1 or parsed.warm_up < 1:
+        parser.error("--rounds and --warm-up have to be 1 at least")
+    if parsed.steps < 2 * _TURN:
+        parser.error(f"--steps {parsed.steps}: give {2 * _TURN} at least, a turn on and one off")
+    return parsed
 
 
 def report(rounds: Sequence[Mapping[str, float]]) -> dict[str, object]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.bench_telemetry import ROOT, RoundFigures, Switch, report, shares, told_run
+from benchmarks.bench_telemetry import ROOT, RoundFigures, Switch, main, report, shares, told_run
 from benchmarks.metrics_scraper import TelemetryAccount, telemetry_account
 from benchmarks.process_cpu import cpu_seconds
 from benchmarks.step_regression import MeasuredStep, added
@@ -95,6 +95,15 @@ def test_a_switch_that_was_never_turned_says_nothing() -> None:
     steps = [replace(step, is_on=True) for step in steps_of(on_s=0.0)]
     with pytest.raises(ValueError, match=r"switch at \{True\}"):
         added(steps)
+
+
+@pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--steps", "15"], ["--warm-up", "0"]])
+def test_too_little_to_measure_is_refused_before_anything_runs(
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(wrong)
+    assert wrong[0] in capsys.readouterr().err
 
 
 def test_only_settled_steps_whose_both_ends_were_seen_are_measured() -> None:

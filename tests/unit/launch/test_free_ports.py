@@ -22,12 +22,18 @@ def test_ports_differ_and_can_be_bound_afterwards() -> None:
             pass
 
 
+@pytest.fixture
+def ephemeral(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file in which the system says which ports it chooses from."""
+    path = tmp_path / "range"
+    monkeypatch.setattr(module, "_EPHEMERAL", path)
+    return path
+
+
 def test_ports_come_from_below_those_that_the_system_gives_to_connections(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ephemeral: Path,
 ) -> None:
-    ephemeral = tmp_path / "range"
     ephemeral.write_text("20100\t60999\n")
-    monkeypatch.setattr(module, "_EPHEMERAL", ephemeral)
     assert all(20_000 <= port < 20_100 for port in free_ports([HOST] * 20))
 
 
@@ -55,11 +61,9 @@ def test_where_all_are_taken_the_system_chooses(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_where_the_ephemeral_range_begins_below_the_system_chooses(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, ephemeral: Path
 ) -> None:
-    wide = tmp_path / "range"
-    wide.write_text("1024\t65535\n")
-    monkeypatch.setattr(module, "_EPHEMERAL", wide)
+    ephemeral.write_text("1024\t65535\n")
     asked = list[int]()
     listening_at = module._listening_at
 

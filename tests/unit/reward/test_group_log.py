@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from services.reward import group_log
+from services.reward.daemon_thread import in_daemon_thread
 from services.reward.generation_trace import GroupTrace
 from services.reward.group_log import GroupLog
 from services.reward.run_files import RunFiles
@@ -35,6 +38,30 @@ async def written(log: GroupLog) -> None:
     async with asyncio.TaskGroup() as tasks:
         writer = tasks.create_task(log.run())
         await asyncio.sleep(0)
+        writer.cancel()
+
+
+async def test_groups_that_end_close_together_are_written_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = list[str]()
+
+    def counted(work: Callable[[], None], name: str) -> asyncio.Future[None]:
+        writes.append(name)
+        return in_daemon_thread(work, name)
+
+    monkeypatch.setattr(group_log, "in_daemon_thread", counted)
+    path, prompt = tmp_path / "groups.jsonl", client_prompt()
+    log = GroupLog(path)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        writer = tasks.create_task(log.run())
+        for _ in range(3):
+            log.started(prompt, Visit("aa", 3, None, 4, probability=0.25), probes=4, version=7)
+            log.ended(prompt, PromptEnd.DROPPED_FAILED, None, TRACE)
+            await asyncio.sleep(0)
+        while not path.exists() or len(lines(path)) < 3:
+            await asyncio.sleep(0.01)
+        assert len(writes) == 1
         writer.cancel()
 
 
