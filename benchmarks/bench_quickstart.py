@@ -1,7 +1,8 @@
 """`make bench-quickstart`: the quickstart over several seeds, and against TRL on the same job.
 
 For each seed, in turn and on the same machine: `sluice quickstart`, then TRL's GRPOTrainer on the
-same model, data, reward, batch sizes and learning rate, in an environment of its own. Accuracy is
+same model, data, reward, batch sizes and learning rate, in an environment of its own, in two
+set-ups: the fastest that was found, and as its script starts by itself. Accuracy is
 measured every few batches by the same code, and its time counts for neither: TRL's clock is stopped
 meanwhile, sluice's checkpoints are measured after the run. Then the embedded engine against
 transformers `generate`. The last line printed is one JSON object; its lists are in the order of the
@@ -43,16 +44,21 @@ MEASURED_AFTERWARDS = [
     f"trainer.save_freq={MEASURE_EVERY}",
     "trainer.max_actor_ckpt_to_keep=null",
 ]
+# One process with as many threads as there are cores, and the micro-batch that transformers'
+# training arguments default to. The script's own defaults are the fastest set-up found.
+TRL_BY_ITSELF = ("--processes", "1", "--threads", "2", "--micro-batch", "8")
 
 
 @dataclass(frozen=True, slots=True)
 class SeedResult:
-    """One seed under both systems; `curve` is sluice's, from the untrained model on."""
+    """One seed under both systems; `curve` is sluice's, from the untrained model on. TRL's
+    results are empty where it was left out."""
 
     summary: Mapping[str, float]
     curve: Sequence[AccuracyPoint]
     reward_rss_mb: float
     trl: Mapping[str, object]
+    trl_by_itself: Mapping[str, object]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -104,9 +110,12 @@ def _measure_seed(seed: int, parsed: argparse.Namespace) -> SeedResult:
     record = read_run(run_dir)
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     trl: Mapping[str, object] = {}
+    by_itself: Mapping[str, object] = {}
     if parsed.trl:
         _say(f"seed {seed}: TRL")
         trl = _run_trl(seed, run_dir / "assets", parsed)
+        _say(f"seed {seed}: TRL in one process")
+        by_itself = _run_trl(seed, run_dir / "assets", parsed, TRL_BY_ITSELF)
     script = str(ROOT / "benchmarks" / "checkpoint_curve.py")
     measured = _last_json([sys.executable, script, "--run-dir", str(run_dir), "--seed", str(seed)])
     curve = measured["curve"]
@@ -116,6 +125,7 @@ def _measure_seed(seed: int, parsed: argparse.Namespace) -> SeedResult:
         [AccuracyPoint(*point) for point in curve],
         record.largest("perf/reward_rss_mb"),
         trl,
+        by_itself,
     )
 
 
@@ -124,13 +134,15 @@ def seconds_to_target(curve: Sequence[AccuracyPoint], target: float) -> float | 
     return next((point.train_seconds for point in curve if point.accuracy >= target), None)
 
 
-def _run_trl(seed: int, assets: Path, parsed: argparse.Namespace) -> Mapping[str, object]:
+def _run_trl(
+    seed: int, assets: Path, parsed: argparse.Namespace, tuning: Sequence[str] = ()
+) -> Mapping[str, object]:
     script = ROOT / "benchmarks" / "trl_dapo.py"
     limits = ["--target", str(parsed.target), "--max-seconds", str(parsed.trl_max_seconds)]
     limits += ["--max-batches", "60", "--evaluate-every", str(MEASURE_EVERY)]
     interpreter = str(interpreter_of(parsed.trl_venv))
     return _last_json(
-        [interpreter, str(script), "--assets", str(assets), "--seed", str(seed), *limits]
+        [interpreter, str(script), "--assets", str(assets), "--seed", str(seed), *limits, *tuning]
     )
 
 
@@ -142,19 +154,14 @@ def _report(
     overrides: Sequence[str],
 ) -> dict[str, object]:
     ours = [seconds_to_target(result.curve, target) for result in results]
-    ratios = [_ratio(mine, result.trl) for mine, result in zip(ours, results, strict=True)]
-    known = [ratio for ratio in ratios if ratio is not None]
     return {
         "seeds": list(seeds),
         "target": target,
         "overrides": list(overrides),
-        "time_to_target_ratio_trl": statistics.median(known) if known else None,
-        "time_to_target_ratios_trl": ratios,
         "seconds_to_target": ours,
-        "seconds_to_target_trl": [result.trl.get("seconds_to_target") for result in results],
-        "trl_stopped_by": [result.trl.get("stopped_by") for result in results],
+        **_against(ours, [result.trl for result in results], "trl"),
+        **_against(ours, [result.trl_by_itself for result in results], "trl_by_itself"),
         "curves": [list(result.curve) for result in results],
-        "curves_trl": [result.trl.get("curve") for result in results],
         "generate_ratio_hf": generate["generate_ratio_hf"],
         "generate": dict(generate),
         "accuracy_before": [result.curve[0].accuracy for result in results],
@@ -172,6 +179,22 @@ def _report(
             )
         },
         "reward_rss_mb": max(result.reward_rss_mb for result in results),
+    }
+
+
+def _against(
+    ours: Sequence[float | None], runs: Sequence[Mapping[str, object]], name: str
+) -> dict[str, object]:
+    """What a set-up of TRL needed, and its ratios to our seconds; keys end with `name`."""
+    ratios = [_ratio(mine, run) for mine, run in zip(ours, runs, strict=True)]
+    known = [ratio for ratio in ratios if ratio is not None]
+    return {
+        f"time_to_target_ratio_{name}": statistics.median(known) if known else None,
+        f"time_to_target_ratios_{name}": ratios,
+        f"seconds_to_target_{name}": [run.get("seconds_to_target") for run in runs],
+        f"seconds_per_batch_{name}": [run.get("seconds_per_batch") for run in runs],
+        f"stopped_by_{name}": [run.get("stopped_by") for run in runs],
+        f"curves_{name}": [run.get("curve") for run in runs],
     }
 
 

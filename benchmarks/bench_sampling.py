@@ -1,9 +1,10 @@
 """`make bench-sampling`: what the strategies of over-generation cost and gain.
 
-Simulated: every strategy on the three mixtures of docs/simulator.md, G = 16, 64 groups a batch.
-Real: the quickstart's harder task on the embedded engine, one run a strategy, then synchronous
-against asynchronous training with one thread on each side, and the asynchronous run against its
-simulation. The last line printed is one JSON object; docs/benchmarks.md explains the figures.
+Simulated: the simulator itself, timed; every strategy on the three mixtures of docs/simulator.md,
+G = 16, 64 groups a batch. Real: the quickstart's harder task on the embedded engine, one run a
+strategy, then synchronous against asynchronous training with one thread on each side, and the
+asynchronous run against its simulation. The last line printed is one JSON object;
+docs/benchmarks.md explains the figures.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ from benchmarks.sampling_real import (
     measure_synchrony,
     steps_to_accuracy,
     twin_errors,
+    twin_idle_errors,
+    twin_of,
 )
+from benchmarks.sampling_real_tables import print_strategies, print_synchrony, print_twin_errors
 from benchmarks.sampling_simulated import SimulatedFigures, simulate_mixtures
+from benchmarks.simulator_speed import measure_simulator
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,6 +44,9 @@ def main(arguments: Sequence[str]) -> int:
     parsed.output.mkdir(parents=True, exist_ok=True)
     report: dict[str, object] = {}
     if parsed.simulated:
+        speed = measure_simulator()
+        report["simulate_1024_replicas_s"] = round(speed.seconds, 1)
+        report["simulate_1024_replicas_samples"] = speed.num_samples
         simulated = simulate_mixtures(seeds=parsed.seeds, steps=parsed.simulated_steps)
         report |= _simulated(simulated)
         report["pacing_speedup"] = simulate_pacing(parsed.seeds, parsed.simulated_steps)
@@ -94,7 +102,11 @@ def _real(parsed: argparse.Namespace) -> dict[str, object]:
         for share in AHEAD_SHARES
     }
     all_ahead = overlapped[1.0]
-    overlapping = next(run for run in strategies if run.name == "stream")
+    # The pairs' validations hold steps up, and no simulation knows of them.
+    found = twin_of(next(run for run in strategies if run.name == "stream"))
+    print_strategies(strategies)
+    print_synchrony(by_seed, overlapped)
+    print_twin_errors(found)
     return {
         "real_gen_per_trained": {run.name: run.gen_per_trained for run in strategies},
         "real_surplus_discarded": {run.name: run.surplus_discarded for run in strategies},
@@ -106,8 +118,8 @@ def _real(parsed: argparse.Namespace) -> dict[str, object]:
         "accuracy_async": all_ahead["accuracy"],
         "accuracies_sync": [round(accuracy_of_end(runs[0.0]), 4) for runs in by_seed],
         "async_by_ahead_share": {f"{share:g}": found for share, found in overlapped.items()},
-        # The pairs' validations hold steps up, and no simulation knows of them.
-        "twin_error": twin_errors(overlapping),
+        "twin_error": twin_errors(found),
+        "twin_idle_error": twin_idle_errors(found),
     }
 
 

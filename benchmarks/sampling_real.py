@@ -15,7 +15,7 @@ from sluice.cli.fitted_simulation import fitted_simulation
 from sluice.launch.run_folder import claim_folder
 from sluice.quickstart.prepare import PrepareProgress, prepare
 from sluice.report.run_record import AccuracyPoint, RunRecord, read_run
-from sluice.simulate.twin import twin
+from sluice.simulate.twin import Twin, twin
 
 ROOT = Path(__file__).resolve().parent.parent
 TASK = "stretch"
@@ -43,6 +43,7 @@ WARM_UP_STEPS = 4
 PAIR_VALIDATION_EVERY = 8
 # All ahead, which is the default, and as much as this task's trainer leaves time for.
 AHEAD_SHARES = (1.0, 0.25)
+IDLE_FIGURES = {"trainer": "trainer_idle", "fleet": "fleet_idle"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +133,36 @@ def steps_to_accuracy(run: RealRun, accuracy: float) -> float:
     return float(before.step)
 
 
-def twin_errors(run: RealRun) -> dict[str, float]:
-    """Absolute errors of a run's simulation: relative for times and waste, of shares for idle."""
+def twin_of(run: RealRun) -> Twin:
+    """A run beside its simulation."""
     fitted = fitted_simulation(run.folder, None, 0)
-    found = twin(fitted.run, fitted.settings)
+    return twin(fitted.run, fitted.settings)
+
+
+def twin_errors(found: Twin) -> dict[str, float]:
+    """Absolute errors: relative for times and waste; of shares for idle, the trainer's or the
+    fleet's, whichever is larger (`twin_idle_errors` has both)."""
     return {
         "step_time": round(found.error("step_time"), 4),
-        "idle": round(max(found.error("trainer_idle"), found.error("fleet_idle")), 4),
+        "idle": round(max(found.error(name) for name in IDLE_FIGURES.values()), 4),
         "waste": round(found.error("waste"), 4),
     }
+
+
+def twin_idle_errors(found: Twin) -> dict[str, dict[str, float | None]]:
+    """Of the trainer and of the fleet: both idle shares, the error in points (hundredths of the
+    time) and over the run's share; ``None``: that is 0."""
+    errors: dict[str, dict[str, float | None]] = {}
+    for owner, name in IDLE_FIGURES.items():
+        figure = found.figure(name)
+        relative = figure.relative_error
+        errors[owner] = {
+            "run": round(figure.real, 4),
+            "simulated": round(figure.simulated, 4),
+            "points": round(100 * abs(figure.difference), 2),
+            "relative": None if relative is None else round(abs(relative), 4),
+        }
+    return errors
 
 
 def _share_assets(assets: Path, folder: Path, seed: int) -> None:

@@ -26,7 +26,9 @@ from sluice.concurrency.parent_death import end_with_supervisor
 from sluice.concurrency.shutdown import stop_on_signals
 from sluice.config.derived import message_mb
 from sluice.config.loader import load_config
+from sluice.config.problems import raise_problems
 from sluice.config.run import RunConfig
+from sluice.config.strategy_rules import strategy_problems
 from sluice.rpc.credentials import Credentials, service_credentials
 from sluice.rpc.handshake_remedy import expect_no_tls
 from sluice.rpc.server import RpcServer
@@ -125,6 +127,8 @@ async def _watch(ledger: SqliteLedger | None) -> None:
 def _run(path: Path, overrides: tuple[str, ...]) -> None:
     config = load_config(path, overrides)
     configure_logging(NAME, config.sluice.log_level)
+    # Whoever starts services without `sluice up` is told, too.
+    raise_problems(strategy_problems(config), "checks before the start")
     with traced_process(config, NAME, NAME):
         asyncio.run(_serve(config))
 

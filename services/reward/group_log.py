@@ -2,7 +2,8 @@
 
 Groups go on from here to the archive of samples, where one is kept. A file that cannot be written
 never stops a run: it is told once, and nothing is lost but the log. A process that is killed loses
-the lines of its last moment, `_LINGER_S` and what the disk takes.
+the lines of its last moment, `_LINGER_S` and what the disk takes. The next process appends to the
+same file, with times of its own: a line names the process that wrote it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import logging
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 LAST_S = 5.0
 _LINGER_S = 0.2
 _THREAD = "group log"
+_ID_LENGTH = 8  # of a few starts in a file; it stands in each line
 
 
 class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +54,7 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
         probes: samples that were drawn first, to decide about the rest; 0: all were drawn at once.
         probability: with which it was drawn, given what was known of its prompt.
         step: that trained it; null for others.
+        incarnation: names the start of the service that its times are counted from.
     """
 
     prompt_id: str
@@ -68,6 +72,7 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
     probes: int
     probability: float
     step: int | None = None
+    incarnation: str
 
 
 @dataclass(slots=True)
@@ -95,7 +100,7 @@ class GroupLog:
         samples: EndedGroups | None = None,
     ) -> None:
         self._path, self._clock, self._start = path, clock, clock()
-        self._samples = samples
+        self._samples, self._incarnation = samples, uuid.uuid4().hex[:_ID_LENGTH]
         self._open: dict[str, _Open] = {}
         self._lines: deque[GroupLine] = deque()
         self._has_lines = asyncio.Event()
@@ -156,6 +161,7 @@ class GroupLog:
                 probes=story.probes,
                 probability=story.visit.probability,
                 step=step,
+                incarnation=self._incarnation,
             )
         )
         self._has_lines.set()

@@ -242,7 +242,7 @@ class OutcomeRecorder:
         self._totals["reward/groups_acknowledged"] += num_groups
 
     def surplus_discarded(self) -> None:
-        """A kept group grew stale before a batch had room for it."""
+        """A kept group is thrown away: it grew stale, or its strategy carries nothing over."""
         self._interval.num_surplus_discarded += 1
         self._totals["reward/surplus_discarded"] += 1
 

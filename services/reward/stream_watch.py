@@ -87,10 +87,12 @@ class StreamWatch:
         """How far it is, for the log."""
         pace = self.pace
         without = f", {sorted(pace.waiting)}" if pace.waiting else ""
+        quietest = pace.quietest(now)
+        silent = f", of these {quietest[0]} is silent for {quietest[1]:.1f} s" if quietest else ""
         return (
             f"nothing for {now - pace.last_progress:.1f} s, stream of {now - self._begun:.1f} s "
             f"with {pace.num_tokens} tokens; {len(pace.waiting)} samples without any{without}, "
-            f"{len(pace.running)} running, {pace.num_finished} ended"
+            f"{len(pace.running)} running{silent}, {pace.num_finished} ended"
         )
 
     def _reschedule(self) -> None:

@@ -177,6 +177,7 @@ class TrainBatches:
                 self._batcher.remove(prompt.prompt_id)
                 detail = f"kept, and the batch was full with {self._batch_size} groups"
                 end = PromptEnd.DROPPED_SURPLUS
+                self._recorder.surplus_discarded()
                 self._recorder.ended(prompt, end, graded=graded, detail=detail)
 
     def _drop_stale(self, decision: BatchDecision, version: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from sluice.errors import BatchUnfillableError, DataExhaustedError
+from sluice.algorithm.yield_floor import LastGroups, YieldFloor
+from sluice.errors import DataExhaustedError
 from sluice.types import PromptEnd
 
 KEPT = "kept"
@@ -19,8 +20,8 @@ class YieldGuard:
     """
 
     def __init__(self, min_yield: float, num_groups: int) -> None:
-        self._min_yield, self._num_groups = min_yield, num_groups
-        self._window: deque[str] = deque()
+        self._floor, self._last = YieldFloor(min_yield, num_groups), LastGroups()
+        self._window: deque[str] = deque()  # what the story tells of the same groups
         self._counts: Counter[str] = Counter()
         self._last_failure = ""
         self._num_left_out, self._last_left_out = 0, ""
@@ -28,10 +29,11 @@ class YieldGuard:
 
     def ended(self, end: PromptEnd | None, detail: str) -> None:
         """Note how a group ended; ``None``: it was kept."""
+        self._last = self._floor.after(self._last, is_kept=end is None)
         outcome = KEPT if end is None else end.value
         self._window.append(outcome)
         self._counts[outcome] += 1
-        if len(self._window) > self._num_groups:
+        if len(self._window) > self._floor.num_groups:
             self._counts[self._window.popleft()] -= 1
         if end is PromptEnd.DROPPED_FAILED:
             self._last_failure = detail
@@ -46,22 +48,9 @@ class YieldGuard:
         self._num_quarantined += 1
 
     def check_yield(self) -> None:
-        """Raises `BatchUnfillableError` if too few of the last groups were kept.
-
-        The first words are verl's, which its users look for in a log (verl-semantics, filtering).
-        """
-        if len(self._window) < self._num_groups or not self._min_yield:
-            return
-        share = self._counts[KEPT] / self._num_groups
-        if share < self._min_yield:
-            raise BatchUnfillableError(
-                f"Generated too many groups for those kept: only {share:.2%} of the last "
-                f"{self._num_groups} groups were kept, below "
-                f"algorithm.filter_groups.min_yield = {self._min_yield:g}{self._story()}; choose "
-                "prompts the policy solves sometimes, draw more samples "
-                "(actor_rollout_ref.rollout.n), or lower min_yield (raise max_num_gen_batches if "
-                "that was given)"
-            )
+        """Raises `BatchUnfillableError` if too few of the last groups were kept (`YieldFloor`)."""
+        if self._floor.is_hopeless(self._last):
+            raise self._floor.error(self._last, self._story())
 
     def exhausted(self, num_kept: int, batch_size: int) -> DataExhaustedError:
         """The error for a data set that ended before the batch was full."""

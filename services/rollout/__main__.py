@@ -38,6 +38,7 @@ from sluice.config.endpoints import advertised_address, peer_address
 from sluice.config.loader import load_config
 from sluice.config.problems import raise_problems
 from sluice.config.run import RunConfig
+from sluice.data.prompt_length import PromptLimit
 from sluice.device.ascend_host import prepare_process
 from sluice.launch.network_layout import WEIGHTS_HEALTH
 from sluice.rpc.channel import open_channel
@@ -91,6 +92,7 @@ async def _run_replica(config: RunConfig, name: str) -> None:
         config.sluice.rollout.device,
         config.sluice.rollout.endpoint,
         collectives_on_device=config.sluice.weights.backend != "gloo",
+        runs_vllm=config.actor_rollout_ref.rollout.name == "vllm",
     )
     credentials = service_credentials(config.sluice.security, config.sluice.rollout.endpoint)
     if not credentials.is_encrypted:
@@ -123,9 +125,6 @@ def _encoder(config: RunConfig) -> PromptEncoder:
     model = config.actor_rollout_ref.model
     return PromptEncoder(
         Path(model.path),
-        max_prompt_length=config.data.max_prompt_length,
-        truncation=config.data.truncation,
-        filter_overlong=config.data.filter_overlong_prompts,
         template_kwargs=config.data.apply_chat_template_kwargs,
         trust_remote_code=model.trust_remote_code,
     )
@@ -146,6 +145,11 @@ def _server(
         CountedGeneration(engine, encoder),
         engine_name=config.actor_rollout_ref.rollout.name,
         max_n=service.max_n,
+        training_prompts=PromptLimit(
+            config.data.max_prompt_length,
+            config.data.truncation,
+            config.data.filter_overlong_prompts,
+        ),
         quota=ClientQuota(
             config.sluice.limits.max_client_samples,
             "samples",

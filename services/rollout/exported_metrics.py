@@ -26,6 +26,7 @@ def load_readings(load: EngineLoad) -> Iterator[Reading]:
     yield rollout.GENERATED.at(float(load.generated_tokens))
     yield rollout.UNSENT.at(float(load.unsent_tokens))
     yield rollout.RUNNING.at(float(load.running_tokens))
+    yield rollout.DIRECT.at(float(load.direct_sent_tokens + load.direct_unsent_tokens))
     yield rollout.BUSY_SECONDS.at(load.busy_seconds)
     for state, seconds in load.seconds_by_state.items():
         yield rollout.STATE_SECONDS.at(seconds, state)

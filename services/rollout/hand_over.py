@@ -55,15 +55,15 @@ class CountedGeneration(Generation):
     ) -> None:
         """As `Generation.run`. An event counts as sent once `send` has returned."""
         partials = tuple(partials)
-        hand_over = HandOver(partials)
+        hand_over, books = HandOver(partials), self._books.of(request)
 
         async def send_counted(event: GenerationEvent) -> None:
             await send(event)
             new_tokens = hand_over.new_tokens(event)
             request.tokens.sent += new_tokens
-            self._books.sent += new_tokens
+            books.sent += new_tokens
 
         try:
             await super().run(request, partials, delivery, send_counted)
         finally:
-            self._books.unsent += request.tokens.yielded - request.tokens.sent
+            books.unsent += request.tokens.yielded - request.tokens.sent

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sluice.data.prompt_length import Truncation, fit_prompt
 from sluice.errors import ConfigError, InvalidRequestError
 from sluice.types import IMAGE_MARK, ChatMessage, TokenIds
 from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
@@ -28,6 +27,7 @@ OWN_ARGUMENTS = frozenset(
     )
 )
 """Arguments of the template that the encoder itself decides on."""
+NO_KWARGS: Mapping[str, object] = MappingProxyType({})
 
 
 class PromptEncoder:
@@ -35,10 +35,6 @@ class PromptEncoder:
 
     Args:
         model_path: directory with the tokenizer.
-        max_prompt_length: tokens a prompt may have.
-        truncation: what to do with a longer one (`sluice.data.prompt_length.fit_prompt`).
-        filter_overlong: refuse a longer one whatever `truncation` says, so that whoever sent it
-            can leave it out.
         template_kwargs: further arguments of the chat template, as ``enable_thinking``.
         trust_remote_code: run tokenizer code of the checkpoint.
 
@@ -51,43 +47,52 @@ class PromptEncoder:
         self,
         model_path: Path,
         *,
-        max_prompt_length: int,
-        truncation: Truncation,
-        filter_overlong: bool = False,
-        template_kwargs: Mapping[str, object] = MappingProxyType({}),
+        template_kwargs: Mapping[str, object] = NO_KWARGS,
         trust_remote_code: bool = False,
     ) -> None:
-        self._max_prompt_length = max_prompt_length
-        self._truncation: Truncation = "error" if filter_overlong else truncation
         self._template_kwargs = _checked(template_kwargs)
         self._tokenizer = _load_tokenizer(model_path, trust_remote_code=trust_remote_code)
         # The wrapper costs several times what the tokenizer itself does on short texts.
         self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        if self._fast is not None:
+            # A tokenizer.json may say that texts are cut and padded; prompts are neither.
+            self._fast.no_truncation()
+            self._fast.no_padding()
         self._images = _image_prompts(model_path, trust_remote_code=trust_remote_code)
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], images: Sequence[bytes] = ()
+        self,
+        messages: Sequence[ChatMessage],
+        images: Sequence[bytes] = (),
+        *,
+        template_kwargs: Mapping[str, object] = NO_KWARGS,
+        add_special_tokens: bool = False,
     ) -> TokenIds:
         """Chat template with a generation prompt, tokenised: [prompt tokens].
 
         Args:
             messages: the turns. ``<image>`` in their texts stands for an image, if there are any.
             images: encoded files in the order of these. Each takes as many tokens as the model
-                reads of it, which count like any others. A prompt with images is never cut.
+                reads of it, which count like any others.
+            template_kwargs: of the template, before those of the encoder.
+            add_special_tokens: those that the tokenizer begins or ends texts with are added, though
+                the template writes its own.
 
         Raises:
-            PromptTooLongError: the prompt is over the limit and is not to be cut.
             InvalidRequestError: the template refuses the turns; or the images do not fit the model,
-                the texts or the template, or one of them cannot be read.
+                the texts or the template, or one of them cannot be read; or an argument of the
+                template is not for callers.
         """
         self._check_size(sum(len(m.role) + len(m.content) for m in messages))
+        arguments = self._template_arguments(template_kwargs)
         if images:
-            return self._encode_with_images(messages, images)
-        return self.encode_text(self._rendered([_turn(message) for message in messages]))
+            self._check_images(messages, images)
+        turn = _turn_with_images if images else _turn
+        text = self._rendered([turn(message) for message in messages], arguments)
+        ids = self._tokens(text, add_special_tokens=add_special_tokens)
+        return self._images.expand(ids, images) if images and self._images else _some(ids)
 
-    def _encode_with_images(
-        self, messages: Sequence[ChatMessage], images: Sequence[bytes]
-    ) -> TokenIds:
+    def _check_images(self, messages: Sequence[ChatMessage], images: Sequence[bytes]) -> None:
         if self._images is None:
             raise InvalidRequestError(
                 f"images: {len(images)} for a model that reads text alone; send none, or serve one "
@@ -99,14 +104,19 @@ class PromptEncoder:
                 f"images: {len(images)} for {marks} times {IMAGE_MARK} in the texts; write "
                 f"{IMAGE_MARK} where each image belongs"
             )
-        text = self._rendered([_turn_with_images(message) for message in messages])
-        ids = self._images.expand(self._tokens(text), images)
-        return fit_prompt(ids, self._max_prompt_length, "error")
 
-    def _rendered(self, turns: list[dict[str, Any]]) -> str:
+    def _template_arguments(self, given: Mapping[str, object]) -> dict[str, Any]:
+        if taken := sorted(OWN_ARGUMENTS & given.keys()):
+            raise InvalidRequestError(
+                f"chat_template_kwargs: {', '.join(taken)} cannot be set, since prompts are always "
+                "rendered by the model's template as text that waits for an answer; leave it out"
+            )
+        return {**self._template_kwargs, **given}
+
+    def _rendered(self, turns: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, tokenize=False, **self._template_kwargs
+                turns, add_generation_prompt=True, tokenize=False, **arguments
             )
         except Exception as error:
             raise InvalidRequestError(
@@ -114,26 +124,30 @@ class PromptEncoder:
             ) from error
         return str(text)
 
-    def encode_text(self, text: str) -> TokenIds:
-        """Plain text tokenised as it stands: [prompt tokens].
+    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+        """Plain text tokenised: [prompt tokens].
+
+        Args:
+            text: what the response continues.
+            add_special_tokens: the tokenizer adds those that it begins or ends texts with, such as
+                a BOS, as transformers and other servers do unless told not to.
 
         Raises:
-            PromptTooLongError: the prompt is over the limit and is not to be cut.
             InvalidRequestError: it has no token, or too many characters.
         """
-        return self._limited(self._tokens(text))
+        return _some(self._tokens(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: TokenIds) -> str:
         """The text of response tokens, special tokens left out."""
         decoder = self._tokenizer if self._fast is None else self._fast
         return str(decoder.decode(token_ids.tolist(), skip_special_tokens=True))
 
-    def _tokens(self, text: str) -> TokenIds:
+    def _tokens(self, text: str, *, add_special_tokens: bool) -> TokenIds:
         self._check_size(len(text))
         if self._fast is not None:
-            ids = self._fast.encode(text, add_special_tokens=False).ids
+            ids = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
         else:
-            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return np.asarray(ids, dtype=np.uint32)
 
     def _check_size(self, num_characters: int) -> None:
@@ -143,10 +157,11 @@ class PromptEncoder:
                 f"prompt: {num_characters} characters; send at most {MAX_PROMPT_CHARACTERS}"
             )
 
-    def _limited(self, ids: TokenIds) -> TokenIds:
-        if ids.size == 0:
-            raise InvalidRequestError("prompt: no tokens; send at least one")
-        return fit_prompt(ids, self._max_prompt_length, self._truncation)
+
+def _some(ids: TokenIds) -> TokenIds:
+    if ids.size == 0:
+        raise InvalidRequestError("prompt: no tokens; send at least one")
+    return ids
 
 
 def _turn(message: ChatMessage) -> dict[str, Any]:

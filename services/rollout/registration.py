@@ -107,6 +107,8 @@ class Registration:
                 generated_tokens=load.generated_tokens,
                 unsent_tokens=load.unsent_tokens,
                 running_tokens=load.running_tokens,
+                direct_sent_tokens=load.direct_sent_tokens,
+                direct_unsent_tokens=load.direct_unsent_tokens,
                 busy_seconds=load.busy_seconds,
                 seconds_by_state=load.seconds_by_state,
                 wall_seconds=process_age_s(),

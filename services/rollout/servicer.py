@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from services.rollout.engines.protocol import (
@@ -38,11 +39,13 @@ from sluice.codec.rollout_rules import (
     check_generate,
     check_partials,
 )
+from sluice.codec.template_kwargs import template_kwargs_from_proto
 from sluice.codec.waits import present_waits_to_proto
 from sluice.codec.weights_rules import check_abort, check_commit, check_join, check_stage
 from sluice.concurrency.waits import Waiting, waiting_for
+from sluice.data.prompt_length import PromptLimit, check_context
 from sluice.errors import InvalidRequestError, NotReadyError
-from sluice.rpc.caller_name import caller_of
+from sluice.rpc.caller_name import caller_of, is_service_of_run
 from sluice.rpc.client_quota import ClientQuota
 from sluice.rpc.trace_metadata import served
 from sluice.security.token_file import TokenSource
@@ -69,12 +72,17 @@ class Encoder(Protocol):
     """Turns prompts into token ids."""
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], images: Sequence[bytes] = ()
+        self,
+        messages: Sequence[ChatMessage],
+        images: Sequence[bytes] = (),
+        *,
+        template_kwargs: Mapping[str, object],
+        add_special_tokens: bool,
     ) -> TokenIds:
         """Tokens of a conversation, as many for each image as the model reads it by."""
         ...
 
-    def encode_text(self, text: str) -> TokenIds:
+    def encode_text(self, text: str, *, add_special_tokens: bool) -> TokenIds:
         """Tokens of plain text."""
         ...
 
@@ -97,6 +105,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         generation: runs requests.
         engine_name: for status.
         max_n: most samples in one call.
+        training_prompts: hold for prompts of the run's own services, those that are trained on;
+            none: the model's context alone bounds them, as it does those of clients.
         quota: samples that each client may have under way; none: any number.
         images: what may come; none: the usual limits.
         tokens: that name clients; none: they name themselves.
@@ -112,6 +122,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         *,
         engine_name: str,
         max_n: int,
+        training_prompts: PromptLimit | None = None,
         quota: ClientQuota | None = None,
         tokens: TokenSource | None = None,
         max_client_priority: int = MAX_PRIORITY,
@@ -120,6 +131,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._identity, self._engine, self._encoder = identity, engine, encoder
         self._generation, self._engine_name, self._max_n = generation, engine_name, max_n
         self._quota, self._tokens = quota, tokens
+        self._training_prompts = training_prompts
         self._images = images or ImageRules()
         self._max_client_priority = max_client_priority
         self._measuring_images = asyncio.Semaphore(1)
@@ -150,8 +162,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         partials: Sequence[Rollout],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        prompt_token_ids = await self._prompt_tokens(request.prompt)
-        decoded = self._decode(request, prompt_token_ids)
+        is_own = is_service_of_run(context, self._tokens)
+        prompt_token_ids = await self._prompt_tokens(request.prompt, is_own=is_own)
+        decoded = replace(self._decode(request, prompt_token_ids), for_direct_client=not is_own)
         await context.write(self._accepted(decoded))
 
         with SampleSpans(decoded.sample_indexes) as spans:
@@ -179,6 +192,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             generated_tokens=load.generated_tokens,
             unsent_tokens=load.unsent_tokens,
             running_tokens=load.running_tokens,
+            direct_sent_tokens=load.direct_sent_tokens,
+            direct_unsent_tokens=load.direct_unsent_tokens,
             busy_seconds=load.busy_seconds,
             seconds_by_state=load.seconds_by_state,
             wall_seconds=process_age_s(),
@@ -228,14 +243,21 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             images=tuple(request.prompt.chat.images),
         )
 
-    async def _prompt_tokens(self, prompt: common.PromptInput) -> TokenIds:
+    async def _prompt_tokens(self, prompt: common.PromptInput, *, is_own: bool) -> TokenIds:
+        """The prompt in full, unless it is one of the run's own services that is too long."""
+        ids = await self._encoded(prompt)
+        if is_own and self._training_prompts is not None and not prompt.HasField("tokens"):
+            ids = self._training_prompts.fit(ids, has_images=bool(prompt.chat.images))
+        check_context(ids.size, self._engine.max_model_len)
+        return ids
+
+    async def _encoded(self, prompt: common.PromptInput) -> TokenIds:
         match prompt.WhichOneof("input"):
-            case "chat" if prompt.chat.images:
-                return await self._chat_with_images(prompt.chat)
             case "chat":
-                return self._encoder.encode_chat(chat_messages_from_proto(prompt.chat.messages))
+                return await self._chat_tokens(prompt)
             case "text":
-                return self._encoder.encode_text(prompt.text)
+                adds = not prompt.HasField("add_special_tokens") or prompt.add_special_tokens
+                return self._encoder.encode_text(prompt.text, add_special_tokens=adds)
             case "tokens":
                 return self._known_tokens(
                     token_ids_from_bytes(prompt.tokens.token_ids_u32, "prompt.token_ids_u32")
@@ -243,11 +265,19 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             case _:
                 raise InvalidRequestError("prompt: not set; send chat, text or tokens")
 
-    async def _chat_with_images(self, chat: common.ChatPrompt) -> TokenIds:
-        """Beside the event loop, since looking at images takes long; one at a time."""
-        messages = chat_messages_from_proto(chat.messages)
+    async def _chat_tokens(self, prompt: common.PromptInput) -> TokenIds:
+        """With images beside the event loop, since looking at them takes long; one at a time."""
+        encode = functools.partial(
+            self._encoder.encode_chat,
+            chat_messages_from_proto(prompt.chat.messages),
+            tuple(prompt.chat.images),
+            template_kwargs=template_kwargs_from_proto(prompt.chat),
+            add_special_tokens=prompt.add_special_tokens,
+        )
+        if not prompt.chat.images:
+            return encode()
         async with self._measuring_images:
-            return await asyncio.to_thread(self._encoder.encode_chat, messages, tuple(chat.images))
+            return await asyncio.to_thread(encode)
 
     def _known_tokens(self, ids: TokenIds) -> TokenIds:
         if ids.size == 0 or int(ids.max()) >= self._engine.vocab_size:

@@ -18,6 +18,7 @@ from services.trainer.leader import run_leader
 from sluice.concurrency.exit_status import exit_status
 from sluice.concurrency.parent_death import end_with_supervisor
 from sluice.concurrency.process_exit import leave
+from sluice.config.checks import check_config
 from sluice.config.derived import world_size
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
@@ -54,6 +55,8 @@ def main() -> int:
 def _run(file: Path, overrides: list[str], rank: int) -> None:
     config = load_config(file, overrides)
     configure_logging("trainer" if rank == 0 else f"trainer-{rank}", config.sluice.log_level)
+    # Whoever starts services without `sluice up` is told of a contradiction, too.
+    check_config(config, files=False)
     prepare_process(
         config,
         config.trainer.device,

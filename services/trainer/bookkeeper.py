@@ -1,4 +1,8 @@
-"""Takes the run's books: asks everybody for counters at one moment and settles the accounts.
+"""Takes the run's books: asks everybody for counters and settles the accounts.
+
+They cannot all be asked at one moment. So the fleet is asked between two looks at the reward
+service (`TokenReading`); if somebody does not answer, the tokens of the last time that all did
+stand, with their age.
 
 Consumes: counters of replicas (heartbeats, and answers when asked) and of the reward service, the
     phases of the run.
@@ -12,12 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 
 from services.trainer.fleet import Fleet, Load
 from services.trainer.received_tokens import ReceivedTokens
 from services.trainer.run_state import RunState
-from sluice.algorithm.accounts import RunBooks, run_books
+from sluice.algorithm.accounts import Account, RunBooks, run_books
+from sluice.algorithm.token_reading import TokenReading
 from sluice.errors import SluiceError
 from sluice.telemetry.process_age import process_age_s
 from sluice.types import ReplicaInfo
@@ -26,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 10
 _PAUSE_S = 0.05
+# A step that is shorter than this waits so long at most for its books, whoever hangs.
+_LONGEST_TAKE_S = 2.0
 
 
 class Bookkeeper:
@@ -51,13 +60,46 @@ class Bookkeeper:
         self._fleet, self._state, self._wall_s = fleet, state, wall_s
         self._ask_replica, self._ask_reward = ask_replica, ask_reward
         self._received = ReceivedTokens()
+        # Its answers are taken in the order in which it gave them.
+        self._reward_turn = asyncio.Lock()
+        self._tokens: Account | None = None
+        self._tokens_moved, self._tokens_read_s = 0, 0.0
 
     async def take(self) -> Mapping[str, float]:
-        """The accounts of about this moment: all are asked at once, and tokens go on flowing."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._hear_reward(), name="counters of the reward service")
-            tasks.create_task(self._hear_fleet(), name="counters of the fleet")
-        return self._publish(self.books())
+        """The accounts of about this moment, while tokens go on flowing."""
+        reading = None
+        try:
+            async with asyncio.timeout(_LONGEST_TAKE_S):
+                reading = await self._read()
+        except TimeoutError:
+            logger.debug("who has not answered within %g s stands as before", _LONGEST_TAKE_S)
+        if reading is not None:
+            self._keep(reading.account(), reading.moved_tokens)
+        age_s = time.monotonic() - self._tokens_read_s
+        return self._publish(
+            replace(
+                self.books(),
+                tokens=self._tokens,
+                tokens_age_s=age_s,
+                tokens_moved=self._tokens_moved,
+            )
+        )
+
+    async def _read(self) -> TokenReading | None:
+        """None if somebody did not answer: nothing is known of that one's present tokens."""
+        before = await self._hear_reward()
+        all_answered = await self._hear_fleet()
+        fleet = self._fleet.counters()
+        if before is None or not all_answered:
+            return None
+        after = await self._hear_reward()
+        if after is None:
+            return None
+        reading = TokenReading(before, fleet, after)
+        if reading.account().residual > 0:
+            # Sent and not received: on the wire for some milliseconds, or lost for good.
+            after = await self._hear_reward() or after
+        return TokenReading(before, fleet, after)
 
     async def settle(self) -> Mapping[str, float]:
         """The accounts of one moment, for a run that has ended.
@@ -80,6 +122,8 @@ class Bookkeeper:
                 kept, least = books, sent_between
             if books.tokens is None or (sent_between == 0 and books.tokens.residual == 0):
                 break
+        if kept.tokens is not None:
+            self._keep(kept.tokens, moved=0)
         return self._publish(kept)
 
     def close(self, settled: Mapping[str, float]) -> Mapping[str, float]:
@@ -95,23 +139,37 @@ class Bookkeeper:
         phases = {str(phase): spent for phase, spent in self._state.seconds_by_phase().items()}
         return run_books(self._fleet.counters(), self._received.by_fate(), phases, self._wall_s())
 
+    def _keep(self, tokens: Account, moved: int) -> None:
+        self._tokens, self._tokens_moved = tokens, moved
+        self._tokens_read_s = time.monotonic()
+
     def _publish(self, books: RunBooks) -> Mapping[str, float]:
         self._state.accounts = books.as_mapping()
         return self._state.accounts
 
-    async def _hear_reward(self) -> None:
-        try:
-            self._received.update(await self._ask_reward())
-        except SluiceError as error:
-            logger.debug("its last counters stand: %s", error)
+    async def _hear_reward(self) -> Mapping[str, float] | None:
+        """Its tokens by what became of them; None if it does not answer or counts none."""
+        async with self._reward_turn:
+            try:
+                self._received.update(await self._ask_reward())
+            except SluiceError as error:
+                logger.debug("its last counters stand: %s", error)
+                return None
+            return self._received.by_fate()
 
-    async def _hear_fleet(self) -> None:
+    async def _hear_fleet(self) -> bool:
+        """Whether all have answered."""
         async with asyncio.TaskGroup() as tasks:
-            for member in self._fleet.members():
+            asked = [
                 tasks.create_task(self._hear(member.info), name=f"counters of {member.info.name}")
+                for member in self._fleet.members()
+            ]
+        return all(task.result() for task in asked)
 
-    async def _hear(self, replica: ReplicaInfo) -> None:
+    async def _hear(self, replica: ReplicaInfo) -> bool:
         try:
             self._fleet.note_counters(replica, await self._ask_replica(replica))
         except SluiceError as error:
             logger.debug("its last heartbeat stands: %s", error)
+            return False
+        return True

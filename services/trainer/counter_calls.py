@@ -36,6 +36,8 @@ def load_from_proto(message: trainer.HeartbeatRequest | rollout.GetStatusRespons
         message.running_tokens,
         message.wall_seconds,
         dict(message.seconds_by_state),
+        message.direct_sent_tokens,
+        message.direct_unsent_tokens,
     )
 
 
@@ -51,7 +53,7 @@ class ReplicaCounterCalls:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def ask(self, replica: ReplicaInfo) -> Load:
-        """Counters from inside the engine's loop.
+        """Counters as they stand, without waiting for the end of an engine's step.
 
         Raises:
             SluiceError: it does not answer, or another process answers there.
@@ -66,7 +68,7 @@ class ReplicaCounterCalls:
             self._channels[replica.incarnation] = channel
         answer = await unary_call(
             rollout_stub(channel).GetStatus,
-            rollout.GetStatusRequest(),
+            rollout.GetStatusRequest(without_engine=True),
             name="RolloutService/GetStatus",
             peer=replica.name,
             phase=_PHASE,

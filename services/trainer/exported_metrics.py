@@ -13,6 +13,7 @@ from services.trainer.fleet import Fleet, MemberState
 from services.trainer.metrics.run_history import RunHistory
 from services.trainer.run_state import RunPhase, RunState
 from services.trainer.sync_counts import SyncCounts, SyncPhase
+from sluice.algorithm.accounts import TOKENS_AGE, TOKENS_MOVED
 from sluice.config.run import RunConfig
 from sluice.launch.service_spec import RESTARTS_VARIABLE, TRAINER
 from sluice.rpc.process_readings import ProcessName
@@ -87,6 +88,9 @@ def _books(accounts: Mapping[str, float]) -> Iterator[Reading]:
             yield trainer.BOOKS_RESIDUAL.at(accounts[f"{account}_residual"], account)
             share = accounts[f"{account}_residual_share"]
             yield trainer.BOOKS_RESIDUAL_SHARE.at(share, account)
+    if TOKENS_AGE in accounts:
+        yield trainer.BOOKS_AGE.at(accounts[TOKENS_AGE])
+        yield trainer.BOOKS_MOVED.at(accounts[TOKENS_MOVED])
 
 
 def _fleet(replicas: Fleet) -> Iterator[Reading]:

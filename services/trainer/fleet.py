@@ -45,6 +45,8 @@ class Load:
     running_tokens: int = 0
     wall_seconds: float = 0.0
     seconds_by_state: Mapping[str, float] = field(default_factory=dict)
+    direct_sent_tokens: int = 0
+    direct_unsent_tokens: int = 0
 
     @property
     def counters(self) -> ReplicaCounters:
@@ -55,6 +57,8 @@ class Load:
             self.running_tokens,
             self.wall_seconds,
             self.seconds_by_state,
+            self.direct_sent_tokens,
+            self.direct_unsent_tokens,
         )
 
 

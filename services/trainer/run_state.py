@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from sluice.algorithm.accounts import TOKENS_AGE
 from sluice.errors import NotReadyError
 
 _STEPS_KEPT = 1024
@@ -45,7 +46,8 @@ class RunState:
         step: finished steps (above 0 after a resume).
         elapsed_s: seconds that starting has taken already.
 
-    `accounts` are the run's books as they were last taken, by the names of `accounts.json`.
+    `accounts` are the run's books as they were last taken, by the names of `accounts.json`; of
+    their tokens the age is that of the moment at which it is asked for.
     """
 
     def __init__(
@@ -55,7 +57,8 @@ class RunState:
         self.version: int | None = None
         self.phase = RunPhase.STARTING
         self.stop_reason: str | None = None
-        self.accounts: Mapping[str, float] = {}
+        self._accounts: Mapping[str, float] = {}
+        self._accounts_taken_s = time.monotonic()
         self._phase_since_s = time.monotonic() - elapsed_s
         self._seconds_by_phase: dict[RunPhase, float] = {}
         self._records: deque[StepRecord] = deque(maxlen=_STEPS_KEPT)
@@ -82,6 +85,18 @@ class RunState:
         totals = dict(self._seconds_by_phase)
         totals[self.phase] = totals.get(self.phase, 0.0) + self.phase_seconds
         return totals
+
+    @property
+    def accounts(self) -> Mapping[str, float]:
+        """The books as they were last taken; empty before that."""
+        if TOKENS_AGE not in self._accounts:
+            return self._accounts
+        age_s = self._accounts[TOKENS_AGE] + time.monotonic() - self._accounts_taken_s
+        return {**self._accounts, TOKENS_AGE: age_s}
+
+    @accounts.setter
+    def accounts(self, taken: Mapping[str, float]) -> None:
+        self._accounts, self._accounts_taken_s = taken, time.monotonic()
 
     @property
     def is_paused(self) -> bool:

@@ -10,9 +10,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-__all__ = ["RECEIVED", "Account", "ReplicaCounters", "RunBooks", "fleet_counters", "run_books"]
+__all__ = [
+    "RECEIVED",
+    "TOKENS_AGE",
+    "TOKENS_MOVED",
+    "Account",
+    "ReplicaCounters",
+    "RunBooks",
+    "fleet_counters",
+    "run_books",
+    "token_account",
+]
 
 # What became of the tokens that the reward service received.
 RECEIVED = (
@@ -28,8 +38,11 @@ RECEIVED = (
     "evaluation",
     "pending",
 )
+TOKENS_AGE, TOKENS_MOVED = "tokens_age_s", "tokens_moved"
 # Drawn in calls that go on at the replicas, and not sent yet.
 _UNDER_WAY = "under_way"
+# Drawn for callers that are no service of the run: the SDK, the command line, the OpenAI front.
+_DIRECT_CLIENTS = "direct_clients"
 _ABORTED = "aborted"
 
 
@@ -38,6 +51,8 @@ class ReplicaCounters:
     """Counters of one replica's process since its start, or sums of them.
 
     Of `generated_tokens` the caller never got `unsent_tokens` and has not got `running_tokens`.
+    Callers that are no service of the run got `direct_sent_tokens`; of the unsent ones
+    `direct_unsent_tokens` were drawn for them.
     """
 
     generated_tokens: int = 0
@@ -45,34 +60,35 @@ class ReplicaCounters:
     running_tokens: int = 0
     wall_s: float = 0.0
     seconds_by_state: Mapping[str, float] = field(default_factory=dict)
+    direct_sent_tokens: int = 0
+    direct_unsent_tokens: int = 0
 
     @property
     def sent_tokens(self) -> int:
-        """Tokens that the caller got."""
-        return self.generated_tokens - self.unsent_tokens - self.running_tokens
+        """Tokens that services of the run got."""
+        kept = self.unsent_tokens + self.running_tokens
+        return self.generated_tokens - kept - self.direct_sent_tokens
 
     def abandoned(self) -> ReplicaCounters:
         """The same of a replica that has left: what it had not sent, nobody gets any more."""
-        return ReplicaCounters(
-            self.generated_tokens,
-            self.unsent_tokens + self.running_tokens,
-            0,
-            self.wall_s,
-            self.seconds_by_state,
-        )
+        unsent = self.unsent_tokens + self.running_tokens
+        return replace(self, unsent_tokens=unsent, running_tokens=0)
 
 
 def fleet_counters(replicas: Iterable[ReplicaCounters]) -> ReplicaCounters:
     """The sums over replicas."""
-    generated = unsent = running = 0
-    wall_s, seconds = 0.0, Counter[str]()
-    for replica in replicas:
-        generated += replica.generated_tokens
-        unsent += replica.unsent_tokens
-        running += replica.running_tokens
-        wall_s += replica.wall_s
+    known, seconds = tuple(replicas), Counter[str]()
+    for replica in known:
         seconds.update(replica.seconds_by_state)
-    return ReplicaCounters(generated, unsent, running, wall_s, dict(seconds))
+    return ReplicaCounters(
+        generated_tokens=sum(replica.generated_tokens for replica in known),
+        unsent_tokens=sum(replica.unsent_tokens for replica in known),
+        running_tokens=sum(replica.running_tokens for replica in known),
+        wall_s=sum(replica.wall_s for replica in known),
+        seconds_by_state=dict(seconds),
+        direct_sent_tokens=sum(replica.direct_sent_tokens for replica in known),
+        direct_unsent_tokens=sum(replica.direct_unsent_tokens for replica in known),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +112,17 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class RunBooks:
-    """The accounts at one moment. `tokens` is ``None`` if the reward service's are not known."""
+    """The accounts at one moment. `tokens` is ``None`` if the reward service's are not known.
+
+    `tokens` may be older than the others by `tokens_age_s`; its residual may be off by
+    `tokens_moved` tokens, which came in while everybody was asked.
+    """
 
     tokens: Account | None
     trainer: Account
     rollout: Account
+    tokens_age_s: float = 0.0
+    tokens_moved: int = 0
 
     def as_mapping(self) -> dict[str, float]:
         """All numbers by the names of `accounts.json`, totals and residuals included."""
@@ -124,7 +146,24 @@ class RunBooks:
                 named[total] = account.total
                 named[f"{name}_residual"] = account.residual
                 named[f"{name}_residual_share"] = account.residual_share
+        if self.tokens is not None:
+            named[TOKENS_AGE] = self.tokens_age_s
+            named[TOKENS_MOVED] = float(self.tokens_moved)
         return named
+
+
+def token_account(fleet: ReplicaCounters, received: Mapping[str, float]) -> Account:
+    """What became of all tokens that replicas drew.
+
+    Tokens that a replica drew for a call that ended before they were sent count as aborted, like
+    those of samples that the reward service broke off. All tokens of other clients' calls count for
+    those clients: the ones that they got, and the ones that were not sent.
+    """
+    parts = {name: float(received.get(name, 0.0)) for name in RECEIVED}
+    parts[_ABORTED] += fleet.unsent_tokens - fleet.direct_unsent_tokens
+    parts[_UNDER_WAY] = float(fleet.running_tokens)
+    parts[_DIRECT_CLIENTS] = float(fleet.direct_sent_tokens + fleet.direct_unsent_tokens)
+    return Account(float(fleet.generated_tokens), parts)
 
 
 def run_books(
@@ -141,20 +180,9 @@ def run_books(
             ones are 0, others are ignored); None: not known.
         trainer_s: the trainer's seconds by phase.
         trainer_wall_s: seconds since its process started, by another clock.
-
-    Returns:
-        Tokens that a replica drew for a call that ended before they were sent count as aborted,
-        like those of samples that the reward service broke off. Tokens of other clients' calls are
-        in the residual: no counter tells them apart.
     """
-    tokens = None
-    if received is not None:
-        parts = {name: float(received.get(name, 0.0)) for name in RECEIVED}
-        parts[_ABORTED] += fleet.unsent_tokens
-        parts[_UNDER_WAY] = float(fleet.running_tokens)
-        tokens = Account(float(fleet.generated_tokens), parts)
     return RunBooks(
-        tokens,
+        None if received is None else token_account(fleet, received),
         Account(trainer_wall_s, dict(trainer_s)),
         Account(fleet.wall_s, dict(fleet.seconds_by_state)),
     )

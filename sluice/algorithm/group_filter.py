@@ -7,7 +7,7 @@ whose metric differs within it, or that has one sample only.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sluice.errors import ConfigError, DataError
 from sluice.types import GradedGroup, PromptEnd, Scored
@@ -44,10 +44,25 @@ def filter_scores(scores: Sequence[Scored], *, metric: str | None) -> PromptEnd 
     if metric is None:
         return None
     values = [metric_value(scored, metric) for scored in scores]
+    return filter_values(values, map(is_right, scores))
+
+
+def filter_values(
+    values: Sequence[float] | None, grades: Iterable[bool | None]
+) -> PromptEnd | None:
+    """The rule itself: how a group ends if it is filtered, or ``None`` if it is kept.
+
+    Args:
+        values: the filter's metric of each sample, at least one; ``None``: the filter is off.
+        grades: `is_right` of each sample; not looked at unless the group is filtered.
+
+    Raises:
+        ValueError: `values` is empty.
+    """
     # Equality, not std > 0: the rounded std of three times 0.1 is not zero.
-    if len(values) == 1 or min(values) != max(values):
+    if values is None or len(values) == 1 or min(values) != max(values):
         return None
-    return _uniform_end(scores)
+    return _uniform_end(set(grades))
 
 
 def metric_value(scored: Scored, metric: str) -> float:
@@ -69,8 +84,7 @@ def metric_value(scored: Scored, metric: str) -> float:
     return value
 
 
-def _uniform_end(scores: Sequence[Scored]) -> PromptEnd:
-    grades = {is_right(scored) for scored in scores}
+def _uniform_end(grades: set[bool | None]) -> PromptEnd:
     if grades == {True}:
         return PromptEnd.FILTERED_ALL_RIGHT
     if grades == {False}:

@@ -74,6 +74,7 @@ class StreamPace:
     running: set[int] = field(default_factory=set)
     num_tokens: int = 0
     num_finished: int = 0
+    _newest: dict[int, float] = field(default_factory=dict)  # when a running sample's token came
     _accepted: float | None = None
     _engine_tokens: int | None = None
     _last_arrival: float | None = None
@@ -114,9 +115,18 @@ class StreamPace:
         came = {index for index, count in new_tokens.items() if count}
         self.waiting -= came | set(finished)
         self.running = (self.running | came) - set(finished)
+        self._newest = {index: now if index in came else self._newest[index]
+                        for index in self.running}  # fmt: skip
         self.num_tokens += sum(new_tokens.values())
         self.num_finished += len(finished)
         self._last_arrival = self.last_progress = now
+
+    def quietest(self, now: float) -> tuple[int, float] | None:
+        """The running sample that has been without a new token for longest, and for how long."""
+        if not self._newest:
+            return None
+        index = min(self._newest, key=self._newest.__getitem__)
+        return index, now - self._newest[index]
 
     def rate(self, now: float) -> float | None:
         """Tokens a second and running sample, since its first tokens; ``None``: too early to say.

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
+from sluice.algorithm.yield_floor import YieldFloor
 from sluice.cli.run_location import CONFIG_NAME
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
@@ -15,6 +16,7 @@ from sluice.simulate.calibration import calibrated
 from sluice.simulate.comparison import OpenWorkload
 from sluice.simulate.fit import FittedRun, fit_run
 from sluice.simulate.fitted_workload import FittedWorkload
+from sluice.simulate.group_records import GROUPS_NAME
 from sluice.simulate.settings import SimulationSettings
 
 
@@ -36,7 +38,7 @@ def fitted_simulation(run: Path, steps: int | None, seed: int) -> FittedSimulati
         seed: of everything random.
 
     Raises:
-        ConfigError: nothing was started from there.
+        ConfigError: nothing was started from there, or the configuration is not the recorded run's.
         DataError: its record is missing, too short, cannot be read, or is of a strategy that leaves
             samples or prompts out.
     """
@@ -49,7 +51,17 @@ def fitted_simulation(run: Path, steps: int | None, seed: int) -> FittedSimulati
         slots=config.actor_rollout_ref.rollout.max_num_seqs,
         slack=config.sluice.reward.inflight_slack,
     )
-    settings = SimulationSettings(
+    _check_filter(config, fitted, file)
+    settings = _settings(config, fitted, steps, seed)
+    settings = calibrated(fitted, settings)
+    return FittedSimulation(fitted, settings, partial(FittedWorkload, fitted.groups, seed))
+
+
+def _settings(
+    config: RunConfig, fitted: FittedRun, steps: int | None, seed: int
+) -> SimulationSettings:
+    group_filter = config.algorithm.filter_groups
+    return SimulationSettings(
         _rules(config, seed),
         on_stale=config.sluice.asynchrony.on_stale,
         fleet=fitted.fleet,
@@ -58,9 +70,24 @@ def fitted_simulation(run: Path, steps: int | None, seed: int) -> FittedSimulati
         # Steps of a short run are few: only the first one, which starts with nothing, is left out.
         warmup_steps=0,
         seed=seed,
+        filters_groups=group_filter.enable,
+        # Without a filter none is judged.
+        knows_each_sample=not group_filter.enable
+        or all(group.is_told_by_grades for group in fitted.groups),
+        yield_floor=YieldFloor(group_filter.min_yield, group_filter.min_yield_groups),
     )
-    settings = calibrated(fitted, settings)
-    return FittedSimulation(fitted, settings, partial(FittedWorkload, fitted.groups, seed))
+
+
+def _check_filter(config: RunConfig, fitted: FittedRun, file: Path) -> None:
+    """A filter that was switched off on the way would keep what the record says was filtered."""
+    filtered = [group for group in fitted.groups if group.is_kept is False]
+    if filtered and not config.algorithm.filter_groups.enable:
+        raise ConfigError(
+            f"{file}: algorithm.filter_groups.enable = false, but {GROUPS_NAME} beside it has "
+            f"{len(filtered)} groups that were filtered (prompt {filtered[0].prompt_id}: "
+            f"{filtered[0].end}); put the configuration there that these were recorded with, or "
+            "record a run that has one filter from its start to its end"
+        )
 
 
 def _rules(config: RunConfig, seed: int) -> SamplingRules:

@@ -48,7 +48,7 @@ def generate(  # noqa: PLR0913 - one parameter an option
         typer.Option(help="A PNG, JPEG or WebP file for an <image> in the prompt; repeatable."),
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it stands: no chat template.")
+        bool, typer.Option("--raw", help="Continue the text, after its BOS: no chat template.")
     ] = False,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Nucleus mass in (0, 1].")] = 1.0,

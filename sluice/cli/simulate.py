@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
-from sluice.algorithm.staleness import OnStale
+from sluice.algorithm.sampling.rules import StrategyName
 from sluice.cli import simulation_options as options
-from sluice.cli.fitted_simulation import FittedSimulation, fitted_simulation
 from sluice.cli.plain_table import output_console
+from sluice.cli.simulation_subject import Choices, Subject, subject, with_choices
 from sluice.cli.simulation_view import (
     comparison_as_json,
     print_comparison,
@@ -29,16 +27,11 @@ from sluice.cli.simulation_view import (
     twin_as_json,
 )
 from sluice.errors import ConfigError
-from sluice.simulate.comparison import OpenWorkload, compare, of_strategy
-from sluice.simulate.mixtures import MixtureWorkload
+from sluice.simulate.comparison import compare
+from sluice.simulate.fill_time import simulate_fill_times
 from sluice.simulate.plots import plot_comparison, plot_result, plot_sweep
 from sluice.simulate.result import simulate as simulate_run
-from sluice.simulate.settings import (
-    DEFAULT_STEPS,
-    FleetSettings,
-    SimulationSettings,
-    TrainerSettings,
-)
+from sluice.simulate.settings import SimulationSettings
 from sluice.simulate.sweep import grid_around, sweep
 from sluice.simulate.twin import twin
 
@@ -46,9 +39,12 @@ from sluice.simulate.twin import twin
 def simulate(  # noqa: PLR0913 - one parameter an option
     *,
     mixture: options.Mixture = None,
+    workload: options.WorkloadFile = None,
     strategy: options.Strategy = None,
     replicas: options.Replicas = None,
     slots: options.Slots = None,
+    step_ms: options.StepMs = None,
+    sequence_ms: options.SequenceMs = None,
     steps: options.Steps = None,
     max_staleness: options.MaxStaleness = None,
     ahead_share: options.AheadShare = None,
@@ -67,140 +63,100 @@ def simulate(  # noqa: PLR0913 - one parameter an option
     """Simulate over-generation, staleness and fleet by the functions that a run is driven by.
 
     With --run and no other mode it sets the run's step time, idle shares and waste beside those of
-    its simulation. What a run's folder says cannot be given together with --run.
+    its simulation; with --compare or --sweep, --replicas and others ask what the run would do then.
 
     \b
     Examples:
       sluice simulate --compare --mixture early
+      sluice simulate --workload workload.yaml --step-ms 12 --sequence-ms 0.05
       sluice simulate --strategy stream --replicas 1024 --slots 64 --batch-size 512 --steps 60
       sluice simulate --sweep --trainer-s 120 --plot plots
-      sluice simulate --run runs/quickstart
+      sluice simulate --run runs/quickstart --compare --replicas 4
+
+    \b
+    A workload's file (all but pass_rates may be left out; docs/simulator.md has the fields):
+      pass_rates: [{alpha: 0.25, beta: 5, weight: 0.6}, {alpha: 6, beta: 0.25, weight: 0.4}]
+      lengths: {median_tokens_solved: 1500, median_tokens_unsolved: 3500, max_tokens: 16384}
+      num_prompts: 8192
     """
     if compare_all and sweep_grid:
         raise ConfigError("simulate: --compare and --sweep exclude each other; give one of them")
     model = options.Model(
-        mixture, replicas, slots, group_size, batch_size, gen_batch_size, trainer_s
+        *(mixture, workload, replicas, slots, step_ms, sequence_ms),
+        *(group_size, batch_size, gen_batch_size, trainer_s),
     )
-    if run is not None:
-        model.refuse_beside_run()
-    name: str = (mixture or "mid") if run is None else str(run)
-    fitted = None if run is None else fitted_simulation(run, steps, seed)
-    if fitted is None:
-        settings = _of_model(model, steps, seed)
-        open_workload: OpenWorkload = partial(MixtureWorkload, name, seed)
-    else:
-        settings, open_workload = fitted.settings, fitted.open_workload
-    settings = _with_choices(settings, strategy, max_staleness, ahead_share, on_stale)
-    console = output_console()
-    if compare_all:
-        _compare(console, name, settings, open_workload, plot, as_json=as_json)
-    elif sweep_grid:
-        _sweep(console, name, settings, open_workload, plot, as_json=as_json)
-    elif fitted is not None:
-        _twin(console, name, fitted, settings, plot, as_json=as_json)
-    else:
-        _one(console, settings, open_workload, plot, as_json=as_json)
+    choices = Choices(strategy, max_staleness, ahead_share, on_stale)
+    mode = _compare if compare_all else _sweep if sweep_grid else _one if run is None else _twin
+    _simulate(mode, model, choices, (run, steps, seed), _Output(plot, as_json))
 
 
-def _of_model(model: options.Model, steps: int | None, seed: int) -> SimulationSettings:
-    """Settings without a run; the defaults are those that the options' help names."""
-    batch_size, group_size = model.batch_size or 64, model.group_size or 16
-    rules = SamplingRules(
-        StrategyName.STREAM,
-        train_batch_size=batch_size,
-        max_staleness=4,
-        samples_per_group=group_size,
-        gen_batch_size=model.gen_batch_size or batch_size,
-        probe_samples=min(4, group_size - 1),
-        seed=seed,
-    )
-    train_s = 60.0 if model.trainer_s is None else model.trainer_s
-    return SimulationSettings(
-        rules,
-        fleet=FleetSettings(model.replicas or 8, model.slots or 128),
-        trainer=TrainerSettings(train_s=train_s),
-        num_steps=steps or DEFAULT_STEPS,
-        seed=seed,
-    )
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """Where figures go."""
+
+    plot: Path | None
+    as_json: bool
 
 
-def _with_choices(
-    settings: SimulationSettings,
-    strategy: StrategyName | None,
-    max_staleness: int | None,
-    ahead_share: float | None,
-    on_stale: OnStale | None,
-) -> SimulationSettings:
-    """What was given on the command line goes before what was fitted."""
-    if max_staleness is not None:
-        settings = replace(settings, rules=replace(settings.rules, max_staleness=max_staleness))
-    if ahead_share is not None:
-        settings = replace(settings, rules=replace(settings.rules, ahead_share=ahead_share))
-    if on_stale is not None:
-        settings = replace(settings, on_stale=on_stale)
-    return of_strategy(settings, strategy or settings.rules.strategy)
+_Mode = Callable[[Subject, _Output], None]
 
 
-def _compare(
-    console: Console,
-    name: str,
-    settings: SimulationSettings,
-    open_workload: OpenWorkload,
-    plot: Path | None,
-    *,
-    as_json: bool,
+def _simulate(
+    mode: _Mode,
+    model: options.Model,
+    choices: Choices,
+    of_run: tuple[Path | None, int | None, int],
+    output: _Output,
 ) -> None:
+    """Refuses what excludes each other before anything is read."""
+    if of_run[0] is not None:
+        model.refuse_beside_run(asks_what_if=mode in (_compare, _sweep))
+    found = subject(model, *of_run)
+    mode(replace(found, settings=with_choices(found.settings, choices)), output)
+
+
+def _compare(found: Subject, output: _Output) -> None:
+    settings = found.settings
     with _progress("comparing", 2 * len(StrategyName) * settings.num_steps) as on_step:
-        compared = compare(settings, open_workload, on_step=on_step)
-    if as_json:
+        compared = compare(settings, found.open_workload, on_step=on_step)
+    if output.as_json:
         typer.echo(json.dumps(comparison_as_json(compared), sort_keys=True))
     else:
-        print_comparison(console, f"{name}: {_described(settings)}", compared)
-    if plot is not None:
-        _tell(plot_comparison(plot, compared))
+        print_comparison(output_console(), f"{found.name}: {_described(settings)}", compared)
+    if output.plot is not None:
+        _tell(plot_comparison(output.plot, compared))
 
 
-def _sweep(
-    console: Console,
-    name: str,
-    settings: SimulationSettings,
-    open_workload: OpenWorkload,
-    plot: Path | None,
-    *,
-    as_json: bool,
-) -> None:
+def _sweep(found: Subject, output: _Output) -> None:
+    settings = found.settings
     sizes, bounds = grid_around(settings.fleet.num_replicas, settings.rules.max_staleness)
     if settings.rules.strategy is StrategyName.ROUNDS:
         bounds = (0,)
     with _progress("sweeping", len(sizes) * len(bounds) * settings.num_steps) as on_step:
-        found = sweep(settings, open_workload, sizes, bounds, on_step=on_step)
-    if as_json:
-        typer.echo(json.dumps(sweep_as_json(found), sort_keys=True))
+        points = sweep(settings, found.open_workload, sizes, bounds, on_step=on_step)
+    if output.as_json:
+        typer.echo(json.dumps(sweep_as_json(points), sort_keys=True))
     else:
-        print_sweep(console, f"{name}, {settings.rules.strategy}: {_described(settings)}", found)
-    if plot is not None:
-        _tell(plot_sweep(plot, found))
+        title = f"{found.name}, {settings.rules.strategy}: {_described(settings)}"
+        print_sweep(output_console(), title, points)
+    if output.plot is not None:
+        _tell(plot_sweep(output.plot, points))
 
 
-def _twin(
-    console: Console,
-    name: str,
-    fitted: FittedSimulation,
-    settings: SimulationSettings,
-    plot: Path | None,
-    *,
-    as_json: bool,
-) -> None:
+def _twin(found: Subject, output: _Output) -> None:
+    settings, fitted = found.settings, found.fitted
+    assert fitted is not None
     _check_rules_are_the_runs(fitted.settings, settings)
-    with _progress("simulating", settings.num_steps) as on_step:
-        found = twin(fitted.run, settings, on_step=on_step)
-    if as_json:
-        typer.echo(json.dumps(twin_as_json(found), sort_keys=True))
+    with _progress("simulating", 2 * settings.num_steps) as on_step:
+        both = twin(fitted.run, settings, on_step=on_step)
+    if output.as_json:
+        typer.echo(json.dumps(twin_as_json(both), sort_keys=True))
     else:
-        print_result(console, found.result)
-        print_twin(console, name, found)
-    if plot is not None:
-        _tell(plot_result(plot, found.result))
+        console = output_console()
+        print_result(console, both.result, both.fill)
+        print_twin(console, found.name, both)
+    if output.plot is not None:
+        _tell(plot_result(output.plot, both.result, both.fill))
 
 
 def _check_rules_are_the_runs(of_run: SimulationSettings, given: SimulationSettings) -> None:
@@ -218,22 +174,17 @@ def _check_rules_are_the_runs(of_run: SimulationSettings, given: SimulationSetti
             )
 
 
-def _one(
-    console: Console,
-    settings: SimulationSettings,
-    open_workload: OpenWorkload,
-    plot: Path | None,
-    *,
-    as_json: bool,
-) -> None:
-    with _progress("simulating", settings.num_steps) as on_step:
-        result = simulate_run(settings, open_workload(), on_step=on_step)
-    if as_json:
-        typer.echo(json.dumps(result_as_json(result), sort_keys=True))
+def _one(found: Subject, output: _Output) -> None:
+    settings = found.settings
+    with _progress("simulating", 2 * settings.num_steps) as on_step:
+        result = simulate_run(settings, found.open_workload(), on_step=on_step)
+        fill = simulate_fill_times(settings, found.open_workload(), on_step)
+    if output.as_json:
+        typer.echo(json.dumps(result_as_json(result, fill), sort_keys=True))
     else:
-        print_result(console, result)
-    if plot is not None:
-        _tell(plot_result(plot, result))
+        print_result(output_console(), result, fill)
+    if output.plot is not None:
+        _tell(plot_result(output.plot, result, fill))
 
 
 def _described(settings: SimulationSettings) -> str:
@@ -243,6 +194,8 @@ def _described(settings: SimulationSettings) -> str:
         f"{rules.train_batch_size} groups of {rules.samples_per_group}, "
         f"S = {rules.max_staleness}{ahead}, "
         f"{fleet.num_replicas} replicas with {fleet.slots} slots, "
+        f"{1000 * fleet.base_step_s:.3g} + {1000 * fleet.per_sequence_s:.3g} n ms a decoding step "
+        "of n sequences, "
         f"{settings.trainer.train_s:g} s to train, "
         f"{settings.num_steps} steps, the first {settings.num_warmup} left out"
     )

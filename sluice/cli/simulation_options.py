@@ -13,17 +13,40 @@ from sluice.errors import ConfigError
 
 Mixture = Annotated[
     Literal["early", "mid", "late"] | None,
-    typer.Option(help="Workload; none: mid. Not with --run."),
+    typer.Option(help="Workload; none: mid. Not with --run or --workload."),
+]
+WorkloadFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--workload",
+        help="YAML or JSON file with distributions of pass rates and lengths. Not with --run.",
+    ),
 ]
 Strategy = Annotated[
     StrategyName | None, typer.Option(help="Strategy; none: stream, or the run's.")
 ]
 Replicas = Annotated[
-    int | None, typer.Option(min=1, help="Rollout replicas; none: 8. Not with --run.")
+    int | None, typer.Option(min=1, help="Rollout replicas; none: 8, or the run's.")
 ]
 Slots = Annotated[
     int | None,
-    typer.Option(min=1, help="Sequences a replica generates at once; none: 128. Not with --run."),
+    typer.Option(
+        min=1, help="Sequences a replica generates at once; none: 128, or the run's max_num_seqs."
+    ),
+]
+StepMs = Annotated[
+    float | None,
+    typer.Option(
+        min=0, help="Milliseconds of a decoding step by itself; none: 20, or fitted to the run."
+    ),
+]
+SequenceMs = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="Milliseconds that each running sequence adds to a decoding step; none: 0.1, or "
+        "fitted.",
+    ),
 ]
 Steps = Annotated[
     int | None,
@@ -50,16 +73,21 @@ BatchSize = Annotated[
 GenBatchSize = Annotated[
     int | None,
     typer.Option(
-        min=0, help="rounds: prompts of a wave; 0 or none: as many as a batch. Not with --run."
+        min=0,
+        help="rounds: prompts of a wave; 0: as many as a batch. none: that, or the run's.",
     ),
 ]
 TrainerSeconds = Annotated[
-    float | None, typer.Option(min=0, help="Seconds to train a batch; none: 60. Not with --run.")
+    float | None,
+    typer.Option(min=0, help="Seconds to train a batch; none: 60, or the run's mean."),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of everything random.")]
 Run = Annotated[
     Path | None,
-    typer.Option(help="Folder of a run: fit workload, fleet and trainer to its record."),
+    typer.Option(
+        help="Folder of a run: fit workload, fleet and trainer to its record. Options of fleet, "
+        "trainer and waves change these with --compare or --sweep only."
+    ),
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="All strategies side by side.")]
 SweepGrid = Annotated[
@@ -69,27 +97,66 @@ Plot = Annotated[Path | None, typer.Option(help="Folder to write PNG files to.")
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
+_OF_RECORD = {
+    "mixture": "the run's own groups are the workload",
+    "workload": "the run's own groups are the workload",
+    "group_size": "its groups are recorded with the samples that they had",
+    "batch_size": "what its policy had learnt at each version, and how long it trained, is "
+    "recorded of batches of its own size",
+}
+"""What a record cannot answer otherwise, and why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Options of a simulation without a run, named as they are; ``None``: it was not given."""
+    """What is simulated, options named as they are; ``None``: it was not given."""
 
-    mixture: str | None
-    replicas: int | None
-    slots: int | None
-    group_size: int | None
-    batch_size: int | None
-    gen_batch_size: int | None
-    trainer_s: float | None
+    mixture: str | None = None
+    workload: Path | None = None
+    replicas: int | None = None
+    slots: int | None = None
+    step_ms: float | None = None
+    sequence_ms: float | None = None
+    group_size: int | None = None
+    batch_size: int | None = None
+    gen_batch_size: int | None = None
+    trainer_s: float | None = None
 
-    def refuse_beside_run(self) -> None:
-        """Refuses what a run's folder says.
+    def refuse_beside_run(self, *, asks_what_if: bool) -> None:
+        """Refuses what a run's folder says, and what its record cannot answer.
+
+        Args:
+            asks_what_if: ``--compare`` or ``--sweep`` was given, for which a run's fleet, trainer
+                and waves may be others.
 
         Raises:
             ConfigError: one was given.
         """
         for field in fields(self):
-            if getattr(self, field.name) is not None:
-                option = "--" + field.name.replace("_", "-")
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            option = "--" + field.name.replace("_", "-")
+            if field.name in _OF_RECORD:
                 raise ConfigError(
-                    f"{option}: a run's folder says this itself; leave out {option} or --run"
+                    f"{option}: {value} beside --run: {_OF_RECORD[field.name]}; leave out {option} "
+                    "or --run"
                 )
+            if not asks_what_if:
+                raise ConfigError(
+                    f"{option}: {value} beside --run: a run is set beside its own simulation, and "
+                    f"its folder says this; leave out {option}, or give --compare or --sweep to "
+                    "see what it would change"
+                )
+
+    def refuse_two_workloads(self) -> None:
+        """Refuses a mixture and a file at once.
+
+        Raises:
+            ConfigError: both were given.
+        """
+        if self.mixture is not None and self.workload is not None:
+            raise ConfigError(
+                f"--workload: {self.workload} and --mixture {self.mixture} both name the workload; "
+                "leave one out"
+            )

@@ -9,24 +9,27 @@ from rich.console import Console
 
 from sluice.cli.plain_table import print_table
 from sluice.simulate.comparison import Compared
+from sluice.simulate.fill_time import FillTimes
 from sluice.simulate.result import SimulationResult
 from sluice.simulate.sweep import TOLERANCE, Sweep
-from sluice.simulate.twin import Twin
+from sluice.simulate.twin import Twin, TwinFigure
 
 
-def print_result(console: Console, result: SimulationResult) -> None:
+def print_result(console: Console, result: SimulationResult, fill: FillTimes) -> None:
     """Prints one simulation's figures and accounts."""
     rows = [
         ("generated / trained tokens", f"{result.gen_per_trained:.2f}"),
-        ("seconds from batch to batch", f"{result.fill_s_mean:.1f}"),
-        ("  median, p99", f"{result.fill_s_p50:.1f}, {result.fill_s_p99:.1f}"),
+        ("seconds to fill a batch *", _seconds(fill.mean_s)),
+        ("  median, p99", f"{_seconds(fill.p50_s)}, {_seconds(fill.p99_s)}"),
+        ("seconds a step", _seconds(result.step_s)),
+        ("  median, p99", f"{_seconds(result.step_s_p50)}, {_seconds(result.step_s_p99)}"),
         ("steps per hour", f"{result.steps_per_hour:.2f}"),
         ("trainer idle", f"{result.trainer_idle_share:.1%}"),
         ("fleet idle", f"{result.fleet_idle_share:.1%}"),
         ("slots used", f"{result.slots_used_share:.1%}"),
         ("staleness mean, p99, max", _staleness(result)),
         ("samples beyond the bound", str(result.num_staleness_exceeded)),
-        ("kept groups discarded", str(result.num_kept_discarded)),
+        ("kept groups discarded", _discarded(result)),
         ("running groups restarted", str(result.num_restarted)),
         ("long prompts, trained to issued", f"{result.long_prompt_ratio:.3f}"),
         ("hard prompts among trained", f"{result.hard_share:.1%}"),
@@ -34,6 +37,8 @@ def print_result(console: Console, result: SimulationResult) -> None:
     ]
     title = f"{result.strategy}: {result.num_steps} steps"
     print_table(console, title, ("figure", "value"), rows, right=("value",))
+    console.print("* simulated with a trainer that takes no time", soft_wrap=True)
+    console.print()
     total = result.accounts["generated"]
     accounts = [(n, f"{v:.0f}", f"{v / total:.1%}") for n, v in result.accounts.items()]
     columns = ("response tokens", "number", "share")
@@ -52,16 +57,16 @@ def print_comparison(console: Console, title: str, compared: Sequence[Compared])
             one.result.strategy,
             f"{one.result.gen_per_trained:.2f}",
             f"{one.gen_ratio:.2f}x",
-            f"{one.ideal.fill_s_mean:.0f}",
-            f"{one.ideal.fill_s_p99:.0f}",
+            _seconds(one.fill.mean_s),
+            _seconds(one.fill.p99_s),
             f"{one.fill_speedup:.2f}x",
             f"{one.result.steps_per_hour:.1f}",
             f"{one.step_speedup:.2f}x",
             f"{one.result.trainer_idle_share:.0%}",
             f"{one.result.fleet_idle_share:.0%}",
             _staleness(one.result),
-            str(one.result.num_staleness_exceeded + one.ideal.num_staleness_exceeded),
-            str(one.result.num_kept_discarded),
+            str(one.result.num_staleness_exceeded + one.fill.ideal.num_staleness_exceeded),
+            _discarded(one.result),
             str(one.result.num_restarted),
             f"{one.result.long_prompt_ratio:.3f}",
             f"{one.result.hard_share:.1%}",
@@ -107,28 +112,40 @@ def print_sweep(console: Console, title: str, found: Sweep) -> None:
 
 def print_twin(console: Console, title: str, found: Twin) -> None:
     """Prints a run's figures beside its simulation's."""
-    columns = ("figure", "run", "simulated", "error")
-    rows = [
-        (f.name.replace("_", " "), f"{f.real:.3f}", f"{f.simulated:.3f}", f"{f.error:+.1%}")
-        for f in found.figures
-    ]
+    columns = ("figure", "run", "simulated", "difference", "relative error")
+    rows = [twin_row(figure) for figure in found.figures]
     print_table(console, title, columns, rows, right=columns[1:])
-    console.print("error: relative; of idle shares the difference", soft_wrap=True)
+    console.print(
+        "difference: simulated less run, in points of idle shares; relative error: that over the "
+        "run's figure",
+        soft_wrap=True,
+    )
 
 
-def result_as_json(result: SimulationResult) -> dict[str, object]:
-    """One simulation as an object, without the single fill times."""
-    return {name: value for name, value in asdict(result).items() if name != "fill_times_s"}
+def twin_row(figure: TwinFigure) -> tuple[str, str, str, str, str]:
+    """A figure's name, both values, their difference, and that over the run's."""
+    name, relative = figure.name.replace("_", " "), figure.relative_error
+    of_run = "" if relative is None else f"{relative:+.1%}"
+    if figure.is_share:
+        points = f"{100 * figure.difference:+.1f} points"
+        return name, f"{figure.real:.1%}", f"{figure.simulated:.1%}", points, of_run
+    difference = f"{figure.difference:+.3f}"
+    return name, f"{figure.real:.3f}", f"{figure.simulated:.3f}", difference, of_run
+
+
+def result_as_json(result: SimulationResult, fill: FillTimes | None = None) -> dict[str, object]:
+    """One simulation as an object, without single steps' times; with `fill` the times to fill."""
+    figures = {name: value for name, value in asdict(result).items() if name != "step_times_s"}
+    if fill is not None:
+        figures |= {"fill_s_mean": fill.mean_s, "fill_s_p50": fill.p50_s, "fill_s_p99": fill.p99_s}
+    return figures
 
 
 def comparison_as_json(compared: Sequence[Compared]) -> dict[str, object]:
     """Strategies by name."""
     return {
         one.result.strategy: {
-            **result_as_json(one.result),
-            "fill_s_mean": one.ideal.fill_s_mean,
-            "fill_s_p50": one.ideal.fill_s_p50,
-            "fill_s_p99": one.ideal.fill_s_p99,
+            **result_as_json(one.result, one.fill),
             "fill_speedup": one.fill_speedup,
             "gen_ratio": one.gen_ratio,
             "step_speedup": one.step_speedup,
@@ -161,11 +178,28 @@ def twin_as_json(found: Twin) -> dict[str, object]:
     """Figures by name, and the simulation."""
     return {
         "twin_error": {figure.name: figure.error for figure in found.figures},
-        "figures": [asdict(figure) for figure in found.figures],
-        "simulated": result_as_json(found.result),
+        "figures": [
+            {
+                **asdict(figure),
+                "error": figure.error,
+                "difference": figure.difference,
+                "relative_error": figure.relative_error,
+            }
+            for figure in found.figures
+        ],
+        "simulated": result_as_json(found.result, found.fill),
     }
 
 
 def _staleness(result: SimulationResult) -> str:
     mean, p99 = result.staleness_mean, result.staleness_p99
     return f"{mean:.2f} / {p99:.0f} / {result.staleness_max}"
+
+
+def _discarded(result: SimulationResult) -> str:
+    return f"{result.num_kept_discarded} ({result.discarded_share:.1%})"
+
+
+def _seconds(value: float) -> str:
+    """Three digits at least: batches fill in a second or in an hour."""
+    return f"{value:.0f}" if value >= 100.0 else f"{value:#.3g}"

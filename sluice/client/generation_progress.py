@@ -22,12 +22,14 @@ from sluice.client.generation_types import (
 )
 from sluice.client.images import ChatWithImages, encoded_images
 from sluice.codec.arrays import token_ids_from_bytes, token_ids_to_bytes
+from sluice.codec.field_rules import shortened
 from sluice.codec.rollout import (
     chat_prompt_to_proto,
     new_tokens_from_proto,
     rollout_from_proto,
     rollout_to_proto,
 )
+from sluice.codec.template_kwargs import template_kwargs_to_proto
 from sluice.errors import InvalidRequestError, PeerDefectError
 from sluice.types import ChatMessage, FinishReason, Rollout, TokenIds
 
@@ -55,7 +57,7 @@ class GenerationProgress:
         self._options, self._every_token = options, every_token
         seed = options.sampling.seed
         self._seed = secrets.randbits(_SEED_BITS) if seed is None else seed
-        self._prompt, self._is_accepted = _prompt_to_proto(prompt), False
+        self._prompt, self._is_accepted = _prompt_to_proto(prompt, options), False
         first = options.first_sample
         self._open = {index: _Sample() for index in range(first, first + options.n)}
 
@@ -178,7 +180,22 @@ def _text_alone(ended: Rollout, text: str) -> SampleDelta:
     )
 
 
-def _prompt_to_proto(prompt: Prompt) -> common.PromptInput:
+def _prompt_to_proto(prompt: Prompt, options: GenerateOptions) -> common.PromptInput:
+    message = _input_to_proto(prompt)
+    if options.add_special_tokens is not None:
+        message.add_special_tokens = options.add_special_tokens
+    arguments = template_kwargs_to_proto(options.chat_template_kwargs)
+    if arguments is not None:
+        if not message.HasField("chat"):
+            raise InvalidRequestError(
+                f"chat_template_kwargs: {shortened(dict(options.chat_template_kwargs))} for a "
+                f"prompt of {message.WhichOneof('input')}; send turns, or leave it out"
+            )
+        message.chat.template_kwargs.CopyFrom(arguments)
+    return message
+
+
+def _input_to_proto(prompt: Prompt) -> common.PromptInput:
     try:
         if isinstance(prompt, str):
             return common.PromptInput(text=prompt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ from sluice.telemetry.trace_context import parse_traceparent
 from sluice.types import ChatMessage, Logprobs, Rollout, TokenIds
 
 Prompt = str | Sequence[ChatMessage] | Sequence[int] | TokenIds | ChatWithImages
-"""A text as it stands, a conversation for the chat template with or without images, token ids."""
+"""A text that goes on, a conversation for the chat template with or without images, token ids."""
 
 MAX_SAMPLES = MAX_SAMPLE_INDEX + 1
 _UINT32, _UINT64, _INT32 = (1 << 32) - 1, (1 << 64) - 1, (1 << 31) - 1
@@ -95,6 +95,11 @@ class GenerateOptions:
         request_id: for logs, at most 128 bytes.
         traceparent: the caller's span, as W3C's header of that name writes it; the run's spans of
             this request are recorded below it. Empty: none.
+        add_special_tokens: whether the tokenizer adds the special tokens that it begins or ends
+            texts with, such as a BOS; none: with a text, and not with a conversation, whose
+            template writes them. Says nothing of token ids.
+        chat_template_kwargs: further arguments of the chat template, such as ``enable_thinking``;
+            each goes before the same of the run's configuration. For conversations only.
 
     Raises:
         InvalidRequestError: a value is out of its range; names it.
@@ -108,6 +113,8 @@ class GenerateOptions:
     first_sample: int = 0
     request_id: str = ""
     traceparent: str = ""
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_traceparent(self.traceparent)

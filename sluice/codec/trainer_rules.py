@@ -31,6 +31,13 @@ MAX_HOLDERS = 64
 MAX_LEASE_S = 7 * 24 * 3600.0
 MAX_REASON_BYTES = 2000
 _MAX_STATES = 16
+_TOKEN_COUNTS = (
+    "generated_tokens",
+    "unsent_tokens",
+    "running_tokens",
+    "direct_sent_tokens",
+    "direct_unsent_tokens",
+)
 
 
 def check_register(request: trainer.RegisterReplicaRequest) -> None:
@@ -51,7 +58,7 @@ def check_heartbeat(request: trainer.HeartbeatRequest) -> None:
         check_finite(f"seconds_by_state of {state!r}", seconds)
     if request.HasField("policy_version"):
         check_range("policy_version", request.policy_version, 0, MAX_NUMBER)
-    for field in ("generated_tokens", "unsent_tokens", "running_tokens"):
+    for field in _TOKEN_COUNTS:
         check_range(field, getattr(request, field), 0, MAX_NUMBER)
 
 

@@ -1,4 +1,4 @@
-"""Sets the keys that a mapped key of verl's stands for. A key that was set itself is left alone."""
+"""Sets the keys that others stand for or ask for. A key that was set itself is left alone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from sluice.config.settings_tree import SettingsTree, value_at
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT, _V1 = "actor_rollout_ref.rollout", "trainer.v1"
 _FILTER, _ENGINE = "algorithm.filter_groups", f"{_ROLLOUT}.checkpoint_engine"
+_CORRECTION = "algorithm.rollout_correction"
 _STALENESS = "sluice.asynchrony.max_staleness"
 
 
@@ -109,6 +110,12 @@ def _transport(settings: _Settings) -> None:
         settings.put("sluice.weights.backend", backend)
 
 
+def _images(settings: _Settings) -> None:
+    images = settings.given(f"{_ROLLOUT}.limit_images")
+    if images is not None:
+        settings.put("sluice.limits.max_prompt_images", images)
+
+
 def _asynchrony(settings: _Settings) -> None:
     mode = settings.given(f"{_V1}.trainer_mode")
     ahead = settings.given(f"{_V1}.colocate_async.num_warmup_batches")
@@ -165,16 +172,36 @@ def _adpo(settings: _Settings) -> None:
             settings.put(key, "adpo")
 
 
+def _correction(settings: _Settings) -> None:
+    """Samples of older policies are corrected for, by what the loss reads (`correction_rules`).
+
+    A null that was written is kept: it is refused, so that nobody loses the correction unawares.
+    """
+    weights, behaviour = f"{_CORRECTION}.rollout_is", f"{_ACTOR}.use_rollout_log_probs"
+    loss = settings.given(f"{_ACTOR}.policy_loss.loss_mode")
+    is_bypassed = settings.given(f"{_CORRECTION}.bypass_mode") is True or loss == "bypass_mode"
+    if not settings.number(_STALENESS) or settings.given(behaviour) is True:
+        return
+    if is_bypassed and settings.given(f"{_CORRECTION}.loss_type") != "reinforce":
+        return  # its ratio is to the behaviour policy
+    if loss == "adpo":
+        settings.put(behaviour, True)
+    else:
+        settings.put(weights, "token")
+
+
 _CONVERSIONS: tuple[Callable[[_Settings], None], ...] = (
     _lengths,
     _generation_rounds,
     _micro_batches,
     _replicas,
     _transport,
+    _images,
     _asynchrony,
     _schedule,
     _reward_workers,
     _retention,
     _group_scale,
     _adpo,
+    _correction,
 )

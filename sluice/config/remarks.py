@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sluice.config.derived import is_bypassed, is_corrected
 from sluice.config.run import RunConfig
 from sluice.config.strategy_rules import strategy_remark
 from sluice.config.verl_run import ACTOR, ROLLOUT
@@ -26,7 +27,12 @@ _KEEPS_LONE_REWARDS = frozenset(
 def remarks(config: RunConfig) -> list[str]:
     """Sentences without a full stop, for the console at the start."""
     strategy = strategy_remark(config)
-    found = [*_divergence(config), *_adpo(config), *_lone_responses(config)]
+    found = [
+        *_divergence(config),
+        *_adpo(config),
+        *_correction(config),
+        *_lone_responses(config),
+    ]
     return [*found, strategy] if strategy else found
 
 
@@ -51,6 +57,25 @@ def _adpo(config: RunConfig) -> Iterator[str]:
             f"algorithm.adv_estimator and {ACTOR}.policy_loss.loss_mode are both adpo: each sets "
             "the other where that is left out"
         )
+
+
+def _correction(config: RunConfig) -> Iterator[str]:
+    """Told because it may have been chosen (`conversions`)."""
+    staleness, correction = (
+        config.sluice.asynchrony.max_staleness,
+        config.algorithm.rollout_correction,
+    )
+    if not staleness or not is_corrected(config):
+        return
+    means = f"the behaviour logprobs in the place of the old ones ({ACTOR}.use_rollout_log_probs)"
+    if is_bypassed(config):
+        means = "the ratio to the behaviour policy (bypass mode)"
+    if correction.rollout_is is not None:
+        means = (
+            f"truncated importance weights (algorithm.rollout_correction.rollout_is = "
+            f"{correction.rollout_is}, threshold {correction.rollout_is_threshold})"
+        )
+    yield f"samples may be {staleness} versions old; {means} correct for it"
 
 
 def _lone_responses(config: RunConfig) -> Iterator[str]:

@@ -18,9 +18,15 @@ def strategy_problems(config: RunConfig) -> list[str]:
 
 
 def strategy_remark(config: RunConfig) -> str | None:
-    """What the strategy means for the run, without a full stop; ``None`` for the default one."""
+    """What the strategy means for the run, without a full stop; ``None``: nothing unexpected."""
     sampling, n = config.sluice.sampling, config.actor_rollout_ref.rollout.n
     name, parts = StrategyName(sampling.strategy), []
+    if name is StrategyName.STREAM and _draws_one_by_one(config):
+        parts = [
+            "with sluice.asynchrony.max_staleness = 0 nothing is drawn in vain, but a batch waits "
+            "for its longest answers several times over; where answers differ much in length a "
+            "max_staleness of 1 fills batches faster, and so does rounds, which throws groups away"
+        ]
     if name is StrategyName.ROUNDS:
         wave = config.data.gen_batch_size or config.data.train_batch_size
         most = config.algorithm.filter_groups.max_num_gen_batches
@@ -39,6 +45,11 @@ def strategy_remark(config: RunConfig) -> str | None:
             "drawn in its epoch"
         )
     return f"{_KEY}.strategy = {name}: {'; '.join(parts)}" if parts else None
+
+
+def _draws_one_by_one(config: RunConfig) -> bool:
+    """Whether each filtered group's successor starts only when it has ended."""
+    return config.algorithm.filter_groups.enable and not config.sluice.asynchrony.max_staleness
 
 
 def _filter(config: RunConfig) -> Iterator[str]:

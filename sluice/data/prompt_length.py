@@ -1,12 +1,13 @@
-"""A prompt's place in data.max_prompt_length: cut to it, or refused with its numbers."""
+"""How long a prompt may be: within data.max_prompt_length for training, else within the context."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from sluice.errors import PromptTooLongError
+from sluice.errors import InvalidRequestError, PromptTooLongError
 from sluice.types import TokenIds
 
 Truncation = Literal["error", "left", "right", "middle"]
@@ -33,3 +34,42 @@ def fit_prompt(ids: TokenIds, limit: int, truncation: Truncation) -> TokenIds:
             return np.concatenate([ids[:head], ids[ids.size - (limit - head) :]])
         case _:
             raise PromptTooLongError.of(int(ids.size), limit)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimit:
+    """The training data's rules for long prompts.
+
+    Args:
+        max_prompt_length: tokens a prompt may have.
+        truncation: what to do with a longer one, as of `fit_prompt`.
+        filter_overlong: refuse a longer one whatever `truncation` says, so that whoever sent it
+            can leave it out.
+    """
+
+    max_prompt_length: int
+    truncation: Truncation
+    filter_overlong: bool = False
+
+    def fit(self, ids: TokenIds, *, has_images: bool = False) -> TokenIds:
+        """The prompt as it is trained on. One with images is never cut.
+
+        Raises:
+            PromptTooLongError: it is over the limit and is not to be cut.
+        """
+        is_whole = self.filter_overlong or has_images
+        return fit_prompt(ids, self.max_prompt_length, "error" if is_whole else self.truncation)
+
+
+def check_context(num_tokens: int, max_model_len: int) -> None:
+    """Whether a prompt leaves room for a token of the response.
+
+    Raises:
+        InvalidRequestError: it does not.
+    """
+    if num_tokens >= max_model_len:
+        raise InvalidRequestError(
+            f"prompt: {num_tokens} tokens; the model's context of {max_model_len} takes "
+            f"{max_model_len - 1} and one of the response: shorten the prompt, or have the run "
+            "started with a greater actor_rollout_ref.rollout.max_model_len"
+        )

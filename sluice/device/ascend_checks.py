@@ -43,6 +43,8 @@ class AscendHost:
         torch_npu_version: the same of torch_npu; ``None`` if it is not installed.
         num_devices: NPUs whose device file is there.
         interfaces: names of the host's networks.
+        vllm_version: of vLLM; ``None`` if it is not installed.
+        vllm_ascend_version: of vLLM's plugin for NPUs; ``None`` if it is not installed.
     """
 
     environment: Mapping[str, str]
@@ -50,6 +52,8 @@ class AscendHost:
     torch_npu_version: str | None
     num_devices: int
     interfaces: frozenset[str] = field(default_factory=frozenset)
+    vllm_version: str | None = None
+    vllm_ascend_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +63,42 @@ class AscendDemand:
     Attributes:
         num_devices: NPUs.
         collectives_on_device: whether weights or gradients travel by HCCL.
+        runs_vllm: whether a replica computes on one with vLLM.
     """
 
     num_devices: int
     collectives_on_device: bool
+    runs_vllm: bool = False
 
 
 def ascend_findings(host: AscendHost, demand: AscendDemand) -> tuple[Finding, ...]:
     """Everything wrong, the fatal ones first."""
     found = [*_package(host), *_cann(host.environment), *_devices(host, demand)]
     found += _ranges(host.environment)
+    if demand.runs_vllm:
+        found += vllm_findings(host)
     if demand.collectives_on_device:
         found += [*_network(host), *_watchdog(host.environment)]
     return tuple(sorted(found, key=lambda finding: not finding.is_fatal))
+
+
+def vllm_findings(host: AscendHost) -> Iterator[Finding]:
+    """What keeps vLLM from computing on this host's NPUs."""
+    version = host.vllm_version
+    if host.vllm_ascend_version is None:
+        yield Finding(
+            "vllm_ascend is not installed, and vLLM alone knows no NPU",
+            f"install the vllm-ascend wheel made for vllm {version or 'of this host'}, use an "
+            "image that has it, or set actor_rollout_ref.rollout.name=torch",
+            is_fatal=True,
+        )
+    elif version is not None and _minor(version) != _minor(host.vllm_ascend_version):
+        yield Finding(
+            f"vllm_ascend {host.vllm_ascend_version} is made for vllm "
+            f"{_minor(host.vllm_ascend_version)}, and vllm is {version}",
+            f"install vllm-ascend {_minor(version)}, or the vllm it is made for",
+            is_fatal=False,
+        )
 
 
 def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...] | None:

@@ -8,12 +8,19 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
 from sluice.config.run import RunConfig
 from sluice.config.service import EndpointConfig
-from sluice.device.ascend_checks import AscendDemand, AscendHost, ascend_findings, visible_devices
+from sluice.device.ascend_checks import (
+    AscendDemand,
+    AscendHost,
+    Finding,
+    ascend_findings,
+    visible_devices,
+    vllm_findings,
+)
 from sluice.device.ascend_environment import (
     hccl_environment,
     hccl_settings,
@@ -61,6 +68,8 @@ def ascend_host(environment: Mapping[str, str], devices: Path = _DEVICES) -> Asc
         torch_npu_version=next(filter(None, map(_version, _DISTRIBUTIONS)), None),
         num_devices=len(_files(devices)),
         interfaces=frozenset(name for _, name in socket.if_nameindex()),
+        vllm_version=_version("vllm"),
+        vllm_ascend_version=_version("vllm-ascend"),
     )
 
 
@@ -87,12 +96,13 @@ def prepare_process(
     endpoint: EndpointConfig,
     *,
     collectives_on_device: bool,
+    runs_vllm: bool = False,
     environment: MutableMapping[str, str] = os.environ,
 ) -> None:
     """Sets what HCCL will read in this process, and checks the host if it is asked for an NPU.
 
-    Does nothing for other devices. A device key that only takes what is there is not checked:
-    detection says why it passes an NPU over.
+    Does nothing for other devices. Of a device key that only takes what is there no more is checked
+    than that vLLM can compute on it: detection says why it passes an NPU over.
 
     Raises:
         ConfigError: all that is wrong, each with its remedy.
@@ -101,7 +111,9 @@ def prepare_process(
         return
     environment.update(hccl_environment(hccl_settings(config, endpoint), environment))
     if device is not None and device != "auto":
-        check_host(AscendDemand(1, collectives_on_device), environment)
+        check_host(AscendDemand(1, collectives_on_device, runs_vllm), environment)
+    elif runs_vllm:
+        _tell(vllm_findings(ascend_host(environment)))
 
 
 def check_host(demand: AscendDemand, environment: Mapping[str, str]) -> None:
@@ -110,7 +122,11 @@ def check_host(demand: AscendDemand, environment: Mapping[str, str]) -> None:
     Raises:
         ConfigError: what is.
     """
-    findings = ascend_findings(ascend_host(environment), demand)
+    _tell(ascend_findings(ascend_host(environment), demand))
+
+
+def _tell(found: Iterable[Finding]) -> None:
+    findings = tuple(found)
     for finding in findings:
         if not finding.is_fatal:
             _log.warning("NPU: %s", finding)

@@ -33,11 +33,9 @@ def check_npus(examined: Examined) -> Iterator[Finding]:
     replicas = examined.config.sluice.rollout.replicas
     wanted = share.trainer_ranks + replicas * share.devices_per_replica
     on_device = examined.config.sluice.weights.backend != "gloo"
-    return npu_findings(
-        NpuFacts(
-            ascend_host(examined.environment), has_torch_npu(), AscendDemand(wanted, on_device)
-        )
-    )
+    engine = examined.config.actor_rollout_ref.rollout.name
+    demand = AscendDemand(wanted, on_device, share.devices_per_replica > 0 and engine == "vllm")
+    return npu_findings(NpuFacts(ascend_host(examined.environment), has_torch_npu(), demand))
 
 
 def npu_findings(facts: NpuFacts) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from sluice.client.generation_types import MAX_SAMPLES, GenerateOptions, Prompt,
 from sluice.errors import InvalidRequestError
 from sluice.openai_front.asked_images import ImageUrl, conversation
 from sluice.openai_front.refusals import RefusedError
+from sluice.openai_front.unoffered_fields import check_unoffered
 
 MAX_PROMPTS, MAX_CHOICES = 256, MAX_SAMPLES
 _COMPLETION_TOKENS = 16  # what the dialect gives a completion that names no max_tokens
@@ -24,7 +25,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Request(msgspec.Struct):
-    """Fields of both kinds. Those of the second half are refused unless they say nothing."""
+    """Fields of both kinds."""
 
     model: str
     n: int | None = None
@@ -33,6 +34,10 @@ class _Request(msgspec.Struct):
     top_k: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    add_special_tokens: bool | None = None
+    best_of: int | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     max_tokens: int | None = None
@@ -40,9 +45,6 @@ class _Request(msgspec.Struct):
     token_budget: int | None = None
     deadline_s: float | None = None
     return_token_ids: bool | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
 
 
 class _Part(msgspec.Struct):
@@ -62,9 +64,7 @@ class ChatRequest(_Request):
     messages: list[_Turn] = msgspec.field(default_factory=list)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(_Request):
@@ -72,9 +72,6 @@ class CompletionRequest(_Request):
 
     prompt: str | list[str | int | list[int]] = ""
     logprobs: int | None = None
-    echo: bool | None = None
-    best_of: int | None = None
-    suffix: str | None = None
 
 
 RequestT = TypeVar("RequestT", bound=_Request)
@@ -120,21 +117,20 @@ def decode(body: bytes, kind: type[RequestT]) -> RequestT:
     """Decodes a body.
 
     Raises:
-        RefusedError: it is no JSON, or a field has another type; names the field.
+        RefusedError: it is no JSON, a field has another type, or one is not offered and would
+            change the answer; names the field.
     """
     try:
-        return msgspec.json.decode(body, type=kind)
+        request = msgspec.json.decode(body, type=kind)
+        check_unoffered(body, "chat" if issubclass(kind, ChatRequest) else "completion")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         _, _, path = str(error).partition("at `$")
         raise RefusedError(f"body: {error}", path.strip(".`")) from error
+    return request
 
 
 def asked_of_chat(request: ChatRequest, bounds: Bounds) -> Asked:
     """Checks a chat request. Raises RefusedError, which names the field."""
-    _refuse("tools", request.tools, "functions are not offered")
-    shape = (request.response_format or {"type": "text"}).get("type")
-    _refuse("response_format", shape != "text", "only text is offered")
-    _refuse("top_logprobs", request.top_logprobs, "only the drawn token's logprob is known; send 0")
     if not request.messages:
         raise RefusedError("messages: empty; send at least one turn", "messages")
     turns = conversation(request.messages)
@@ -145,12 +141,11 @@ def asked_of_chat(request: ChatRequest, bounds: Bounds) -> Asked:
 
 def asked_of_completion(request: CompletionRequest, bounds: Bounds) -> Asked:
     """Checks a completion request. Raises RefusedError, which names the field."""
-    _refuse("echo", request.echo, "logprobs of prompts are not offered")
-    _refuse("suffix", request.suffix, "only continuing is offered")
-    best_of = request.best_of or request.n or 1
-    _refuse("best_of", best_of != (request.n or 1), "send the same as n, or nothing")
-    many = (request.logprobs or 0) > 1
-    _refuse("logprobs", many, "only the drawn token's logprob is known; send 0 or 1")
+    if (request.logprobs or 0) > 1:
+        raise RefusedError(
+            f"logprobs: {request.logprobs}; only the drawn token's is known: send 0 or 1",
+            "logprobs",
+        )
     prompts = _prompts(request.prompt)
     longest = _longest("max_tokens", request.max_tokens) or _COMPLETION_TOKENS
     logprobs = request.logprobs is not None
@@ -166,9 +161,12 @@ def _asked(
     *,
     logprobs: bool,
 ) -> Asked:
-    _refuse("frequency_penalty", request.frequency_penalty, "it is not offered; send 0")
-    _refuse("presence_penalty", request.presence_penalty, "it is not offered; send 0")
-    _refuse("logit_bias", request.logit_bias, "it is not offered; leave it out")
+    if (request.best_of or request.n or 1) != (request.n or 1):
+        raise RefusedError(
+            f"best_of: {request.best_of}, and n is {request.n or 1}; send the same as n, or "
+            "leave it out",
+            "best_of",
+        )
     options = _options(request, len(prompts), max_tokens, bounds)
     with_usage = request.stream_options is not None and request.stream_options.include_usage
     return Asked(
@@ -193,14 +191,18 @@ def _options(
             sampling=Sampling(
                 temperature=1.0 if request.temperature is None else request.temperature,
                 top_p=1.0 if request.top_p is None else request.top_p,
-                top_k=-1 if request.top_k is None else request.top_k,
+                top_k=request.top_k or -1,  # other servers' 0 is off, as our -1
                 max_tokens=max_tokens,
                 seed=secrets.randbits(_SEED_BITS) if request.seed is None else _seed(request.seed),
+                stop_token_ids=tuple(request.stop_token_ids or ()),
+                ignore_eos=bool(request.ignore_eos),
                 stop=_stops(request.stop),
             ),
             priority=_priority(request.priority, bounds.max_priority),
             deadline_s=_earlier(request.deadline_s, bounds.deadline_s),
             token_budget=_budget(request.token_budget, n * num_prompts) // num_prompts,
+            add_special_tokens=request.add_special_tokens,
+            chat_template_kwargs=_template_kwargs(request),
         )
     except RefusedError:
         raise
@@ -260,9 +262,10 @@ def _longest(field: str, given: int | None) -> int | None:
     return given
 
 
-def _refuse(field: str, value: object, reason: str) -> None:
-    if value:
-        raise RefusedError(f"{field}: {reason}", field)
+def _template_kwargs(request: _Request) -> dict[str, Any]:
+    """A completion has no template."""
+    given = request.chat_template_kwargs if isinstance(request, ChatRequest) else None
+    return given or {}
 
 
 def _seed(seed: int) -> int:

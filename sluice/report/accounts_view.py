@@ -14,6 +14,7 @@ _ACCOUNTS = (
     ("rollout", "rollout_s/", "rollout_wall_s", "rollout_seconds_residual"),
 )
 _MIN_SHARE = 0.0005  # less is shown as 0.0 %
+_MIN_AGE_S = 0.5  # less is shown as 0 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class Part:
 class AccountView:
     """One account: `parts` by size, those of less than 0.05 % left out.
 
-    `total`, amounts and `residual` are tokens, or seconds of the trainer or of all replicas.
+    `total`, amounts and `residual` are tokens, or seconds of the trainer or of all replicas, as
+    they were `age_s` seconds ago.
     """
 
     title: str
@@ -37,6 +39,7 @@ class AccountView:
     parts: tuple[Part, ...]
     residual: float
     residual_share: float
+    age_s: float = 0.0
 
     @property
     def total_text(self) -> str:
@@ -45,9 +48,13 @@ class AccountView:
 
     @property
     def parts_text(self) -> str:
-        """All parts and the residual, such as ``trained 61.2 %, pending 3.0 %; residual 0.0 %``."""
+        """All parts and the residual, such as ``trained 61.2 %, pending 3.0 %; residual 0.0 %``.
+
+        The age is told where it is half a second or more.
+        """
         parts = ", ".join(f"{part.name} {_percent(part.share)}" for part in self.parts)
-        return f"{parts or 'none'}; residual {_percent(self.residual_share)}"
+        age = f", {self.age_s:.0f} s ago" if self.age_s >= _MIN_AGE_S else ""
+        return f"{parts or 'none'}; residual {_percent(self.residual_share)}{age}"
 
 
 def account_views(accounts: Mapping[str, float]) -> tuple[AccountView, ...]:
@@ -64,6 +71,7 @@ def account_views(accounts: Mapping[str, float]) -> tuple[AccountView, ...]:
             _parts(accounts, prefix, accounts[total]),
             accounts[residual],
             accounts.get(f"{residual}_share", 0.0),
+            accounts.get(f"{title}_age_s", 0.0),
         )
         for title, prefix, total, residual in _ACCOUNTS
         if total in accounts and residual in accounts

@@ -113,7 +113,7 @@ def summarize(run_dir: Path, *, seconds_total: float, seconds_services: float) -
         groups_kept=int(record.total("train/groups_kept")),
         groups_all_right=count("filtered_all_right"),
         groups_all_wrong=count("filtered_all_wrong"),
-        surplus_discarded=count("dropped_surplus") + int(record.total("train/surplus_discarded")),
+        surplus_discarded=int(record.total("train/surplus_discarded")),
         prompts_submitted=submitted,
         prompts_trained=trained,
         prompts_filtered=filtered,

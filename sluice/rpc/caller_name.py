@@ -15,7 +15,7 @@ from sluice.security.tokens import Role, role_of
 CLIENT_KEY = "sluice-client"
 """Metadata key of the name that a client gives itself."""
 SERVICE_KEY = "sluice-service"
-"""Metadata key that tells a service of the run from clients where no tokens do."""
+"""Metadata key under which a service of the run says that it is one."""
 MAX_NAME_LENGTH = 128
 
 ResultT = TypeVar("ResultT", covariant=True)
@@ -61,6 +61,15 @@ def caller_name(metadata: Any, tokens: TokenSource | None, peer: str) -> str | N
     if name or tokens is not None:
         return name[:MAX_NAME_LENGTH] or None
     return None if _told(metadata, SERVICE_KEY) else f"host {host_of(peer)}"
+
+
+def is_service_of_run(call: ServedCall, tokens: TokenSource | None) -> bool:
+    """Whether a service of the run makes a call that is served; it books what it gets.
+
+    All services say so under `SERVICE_KEY`; a client is none, whatever it says.
+    """
+    metadata = call.invocation_metadata()
+    return bool(_told(metadata, SERVICE_KEY)) and caller_of(call, tokens) is None
 
 
 def host_of(peer: str) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sluice.algorithm.sampling.rules import StrategyName
+from sluice.simulate.fill_time import FillTimes, simulate_fill_times
 from sluice.simulate.result import SimulationResult, simulate
-from sluice.simulate.settings import IDEAL_TRAINER, SimulationSettings
+from sluice.simulate.settings import SimulationSettings
 from sluice.simulate.workload import Workload
 
 OpenWorkload = Callable[[], Workload]
@@ -19,7 +20,7 @@ class Compared:
 
     Args:
         result: with the trainer as it is.
-        ideal: with a trainer that takes no time; its `fill_s_*` are the times to fill a batch.
+        fill: times to fill a batch: with a trainer that takes no time.
         fill_speedup: time that ``rounds`` takes to fill a batch over the time of this strategy.
         gen_ratio: `gen_per_trained` over that of ``rounds``.
         step_speedup: seconds of a step of ``rounds`` over those of this strategy.
@@ -27,7 +28,7 @@ class Compared:
     """
 
     result: SimulationResult
-    ideal: SimulationResult
+    fill: FillTimes
     fill_speedup: float
     gen_ratio: float
     step_speedup: float
@@ -54,21 +55,20 @@ def compare(
     pairs = {}
     for name in strategies:
         real = of_strategy(settings, name)
-        ideal = replace(real, trainer=IDEAL_TRAINER)
         result = simulate(real, open_workload(), on_step=on_step)
-        pairs[name] = (result, simulate(ideal, open_workload(), on_step=on_step))
-    base, base_ideal = pairs[StrategyName.ROUNDS]
+        pairs[name] = (result, simulate_fill_times(real, open_workload(), on_step))
+    base, base_fill = pairs[StrategyName.ROUNDS]
     plain, _ = pairs[StrategyName.STREAM]
     return tuple(
         Compared(
             result,
-            ideal,
-            fill_speedup=base_ideal.fill_s_mean / ideal.fill_s_mean,
+            fill,
+            fill_speedup=base_fill.mean_s / fill.mean_s,
             gen_ratio=result.gen_per_trained / base.gen_per_trained,
             step_speedup=base.step_s / result.step_s,
             hard_share_ratio=result.hard_share / plain.hard_share if plain.hard_share else 1.0,
         )
-        for result, ideal in pairs.values()
+        for result, fill in pairs.values()
     )
 
 

@@ -13,12 +13,7 @@ import numpy.typing as npt
 
 from sluice.errors import DataError
 from sluice.report.run_record import RunRecord, read_progress
-from sluice.simulate.group_records import (
-    FILTERED_PREFIX,
-    GROUPS_NAME,
-    GroupRecord,
-    read_groups,
-)
+from sluice.simulate.group_records import GROUPS_NAME, GroupRecord, read_groups
 from sluice.simulate.settings import FleetSettings, TrainerSettings
 
 Floats = npt.NDArray[np.float64]
@@ -32,7 +27,7 @@ class FittedRun:
     """What a run's record says of it.
 
     Args:
-        groups: recorded groups.
+        groups: those that were kept or filtered, each once; at least one.
         record: the trainer's numbers.
         fleet: replicas and step times.
         trainer: times of a step.
@@ -55,14 +50,19 @@ def fit_run(run_dir: Path, *, slots: int, slack: float) -> FittedRun:
     Raises:
         DataError: the record is missing, too short, or cannot be read.
     """
-    groups, record = read_groups(run_dir / GROUPS_NAME), read_progress(run_dir)
+    file, record = run_dir / GROUPS_NAME, read_progress(run_dir)
+    # What was done again, or has failed, took its time; but only what counts comes again.
+    recorded = read_groups(file)
+    groups = [group for group in recorded if not group.is_redone and group.is_kept is not None]
+    if not groups:
+        raise DataError(f"{file}: no group was kept or filtered; let the run go on for some steps")
     if len(record.steps) < 2:
         raise DataError(
             f"{run_dir}: the record of {len(record.steps)} steps says too little; at least 2 are "
             "needed"
         )
     num_replicas = max(1, round(record.largest("rollout/replicas")))
-    fleet = _fleet(groups, record, num_replicas, slots, slack)
+    fleet = _fleet(recorded, record, num_replicas, slots, slack)
     return FittedRun(groups, record, fleet, _trainer(record))
 
 
@@ -101,9 +101,7 @@ def _grading_s(groups: Sequence[GroupRecord]) -> float:
     waits = [
         group.ended_s - group.generated_s
         for group in groups
-        if group.end.startswith(FILTERED_PREFIX)
-        and group.ended_s is not None
-        and group.generated_s is not None
+        if group.is_kept is False and group.ended_s is not None and group.generated_s is not None
     ]
     return max(0.0, median(waits)) if waits else 0.0
 
@@ -120,9 +118,10 @@ def tokens_per_busy_s(record: RunRecord) -> float | None:
 
 
 def _profiles(groups: Sequence[GroupRecord], slots: int) -> list[_Concurrency]:
-    by_replica: dict[str, list[GroupRecord]] = defaultdict(list)
+    # Each life of the reward service has a clock of its own: nothing of two lives ran together.
+    by_replica: dict[tuple[int, str], list[GroupRecord]] = defaultdict(list)
     for group in groups[-_NUM_SAMPLE_GROUPS:]:
-        by_replica[group.replicas[0] if group.replicas else ""].append(group)
+        by_replica[group.life, group.replicas[0] if group.replicas else ""].append(group)
     return [_Concurrency(of_replica, slots) for of_replica in by_replica.values()]
 
 

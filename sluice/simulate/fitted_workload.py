@@ -2,7 +2,8 @@
 
 A group is drawn whole, outcome and lengths together. Drawing its samples anew by its pass rate
 would find fewer mixed groups than there were: one right answer of 16 would come out as none of 16
-in more than a third of the cases, while no uniform group would ever come out mixed.
+in more than a third of the cases, while no uniform group would ever come out mixed. It is kept or
+filtered as it was, too, whatever metric the filter looked at.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ LONG_SHARE = 0.1
 
 
 class FittedWorkload:
-    """Recorded groups in the order they started; beyond these, draws from groups of about the same
-    version, with replacement.
+    """Recorded groups in the order they started, life after life of the reward service; beyond
+    these, draws from groups of about the same version, with replacement.
 
     Args:
-        records: at least one.
+        records: kept or filtered ones, at least one.
         seed: decides which sample comes when, and what is drawn.
     """
 
     def __init__(self, records: Sequence[GroupRecord], seed: int = 0) -> None:
-        self._records = sorted(records, key=lambda record: record.started_s or 0.0)
+        self._records = sorted(records, key=_order)
         self._by_version = sorted(range(len(records)), key=lambda number: self._version(number))
         self._versions = [self._version(number) for number in self._by_version]
         self._seed = seed
@@ -70,4 +71,19 @@ class FittedWorkload:
         more = draws.integers(0, num_recorded, max(0, num_samples - num_recorded))
         chosen = np.concatenate([order, more])[:num_samples]
         tokens = np.maximum(1, np.array(record.tokens))[chosen]
-        return DrawnSamples(tokens.tolist(), (chosen < record.right).tolist())
+        are_right = (chosen < record.right).tolist()
+        return DrawnSamples(tokens.tolist(), are_right, _values(record, len(chosen)))
+
+
+def _order(record: GroupRecord) -> tuple[int, float]:
+    return record.life, record.started_s or 0.0
+
+
+def _values(record: GroupRecord, num_samples: int) -> list[float] | None:
+    """Of the filter's metric; ``None`` where the grades alone tell how the group ended.
+
+    Which samples differed is not recorded, so these stand for the whole group only.
+    """
+    if record.is_told_by_grades and record.scored >= min(num_samples, 2):
+        return None
+    return [float(number) if record.is_kept else 0.0 for number in range(num_samples)]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sluice.algorithm.group_completeness import LEAST_SAMPLES
+from sluice.algorithm.group_filter import filter_values
 from sluice.algorithm.routing import Grant
 from sluice.algorithm.sampling.visit import Visit
 from sluice.simulate.workload import DrawnSamples, SimulatedPrompt
+from sluice.types import PromptEnd
 
 
 @dataclass(slots=True, eq=False)
@@ -45,8 +48,7 @@ class SimulatedGroup:
         num_wanted: samples that a replica was asked for, or will be when it has room.
         num_asked: samples at replicas so far.
         num_finished: of those, finished.
-        num_graded: of those, graded one by one, as first samples are.
-        num_graded_right: of those, right.
+        grades: of those that are graded one by one, as first samples are: whether each is right.
         parts: what is at replicas.
         replicas: where it has been, in order.
         start_version: of its oldest sample; ``None`` until a replica starts it.
@@ -63,13 +65,12 @@ class SimulatedGroup:
     num_wanted: int = 0
     num_asked: int = 0
     num_finished: int = 0
-    num_graded: int = 0
-    num_graded_right: int = 0
     start_version: int | None = None
     issued_s: float = 0.0
     started_s: float = 0.0
     generated_s: float = 0.0
     finished_tokens: int = 0
+    grades: list[bool] = field(default_factory=list)
     sample_versions: list[int] = field(default_factory=list)
     parts: list[GroupPart] = field(default_factory=list)
     replicas: list[int] = field(default_factory=list)
@@ -95,16 +96,22 @@ class SimulatedGroup:
         return sum(self.samples.are_right[: self.num_asked])
 
     @property
+    def end(self) -> PromptEnd | None:
+        """How it ends with the samples asked for if it is filtered; ``None``: it is kept."""
+        return self.samples.end(self.num_asked)
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it will be kept whatever its other samples are: those asked for differ."""
+        return self.num_asked >= LEAST_SAMPLES and self.end is None
+
+    @property
     def differs(self) -> bool:
         """Whether the grades of the samples that are graded one by one differ."""
-        return 0 < self.num_graded_right < self.num_graded
+        if len(self.grades) < LEAST_SAMPLES:
+            return False
+        return filter_values(self.grades, self.grades) is None
 
     def graded(self, *, is_right: bool) -> None:
         """One of its first samples is graded."""
-        self.num_graded += 1
-        self.num_graded_right += is_right
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether the grades of the samples asked for differ."""
-        return self.num_asked == 1 or 0 < self.num_right < self.num_asked
+        self.grades.append(is_right)

@@ -1,13 +1,15 @@
 """The simulated loop: prompts in, kept groups out, versions back.
 
 The reward service's decisions are taken by the same functions, in the same order, as its pipeline
-takes them: `SamplingStrategy` for what to start, `Fleet` for where, `staleness` for when a batch
-may be formed and what to break off. Only the waiting is replaced by a queue of events.
+takes them: `SamplingStrategy` for what to start, `Fleet` for where, `filter_values` for what to
+keep, `staleness` for when a batch may be formed and what to break off, `YieldFloor` for when to
+give up. Only the waiting is replaced by a queue of events.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,6 +17,7 @@ import numpy as np
 from sluice.algorithm.room import groups_with_room
 from sluice.algorithm.sampling.prompt_memory import PromptHistory, remembered
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
+from sluice.algorithm.yield_floor import LastGroups
 from sluice.errors import BatchUnfillableError
 from sluice.simulate.batching import Batching
 from sluice.simulate.event_queue import EventQueue
@@ -23,10 +26,7 @@ from sluice.simulate.group import SimulatedGroup
 from sluice.simulate.prompt_feed import PromptFeed
 from sluice.simulate.recorder import LeaseMark, Recorder, StepTimes, TokenCause
 from sluice.simulate.settings import SimulationSettings
-from sluice.simulate.workload import Workload
-
-HOPELESS_BATCHES = 100
-"""Batches' worth of groups without a kept one after which the simulation gives up."""
+from sluice.simulate.workload import DrawnSamples, SimulatedPrompt, Workload
 
 
 class SimulatedLoop:
@@ -66,7 +66,7 @@ class SimulatedLoop:
         self._version = 0
         self._asked_s: float | None = 0.0
         self._trainer_wait_s = 0.0
-        self._ended_when_last_kept = 0
+        self._last_groups = LastGroups()
         self._has_changed = True
         self._is_over = False
         self.num_samples = 0
@@ -75,7 +75,7 @@ class SimulatedLoop:
         """Until the last step is published.
 
         Raises:
-            BatchUnfillableError: no group is kept any more, or ``rounds`` used up its waves.
+            BatchUnfillableError: hardly a group is kept any more, or ``rounds`` used up its waves.
         """
         self._fleet.announce(0)
         self._settle()
@@ -147,13 +147,18 @@ class SimulatedLoop:
         attempt, issued_version = 0, self._version
         if again is not None:
             attempt, issued_version = again.attempt + 1, again.issued_version
-        samples = self._workload.samples(prompt, position, attempt, self._rules.samples_per_group)
+        samples = self._samples(prompt, position, attempt)
         group = SimulatedGroup(position, prompt, issued_version, visit, samples, attempt)
         group.issued_s = self._events.now
         self._strategy.started(visit)
         self._recorder.issued(group)
         self._in_flight[position] = group
         self._ask(group, visit.first_samples)
+
+    def _samples(self, prompt: SimulatedPrompt, position: int, attempt: int) -> DrawnSamples:
+        num_samples = self._rules.samples_per_group
+        samples = self._workload.samples(prompt, position, attempt, num_samples)
+        return samples if self._settings.filters_groups else replace(samples, is_filtered=False)
 
     def _ask(self, group: SimulatedGroup, num_samples: int) -> None:
         self.num_samples += num_samples
@@ -205,7 +210,7 @@ class SimulatedLoop:
             )
             if goes_on is not None:
                 group.visit = goes_on
-                if 0 < group.num_right < group.num_asked:
+                if group.is_sure:
                     self._sure.add(group.position)
                 self._ask(group, rest)
                 return
@@ -218,7 +223,7 @@ class SimulatedLoop:
 
     def _judged(self, group: SimulatedGroup) -> None:
         self._left(group)
-        is_kept = group.is_mixed
+        is_kept = group.end is None
         self._strategy.ended(
             group.visit,
             num_right=group.num_right,
@@ -228,20 +233,18 @@ class SimulatedLoop:
             version=self._version,
             seconds=self._events.now - group.issued_s,
         )
+        self._last_groups = self._settings.yield_floor.after(self._last_groups, is_kept=is_kept)
         if is_kept:
             self._batching.keep(group)
-            self._ended_when_last_kept = self._recorder.num_ended
-            return
-        self._recorder.filtered(group, self._events.now)
-        self._check_hope()
+        else:
+            self._recorder.filtered(group, self._events.now)
 
-    def _check_hope(self) -> None:
-        num_useless = self._recorder.num_ended - self._ended_when_last_kept
-        if num_useless > HOPELESS_BATCHES * self._rules.train_batch_size:
-            raise BatchUnfillableError(
-                f"none of the last {num_useless} simulated groups was mixed; choose prompts that "
-                "are solved sometimes, or draw more samples for each"
-            )
+    def _check_yield(self) -> None:
+        """Give up where a batch lacks groups and the yield is hopeless."""
+        floor, last = self._settings.yield_floor, self._last_groups
+        lacks_groups = self._batching.num_kept < self._rules.train_batch_size
+        if lacks_groups and floor.is_hopeless(last):
+            raise floor.error(last, " (all of them simulated)")
 
     def _cancel_doomed(self, doomed: list[SimulatedGroup]) -> None:
         next_version = self._batching.next_version(self._version)
@@ -262,7 +265,10 @@ class SimulatedLoop:
 
     def _form(self) -> None:
         """Lease a batch to the trainer if it asks for one and the rules allow."""
-        if self._asked_s is None or not self._strategy.may_form(self._load(0)):
+        if self._asked_s is None:
+            return
+        if not self._strategy.may_form(self._load(0)):
+            self._check_yield()
             return
         decision = self._batching.decide(self._version, self._strategy.estimate)
         chosen = self._batching.kept_groups(decision.chosen)
@@ -271,6 +277,8 @@ class SimulatedLoop:
         self._cancel_doomed(self._batching.running(decision.doomed))
         if chosen:
             self._lease(chosen, self._asked_s)
+        else:
+            self._check_yield()
 
     def _discard(self, group: SimulatedGroup, cause: TokenCause) -> None:
         self._batching.remove(group)

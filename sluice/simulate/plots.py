@@ -10,6 +10,7 @@ import numpy as np
 
 from sluice.errors import ConfigError
 from sluice.simulate.comparison import Compared
+from sluice.simulate.fill_time import FillTimes
 from sluice.simulate.result import SimulationResult
 from sluice.simulate.sweep import Sweep
 
@@ -30,16 +31,17 @@ def plot_comparison(folder: Path, compared: Sequence[Compared]) -> tuple[Path, .
     plans: tuple[tuple[str, Callable[[Axes], None]], ...] = (
         ("generated-per-trained", lambda axes: _draw_bars(axes, compared, waste=True)),
         ("fill-time", lambda axes: _draw_bars(axes, compared, waste=False)),
-        ("fill-time-curves", lambda axes: _draw_fills(axes, [one.ideal for one in compared])),
+        ("fill-time-curves", lambda axes: _draw_fills(axes, [one.fill for one in compared])),
         ("staleness", lambda axes: _draw_staleness(axes, [one.result for one in compared])),
     )
     return tuple(_draw(folder / f"{name}.png", draw) for name, draw in plans)
 
 
-def plot_result(folder: Path, result: SimulationResult) -> tuple[Path, ...]:
-    """Writes one simulation's curve of fill times and its staleness; errors likewise."""
+def plot_result(folder: Path, result: SimulationResult, fill: FillTimes) -> tuple[Path, ...]:
+    """Writes one simulation's curves of fill and step times and its staleness; errors likewise."""
     return (
-        _draw(folder / "fill-time-curves.png", lambda axes: _draw_fills(axes, [result])),
+        _draw(folder / "fill-time-curves.png", lambda axes: _draw_fills(axes, [fill])),
+        _draw(folder / "step-time-curves.png", lambda axes: _draw_steps(axes, [result])),
         _draw(folder / "staleness.png", lambda axes: _draw_staleness(axes, [result])),
     )
 
@@ -63,18 +65,23 @@ def _draw(file: Path, draw: Callable[[Axes], None]) -> Path:
 
 def _draw_bars(axes: Axes, compared: Sequence[Compared], *, waste: bool) -> None:
     names = [one.result.strategy for one in compared]
-    values = [one.result.gen_per_trained if waste else one.ideal.fill_s_mean for one in compared]
+    values = [one.result.gen_per_trained if waste else one.fill.mean_s for one in compared]
     bars = axes.bar(names, values, color=_COLOURS[: len(names)])
     axes.bar_label(bars, fmt="%.2f" if waste else "%.0f")
     axes.set_ylabel("generated / trained tokens" if waste else "seconds to fill a batch")
 
 
-def _draw_fills(axes: Axes, results: Sequence[SimulationResult]) -> None:
+def _draw_fills(axes: Axes, fills: Sequence[FillTimes]) -> None:
+    _draw_steps(axes, [fill.ideal for fill in fills])
+    axes.set_xlabel("seconds to fill a batch (a trainer that takes no time)")
+
+
+def _draw_steps(axes: Axes, results: Sequence[SimulationResult]) -> None:
     for result, colour in zip(results, _COLOURS, strict=False):
-        times = np.sort(result.fill_times_s)
+        times = np.sort(result.step_times_s)
         shares = np.arange(1, len(times) + 1) / len(times)
         axes.step(times, shares, where="post", color=colour, label=result.strategy)
-    axes.set_xlabel("seconds to fill a batch")
+    axes.set_xlabel("seconds of a step, the trainer's part included")
     axes.set_ylabel("share of batches")
     axes.legend(frameon=False)
 

@@ -27,11 +27,11 @@ class SimulationResult:
         strategy: its name.
         num_steps: batches that the figures are of.
         gen_per_trained: generated over trained response tokens.
-        fill_s_mean: seconds from the lease of one batch to the lease of the next. It is the time to
-            fill a batch where the trainer takes none.
-        fill_s_p50: its median.
-        fill_s_p99: its 99th percentile.
-        step_s: seconds of a step: the same mean, the trainer's part included.
+        step_s: seconds of a step, from the lease of one batch to the lease of the next: mean. The
+            trainer's part is in it; where the trainer takes no time, it is the time to fill a batch
+            (`fill_time`).
+        step_s_p50: its median.
+        step_s_p99: its 99th percentile.
         steps_per_hour: steps at that rate.
         trainer_idle_share: share of the time that the trainer waited for a batch.
         fleet_idle_share: share of the time that a replica drew nothing, mean over replicas.
@@ -41,6 +41,7 @@ class SimulationResult:
         staleness_max: its maximum.
         num_staleness_exceeded: trained samples beyond the bound.
         num_kept_discarded: kept groups that were never trained, as surplus or as stale.
+        discarded_share: their share of all kept groups that were trained or discarded.
         num_surplus_discarded: those thrown away as surplus.
         num_restarted: running groups that were broken off and began again.
         long_prompt_ratio: of the issued groups that turned out mixed: share that was trained, for
@@ -51,16 +52,15 @@ class SimulationResult:
             that run or wait for a batch; `generated` is counted by the replicas.
         strategy_statistics: the strategy's own gauges at the end.
         staleness_counts: trained samples by staleness.
-        fill_times_s: all times that `fill_s_mean` is the mean of.
+        step_times_s: all times that `step_s` is the mean of.
     """
 
     strategy: str
     num_steps: int
     gen_per_trained: float
-    fill_s_mean: float
-    fill_s_p50: float
-    fill_s_p99: float
     step_s: float
+    step_s_p50: float
+    step_s_p99: float
     steps_per_hour: float
     trainer_idle_share: float
     fleet_idle_share: float
@@ -70,6 +70,7 @@ class SimulationResult:
     staleness_max: int
     num_staleness_exceeded: int
     num_kept_discarded: int
+    discarded_share: float
     num_surplus_discarded: int
     num_restarted: int
     long_prompt_ratio: float
@@ -78,7 +79,7 @@ class SimulationResult:
     accounts: dict[str, float]
     strategy_statistics: dict[str, float]
     staleness_counts: dict[int, int]
-    fill_times_s: tuple[float, ...]
+    step_times_s: tuple[float, ...]
 
 
 def simulate(
@@ -109,19 +110,18 @@ def _result(
 ) -> SimulationResult:
     first, last = recorder.marks[settings.num_warmup], recorder.marks[-1]
     seconds, num_replicas = last.time_s - first.time_s, settings.fleet.num_replicas
-    fills = np.diff([mark.time_s for mark in recorder.marks[settings.num_warmup :]])
-    step_s = float(fills.mean())
+    steps_s = np.diff([mark.time_s for mark in recorder.marks[settings.num_warmup :]])
+    step_s = float(steps_s.mean())
     replica_s = max(seconds * num_replicas, 1e-12)
     staleness = _spread(recorder.staleness)
     bound = settings.rules.max_staleness
     return SimulationResult(
         strategy=settings.rules.strategy.value,
-        num_steps=len(fills),
+        num_steps=len(steps_s),
         gen_per_trained=(last.generated - first.generated) / (last.trained - first.trained),
-        fill_s_mean=step_s,
-        fill_s_p50=float(np.quantile(fills, 0.5)),
-        fill_s_p99=float(np.quantile(fills, 0.99)),
         step_s=step_s,
+        step_s_p50=float(np.quantile(steps_s, 0.5)),
+        step_s_p99=float(np.quantile(steps_s, 0.99)),
         steps_per_hour=3600.0 / max(step_s, 1e-12),
         trainer_idle_share=(last.trainer_wait_s - first.trainer_wait_s) / max(seconds, 1e-12),
         fleet_idle_share=max(0.0, 1.0 - (last.busy_s - first.busy_s) / replica_s),
@@ -131,6 +131,7 @@ def _result(
         staleness_max=int(staleness.max()),
         num_staleness_exceeded=sum(n for v, n in recorder.staleness.items() if v > bound),
         num_kept_discarded=recorder.num_kept_discarded,
+        discarded_share=_discarded_share(recorder),
         num_surplus_discarded=recorder.num_surplus,
         num_restarted=recorder.num_restarted,
         long_prompt_ratio=_long_prompt_ratio(settings, recorder),
@@ -139,8 +140,13 @@ def _result(
         accounts=_accounts(recorder, loop),
         strategy_statistics=loop.statistics(),
         staleness_counts=dict(sorted(recorder.staleness.items())),
-        fill_times_s=tuple(float(fill) for fill in fills),
+        step_times_s=tuple(float(step) for step in steps_s),
     )
+
+
+def _discarded_share(recorder: Recorder) -> float:
+    discarded, trained = recorder.num_kept_discarded, sum(recorder.num_trained)
+    return discarded / (discarded + trained)
 
 
 def _spread(counts: Counter[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from sluice.algorithm.sampling.rules import SamplingRules
+from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.algorithm.staleness import OnStale
+from sluice.algorithm.yield_floor import YieldFloor
 from sluice.errors import ConfigError
 
 DEFAULT_STEPS = 240
@@ -92,6 +93,10 @@ class SimulationSettings:
         num_steps: batches to train.
         warmup_steps: batches before the figures count, below `num_steps`; ``None``: a third.
         seed: of the workload's samples and the trainer's times.
+        filters_groups: whether groups whose samples all have the same metric are thrown away.
+        knows_each_sample: whether the workload knows the filter's metric of each sample, not only
+            how whole groups ended; first samples cannot be judged without.
+        yield_floor: when to give up.
     """
 
     rules: SamplingRules
@@ -101,12 +106,36 @@ class SimulationSettings:
     num_steps: int = DEFAULT_STEPS
     warmup_steps: int | None = None
     seed: int = 0
+    filters_groups: bool = True
+    knows_each_sample: bool = True
+    yield_floor: YieldFloor = field(default_factory=YieldFloor)
 
     def __post_init__(self) -> None:
+        self._check_filter()
         if self.num_steps < 2 or not 0 <= self.num_warmup < self.num_steps - 1:
             raise ConfigError(
                 f"simulation: {self.num_steps} steps, {self.num_warmup} of them to warm up; at "
                 "least two must be left"
+            )
+
+    def _check_filter(self) -> None:
+        """The service refuses the first of these as well; the second only a record can bring."""
+        name = self.rules.strategy
+        if not self.filters_groups and name is not StrategyName.STREAM:
+            raise ConfigError(
+                f"simulation: sluice.sampling.strategy = {name} with "
+                "algorithm.filter_groups.enable = false: without the filter every group is "
+                "trained, and there is nothing to choose; simulate stream only (leave --compare "
+                "out), or record a run with algorithm.filter_groups.enable=true"
+            )
+        if not self.knows_each_sample and name.uses_probes:
+            raise ConfigError(
+                f"simulation: sluice.sampling.strategy = {name} decides by a group's first "
+                "samples, but groups.jsonl has groups that were kept or filtered otherwise than "
+                "by how many samples were right, as algorithm.filter_groups.metric does where "
+                "there is partial credit, and it has that metric of no single sample; simulate "
+                "stream, rounds or memory (leave --compare out), or record a run with "
+                "algorithm.filter_groups.metric=acc and answers that are right or wrong"
             )
 
     def as_issued(self) -> SimulationSettings:

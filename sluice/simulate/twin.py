@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sluice.report.run_record import RunRecord
+from sluice.simulate.fill_time import FillTimes, simulate_fill_times
 from sluice.simulate.fit import FittedRun
 from sluice.simulate.fitted_workload import FittedWorkload
 from sluice.simulate.result import SimulationResult, simulate
@@ -21,25 +22,54 @@ class TwinFigure:
             trained tokens).
         real: of the run.
         simulated: of its twin.
-        error: of a share the difference, of others the difference over the real one.
     """
 
     name: str
     real: float
     simulated: float
-    error: float
+
+    @property
+    def difference(self) -> float:
+        """Simulated less real: of shares, a hundredth is a point."""
+        return self.simulated - self.real
+
+    @property
+    def relative_error(self) -> float | None:
+        """The difference over the real figure; ``None``: that is 0."""
+        return self.difference / self.real if self.real else None
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the figure is a share of time."""
+        return self.name.endswith("_idle")
+
+    @property
+    def error(self) -> float:
+        """Of a share the difference, of others the relative error; 0 where there is none."""
+        return self.difference if self.is_share else self.relative_error or 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A run's figures beside its simulation's."""
+    """A run's figures beside its simulation's.
+
+    Args:
+        figures: step time, idle shares and waste.
+        result: the simulation.
+        fill: times to fill a batch of the same simulation.
+    """
 
     figures: tuple[TwinFigure, ...]
     result: SimulationResult
+    fill: FillTimes
+
+    def figure(self, name: str) -> TwinFigure:
+        """A figure by its name."""
+        return next(figure for figure in self.figures if figure.name == name)
 
     def error(self, name: str) -> float:
         """Absolute error of a figure."""
-        return next(abs(figure.error) for figure in self.figures if figure.name == name)
+        return abs(self.figure(name).error)
 
 
 def twin(
@@ -52,13 +82,15 @@ def twin(
     Args:
         fitted: the run.
         settings: the run's rules with the fitted fleet and trainer, and as many steps.
-        on_step: told after each step.
+        on_step: told after each step, of two simulations: the second finds the times to fill.
 
     Raises:
         BatchUnfillableError: the workload is hopeless.
     """
     settings = settings.as_issued()
     result = simulate(settings, FittedWorkload(fitted.groups, settings.seed), on_step=on_step)
+    workload = FittedWorkload(fitted.groups, settings.seed)
+    fill = simulate_fill_times(settings, workload, on_step)
     real = _real(fitted.record, settings.num_warmup + 1)
     simulated = {
         "step_time": result.step_s,
@@ -66,11 +98,8 @@ def twin(
         "fleet_idle": result.fleet_idle_share,
         "waste": result.gen_per_trained,
     }
-    figures = tuple(
-        TwinFigure(name, value, simulated[name], _error(name, value, simulated[name]))
-        for name, value in real.items()
-    )
-    return Twin(figures, result)
+    figures = tuple(TwinFigure(name, value, simulated[name]) for name, value in real.items())
+    return Twin(figures, result, fill)
 
 
 def _real(record: RunRecord, skipped: int) -> dict[str, float]:
@@ -87,9 +116,3 @@ def _real(record: RunRecord, skipped: int) -> dict[str, float]:
         "fleet_idle": sum(i * s for i, s in zip(fleet_idle, seconds, strict=True)) / total_s,
         "waste": generated / trained if trained else 0.0,
     }
-
-
-def _error(name: str, real: float, simulated: float) -> float:
-    if name.endswith("_idle"):
-        return simulated - real
-    return simulated / real - 1.0 if real else 0.0

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from sluice.algorithm.group_filter import filter_values
 from sluice.algorithm.sampling.pass_rates import HARD_BELOW
+from sluice.types import PromptEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +34,31 @@ class SimulatedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class DrawnSamples:
-    """All samples that a group would draw: tokens and whether each is right."""
+    """All samples that a group would draw.
+
+    Args:
+        tokens: response length of each.
+        are_right: whether each is right.
+        values: the group filter's metric of each; ``None``: 1 of a right one, 0 of a wrong one.
+        is_filtered: whether there is a group filter.
+    """
 
     tokens: list[int]
     are_right: list[bool]
+    values: list[float] | None = None
+    is_filtered: bool = True
+
+    def end(self, num_samples: int) -> PromptEnd | None:
+        """How a group of the first `num_samples` (>= 1) ends if it is filtered; ``None``: kept."""
+        if not self.is_filtered:
+            return filter_values(None, ())
+        grades = self.are_right[:num_samples]
+        return filter_values(self.values[:num_samples] if self.values else grades, grades)
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the whole group would be kept: its grades differ."""
-        return len(self.are_right) == 1 or any(self.are_right) != all(self.are_right)
+        """Whether the whole group would be kept: its metric differs, or there is no filter."""
+        return self.end(len(self.are_right)) is None
 
 
 class Workload(Protocol):

@@ -93,6 +93,7 @@ async def test_rounds_train_and_throw_away_what_verl_does(configure: Callable[..
     assert [batch.statistics["train/num_gen_batches"] for batch in batches] == [2, 2, 2]
     assert [batch.statistics["train/groups_carried_over"] for batch in batches] == [0, 0, 0]
     surplus = sum(batch.statistics["train/groups_surplus"] for batch in batches)
+    assert surplus == sum(batch.statistics["train/surplus_discarded"] for batch in batches)
     ends = dict(status.prompts_by_end)
     assert ends["dropped_surplus"] == surplus == sum(kept) - 24
     assert ends["trained"] == 24
@@ -128,7 +129,8 @@ async def test_rounds_give_up_in_verls_words(configure: Callable[..., Path]) -> 
         await service.announce(0, [replica])
         with pytest.raises(grpc.aio.AioRpcError, match="Generated too many") as error:
             await service.take(1, 0)
-        assert "num_gen_batches = 2 >= max_num_gen_batches = 2" in str(error.value.details())
+        words = "num_gen_batches=2 >= max_num_gen_batches=2. Generated too many. Please check"
+        assert words in str(error.value.details())
         assert len(replica.calls) == 24
 
 

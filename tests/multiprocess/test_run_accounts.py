@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,18 +102,30 @@ def test_every_step_has_the_books_of_its_moment(quiet: Quiet) -> None:
     assert all(f"accounts/{name}" in step for step in steps for name in SHARES)
     generated = [step["accounts/generated_tokens"] for step in steps]
     assert all(earlier <= later for earlier, later in pairwise(generated))
-    for name in SHARES[1:]:
+    # No row shows the tokens of an earlier one: those of its own batch have been received.
+    trained = accumulate(step["train/trained_tokens"] for step in steps)
+    for step, trained_by_then in zip(steps, trained, strict=True):
+        books = {n.removeprefix("accounts/"): value for n, value in step.items()}
+        assert max(residual_shares(books).values()) < MOST
+        assert books["tokens/trained"] + books["tokens/pending"] >= trained_by_then
+    for name in SHARES:
         assert max(step[f"accounts/{name}"] for step in steps) < MOST
 
 
 def test_a_status_call_tells_the_books_while_the_run_goes_on(quiet: Quiet) -> None:
     accounts = dict(quiet[1].accounts)
     assert set(SHARES) <= accounts.keys()
+    assert max(accounts[name] for name in SHARES) < MOST
+    assert accounts["tokens_age_s"] > 0
     assert 0 < accounts["generated_tokens"] < quiet[0].accounts["generated_tokens"]
 
 
-def test_tokens_of_another_client_are_in_the_residual(small_assets: Assets, tmp_path: Path) -> None:
+def test_tokens_of_direct_clients_have_a_part_of_their_own(
+    small_assets: Assets, tmp_path: Path
+) -> None:
+    """Those that a client gave up on while they were drawn too."""
     others: list[Any] = []
+    drawn: list[float] = []
 
     async def generate(run: LiveRun) -> None:
         await run.until_step(1)
@@ -127,13 +139,35 @@ def test_tokens_of_another_client_are_in_the_residual(small_assets: Assets, tmp_
             )
             async for answer in stub.Generate(request, timeout=30):
                 others.extend(answer.rollouts)
+            request.sampling.max_tokens = 50
+            request.stream_mode = rollout_pb2.STREAM_MODE_TOKENS
+
+            async def told() -> rollout_pb2.GetStatusResponse:
+                return await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=10)
+
+            async def is_given_up_in_time() -> bool:
+                call = stub.Generate(request, timeout=30)
+                await call.read()
+                await call.read()
+                call.cancel()
+                return bool((await told()).direct_unsent_tokens)
+
+            async def is_shown() -> bool:
+                counters = await told()
+                drawn[:] = [counters.direct_sent_tokens + counters.direct_unsent_tokens]
+                return (await run.status()).accounts["tokens/direct_clients"] == drawn[0]
+
+            await run.until(is_given_up_in_time, "a call that was given up with tokens unsent")
+            await run.until(is_shown, "tokens of direct clients in the live books")
         await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
 
     overrides = [f"trainer.total_training_steps={MANY_STEPS}", "trainer.total_epochs=1000"]
     record = run_to_end(small_assets, tmp_path / "run", overrides, generate)
     assert record.end.exit_code == 0, record.end
     assert len(others) == 3
-    assert record.accounts["tokens_residual"] == 15
+    assert drawn[0] > 15
+    assert record.accounts["tokens/direct_clients"] == drawn[0]
+    assert record.accounts["tokens_residual"] == 0
 
 
 def test_a_replica_that_is_killed_takes_few_tokens_out_of_the_books(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -269,10 +270,10 @@ class DrawingContract:
             )
         for one, task in zip(wanted, running, strict=True):
             assert sorted(task.result()) == list(range(8))
-            tokens, logprobs = task.result()[5]
-            exact = expected_logprobs(world.first, one.prompt_token_ids.tolist(), tokens, PLAIN)
-            assert len(tokens) == 24
-            np.testing.assert_allclose(logprobs, exact, atol=TOLERANCE)
+            for tokens, logprobs in task.result().values():
+                exact = expected_logprobs(world.first, one.prompt_token_ids.tolist(), tokens, PLAIN)
+                assert len(tokens) == 24
+                np.testing.assert_allclose(logprobs, exact, atol=TOLERANCE)
 
     async def test_every_token_drawn_is_sent_unsent_or_on_its_way(
         self, world: ContractWorld
@@ -282,12 +283,32 @@ class DrawingContract:
         wanted = request(samples=4, max_tokens=10)
         chunks = await chunks_of(world.engine, wanted)
         assert wanted.tokens.yielded == num_tokens(chunks) == 40
-        world.engine.books.sent += 40
+        world.engine.books.services.sent += 40
         stream = world.engine.generate(request(max_tokens=ENDLESS), every_token=True)
         async with asyncio.timeout(WAIT_S), aclosing(stream) as parts:
-            world.engine.books.unsent += num_tokens(await anext(parts))
+            world.engine.books.services.unsent += num_tokens(await anext(parts))
         after = await settled(world.engine, before)
         drawn = after.generated_tokens - before.generated_tokens
         assert drawn > 40
         assert drawn == 40 + after.unsent_tokens - before.unsent_tokens
         assert after.busy_seconds > before.busy_seconds
+
+    async def test_what_a_direct_client_did_not_take_is_entered_for_direct_clients(
+        self, world: ContractWorld
+    ) -> None:
+        await world.serve(world.first)
+        before = world.engine.load()
+        wanted = replace(request(max_tokens=ENDLESS), for_direct_client=True)
+        stream = world.engine.generate(wanted, every_token=True)
+        async with asyncio.timeout(WAIT_S), aclosing(stream) as parts:
+            world.engine.books.direct.sent += num_tokens(await anext(parts))
+            enough = before.generated_tokens + wanted.tokens.yielded + 5
+            while world.engine.load().generated_tokens < enough:
+                await asyncio.sleep(0)
+        after = await settled(world.engine, before)
+        drawn = after.generated_tokens - before.generated_tokens
+        sent = after.direct_sent_tokens - before.direct_sent_tokens
+        unsent = after.direct_unsent_tokens - before.direct_unsent_tokens
+        assert drawn == sent + unsent > 0
+        assert unsent == after.unsent_tokens - before.unsent_tokens
+        assert after.running_tokens == before.running_tokens

@@ -69,7 +69,7 @@ class PauseContract:
         assert {len(tokens) for tokens, _ in running.result().values()} == {200}
         tokens, logprobs = running.result()[2]
         exact = expected_logprobs(world.first, (5, 9, 23, 54), tokens, PLAIN)
-        np.testing.assert_allclose(logprobs, exact, atol=2 * TOLERANCE)
+        np.testing.assert_allclose(logprobs, exact, atol=TOLERANCE)
 
     async def test_a_pause_that_aborts_ends_samples_with_what_they_have(
         self, world: ContractWorld

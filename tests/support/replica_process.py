@@ -40,12 +40,12 @@ class ToyEncoder:
     """Four tokens that depend on the last turn; a token's text is its number."""
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], images: Sequence[bytes] = ()
+        self, messages: Sequence[ChatMessage], images: Sequence[bytes] = (), **_: object
     ) -> TokenIds:
         """Tokens of a conversation, whatever its images show."""
         return self.encode_text(messages[-1].content)
 
-    def encode_text(self, text: str) -> TokenIds:
+    def encode_text(self, text: str, **_: object) -> TokenIds:
         """Tokens of plain text."""
         number = zlib.crc32(text.encode())
         return np.array([10 + (number >> shift) % 80 for shift in (0, 6, 12, 18)], np.uint32)

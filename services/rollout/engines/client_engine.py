@@ -178,7 +178,8 @@ class ClientEngine(Generic[CoreT]):
             NotReadyError: it was stopped.
         """
         _, core = self._in_thread()
-        sent, unsent, generated = self._books.sent, self._books.unsent, core.generated_tokens
+        services, direct = self._books.services, self._books.direct
+        unsent, generated = services.unsent + direct.unsent, core.generated_tokens
         busy = min(self._open_samples, self._limits.slots)
         since = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
         return EngineLoad(
@@ -187,7 +188,9 @@ class ClientEngine(Generic[CoreT]):
             queued=self._open_samples - busy,
             generated_tokens=generated,
             unsent_tokens=unsent,
-            running_tokens=generated - unsent - sent,
+            running_tokens=generated - unsent - services.sent - direct.sent,
+            direct_sent_tokens=direct.sent,
+            direct_unsent_tokens=direct.unsent,
             busy_seconds=self._busy_s + since,
             seconds_by_state=self._clock.seconds_by_state(),
             version=core.version,
@@ -232,7 +235,7 @@ class ClientEngine(Generic[CoreT]):
             self._count_open(-samples)
             self._unfinished.discard(stream)
             await self._end(thread, core, stream)
-            self._books.unsent += run.drawn - yielded
+            self._books.of(request).unsent += run.drawn - yielded
 
     async def _end(self, thread: ClientThread, core: CoreT, stream: ChunkStream) -> None:
         if stream.has_ended or self._thread is not thread:

@@ -20,7 +20,7 @@ from services.rollout.engines.causal_lm import CausalLM
 from services.rollout.engines.counter_random import sample_keys
 from services.rollout.engines.decoder import Decoder, PrefilledPrompts, TokenRow
 from services.rollout.engines.live_weights import LiveWeights, NewWeights
-from services.rollout.engines.protocol import PauseMode, SampleChunk, num_tokens
+from services.rollout.engines.protocol import PauseMode, SampleChunk, TokenBooks, num_tokens
 from services.rollout.engines.row_table import RowTable, RunningSample
 from services.rollout.engines.sampling import SamplingPlan, draw, plan_sampling
 from services.rollout.engines.scheduler import Admission, GroupQueue, WaitingGroup, prefill_batches
@@ -42,7 +42,7 @@ class GenerationLoop:
         version: the policy version that serves; ``None`` before the first weights.
         digest: of its weights.
         generated_tokens: drawn since the start.
-        dropped_tokens: those of them that were never delivered, their request being cancelled.
+        dropped: those of them that were never delivered, their request being cancelled: unsent.
         busy_seconds: spent in steps since the start.
         clock: the time since the process started, by what was done.
         weights: the model's.
@@ -79,7 +79,7 @@ class GenerationLoop:
         self.version: int | None = None
         self.digest = ""
         self.generated_tokens = 0
-        self.dropped_tokens = 0
+        self.dropped = TokenBooks()
         self.busy_seconds = 0.0
         self.clock = StateClock(process_age_s())
 
@@ -166,15 +166,16 @@ class GenerationLoop:
 
     def cancel(self, ticket: Ticket) -> None:
         """Drops a request's samples and frees their rows; nothing more is delivered to it."""
+        dropped = self.dropped.of(ticket.request)
         self._queue.remove(lambda sample: sample.owner is ticket)
         for row in self._table.occupied():
             sample = self._table.samples[row]
             if sample is not None and sample.owner is ticket:
-                self.dropped_tokens += self._table.undelivered(row)
+                dropped.unsent += self._table.undelivered(row)
                 self._table.leave(row)
         delivery = self._deliveries.pop(ticket, None)
         if delivery is not None:
-            self.dropped_tokens += num_tokens(delivery.chunks)
+            dropped.unsent += num_tokens(delivery.chunks)
 
     def rest(self) -> None:
         """Notes that there is nothing to do until the next command."""

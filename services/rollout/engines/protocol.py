@@ -32,6 +32,7 @@ __all__ = [
     "PartialSample",
     "PauseMode",
     "SampleChunk",
+    "SentTokens",
     "StagedVersion",
     "TokenBooks",
     "num_tokens",
@@ -67,7 +68,8 @@ class GenerationRequest:
     `sampling.max_tokens` counts a partial's tokens too. `tokens` counts those on their way out.
     Samples of higher `priority` get free slots first, where the engine has a say in that.
     `decode` is needed for `sampling.stop` only. `images` are encoded files, in the order of their
-    (already expanded) placeholder tokens in the prompt.
+    (already expanded) placeholder tokens in the prompt. `for_direct_client`: the caller is no
+    service of the run, so its tokens are entered apart.
     """
 
     request_id: str
@@ -79,6 +81,7 @@ class GenerationRequest:
     priority: int = 0
     decode: Decode | None = None
     images: tuple[bytes, ...] = ()
+    for_direct_client: bool = False
 
     def watch(self) -> StopStringWatch | None:
         """For one of its samples, if strings end them."""
@@ -107,11 +110,8 @@ def num_tokens(chunks: Iterable[SampleChunk]) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class TokenBooks:
-    """What became of the tokens that calls have got out of an engine, or left in it.
-
-    Used from the event loop only. `Engine.generate` enters what it was left with, whoever sends
-    tokens on the rest.
+class SentTokens:
+    """What became of tokens that were drawn for callers of one kind.
 
     Attributes:
         sent: to callers.
@@ -122,6 +122,26 @@ class TokenBooks:
     unsent: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class TokenBooks:
+    """What became of the tokens that calls have got out of an engine, or left in it.
+
+    Used from the event loop only. `Engine.generate` enters what it was left with, whoever sends
+    tokens on the rest.
+
+    Attributes:
+        services: tokens for services of the run.
+        direct: tokens for all other callers.
+    """
+
+    services: SentTokens = field(default_factory=SentTokens)
+    direct: SentTokens = field(default_factory=SentTokens)
+
+    def of(self, request: GenerationRequest) -> SentTokens:
+        """Where tokens of a request are entered."""
+        return self.direct if request.for_direct_client else self.services
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     """A snapshot of the engine's counters.
@@ -130,6 +150,8 @@ class EngineLoad:
     call that ended before it was sent (`unsent_tokens`), or waits in a call that goes on
     (`running_tokens`). `seconds_by_state` adds up to the time since the process started.
     `slots_may_wait`: a sample with a slot may wait for others too, for room in the KV cache.
+    Of the tokens that were sent, `direct_sent_tokens` went to callers that are no service of the
+    run; of the unsent ones `direct_unsent_tokens` were drawn for such callers.
     """
 
     slots: int
@@ -143,6 +165,8 @@ class EngineLoad:
     version: int | None
     weight_digest: str
     slots_may_wait: bool = False
+    direct_sent_tokens: int = 0
+    direct_unsent_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,8 +190,10 @@ class TorchEngine:
 
     def _snapshot(self, loop: GenerationLoop) -> EngineLoad:
         # In this order: whatever else ends meanwhile was drawn before.
-        sent = self._books.sent
-        unsent = self._books.unsent + loop.dropped_tokens
+        services, direct, dropped = self._books.services, self._books.direct, loop.dropped
+        sent, direct_sent = services.sent, direct.sent
+        direct_unsent = direct.unsent + dropped.direct.unsent
+        unsent = services.unsent + dropped.services.unsent + direct_unsent
         generated = loop.generated_tokens
         return EngineLoad(
             slots=self._settings.slots,
@@ -199,7 +201,9 @@ class TorchEngine:
             queued=loop.queued,
             generated_tokens=generated,
             unsent_tokens=unsent,
-            running_tokens=generated - unsent - sent,
+            running_tokens=generated - unsent - sent - direct_sent,
+            direct_sent_tokens=direct_sent,
+            direct_unsent_tokens=direct_unsent,
             busy_seconds=loop.busy_seconds,
             seconds_by_state=loop.clock.seconds_by_state(),
             version=loop.version,
@@ -260,7 +264,7 @@ class TorchEngine:
         stream = self._streams.pop(ticket, None)
         if stream is None:
             return
-        self._books.unsent += stream.waiting_tokens
+        self._books.of(ticket.request).unsent += stream.waiting_tokens
         if not stream.open_samples:
             return
         self._open_samples -= stream.open_samples
@@ -271,7 +275,8 @@ class TorchEngine:
         for delivery in deliveries:
             stream = self._streams.get(delivery.ticket)
             if stream is None:
-                self._books.unsent += num_tokens(delivery.chunks)
+                books = self._books.of(delivery.ticket.request)
+                books.unsent += num_tokens(delivery.chunks)
                 continue
             before = stream.open_samples
             stream.push(delivery.chunks)

@@ -15,6 +15,7 @@ import torch
 
 from services.rollout.engines.causal_lm import build_causal_lm
 from services.rollout.engines.torch_settings import TorchEngineSettings
+from sluice.errors import ConfigError
 
 __all__ = ["CheckpointNames"]
 
@@ -29,14 +30,14 @@ class CheckpointNames:
         trust_remote_code: run model code that ships with it.
 
     Raises:
-        ConfigError: `model_path` holds no model that transformers knows.
+        ConfigError: `model_path` holds no model that transformers knows, or transformers does not
+            say how it saves one.
     """
 
     def __init__(self, model_path: str, *, trust_remote_code: bool) -> None:
         described = TorchEngineSettings(model_path, trust_remote_code=trust_remote_code)
         self._model = build_causal_lm(described, torch.device("meta")).model
-        loading = importlib.import_module("transformers.core_model_loading")
-        self._revert = cast("_Revert", loading.revert_weight_conversion)
+        self._revert = _revert_weight_conversion()
 
     def of(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The same weights as a checkpoint has them, as views where they are only renamed or cut.
@@ -45,3 +46,15 @@ class CheckpointNames:
             weights: by the names of the model in memory.
         """
         return self._revert(self._model, dict(weights))
+
+
+def _revert_weight_conversion() -> _Revert:
+    try:
+        loading = importlib.import_module("transformers.core_model_loading")
+        return cast("_Revert", loading.revert_weight_conversion)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            "transformers has no core_model_loading.revert_weight_conversion, by which vLLM's "
+            "workers get weights by their checkpoint's names; install transformers 5.19, with "
+            "which this adapter was run"
+        ) from error

@@ -32,6 +32,7 @@ from services.rollout.engines.vllm_features import VllmClient, engine_environmen
 from services.rollout.engines.vllm_images import PromptImages
 from services.rollout.engines.vllm_request import RequestRun
 from services.rollout.engines.vllm_settings import VllmSettings
+from services.rollout.engines.vllm_worker_features import runner_environment
 from services.rollout.engines.vllm_workers import VllmWorkers, WorkerBegin
 from sluice.device.select import select_device
 from sluice.errors import EngineError, WeightSyncError
@@ -84,7 +85,8 @@ class VllmCore:
         """Starts vLLM without weights.
 
         Raises:
-            ConfigError: the path holds no model, or vLLM refuses its arguments.
+            ConfigError: the path holds no model, vLLM refuses its arguments, or its version lacks
+                what is needed.
         """
         device = select_device(settings.device)
         on_cpu = device.torch_device.type == "cpu"
@@ -109,6 +111,7 @@ class VllmCore:
         if device.torch_device.type == "npu":
             os.environ.update(ascend_environment(os.environ))
             arguments = ascend_arguments(arguments)
+        os.environ |= runner_environment(os.environ)
         own_processes(os.environ)
         client = VllmClient(arguments, recomputes=settings.recompute_kv)
         core = cls(client, layout, settings, image_prompts)

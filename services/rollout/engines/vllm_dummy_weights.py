@@ -7,25 +7,22 @@ from its configuration, such as the normalisation of pixels, would be lost for g
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
+
+from services.rollout.engines.vllm_worker_features import dummy_loader
 
 __all__ = ["keep_buffers"]
 
-_LOADER = "vllm.model_executor.model_loader.dummy_loader"
 _MARK = "sluice_keeps_buffers"
 
 
 def keep_buffers() -> None:
     """Has that loader leave buffers as they were made; to be called before a model is loaded.
 
-    Does nothing without vLLM, or a second time.
+    Does nothing a second time, nor without that loader, which `WorkerFeatures` refuses by name.
     """
-    try:
-        loader: Any = importlib.import_module(_LOADER).DummyModelLoader
-    except ImportError:
-        return
-    if hasattr(loader, _MARK):
+    loader = dummy_loader()
+    if loader is None or hasattr(loader, _MARK):
         return
     original = loader.load_weights
 

@@ -1,7 +1,7 @@
 """vLLM's client: what the adapter uses of it, and what this version of it can do.
 
 Written for vLLM 0.23 to 0.33, run with 0.32. What differs between their clients is looked up here;
-what is used inside vLLM's workers is looked up there, in `vllm_worker` and `vllm_dummy_weights`.
+what is used inside vLLM's workers and its engine's process is, in `vllm_worker_features`.
 """
 
 # vLLM need not be installed where types are checked: its values have none here.

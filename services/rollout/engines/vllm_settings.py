@@ -12,6 +12,7 @@ from services.rollout.engines.engine_kwargs import with_engine_kwargs
 from sluice.config.rollout import RolloutConfig
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
+from sluice.vision.image_limits import DEFAULT_LIMITS
 
 __all__ = ["WORKER_EXTENSION", "VllmSettings", "vllm_settings"]
 
@@ -40,9 +41,11 @@ class VllmSettings(ClientEngineSettings):
 
     Attributes:
         batch_invariant: have vLLM choose kernels whose results do not depend on the batch.
+        max_prompt_images: more than these in a prompt are refused before vLLM gets it.
     """
 
     batch_invariant: bool = False
+    max_prompt_images: int = DEFAULT_LIMITS.max_images
 
     @property
     def workers(self) -> int:
@@ -76,7 +79,7 @@ class VllmSettings(ClientEngineSettings):
             "scheduling_policy": "priority",
         }
         if takes_images:
-            fixed |= {"limit_mm_per_prompt": {"video": 0}}
+            fixed |= {"limit_mm_per_prompt": {"image": self.max_prompt_images, "video": 0}}
         if on_cpu:
             fixed |= {"block_size": 32}
         chosen = fixed | dict(self.arguments)
@@ -96,7 +99,11 @@ def vllm_settings(config: RunConfig) -> VllmSettings:
     rollout = config.actor_rollout_ref.rollout
     _check_sizes(rollout)
     settings = VllmSettings.of(config, _arguments(rollout))
-    return replace(settings, batch_invariant=bool(config.sluice.rollout.batch_invariant))
+    return replace(
+        settings,
+        batch_invariant=bool(config.sluice.rollout.batch_invariant),
+        max_prompt_images=config.sluice.limits.max_prompt_images,
+    )
 
 
 def _arguments(rollout: RolloutConfig) -> dict[str, object]:

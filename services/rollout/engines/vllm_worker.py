@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import TypeGuard
 
 import msgspec
 import torch
@@ -19,6 +19,7 @@ from services.rollout.engines.owner_watch import end_with_owner
 from services.rollout.engines.vllm_checkpoint import CheckpointNames
 from services.rollout.engines.vllm_dummy_weights import keep_buffers
 from services.rollout.engines.vllm_staging import Outcome, WorkerStaging, rank_in_group
+from services.rollout.engines.vllm_worker_features import WorkerFeatures
 from services.rollout.engines.vllm_workers import WorkerBegin
 from sluice.device.select import transfer_device
 from sluice.errors import SluiceError
@@ -31,51 +32,27 @@ keep_buffers()
 end_with_owner(with_parent=True)  # vLLM's engine process need not have imported anything of ours
 
 
-class _LayerMethod(Protocol):
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None: ...
-
-
-@runtime_checkable
-class _ExpertsMethod(Protocol):
-    moe_kernel: object | None
-
-
-class ModelRunner(Protocol):
-    """What is used of vLLM's model runner."""
-
-    requests: Mapping[str, object]
-
-    def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Replaces all weights."""
-        ...
-
-    def get_model(self) -> torch.nn.Module:
-        """The model as vLLM built it."""
-        ...
-
-
 class WeightWorker:
     """Methods for vLLM's ``worker_extension_cls``, called by name with plain values."""
 
+    sluice_features: WorkerFeatures | None = None
     sluice_staging: WorkerStaging | None = None
     sluice_names: CheckpointNames | None = None
     rank: int
     device: torch.device | None
-    model_runner: ModelRunner
 
-    def sluice_begin(self, begin: bytes) -> str:
-        """Prepares for weights; `begin` is a `WorkerBegin`, JSON."""
+    def sluice_begin(self, begin: bytes) -> Outcome:
+        """Prepares for weights; `begin` is a `WorkerBegin`, JSON.
+
+        Returns:
+            Nothing; or `error` and `kind`, as where this version of vLLM lacks what is needed.
+        """
         told = msgspec.json.decode(begin, type=WorkerBegin)
-        wire = transfer_device(_own_device(told.device, self.device), told.backend)
-        self.sluice_names = CheckpointNames(
-            told.model_path, trust_remote_code=told.trust_remote_code
-        )
-        self.sluice_staging = WorkerStaging(wire, told.shapes)
-        return "ready"
+        return _answered(lambda: _begin(self, told))
 
     def sluice_pulse(self) -> int:
         """Samples that the worker holds since its last step; answers from the engine's loop."""
-        return len(self.model_runner.requests)
+        return _features(self).num_samples()
 
     def sluice_process(self) -> int:
         """This worker's process."""
@@ -115,7 +92,7 @@ class WeightWorker:
             with _loading_on(self.device):
                 names = self.sluice_names
                 weights = staged.tensors if names is None else names.of(staged.tensors)
-                _load(self.model_runner, iter(weights.items()))
+                _features(self).load(iter(weights.items()))
             _await(self.device)
         except Exception as error:  # noqa: BLE001 - crosses a process: the engine is broken by it
             return {"error": repr(error), "kind": "EngineError", "broken": True}
@@ -129,6 +106,19 @@ class WeightWorker:
     def sluice_close(self) -> None:
         """Leaves the group for good."""
         _staging(self).close()
+
+
+def _begin(worker: WeightWorker, told: WorkerBegin) -> None:
+    worker.sluice_features = WorkerFeatures(worker)
+    wire = transfer_device(_own_device(told.device, worker.device), told.backend)
+    worker.sluice_names = CheckpointNames(told.model_path, trust_remote_code=told.trust_remote_code)
+    worker.sluice_staging = WorkerStaging(wire, told.shapes)
+
+
+def _features(worker: WeightWorker) -> WorkerFeatures:
+    if worker.sluice_features is None:
+        raise RuntimeError("sluice_begin was not called")
+    return worker.sluice_features
 
 
 def _staging(worker: WeightWorker) -> WorkerStaging:
@@ -151,36 +141,6 @@ def _answered(call: Callable[[], object]) -> Outcome:
     return {}
 
 
-def _load(model_runner: ModelRunner, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Through vLLM's layer by layer reload, which processes each layer's weights anew.
-
-    On the CPU a linear layer computes with a packed copy of its weight. The reload renews that of
-    layers that got tensors, which an output layer tied to the embedding does not. Experts compute
-    with packed weights too, but vLLM packs them only as it builds their kernel.
-    """
-    with torch.inference_mode():
-        _forget_cpu_kernels(model_runner.get_model())
-        model_runner.reload_weights(weights_iterator=weights)
-        for module in model_runner.get_model().modules():
-            weight = getattr(module, "weight", None)
-            if hasattr(module, "cpu_linear") and _is_matrix(weight):
-                method: _LayerMethod = module.quant_method  # type: ignore[assignment]
-                method.process_weights_after_loading(module)
-
-
-def _forget_cpu_kernels(model: torch.nn.Module) -> None:
-    """Has the reload build kernels of experts anew; no graph holds their addresses on the CPU."""
-    for module in model.modules():
-        if isinstance(method := getattr(module, "quant_method", None), _ExpertsMethod) and (
-            _is_on_cpu(getattr(module, "w13_weight", None))
-        ):
-            method.moe_kernel = None
-
-
-def _is_on_cpu(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.device.type == "cpu"
-
-
 def _loading_on(device: torch.device | None) -> AbstractContextManager[object]:
     """vllm-ascend's reload makes tensors on the default device; others name theirs."""
     return device if _is_npu(device) else nullcontext()
@@ -194,8 +154,3 @@ def _await(device: torch.device | None) -> None:
 
 def _is_npu(device: torch.device | None) -> TypeGuard[torch.device]:
     return device is not None and device.type == "npu"
-
-
-def _is_matrix(weight: torch.Tensor | None) -> bool:
-    """Packed weights leave an empty tensor behind, but for one that is tied."""
-    return weight is not None and weight.ndim == 2 and weight.numel() > 0

@@ -20,6 +20,7 @@ import msgspec
 
 from services.rollout.engines.protocol import StagedVersion
 from sluice.errors import (
+    ConfigError,
     EngineError,
     InvalidRequestError,
     NotReadyError,
@@ -75,8 +76,13 @@ class VllmWorkers:
         self._calls = calls
 
     async def begin(self, told: WorkerBegin) -> None:
-        """Prepares every worker."""
-        await self._call("sluice_begin", msgspec.json.encode(told))
+        """Prepares every worker.
+
+        Raises:
+            ConfigError: this version of vLLM lacks what a worker needs, or there is no such model.
+        """
+        for failure in _errors(await self._call("sluice_begin", msgspec.json.encode(told))):
+            raise ConfigError(str(failure["error"]))
 
     async def pulse(self, timeout_s: float) -> int:
         """Samples that the workers hold since their last step, asked through the engine's loop."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KEPT_PER_VERSION = 0.995
-"""A visit counts this much less for each version since: half after about 140 versions. The policy
-learns, so that old samples say less about what it would answer."""
+"""A visit counts this much less for each version between its own and the present one: half after
+about 140. The policy learns, so that samples of another one say less about what it would answer;
+one that begins anew in the folder of an earlier run is as far from that run's last visits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +25,13 @@ class PromptHistory:
     num_visits: int
 
     def aged(self, version: int) -> PromptHistory:
-        """The same with the counts discounted to `version`; never grows if `version` is older."""
-        factor = KEPT_PER_VERSION ** max(0, version - self.version)
+        """The same with the counts discounted to `version`, older or younger than its own."""
+        factor = KEPT_PER_VERSION ** abs(version - self.version)
         return PromptHistory(
             self.num_right * factor,
             self.num_wrong * factor,
             self.mean_tokens,
-            max(version, self.version),
+            version,
             self.num_visits,
         )
 

@@ -63,11 +63,13 @@ class Rounds:
         if num_in_flight or num_kept >= self.train_batch_size:
             return 0
         if 0 < self.max_num_gen_batches <= self.num_waves:
+            # The first three sentences are verl's, for whoever looks for them in logs.
             raise BatchUnfillableError(
-                f"num_gen_batches = {self.num_waves} >= max_num_gen_batches = "
-                f"{self.max_num_gen_batches}. Generated too many: {num_kept} of "
-                f"{self.train_batch_size} groups were kept. Please check if your data are too "
-                "difficult (or too easy); raise algorithm.filter_groups.max_num_gen_batches, set "
-                "it to 0 for no bound, or choose sluice.sampling.strategy=stream"
+                f"num_gen_batches={self.num_waves} >= max_num_gen_batches="
+                f"{self.max_num_gen_batches}. Generated too many. Please check if your data are "
+                "too difficult. You could also try set max_num_gen_batches=0 to enable endless "
+                f"trials. ({num_kept} of {self.train_batch_size} groups were kept; data may be too "
+                "easy as well. Raise algorithm.filter_groups.max_num_gen_batches, set it to 0 for "
+                "no bound, or choose sluice.sampling.strategy=stream)"
             )
         return self.gen_batch_size

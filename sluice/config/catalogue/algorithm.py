@@ -73,7 +73,10 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     honoured(
         f"{_CORRECTION}.rollout_is",
-        advice="token whenever samples may be older than the policy, or the engine is quantised",
+        advice=(
+            "token where the engine is quantised. Left out, it becomes token where "
+            "sluice.asynchrony.max_staleness is above 0, unless the behaviour logprobs correct"
+        ),
     ),
     honoured(f"{_CORRECTION}.rollout_is_threshold", advice="2.0"),
     honoured(f"{_CORRECTION}.rollout_is_batch_normalize"),

@@ -314,11 +314,13 @@ ENTRIES: tuple[Entry, ...] = (
         "Quantise in blocks.",
         "rollout.quantization decides",
     ),
-    refused(
+    mapped(
         f"{_KEY}.limit_images",
         int | None,
         None,
         "Most images of a prompt.",
-        "set it in engine_kwargs (limit_mm_per_prompt)",
+        "sets sluice.limits.max_prompt_images, which vLLM gets as limit_mm_per_prompt",
+        targets=("sluice.limits.max_prompt_images",),
+        silent=(None,),
     ),
 )

@@ -34,8 +34,8 @@ ENTRIES: tuple[Entry, ...] = (
         unit="versions",
         effect="From 1 on generation and training overlap",
         advice=(
-            "1 with algorithm.rollout_correction.rollout_is=token; 0 repeats verl's synchronous "
-            "trainer"
+            "1, which switches on the correction that the loss reads where none is set; 0 repeats "
+            "verl's synchronous trainer"
         ),
     ),
     honoured(

@@ -70,7 +70,7 @@ GROUPS_RESTARTED = counter(
 GROUPS_SURPLUS = counter(
     f"{_P}groups_surplus_total",
     "groups",
-    "Kept groups that grew too old before a batch had room for them.",
+    "Kept groups thrown away: too old, or surplus of a batch of rounds.",
 )
 SAMPLES = counter(
     f"{_P}samples_total",

@@ -6,6 +6,7 @@ from sluice.telemetry.instrument import counter, gauge
 
 __all__ = [
     "BUSY_SECONDS",
+    "DIRECT",
     "GENERATED",
     "OWN_QUEUE",
     "OWN_SLOTS",
@@ -29,6 +30,11 @@ UNSENT = counter(
     f"{_P}unsent_tokens_total", "tokens", "Those of calls that ended before they were sent."
 )
 RUNNING = gauge(f"{_P}running_tokens", "tokens", "Those of calls that go on, not sent yet.")
+DIRECT = counter(
+    f"{_P}direct_client_tokens_total",
+    "tokens",
+    "Those for callers that are no service of the run, sent or unsent.",
+)
 BUSY_SECONDS = counter(f"{_P}busy_seconds_total", "seconds", "Time with a sample running.")
 STATE_SECONDS = counter(
     f"{_P}seconds_total",

@@ -6,6 +6,8 @@ from sluice.telemetry.instrument import Instrument, counter, gauge, histogram
 
 __all__ = [
     "BATCH_WAIT",
+    "BOOKS_AGE",
+    "BOOKS_MOVED",
     "BOOKS_RESIDUAL",
     "BOOKS_RESIDUAL_SHARE",
     "BY_ROW",
@@ -87,6 +89,16 @@ BOOKS_RESIDUAL = gauge(
 )
 BOOKS_RESIDUAL_SHARE = gauge(
     "sluice_books_residual_ratio", "share", "Size of that residual over the total.", "account"
+)
+BOOKS_AGE = gauge(
+    "sluice_books_tokens_age_seconds",
+    "seconds",
+    "Time since all were asked for the counters in the account of tokens.",
+)
+BOOKS_MOVED = gauge(
+    "sluice_books_tokens_moved",
+    "tokens",
+    "Tokens that came in meanwhile: the residual may be off by so many at most.",
 )
 
 _PREFIX = "sluice_trainer_"

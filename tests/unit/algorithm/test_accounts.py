@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -28,20 +28,30 @@ class Replica:
     generated: int = 0
     unsent: int = 0
     running: int = 0
+    direct_sent: int = 0
+    direct_unsent: int = 0
     seconds: Counter[str] = field(default_factory=Counter)
     has_left: bool = False
 
     def counters(self) -> ReplicaCounters:
         wall_s = sum(self.seconds.values())
         known = ReplicaCounters(
-            self.generated, self.unsent, self.running, wall_s, dict(self.seconds)
+            self.generated,
+            self.unsent,
+            self.running,
+            wall_s,
+            dict(self.seconds),
+            self.direct_sent,
+            self.direct_unsent,
         )
         return known.abandoned() if self.has_left else known
 
 
 events = st.lists(
     st.tuples(
-        st.sampled_from(["draw", "send", "break off", "leave", "end"]),
+        st.sampled_from(
+            ["draw", "send", "send directly", "break off", "break off directly", "leave", "end"]
+        ),
         st.integers(0, 3),
         st.integers(0, 50),
         st.sampled_from(ENDS),
@@ -77,8 +87,11 @@ def test_every_generated_token_is_in_exactly_one_category(
             replica.running -= moved
             if what == "send":
                 received["pending"] += moved
-            elif what == "break off":
+            elif what == "send directly":
+                replica.direct_sent += moved
+            elif what.startswith("break off"):
                 replica.unsent += moved
+                replica.direct_unsent += moved if what == "break off directly" else 0
             else:
                 replica.running += moved
     fleet = fleet_counters(replica.counters() for replica in replicas)
@@ -88,19 +101,23 @@ def test_every_generated_token_is_in_exactly_one_category(
     assert books.tokens.total == sum(replica.generated for replica in replicas)
     assert min(books.tokens.parts.values()) >= 0
     assert books.tokens.parts["under_way"] == sum(r.running for r in replicas if not r.has_left)
+    direct = sum(replica.direct_sent + replica.direct_unsent for replica in replicas)
+    assert books.tokens.parts["direct_clients"] == direct
     assert books.rollout.residual == pytest.approx(0)
     assert books.trainer.residual == 0
     assert fleet.sent_tokens == received.total()
 
 
-@given(st.sampled_from([*RECEIVED, "unsent", "running"]), st.integers(1, 100))
+@given(st.sampled_from([*RECEIVED, "unsent", "running", "direct"]), st.integers(1, 100))
 def test_a_token_that_one_side_forgets_is_in_the_residual(where: str, forgotten: int) -> None:
     received = dict.fromkeys(RECEIVED, 200.0)
-    fleet = ReplicaCounters(len(RECEIVED) * 200 + 400, 200, 200)
+    fleet = ReplicaCounters(len(RECEIVED) * 200 + 600, 200, 200, direct_sent_tokens=200)
     if where == "unsent":
-        fleet = ReplicaCounters(fleet.generated_tokens, 200 - forgotten, 200)
+        fleet = replace(fleet, unsent_tokens=200 - forgotten)
     elif where == "running":
-        fleet = ReplicaCounters(fleet.generated_tokens, 200, 200 - forgotten)
+        fleet = replace(fleet, running_tokens=200 - forgotten)
+    elif where == "direct":
+        fleet = replace(fleet, direct_sent_tokens=200 - forgotten)
     else:
         received[where] -= forgotten
     named = run_books(fleet, received, {}, 0.0).as_mapping()
@@ -116,6 +133,15 @@ def test_what_a_replica_that_left_had_not_sent_counts_as_aborted() -> None:
     named = run_books(fleet, {"aborted": 5.0, "trained": 15.0}, {}, 0.0).as_mapping()
     assert named["tokens/aborted"] == 13.0
     assert named["tokens/under_way"] == 2.0
+    assert named["tokens_residual"] == 0.0
+
+
+def test_tokens_of_direct_clients_are_a_part_of_their_own_and_not_aborted() -> None:
+    fleet = ReplicaCounters(100, 12, 5, direct_sent_tokens=30, direct_unsent_tokens=7)
+    assert fleet.sent_tokens == 53
+    named = run_books(fleet, {"trained": 53.0}, {}, 0.0).as_mapping()
+    assert named["tokens/direct_clients"] == 37.0
+    assert named["tokens/aborted"] == 5.0
     assert named["tokens_residual"] == 0.0
 
 

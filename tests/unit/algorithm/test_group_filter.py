@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.group_filter import filter_group, filter_scores
+from sluice.algorithm.group_filter import filter_group, filter_scores, filter_values
 from sluice.errors import ConfigError, DataError
 from sluice.types import (
     Failed,
@@ -118,3 +118,15 @@ def test_kept_exactly_if_some_value_differs(values: list[float], uniform: bool) 
     values = [values[0]] * len(values) if uniform else values
     kept = filter_scores([scored(value) for value in values], metric="score") is None
     assert kept == (len(set(values)) > 1)
+
+
+def test_without_a_filter_values_that_are_all_alike_are_kept() -> None:
+    assert filter_values(None, [True, True]) is None
+    assert filter_values([1.0, 1.0], [True, True]) is PromptEnd.FILTERED_ALL_RIGHT
+
+
+@given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0]), min_size=1, max_size=6))
+def test_values_and_grades_say_what_their_samples_say(metrics: list[float]) -> None:
+    samples = [scored(value, acc=value) for value in metrics]
+    grades = [True if value >= 1.0 else (False if value <= 0.0 else None) for value in metrics]
+    assert filter_values(metrics, grades) is filter_scores(samples, metric="acc")

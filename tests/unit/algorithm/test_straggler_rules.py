@@ -115,3 +115,13 @@ def test_a_group_is_over_by_its_time_since_it_started_or_by_its_tokens() -> None
     bounded = StragglerRules(group_token_budget=100)
     assert (bounded.is_spent(99), bounded.is_spent(100)) == (False, True)
     assert bounded.over_at(7.0) is None
+
+
+def test_the_sample_that_is_silent_for_longest_is_named_though_others_get_tokens() -> None:
+    pace = begun(0, 1, 2)
+    assert pace.quietest(1.0) is None
+    pace.arrived({0: 1, 1: 1}, (), 1.0)
+    pace.arrived({1: 1}, (), 5.0)
+    assert pace.quietest(7.0) == (0, 6.0)
+    pace.arrived({0: 1}, (0,), 8.0)
+    assert pace.quietest(9.0) == (1, 4.0)

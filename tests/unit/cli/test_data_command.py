@@ -117,7 +117,7 @@ def test_a_tokenizer_measures_prompts_as_the_rollout_does(tmp_path: Path, rows_f
     from services.rollout.prompt_encoder import PromptEncoder
     from sluice.types import ChatMessage
 
-    encoder = PromptEncoder(tmp_path / "model", max_prompt_length=512, truncation="error")
+    encoder = PromptEncoder(tmp_path / "model")
     assert found["tokens"]["most"] == encoder.encode_chat([ChatMessage("user", "c" * 30)]).size
 
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from sluice.cli.main import commands
-from sluice.cli.simulate import _of_model
 from sluice.cli.simulation_options import Model
+from sluice.cli.simulation_subject import of_model
 from sluice.errors import ConfigError, DataError
 from sluice.simulate.result import simulate
 from tests.unit.simulate.simulations import FLEET, TRAINER, RecordedRun, SmallWorkload, small
@@ -20,20 +20,12 @@ SMALL = [
     *("--replicas", "2", "--slots", "16", "--steps", "6", "--batch-size", "4", "--group-size", "4"),
     *("--trainer-s", "10"),
 ]
-OF_A_MODEL = {
-    "--mixture": "late",
-    "--replicas": "8",
-    "--slots": "128",
-    "--group-size": "16",
-    "--batch-size": "64",
-    "--gen-batch-size": "0",
-    "--trainer-s": "60.0",
-}
 CONFIG = """
 data: {train_files: [train.parquet], train_batch_size: 6}
 actor_rollout_ref:
   model: {path: model}
   rollout: {n: 4, max_num_seqs: 16}
+algorithm: {filter_groups: {enable: true}}
 sluice:
   asynchrony: {max_staleness: 1, ahead_share: 0.75}
 """
@@ -72,6 +64,18 @@ def test_one_object_has_the_figures() -> None:
     assert figures["gen_per_trained"] > 1.0
 
 
+def test_one_simulation_and_a_comparison_have_the_same_times_to_fill_and_of_a_step() -> None:
+    one = json.loads(run("--strategy", "stream", "--trainer-s", "1000", "--json"))
+    compared = json.loads(run("--compare", "--trainer-s", "1000", "--json"))["stream"]
+    names = ("fill_s_mean", "fill_s_p50", "fill_s_p99", "step_s", "step_s_p50", "step_s_p99")
+    assert [one[name] for name in names] == [compared[name] for name in names]
+    assert one["step_s"] > 1000.0 > one["fill_s_mean"]
+    text = run("--strategy", "stream", "--trainer-s", "1000")
+    for title, name in (("seconds to fill a batch", "fill_s_mean"), ("seconds a step", "step_s")):
+        line = next(line for line in text.splitlines() if line.startswith(title))
+        assert float(line.split()[-1]) == pytest.approx(one[name], rel=0.01)
+
+
 def test_a_comparison_names_all_strategies() -> None:
     figures = json.loads(run("--compare", "--json"))
     assert set(figures) == {"rounds", "stream", "staged", "memory", "staged_memory"}
@@ -91,7 +95,7 @@ def test_two_modes_at_once_are_refused() -> None:
 
 
 def test_without_a_run_the_defaults_are_those_that_the_help_names() -> None:
-    settings = _of_model(Model(*[None] * 7), None, 0)
+    settings = of_model(Model(), None, 0)
     rules, fleet = settings.rules, settings.fleet
     assert (fleet.num_replicas, fleet.slots, settings.trainer.train_s) == (8, 128, 60.0)
     assert (rules.train_batch_size, rules.gen_batch_size, rules.samples_per_group) == (64, 64, 16)
@@ -99,7 +103,7 @@ def test_without_a_run_the_defaults_are_those_that_the_help_names() -> None:
 
 
 def test_a_trainer_that_takes_no_time_may_be_given() -> None:
-    assert _of_model(Model(*[None] * 6, 0.0), None, 0).trainer.train_s == 0.0
+    assert of_model(Model(trainer_s=0.0), None, 0).trainer.train_s == 0.0
 
 
 def test_a_run_is_set_beside_its_simulation(recorded_run: Path) -> None:
@@ -111,15 +115,6 @@ def test_a_run_is_set_beside_its_simulation(recorded_run: Path) -> None:
     assert "error" in simulated("--run", folder, "--ahead-share", "0.75", "--steps", "6")
     words = ("--compare", "--strategy", "memory", "--steps", "6", "--json")
     assert "memory" in json.loads(simulated("--run", folder, *words))
-
-
-@pytest.mark.parametrize("option", OF_A_MODEL)
-@pytest.mark.parametrize("mode", [(), ("--compare",), ("--sweep",)])
-def test_what_a_runs_folder_says_is_refused_beside_it(
-    tmp_path: Path, option: str, mode: tuple[str, ...]
-) -> None:
-    with pytest.raises(ConfigError, match=f"^{option}: "):
-        simulated("--run", str(tmp_path), option, OF_A_MODEL[option], *mode)
 
 
 @pytest.mark.parametrize(

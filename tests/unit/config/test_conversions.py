@@ -81,6 +81,8 @@ def value(config: RunConfig, key: str) -> object:
         ),
         ([f"{ROLLOUT}.nnodes=0"], "sluice.rollout.replicas", 1),
         ([f"{ROLLOUT}.update_weights_bucket_megabytes=512"], "sluice.weights.bucket_mb", 512),
+        ([f"{ROLLOUT}.limit_images=3"], "sluice.limits.max_prompt_images", 3),
+        ([f"{ROLLOUT}.limit_images=null"], "sluice.limits.max_prompt_images", 16),
         ([f"{ROLLOUT}.checkpoint_engine.backend=nccl"], "sluice.weights.backend", "nccl"),
         ([f"{ROLLOUT}.checkpoint_engine.backend=naive"], "sluice.weights.backend", None),
         (["trainer.v1.trainer_mode=sync"], STALENESS, 0),

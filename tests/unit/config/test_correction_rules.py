@@ -6,10 +6,12 @@ import pytest
 
 from sluice.config.correction_rules import correction_violations
 from sluice.config.loader import load_config
+from sluice.config.remarks import remarks
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 STALE = "sluice.asynchrony.max_staleness=1"
 ENGINE, WEIGHTS = f"{ACTOR}.use_rollout_log_probs=true", f"{CORRECTION}.rollout_is=token"
+NO_ENGINE, NO_WEIGHTS = f"{ACTOR}.use_rollout_log_probs=false", f"{CORRECTION}.rollout_is=null"
 BYPASS, REINFORCE = f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=reinforce"
 NORMALISED = f"{CORRECTION}.rollout_is_batch_normalize=true"
 REJECTED = (f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2")
@@ -36,6 +38,13 @@ def texts(*overrides: str) -> list[str]:
         (STALE, loss("adpo"), ENGINE),
         (STALE, loss("gpg"), WEIGHTS),
         (STALE, loss("gspo"), ENGINE),
+        # What was not set is chosen.
+        (STALE,),
+        (STALE, loss("gspo")),
+        (STALE, loss("adpo")),
+        (STALE, loss("gpg")),
+        (STALE, BYPASS, REINFORCE),
+        (STALE, loss("bypass_mode"), REINFORCE),
         (ENGINE, BYPASS, REINFORCE, WEIGHTS, *REJECTED),
         (WEIGHTS, NORMALISED, *REJECTED),
     ],
@@ -45,15 +54,37 @@ def test_what_is_on_policy_or_corrected_passes(overrides: tuple[str, ...]) -> No
 
 
 @pytest.mark.parametrize(
+    ("overrides", "weights", "behaviour"),
+    [
+        ((), "token", False),
+        ((loss("adpo"),), None, True),
+        ((ENGINE,), None, True),
+        ((BYPASS,), None, False),
+        ((f"{CORRECTION}.rollout_is=sequence",), "sequence", False),
+    ],
+)
+def test_a_correction_that_was_left_out_is_chosen_by_what_the_loss_reads(
+    overrides: tuple[str, ...], weights: str | None, behaviour: bool
+) -> None:
+    chosen = load_config(None, [STALE, *overrides])
+    assert chosen.algorithm.rollout_correction.rollout_is == weights
+    assert chosen.actor_rollout_ref.actor.use_rollout_log_probs is behaviour
+
+
+def test_without_staleness_no_correction_is_chosen() -> None:
+    assert load_config(None, []).algorithm.rollout_correction.rollout_is is None
+
+
+@pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        ((), "use_rollout_log_probs = false and"),
-        ((loss("gspo"),), "rollout_is = null"),
-        ((BYPASS, REINFORCE), "reinforce, which has no ratio"),
-        ((loss("bypass_mode"), REINFORCE), "reinforce, which has no ratio"),
-        ((loss("adpo"),), "adpo, which reads no importance weights"),
-        ((loss("adpo"), WEIGHTS), "adpo, which reads no importance weights"),
-        ((loss("gpg"),), "gpg, which has no ratio"),
+        ((NO_WEIGHTS,), "use_rollout_log_probs = false and"),
+        ((loss("gspo"), NO_WEIGHTS), "rollout_is = null"),
+        ((BYPASS, REINFORCE, NO_WEIGHTS), "reinforce, which has no ratio"),
+        ((loss("bypass_mode"), REINFORCE, NO_WEIGHTS), "reinforce, which has no ratio"),
+        ((loss("adpo"), NO_ENGINE), "adpo, which reads no importance weights"),
+        ((loss("adpo"), NO_ENGINE, WEIGHTS), "adpo, which reads no importance weights"),
+        ((loss("gpg"), NO_WEIGHTS), "gpg, which has no ratio"),
         ((loss("gpg"), ENGINE), "gpg, which has no ratio"),
     ],
 )
@@ -82,3 +113,19 @@ def test_a_correction_of_logprobs_that_are_the_same_is_refused_and_its_remedy_me
     assert found.here
     assert f"{CORRECTION}.{key} with" in found.text
     assert texts(ENGINE, *overrides, *found.remedy) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "means"),
+    [
+        ((), "truncated importance weights (algorithm.rollout_correction.rollout_is = token"),
+        ((loss("adpo"),), "the behaviour logprobs in the place of the old ones"),
+        ((BYPASS,), "the ratio to the behaviour policy"),
+    ],
+)
+def test_how_stale_samples_are_corrected_for_is_told_at_the_start(
+    overrides: tuple[str, ...], means: str
+) -> None:
+    told = "\n".join(remarks(load_config(None, [STALE, *overrides])))
+    assert f"samples may be 1 versions old; {means}" in told
+    assert "versions old" not in "\n".join(remarks(load_config(None, [*overrides])))

@@ -54,7 +54,8 @@ def test_the_launch_of_the_page_is_accepted(launch: Path) -> None:
     "command",
     [
         "sluice config check launch.overrides --no-files",
-        "sluice config check launch.overrides sluice.asynchrony.max_staleness=1 --no-files",
+        "sluice config check launch.overrides sluice.asynchrony.max_staleness=1 "
+        "algorithm.rollout_correction.rollout_is=null --no-files",
     ],
 )
 def test_the_output_of_the_page_is_printed(launch: Path, command: str) -> None:
@@ -118,7 +119,7 @@ USES_ENGINE = "actor_rollout_ref.actor.use_rollout_log_probs=true"
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("sluice.asynchrony.max_staleness=1",),
+        ("sluice.asynchrony.max_staleness=1", f"{CORRECTION}.rollout_is=null"),
         (f"{CORRECTION}.rollout_is=token", USES_ENGINE),
         ("algorithm.adv_estimator=adpo", f"{LOSS}=vanilla"),
         ("algorithm.adv_estimator=grpo", f"{LOSS}=adpo"),

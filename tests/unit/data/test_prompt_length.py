@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.data.prompt_length import Truncation, fit_prompt
+from sluice.data.prompt_length import PromptLimit, Truncation, check_context, fit_prompt
 from sluice.errors import InvalidRequestError, PromptTooLongError
 
 CUTS: tuple[Truncation, ...] = ("left", "right", "middle")
@@ -53,3 +53,33 @@ def test_a_refusal_names_both_lengths_and_the_keys_that_help() -> None:
     assert "9 tokens exceed data.max_prompt_length=4" in text
     assert "data.truncation" in text
     assert "data.filter_overlong_prompts" in text
+
+
+NINE = np.arange(9, dtype=np.uint32)
+
+
+def test_the_training_rules_cut_a_prompt_or_leave_it_out_as_the_data_set_has_it() -> None:
+    assert PromptLimit(4, "left").fit(NINE).tolist() == [5, 6, 7, 8]
+    with pytest.raises(PromptTooLongError):
+        PromptLimit(4, "left", filter_overlong=True).fit(NINE)
+
+
+@pytest.mark.parametrize("truncation", ["error", *CUTS])
+def test_a_prompt_with_images_is_never_cut(truncation: Truncation) -> None:
+    limit = PromptLimit(8, truncation)
+    assert limit.fit(NINE[:8], has_images=True).size == 8
+    with pytest.raises(PromptTooLongError, match=r"data\.max_prompt_length=8"):
+        limit.fit(NINE, has_images=True)
+
+
+def test_a_prompt_that_leaves_no_room_for_a_token_is_refused_with_length_bound_and_remedy() -> None:
+    check_context(7, 8)
+    for size in (8, 9):
+        with pytest.raises(InvalidRequestError) as caught:
+            check_context(size, 8)
+        assert not isinstance(caught.value, PromptTooLongError)  # no matter of training data
+        assert str(caught.value) == (
+            f"prompt: {size} tokens; the model's context of 8 takes 7 and one of the response: "
+            "shorten the prompt, or have the run started with a greater "
+            "actor_rollout_ref.rollout.max_model_len"
+        )

@@ -69,6 +69,25 @@ def test_a_variable_that_cannot_work_is_named_with_its_value(
     assert next(iter(variables)) in str(found)
 
 
+def test_a_replica_with_vllm_is_told_to_install_its_plugin() -> None:
+    demand = replace(_DEMAND, runs_vllm=True)
+    host = replace(_GOOD, vllm_version="0.23.0")
+    (found,) = ascend_findings(host, demand)
+    assert found.is_fatal
+    assert "vllm_ascend is not installed" in found.what
+    assert "install the vllm-ascend wheel made for vllm 0.23.0" in found.remedy
+    assert ascend_findings(replace(host, vllm_ascend_version="0.23.0rc1"), demand) == ()
+    assert ascend_findings(host, _DEMAND) == (), "other processes do without"
+
+
+def test_a_plugin_for_another_vllm_is_told_of() -> None:
+    host = replace(_GOOD, vllm_version="0.32.0", vllm_ascend_version="0.23.0")
+    (found,) = ascend_findings(host, replace(_DEMAND, runs_vllm=True))
+    assert not found.is_fatal
+    assert "made for vllm 0.23, and vllm is 0.32.0" in found.what
+    assert "install vllm-ascend 0.32" in found.remedy
+
+
 @pytest.mark.parametrize(
     "variables", [{"HCCL_SOCKET_IFNAME": "eth"}, {"HCCL_ASYNC_ERROR_HANDLING": "2"}]
 )
@@ -137,6 +156,28 @@ def test_a_process_that_is_told_to_take_an_npu_begins_with_all_that_is_wrong(
             environment=environment,
         )
     assert environment["HCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+@pytest.mark.parametrize("device", ["npu", "auto", None])
+def test_a_replica_with_vllm_on_an_npu_does_not_begin_without_its_plugin(
+    device: str | None, config: RunConfig, devices: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ascend_host, "_version", lambda _: None)
+    monkeypatch.setattr(ascend_host, "device_numbers", lambda *_: ("0",))
+    endpoint = config.sluice.rollout.endpoint
+    with pytest.raises(
+        ConfigError, match=r"vllm_ascend is not installed, .*install the vllm-ascend"
+    ):
+        prepare_process(
+            config,
+            device,
+            endpoint,
+            collectives_on_device=True,
+            runs_vllm=True,
+            environment={},
+        )
+    if device != "npu":
+        prepare_process(config, device, endpoint, collectives_on_device=True, environment={})
 
 
 def test_a_process_on_a_cpu_is_left_alone(config: RunConfig) -> None:

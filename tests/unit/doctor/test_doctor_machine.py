@@ -63,6 +63,14 @@ def test_a_run_that_asks_for_npus_is_told_what_this_machine_lacks() -> None:
     assert any("torch_npu is not installed" in one.what for one in found)
 
 
+def test_a_run_with_vllm_on_npus_is_told_that_its_plugin_is_missing() -> None:
+    engine = "actor_rollout_ref.rollout.name=vllm"
+    with_vllm = list(check_npus(run_of(engine, "trainer.device=cpu", "sluice.rollout.device=npu")))
+    assert any("vllm_ascend is not installed" in one.what for one in with_vllm)
+    trained = list(check_npus(run_of(engine, "trainer.device=npu", "sluice.rollout.device=cpu")))
+    assert not any("vllm_ascend" in one.what for one in trained)
+
+
 @pytest.mark.parametrize(
     ("replicas", "on_device", "severity"),
     [(2, True, "ok"), (3, True, "problem"), (3, False, "warning")],

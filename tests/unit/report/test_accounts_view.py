@@ -23,6 +23,14 @@ def test_an_account_that_is_not_there_is_not_shown() -> None:
     assert [view.title for view in account_views(without_tokens)] == ["trainer", "rollout"]
 
 
+def test_the_age_of_an_account_that_is_not_of_now_is_told() -> None:
+    books = {"generated_tokens": 4.0, "tokens_residual": 0.0, "tokens/stale": 4.0}
+    (fresh,) = account_views({**books, "tokens_age_s": 0.2})
+    assert fresh.parts_text == "stale 100.0 %; residual 0.0 %"
+    (old,) = account_views({**books, "tokens_age_s": 34.4})
+    assert (old.parts_text, old.age_s) == ("stale 100.0 %; residual 0.0 %, 34 s ago", 34.4)
+
+
 def test_nothing_at_all_has_no_shares() -> None:
     (view,) = account_views({"generated_tokens": 0.0, "tokens_residual": 0.0, "tokens/stale": 0.0})
     assert view.parts_text == "none; residual 0.0 %"

@@ -25,6 +25,7 @@ from tests.support.reward_loop import ScriptedClient, replica, running_loop, sub
 KEYS = (
     *("prompt_id", "key", "end", "right", "scored", "tokens", "version", "oldest_version"),
     *("started_s", "generated_s", "ended_s", "replicas", "probes", "probability", "step"),
+    "incarnation",
 )
 TRACE = GroupTrace(["a", "b"])
 
@@ -76,6 +77,7 @@ async def test_a_group_that_failed_leaves_a_line_with_what_is_known(tmp_path: Pa
     await written(log)
     (line,) = lines(tmp_path / "run" / "groups.jsonl")
     assert tuple(line) == KEYS
+    assert line.pop("incarnation")
     assert line == {
         "prompt_id": prompt.prompt_id,
         "key": "aa",
@@ -93,6 +95,17 @@ async def test_a_group_that_failed_leaves_a_line_with_what_is_known(tmp_path: Pa
         "probability": 0.25,
         "step": None,
     }
+
+
+async def test_a_line_names_the_start_of_the_service_that_its_times_are_of(tmp_path: Path) -> None:
+    path, prompt = tmp_path / "groups.jsonl", client_prompt()
+    for log in (GroupLog(path), GroupLog(path)):
+        for _ in range(2):
+            log.started(prompt, Visit("aa", 3, None, 4), probes=0, version=7)
+            log.ended(prompt, PromptEnd.DROPPED_FAILED, None, TRACE)
+        await written(log)
+    first, second, third, fourth = (line["incarnation"] for line in lines(path))
+    assert first == second != third == fourth
 
 
 async def test_a_prompt_that_starts_again_or_never_started_leaves_no_line(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ async def test_a_stream_of_which_nothing_comes_goes_on_elsewhere_and_the_log_nam
     (line,) = [m for r in caplog.records if (m := r.getMessage()).startswith("prompt p7")]
     for words in ("replica a is stalled", "nothing for 0.", "3 tokens"):
         assert words in line
-    assert "1 samples without any, [1], 1 running" in line
+    assert "1 samples without any, [1], 1 running, of these 0 is silent for 0." in line
 
 
 async def test_replicas_that_never_answer_end_a_group_after_its_last_attempt() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from services.rollout.engines.checkpoint_layout import CheckpointLayout
 from services.rollout.engines.chunk_stream import ChunkStream
 from services.rollout.engines.client_engine import ClientEngine
 from services.rollout.engines.client_engine_settings import ClientEngineSettings
-from services.rollout.engines.protocol import GenerationRequest, PauseMode, SampleChunk
+from services.rollout.engines.protocol import GenerationRequest, PauseMode, SampleChunk, num_tokens
 from sluice.errors import EngineError, ExhaustedError, InvalidRequestError, NotReadyError
 from sluice.types import FinishReason
 from tests.support.causal_lms import request
@@ -42,6 +42,7 @@ class _Core:
     prefilled_tokens: int = 0
     broken: EngineError | None = None
     is_endless: bool = False
+    drawn_ahead: int = 0
     running: int = 0
     heeds_cancels: bool = True
     cancelled: set[ChunkStream] = field(default_factory=set)
@@ -52,8 +53,8 @@ class _Core:
     async def run(self, run: _Run, stream: ChunkStream) -> None:
         reason = None if self.is_endless else FinishReason.STOP
         token, logprob = np.array([5], np.uint32), np.float32([-0.5])
-        run.drawn = run.samples
-        self.generated_tokens += run.samples
+        run.drawn = run.samples + self.drawn_ahead
+        self.generated_tokens += run.drawn
         run.post([SampleChunk(index, token, logprob, 3, reason) for index in range(run.samples)])
         self.running += 1
         while self.is_endless and not (self.heeds_cancels and stream in self.cancelled):
@@ -118,6 +119,18 @@ async def test_tokens_that_were_not_taken_are_entered_as_unsent(engine: _Engine)
     load = engine.load()
     assert (load.generated_tokens, load.unsent_tokens, load.running_tokens) == (2, 0, 2)
     assert (load.version, load.weight_digest) == (3, "three")
+
+
+async def test_tokens_that_a_direct_client_was_not_given_are_entered_apart(
+    engine: _Engine, core: _Core
+) -> None:
+    core.is_endless, core.drawn_ahead = True, 3
+    for wanted in (request(samples=2), replace(request(samples=2), for_direct_client=True)):
+        async with aclosing(engine.generate(wanted)) as drawing:
+            engine.books.of(wanted).sent += num_tokens(await anext(drawing))
+    load = engine.load()
+    assert (load.generated_tokens, load.unsent_tokens, load.running_tokens) == (10, 6, 0)
+    assert (load.direct_sent_tokens, load.direct_unsent_tokens) == (2, 3)
 
 
 async def test_an_abandoned_call_frees_its_slots_once_its_samples_were_aborted(

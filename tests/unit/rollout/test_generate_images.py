@@ -45,13 +45,13 @@ class Recorder:
     requests: list[GenerationRequest] = field(default_factory=list)
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], images: Sequence[bytes] = ()
+        self, messages: Sequence[ChatMessage], images: Sequence[bytes] = (), **_: object
     ) -> TokenIds:
         self.encoded.append((messages[-1].content, tuple(images)))
         self.threads.append(threading.current_thread().name)
         return np.array([1, 2, 2, 3], np.uint32)
 
-    def encode_text(self, text: str) -> TokenIds:
+    def encode_text(self, text: str, **_: object) -> TokenIds:
         return np.array([1], np.uint32)
 
     async def run(self, request: GenerationRequest, *_: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from services.rollout.engines.protocol import EngineLoad, PartialSample, SampleChunk
+from services.rollout.engines.protocol import (
+    EngineLoad,
+    GenerationRequest,
+    PartialSample,
+    SampleChunk,
+)
 from services.rollout.engines.torch_engine import TorchEngine
 from services.rollout.generation import Delivery, GenerationEvent, TextDelta
 from services.rollout.hand_over import CountedGeneration, HandOver
@@ -200,6 +206,55 @@ async def test_what_could_not_be_sent_is_unsent(model_path: Path, model: PreTrai
         load = await at_rest(engine)
     assert load.generated_tokens == load.unsent_tokens > 0
     assert load.running_tokens == 0
+
+
+async def test_tokens_of_direct_clients_are_counted_apart_those_of_cancelled_calls_included(
+    model_path: Path, model: PreTrainedModel
+) -> None:
+    async with running_engine(model_path, model) as engine:
+        generation, got = CountedGeneration(engine, Digits()), asyncio.Event()
+
+        async def stall(_event: GenerationEvent) -> None:
+            got.set()
+            await asyncio.Event().wait()
+
+        def direct(samples: int) -> GenerationRequest:
+            return replace(request(samples=samples, max_tokens=10), for_direct_client=True)
+
+        ours, theirs = Caller((), 0.0), Caller((), 0.0)
+        await generation.run(request(samples=2, max_tokens=10), (), Delivery(), ours.send)
+        await generation.run(direct(3), (), Delivery(), theirs.send)
+        async with asyncio.TaskGroup() as tasks:
+            cancelled = tasks.create_task(
+                generation.run(direct(1), (), Delivery(every_token=True), stall)
+            )
+            await got.wait()
+            cancelled.cancel()
+        load = await at_rest(engine)
+    assert (ours.num_tokens, theirs.num_tokens, load.direct_sent_tokens) == (20, 30, 30)
+    assert load.direct_unsent_tokens == load.unsent_tokens > 0
+    assert load.running_tokens == 0
+    assert load.generated_tokens == 20 + 30 + load.direct_unsent_tokens
+
+
+async def test_what_was_drawn_and_not_delivered_to_a_direct_client_is_counted_apart(
+    model_path: Path, model: PreTrainedModel
+) -> None:
+    """Whole samples stay in the engine until they end; this one is cancelled before."""
+    async with running_engine(model_path, model) as engine:
+        wanted = replace(request(samples=2, max_tokens=60), for_direct_client=True)
+        caller = Caller((), 0.0)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(
+                CountedGeneration(engine, Digits()).run(wanted, (), Delivery(), caller.send)
+            )
+            async with asyncio.timeout(30):
+                while engine.load().generated_tokens == 0:
+                    await asyncio.sleep(0)
+            running.cancel()
+        load = await at_rest(engine)
+    assert caller.num_tokens == 0
+    assert load.direct_unsent_tokens == load.unsent_tokens == load.generated_tokens > 0
 
 
 async def test_a_refused_call_changes_nothing(model_path: Path, model: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""Prompts to token ids by the model's own tokenizer, within the length limit."""
+"""Prompts to token ids by the model's own tokenizer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, processors
+from transformers import AutoTokenizer
 
 from services.rollout.prompt_encoder import MAX_PROMPT_CHARACTERS, PromptEncoder
-from sluice.data.prompt_length import Truncation
-from sluice.errors import ConfigError, InvalidRequestError, PromptTooLongError
+from sluice.errors import ConfigError, InvalidRequestError
 from sluice.quickstart.problems import draw_problem, task_named
-from sluice.quickstart.tokenizer import render_prompt, save_tokenizer, train_tokenizer
+from sluice.quickstart.tokenizer import (
+    TURN_START,
+    render_prompt,
+    save_tokenizer,
+    train_tokenizer,
+)
 from sluice.quickstart.worked_answers import make_dialogues
 from sluice.types import ChatMessage
 
@@ -30,8 +36,65 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def encoder(model: Path, limit: int = 64, truncation: Truncation = "error") -> PromptEncoder:
-    return PromptEncoder(model, max_prompt_length=limit, truncation=truncation)
+def encoder(model: Path) -> PromptEncoder:
+    return PromptEncoder(model)
+
+
+@pytest.fixture(scope="module")
+def with_bos(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that begins texts with a special token, as those of Llama and Gemma do."""
+    folder = tmp_path_factory.mktemp("bos") / "model"
+    shutil.copytree(model, folder)
+    file = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    bos = tokenizer.token_to_id(TURN_START)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{TURN_START} $A", special_tokens=[(TURN_START, bos)]
+    )
+    tokenizer.save(file)
+    return folder
+
+
+def bos_of(model: Path) -> int:
+    return int(Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id(TURN_START))
+
+
+def test_a_text_begins_as_transformers_has_it_unless_it_is_told_not_to(with_bos: Path) -> None:
+    encoded = encoder(with_bos)
+    reference = AutoTokenizer.from_pretrained(str(with_bos), local_files_only=True)
+    text = "1 + 2 = ?"
+    assert encoded.encode_text(text).tolist() == reference(text)["input_ids"]
+    assert encoded.encode_text(text)[0] == bos_of(with_bos)
+    bare = encoded.encode_text(text, add_special_tokens=False).tolist()
+    assert bare == reference(text, add_special_tokens=False)["input_ids"]
+    assert encoded.encode_text(text).tolist() == [bos_of(with_bos), *bare]
+
+
+def test_a_chat_gets_what_its_template_writes_and_no_more_unless_it_is_told_to(
+    with_bos: Path,
+) -> None:
+    encoded, turns = encoder(with_bos), user("1 + 2 = ?")
+    ids = encoded.encode_chat(turns).tolist()
+    rendered = render_prompt("1 + 2 = ?")
+    assert ids == encoded.encode_text(rendered, add_special_tokens=False).tolist()
+    assert encoded.encode_chat(turns, add_special_tokens=True).tolist() == [bos_of(with_bos), *ids]
+
+
+def test_a_text_of_nothing_is_a_prompt_where_the_tokenizer_begins_it(with_bos: Path) -> None:
+    assert encoder(with_bos).encode_text("").tolist() == [bos_of(with_bos)]
+
+
+def test_a_cut_that_the_tokenizers_file_asks_for_is_not_made(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    file = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=5)
+    tokenizer.save(file)
+    for text in ("1 2 3 4 5 6 7 8 9", "1"):
+        found = encoder(folder).encode_text(text).tolist()
+        assert found == encoder(model).encode_text(text).tolist()
 
 
 def user(content: str) -> list[ChatMessage]:
@@ -57,30 +120,6 @@ def test_special_tokens_are_left_out_of_the_text(model: Path) -> None:
     assert "<" not in text
 
 
-def test_a_long_prompt_is_refused_with_the_keys_that_help(model: Path) -> None:
-    with pytest.raises(PromptTooLongError, match=r"exceed data\.max_prompt_length=6") as caught:
-        encoder(model, 6).encode_text("1 2 3 4 5 6 7 8 9")
-    assert "set data.truncation" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("truncation", "kept"),
-    [("left", slice(-5, None)), ("right", slice(0, 5)), ("middle", [0, 1, -3, -2, -1])],
-)
-def test_a_long_prompt_is_cut_to_the_limit_where_it_is_told(
-    model: Path, truncation: Truncation, kept: slice | list[int]
-) -> None:
-    whole = encoder(model).encode_text("1 2 3 4 5 6 7 8 9")
-    cut = encoder(model, 5, truncation).encode_text("1 2 3 4 5 6 7 8 9")
-    assert cut.tolist() == whole[kept].tolist()
-
-
-def test_a_filtered_prompt_is_refused_whatever_would_be_cut(model: Path) -> None:
-    filtering = PromptEncoder(model, max_prompt_length=5, truncation="left", filter_overlong=True)
-    with pytest.raises(PromptTooLongError):
-        filtering.encode_text("1 2 3 4 5 6 7 8 9")
-
-
 TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     "{% if enable_thinking %} 1 {% else %} 2 {% endif %}"
@@ -94,19 +133,21 @@ def test_the_template_gets_the_arguments_that_are_configured(
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    encoded = PromptEncoder(
-        folder,
-        max_prompt_length=64,
-        truncation="error",
-        template_kwargs={"enable_thinking": thinking},
-    )
+    encoded = PromptEncoder(folder, template_kwargs={"enable_thinking": thinking})
     assert encoded.decode(encoded.encode_chat(user("3"))) == text
+    other = encoded.encode_chat(user("3"), template_kwargs={"enable_thinking": not thinking})
+    assert encoded.decode(other) != text
+    assert encoded.decode(encoded.encode_chat(user("3"))) == text  # for that call alone
 
 
-@pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt", "truncation"])
+@pytest.mark.parametrize(
+    "name", ["tokenize", "add_generation_prompt", "truncation", "chat_template"]
+)
 def test_arguments_that_the_encoder_decides_on_are_refused(model: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"data\.apply_chat_template_kwargs: {name} cannot"):
-        PromptEncoder(model, max_prompt_length=5, truncation="error", template_kwargs={name: True})
+        PromptEncoder(model, template_kwargs={name: True})
+    with pytest.raises(InvalidRequestError, match=f"chat_template_kwargs: {name} cannot be set"):
+        encoder(model).encode_chat(user("3"), template_kwargs={name: True})
 
 
 def test_a_monstrous_prompt_is_refused_before_it_is_tokenised(model: Path) -> None:

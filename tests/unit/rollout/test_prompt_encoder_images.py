@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from services.rollout.prompt_encoder import PromptEncoder
-from sluice.data.prompt_length import Truncation
-from sluice.errors import InvalidRequestError, PromptTooLongError
+from sluice.errors import InvalidRequestError
 from sluice.types import ChatMessage
 from tests.support.causal_lms import save_config
 from tests.support.tiny_vision import IMAGE, VISION_END, VISION_START, image_file, save_model
@@ -26,8 +25,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def encoder(model: Path, limit: int = 100, truncation: Truncation = "error") -> PromptEncoder:
-    return PromptEncoder(model, max_prompt_length=limit, truncation=truncation)
+def encoder(model: Path) -> PromptEncoder:
+    return PromptEncoder(model)
 
 
 def user(text: str) -> list[ChatMessage]:
@@ -78,16 +77,6 @@ def test_a_template_that_shows_no_images_is_refused(model: Path, tmp_path: Path)
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
     with pytest.raises(InvalidRequestError, match=r"1 images, but 0 places .* chat template"):
         encoder(tmp_path / "model").encode_chat(user("<image>"), (SMALL,))
-
-
-@pytest.mark.parametrize("truncation", ["error", "left", "right", "middle"])
-def test_image_tokens_count_and_a_prompt_with_images_is_never_cut(
-    model: Path, truncation: Truncation
-) -> None:
-    length = encoder(model).encode_chat(user("<image>"), (SMALL,)).size
-    assert encoder(model, length).encode_chat(user("<image>"), (SMALL,)).size == length
-    with pytest.raises(PromptTooLongError, match=f"data.max_prompt_length={length - 1}"):
-        encoder(model, length - 1, truncation).encode_chat(user("<image>"), (SMALL,))
 
 
 def test_what_is_no_image_is_refused_by_its_number(model: Path) -> None:

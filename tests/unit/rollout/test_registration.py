@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -83,7 +84,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def replica(trainer: Trainer, version: int | None = 3) -> Registration:
     def load() -> EngineLoad:
-        return EngineLoad(8, 5, 2, 1234, 30, 4, 6.5, {"idle": 2.0}, version, "digest")
+        seconds = {"idle": 2.0}
+        load = EngineLoad(8, 5, 2, 1234, 30, 4, 6.5, seconds, version, "digest")
+        return replace(load, direct_sent_tokens=60, direct_unsent_tokens=8)
 
     return Registration(trainer, REPLICA, "layout", load)  # type: ignore[arg-type]
 
@@ -110,6 +113,7 @@ async def test_a_replica_registers_and_then_sends_its_load_in_the_interval_it_wa
     assert (beat.slots_busy, beat.queued, beat.generated_tokens) == (5, 2, 1234)
     assert (beat.busy_seconds, beat.draining) == (6.5, False)
     assert (beat.unsent_tokens, beat.running_tokens) == (30, 4)
+    assert (beat.direct_sent_tokens, beat.direct_unsent_tokens) == (60, 8)
     assert dict(beat.seconds_by_state) == {"idle": 2.0}
     assert beat.wall_seconds > 0
     assert clock.slept == [2.5, 2.5]

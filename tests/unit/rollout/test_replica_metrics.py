@@ -6,7 +6,8 @@ from services.rollout.engines.protocol import EngineLoad
 from services.rollout.exported_metrics import load_readings
 from sluice.telemetry.instruments import INSTRUMENTS
 
-LOAD = EngineLoad(8, 3, 2, 100, 5, 7, 1.5, {"idle": 2.0, "generating": 1.5}, 4, "digest")
+SECONDS = {"idle": 2.0, "generating": 1.5}
+LOAD = EngineLoad(8, 3, 2, 100, 5, 7, 1.5, SECONDS, 4, "digest", False, 20, 3)
 
 
 def test_every_counter_of_the_engine_is_told() -> None:
@@ -19,6 +20,7 @@ def test_every_counter_of_the_engine_is_told() -> None:
         ("sluice_replica_generated_tokens_total",): 100.0,
         ("sluice_replica_unsent_tokens_total",): 5.0,
         ("sluice_replica_running_tokens",): 7.0,
+        ("sluice_replica_direct_client_tokens_total",): 23.0,
         ("sluice_replica_busy_seconds_total",): 1.5,
         ("sluice_replica_seconds_total", "idle"): 2.0,
         ("sluice_replica_seconds_total", "generating"): 1.5,

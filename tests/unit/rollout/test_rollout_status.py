@@ -13,7 +13,7 @@ from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.rollout.v1 import rollout_pb2
 
 NOTHING: Any = None
-LOAD = EngineLoad(8, 3, 2, 40, 0, 7, 1.0, {"generating": 1.0}, 7, "digest")
+LOAD = EngineLoad(8, 3, 2, 40, 2, 7, 1.0, {"generating": 1.0}, 7, "digest", False, 11, 1)
 
 
 class HungEngine:
@@ -51,6 +51,8 @@ def status_of(engine: Any, *, without_engine: bool) -> Any:
 async def test_a_replica_whose_engine_hangs_still_says_what_it_knows(engine: Any) -> None:
     status = await status_of(engine, without_engine=True)
     assert (status.name, status.slots_busy, status.queued) == ("rollout-0", 3, 2)
+    assert (status.generated_tokens, status.unsent_tokens, status.running_tokens) == (40, 2, 7)
+    assert (status.direct_sent_tokens, status.direct_unsent_tokens) == (11, 1)
 
 
 async def test_a_probe_of_a_hung_engine_gets_no_answer(engine: Any) -> None:

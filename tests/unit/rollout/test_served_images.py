@@ -37,7 +37,7 @@ OPTIONS = GenerateOptions(n=2, sampling=Sampling(max_tokens=6, ignore_eos=True, 
 @asynccontextmanager
 async def replica(folder: Path) -> AsyncIterator[tuple[str, TorchEngine]]:
     model = save_model("qwen2_5_vl", folder)
-    encoder = PromptEncoder(folder, max_prompt_length=100, truncation="error")
+    encoder = PromptEncoder(folder)
     async with running_engine(folder, model, slots=4, max_model_len=128) as engine:
         servicer = RolloutServicer(
             ReplicaIdentity("rollout-0", "one"),

@@ -49,7 +49,7 @@ def one_family(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 def _wanted(directory: Path, text: str, images: tuple[bytes, ...], **changes: Any) -> Any:
-    encoder = PromptEncoder(directory, max_prompt_length=100, truncation="error")
+    encoder = PromptEncoder(directory)
     ids = encoder.encode_chat([ChatMessage("user", text)], images)
     settings = {"temperature": 1.0, "max_tokens": 10, "seed": 3, "samples": 3} | changes
     sampling = SamplingParams(

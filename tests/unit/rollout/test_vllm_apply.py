@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.rollout.engines.vllm_worker import WeightWorker
+from services.rollout.engines.vllm_worker_features import WorkerFeatures
 
 TENSORS = {"a": torch.ones(2)}
 
@@ -36,6 +37,7 @@ class Recording:
 
     def __init__(self, seen: list[str]) -> None:
         self._seen = seen
+        self.requests: dict[str, object] = {}
         self.fails = False
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -56,6 +58,7 @@ class Recording:
 def worker_on(device: Any, recording: Recording) -> WeightWorker:
     worker: Any = WeightWorker()
     worker.device, worker.model_runner, worker.sluice_staging = device, recording, recording
+    worker.sluice_features = WorkerFeatures(worker)
     return worker  # type: ignore[no-any-return]
 
 

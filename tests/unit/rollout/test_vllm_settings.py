@@ -47,6 +47,26 @@ def test_the_rollouts_keys_reach_vllm(override: str, name: str, value: object) -
     assert _arguments(f"{_ROLLOUT}.{override}")[name] == value
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("sluice.limits.max_prompt_images=5", {"image": 5, "video": 0}),
+        (f"{_ROLLOUT}.limit_images=3", {"image": 3, "video": 0}),
+        (f"+{_ROLLOUT}.engine_kwargs.vllm.limit_mm_per_prompt.image=7", {"image": 7}),
+    ],
+)
+def test_vllm_is_told_how_many_images_a_prompt_may_have(
+    override: str, expected: dict[str, int]
+) -> None:
+    settings = vllm_settings(load_config(None, [override]))
+    arguments = settings.engine_arguments(on_cpu=False, takes_images=True)
+    assert arguments["limit_mm_per_prompt"] == expected
+
+
+def test_of_a_model_of_text_vllm_is_told_nothing_of_images() -> None:
+    assert "limit_mm_per_prompt" not in _arguments(f"{_ROLLOUT}.limit_images=3")
+
+
 def test_engine_kwargs_win_and_a_null_leaves_the_choice_to_vllm() -> None:
     arguments = _arguments(
         f"{_ROLLOUT}.enforce_eager=false",

@@ -14,6 +14,7 @@ import torch
 
 from services.rollout.engines.vllm_staging import WorkerStaging
 from services.rollout.engines.vllm_worker import WeightWorker
+from services.rollout.engines.vllm_worker_features import WorkerFeatures
 from services.rollout.engines.vllm_workers import VllmWorkers
 from sluice.concurrency.exception_leaves import leaves
 from sluice.device.cpu import CpuDevice
@@ -49,7 +50,9 @@ class Workers:
                 name for name, _ in weights_iterator
             ),
             get_model=torch.nn.Identity,
+            requests={},
         )
+        worker.sluice_features = WorkerFeatures(worker)
         return worker
 
     async def call_workers(self, method: str, *arguments: object, timeout_s: float) -> list[object]:

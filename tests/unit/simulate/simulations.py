@@ -12,7 +12,15 @@ from sluice.simulate.group import SimulatedGroup
 from sluice.simulate.recorder import Recorder, TokenCause
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
 from sluice.simulate.workload import DrawnSamples, SimulatedPrompt
+from sluice.types import PromptEnd
 
+ENDS = {
+    TokenCause.TRAINED: PromptEnd.TRAINED,
+    TokenCause.ALL_RIGHT: PromptEnd.FILTERED_ALL_RIGHT,
+    TokenCause.ALL_WRONG: PromptEnd.FILTERED_ALL_WRONG,
+    TokenCause.STALE: PromptEnd.DROPPED_STALE,
+    TokenCause.SURPLUS: PromptEnd.DROPPED_SURPLUS,
+}
 FLEET = FleetSettings(num_replicas=2, slots=16, base_step_s=0.01, per_sequence_s=0.0005)
 TRAINER = TrainerSettings(train_s=2.0, publish_s=0.5, stall_s=0.2)
 
@@ -72,7 +80,7 @@ class RecordedRun:
             {
                 "prompt_id": group.name,
                 "key": group.prompt.key,
-                "end": cause.value,
+                "end": ENDS[cause].value,
                 "right": group.num_right,
                 "scored": group.num_asked,
                 "tokens": group.samples.tokens[: group.num_asked],

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.algorithm.sampling.rules import StrategyName
+from sluice.algorithm.yield_floor import YieldFloor
 from sluice.errors import BatchUnfillableError, ConfigError
 from sluice.simulate.recorder import Recorder
 from sluice.simulate.result import SimulationResult, simulate
@@ -132,8 +133,8 @@ def test_replicas_twice_as_fast_halve_the_time_of_a_synchronous_batch(
             per_sequence_s=FLEET.per_sequence_s / 2,
         ),
     )
-    slow_s = simulate(slow, SmallWorkload(seed)).fill_s_mean
-    assert simulate(fast, SmallWorkload(seed)).fill_s_mean == pytest.approx(slow_s / 2)
+    slow_s = simulate(slow, SmallWorkload(seed)).step_s
+    assert simulate(fast, SmallWorkload(seed)).step_s == pytest.approx(slow_s / 2)
 
 
 def test_more_replicas_do_not_slow_a_batch() -> None:
@@ -141,7 +142,7 @@ def test_more_replicas_do_not_slow_a_batch() -> None:
         simulate(
             small(max_staleness=2, num_steps=40, fleet=replace(FLEET, num_replicas=number)),
             SmallWorkload(),
-        ).fill_s_mean
+        ).step_s
         for number in (1, 2, 4, 8)
     ]
     assert all(later <= earlier * 1.02 for earlier, later in pairwise(times))
@@ -194,9 +195,29 @@ class Hopeless(SmallWorkload):
 
 
 @pytest.mark.parametrize("strategy", list(StrategyName))
-def test_a_hopeless_workload_ends_with_an_error(strategy: StrategyName) -> None:
-    with pytest.raises(BatchUnfillableError, match="was mixed"):
+def test_a_hopeless_workload_ends_with_the_services_error(strategy: StrategyName) -> None:
+    with pytest.raises(
+        BatchUnfillableError, match=r"only 0.00% of the last 2000 groups.*simulated"
+    ):
         simulate(small(strategy), Hopeless())
+
+
+class Rare(SmallWorkload):
+    """One group of 20 is mixed."""
+
+    def samples(
+        self, prompt: SimulatedPrompt, position: int, attempt: int, num_samples: int
+    ) -> DrawnSamples:
+        are_right = [position % 20 == 0] + [False] * (num_samples - 1)
+        return DrawnSamples([5] * num_samples, are_right)
+
+
+@pytest.mark.parametrize("strategy", [StrategyName.ROUNDS, StrategyName.STREAM])
+def test_the_simulation_gives_up_at_the_services_yield_floor(strategy: StrategyName) -> None:
+    chosen = small(strategy)
+    simulate(replace(chosen, yield_floor=YieldFloor(0.04, 100)), Rare())
+    with pytest.raises(BatchUnfillableError, match=r"only 5.00% of the last 100.*= 0.06"):
+        simulate(replace(chosen, yield_floor=YieldFloor(0.06, 100)), Rare())
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

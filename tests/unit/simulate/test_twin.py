@@ -18,7 +18,7 @@ from sluice.simulate.group_records import GroupRecord, read_groups
 from sluice.simulate.mixtures import MixtureWorkload
 from sluice.simulate.result import simulate
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
-from sluice.simulate.twin import twin
+from sluice.simulate.twin import TwinFigure, twin
 from tests.unit.simulate.simulations import RecordedRun
 
 FLEET = FleetSettings(num_replicas=3, slots=48, base_step_s=0.004, per_sequence_s=0.0004)
@@ -56,6 +56,16 @@ def test_a_fitted_simulation_repeats_the_run_it_was_fitted_to(
     assert found.error("waste") < 0.05
     assert found.error("trainer_idle") < 0.03
     assert found.error("fleet_idle") < 0.06
+
+
+def test_an_error_of_an_idle_share_is_known_in_points_and_relative_to_the_share() -> None:
+    idle = TwinFigure("fleet_idle", 0.10, 0.13)
+    assert idle.error == idle.difference == pytest.approx(0.03)
+    assert idle.relative_error == pytest.approx(0.3)
+    seconds = TwinFigure("step_time", 4.0, 3.0)
+    assert (seconds.error, seconds.difference, seconds.relative_error) == (-0.25, -1.0, -0.25)
+    never = TwinFigure("trainer_idle", 0.0, 0.02)
+    assert (never.error, never.relative_error) == (0.02, None)
 
 
 def record(**changes: object) -> GroupRecord:

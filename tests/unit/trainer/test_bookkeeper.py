@@ -79,31 +79,111 @@ async def test_the_books_hold_all_three_accounts_and_are_told_to_status_calls(bo
     assert (named["tokens/pending"], named["tokens/under_way"]) == (30, 20)
     assert (named["rollout_wall_s"], named["rollout_s/idle"]) == (6.0, 6.0)
     assert named["trainer_s/starting"] == pytest.approx(10.0, abs=1.0)
-    assert books.state.accounts == named
+    assert {**books.state.accounts, "tokens_age_s": 0.0} == {**named, "tokens_age_s": 0.0}
 
 
-async def test_all_are_asked_at_once(books: Books) -> None:
-    asked, all_asked = set[str](), asyncio.Event()
+async def test_the_fleet_is_asked_at_once_between_two_looks_at_the_reward_service(
+    books: Books,
+) -> None:
+    asked, all_asked = list[str](), asyncio.Event()
 
-    async def meet(name: str) -> None:
-        asked.add(name)
-        if asked == {"a", "b", "reward"}:
+    async def ask_replica(info: ReplicaInfo) -> Load:
+        asked.append("replica")
+        if asked.count("replica") == 2:
             all_asked.set()
         async with asyncio.timeout(10):
             await all_asked.wait()
-
-    async def ask_replica(info: ReplicaInfo) -> Load:
-        await meet(info.name)
         return load(1)
 
     async def ask_reward() -> Mapping[str, float]:
-        await meet("reward")
-        return {}
+        asked.append("reward")
+        return told(pending=2.0)
 
     books.register("a")
     books.register("b")
     keeper = Bookkeeper(books.fleet, books.state, ask_replica=ask_replica, ask_reward=ask_reward)
     await keeper.take()
+    assert asked == ["reward", "replica", "replica", "reward"]
+
+
+async def test_tokens_that_come_in_while_all_are_asked_are_not_in_the_residual(
+    books: Books,
+) -> None:
+    books.register("a", load(100, running=20))
+    books.told = [told(pending=70.0), told(pending=95.0)]
+    named = await books.keeper.take()
+    assert (named["generated_tokens"], named["tokens/under_way"]) == (100, 5)
+    assert (named["tokens_residual"], named["tokens_moved"]) == (0, 25)
+
+
+async def test_tokens_that_were_lost_are_in_the_live_residual(books: Books) -> None:
+    books.register("a", load(100, running=20))
+    books.told = [told(pending=70.0)]
+    named = await books.keeper.take()
+    assert (named["tokens_residual"], named["tokens_residual_share"]) == (10, 0.1)
+
+
+async def test_tokens_on_the_wire_are_asked_for_once_more(books: Books) -> None:
+    books.register("a", load(100))
+    books.told = [told(pending=68.0), told(pending=68.0), told(pending=100.0)]
+    assert (await books.keeper.take())["tokens_residual"] == 0
+
+
+@pytest.mark.parametrize("silent", ["replica", "reward"])
+async def test_while_somebody_is_silent_the_last_whole_account_of_tokens_stands_with_its_age(
+    books: Books, silent: str
+) -> None:
+    error = PeerError("x", "asking", "")
+    books.register("a", load(100), error if silent == "replica" else load(160, wall_s=2.0))
+    later = error if silent == "reward" else told(trained=160.0)
+    books.told = [told(trained=100.0), told(trained=100.0), later]
+    await books.keeper.take()
+    named = await books.keeper.take()
+    assert (named["generated_tokens"], named["tokens/trained"]) == (100, 100)
+    assert named["tokens_residual"] == 0
+    assert named["tokens_age_s"] > 0
+    first, second = books.state.accounts["tokens_age_s"], books.state.accounts["tokens_age_s"]
+    assert named["tokens_age_s"] < first < second
+
+
+async def test_who_hangs_holds_nobody_up_for_longer_than_a_take_may_last(
+    books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.trainer.bookkeeper._LONGEST_TAKE_S", 0.0)
+
+    async def hang(_info: ReplicaInfo) -> Load:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    books.register("a")
+    books.told = [told(trained=0.0)]
+    keeper = Bookkeeper(books.fleet, books.state, ask_replica=hang, ask_reward=books.ask_reward)
+    async with asyncio.timeout(10):
+        named = await keeper.take()
+    assert "rollout_seconds_residual" in named
+    assert "tokens_residual" not in named
+
+
+async def test_the_reward_services_answers_are_taken_in_their_order(books: Books) -> None:
+    """An older answer that came in later would look like a service that started anew."""
+    num_open, answers = 0, iter(range(1, 100))
+
+    async def ask_reward() -> Mapping[str, float]:
+        nonlocal num_open
+        num_open += 1
+        assert num_open == 1
+        await asyncio.sleep(0)
+        num_open -= 1
+        return told(trained=float(next(answers)))
+
+    async def ask_replica(_info: ReplicaInfo) -> Load:
+        return load(4)
+
+    books.register("a")
+    keeper = Bookkeeper(books.fleet, books.state, ask_replica=ask_replica, ask_reward=ask_reward)
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(2):
+            tasks.create_task(keeper.take())
 
 
 @pytest.mark.parametrize(
@@ -119,7 +199,7 @@ async def test_who_does_not_answer_stands_with_the_last_word(
     books: Books, error: Exception
 ) -> None:
     books.register("a", load(100), error)
-    books.told = [told(trained=100.0), error]
+    books.told = [told(trained=100.0), told(trained=100.0), error]
     first = await books.keeper.take()
     second = await books.keeper.take()
     assert first["generated_tokens"] == second["generated_tokens"] == 100

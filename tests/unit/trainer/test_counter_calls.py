@@ -24,9 +24,11 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
     """Tells its counters."""
 
     num_asked = 0
+    asked_without_engine = False
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
         self.num_asked += 1
+        self.asked_without_engine = request.without_engine
         return rollout_pb2.GetStatusResponse(
             incarnation="a-1",
             generated_tokens=100,
@@ -34,6 +36,8 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
             running_tokens=3,
             seconds_by_state={"idle": 1.5, "generating": 2.5},
             wall_seconds=4.0,
+            direct_sent_tokens=20,
+            direct_unsent_tokens=2,
         )
 
 
@@ -59,7 +63,15 @@ async def calls() -> AsyncIterator[ReplicaCounterCalls]:
 async def test_a_replica_tells_all_that_enters_the_books(calls: ReplicaCounterCalls) -> None:
     async with serving(Replica()) as info:
         told = await calls.ask(info)
-    assert told.counters == ReplicaCounters(100, 7, 3, 4.0, {"idle": 1.5, "generating": 2.5})
+    seconds = {"idle": 1.5, "generating": 2.5}
+    assert told.counters == ReplicaCounters(100, 7, 3, 4.0, seconds, 20, 2)
+
+
+async def test_the_books_do_not_wait_for_an_engines_step(calls: ReplicaCounterCalls) -> None:
+    replica = Replica()
+    async with serving(replica) as info:
+        await calls.ask(info)
+    assert replica.asked_without_engine
 
 
 async def test_the_counters_of_another_process_at_the_same_address_are_not_taken(

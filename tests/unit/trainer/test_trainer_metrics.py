@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -49,19 +50,21 @@ def test_the_books_are_told_by_fate_and_what_is_open_is_no_counter() -> None:
     run = metrics()
     assert not [name for name, *_ in told(run) if name.startswith("sluice_tokens")]
     received = {"trained": 60.0, "stale": 10.0, "pending": 20.0}
-    books = run_books(
-        ReplicaCounters(100, 4, 6, 9.0, {"idle": 9.0}), received, {"training": 5.0}, 5.0
-    )
-    run.state.accounts = books.as_mapping()
+    fleet = ReplicaCounters(130, 7, 6, 9.0, {"idle": 9.0}, 27, 3)
+    books = run_books(fleet, received, {"training": 5.0}, 5.0)
+    run.state.accounts = replace(books, tokens_age_s=30.0, tokens_moved=8).as_mapping()
     found = told(run)
-    assert found[("sluice_tokens_generated_total",)] == 100.0
+    assert found[("sluice_tokens_generated_total",)] == 130.0
+    assert found[("sluice_tokens_total", "direct_clients")] == 30.0
     assert found[("sluice_tokens_total", "trained")] == 60.0
     assert found[("sluice_tokens_total", "aborted")] == 4.0
     assert found[("sluice_tokens_open", "pending")] == 20.0
     assert found[("sluice_tokens_open", "under_way")] == 6.0
     assert found[("sluice_books_residual", "tokens")] == 0.0
+    assert found[("sluice_books_tokens_moved",)] == 8.0
+    assert found[("sluice_books_tokens_age_seconds",)] == pytest.approx(30.0, abs=5.0)
     ends = [value for (name, *_), value in found.items() if name == "sluice_tokens_total"]
-    assert sum(value for value in ends if isinstance(value, float)) == 100.0 - 20.0 - 6.0
+    assert sum(value for value in ends if isinstance(value, float)) == 130.0 - 20.0 - 6.0
 
 
 def test_replicas_are_told_by_state_and_one_by_one() -> None:

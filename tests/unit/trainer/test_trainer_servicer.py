@@ -59,13 +59,15 @@ async def test_a_heartbeat_carries_load_and_the_wish_to_drain(service: Service) 
         running_tokens=2,
         wall_seconds=3.0,
         seconds_by_state={"idle": 3.0},
+        direct_sent_tokens=9,
+        direct_unsent_tokens=1,
         draining=True,
     )
     await service.Heartbeat(request, CONTEXT)
     (member,) = service.fleet.members()
     assert member.state is MemberState.DRAINING
     assert (member.load.slots_busy, member.load.generated_tokens) == (3, 40)
-    assert service.fleet.counters() == ReplicaCounters(40, 5, 2, 3.0, {"idle": 3.0})
+    assert service.fleet.counters() == ReplicaCounters(40, 5, 2, 3.0, {"idle": 3.0}, 9, 1)
     request.incarnation = "another"
     with pytest.raises(NotFoundError):
         await service.Heartbeat(request, CONTEXT)

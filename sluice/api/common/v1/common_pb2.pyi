@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import google.protobuf.struct_pb2
 import sys
 import typing
 
@@ -77,6 +78,7 @@ class ChatPrompt(google.protobuf.message.Message):
 
     MESSAGES_FIELD_NUMBER: builtins.int
     IMAGES_FIELD_NUMBER: builtins.int
+    TEMPLATE_KWARGS_FIELD_NUMBER: builtins.int
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChatMessage]:
         """Turns in order. At least one."""
@@ -88,13 +90,22 @@ class ChatPrompt(google.protobuf.message.Message):
         alone, and beyond sluice.limits.
         """
 
+    @property
+    def template_kwargs(self) -> google.protobuf.struct_pb2.Struct:
+        """Further arguments of the chat template, such as {"enable_thinking": false}; each goes before
+        the same of the run's data.apply_chat_template_kwargs. At most 64 KiB, 16 levels deep. Default:
+        none.
+        """
+
     def __init__(
         self,
         *,
         messages: collections.abc.Iterable[global___ChatMessage] | None = ...,
         images: collections.abc.Iterable[builtins.bytes] | None = ...,
+        template_kwargs: google.protobuf.struct_pb2.Struct | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["images", b"images", "messages", b"messages"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["template_kwargs", b"template_kwargs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["images", b"images", "messages", b"messages", "template_kwargs", b"template_kwargs"]) -> None: ...
 
 global___ChatPrompt = ChatPrompt
 
@@ -125,8 +136,14 @@ class PromptInput(google.protobuf.message.Message):
     CHAT_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     text: builtins.str
-    """Tokenised as it stands, without a chat template."""
+    """Tokenised without a chat template."""
+    add_special_tokens: builtins.bool
+    """Whether the tokenizer adds the special tokens that it begins or ends texts with, such as a BOS.
+    Absent: it does with a text, and does not with a chat, whose template writes them. Says nothing
+    of token ids.
+    """
     @property
     def chat(self) -> global___ChatPrompt:
         """Rendered with the chat template and a generation prompt."""
@@ -141,9 +158,13 @@ class PromptInput(google.protobuf.message.Message):
         chat: global___ChatPrompt | None = ...,
         text: builtins.str = ...,
         tokens: global___TokenPrompt | None = ...,
+        add_special_tokens: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "input", b"input", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "input", b"input", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_add_special_tokens", b"_add_special_tokens"]) -> typing.Literal["add_special_tokens"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["chat", "text", "tokens"] | None: ...
 
 global___PromptInput = PromptInput

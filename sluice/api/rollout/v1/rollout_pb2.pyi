@@ -81,7 +81,9 @@ class GenerateRequest(google.protobuf.message.Message):
     """
     @property
     def prompt(self) -> sluice.api.common.v1.common_pb2.PromptInput:
-        """The prompt."""
+        """The prompt. One of a client is never cut, and INVALID_ARGUMENT if it leaves no room for a token
+        in the model's context. A chat or text of a reward service is held to data.max_prompt_length.
+        """
 
     @property
     def sample_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -271,6 +273,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     SECONDS_BY_STATE_FIELD_NUMBER: builtins.int
     WALL_SECONDS_FIELD_NUMBER: builtins.int
     WAIT_REPORT_FIELD_NUMBER: builtins.int
+    DIRECT_SENT_TOKENS_FIELD_NUMBER: builtins.int
+    DIRECT_UNSENT_TOKENS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Stable name of the replica."""
     incarnation: builtins.str
@@ -297,6 +301,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     """Tokens drawn and not sent yet, of calls that go on."""
     wall_seconds: builtins.float
     """Seconds since the process started, by another clock than the states' one."""
+    direct_sent_tokens: builtins.int
+    """Tokens sent to callers that are no service of the run."""
+    direct_unsent_tokens: builtins.int
+    """Those of unsent_tokens that were drawn for such callers."""
     @property
     def seconds_by_state(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Seconds of the process in each state: "starting" (until the first weights serve), "generating",
@@ -325,9 +333,11 @@ class GetStatusResponse(google.protobuf.message.Message):
         seconds_by_state: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         wall_seconds: builtins.float = ...,
         wait_report: sluice.api.common.v1.common_pb2.WaitReport | None = ...,
+        direct_sent_tokens: builtins.int = ...,
+        direct_unsent_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version", "wait_report", b"wait_report"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "engine", b"engine", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "name", b"name", "policy_version", b"policy_version", "queued", b"queued", "running_tokens", b"running_tokens", "seconds_by_state", b"seconds_by_state", "slots", b"slots", "slots_busy", b"slots_busy", "unsent_tokens", b"unsent_tokens", "wait_report", b"wait_report", "wall_seconds", b"wall_seconds", "weight_digest", b"weight_digest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "direct_sent_tokens", b"direct_sent_tokens", "direct_unsent_tokens", b"direct_unsent_tokens", "engine", b"engine", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "name", b"name", "policy_version", b"policy_version", "queued", b"queued", "running_tokens", b"running_tokens", "seconds_by_state", b"seconds_by_state", "slots", b"slots", "slots_busy", b"slots_busy", "unsent_tokens", b"unsent_tokens", "wait_report", b"wait_report", "wall_seconds", b"wall_seconds", "weight_digest", b"weight_digest"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
 
 global___GetStatusResponse = GetStatusResponse

@@ -54,8 +54,9 @@ class RolloutServiceServicer(object):
     def Generate(self, request, context):
         """Samples n responses to one prompt. The first message carries the prompt's tokens; samples
         follow as they finish. Cancelling the call aborts the samples and frees their slots.
-        Where no tokens are used, a reward service sends the metadata `sluice-service` (any text), or
-        its calls count as those of one client of its host, with a client's quotas and priority.
+        A reward service sends the metadata `sluice-service` (any text), or its prompts count as those
+        of a client; where no tokens are used its calls then do, as those of one client of its host,
+        with a client's quotas and priority.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -27,8 +27,9 @@ class RolloutServiceStub:
     ]
     """Samples n responses to one prompt. The first message carries the prompt's tokens; samples
     follow as they finish. Cancelling the call aborts the samples and frees their slots.
-    Where no tokens are used, a reward service sends the metadata `sluice-service` (any text), or
-    its calls count as those of one client of its host, with a client's quotas and priority.
+    A reward service sends the metadata `sluice-service` (any text), or its prompts count as those
+    of a client; where no tokens are used its calls then do, as those of one client of its host,
+    with a client's quotas and priority.
     """
 
     GetStatus: grpc.UnaryUnaryMultiCallable[
@@ -46,8 +47,9 @@ class RolloutServiceAsyncStub:
     ]
     """Samples n responses to one prompt. The first message carries the prompt's tokens; samples
     follow as they finish. Cancelling the call aborts the samples and frees their slots.
-    Where no tokens are used, a reward service sends the metadata `sluice-service` (any text), or
-    its calls count as those of one client of its host, with a client's quotas and priority.
+    A reward service sends the metadata `sluice-service` (any text), or its prompts count as those
+    of a client; where no tokens are used its calls then do, as those of one client of its host,
+    with a client's quotas and priority.
     """
 
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
@@ -67,8 +69,9 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[sluice.api.rollout.v1.rollout_pb2.GenerateResponse], collections.abc.AsyncIterator[sluice.api.rollout.v1.rollout_pb2.GenerateResponse]]:
         """Samples n responses to one prompt. The first message carries the prompt's tokens; samples
         follow as they finish. Cancelling the call aborts the samples and frees their slots.
-        Where no tokens are used, a reward service sends the metadata `sluice-service` (any text), or
-        its calls count as those of one client of its host, with a client's quotas and priority.
+        A reward service sends the metadata `sluice-service` (any text), or its prompts count as those
+        of a client; where no tokens are used its calls then do, as those of one client of its host,
+        with a client's quotas and priority.
         """
 
     @abc.abstractmethod

@@ -154,6 +154,8 @@ class HeartbeatRequest(google.protobuf.message.Message):
     SECONDS_BY_STATE_FIELD_NUMBER: builtins.int
     WALL_SECONDS_FIELD_NUMBER: builtins.int
     ENGINE_TURNS_FIELD_NUMBER: builtins.int
+    DIRECT_SENT_TOKENS_FIELD_NUMBER: builtins.int
+    DIRECT_UNSENT_TOKENS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name."""
     incarnation: builtins.str
@@ -180,6 +182,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
     """Questions that the engine's own loop has answered since the process started; stands still while
     the engine hangs, though heartbeats go on. 0 or absent: not counted.
     """
+    direct_sent_tokens: builtins.int
+    """Tokens sent to callers that are no service of the run."""
+    direct_unsent_tokens: builtins.int
+    """Those of unsent_tokens that were drawn for such callers."""
     @property
     def seconds_by_state(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Seconds of the process in each state: "starting" (until the first weights serve), "generating",
@@ -202,9 +208,11 @@ class HeartbeatRequest(google.protobuf.message.Message):
         seconds_by_state: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         wall_seconds: builtins.float = ...,
         engine_turns: builtins.int = ...,
+        direct_sent_tokens: builtins.int = ...,
+        direct_unsent_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "draining", b"draining", "engine_turns", b"engine_turns", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "name", b"name", "policy_version", b"policy_version", "queued", b"queued", "running_tokens", b"running_tokens", "seconds_by_state", b"seconds_by_state", "slots_busy", b"slots_busy", "unsent_tokens", b"unsent_tokens", "wall_seconds", b"wall_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "direct_sent_tokens", b"direct_sent_tokens", "direct_unsent_tokens", b"direct_unsent_tokens", "draining", b"draining", "engine_turns", b"engine_turns", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "name", b"name", "policy_version", b"policy_version", "queued", b"queued", "running_tokens", b"running_tokens", "seconds_by_state", b"seconds_by_state", "slots_busy", b"slots_busy", "unsent_tokens", b"unsent_tokens", "wall_seconds", b"wall_seconds"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
@@ -352,6 +360,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     def accounts(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """The run's books, some seconds old at most: response tokens by what became of them, seconds of
         trainer and replicas by what they did, and what is left over, by the names of accounts.json.
+        The tokens are of one moment, tokens_age_s seconds ago.
         Empty before they were first taken.
         """
 

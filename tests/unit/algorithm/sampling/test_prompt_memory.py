@@ -27,9 +27,11 @@ def test_what_is_old_counts_less() -> None:
     assert aged.mean_tokens == 50.0
 
 
-def test_an_older_version_does_not_make_a_history_younger() -> None:
-    history = PromptHistory(8.0, 8.0, 50.0, 10, 1)
-    assert history.aged(3) == history
+def test_visits_of_a_later_policy_count_less_for_a_run_that_begins_anew() -> None:
+    begun_anew = PromptHistory(8.0, 8.0, 50.0, 140, 1).aged(0)
+    assert begun_anew.num_right == pytest.approx(4.0, rel=0.02)
+    assert begun_anew.num_wrong == pytest.approx(4.0, rel=0.02)
+    assert begun_anew.version == 0
 
 
 def test_lengths_are_averaged_by_samples() -> None:

@@ -1,0 +1,71 @@
+"""A replica as its process puts it together, with a real engine and a tokenizer of words.
+
+The word ``w7`` is token 7, and texts begin with the token `BOS`, as of Llama's and Gemma's
+tokenizers. The chat template joins the turns; ``think: false`` among its arguments adds ``w9``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from services.rollout.__main__ import _encoder, _server
+from services.rollout.servicer import ReplicaIdentity
+from sluice.config.loader import load_config
+from sluice.quickstart.tokenizer import save_tokenizer
+from sluice.rpc.credentials import OPEN
+from tests.support.causal_lms import VOCABULARY, reference_model, running_engine, save_config
+
+BOS = VOCABULARY - 1
+MAX_PROMPT_LENGTH, MAX_MODEL_LEN = 8, 32
+_BOS_TEXT = "<s>"
+_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    "{% if think is defined and think is false %}w9{% endif %}"
+)
+
+
+def words(*tokens: int) -> str:
+    """A text of these tokens."""
+    return " ".join(f"w{token}" for token in tokens)
+
+
+@asynccontextmanager
+async def word_replica(folder: Path, *settings: str) -> AsyncIterator[str]:
+    """The address of a replica whose training prompts may have `MAX_PROMPT_LENGTH` tokens."""
+    save_config("qwen3", folder)
+    _save_words(folder)
+    config = load_config(
+        None,
+        [
+            f"actor_rollout_ref.model.path={folder}",
+            f"data.max_prompt_length={MAX_PROMPT_LENGTH}",
+            f"data.max_response_length={MAX_MODEL_LEN - MAX_PROMPT_LENGTH}",
+            "sluice.rollout.endpoint.host=127.0.0.1",
+            "sluice.rollout.endpoint.port=0",
+            *settings,
+        ],
+    )
+    model = reference_model(folder)
+    async with running_engine(folder, model, max_model_len=MAX_MODEL_LEN) as engine:
+        identity = ReplicaIdentity("rollout-0", "one")
+        server = _server(config, engine, _encoder(config), identity, OPEN)
+        await server.start()
+        try:
+            yield f"127.0.0.1:{server.port}"
+        finally:
+            await server.stop(0)
+
+
+def _save_words(folder: Path) -> None:
+    vocabulary = {f"w{token}": token for token in range(BOS)} | {_BOS_TEXT: BOS}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.add_special_tokens([_BOS_TEXT])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{_BOS_TEXT} $A", special_tokens=[(_BOS_TEXT, BOS)]
+    )
+    save_tokenizer(tokenizer, folder, MAX_MODEL_LEN, _TEMPLATE)

@@ -1,0 +1,341 @@
+"""What is looked up inside vLLM's workers, in stand-ins for both of its model runners."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from services.rollout.engines.vllm_dummy_weights import keep_buffers
+from services.rollout.engines.vllm_worker import WeightWorker
+from services.rollout.engines.vllm_worker_features import WorkerFeatures, runner_environment
+from services.rollout.engines.vllm_workers import VllmWorkers, WorkerBegin
+from sluice.errors import ConfigError
+
+_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+_LOADER = "vllm.model_executor.model_loader.dummy_loader"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_BEGIN = WorkerBegin(
+    device="cpu", backend="gloo", shapes={}, model_path="nowhere", trust_remote_code=False
+)
+
+
+class _Runner:
+    """What both have."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential()
+        self.loaded: list[str] = []
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+    def reload_weights(
+        self,
+        weights_iterator: Iterator[tuple[str, torch.Tensor]] | None = None,
+        weights_path: str | None = None,
+    ) -> None:
+        self.loaded += [name for name, _ in weights_iterator or ()]
+
+
+class _RunnerV1(_Runner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: dict[str, object] = {"a": 1, "b": 2}
+
+
+class _RunnerV2(_Runner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.req_states = SimpleNamespace(req_id_to_index={"a": 0, "b": 5})
+
+
+class _OlderRunnerV2(_RunnerV2):
+    """Up to 0.31 it hands the arguments on to V1's method."""
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        _Runner.reload_weights(self, *args, **kwargs)
+
+
+class _WithoutIterator(_RunnerV1):
+    def reload_weights(self, weights_path: str) -> None:  # type: ignore[override]
+        return
+
+
+RUNNERS = (_RunnerV1, _RunnerV2, _OlderRunnerV2)
+
+
+def _worker(runner: Any, **more: object) -> Any:
+    worker: Any = WeightWorker()
+    worker.model_runner, worker.device, worker.rank = runner, torch.device("cpu"), 0
+    for name, value in more.items():
+        setattr(worker, name, value)
+    return worker
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts modules where vLLM's are."""
+
+    def put(contents: Mapping[str, Mapping[str, object]]) -> None:
+        for name in {name for path in contents for name in _parents(path)}:
+            module = ModuleType(name)
+            module.__path__ = []
+            vars(module).update(contents.get(name, {}))
+            monkeypatch.setitem(sys.modules, name, module)
+
+    return put
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+class _Loader:
+    def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
+        return
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_the_samples_of_both_model_runners_are_counted(kind: type[_Runner]) -> None:
+    runner: Any = kind()
+    features = WorkerFeatures(_worker(runner))
+    assert features.num_samples() == 2
+    held = runner.requests if kind is _RunnerV1 else runner.req_states.req_id_to_index
+    del held["a"]
+    assert features.num_samples() == 1
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_a_pulse_answers_with_both_model_runners(kind: type[_Runner]) -> None:
+    worker = _worker(kind())
+    worker.sluice_begin(msgspec.json.encode(_BEGIN))
+    assert worker.sluice_pulse() == 2
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_both_model_runners_load_weights(kind: type[_Runner]) -> None:
+    runner = kind()
+    WorkerFeatures(_worker(runner)).load(iter([("a", torch.ones(1)), ("b", torch.ones(1))]))
+    assert runner.loaded == ["a", "b"]
+
+
+def _without(runner: Any, name: str) -> Any:
+    if name in vars(runner):
+        delattr(runner, name)
+    else:
+        setattr(runner, name, None)
+    return runner
+
+
+@pytest.mark.parametrize(
+    ("runner", "missing"),
+    [
+        (None, "model_runner"),
+        (_without(_RunnerV1(), "requests"), r"model_runner\.requests"),
+        (_without(_RunnerV1(), "get_model"), r"model_runner\.get_model"),
+        (_without(_RunnerV1(), "reload_weights"), r"model_runner\.reload_weights"),
+        (_WithoutIterator(), r"model_runner\.reload_weights\(weights_iterator\)"),
+    ],
+)
+def test_a_worker_that_lacks_something_is_refused_by_its_name(runner: Any, missing: str) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=rf"has no {missing}, which .* need; install vLLM 0\.32, .* 0\.23 to 0\.33",
+    ) as refused:
+        WorkerFeatures(_worker(runner))
+    assert _VARIABLE not in str(refused.value), "V1 is what there is already"
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("req_id_to_index", r"model_runner\.req_states\.req_id_to_index"),
+        ("get_model", r"model_runner\.get_model"),
+        ("reload_weights", r"model_runner\.reload_weights"),
+    ],
+)
+def test_where_model_runner_v2_lacks_something_v1_is_the_remedy(name: str, missing: str) -> None:
+    runner = _RunnerV2()
+    _without(runner.req_states if name == "req_id_to_index" else runner, name)
+    with pytest.raises(
+        ConfigError, match=rf"model runner V2\) has no {missing}, .*; set {_VARIABLE}=0, "
+    ):
+        WorkerFeatures(_worker(runner))
+
+
+def test_a_model_runner_of_a_new_kind_is_refused_with_v1_as_the_remedy() -> None:
+    runner = _without(_RunnerV1(), "requests")
+    with pytest.raises(ConfigError, match=rf"no model_runner\.requests, .*set {_VARIABLE}=0"):
+        WorkerFeatures(_worker(runner, use_v2_model_runner=True))
+
+
+def test_all_that_is_missing_is_named_at_once() -> None:
+    runner = _without(_without(_RunnerV1(), "requests"), "reload_weights")
+    with pytest.raises(ConfigError, match=r"requests, model_runner\.reload_weights, which"):
+        WorkerFeatures(_worker(runner))
+
+
+async def test_what_a_worker_lacks_is_told_when_it_begins() -> None:
+    worker = _worker(_without(_RunnerV2(), "reload_weights"))
+
+    class Calls:
+        async def call_workers(self, method: str, *given: object, timeout_s: float) -> list[object]:
+            return [{}, getattr(worker, method)(*given)]
+
+    with pytest.raises(ConfigError, match=r"worker 1 of 2: .* has no model_runner\.reload_weights"):
+        await VllmWorkers(Calls()).begin(_BEGIN)
+
+
+def _changed(self: Any, model: object) -> None:
+    return
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        {"vllm": {"__version__": "0.99"}},
+        {_LOADER: {}, "vllm": {"__version__": "0.99"}},
+        {
+            _LOADER: {"DummyModelLoader": type("Loader", (), {"load_weights": _changed})},
+            "vllm": {"__version__": "0.99"},
+        },
+    ],
+)
+def test_without_the_loader_of_dummy_weights_buffers_would_be_lost_which_is_refused(
+    install: Any, contents: Any
+) -> None:
+    install(contents)
+    keep_buffers()  # has nothing to do, and nothing to say where nobody listens
+    with pytest.raises(ConfigError, match=r"vLLM 0\.99: .*DummyModelLoader\.load_weights\("):
+        WorkerFeatures(_worker(_RunnerV1()))
+
+
+def test_the_loader_is_known_again_once_it_keeps_buffers(install: Any) -> None:
+    install({_LOADER: {"DummyModelLoader": type("Loader", (_Loader,), {})}})
+    keep_buffers()
+    assert WorkerFeatures(_worker(_RunnerV1())).num_samples() == 2
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_layers_find_vllms_configuration_while_their_weights_are_processed(
+    install: Any, kind: type[_Runner]
+) -> None:
+    seen: list[object] = []
+
+    @contextmanager
+    def set_current(config: object) -> Iterator[None]:
+        seen.append(config)
+        yield
+        seen.append("over")
+
+    install(
+        {
+            "vllm.config": {"set_current_vllm_config": set_current},
+            _LOADER: {"DummyModelLoader": _Loader},
+        }
+    )
+    runner = kind()
+    WorkerFeatures(_worker(runner, vllm_config="a")).load(iter([("w", torch.ones(1))]))
+    assert (seen, runner.loaded) == (["a", "over"], ["w"])
+
+
+class _Packing:
+    def __init__(self) -> None:
+        self.packed: list[torch.nn.Module] = []
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        self.packed.append(layer)
+
+
+def _layer(method: object, **more: object) -> torch.nn.Module:
+    layer: Any = torch.nn.Identity()
+    layer.quant_method = method
+    for name, value in more.items():
+        setattr(layer, name, value)
+    return layer  # type: ignore[no-any-return]
+
+
+def test_a_tied_output_layer_is_packed_anew_and_one_that_the_reload_packed_is_not() -> None:
+    runner, method = _RunnerV1(), _Packing()
+    tied = _layer(method, cpu_linear=1, weight=torch.ones(2, 3))
+    packed = _layer(method, cpu_linear=1, weight=torch.ones(0))
+    runner.model = torch.nn.Sequential(tied, packed)
+    WorkerFeatures(_worker(runner)).load(iter(()))
+    assert method.packed == [tied]
+
+
+def test_kernels_of_experts_on_the_cpu_are_built_anew() -> None:
+    runner = _RunnerV1()
+    on_cpu, elsewhere = SimpleNamespace(moe_kernel=1), SimpleNamespace(moe_kernel=1)
+    runner.model = torch.nn.Sequential(
+        _layer(on_cpu, w13_weight=torch.ones(1)),
+        _layer(elsewhere, w13_weight=torch.ones(1, device="meta")),
+    )
+    WorkerFeatures(_worker(runner)).load(iter(()))
+    assert (on_cpu.moe_kernel, elsewhere.moe_kernel) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "missing"),
+    [
+        (_layer(SimpleNamespace(), cpu_linear=1), "SimpleNamespace.process_weights_after_loading"),
+        (_layer(SimpleNamespace(), w13_weight=torch.ones(1)), "SimpleNamespace.moe_kernel"),
+    ],
+)
+def test_layers_whose_packed_weights_could_not_be_renewed_are_refused(
+    layer: torch.nn.Module, missing: str
+) -> None:
+    runner = _RunnerV1()
+    runner.model = torch.nn.Sequential(layer, layer)
+    with pytest.raises(ConfigError, match=rf"has no {missing}, which"):
+        WorkerFeatures(_worker(runner))
+
+
+class _OldScheduler:
+    """Of 0.23 and 0.24: V2 is not told of samples that an emptied cache sends back."""
+
+    def _preempt_request(self, request: object) -> None:
+        return
+
+
+class _NewScheduler:
+    reset_preempted_req_ids: set[object]
+
+    def _preempt_request(self, request: object) -> None:
+        self.reset_preempted_req_ids.add(request)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "given", "expected"),
+    [
+        (_OldScheduler, {}, {_VARIABLE: "0"}),
+        (_OldScheduler, {_VARIABLE: "0"}, {}),
+        (_NewScheduler, {}, {}),
+        (_NewScheduler, {_VARIABLE: "1"}, {}),
+        (object, {}, {}),
+    ],
+)
+def test_model_runner_v1_is_taken_where_v2_would_not_keep_the_rules(
+    install: Any, scheduler: type, given: dict[str, str], expected: dict[str, str]
+) -> None:
+    install({_SCHEDULER: {"Scheduler": scheduler}})
+    assert runner_environment(given) == expected
+
+
+def test_model_runner_v2_is_refused_where_it_would_not_keep_the_rules(install: Any) -> None:
+    install({_SCHEDULER: {"Scheduler": _OldScheduler}, "vllm": {"__version__": "0.24.0"}})
+    with pytest.raises(ConfigError, match=rf"{_VARIABLE}=1: vLLM 0\.24\.0 .* set {_VARIABLE}=0"):
+        runner_environment({_VARIABLE: "1"})
+
+
+def test_without_vllm_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, _SCHEDULER, None)
+    assert runner_environment({}) == {}

@@ -1,0 +1,134 @@
+"""A workload's file: what it holds is taken, and each wrong field is named with its remedy."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from sluice.errors import ConfigError
+from sluice.simulate.described_workload import BetaComponent, ResponseLengths, WorkloadDescription
+from sluice.simulate.workload_file import read_workload
+from tests.support.source_tree import ROOT
+
+WHOLE = {
+    "pass_rates": [{"alpha": 0.25, "beta": 5, "weight": 0.6}, {"alpha": 6, "beta": 0.5}],
+    "lengths": {
+        "median_tokens_solved": 900,
+        "median_tokens_unsolved": 2500.5,
+        "sigma_between_prompts": 0,
+        "sigma_within_prompt": 0.6,
+        "max_tokens": 8192,
+    },
+    "num_prompts": 4096,
+    "drift_per_version": -0.004,
+}
+DESCRIBED = WorkloadDescription(
+    (BetaComponent(0.25, 5.0, 0.6), BetaComponent(6.0, 0.5, 1.0)),
+    ResponseLengths(900.0, 2500.5, 0.0, 0.6, 8192),
+    4096,
+    -0.004,
+)
+
+
+def written(folder: Path, text: str, name: str = "workload.yaml") -> Path:
+    file = folder / name
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("indent", [None, "\t"])
+@pytest.mark.parametrize("name", ["workload.json", "workload.JSON"])
+def test_json_is_read(tmp_path: Path, name: str, indent: str | None) -> None:
+    assert read_workload(written(tmp_path, json.dumps(WHOLE, indent=indent), name)) == DESCRIBED
+
+
+def test_yaml_is_read(tmp_path: Path) -> None:
+    assert read_workload(written(tmp_path, json.dumps(WHOLE))) == DESCRIBED
+    few = "pass_rates:\n  - {alpha: 2, beta: 3}  # one kind\nnum_prompts: 1_000\n"
+    description = read_workload(written(tmp_path, few))
+    assert description == WorkloadDescription((BetaComponent(2.0, 3.0),), num_prompts=1000)
+
+
+def test_the_example_of_the_document_is_read_and_names_every_field(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "simulator.md").read_text(encoding="utf-8")
+    example = re.search(r"^\$ cat workload\.yaml\n(.*?)^\$ ", text, re.MULTILINE | re.DOTALL)
+    assert example is not None
+    assert len(read_workload(written(tmp_path, example[1])).pass_rates) > 1
+    for section, value in WHOLE.items():
+        names = value[0] if isinstance(value, list) else value if isinstance(value, dict) else {}
+        assert all(f"{name}:" in example[1] for name in (section, *names))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pass_rates": None}, "pass_rates is missing: give a list of Beta distributions"),
+        ({"pass_rates": []}, "pass_rates = []: give a list of Beta distributions"),
+        ({"pass_rates": [3]}, "pass_rates[0] = 3: give a mapping of alpha, beta, weight"),
+        (
+            {"pass_rates": [{"alpha": 1, "beta": 1}, {"alpha": 0, "beta": 1}]},
+            "pass_rates[1].alpha = 0: give a number from 0.01 to 1,000,000",
+        ),
+        (
+            {"pass_rates": [{"alpha": 1}]},
+            "pass_rates[0].beta is missing: give a number from 0.01 to 1,000,000",
+        ),
+        (
+            {"pass_rates": [{"alpha": 1, "beta": 1, "weights": 1}]},
+            "pass_rates[0].weights = 1: no such field; did you mean weight?",
+        ),
+        ({"lengths": [1]}, "lengths = [1]: give a mapping of median_tokens_solved, median"),
+        (
+            {"lengths": {"max_tokens": 3.5}},
+            "lengths.max_tokens = 3.5: give a whole number from 2 to 10,000,000",
+        ),
+        (
+            {"lengths": {"sigma_within_prompt": float("nan")}},
+            "lengths.sigma_within_prompt = nan: give a number from 0 to 5",
+        ),
+        ({"num_prompts": True}, "num_prompts = True: give a whole number from 1 to 10,000,000"),
+        ({"drift_per_version": "much"}, "drift_per_version = 'much': give a number from -1 to 1"),
+        ({"drift_per_version": None}, "drift_per_version = None: give a number from -1 to 1"),
+        ({"colour": 3}, "colour = 3: no such field; the fields are pass_rates, lengths, num_"),
+    ],
+)
+def test_a_bad_field_is_named_with_its_value_and_the_remedy(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    file = written(tmp_path, json.dumps(WHOLE | changes), "workload.json")
+    with pytest.raises(ConfigError) as refused:
+        read_workload(file)
+    assert str(refused.value).startswith(f"--workload {file}: {message}")
+    assert "\n" not in str(refused.value)
+
+
+def test_all_bad_fields_are_named_at_once(tmp_path: Path) -> None:
+    bad = WHOLE | {"num_prompts": 0, "drift_per_version": 2}
+    with pytest.raises(ConfigError, match=r"2 problems\n  - num_prompts = 0.*\n  - drift_per_v"):
+        read_workload(written(tmp_path, json.dumps(bad)))
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("pass_rates: [", "w.yaml", "w.yaml is not valid YAML: line 1"),
+        ("{'a': 1}", "w.json", "w.json is not valid JSON: .*line 1 column 2"),
+        ("- 3", "w.yaml", r"w.yaml: it holds \[3\]; give a mapping with pass_rates"),
+        ("", "w.yaml", "w.yaml: it holds None; give a mapping with pass_rates"),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_refused(
+    tmp_path: Path, text: str, name: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_workload(written(tmp_path, text, name))
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file; give the path of a YAML or JSON file"):
+        read_workload(tmp_path / "absent.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_workload(tmp_path)
