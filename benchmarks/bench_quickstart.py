@@ -2,7 +2,8 @@
 
 For each seed, in turn and on the same machine: `sluice quickstart`, then TRL's GRPOTrainer on the
 same model, data, reward, batch sizes and learning rate, in an environment of its own, in two
-set-ups: the fastest that was found, and as its script starts by itself. Accuracy is
+set-ups: the fastest that was found (data-parallel processes), and one process with the library's
+default micro-batch. Accuracy is
 measured every few batches by the same code, and its time counts for neither: TRL's clock is stopped
 meanwhile, sluice's checkpoints are measured after the run. Then the embedded engine against
 transformers `generate`. The last line printed is one JSON object; its lists are in the order of the
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -44,9 +46,12 @@ MEASURED_AFTERWARDS = [
     f"trainer.save_freq={MEASURE_EVERY}",
     "trainer.max_actor_ckpt_to_keep=null",
 ]
-# One process with as many threads as there are cores, and the micro-batch that transformers'
-# training arguments default to. The script's own defaults are the fastest set-up found.
-TRL_BY_ITSELF = ("--processes", "1", "--threads", "2", "--micro-batch", "8")
+# As somebody meets it who tunes nothing: as many threads as there are cores, and the micro-batch
+# that transformers' training arguments default to.
+TRL_ONE_PROCESS = (
+    *("--processes", "1", "--threads", str(os.cpu_count() or 1)),
+    *("--micro-batch", "8"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class SeedResult:
     curve: Sequence[AccuracyPoint]
     reward_rss_mb: float
     trl: Mapping[str, object]
-    trl_by_itself: Mapping[str, object]
+    trl_one_process: Mapping[str, object]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -110,12 +115,12 @@ def _measure_seed(seed: int, parsed: argparse.Namespace) -> SeedResult:
     record = read_run(run_dir)
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     trl: Mapping[str, object] = {}
-    by_itself: Mapping[str, object] = {}
+    one_process: Mapping[str, object] = {}
     if parsed.trl:
         _say(f"seed {seed}: TRL")
         trl = _run_trl(seed, run_dir / "assets", parsed)
         _say(f"seed {seed}: TRL in one process")
-        by_itself = _run_trl(seed, run_dir / "assets", parsed, TRL_BY_ITSELF)
+        one_process = _run_trl(seed, run_dir / "assets", parsed, TRL_ONE_PROCESS)
     script = str(ROOT / "benchmarks" / "checkpoint_curve.py")
     measured = _last_json([sys.executable, script, "--run-dir", str(run_dir), "--seed", str(seed)])
     curve = measured["curve"]
@@ -125,7 +130,7 @@ def _measure_seed(seed: int, parsed: argparse.Namespace) -> SeedResult:
         [AccuracyPoint(*point) for point in curve],
         record.largest("perf/reward_rss_mb"),
         trl,
-        by_itself,
+        one_process,
     )
 
 
@@ -160,7 +165,7 @@ def _report(
         "overrides": list(overrides),
         "seconds_to_target": ours,
         **_against(ours, [result.trl for result in results], "trl"),
-        **_against(ours, [result.trl_by_itself for result in results], "trl_by_itself"),
+        **_against(ours, [result.trl_one_process for result in results], "trl_one_process"),
         "curves": [list(result.curve) for result in results],
         "generate_ratio_hf": generate["generate_ratio_hf"],
         "generate": dict(generate),

@@ -127,7 +127,7 @@ async def _watch(ledger: SqliteLedger | None) -> None:
 def _run(path: Path, overrides: tuple[str, ...]) -> None:
     config = load_config(path, overrides)
     configure_logging(NAME, config.sluice.log_level)
-    # Whoever starts services without `sluice up` is told, too.
+    # What this service decides is checked without `sluice up`, too; the trainer checks the rest.
     raise_problems(strategy_problems(config), "checks before the start")
     with traced_process(config, NAME, NAME):
         asyncio.run(_serve(config))

@@ -11,6 +11,10 @@ from sluice.errors import BatchUnfillableError
 
 DEFAULT_MIN_YIELD, DEFAULT_NUM_GROUPS = 0.005, 2000
 """Those of `algorithm.filter_groups.min_yield` and `min_yield_groups`."""
+REMEDY = (
+    "choose prompts the policy solves sometimes, draw more samples (actor_rollout_ref.rollout.n), "
+    "or lower min_yield (raise max_num_gen_batches if that was given)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,9 @@ class YieldFloor:
         """Whether too few of the last groups were kept; fewer than `num_groups` say nothing."""
         return last.num_groups >= self.num_groups and last.share < self.min_yield
 
-    def error(self, last: LastGroups, story: str = "") -> BatchUnfillableError:
+    def error(
+        self, last: LastGroups, story: str = "", remedy: str = REMEDY
+    ) -> BatchUnfillableError:
         """What giving up says.
 
         The first words are verl's, which its users look for in a log (verl-semantics, filtering).
@@ -61,12 +67,10 @@ class YieldFloor:
         Args:
             last: groups that ended.
             story: what else is known of them; follows the numbers.
+            remedy: what may help.
         """
         return BatchUnfillableError(
             f"Generated too many groups for those kept: only {last.share:.2%} of the last "
             f"{self.num_groups} groups were kept, below "
-            f"algorithm.filter_groups.min_yield = {self.min_yield:g}{story}; choose "
-            "prompts the policy solves sometimes, draw more samples "
-            "(actor_rollout_ref.rollout.n), or lower min_yield (raise max_num_gen_batches if "
-            "that was given)"
+            f"algorithm.filter_groups.min_yield = {self.min_yield:g}{story}; {remedy}"
         )

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["MAX_TEMPLATE_KWARGS_BYTES", "template_kwargs_from_proto", "template_kwargs_to_proto"]
 
 MAX_TEMPLATE_KWARGS_BYTES = 1 << 16
+# A message's numbers are doubles, which hold no larger integer.
+_LARGEST_INTEGER = 1 << 53
 # Each level is several of a message, of which protobuf reads 100.
 _MAX_LEVELS = 16
 _FIELD = "chat_template_kwargs"
@@ -45,7 +47,7 @@ def template_kwargs_to_proto(values: Mapping[str, object]) -> Struct | None:
 
 
 def template_kwargs_from_proto(chat: common.ChatPrompt) -> dict[str, Any]:
-    """Decodes the arguments of a conversation; whole numbers are integers.
+    """Decodes the arguments of a conversation; whole numbers are integers, 1.0 like 1.
 
     Raises:
         InvalidRequestError: too many bytes or levels, or a number that is not finite.
@@ -60,7 +62,16 @@ def template_kwargs_from_proto(chat: common.ChatPrompt) -> dict[str, Any]:
             f"{_FIELD}: not JSON ({str(error)[:100]}); send texts, finite numbers, lists, mappings"
         ) from error
     _check_levels(values, _FIELD, _MAX_LEVELS)
-    return values
+    return {key: _with_integers(value) for key, value in values.items()}
+
+
+def _with_integers(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """A template that counts or prints must find the number that was sent."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _with_integers(inner) for key, inner in value.items()}
+    return [_with_integers(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _check_size(struct: Struct) -> None:
@@ -74,6 +85,10 @@ def _check_levels(value: object, place: str, levels: int) -> None:
     if not isinstance(value, _JSON_TYPES):
         raise InvalidRequestError(
             f"{place}: a {type(value).__name__}; give texts, finite numbers, lists, mappings"
+        )
+    if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
+        raise InvalidRequestError(
+            f"{place}: {shortened(value)}; give whole numbers up to 2**53 either way, or a text"
         )
     inner: list[tuple[str, object]] = []
     if isinstance(value, Mapping):

@@ -185,7 +185,9 @@ def _correction(settings: _Settings) -> None:
     if is_bypassed and settings.given(f"{_CORRECTION}.loss_type") != "reinforce":
         return  # its ratio is to the behaviour policy
     if loss == "adpo":
-        settings.put(behaviour, True)
+        others = ("rollout_is", "rollout_is_batch_normalize", "rollout_rs")
+        if not any(settings.given(f"{_CORRECTION}.{name}") for name in others):
+            settings.put(behaviour, True)
     else:
         settings.put(weights, "token")
 

@@ -101,8 +101,8 @@ def prepare_process(
 ) -> None:
     """Sets what HCCL will read in this process, and checks the host if it is asked for an NPU.
 
-    Does nothing for other devices. Of a device key that only takes what is there no more is checked
-    than that vLLM can compute on it: detection says why it passes an NPU over.
+    Does nothing for other devices. Nothing is fatal where a device key only takes what is there:
+    detection may pass the NPU over, and says why. What keeps vLLM from it is logged.
 
     Raises:
         ConfigError: all that is wrong, each with its remedy.
@@ -113,7 +113,8 @@ def prepare_process(
     if device is not None and device != "auto":
         check_host(AscendDemand(1, collectives_on_device, runs_vllm), environment)
     elif runs_vllm:
-        _tell(vllm_findings(ascend_host(environment)))
+        for finding in vllm_findings(ascend_host(environment)):
+            _log.warning("NPU: %s", finding)
 
 
 def check_host(demand: AscendDemand, environment: Mapping[str, str]) -> None:

@@ -38,7 +38,8 @@ _TOOL_CHOICE = _Unoffered(("none", "auto"), "functions are not called")
 
 _OF_BOTH = {
     # how tokens are drawn
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), _ZERO),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p"), _ZERO),
+    **dict.fromkeys(("min_tokens", "min_length"), _ZERO),
     **dict.fromkeys(("repetition_penalty", "length_penalty", "num_beams", "typical_p"), _ONE),
     **dict.fromkeys(("tfs", "tfs_z", "encoder_repetition_penalty", "guidance_scale"), _ONE),
     **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size"), _ZERO),
@@ -91,6 +92,7 @@ _OF_CHAT = {
     "web_search_options": _NOTHING,
 }
 _OF_COMPLETION = {
+    "prompt_embeds": _Unoffered(remedy="send the prompt as a text or as token ids"),
     "chat_template_kwargs": _Unoffered(({},), "ask /v1/chat/completions, which has a template"),
     "max_completion_tokens": _Unoffered(remedy="send max_tokens"),
 }

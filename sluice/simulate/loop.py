@@ -17,7 +17,7 @@ import numpy as np
 from sluice.algorithm.room import groups_with_room
 from sluice.algorithm.sampling.prompt_memory import PromptHistory, remembered
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
-from sluice.algorithm.yield_floor import LastGroups
+from sluice.algorithm.yield_floor import LastGroups, YieldFloor
 from sluice.errors import BatchUnfillableError
 from sluice.simulate.batching import Batching
 from sluice.simulate.event_queue import EventQueue
@@ -27,6 +27,14 @@ from sluice.simulate.prompt_feed import PromptFeed
 from sluice.simulate.recorder import LeaseMark, Recorder, StepTimes, TokenCause
 from sluice.simulate.settings import SimulationSettings
 from sluice.simulate.workload import DrawnSamples, SimulatedPrompt, Workload
+
+_REMEDY = (
+    "simulate prompts that are solved sometimes (--mixture, --workload), or larger groups "
+    "(--group-size); of a run, lower its min_yield"
+)
+_BATCHES_WITHOUT_BOUND = 100
+"""So many batches' groups of which none is kept end a simulation whose run has no bound: a
+simulation that goes on for ever tells nothing."""
 
 
 class SimulatedLoop:
@@ -67,6 +75,10 @@ class SimulatedLoop:
         self._asked_s: float | None = 0.0
         self._trainer_wait_s = 0.0
         self._last_groups = LastGroups()
+        self._floor = settings.yield_floor
+        if not self._floor.min_yield:
+            num_groups = _BATCHES_WITHOUT_BOUND * rules.train_batch_size
+            self._floor = YieldFloor(1.0 / num_groups, num_groups)
         self._has_changed = True
         self._is_over = False
         self.num_samples = 0
@@ -233,7 +245,7 @@ class SimulatedLoop:
             version=self._version,
             seconds=self._events.now - group.issued_s,
         )
-        self._last_groups = self._settings.yield_floor.after(self._last_groups, is_kept=is_kept)
+        self._last_groups = self._floor.after(self._last_groups, is_kept=is_kept)
         if is_kept:
             self._batching.keep(group)
         else:
@@ -241,10 +253,10 @@ class SimulatedLoop:
 
     def _check_yield(self) -> None:
         """Give up where a batch lacks groups and the yield is hopeless."""
-        floor, last = self._settings.yield_floor, self._last_groups
+        floor, last = self._floor, self._last_groups
         lacks_groups = self._batching.num_kept < self._rules.train_batch_size
         if lacks_groups and floor.is_hopeless(last):
-            raise floor.error(last, " (all of them simulated)")
+            raise floor.error(last, " (all of them simulated)", _REMEDY)
 
     def _cancel_doomed(self, doomed: list[SimulatedGroup]) -> None:
         next_version = self._batching.next_version(self._version)

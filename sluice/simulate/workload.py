@@ -51,7 +51,7 @@ class DrawnSamples:
     def end(self, num_samples: int) -> PromptEnd | None:
         """How a group of the first `num_samples` (>= 1) ends if it is filtered; ``None``: kept."""
         if not self.is_filtered:
-            return filter_values(None, ())
+            return None
         grades = self.are_right[:num_samples]
         return filter_values(self.values[:num_samples] if self.values else grades, grades)
 

@@ -101,8 +101,10 @@ def _parsed(text: str, file: Path) -> object:
         return parse_document(text, f"--workload {file}")
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--workload {file} is not valid JSON: {error}") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(
+            f"--workload {file} is not valid JSON: {error}; see the example of --help"
+        ) from error
 
 
 def _components(value: object, problems: list[str]) -> list[dict[str, float]]:

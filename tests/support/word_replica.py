@@ -1,7 +1,8 @@
 """A replica as its process puts it together, with a real engine and a tokenizer of words.
 
 The word ``w7`` is token 7, and texts begin with the token `BOS`, as of Llama's and Gemma's
-tokenizers. The chat template joins the turns; ``think: false`` among its arguments adds ``w9``.
+tokenizers. The chat template joins the turns; ``think: false`` among its arguments adds ``w9``,
+``steps`` so many ``w8``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ MAX_PROMPT_LENGTH, MAX_MODEL_LEN = 8, 32
 _BOS_TEXT = "<s>"
 _TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    "{% if think is defined and think is false %}w9{% endif %}"
+    "{% for step in range(steps | default(0)) %} w8{% endfor %}"
+    "{% if think is defined and think is false %} w9{% endif %}"
 )
 
 

@@ -83,6 +83,7 @@ def test_without_staleness_no_correction_is_chosen() -> None:
         ((BYPASS, REINFORCE, NO_WEIGHTS), "reinforce, which has no ratio"),
         ((loss("bypass_mode"), REINFORCE, NO_WEIGHTS), "reinforce, which has no ratio"),
         ((loss("adpo"), NO_ENGINE), "adpo, which reads no importance weights"),
+        ((loss("adpo"), WEIGHTS), "adpo, which reads no importance weights"),
         ((loss("adpo"), NO_ENGINE, WEIGHTS), "adpo, which reads no importance weights"),
         ((loss("gpg"), NO_WEIGHTS), "gpg, which has no ratio"),
         ((loss("gpg"), ENGINE), "gpg, which has no ratio"),

@@ -158,26 +158,35 @@ def test_a_process_that_is_told_to_take_an_npu_begins_with_all_that_is_wrong(
     assert environment["HCCL_ASYNC_ERROR_HANDLING"] == "0"
 
 
-@pytest.mark.parametrize("device", ["npu", "auto", None])
-def test_a_replica_with_vllm_on_an_npu_does_not_begin_without_its_plugin(
-    device: str | None, config: RunConfig, devices: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def prepare_vllm(device: str | None, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host with an NPU, torch_npu and without vllm_ascend."""
     monkeypatch.setattr(ascend_host, "_version", lambda _: None)
     monkeypatch.setattr(ascend_host, "device_numbers", lambda *_: ("0",))
     endpoint = config.sluice.rollout.endpoint
-    with pytest.raises(
-        ConfigError, match=r"vllm_ascend is not installed, .*install the vllm-ascend"
-    ):
-        prepare_process(
-            config,
-            device,
-            endpoint,
-            collectives_on_device=True,
-            runs_vllm=True,
-            environment={},
-        )
-    if device != "npu":
-        prepare_process(config, device, endpoint, collectives_on_device=True, environment={})
+    prepare_process(
+        config, device, endpoint, collectives_on_device=True, runs_vllm=True, environment={}
+    )
+
+
+def test_a_replica_with_vllm_on_an_npu_does_not_begin_without_its_plugin(
+    config: RunConfig, devices: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = r"vllm_ascend is not installed, .*install the vllm-ascend"
+    with pytest.raises(ConfigError, match=missing):
+        prepare_vllm("npu", config, monkeypatch)
+
+
+@pytest.mark.parametrize("device", ["auto", None])
+def test_an_npu_that_detection_may_pass_over_ends_no_replica_but_the_log_says_what_lacks(
+    device: str | None,
+    config: RunConfig,
+    devices: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prepare_vllm(device, config, monkeypatch)
+    assert "vllm_ascend is not installed" in caplog.text
+    assert "install the vllm-ascend" in caplog.text
 
 
 def test_a_process_on_a_cpu_is_left_alone(config: RunConfig) -> None:

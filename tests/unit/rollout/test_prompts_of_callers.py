@@ -140,12 +140,24 @@ async def test_arguments_of_the_template_reach_it_and_those_of_the_run_stay(
         assert await read_of_client(address, turns, chat_template_kwargs={"think": True}) == [5]
 
 
+async def test_a_template_counts_by_the_whole_number_that_was_sent(tmp_path: Path) -> None:
+    turns = [ChatMessage("user", words(5))]
+    async with word_replica(tmp_path) as address:
+        counted = await read_of_client(address, turns, chat_template_kwargs={"steps": 2})
+    assert counted == [5, 8, 8]
+
+
 @pytest.mark.parametrize(
     ("prompt", "arguments", "told"),
     [
         (TURNS, {"chat_template": "x"}, "chat_template_kwargs: chat_template cannot be set"),
         (TURNS, {"x": "y" * 70_000}, "chat_template_kwargs: 70015 bytes; send at most 65536"),
         (TURNS, {"x": float("nan")}, "chat_template_kwargs: not JSON"),
+        (
+            TURNS,
+            {"x": [2**53 + 1]},
+            r"chat_template_kwargs\.x: 9007199254740993; give whole numbers",
+        ),
         (TURNS, {"x": {1, 2}}, r"chat_template_kwargs\.x: a set; give texts"),
         ("text", {"think": False}, "chat_template_kwargs: .*think.* for a prompt of text"),
     ],

@@ -220,6 +220,13 @@ def test_the_simulation_gives_up_at_the_services_yield_floor(strategy: StrategyN
         simulate(replace(chosen, yield_floor=YieldFloor(0.06, 100)), Rare())
 
 
+def test_a_simulation_without_a_floor_ends_when_nothing_at_all_is_kept() -> None:
+    chosen = replace(small(StrategyName.STREAM), yield_floor=YieldFloor(0.0))
+    simulate(chosen, Rare())
+    with pytest.raises(BatchUnfillableError, match=r"only 0.00% of the last .*--workload"):
+        simulate(chosen, Hopeless())
+
+
 def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="room for a sequence"):
         FleetSettings(num_replicas=0)
