@@ -19,7 +19,9 @@ def started(service: str, tmp_path: Path, *overrides: str) -> tuple[int, str]:
 
 
 def test_staleness_that_nothing_corrects_for_is_refused_by_a_lone_trainer(tmp_path: Path) -> None:
-    code, output = started("services.trainer", tmp_path, "sluice.asynchrony.max_staleness=4")
+    stale = "sluice.asynchrony.max_staleness=4"
+    without = "algorithm.rollout_correction.rollout_is=null"
+    code, output = started("services.trainer", tmp_path, stale, without)
     assert code == 1
     assert "nothing corrects for samples of an older policy" in output
     assert "algorithm.rollout_correction.rollout_is=token" in output
