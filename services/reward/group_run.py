@@ -102,12 +102,15 @@ class GroupRun:
         try:
             graded, verdict = await self._judged(item, allowance)
         except OverlongPromptError as error:
+            item.check_cancelled()
             self._parts.quarantine.cleared(item.prompt)
             recorder.left_out(item.prompt, str(error))
             return
         except SluiceError as error:
+            item.check_cancelled()
             self._not_generated(item, error, allowance)
             return
+        item.check_cancelled()
         detail = verdict.detail
         if verdict.end is PromptEnd.DROPPED_FAILED:
             detail = self._quarantined(item.prompt, graded.outcomes, allowance) or detail

@@ -55,6 +55,16 @@ class InFlightItem:
         self._start_version = version
         self.on_age(self)
 
+    def check_cancelled(self) -> None:
+        """Before a judgement: a task meets its cancellation at its next pause, and may have none
+        left. Then its prompt would be judged, and start again as well.
+
+        Raises:
+            CancelledError: the task was cancelled.
+        """
+        if self.is_cancelled:
+            raise asyncio.CancelledError
+
     def cancel(self, fate: Fate) -> None:
         """End the task, once; the prompt meets `fate`."""
         if not self.is_cancelled and self.task is not None:

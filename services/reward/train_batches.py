@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,8 @@ from sluice.types import GradedGroup, PromptEnd, TrainBatch
 logger = logging.getLogger(__name__)
 
 PEER = "reward service"
+WAIT_GROUPS = "timing_s/wait_groups"
+"""Seconds from the trainer's asking for a batch until it was formed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class TrainBatches:
         self._changes, self._reason = parts.changes, parts.reason
         self._batch_size = batch_size
         self._num_asking = 0
+        self._asked = (-1, 0.0)  # a step, and when its batch was first asked for
         self.recovered = RecoveredLease(parts.ledger, parts.recorder, parts.source)
         self.error: SluiceError | None = None
 
@@ -79,6 +83,8 @@ class TrainBatches:
             SluiceError: what stopped the loop.
         """
         self._num_asking += 1
+        if self._asked[0] != step:  # else the trainer asks again: its first call was lost
+            self._asked = (step, time.monotonic())
         try:
             async with deadline(seconds, peer=PEER, phase="filling a batch"):
                 return await self._next(version)
@@ -198,7 +204,10 @@ class TrainBatches:
             chosen,
             version=version,
             progress=self._ledger.progress(p.position for p in prompts if p.position is not None),
-            statistics=lambda groups: self._recorder.close_interval(groups, version),
+            statistics=lambda groups: {
+                **self._recorder.close_interval(groups, version),
+                WAIT_GROUPS: time.monotonic() - self._asked[1],
+            },
         )
         self._ledger.lease(batch.batch_id, version, [prompt.prompt_id for prompt in prompts])
         self._changes.notify()

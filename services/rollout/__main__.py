@@ -150,6 +150,7 @@ def _server(
             config.data.truncation,
             config.data.filter_overlong_prompts,
         ),
+        ignore_eos=config.actor_rollout_ref.rollout.ignore_eos,
         quota=ClientQuota(
             config.sluice.limits.max_client_samples,
             "samples",

@@ -81,7 +81,11 @@ class RolloutConfig(Section, frozen=True):
         list[PositiveInt] | None, Meta(description="Batch sizes graphs are captured for.")
     ] = None
     ignore_eos: Annotated[
-        bool, Meta(description="Generate to the length limit; for measurements only.")
+        bool,
+        Meta(
+            description="Training and validation samples go on past the model's end of text, to "
+            "the length limit; for measurements only."
+        ),
     ] = False
     quantization: Annotated[
         str | None, Meta(description="fp8: quantise the engine's weights as they arrive.")

@@ -72,7 +72,24 @@ def _trainer(record: RunRecord) -> TrainerSettings:
     step, wait = record.total("timing_s/step"), record.total("timing_s/wait_batch")
     publish_s = max(0.0, (step - wait) / len(train) - fmean(train))
     stall_s = record.total("weights/stall_s") / len(train)
-    return TrainerSettings(fmean(train), pstdev(train), publish_s, min(stall_s, publish_s))
+    return TrainerSettings(
+        fmean(train),
+        pstdev(train),
+        publish_s,
+        min(stall_s, publish_s),
+        _handover_s(record),
+        tuple(train),
+    )
+
+
+def _handover_s(record: RunRecord) -> float:
+    """Mean wait for batches that were formed already; 0: the record does not tell it apart."""
+    waits = [
+        max(0.0, (row.get("timing_s/wait_batch") or 0.0) - in_groups)
+        for row in record.steps
+        if (in_groups := row.get("timing_s/wait_groups")) is not None
+    ]
+    return fmean(waits) if waits else 0.0
 
 
 def _fleet(

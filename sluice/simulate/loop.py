@@ -304,18 +304,25 @@ class SimulatedLoop:
         if self._strategy.discards_surplus:
             for group in self._batching.kept:
                 self._discard(group, TokenCause.SURPLUS)
-        self._trainer_wait_s += now - asked_s
+        leased_s = now + trainer.handover_s
+        self._trainer_wait_s += leased_s - asked_s
         self._recorder.leased(groups, self._version, now)
         self._recorder.marks.append(self._mark(now))
         self._asked_s, self._has_changed = None, True
-        spread = trainer.spread_s * float(self._train_times.standard_normal())
-        trained_s = now + max(0.0, trainer.train_s + spread)
+        trained_s = leased_s + self._train_s(len(self._recorder.marks) - 1)
         swap_s = trained_s + trainer.publish_s - trainer.stall_s
         self._events.at(swap_s, self._swap)
-        published = partial(self._published, asked_s, now, trained_s)
+        published = partial(self._published, asked_s, leased_s, trained_s)
         self._events.at(swap_s + trainer.stall_s, published)
         if self._on_step is not None:
             self._on_step(len(self._recorder.marks))
+
+    def _train_s(self, step: int) -> float:
+        trainer = self._settings.trainer
+        if step < len(trainer.recorded_s):
+            return trainer.recorded_s[step]
+        spread = trainer.spread_s * float(self._train_times.standard_normal())
+        return max(0.0, trainer.train_s + spread)
 
     def _swap(self) -> None:
         self._fleet.swap(self._version + 1, self._settings.trainer.stall_s)

@@ -61,20 +61,32 @@ class TrainerSettings:
         spread_s: standard deviation of `train_s` (normal, never below 0).
         publish_s: from trained weights to the announcement; the stall is the end of it.
         stall_s: how long replicas stand still to swap weights.
+        handover_s: from a formed batch until the trainer has it, which it waits for.
+        recorded_s: `train_s` of the first steps, in their order; those after them are drawn.
     """
 
     train_s: float = 60.0
     spread_s: float = 0.0
     publish_s: float = 2.0
     stall_s: float = 0.5
+    handover_s: float = 0.0
+    recorded_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        times = (self.train_s, self.spread_s, self.publish_s, self.stall_s)
-        if min(times) < 0.0 or self.stall_s > self.publish_s:
+        times = (self.train_s, self.spread_s, self.publish_s, self.stall_s, self.handover_s)
+        if min(*times, *self.recorded_s) < 0.0 or self.stall_s > self.publish_s:
             raise ConfigError(
                 f"simulated trainer: times {times} must not be negative, and the stall is part of "
                 "the publication"
             )
+
+    def scaled_to(self, train_s: float) -> TrainerSettings:
+        """A faster or slower trainer, whose steps differ in proportion."""
+        factor = train_s / self.train_s if self.train_s else 1.0
+        recorded_s = tuple(seconds * factor for seconds in self.recorded_s) if self.train_s else ()
+        return replace(
+            self, train_s=train_s, spread_s=self.spread_s * factor, recorded_s=recorded_s
+        )
 
 
 IDEAL_TRAINER = TrainerSettings(0.0, 0.0, 0.0, 0.0)

@@ -15,13 +15,11 @@ from tests.support.attribute_reads import attribute_reads
 from tests.support.source_tree import ROOT, python_files, syntax_tree
 
 _TEXT = "images are not read"
-_ROLLOUT = "actor_rollout_ref.rollout"
 EXCEPTIONS: dict[str, str] = {
     "data.image_patch_size": _TEXT,
     "data.mm_processor_kwargs": _TEXT,
     "data.trust_remote_code": "the model's key decides for its tokenizer too",
     "actor_rollout_ref.actor.clip_ratio": "put into clip_ratio_low and _high while loading",
-    f"{_ROLLOUT}.ignore_eos": "a setting of single requests; training and validation end texts",
 }
 """Keys that no service reads. docs/configuration.md says of each what happens instead."""
 

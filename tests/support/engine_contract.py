@@ -15,7 +15,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.rollout.engines.protocol import GenerationRequest, PartialSample, num_tokens
+from services.rollout.engines.protocol import (
+    GenerationRequest,
+    PartialSample,
+    SampleChunk,
+    num_tokens,
+)
 from sluice.errors import InvalidRequestError
 from sluice.types import FinishReason
 from tests.support.causal_lms import EOS, VOCABULARY, expected_logprobs, request, samples_of
@@ -199,6 +204,32 @@ class DrawingContract:
             i: t for i, (t, _) in alone.items()
         }
         assert (await world.engine.probe()).slots_busy == 0
+
+    @pytest.mark.parametrize("every_token", [True, False])
+    async def test_what_came_of_a_call_before_it_ended_is_what_it_would_have_begun_with(
+        self, world: ContractWorld, every_token: bool
+    ) -> None:
+        await world.serve(world.first)
+        wanted = request(samples=2, max_tokens=300, temperature=0.0)
+        whole = await generate(world.engine, wanted)
+        stream = world.engine.generate(wanted, every_token=every_token, partial_interval_s=0.02)
+        taken: list[SampleChunk] = []
+        async with asyncio.timeout(WAIT_S), aclosing(stream) as parts:
+            async for chunks in parts:
+                taken += chunks
+                if {chunk.sample_index for chunk in taken} == {0, 1} and num_tokens(taken) > 20:
+                    break
+        assert all(chunk.finish_reason is None for chunk in taken)
+        kept = samples_of(taken)
+        partials = tuple(
+            PartialSample(index, np.array(tokens, np.uint32)) for index, (tokens, _) in kept.items()
+        )
+        rest = await generate(world.engine, replace(wanted, partials=partials))
+        for index, (tokens, logprobs) in kept.items():
+            assert [*tokens, *rest[index][0]] == whole[index][0]
+            np.testing.assert_allclose(
+                [*logprobs, *rest[index][1]], whole[index][1], atol=TOLERANCE
+            )
 
     async def test_a_greedy_sample_that_is_continued_ends_as_it_would_have(
         self, world: ContractWorld

@@ -13,11 +13,13 @@ from transformers import PreTrainedModel
 from services.rollout.engines.protocol import Engine, EngineLoad, GenerationRequest, SampleChunk
 from sluice.types import SamplingParams
 from tests.support.causal_lms import Samples, expected_logprobs, samples_of
-from tests.support.engine_contract_world import MAX_MODEL_LEN
+from tests.support.engine_contract_world import MAX_MODEL_LEN, SLOTS
 
 TOLERANCE = 1e-4
 ENDLESS = MAX_MODEL_LEN - 200
 WAIT_S = 120
+BATCH = SLOTS // 16
+"""Slots that an engine may wait for before it fills them."""
 PROMPTS = ([5], [5, 9, 23, 54], list(range(8, 48)), [3, 3, 3, 90, 91, 92, 17])
 PLAIN = SamplingParams(1.0, 1.0, -1, 1, 0)
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 import numpy as np
 import pytest
 
-from services.rollout.engines.protocol import Engine, PauseMode
+from services.rollout.engines.protocol import (
+    Engine,
+    GenerationRequest,
+    PauseMode,
+    SampleChunk,
+    num_tokens,
+)
 from sluice.types import FinishReason
 from tests.support.causal_lms import Samples, expected_logprobs, request, samples_of
 from tests.support.engine_contract_calls import (
+    BATCH,
     ENDLESS,
     PLAIN,
     TOLERANCE,
@@ -22,7 +29,7 @@ from tests.support.engine_contract_calls import (
     until,
 )
 from tests.support.engine_contract_weights import check_versions
-from tests.support.engine_contract_world import ContractWorld
+from tests.support.engine_contract_world import SLOTS, ContractWorld
 
 _STANDSTILL_S = 0.2
 
@@ -90,6 +97,19 @@ class PauseContract:
         np.testing.assert_allclose(logprobs, exact, atol=TOLERANCE)
         assert len(later.result()[0][0]) == 12
 
+    async def test_a_pause_that_aborts_ends_samples_that_wait_since_an_earlier_pause(
+        self, world: ContractWorld
+    ) -> None:
+        await world.serve(world.first)
+        async with asyncio.TaskGroup() as tasks, _paused(world.engine, PauseMode.KEEP):
+            waiting = tasks.create_task(chunks_of(world.engine, request(samples=3)))
+            await until(lambda: world.engine.load().slots_busy + world.engine.load().queued == 3)
+            while not waiting.done():  # a sample may still be on its way into the engine
+                await world.engine.pause(PauseMode.ABORT)
+            chunks = waiting.result()
+        assert [chunk.finish_reason for chunk in chunks] == 3 * [FinishReason.ABORTED]
+        assert num_tokens(chunks) == 0
+
     async def test_a_pause_that_drains_lets_samples_end_and_no_others_begin(
         self, world: ContractWorld
     ) -> None:
@@ -105,6 +125,30 @@ class PauseContract:
                 assert not later.done()
                 assert _tokens(await running) == _tokens(alone)
         assert len(later.result()[0][0]) == 12
+
+    async def test_samples_that_wait_for_a_slot_while_others_are_drained_begin_after_the_pause(
+        self, world: ContractWorld
+    ) -> None:
+        await world.serve(world.first)
+        wanted = request(samples=2 * BATCH, max_tokens=150, seed=9)
+        alone = await generate(world.engine, wanted)
+        before = (await world.engine.probe()).generated_tokens
+        seen: list[SampleChunk] = []
+        async with asyncio.TaskGroup() as tasks:
+            most = request(samples=SLOTS - BATCH, max_tokens=150)
+            running = tasks.create_task(generate(world.engine, most))
+            await until(lambda: world.engine.load().slots_busy == SLOTS - BATCH or running.done())
+            ending = tasks.create_task(_collect(world.engine, wanted, seen))
+            await until(lambda: len(_indexes(seen)) == BATCH or running.done())
+            assert not running.done()
+            async with _paused(world.engine, PauseMode.DRAIN):
+                drawn = (await world.engine.probe()).generated_tokens - before
+                assert drawn == SLOTS * 150
+                assert len((await running)[0][0]) == 150
+                await until(lambda: len(_ended(seen)) == BATCH)
+                assert _indexes(seen) == _ended(seen)
+                assert not ending.done()
+        assert _tokens(samples_of(seen)) == _tokens(alone)
 
     async def test_weights_that_come_during_a_pause_serve_after_it(
         self, world: ContractWorld
@@ -139,6 +183,24 @@ class PauseContract:
             await world.engine.pause(PauseMode.DRAIN)
         await world.engine.resume()
         assert len((await generate(world.engine, request()))[0][0]) == 12
+
+
+async def _collect(engine: Engine, wanted: GenerationRequest, seen: list[SampleChunk]) -> None:
+    """Appends what comes of a request as it comes."""
+    async with (
+        asyncio.timeout(WAIT_S),
+        aclosing(engine.generate(wanted, every_token=True)) as parts,
+    ):
+        async for chunks in parts:
+            seen += chunks
+
+
+def _indexes(chunks: Sequence[SampleChunk]) -> set[int]:
+    return {chunk.sample_index for chunk in chunks}
+
+
+def _ended(chunks: Sequence[SampleChunk]) -> set[int]:
+    return _indexes([chunk for chunk in chunks if chunk.finish_reason is not None])
 
 
 def _tokens(samples: Samples) -> dict[int, list[int]]:

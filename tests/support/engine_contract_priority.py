@@ -6,11 +6,8 @@ import asyncio
 from dataclasses import replace
 
 from tests.support.causal_lms import request
-from tests.support.engine_contract_calls import ENDLESS, WAIT_S, chunks_of, until
+from tests.support.engine_contract_calls import BATCH, ENDLESS, WAIT_S, chunks_of, until
 from tests.support.engine_contract_world import SLOTS, ContractWorld
-
-_BATCH = SLOTS // 16
-"""Slots that an engine may wait for before it fills them."""
 
 
 class PriorityContract:
@@ -23,12 +20,12 @@ class PriorityContract:
         ended: list[int] = []
 
         async def draw(priority: int) -> None:
-            wanted = request(samples=_BATCH, max_tokens=3)
+            wanted = request(samples=BATCH, max_tokens=3)
             await chunks_of(world.engine, replace(wanted, priority=priority))
             ended.append(priority)
 
-        filling = request(samples=SLOTS - _BATCH, max_tokens=ENDLESS)
-        freed = request(samples=_BATCH, max_tokens=ENDLESS)
+        filling = request(samples=SLOTS - BATCH, max_tokens=ENDLESS)
+        freed = request(samples=BATCH, max_tokens=ENDLESS)
         async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
             most = tasks.create_task(chunks_of(world.engine, filling))
             last = tasks.create_task(chunks_of(world.engine, freed))
@@ -36,7 +33,7 @@ class PriorityContract:
             async with asyncio.TaskGroup() as waiting:
                 for queued, priority in enumerate((0, -5, 7, 3), start=1):
                     waiting.create_task(draw(priority))
-                    await until(lambda n=queued: world.engine.load().queued == n * _BATCH)  # type: ignore[misc]
+                    await until(lambda n=queued: world.engine.load().queued == n * BATCH)  # type: ignore[misc]
                 for _ in range(2):  # what was sent before has reached the engine then
                     await world.engine.probe()
                 last.cancel()

@@ -193,7 +193,8 @@ class PauseMode(StrEnum):
 
     KEEP: they go on where they were. RECOMPUTE: they do, with caches that are computed anew, and
     no later sample uses an earlier prompt's cache. ABORT: they end as aborted with what they have,
-    those that wait for a slot too. DRAIN: they are drawn to their end first.
+    those that wait for a slot too. DRAIN: they are drawn to their end first; those that wait for a
+    slot go on waiting, also where others of their group have one.
     """
 
     KEEP = "keep"
@@ -253,7 +254,9 @@ class Engine(Protocol):
         With `every_token` false a sample's tokens come in few chunks, at the latest when it
         finishes; with `partial_interval_s` also those of unfinished samples about once in so many
         seconds. Closing the iterator, or cancelling its consumer, aborts the samples and frees
-        their slots before the next decode step.
+        their slots before the next decode step. What was yielded before has all that was drawn
+        up to its last token, and can be continued (`GenerationRequest.partials`); what was not is
+        lost, and entered as unsent.
 
         Raises:
             InvalidRequestError: prompt and response do not fit `max_model_len`, or the samples are

@@ -48,8 +48,6 @@ class SglangCore:
         self._runs: dict[ChunkStream, RequestRun] = {}
         self._swaps = 0
         self._swapping = asyncio.Lock()
-        self._gate, self._run_ended = asyncio.Event(), asyncio.Event()
-        self._gate.set()
         self._drawing = asyncio.Event()
         self._drawing.set()
         self._is_paused = False
@@ -130,17 +128,17 @@ class SglangCore:
         self._runs[stream] = run
         try:
             self._check_works()  # the engine may have broken meanwhile
-            await run.run(self._gate)
+            await run.run()
         except EngineError as failed:
             error = failed
         finally:
             del self._runs[stream]
-            self._run_ended.set()
             stream.end(self.broken or error)
 
     async def wait_to_begin(self) -> None:
         """See `sglang_request.Serving`."""
-        await self._drawing.wait()
+        while not self._drawing.is_set():  # it may be cleared before a waiter gets its turn
+            await self._drawing.wait()
 
     async def cancel(self, stream: ChunkStream) -> None:
         """Aborts the samples of one stream."""
@@ -214,32 +212,29 @@ class SglangCore:
             finally:
                 if not self._is_paused:
                     self._drawing.set()
-                    self._gate.set()
 
     async def _stop_drawing(self, mode: PauseMode) -> None:
-        self._gate.clear()
+        self._drawing.clear()
         if mode is PauseMode.ABORT:
-            for run in self._begun():
+            for run in list(self._runs.values()):
                 run.give_up()
         elif mode is PauseMode.DRAIN:
             await self._drain()
-        self._drawing.clear()
         await self._client.pause(retract=mode is PauseMode.RECOMPUTE)
         self._is_paused = True
         if mode is PauseMode.RECOMPUTE:
             await self._client.flush()
 
     async def _drain(self) -> None:
+        """Has samples drawn to their end, but those that wait in SGLang for a slot."""
+        runs = list(self._runs.values())
+        for run in runs:
+            run.put_back()
         if self._is_paused:
             await self._client.resume()
             self._is_paused = False
-            self._drawing.set()
-        while self._begun():
-            self._run_ended.clear()
-            await self._run_ended.wait()
-
-    def _begun(self) -> list[RequestRun]:
-        return [run for run in self._runs.values() if run.has_begun]
+        for run in runs:
+            await run.none_is_sent()
 
     async def resume(self) -> None:
         """Draws on."""
@@ -248,7 +243,6 @@ class SglangCore:
             await self._client.resume()
             self._is_paused = False
             self._drawing.set()
-            self._gate.set()
 
     async def close(self) -> None:
         """Ends what runs, has it delivered, and ends SGLang's processes."""

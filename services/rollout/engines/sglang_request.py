@@ -1,6 +1,8 @@
 """One request in SGLang's event loop: its samples are SGLang requests of their own.
 
 The first one goes ahead until the prompt is in SGLang's prefix cache, where the others find it.
+A sample of which no token has come can be put back: SGLang forgets it, and it is sent anew when
+SGLang draws.
 """
 
 from __future__ import annotations
@@ -67,7 +69,10 @@ class RequestRun:
         self._prompt_is_cached = asyncio.Event()
         self._task: asyncio.Task[object] | None = None
         self._is_cancelled = False
-        self.has_begun = False
+        self._sent: dict[Sample, asyncio.Task[object] | None] = {}
+        self._put_back: set[Sample] = set()
+        self._none_is_sent = asyncio.Event()
+        self._none_is_sent.set()
 
     @property
     def drawn(self) -> int:
@@ -85,11 +90,23 @@ class RequestRun:
         self._samples.end(FinishReason.ABORTED)
         self.cancel()
 
-    async def run(self, gate: asyncio.Event) -> None:
-        """Draws until every sample has finished.
+    def put_back(self) -> None:
+        """Takes samples of which no token has come out of SGLang; called in this event loop.
 
-        Args:
-            gate: nothing is begun before it is set.
+        They are sent anew when SGLang draws. Their seeds have them draw the same tokens then.
+        """
+        for sample in self._samples.open:
+            task = self._sent.get(sample)
+            if task is not None and not sample.versions and sample not in self._put_back:
+                self._put_back.add(sample)
+                task.cancel()
+
+    async def none_is_sent(self) -> None:
+        """Returns when SGLang has none of the samples."""
+        await self._none_is_sent.wait()
+
+    async def run(self) -> None:
+        """Draws until every sample has finished.
 
         Raises:
             EngineError: SGLang failed.
@@ -99,8 +116,6 @@ class RequestRun:
         self._task = asyncio.current_task()
         seed, start = self._request.sampling.seed, self._request.prompt_token_ids.size
         self._samples.enter(lambda index, _: stream_seed(seed, index, start))
-        await gate.wait()
-        self.has_begun = True
         self._first = next(iter(self._samples.open), None)
         await self._samples.run(self._draw_in_turn)
 
@@ -110,20 +125,45 @@ class RequestRun:
         await self._draw(sample)
 
     async def _draw(self, sample: Sample) -> None:
-        await self._serving.wait_to_begin()
+        attempt = 0
+        try:
+            await self._serving.wait_to_begin()
+            while not await self._stays(sample, attempt):
+                attempt += 1
+                await self._serving.wait_to_begin()
+        finally:
+            self._prompt_is_cached.set()
+
+    async def _stays(self, sample: Sample, attempt: int) -> bool:
+        """Sends a sample and takes what comes of it; false where it was put back meanwhile."""
+        task = asyncio.current_task()
+        self._sent[sample] = task
+        self._none_is_sent.clear()
+        try:
+            await self._take_all(sample, attempt)
+        except asyncio.CancelledError:
+            # The run may have been cancelled as well.
+            if sample not in self._put_back or task is None or task.uncancel():
+                raise
+            return False
+        finally:
+            self._put_back.discard(sample)
+            del self._sent[sample]
+            if not self._sent:
+                self._none_is_sent.set()
+        return True
+
+    async def _take_all(self, sample: Sample, attempt: int) -> None:
         # SGLang aborts by how names begin: none may be the beginning of another.
-        name = f"{self._number}-{sample.index}."
+        name = f"{self._number}-{sample.index}-{attempt}."
         stream = self._client.generate(
             name, sample.prompt, self._serving.salt, sample.choice, self._request.priority
         )
-        try:
-            async with aclosing(stream) as deltas:  # type: ignore[type-var]
-                async for delta in deltas:
-                    self._prompt_is_cached.set()
-                    if self._samples.take(sample, delta):
-                        return  # which aborts it, unless it has ended
-        finally:
-            self._prompt_is_cached.set()
+        async with aclosing(stream) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                self._prompt_is_cached.set()
+                if self._samples.take(sample, delta):
+                    return  # which aborts it, unless it has ended
 
 
 def _check_versions(sample: Sample, spans: VersionSpans) -> None:

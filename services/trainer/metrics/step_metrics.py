@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from sluice.algorithm.throughput_metrics import throughput_metrics
 from sluice.types import TrainBatch
 
+_WAIT_GROUPS = "timing_s/wait_groups"
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
@@ -57,6 +59,7 @@ def step_metrics(
     return {
         **batch.statistics,
         **learner,
+        **_wait_groups(batch, times.wait_batch_s),
         **_speed(batch, times, scale.ranks),
         **_epoch(batch, scale.dataset_rows),
         "training/global_step": float(step),
@@ -73,6 +76,12 @@ def step_metrics(
 def account_metrics(accounts: Mapping[str, float]) -> dict[str, float]:
     """The run's books by the names of `accounts.json`, as metrics of a step."""
     return {f"accounts/{name}": value for name, value in accounts.items()}
+
+
+def _wait_groups(batch: TrainBatch, wait_batch_s: float) -> dict[str, float]:
+    """The reward service counts on when a trainer dies while it waits; its heir waits less."""
+    found = batch.statistics.get(_WAIT_GROUPS)
+    return {} if found is None else {_WAIT_GROUPS: min(found, wait_batch_s)}
 
 
 def _speed(batch: TrainBatch, times: StepTimes, ranks: int) -> dict[str, float]:

@@ -14,7 +14,6 @@ from sluice.config.catalogue.entry import (
     inapplicable,
     mapped,
     refused,
-    unread,
 )
 from sluice.config.rollout import ENGINES
 
@@ -107,11 +106,9 @@ ENTRIES: tuple[Entry, ...] = (
     inapplicable(
         f"{_KEY}.do_sample", bool, True, "Sample.", "rollout.temperature decides", silent=(True,)
     ),
-    unread(
+    honoured(
         f"{_KEY}.ignore_eos",
-        "responses for training and validation end with the model's end of text; a request of the "
-        "rollout service may ask for it (sampling.ignore_eos)",
-        silent=(False,),
+        advice="clients of the rollout service say it in each request (sampling.ignore_eos)",
     ),
     inapplicable(
         f"{_KEY}.free_cache_engine",

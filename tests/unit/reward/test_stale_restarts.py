@@ -230,3 +230,21 @@ async def test_whatever_the_order_of_events_every_kept_group_is_trained_in_time(
         assert "dropped_stale" not in ended(loop)
         assert loop.statistics()["reward/groups_acknowledged"] == ended(loop)["trained"]
         assert loop.recorder.totals()["reward/groups_restarted"] > 0
+
+
+async def test_a_group_that_is_cancelled_after_its_last_pause_starts_again_and_is_not_judged() -> (
+    None
+):
+    """A replica that tells version 0 when 1 is announced: its groups are too old at their start."""
+    client = ScriptedClient()
+    strict = config(max_staleness=0)
+    async with running_loop(strict, client) as loop:
+        submit(loop, [MIXED, MIXED])
+        await loop.pipeline.announce("trainer", 1, [replica("a", 1)], None)
+        await settled(lambda: len(client.calls) >= 6)
+        assert loop.pipeline.batches.error is None
+        assert not loop.batcher.num_kept
+        client.versions["a"] = 1
+        batch = await loop.pipeline.batches.take(1, 1, 5.0)
+    assert {group.prompt_id for group in batch.groups} == {"p0", "p1"}
+    assert loop.statistics()["reward/groups_kept"] == 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,18 +30,23 @@ class _Serving:
         self.version: int | None = 1
         self.salt = "s"
         self.drawn = self.prefilled = 0
+        self.drawing = asyncio.Event()
+        self.drawing.set()
+        self.is_awaited = asyncio.Event()
 
     def count(self, drawn: int, prefilled: int) -> None:
         self.drawn += drawn
         self.prefilled += prefilled
 
     async def wait_to_begin(self) -> None:
-        return
+        self.is_awaited.set()
+        await self.drawing.wait()
 
 
 class _Client:
     """Plays the same deltas to every sample; an int among them is the version from there on, a
-    ``None`` waits for good, and the sample is then among those in `waiting`."""
+    ``None`` waits for `go_on`, and the sample is then among those in `waiting`. A sample that finds
+    no slot waits for good."""
 
     def __init__(self, script: _Script, serving: _Serving) -> None:
         self._script, self._serving = script, serving
@@ -49,6 +54,8 @@ class _Client:
         self.asked: list[tuple[list[int], str, SamplingChoice]] = []
         self.priorities: list[int] = []
         self.waiting = asyncio.Queue[str]()
+        self.go_on = asyncio.Event()
+        self.slots = 100
         self.open = 0
 
     async def generate(
@@ -59,11 +66,13 @@ class _Client:
         self.asked.append((list(prompt), salt, choice))
         self.open += 1
         try:
+            if self.open > self.slots:
+                await asyncio.Event().wait()
             for one in self._script:
                 await asyncio.sleep(0)
                 if one is None:
                     self.waiting.put_nowait(name)
-                    await asyncio.Event().wait()
+                    await self.go_on.wait()
                 elif isinstance(one, int):
                     self._serving.version = one
                 elif isinstance(one, Exception):
@@ -92,27 +101,9 @@ async def _ended(
 ) -> tuple[list[SampleChunk], _Client, _Serving]:
     run, chunks, client, serving = _run(script, wanted, pace)
     async with asyncio.timeout(10):
-        await run.run(_open_gate())
+        await run.run()
     assert run.drawn == serving.drawn
     return chunks, client, serving
-
-
-def _open_gate() -> asyncio.Event:
-    gate = asyncio.Event()
-    gate.set()
-    return gate
-
-
-class _WatchedGate(asyncio.Event):
-    """Shut; `reached` once somebody waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reached = asyncio.Event()
-
-    async def wait(self) -> Literal[True]:
-        self.reached.set()
-        return await super().wait()
 
 
 def _told(chunks: Sequence[SampleChunk]) -> list[tuple[list[int], int, FinishReason | None]]:
@@ -132,14 +123,14 @@ async def test_sglangs_own_account_of_versions_must_agree(told: tuple[Any, ...])
 async def test_the_others_follow_the_first_sample_once_the_prompt_is_cached() -> None:
     run, _, client, _ = _run([None], request(samples=3))
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(run.run(_open_gate()))
-        assert await client.waiting.get() == "7-0."
-        assert client.names == ["7-0."]
+        running = tasks.create_task(run.run())
+        assert await client.waiting.get() == "7-0-0."
+        assert client.names == ["7-0-0."]
         run.cancel()
         await asyncio.wait([running])
     assert client.open == 0
     _, client, _ = await _ended([_delta([4]), _delta([5], "stop")], request(samples=12))
-    assert client.names == [f"7-{index}." for index in range(12)]
+    assert client.names == [f"7-{index}-0." for index in range(12)]
     starts = [a for a in client.names for b in client.names if a != b and b.startswith(a)]
     assert starts == [], "SGLang would abort both"
 
@@ -149,22 +140,70 @@ async def test_a_first_sample_that_fails_does_not_keep_the_others_waiting() -> N
         await _ended([EngineError("boom")], request(samples=3))
 
 
-async def test_nothing_is_begun_while_the_gate_is_shut() -> None:
-    run, chunks, client, _ = _run([_delta([5], "stop")], request())
-    gate = _WatchedGate()
+async def test_nothing_is_sent_while_sglang_does_not_draw() -> None:
+    run, chunks, client, serving = _run([_delta([5], "stop")], request())
+    serving.drawing.clear()
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        tasks.create_task(run.run(gate))
-        await gate.reached.wait()
-        assert (client.names, run.has_begun) == ([], False)
-        gate.set()
+        tasks.create_task(run.run())
+        await serving.is_awaited.wait()
+        await run.none_is_sent()
+        assert client.names == []
+        serving.drawing.set()
     assert _told(chunks) == [([5], 1, FinishReason.STOP)]
+
+
+async def test_what_was_put_back_is_sent_anew_by_another_name_and_what_has_tokens_stays() -> None:
+    run, chunks, client, serving = _run(
+        [_delta([4]), None, _delta([5], "stop")], request(samples=3)
+    )
+    client.slots = 1
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(run.run())
+        while len(client.names) < 3:
+            await asyncio.sleep(0)
+        serving.drawing.clear()
+        run.put_back()
+        run.put_back()
+        client.go_on.set()
+        await run.none_is_sent()
+        assert _told(chunks) == [([4, 5], 1, FinishReason.STOP)]
+        assert (client.names, client.open) == (["7-0-0.", "7-1-0.", "7-2-0."], 0)
+        client.slots = 3
+        serving.drawing.set()
+        await asyncio.wait([running])
+    assert client.names[3:] == ["7-1-1.", "7-2-1."]
+    assert _told(chunks) == [([4, 5], 1, FinishReason.STOP)] * 3
+    assert serving.drawn == 6
+
+
+async def test_what_is_put_back_can_be_cancelled_with_its_request() -> None:
+    run, chunks, client, _ = _run([None], request())
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(run.run())
+        await client.waiting.get()
+        run.put_back()
+        run.cancel()
+        await asyncio.wait([running])
+    assert (client.open, chunks) == (0, [])
+
+
+async def test_others_follow_a_first_sample_that_was_put_back_once_its_prompt_is_cached() -> None:
+    run, _, client, _ = _run([None], request(samples=3))
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(run.run())
+        await client.waiting.get()
+        run.put_back()
+        assert await client.waiting.get() == "7-0-1."
+        assert client.names == ["7-0-0.", "7-0-1."]
+        run.cancel()
+        await asyncio.wait([running])
 
 
 async def test_giving_up_ends_samples_as_aborted_with_what_they_have() -> None:
     run, chunks, client, _ = _run([_delta([4]), _delta([5]), None], request(samples=2))
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(run.run(_open_gate()))
-        assert {await client.waiting.get() for _ in range(2)} == {"7-0.", "7-1."}
+        running = tasks.create_task(run.run())
+        assert {await client.waiting.get() for _ in range(2)} == {"7-0-0.", "7-1-0."}
         run.give_up()
         await asyncio.wait([running])
     assert _told(chunks) == [([4, 5], 1, FinishReason.ABORTED)] * 2

@@ -95,14 +95,16 @@ class RecordedRun:
             }
         )
 
-    def write(self, folder: Path, num_replicas: int, stall_s: float) -> None:
+    def write(
+        self, folder: Path, num_replicas: int, stall_s: float, handover_s: float = 0.0
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(line) + "\n" for line in self._lines]
         (folder / "groups.jsonl").write_text("".join(lines), encoding="utf-8")
-        rows = [json.dumps(row) + "\n" for row in self._rows(num_replicas, stall_s)]
+        rows = [json.dumps(row) + "\n" for row in self._rows(num_replicas, stall_s, handover_s)]
         (folder / "metrics.jsonl").write_text("".join(rows), encoding="utf-8")
 
-    def _rows(self, num_replicas: int, stall_s: float) -> list[dict[str, float]]:
+    def _rows(self, num_replicas: int, stall_s: float, handover_s: float) -> list[dict[str, float]]:
         rows, generated, busy_s = [], 0.0, 0.0
         pairs = zip(self.recorder.steps, self.recorder.marks, strict=True)
         generated_at_lease = trained_at_lease = 0.0
@@ -116,6 +118,7 @@ class RecordedRun:
                     "timing_s/step": step_s,
                     "timing_s/train": train_s,
                     "timing_s/wait_batch": wait_s,
+                    "timing_s/wait_groups": wait_s - handover_s,
                     "timing_s/update_weights": step_s - wait_s - train_s,
                     "weights/stall_s": stall_s,
                     "rollout/replicas": num_replicas,

@@ -16,6 +16,7 @@ from sluice.simulate.fit import fit_run
 from sluice.simulate.fitted_workload import FittedWorkload
 from sluice.simulate.group_records import GroupRecord, read_groups
 from sluice.simulate.mixtures import MixtureWorkload
+from sluice.simulate.recorder import Recorder
 from sluice.simulate.result import simulate
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
 from sluice.simulate.twin import TwinFigure, twin
@@ -24,23 +25,26 @@ from tests.unit.simulate.simulations import RecordedRun
 FLEET = FleetSettings(num_replicas=3, slots=48, base_step_s=0.004, per_sequence_s=0.0004)
 
 
-def run_settings(max_staleness: int, train_s: float) -> SimulationSettings:
+def run_settings(max_staleness: int, train_s: float, handover_s: float = 0.0) -> SimulationSettings:
     return SimulationSettings(
         SamplingRules(StrategyName.STREAM, 16, max_staleness, 8),
         fleet=FLEET,
-        trainer=TrainerSettings(train_s, 0.0, 4.0, 1.0),
+        trainer=TrainerSettings(train_s, 0.0, 4.0, 1.0, handover_s),
         num_steps=60,
         warmup_steps=0,
     )
 
 
-@pytest.mark.parametrize(("max_staleness", "train_s"), [(0, 60.0), (2, 40.0), (2, 300.0)])
+@pytest.mark.parametrize(
+    ("max_staleness", "train_s", "handover_s"),
+    [(0, 60.0, 0.0), (2, 40.0, 0.0), (2, 300.0, 0.0), (0, 60.0, 20.0), (2, 300.0, 20.0)],
+)
 def test_a_fitted_simulation_repeats_the_run_it_was_fitted_to(
-    tmp_path: Path, max_staleness: int, train_s: float
+    tmp_path: Path, max_staleness: int, train_s: float, handover_s: float
 ) -> None:
-    settings, run = run_settings(max_staleness, train_s), RecordedRun()
+    settings, run = run_settings(max_staleness, train_s, handover_s), RecordedRun()
     simulate(settings, MixtureWorkload("mid", 3, 512), run.recorder)
-    run.write(tmp_path, FLEET.num_replicas, 1.0)
+    run.write(tmp_path, FLEET.num_replicas, 1.0, handover_s)
 
     fitted = fit_run(tmp_path, slots=FLEET.slots, slack=FLEET.slack)
     twin_settings = replace(settings, fleet=fitted.fleet, trainer=fitted.trainer, seed=1)
@@ -50,12 +54,37 @@ def test_a_fitted_simulation_repeats_the_run_it_was_fitted_to(
     assert fitted.fleet.num_replicas == FLEET.num_replicas
     assert fitted.trainer.train_s == pytest.approx(train_s)
     assert fitted.trainer.publish_s == pytest.approx(4.0)
+    assert fitted.trainer.handover_s == pytest.approx(handover_s)
     step_s = twin_settings.fleet.step_s(24)
     assert step_s == pytest.approx(FLEET.step_s(24), rel=0.15)
     assert found.error("step_time") < 0.04
     assert found.error("waste") < 0.05
     assert found.error("trainer_idle") < 0.03
     assert found.error("fleet_idle") < 0.06
+
+
+def test_a_run_whose_record_tells_no_hand_over_apart_is_fitted_without(tmp_path: Path) -> None:
+    run = RecordedRun()
+    simulate(run_settings(2, 40.0, 20.0), MixtureWorkload("mid", 3, 512), run.recorder)
+    run.write(tmp_path, FLEET.num_replicas, 1.0, 20.0)
+    file = tmp_path / "metrics.jsonl"
+    rows = [json.loads(row) for row in file.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        del row["timing_s/wait_groups"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    fitted = fit_run(tmp_path, slots=FLEET.slots, slack=FLEET.slack)
+    assert fitted.trainer.handover_s == 0.0
+
+
+def test_a_trainer_waits_for_the_hand_over_of_a_batch_that_is_formed_already() -> None:
+    settings = run_settings(2, 300.0)
+    late = replace(settings, trainer=replace(settings.trainer, handover_s=30.0))
+    quick_run, late_run = (
+        simulate(each, MixtureWorkload("mid", 3, 512)) for each in (settings, late)
+    )
+    assert quick_run.trainer_idle_share < 0.01
+    assert late_run.step_s == pytest.approx(334.0, rel=0.01)
+    assert late_run.trainer_idle_share == pytest.approx(30.0 / 334.0, rel=0.02)
 
 
 def test_an_error_of_an_idle_share_is_known_in_points_and_relative_to_the_share() -> None:
@@ -148,3 +177,13 @@ def test_a_record_of_a_strategy_that_leaves_something_out_is_refused(
         read_groups(file)
     file.write_text(line() + line(), encoding="utf-8")
     assert len(read_groups(file)) == 2
+
+
+def test_recorded_training_times_come_again_in_their_order_and_the_others_are_drawn() -> None:
+    settings = run_settings(0, 300.0)
+    recorded = replace(settings.trainer, recorded_s=(100.0, 700.0, 200.0))
+    recorder = Recorder()
+    simulate(replace(settings, trainer=recorded), MixtureWorkload("mid", 3, 512), recorder)
+    times = [step.trained_s - step.leased_s for step in recorder.steps]
+    assert times == pytest.approx([100.0, 700.0, 200.0] + [300.0] * 57)
+    assert recorded.scaled_to(30.0).recorded_s == pytest.approx((10.0, 70.0, 20.0))

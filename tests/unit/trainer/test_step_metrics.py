@@ -27,7 +27,7 @@ TIMES = StepTimes(
 FLEET = FleetInterval(generated_tokens=400, busy_s=6.0, replicas=2)
 
 
-def batch(*lengths: int, low_water: int = 1) -> TrainBatch:
+def batch(*lengths: int, low_water: int = 1, **statistics: float) -> TrainBatch:
     rollouts = tuple(
         Rollout(
             i,
@@ -41,7 +41,9 @@ def batch(*lengths: int, low_water: int = 1) -> TrainBatch:
     )
     scores = tuple(Scored(1.0, 1.0, {}) for _ in lengths)
     group = TrainGroup("p", np.zeros(10, np.uint32), rollouts, scores, "s")
-    return TrainBatch("b", 0, (group,), DataProgress(low_water), {"train/groups_kept": 5.0})
+    return TrainBatch(
+        "b", 0, (group,), DataProgress(low_water), {"train/groups_kept": 5.0} | statistics
+    )
 
 
 def metrics(
@@ -50,10 +52,11 @@ def metrics(
     *,
     low_water: int = 1,
     dataset_rows: int = 8,
+    **statistics: float,
 ) -> dict[str, float]:
     return step_metrics(
         7,
-        batch(20, 30, low_water=low_water),
+        batch(20, 30, low_water=low_water, **statistics),
         {"actor/pg_loss": 0.5},
         times,
         fleet,
@@ -107,6 +110,17 @@ def test_what_the_trainer_waits_for_a_batch_is_its_time_of_generation() -> None:
     found = metrics()
     assert found["timing_s/gen"] == found["timing_s/wait_batch"] == 1.0
     assert found["timing_per_token_ms/gen"] == pytest.approx(1000.0 * 1.0 / (20 + 30))
+
+
+@pytest.mark.parametrize(("told", "found"), [(0.0, 0.0), (0.75, 0.75), (60.0, 1.0)])
+def test_of_the_wait_for_a_batch_only_the_trainers_own_part_is_of_groups(
+    told: float, found: float
+) -> None:
+    assert metrics(**{"timing_s/wait_groups": told})["timing_s/wait_groups"] == found
+
+
+def test_a_reward_service_that_does_not_tell_the_wait_for_groups_leaves_it_out() -> None:
+    assert "timing_s/wait_groups" not in metrics()
 
 
 @pytest.mark.parametrize(("low_water", "epoch"), [(0, 0), (1, 0), (8, 0), (9, 1), (16, 1), (17, 2)])

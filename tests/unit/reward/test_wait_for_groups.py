@@ -1,0 +1,95 @@
+"""Of the trainer's wait for a batch, the reward service tells the part in which it was not full."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from services.reward import train_batches
+from services.reward.assembly import RewardLoop
+from sluice.config.loader import load_config
+from sluice.types import TrainBatch
+from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
+
+CONFIG = load_config(
+    None,
+    (
+        "data.train_batch_size=2",
+        "actor_rollout_ref.rollout.n=4",
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=acc",
+    ),
+)
+MIXED = "answer=1 right=2"
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(train_batches, "time", SimpleNamespace(monotonic=clock.monotonic))
+    return clock
+
+
+async def asking(
+    tasks: asyncio.TaskGroup, loop: RewardLoop, step: int, version: int = 0
+) -> asyncio.Task[TrainBatch]:
+    task = tasks.create_task(loop.pipeline.batches.take(step, version, 5.0))
+    await settled(lambda: loop.pipeline.batches.is_asked)
+    return task
+
+
+async def test_it_counts_from_the_question_until_the_batch_is_full(clock: Clock) -> None:
+    async with running_loop(CONFIG, ScriptedClient()) as loop, asyncio.TaskGroup() as tasks:
+        await loop.pipeline.announce("trainer-1", 0, [replica("a", slots=8)], None)
+        task = await asking(tasks, loop, 1)
+        clock.now = 107.0
+        submit(loop, [MIXED, MIXED])
+        batch = await task
+    assert batch.statistics["timing_s/wait_groups"] == 7.0
+
+
+async def test_a_batch_that_was_full_before_the_question_has_no_wait(clock: Clock) -> None:
+    async with running_loop(CONFIG, ScriptedClient()) as loop:
+        await loop.pipeline.announce("trainer-1", 0, [replica("a", slots=8)], None)
+        submit(loop, [MIXED, MIXED])
+        await settled(lambda: loop.batcher.num_kept == 2)
+        clock.now = 107.0
+        batch = await loop.pipeline.batches.take(1, 0, 5.0)
+    assert batch.statistics["timing_s/wait_groups"] == 0.0
+
+
+async def test_a_repeated_question_counts_from_the_first_and_another_steps_from_its_own(
+    clock: Clock,
+) -> None:
+    client = ScriptedClient()
+    async with running_loop(CONFIG, client) as loop, asyncio.TaskGroup() as tasks:
+        await loop.pipeline.announce("trainer-1", 0, [replica("a", slots=8)], None)
+        lost = await asking(tasks, loop, 1)
+        lost.cancel()
+        await asyncio.wait([lost])
+        clock.now = 103.0
+        again = await asking(tasks, loop, 1)
+        clock.now = 110.0
+        submit(loop, [MIXED, MIXED])
+        first = await again
+        loop.pipeline.batches.acknowledge(first.batch_id, 1)
+        client.versions["a"] = 1
+        await loop.pipeline.announce("trainer-1", 1, [replica("a", 1, slots=8)], None)
+        clock.now = 120.0
+        task = await asking(tasks, loop, 2, 1)
+        clock.now = 124.0
+        submit(loop, [MIXED, MIXED], 2)
+        second = await task
+    assert first.statistics["timing_s/wait_groups"] == 10.0
+    assert second.statistics["timing_s/wait_groups"] == 4.0

@@ -1,0 +1,60 @@
+"""`actor_rollout_ref.rollout.ignore_eos`, from the configuration to the tokens. Real servers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.reward.sampling import training_sampling, validation_sampling
+from sluice.api.common.v1 import common_pb2 as common
+from sluice.api.rollout.v1 import rollout_pb2 as rollout
+from sluice.codec.arrays import token_ids_from_bytes, token_ids_to_bytes
+from sluice.codec.rollout import sampling_to_proto
+from sluice.config.loader import load_config
+from sluice.rpc.caller_name import as_service
+from sluice.rpc.channel import open_channel
+from sluice.rpc.stubs import rollout_stub
+from sluice.types import SamplingParams
+from tests.support.causal_lms import EOS, request
+from tests.support.word_replica import word_replica
+
+_KEY = "actor_rollout_ref.rollout.ignore_eos"
+_TOKENS, _SAMPLES = 24, 24
+
+
+async def _drawn(address: str, sampling: SamplingParams, service: str | None) -> list[list[int]]:
+    """Responses to a service of the run, or to a caller who gives no name."""
+    tokens = common.TokenPrompt(token_ids_u32=token_ids_to_bytes(request().prompt_token_ids))
+    asked = rollout.GenerateRequest(
+        prompt=common.PromptInput(tokens=tokens),
+        sample_indexes=range(_SAMPLES),
+        sampling=sampling_to_proto(sampling),
+    )
+    async with open_channel(address, max_message_bytes=1 << 20) as channel:
+        method = rollout_stub(channel).Generate
+        call = method if service is None else as_service(method, service)
+        samples = [one async for answer in call(asked, timeout=60) for one in answer.rollouts]
+    return [token_ids_from_bytes(one.token_ids_u32, "ids").tolist() for one in samples]
+
+
+def _wanted(*settings: str) -> list[SamplingParams]:
+    """As the reward service asks: for training, and for validation."""
+    config = load_config(None, list(settings)).actor_rollout_ref.rollout
+    both = training_sampling(config, _TOKENS), validation_sampling(config, _TOKENS, 1.0)
+    return [replace(one, seed=5) for one in both]
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+async def test_samples_of_the_runs_own_services_go_on_past_the_end_token_where_it_is_ignored(
+    tmp_path: Path, ignored: bool
+) -> None:
+    setting = f"{_KEY}={str(ignored).lower()}"
+    async with word_replica(tmp_path, setting) as address:
+        for sampling in _wanted(setting):
+            own = await _drawn(address, sampling, "reward")
+            assert len(own) == _SAMPLES
+            assert any(EOS in tokens[:-1] for tokens in own) == ignored
+            assert all(len(tokens) == _TOKENS for tokens in own) == ignored
+        assert not any(EOS in tokens[:-1] for tokens in await _drawn(address, sampling, None))
