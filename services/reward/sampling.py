@@ -20,6 +20,7 @@ def training_sampling(rollout: RolloutConfig, max_tokens: int) -> SamplingParams
         top_k=rollout.top_k,
         max_tokens=max_tokens,
         seed=rollout.seed,
+        ignore_eos=rollout.ignore_eos,
     )
 
 
@@ -39,6 +40,7 @@ def validation_sampling(
         top_k=wanted.top_k,
         max_tokens=max_tokens,
         seed=rollout.seed,
+        ignore_eos=rollout.ignore_eos,
     )
 
 

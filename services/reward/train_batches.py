@@ -199,6 +199,8 @@ class TrainBatches:
     def _form(self, chosen: tuple[GradedGroup, ...], version: int) -> TrainBatch:
         prompts = [graded.group.prompt for graded in chosen]
         self._was_taken_back = False
+        asked_s = self._asked[1]
+        self._asked = (-1, 0.0)  # who asks for this step once more does so for another batch
         self._strategy.batch_formed()
         batch = self._batcher.form(
             chosen,
@@ -206,7 +208,7 @@ class TrainBatches:
             progress=self._ledger.progress(p.position for p in prompts if p.position is not None),
             statistics=lambda groups: {
                 **self._recorder.close_interval(groups, version),
-                WAIT_GROUPS: time.monotonic() - self._asked[1],
+                WAIT_GROUPS: time.monotonic() - asked_s,
             },
         )
         self._ledger.lease(batch.batch_id, version, [prompt.prompt_id for prompt in prompts])

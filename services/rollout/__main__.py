@@ -150,7 +150,6 @@ def _server(
             config.data.truncation,
             config.data.filter_overlong_prompts,
         ),
-        ignore_eos=config.actor_rollout_ref.rollout.ignore_eos,
         quota=ClientQuota(
             config.sluice.limits.max_client_samples,
             "samples",

@@ -107,7 +107,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         max_n: most samples in one call.
         training_prompts: hold for prompts of the run's own services, those that are trained on;
             none: the model's context alone bounds them, as it does those of clients.
-        ignore_eos: the model's end tokens end no sample of the run's own services.
         quota: samples that each client may have under way; none: any number.
         images: what may come; none: the usual limits.
         tokens: that name clients; none: they name themselves.
@@ -124,7 +123,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         engine_name: str,
         max_n: int,
         training_prompts: PromptLimit | None = None,
-        ignore_eos: bool = False,
         quota: ClientQuota | None = None,
         tokens: TokenSource | None = None,
         max_client_priority: int = MAX_PRIORITY,
@@ -133,7 +131,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._identity, self._engine, self._encoder = identity, engine, encoder
         self._generation, self._engine_name, self._max_n = generation, engine_name, max_n
         self._quota, self._tokens = quota, tokens
-        self._training_prompts, self._ignore_eos = training_prompts, ignore_eos
+        self._training_prompts = training_prompts
         self._images = images or ImageRules()
         self._max_client_priority = max_client_priority
         self._measuring_images = asyncio.Semaphore(1)
@@ -166,7 +164,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> None:
         is_own = is_service_of_run(context, self._tokens)
         prompt_token_ids = await self._prompt_tokens(request.prompt, is_own=is_own)
-        decoded = self._decode(request, prompt_token_ids, is_own=is_own)
+        decoded = replace(self._decode(request, prompt_token_ids), for_direct_client=not is_own)
         await context.write(self._accepted(decoded))
 
         with SampleSpans(decoded.sample_indexes) as spans:
@@ -215,24 +213,25 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
     def _decode(
-        self, request: rollout.GenerateRequest, prompt_token_ids: TokenIds, *, is_own: bool
+        self, request: rollout.GenerateRequest, prompt_token_ids: TokenIds
     ) -> GenerationRequest:
         indexes = tuple(request.sample_indexes)
         unasked = {partial.sample_index for partial in request.partials} - set(indexes)
         if unasked:
             raise InvalidRequestError(f"partials: sample {min(unasked)} is not in sample_indexes")
-        sampling = sampling_from_proto(
-            request.sampling,
-            default_seed=secrets.randbits(_SEED_BITS),
-            longest=self._engine.max_model_len,
-        )
-        if is_own and self._ignore_eos:
-            sampling = replace(sampling, ignore_eos=True)
         return GenerationRequest(
             request_id=request.request_id,
             prompt_token_ids=prompt_token_ids,
             sample_indexes=indexes,
-            sampling=within_budget(sampling, request.token_budget, len(indexes)),
+            sampling=within_budget(
+                sampling_from_proto(
+                    request.sampling,
+                    default_seed=secrets.randbits(_SEED_BITS),
+                    longest=self._engine.max_model_len,
+                ),
+                request.token_budget,
+                len(indexes),
+            ),
             priority=request.priority,
             partials=tuple(
                 PartialSample(
@@ -242,7 +241,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 for partial in request.partials
             ),
             images=tuple(request.prompt.chat.images),
-            for_direct_client=not is_own,
         )
 
     async def _prompt_tokens(self, prompt: common.PromptInput, *, is_own: bool) -> TokenIds:

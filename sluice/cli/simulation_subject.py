@@ -101,7 +101,7 @@ def changed(settings: SimulationSettings, model: Model) -> SimulationSettings:
     for name, value in {**times, "trainer-s": model.trainer_s}.items():
         if value is not None and not math.isfinite(value):
             raise ConfigError(f"--{name}: {value:g} is no time; give a finite number")
-    rules, trainer = settings.rules, settings.trainer
+    rules = settings.rules
     if model.gen_batch_size is not None:
         wave = model.gen_batch_size or rules.train_batch_size
         rules = replace(rules, gen_batch_size=wave)
@@ -109,7 +109,7 @@ def changed(settings: SimulationSettings, model: Model) -> SimulationSettings:
         settings,
         rules=rules,
         fleet=_fleet(settings.fleet, model),
-        trainer=trainer if model.trainer_s is None else trainer.scaled_to(model.trainer_s),
+        trainer=_trainer(settings.trainer, model.trainer_s),
     )
 
 
@@ -139,3 +139,11 @@ def _fleet(fleet: FleetSettings, model: Model) -> FleetSettings:
         base_step_s=base_s,
         per_sequence_s=per_sequence_s,
     )
+
+
+def _trainer(trainer: TrainerSettings, train_s: float | None) -> TrainerSettings:
+    """A faster trainer's steps differ by fewer seconds, too."""
+    if train_s is None:
+        return trainer
+    factor = train_s / trainer.train_s if trainer.train_s else 1.0
+    return replace(trainer, train_s=train_s, spread_s=trainer.spread_s * factor)

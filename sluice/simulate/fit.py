@@ -71,25 +71,21 @@ def _trainer(record: RunRecord) -> TrainerSettings:
     train = [row.get("timing_s/train") or 0.0 for row in record.steps]
     step, wait = record.total("timing_s/step"), record.total("timing_s/wait_batch")
     publish_s = max(0.0, (step - wait) / len(train) - fmean(train))
-    stall_s = record.total("weights/stall_s") / len(train)
-    return TrainerSettings(
-        fmean(train),
-        pstdev(train),
-        publish_s,
-        min(stall_s, publish_s),
-        _handover_s(record),
-        tuple(train),
-    )
+    stall_s = min(record.total("weights/stall_s") / len(train), publish_s)
+    return TrainerSettings(fmean(train), pstdev(train), publish_s, stall_s, _handover_s(record))
 
 
 def _handover_s(record: RunRecord) -> float:
-    """Mean wait for batches that were formed already; 0: the record does not tell it apart."""
+    """Median wait for batches that were formed already; 0: the record does not tell it apart.
+
+    The mean of a record would have in it how long a reward service was gone that died meanwhile.
+    """
     waits = [
         max(0.0, (row.get("timing_s/wait_batch") or 0.0) - in_groups)
         for row in record.steps
         if (in_groups := row.get("timing_s/wait_groups")) is not None
     ]
-    return fmean(waits) if waits else 0.0
+    return median(waits) if waits else 0.0
 
 
 def _fleet(

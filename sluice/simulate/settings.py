@@ -74,19 +74,12 @@ class TrainerSettings:
 
     def __post_init__(self) -> None:
         times = (self.train_s, self.spread_s, self.publish_s, self.stall_s, self.handover_s)
-        if min(*times, *self.recorded_s) < 0.0 or self.stall_s > self.publish_s:
+        negative = [seconds for seconds in (*times, *self.recorded_s) if seconds < 0.0]
+        if negative or self.stall_s > self.publish_s:
             raise ConfigError(
-                f"simulated trainer: times {times} must not be negative, and the stall is part of "
-                "the publication"
+                f"simulated trainer: times {(*times, *negative)} must not be negative, and the "
+                "stall is part of the publication"
             )
-
-    def scaled_to(self, train_s: float) -> TrainerSettings:
-        """A faster or slower trainer, whose steps differ in proportion."""
-        factor = train_s / self.train_s if self.train_s else 1.0
-        recorded_s = tuple(seconds * factor for seconds in self.recorded_s) if self.train_s else ()
-        return replace(
-            self, train_s=train_s, spread_s=self.spread_s * factor, recorded_s=recorded_s
-        )
 
 
 IDEAL_TRAINER = TrainerSettings(0.0, 0.0, 0.0, 0.0)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sluice.report.run_record import RunRecord
 from sluice.simulate.fill_time import FillTimes, simulate_fill_times
 from sluice.simulate.fit import FittedRun
 from sluice.simulate.fitted_workload import FittedWorkload
+from sluice.simulate.recorder import Recorder
 from sluice.simulate.result import SimulationResult, simulate
 from sluice.simulate.settings import SimulationSettings
 
@@ -87,24 +88,40 @@ def twin(
     Raises:
         BatchUnfillableError: the workload is hopeless.
     """
-    settings = settings.as_issued()
-    result = simulate(settings, FittedWorkload(fitted.groups, settings.seed), on_step=on_step)
+    settings, recorder = settings.as_issued(), Recorder()
+    trainer = replace(settings.trainer, recorded_s=_training_times(fitted.record))
+    settings = replace(settings, trainer=trainer)
+    workload = FittedWorkload(fitted.groups, settings.seed)
+    result = simulate(settings, workload, recorder, on_step)
     workload = FittedWorkload(fitted.groups, settings.seed)
     fill = simulate_fill_times(settings, workload, on_step)
-    real = _real(fitted.record, settings.num_warmup + 1)
-    simulated = {
-        "step_time": result.step_s,
-        "trainer_idle": result.trainer_idle_share,
-        "fleet_idle": result.fleet_idle_share,
-        "waste": result.gen_per_trained,
-    }
+    real = _real(fitted.record, settings)
+    simulated = {**_times(recorder, settings), "waste": result.gen_per_trained}
     figures = tuple(TwinFigure(name, value, simulated[name]) for name, value in real.items())
     return Twin(figures, result, fill)
 
 
-def _real(record: RunRecord, skipped: int) -> dict[str, float]:
-    """Means of the steps after the warm-up; idle shares over time, waste over tokens."""
-    rows = record.steps[skipped:] or record.steps
+def _training_times(record: RunRecord) -> tuple[float, ...]:
+    """Of each step; none if the record lacks one."""
+    times = [row.get("timing_s/train") for row in record.steps]
+    return tuple(seconds for seconds in times if seconds is not None) if None not in times else ()
+
+
+def _times(recorder: Recorder, settings: SimulationSettings) -> dict[str, float]:
+    """Simulated figures of the steps that `_real` has."""
+    before, *steps = recorder.steps[settings.num_warmup :]
+    total_s = max(steps[-1].published_s - before.published_s, 1e-12)
+    busy_s = steps[-1].busy_s - before.busy_s
+    return {
+        "step_time": total_s / len(steps),
+        "trainer_idle": sum(step.leased_s - step.asked_s for step in steps) / total_s,
+        "fleet_idle": 1.0 - busy_s / (total_s * settings.fleet.num_replicas),
+    }
+
+
+def _real(record: RunRecord, settings: SimulationSettings) -> dict[str, float]:
+    """Means of the simulated steps after the warm-up; idle shares over time, waste over tokens."""
+    rows = record.steps[settings.num_warmup + 1 : settings.num_steps] or record.steps
     seconds = [row.get("timing_s/step") or 0.0 for row in rows]
     total_s = max(sum(seconds), 1e-12)
     fleet_idle = [row.get("rollout/idle_share") or 0.0 for row in rows]

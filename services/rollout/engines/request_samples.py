@@ -170,8 +170,13 @@ class RequestSamples:
             self._hand_on(self.open, None)
 
     def take(self, sample: Sample, delta: Delta) -> bool:
-        """Takes what came of a sample; returns whether a string ends it and no more is wanted."""
+        """Takes what came of a sample; returns whether no more of it is wanted.
+
+        That is where a string ends it, or where it has ended while this was on its way.
+        """
         self._count(sample, delta)
+        if sample.index not in self._open:
+            return True
         end = None if sample.watch is None else sample.watch.push(delta.token_ids)
         tokens = delta.token_ids[:end]
         if tokens:

@@ -234,7 +234,7 @@ class SglangCore:
             await self._client.resume()
             self._is_paused = False
         for run in runs:
-            await run.none_is_sent()
+            await run.until_none_is_sent()
 
     async def resume(self) -> None:
         """Draws on."""

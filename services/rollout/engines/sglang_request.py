@@ -101,7 +101,7 @@ class RequestRun:
                 self._put_back.add(sample)
                 task.cancel()
 
-    async def none_is_sent(self) -> None:
+    async def until_none_is_sent(self) -> None:
         """Returns when SGLang has none of the samples."""
         await self._none_is_sent.wait()
 

@@ -1,4 +1,4 @@
-"""What is different for callers that are no service of the run."""
+"""Whose tokens are entered apart: of all callers that are no service of the run."""
 
 from __future__ import annotations
 
@@ -60,9 +60,7 @@ def bearer(token: str) -> tuple[str, str]:
     return ("authorization", f"Bearer {token}")
 
 
-async def drawn_for(
-    *metadata: tuple[str, str], tokens: Tokens | None = None, **options: Any
-) -> GenerationRequest:
+async def is_direct(*metadata: tuple[str, str], tokens: Tokens | None = None) -> bool:
     generation, nothing = Noting(), cast("Any", None)
     servicer = RolloutServicer(
         ReplicaIdentity("r", "one"),
@@ -72,18 +70,13 @@ async def drawn_for(
         engine_name="torch",
         max_n=8,
         tokens=tokens,
-        **options,
     )
     ids = token_ids_to_bytes(generation_request().prompt_token_ids)
     prompt = common.PromptInput(tokens=common.TokenPrompt(token_ids_u32=ids))
     asked = rollout.GenerateRequest(prompt=prompt, sample_indexes=[0])
     await servicer.Generate(asked, cast("Any", Call(*metadata)))
     (drawn,) = generation.asked
-    return drawn
-
-
-async def is_direct(*metadata: tuple[str, str], tokens: Tokens | None = None) -> bool:
-    return (await drawn_for(*metadata, tokens=tokens)).for_direct_client
+    return drawn.for_direct_client
 
 
 async def test_tokens_of_the_runs_own_services_are_not_entered_apart() -> None:
@@ -102,12 +95,3 @@ async def test_tokens_of_callers_that_are_no_service_are_entered_apart(metadata:
 
 async def test_a_clients_token_makes_a_direct_client_whatever_it_says() -> None:
     assert await is_direct(REWARD, bearer(CLIENT_TOKEN), tokens=Tokens())
-
-
-@pytest.mark.parametrize("ignored", [True, False])
-async def test_end_tokens_are_ignored_for_the_runs_own_services_where_the_replica_is_told_to(
-    ignored: bool,
-) -> None:
-    own = await drawn_for(REWARD, ignore_eos=ignored)
-    client = await drawn_for((CLIENT_KEY, "sdk"), ignore_eos=ignored)
-    assert (own.sampling.ignore_eos, client.sampling.ignore_eos) == (ignored, False)

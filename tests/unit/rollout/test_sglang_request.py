@@ -69,7 +69,8 @@ class _Client:
             if self.open > self.slots:
                 await asyncio.Event().wait()
             for one in self._script:
-                await asyncio.sleep(0)
+                if not self.go_on.is_set():  # from then on everything is there already
+                    await asyncio.sleep(0)
                 if one is None:
                     self.waiting.put_nowait(name)
                     await self.go_on.wait()
@@ -146,7 +147,7 @@ async def test_nothing_is_sent_while_sglang_does_not_draw() -> None:
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         tasks.create_task(run.run())
         await serving.is_awaited.wait()
-        await run.none_is_sent()
+        await run.until_none_is_sent()
         assert client.names == []
         serving.drawing.set()
     assert _told(chunks) == [([5], 1, FinishReason.STOP)]
@@ -165,7 +166,7 @@ async def test_what_was_put_back_is_sent_anew_by_another_name_and_what_has_token
         run.put_back()
         run.put_back()
         client.go_on.set()
-        await run.none_is_sent()
+        await run.until_none_is_sent()
         assert _told(chunks) == [([4, 5], 1, FinishReason.STOP)]
         assert (client.names, client.open) == (["7-0-0.", "7-1-0.", "7-2-0."], 0)
         client.slots = 3
@@ -176,13 +177,15 @@ async def test_what_was_put_back_is_sent_anew_by_another_name_and_what_has_token
     assert serving.drawn == 6
 
 
-async def test_what_is_put_back_can_be_cancelled_with_its_request() -> None:
+@pytest.mark.parametrize("put_back_first", [True, False])
+async def test_what_is_put_back_can_be_cancelled_with_its_request(put_back_first: bool) -> None:
     run, chunks, client, _ = _run([None], request())
+    calls = [run.put_back, run.cancel]
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run.run())
         await client.waiting.get()
-        run.put_back()
-        run.cancel()
+        for call in calls if put_back_first else reversed(calls):
+            call()
         await asyncio.wait([running])
     assert (client.open, chunks) == (0, [])
 
@@ -208,6 +211,21 @@ async def test_giving_up_ends_samples_as_aborted_with_what_they_have() -> None:
         await asyncio.wait([running])
     assert _told(chunks) == [([4, 5], 1, FinishReason.ABORTED)] * 2
     assert client.open == 0, "what runs is left to be aborted"
+
+
+@pytest.mark.parametrize("last", [_delta([5]), _delta([5], "stop")])
+async def test_a_token_that_was_on_its_way_when_samples_were_given_up_is_of_no_use(
+    last: Delta,
+) -> None:
+    run, chunks, client, _ = _run([_delta([4]), None, last], request(), Pace(True, None))
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(run.run())
+        await client.waiting.get()
+        client.go_on.set()
+        run.give_up()
+        await asyncio.wait([running])
+        assert running.cancelled()
+    assert _told(chunks) == [([4], 1, None), ([], 1, FinishReason.ABORTED)]
 
 
 async def test_a_sample_that_is_continued_goes_on_with_its_numbers() -> None:

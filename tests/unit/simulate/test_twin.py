@@ -63,6 +63,26 @@ def test_a_fitted_simulation_repeats_the_run_it_was_fitted_to(
     assert found.error("fleet_idle") < 0.06
 
 
+@pytest.mark.parametrize("num_steps", [60, 10])
+def test_a_slow_first_step_is_left_out_of_both_sides_and_the_others_are_in_both(
+    tmp_path: Path, num_steps: int
+) -> None:
+    settings, run = run_settings(1, 100.0), RecordedRun()
+    recorded_s = (5000.0, *(400.0 - 5.0 * step for step in range(59)))
+    as_recorded = replace(settings, trainer=replace(settings.trainer, recorded_s=recorded_s))
+    simulate(as_recorded, MixtureWorkload("mid", 3, 512), run.recorder)
+    run.write(tmp_path, FLEET.num_replicas, 1.0)
+
+    fitted = fit_run(tmp_path, slots=FLEET.slots, slack=FLEET.slack)
+    twin_settings = replace(settings, fleet=fitted.fleet, trainer=fitted.trainer)
+    found = twin(fitted, replace(twin_settings, num_steps=num_steps))
+
+    mean_s = sum(recorded_s[1:num_steps]) / (num_steps - 1)
+    assert mean_s < found.figure("step_time").real < mean_s + 40.0  # it waits for some batches
+    assert found.error("step_time") < 0.02
+    assert found.error("trainer_idle") < 0.02
+
+
 def test_a_run_whose_record_tells_no_hand_over_apart_is_fitted_without(tmp_path: Path) -> None:
     run = RecordedRun()
     simulate(run_settings(2, 40.0, 20.0), MixtureWorkload("mid", 3, 512), run.recorder)
@@ -186,4 +206,3 @@ def test_recorded_training_times_come_again_in_their_order_and_the_others_are_dr
     simulate(replace(settings, trainer=recorded), MixtureWorkload("mid", 3, 512), recorder)
     times = [step.trained_s - step.leased_s for step in recorder.steps]
     assert times == pytest.approx([100.0, 700.0, 200.0] + [300.0] * 57)
-    assert recorded.scaled_to(30.0).recorded_s == pytest.approx((10.0, 70.0, 20.0))
