@@ -62,7 +62,7 @@ class InFlightItem:
         Raises:
             CancelledError: the task was cancelled.
         """
-        if self.is_cancelled or (self.task is not None and self.task.cancelling()):
+        if self.is_cancelled:  # `Task.cancelling` counts cancellations by inner groups, too
             raise asyncio.CancelledError
 
     def cancel(self, fate: Fate) -> None:
