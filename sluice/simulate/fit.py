@@ -20,6 +20,8 @@ Floats = npt.NDArray[np.float64]
 
 _NUM_SAMPLE_GROUPS = 2000
 """Groups that step times are fitted to: the last ones."""
+_OUTAGE_FACTOR = 10.0
+"""A wait beyond so many medians is an outage, not a hand-over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +78,19 @@ def _trainer(record: RunRecord) -> TrainerSettings:
 
 
 def _handover_s(record: RunRecord) -> float:
-    """Median wait for batches that were formed already; 0: the record does not tell it apart.
+    """Mean wait for batches that were formed already; 0: the record does not tell it apart.
 
-    The mean of a record would have in it how long a reward service was gone that died meanwhile.
+    Waits far beyond the median are left out: a reward service died meanwhile and was started again.
     """
     waits = [
         max(0.0, (row.get("timing_s/wait_batch") or 0.0) - in_groups)
         for row in record.steps
         if (in_groups := row.get("timing_s/wait_groups")) is not None
     ]
-    return median(waits) if waits else 0.0
+    if not waits:
+        return 0.0
+    longest_s = _OUTAGE_FACTOR * median(waits)
+    return fmean(wait for wait in waits if wait <= longest_s)
 
 
 def _fleet(

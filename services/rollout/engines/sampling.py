@@ -37,6 +37,11 @@ class SamplingPlan:
     candidates: int = 0
 
 
+_BLOCK = 128
+"""Tokens of a block, of which one is drawn first; near the root of a vocabulary of 16,384."""
+_BELOW_ONE = 1.0 - 2.0**-52
+"""The largest uniform."""
+
 UNRESTRICTED = SamplingPlan()
 """Every row at temperature 1 without a cut."""
 
@@ -87,6 +92,36 @@ def _cut(probs: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
     return torch.where(probs >= floor, kept, 0.0)
 
 
+def _invert(probs: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws a token per row in proportion to `probs`: first a block of tokens, then one of them.
+
+    A running sum over the whole vocabulary takes as long as a layer of a small model; so it is
+    taken over the blocks' sums, and over the tokens of the drawn block. Running sums are float64:
+    in float32 most of a large vocabulary's tail would vanish in them and never be drawn. Sums of
+    blocks are float32, so shares are right to some 1e-7.
+
+    Args:
+        probs: [rows, vocab] float32, not negative; a row's sum is positive.
+        uniform: [rows, 1] float64 in [0, 1 - 2^-52].
+
+    Returns:
+        Token ids [rows, 1] int64 and the rows' sums [rows, 1] float64.
+    """
+    missing = -probs.shape[1] % _BLOCK
+    blocks = (F.pad(probs, (0, missing)) if missing else probs).unflatten(1, (-1, _BLOCK))
+    cumulative = torch.cumsum(blocks.sum(-1), -1, dtype=torch.float64)
+    point = uniform * cumulative[:, -1:]
+    block = torch.searchsorted(cumulative, point, right=True)
+    end = cumulative.gather(1, block)
+    start = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
+    # The quotient may be rounded up to 1, which is beyond the block's last token.
+    share = ((point - start) / (end - start)).clamp(max=_BELOW_ONE)
+    drawn = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
+    inside = torch.cumsum(drawn, -1, dtype=torch.float64)
+    token = torch.searchsorted(inside, share * inside[:, -1:], right=True)
+    return block * _BLOCK + token, cumulative[:, -1:]
+
+
 def draw(
     logits: torch.Tensor, plan: SamplingPlan, uniform: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,10 +141,7 @@ def draw(
     probs = F.softmax(logits, dim=-1)
     if plan.top_k is not None:
         probs = _cut(probs, plan)
-    # float64: in float32 the tail of a large vocabulary would vanish in the sum and never be drawn.
-    cumulative = torch.cumsum(probs, -1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)
+    tokens, total = _invert(probs, uniform[:, None])
     if plan.greedy is not None:
         tokens = torch.where(plan.greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
     chosen = probs.gather(1, tokens)

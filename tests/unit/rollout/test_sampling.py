@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.sampling import SamplingPlan, draw, plan_sampling
+from services.rollout.engines.sampling import UNRESTRICTED, SamplingPlan, draw, plan_sampling
 
 _CPU = torch.device("cpu")
 
@@ -80,6 +80,70 @@ def test_the_uniform_ends_stay_inside_the_kept_tokens() -> None:
         tokens, logprobs = draw(logits, _plan(4, row, row), uniform)
         assert tokens.tolist() == [1, 2]
         assert torch.isfinite(logprobs).all()
+
+
+@pytest.mark.parametrize("vocab", [127, 128, 129, 1000, 151_936])
+def test_a_draw_inverts_the_cumulative_distribution_of_the_whole_vocabulary(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(200, vocab, generator=generator) * 4
+    uniform = torch.rand(200, dtype=torch.float64, generator=generator)
+    tokens, logprobs = draw(logits, UNRESTRICTED, uniform)
+    shares = logits.double().softmax(-1)
+    above = shares.cumsum(-1).gather(1, tokens[:, None]).squeeze(1)
+    drawn = shares.gather(1, tokens[:, None]).squeeze(1)
+    # Sums of float32 probabilities are right to some 1e-7.
+    assert (above > uniform - 1e-6).all()
+    assert (above - drawn <= uniform + 1e-6).all()
+    torch.testing.assert_close(logprobs, drawn.log().float(), atol=1e-5, rtol=1e-5)
+
+
+def test_the_tail_of_a_large_vocabulary_is_drawn_as_often_as_it_is_probable() -> None:
+    # 65,536 tokens of 1.2e-10 each, less than a float32 sum near 1 can tell apart.
+    logits = torch.full((1, 65_536 + 128), -22.85)
+    logits[0, 0] = 0.0
+    tail = float(logits.double().softmax(-1)[0, 1:].sum())
+    points = logits.shape[1] // 128
+    uniform = 1.0 - tail + tail * (torch.arange(points, dtype=torch.float64) + 0.5) / points
+    tokens, _ = draw(logits.expand(points, -1), UNRESTRICTED, uniform)
+    # Sums of float32 probabilities shift the tail's beginning, by less than a hundredth of it.
+    assert (tokens > 0).float().mean() > 0.98
+    spread = tokens[tokens > 0].double()
+    assert len((spread // 128).unique()) > 0.95 * points
+    assert float(spread.mean()) == pytest.approx(logits.shape[1] / 2, rel=0.03)
+
+
+def test_tokens_and_blocks_without_probability_are_never_drawn() -> None:
+    logits = torch.full((700,), -torch.inf)
+    # Within a block, at both ends of one, and in the last, smaller one; all others are empty, the
+    # first one too.
+    possible = [133, 134, 256, 383, 641, 699]
+    logits[possible] = torch.tensor([0.0, 1.0, -3.0, 0.5, 2.0, -1.0])
+    shares, _ = _sweep(logits.tolist(), (1.0, 1.0, -1))
+    assert shares.nonzero().squeeze(1).tolist() == possible
+    first, _ = draw(logits[None], UNRESTRICTED, torch.zeros(1, dtype=torch.float64))
+    assert first.tolist() == possible[:1]
+    assert (shares - logits.softmax(-1)).abs().max() < 5e-4
+
+
+def test_a_point_right_below_the_end_of_a_block_does_not_leave_the_blocks_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    possible = torch.tensor([3, 200, 400])
+    logits = torch.full((5000, 512), -torch.inf)
+    # Far apart, so that differences of sums are rounded.
+    logits[:, possible] = torch.randn(5000, 3, generator=generator) * 12
+    ends = logits.softmax(-1).double().cumsum(-1)[:, possible]
+    for block in range(len(possible)):
+        below = torch.nextafter(ends[:, block] / ends[:, -1], torch.tensor(0.0).double())
+        tokens, _ = draw(logits, UNRESTRICTED, below.clamp(0, 1 - 2.0**-52))
+        assert set(tokens.tolist()) <= set(possible.tolist())
+
+
+@pytest.mark.parametrize("vocab", [100, 256])
+def test_a_batch_without_rows_draws_nothing(vocab: int) -> None:
+    tokens, logprobs = draw(
+        torch.empty(0, vocab), UNRESTRICTED, torch.empty(0, dtype=torch.float64)
+    )
+    assert tokens.shape == logprobs.shape == (0,)
 
 
 def test_a_row_gets_the_same_bits_whatever_other_rows_ask_for() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 import pytest
@@ -94,6 +95,23 @@ def test_a_run_whose_record_tells_no_hand_over_apart_is_fitted_without(tmp_path:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     fitted = fit_run(tmp_path, slots=FLEET.slots, slack=FLEET.slack)
     assert fitted.trainer.handover_s == 0.0
+
+
+def test_the_hand_over_is_the_mean_wait_without_what_an_outage_took(tmp_path: Path) -> None:
+    run = RecordedRun()
+    simulate(run_settings(2, 40.0, 20.0), MixtureWorkload("mid", 3, 512), run.recorder)
+    run.write(tmp_path, FLEET.num_replicas, 1.0, 20.0)
+    file = tmp_path / "metrics.jsonl"
+    rows = [json.loads(row) for row in file.read_text(encoding="utf-8").splitlines()]
+    # Most batches take 1 s, each fourth 7 s; the third waits for a reward service that was away.
+    waits = [7.0 if number % 4 == 3 else 1.0 for number in range(len(rows))]
+    expected = fmean([*waits[:2], *waits[3:]])
+    for row, wait_s in zip(rows, [*waits[:2], 90.0, *waits[3:]], strict=True):
+        row["timing_s/wait_groups"] = row["timing_s/wait_batch"] - wait_s
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    fitted = fit_run(tmp_path, slots=FLEET.slots, slack=FLEET.slack)
+    assert fitted.trainer.handover_s == pytest.approx(expected)
+    assert 1.5 < expected < 3.5
 
 
 def test_a_trainer_waits_for_the_hand_over_of_a_batch_that_is_formed_already() -> None:
