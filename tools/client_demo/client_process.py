@@ -53,7 +53,7 @@ class ClientProcess:
         language: `PYTHON` or `NODE`.
         prompts: number and turns of each.
         vanish_after: it is killed once so many prompts were answered and another one has begun to
-            come; none: never.
+            come, where it holds itself, so that this one's end is not read; none: never.
     """
 
     def __init__(
@@ -136,6 +136,7 @@ class ClientProcess:
             "max_tokens": task.max_tokens,
             "deadline_s": task.deadline_s,
             "patience_s": task.deadline_s,
+            "vanish_after": self._vanish_after,
             "prompts": self.prompts,
         }
         return json.dumps(told).encode() + b"\n"

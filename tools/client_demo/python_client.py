@@ -1,15 +1,18 @@
 """One client of the demo in Python, through the SDK: `python -m tools.client_demo.python_client`.
 
 Its first line of input says what to do (a JSON object: run, name, concurrency, max_tokens,
-patience_s, deadline_s, prompts); it answers ``{"ready": true}`` and begins with the second line.
-Then it prints a line for each prompt's first token (``began``), end (``done``) or failure
-(``failed``). The client in Node keeps the same rules.
+patience_s, deadline_s, vanish_after, prompts); it answers ``{"ready": true}`` and begins with the
+second line. Then it prints a line for each prompt's first token (``began``), end (``done``) or
+failure (``failed``). One that is to vanish stops itself when a prompt has begun after
+`vanish_after` answers, and the demo kills it there. The client in Node keeps the same rules.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import time
 from collections import deque
@@ -36,6 +39,11 @@ def _tell(**what: object) -> None:
     sys.stdout.flush()
 
 
+def _perhaps_stop(task: dict[str, Any]) -> None:
+    if task["vanish_after"] is not None and task["answered"] >= task["vanish_after"]:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 async def _one(client: AsyncClient, number: int, turns: Turns, task: dict[str, Any]) -> None:
     options = GenerateOptions(
         sampling=Sampling(max_tokens=task["max_tokens"], seed=number),
@@ -50,6 +58,7 @@ async def _one(client: AsyncClient, number: int, turns: Turns, task: dict[str, A
             elif isinstance(event, SampleDelta) and first_s is None:
                 first_s = time.monotonic() - began_s
                 _tell(began=number)
+                _perhaps_stop(task)
             elif isinstance(event, SampleFinished):
                 seconds = time.monotonic() - began_s
                 _tell(
@@ -59,6 +68,7 @@ async def _one(client: AsyncClient, number: int, turns: Turns, task: dict[str, A
                     tokens=event.rollout.num_tokens,
                     retries=retries,
                 )
+                task["answered"] += 1
 
 
 async def _work(
@@ -75,6 +85,7 @@ async def _work(
 async def main() -> None:
     """Has all prompts answered, `concurrency` of them at a time."""
     task: dict[str, Any] = json.loads(await asyncio.to_thread(sys.stdin.readline))
+    task["answered"] = 0
     policy = RetryPolicy(patience_s=task["patience_s"])
     async with AsyncClient.connect(task["run"], name=task["name"], policy=policy) as client:
         await client.replicas()
