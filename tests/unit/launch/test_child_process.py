@@ -20,7 +20,6 @@ from tests.support.scripted_children import (
     Supervised,
     end_self,
     spec,
-    until_gone,
 )
 
 
@@ -65,13 +64,13 @@ async def test_a_program_that_is_not_there_leaves_no_pipe_open() -> None:
 
 
 @pytest.fixture
-def held_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Processes that no signal ends, as one that waits for a dead disk; their ids."""
-    held: list[int] = []
+def held_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> list[ChildProcess]:
+    """Processes that no signal ends, as one that waits for a dead disk."""
+    held: list[ChildProcess] = []
 
     def of_no_effect(child: ChildProcess) -> None:
         if not child.has_ended:
-            held.append(child.pid)
+            held.append(child)
 
     monkeypatch.setattr("sluice.launch.child_process.KILLED_S", 0.1)
     monkeypatch.setattr("sluice.launch.crew.KILLED_S", 0.1)
@@ -80,24 +79,30 @@ def held_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return held
 
 
+async def really_kill(child: ChildProcess) -> None:
+    """Ends it, and waits until the loop knows, which would warn of a running process otherwise."""
+    os.killpg(child.pid, signal.SIGKILL)
+    async with asyncio.timeout(WAIT_S):
+        assert await child.wait() == -signal.SIGKILL
+
+
 SLEEPER = (sys.executable, "-c", "import time; time.sleep(600)")
 
 
 async def test_a_process_that_the_kernel_holds_is_left_behind_and_named(
-    held_by_the_kernel: list[int], caplog: pytest.LogCaptureFixture
+    held_by_the_kernel: list[ChildProcess], caplog: pytest.LogCaptureFixture
 ) -> None:
     child = await start_child(ServiceSpec("rollout-0", SLEEPER))
     async with asyncio.timeout(WAIT_S):
         assert await child.end(0.0)
     assert not child.has_ended
     assert f"process {child.pid} has not ended 0.1 s after SIGKILL" in caplog.text
-    assert held_by_the_kernel == [child.pid, child.pid]
-    os.killpg(child.pid, signal.SIGKILL)
-    assert await child.wait() == -signal.SIGKILL
+    assert held_by_the_kernel == [child, child]
+    await really_kill(child)
 
 
 async def test_a_host_starts_nothing_beside_a_process_that_does_not_end(
-    held_by_the_kernel: list[int],
+    held_by_the_kernel: list[ChildProcess],
 ) -> None:
     host = ServiceHost("127.0.0.1")
     first, _ = await host.start("rollout-0", list(SLEEPER), {})
@@ -105,34 +110,32 @@ async def test_a_host_starts_nothing_beside_a_process_that_does_not_end(
         0,
         f"process {first}, started before, does not end after SIGKILL",
     )
-    assert set(held_by_the_kernel) == {first}
+    assert {child.pid for child in held_by_the_kernel} == {first}
     os.killpg(first, signal.SIGKILL)
     assert await host.ended(first) == -signal.SIGKILL
 
 
 async def test_a_run_ends_though_the_kernel_holds_one_of_its_processes(
-    held_by_the_kernel: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    held_by_the_kernel: list[ChildProcess], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Supervised(tmp_path, spec("rollout-0", SLEEP), grace_s=0.1)
     end = await run.run(when_ready=end_self(signal.SIGINT))
     assert end.failures == ("rollout-0 did not end within 0.1 s and was killed",)
     (held,) = set(held_by_the_kernel)
-    assert f"process {held} has not ended 0.1 s after SIGKILL" in caplog.text
-    os.killpg(held, signal.SIGKILL)
-    await until_gone(held)
+    assert f"process {held.pid} has not ended 0.1 s after SIGKILL" in caplog.text
+    await really_kill(held)
 
 
 async def test_nothing_is_started_again_beside_a_process_that_the_kernel_holds(
-    held_by_the_kernel: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    held_by_the_kernel: list[ChildProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sluice.launch.crew._COMPANIONS_S", 0.1)
     held = spec("trainer-0", SLEEP, crew="trainer", max_restarts=3)
     fails = spec("trainer-1", "raise SystemExit(1)", crew="trainer", max_restarts=3)
     run = Supervised(tmp_path, held, fails, grace_s=0.1)
     end = await run.run()
-    (pid,) = set(held_by_the_kernel)
-    os.killpg(pid, signal.SIGKILL)
-    await until_gone(pid)
+    (left,) = set(held_by_the_kernel)
+    await really_kill(left)
     assert end.failures == (
         "trainer-0: not ended by SIGKILL; nothing is started beside what it holds",
     )
