@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -22,6 +23,8 @@ from sluice.simulate.result import simulate
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
 from sluice.simulate.twin import TwinFigure, twin
 from tests.unit.simulate.simulations import RecordedRun
+
+Row = dict[str, float]
 
 FLEET = FleetSettings(num_replicas=3, slots=48, base_step_s=0.004, per_sequence_s=0.0004)
 
@@ -84,33 +87,39 @@ def test_a_slow_first_step_is_left_out_of_both_sides_and_the_others_are_in_both(
     assert found.error("trainer_idle") < 0.02
 
 
-def test_a_run_whose_record_tells_no_hand_over_apart_is_fitted_without(tmp_path: Path) -> None:
+def handover_of_a_changed_record(folder: Path, change: Callable[[list[Row]], None]) -> float:
+    """Fitted to a run whose rows of metrics.jsonl were changed before."""
     run = RecordedRun()
     simulate(run_settings(2, 40.0, 20.0), MixtureWorkload("mid", 3, 512), run.recorder)
-    run.write(tmp_path, FLEET.num_replicas, 1.0, 20.0)
-    file = tmp_path / "metrics.jsonl"
+    run.write(folder, FLEET.num_replicas, 1.0, 20.0)
+    file = folder / "metrics.jsonl"
     rows = [json.loads(row) for row in file.read_text(encoding="utf-8").splitlines()]
-    for row in rows:
-        del row["timing_s/wait_groups"]
+    change(rows)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    fitted = fit_run(tmp_path, slots=FLEET.slots, slack=FLEET.slack)
-    assert fitted.trainer.handover_s == 0.0
+    return fit_run(folder, slots=FLEET.slots, slack=FLEET.slack).trainer.handover_s
+
+
+def test_a_run_whose_record_tells_no_hand_over_apart_is_fitted_without(tmp_path: Path) -> None:
+    def forget(rows: list[Row]) -> None:
+        for row in rows:
+            del row["timing_s/wait_groups"]
+
+    assert handover_of_a_changed_record(tmp_path, forget) == 0.0
 
 
 def test_the_hand_over_is_the_mean_wait_without_what_an_outage_took(tmp_path: Path) -> None:
-    run = RecordedRun()
-    simulate(run_settings(2, 40.0, 20.0), MixtureWorkload("mid", 3, 512), run.recorder)
-    run.write(tmp_path, FLEET.num_replicas, 1.0, 20.0)
-    file = tmp_path / "metrics.jsonl"
-    rows = [json.loads(row) for row in file.read_text(encoding="utf-8").splitlines()]
-    # Most batches take 1 s, each fourth 7 s; the third waits for a reward service that was away.
-    waits = [7.0 if number % 4 == 3 else 1.0 for number in range(len(rows))]
+    waits: list[float] = []
+
+    def interrupt(rows: list[Row]) -> None:
+        # Most take 1 s, each fourth 7 s; the third waits for a reward service that was away.
+        waits.extend(7.0 if number % 4 == 3 else 1.0 for number in range(len(rows)))
+        waits[2] = 90.0
+        for row, wait_s in zip(rows, waits, strict=True):
+            row["timing_s/wait_groups"] = row["timing_s/wait_batch"] - wait_s
+
+    fitted_s = handover_of_a_changed_record(tmp_path, interrupt)
     expected = fmean([*waits[:2], *waits[3:]])
-    for row, wait_s in zip(rows, [*waits[:2], 90.0, *waits[3:]], strict=True):
-        row["timing_s/wait_groups"] = row["timing_s/wait_batch"] - wait_s
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    fitted = fit_run(tmp_path, slots=FLEET.slots, slack=FLEET.slack)
-    assert fitted.trainer.handover_s == pytest.approx(expected)
+    assert fitted_s == pytest.approx(expected)
     assert 1.5 < expected < 3.5
 
 
