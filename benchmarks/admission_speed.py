@@ -56,12 +56,11 @@ def admissions_per_second(num_in_flight: int) -> float:
 class _World:
     def __init__(self) -> None:
         rules = BatchRules(_BATCH, _STALENESS, "wait")
-        self.strategy = SamplingStrategy(
-            SamplingRules(StrategyName.STREAM, _BATCH, _STALENESS, _GROUP)
-        )
+        sampling_rules = SamplingRules(StrategyName.STREAM, _BATCH, _STALENESS, _GROUP)
+        self.strategy = SamplingStrategy(sampling_rules)
         batcher, queue = Batcher(rules), ReplicaQueue(1.5, lambda: None)
         self._in_flight = InFlightTable(batcher.ages)
-        self._stale = StaleGroups(batcher, self._in_flight)
+        self._stale = StaleGroups(batcher, self._in_flight, sampling_rules)
         sampling = SamplingParams(1.0, 1.0, -1, 1024, 0)
         settings = PipelineSettings(rules, _GROUP, sampling, "acc")
         source, recorder = cast("PromptSource", None), cast("OutcomeRecorder", None)  # not asked
@@ -99,7 +98,7 @@ class _World:
     def end_oldest(self) -> None:
         item = self._items.popleft()
         self._in_flight.remove(item)
-        self._stale.left(item)
+        self._stale.left(item, is_cancelled=False)
 
 
 def _prompt(sequence: int) -> Prompt:

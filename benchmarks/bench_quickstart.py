@@ -35,13 +35,15 @@ MEASURE_EVERY = 2
 ON_POLICY = [
     "sluice.asynchrony.max_staleness=0",
     "sluice.rollout.batch_invariant=false",
+    "sluice.sampling.on_policy_fill=expected",
     "trainer.n_gpus_per_node=2",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=3000",
     "actor_rollout_ref.actor.use_rollout_log_probs=true",
     "algorithm.rollout_correction.rollout_is=null",
 ]
 MEASURED_AFTERWARDS = [
-    "trainer.val_before_train=false",
+    # Off the clock, as TRL's first evaluation is: the engines of both have drawn samples by then.
+    "trainer.val_before_train=true",
     "trainer.test_freq=1000",
     f"trainer.save_freq={MEASURE_EVERY}",
     "trainer.max_actor_ckpt_to_keep=null",

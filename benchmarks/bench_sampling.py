@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.admission_speed import admissions_per_second
+from benchmarks.sampling_on_policy import simulate_on_policy
 from benchmarks.sampling_overlap import simulate_ahead, simulate_pacing
 from benchmarks.sampling_real import (
     AHEAD_SHARES,
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         report |= _simulated(simulated)
         report["pacing_speedup"] = simulate_pacing(parsed.seeds, parsed.simulated_steps)
         report["ahead"] = simulate_ahead(parsed.seeds, parsed.simulated_steps)
+        report["on_policy"] = simulate_on_policy(parsed.seeds, parsed.simulated_steps)
     if parsed.real:
         report |= _real(parsed)
     report["admissions_per_s"] = round(admissions_per_second(num_in_flight=10_000))

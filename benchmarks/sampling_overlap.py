@@ -23,7 +23,7 @@ Figures = dict[str, float]
 
 def simulate_pacing(seeds: Sequence[int], steps: int) -> Figures:
     """By mixture, seconds of a step in the order of issue over those of a paced run."""
-    found = _by_mixture(partial(_pacing, steps), seeds)
+    found = by_mixture(partial(_pacing, steps), seeds)
     return {mixture: figures["speedup"] for mixture, figures in found.items()}
 
 
@@ -33,12 +33,13 @@ def simulate_ahead(seeds: Sequence[int], steps: int) -> dict[str, Figures]:
     `speedup_t_x` is the ratio of a synchronous step's seconds to those of a step at S = 1;
     `staleness_t_x` the mean of trained samples, in versions.
     """
-    return _by_mixture(partial(_ahead, steps), seeds)
+    return by_mixture(partial(_ahead, steps), seeds)
 
 
-def _by_mixture(
+def by_mixture(
     measure: Callable[[tuple[str, int]], Figures], seeds: Sequence[int]
 ) -> dict[str, Figures]:
+    """By mixture, medians over seeds of what `measure` finds for a mixture and a seed."""
     runs = [(mixture, seed) for mixture in MIXTURES for seed in seeds]
     with ProcessPoolExecutor() as pool:
         measured = list(pool.map(measure, runs))
@@ -53,23 +54,23 @@ def _by_mixture(
 
 
 def _pacing(steps: int, run: tuple[str, int]) -> Figures:
-    plain = _simulate(run, steps, paces=False)
-    return {"speedup": plain.step_s / _simulate(run, steps).step_s}
+    plain = simulate_stream(run, steps, paces=False)
+    return {"speedup": plain.step_s / simulate_stream(run, steps).step_s}
 
 
 def _ahead(steps: int, run: tuple[str, int]) -> Figures:
     found = {}
     for train_s in TRAIN_S:
         trainer = replace(TRAINER, train_s=train_s)
-        synchronous = _simulate(run, steps, trainer, max_staleness=0)
+        synchronous = simulate_stream(run, steps, trainer, max_staleness=0)
         for share in AHEAD_SHARES:
-            result = _simulate(run, steps, trainer, ahead_share=share)
+            result = simulate_stream(run, steps, trainer, ahead_share=share)
             found[f"speedup_{train_s:g}_{share:g}"] = synchronous.step_s / result.step_s
             found[f"staleness_{train_s:g}_{share:g}"] = result.staleness_mean
     return found
 
 
-def _simulate(
+def simulate_stream(
     run: tuple[str, int], steps: int, trainer: TrainerSettings = TRAINER, **changes: object
 ) -> SimulationResult:
     """`stream` at S = 1, but for `changes` of its rules."""

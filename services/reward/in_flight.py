@@ -27,7 +27,8 @@ class InFlightItem:
     `num_ungraded` is how many samples it has asked for whose outcomes are not counted yet;
     `drawn_as` is what was decided when its prompt was drawn, `visit` the same after its probes;
     `num_unasked` is how many sequences it will ask the fleet's room for and has not yet;
-    `is_sure` once its samples differ; `on_age` is told of every change of its start version.
+    `is_sure` if it counts as kept: once its samples differ, or from its start, if it `has_claim` to
+    a place in the batch; `on_age` is told of every change of its start version.
     """
 
     prompt: Prompt
@@ -37,6 +38,7 @@ class InFlightItem:
     on_age: Callable[[InFlightItem], None]
     task: asyncio.Task[None] | None = None
     is_grading: bool = False
+    has_claim: bool = False
     is_sure: bool = False
     num_requests: int = 0
     num_ungraded: int = 0
@@ -89,11 +91,24 @@ class InFlightTable:
     def __len__(self) -> int:
         return len(self._items)
 
-    def add(self, prompt: Prompt, visit: Visit, num_sequences: int) -> InFlightItem:
-        """Take on a group, whose task will ask for room for so many sequences when it runs."""
+    def add(
+        self, prompt: Prompt, visit: Visit, num_sequences: int, *, claims: int | None = None
+    ) -> InFlightItem:
+        """Take on a group.
+
+        Args:
+            prompt: what it is drawn for.
+            visit: what was decided about it.
+            num_sequences: room that its task will ask for when it runs.
+            claims: the version in whose batch its place is certain, if any.
+        """
         item = InFlightItem(prompt, visit, visit, num_sequences, self._enter_age)
         self._items[prompt.prompt_id] = item
         self.num_unasked += num_sequences
+        if claims is not None:
+            item.has_claim = item.is_sure = True
+            self.num_sure += 1
+            self._ages.claims(prompt.prompt_id, claims)
         return item
 
     def asked(self, item: InFlightItem) -> None:
@@ -110,6 +125,7 @@ class InFlightTable:
         """More samples of a graded group are generated; sure to be kept, if those before differ."""
         self.num_grading -= item.is_grading
         item.is_grading = False
+        is_sure = is_sure or item.has_claim
         self.num_sure += is_sure - item.is_sure
         item.is_sure = is_sure
 
@@ -136,6 +152,6 @@ class InFlightTable:
         if self._items.get(prompt_id) is not item:
             return
         if version is None:
-            self._ages.left(prompt_id)
+            self._ages.pauses(prompt_id)
         else:
             self._ages.runs(prompt_id, version)

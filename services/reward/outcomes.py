@@ -41,6 +41,7 @@ _DISCARD_BY_END = {
 }
 _USE_BY_DISCARD = {
     Discard.STALE: TokenUse.STALE,
+    Discard.WITHDRAWN: TokenUse.WITHDRAWN,
     Discard.FAILED: TokenUse.FAILED,
     Discard.TAKEN_OVER: TokenUse.TAKEN_OVER,
 }
@@ -217,8 +218,8 @@ class OutcomeRecorder:
     def restarted(self, prompt: Prompt, why: Discard) -> None:
         """A prompt whose group was broken off, or is of no use any more, waits again.
 
-        Told apart in the log only where it concerns single groups: a take-over and the end of the
-        service restart all of them.
+        Told apart in the log only where it concerns single groups and was not expected: a take-over
+        and the end of the service restart all of them, and every full batch may withdraw some.
         """
         trace = self._trace.take(prompt.prompt_id)
         self._tokens.book_group(_USE_BY_DISCARD[why], trace, None)

@@ -102,9 +102,7 @@ class Pipeline:
     ) -> None:
         self._settings, self._parts, self._traces = settings, parts, traces
         self._in_flight = InFlightTable(parts.batcher.ages)
-        self._stale_groups = StaleGroups(
-            parts.batcher, self._in_flight, carries_over=not parts.strategy.discards_surplus
-        )
+        self._stale_groups = StaleGroups(parts.batcher, self._in_flight, parts.strategy.rules)
         self._awaited_clock = AwaitedClock()
         self._announce_lock = asyncio.Lock()
         self._trainer: str | None = None
@@ -238,7 +236,8 @@ class Pipeline:
 
     def _start(self, tasks: asyncio.TaskGroup, prompt: Prompt, visit: Visit) -> None:
         self._parts.strategy.started(visit)
-        item = self._in_flight.add(prompt, visit, self._num_sequences(visit))
+        claims = self.policy_version if self._stale_groups.claims(prompt.prompt_id) else None
+        item = self._in_flight.add(prompt, visit, self._num_sequences(visit), claims=claims)
         self._parts.ledger.move(prompt.prompt_id, PromptState.GENERATING)
         is_staged = visit.first_samples < self._settings.samples_per_group
         self._parts.log.started(
@@ -292,13 +291,13 @@ class Pipeline:
     def _left(self, item: InFlightItem, task: asyncio.Task[None]) -> None:
         """A group's task ended: free its place; if it was cancelled, its prompt meets its fate."""
         self._in_flight.remove(item)
-        was_stale = self._stale_groups.left(item)
+        no_place = self._stale_groups.left(item, is_cancelled=task.cancelled())
         if task.cancelled() and item.fate is Fate.STALE:
             detail = f"started under version {item.start_version}, too old to be trained"
             self._parts.recorder.ended(item.prompt, PromptEnd.DROPPED_STALE, detail=detail)
         elif task.cancelled():
             self._parts.strategy.restarted(item.drawn_as)
-            self._restart(item.prompt, Discard.STALE if was_stale else Discard.TAKEN_OVER)
+            self._restart(item.prompt, no_place or Discard.TAKEN_OVER)
         self._parts.changes.notify()
 
     async def _take_over(
@@ -365,7 +364,7 @@ class Pipeline:
 
     def _restart(self, prompt: Prompt, why: Discard) -> None:
         self._parts.recorder.restarted(prompt, why)
-        if why is Discard.STALE:
+        if why is not Discard.TAKEN_OVER:
             self._parts.samples.forget(prompt.prompt_id)
         self._parts.source.put(prompt)
 

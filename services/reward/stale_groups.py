@@ -3,8 +3,10 @@
 Consumes: each group that starts and each that is kept; these two events alone can leave a running
 group without a place. Produces: cancelled tasks, whose prompts wait again (a newer policy draws
 their samples anew) or, under ``on_stale: drop`` and beyond the bound already, end as stale.
-Under ``on_stale: wait`` admission leaves this to bad luck alone; the tokens are told in the log and
-counted as ``stale``.
+Under ``on_stale: wait`` admission leaves this to bad luck alone, and the tokens are told in the log
+and counted as ``stale``. Where an on-policy batch is filled on average every batch withdraws some
+groups: those are counted as ``withdrawn``, and claim a place if it happens to them too often
+(`sluice.algorithm.withdrawals`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from collections.abc import Collection
 
 from services.reward.batcher import Batcher
 from services.reward.in_flight import Fate, InFlightItem, InFlightTable
+from services.reward.statistics import Discard
+from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
+from sluice.algorithm.withdrawals import Withdrawals
 
 
 class StaleGroups:
@@ -21,15 +26,19 @@ class StaleGroups:
     Args:
         batcher: the kept groups and the rules.
         in_flight: the running ones; from here on their ages are entered beside the kept ones'.
-        carries_over: whether kept groups wait for later batches. Where they do not, a place is of
-            no use: running groups end, and what a batch does not take is thrown away.
+        rules: of the sampling strategy. Where kept groups do not wait for later batches, a place is
+            of no use: running groups end, and what a batch does not take is thrown away.
     """
 
-    def __init__(
-        self, batcher: Batcher, in_flight: InFlightTable, *, carries_over: bool = True
-    ) -> None:
-        self._batcher, self._in_flight, self._carries_over = batcher, in_flight, carries_over
+    def __init__(self, batcher: Batcher, in_flight: InFlightTable, rules: SamplingRules) -> None:
+        self._batcher, self._in_flight = batcher, in_flight
+        self._carries_over = rules.strategy is not StrategyName.ROUNDS
+        self._withdrawals = Withdrawals(rules.train_batch_size) if rules.withdraws else None
         self._restarting: set[str] = set()
+
+    def claims(self, prompt_id: str) -> bool:
+        """Whether a group that starts has a place for certain."""
+        return self._withdrawals is not None and self._withdrawals.starts(prompt_id)
 
     def check(self, announced: int | None, *, but_for: str | None = None) -> None:
         """Cancel the groups without a place.
@@ -57,8 +66,20 @@ class StaleGroups:
                 self._restarting.add(prompt_id)
                 self._in_flight.cancel(prompt_id, Fate.REQUEUED)
 
-    def left(self, item: InFlightItem) -> bool:
-        """Forget a group whose task has ended; whether it was cancelled here to start again."""
-        was_restarting = item.prompt.prompt_id in self._restarting
-        self._restarting.discard(item.prompt.prompt_id)
-        return was_restarting
+    def left(self, item: InFlightItem, *, is_cancelled: bool) -> Discard | None:
+        """Forget a group whose task has ended; why it starts again, if it was cancelled here to.
+
+        Args:
+            item: the group.
+            is_cancelled: whether its task was; one that had just ended was not any more.
+        """
+        prompt_id = item.prompt.prompt_id
+        was_restarting = is_cancelled and prompt_id in self._restarting
+        self._restarting.discard(prompt_id)
+        if self._withdrawals is None:
+            return Discard.STALE if was_restarting else None
+        if not was_restarting:
+            self._withdrawals.ended(prompt_id)
+            return None
+        self._withdrawals.withdrawn(prompt_id)
+        return Discard.WITHDRAWN

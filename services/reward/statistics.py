@@ -30,9 +30,11 @@ SAMPLE_OUTCOMES = (SCORED, *(kind.value for kind in FailureKind), STALE)
 
 class Discard(StrEnum):
     """Why tokens of finished samples were drawn in vain, though nothing was wrong with the prompt's
-    yield: too old for any batch, a failed group, or another trainer's policy."""
+    yield: too old for any batch, without a place in a full one, a failed group, or another
+    trainer's policy."""
 
     STALE = "stale"
+    WITHDRAWN = "withdrawn"
     FAILED = "failed"
     TAKEN_OVER = "taken_over"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
+from sluice.config.derived import on_policy_fill
 from sluice.config.run import RunConfig
 
 
@@ -22,6 +23,7 @@ def sampling_rules(config: RunConfig) -> SamplingRules:
         seed=abs(config.data.seed or 0),
         paces=config.sluice.asynchrony.pace,
         ahead_share=config.sluice.asynchrony.ahead_share,
+        on_policy_fill=on_policy_fill(config),
     )
 
 

@@ -23,6 +23,7 @@ class TokenUse(StrEnum):
     ``aborted``: of samples that were broken off, and of copies that another replica finished first;
     ``failed``: of groups that failed, and of samples without a grade in any group, those that were
     drawn once more included;
+    ``withdrawn``: of groups that a full batch made start again (`sluice.algorithm.withdrawals`);
     ``taken_over``: of groups that another trainer made start again.
     """
 
@@ -31,6 +32,7 @@ class TokenUse(StrEnum):
     FILTERED_ALL_WRONG = "filtered_all_wrong"
     FILTERED_UNIFORM = "filtered_uniform"
     STALE = "stale"
+    WITHDRAWN = "withdrawn"
     FAILED = "failed"
     ABORTED = "aborted"
     SURPLUS = "surplus"

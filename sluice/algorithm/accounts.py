@@ -31,6 +31,7 @@ RECEIVED = (
     "filtered_all_wrong",
     "filtered_uniform",
     "stale",
+    "withdrawn",
     "failed",
     "aborted",
     "surplus",

@@ -8,10 +8,16 @@ less those leased to the trainer already. Groups start while
 
 *Never waste.* With the trivial bound (everything in flight is kept) no kept group can ever be left
 over: batches take the oldest groups first, so every group counted above has a place in time. That
-bound is used at S = 0, where it means at most ``B - kept - in flight`` new groups. A prompt then
-starts only if all before it, were they all kept, would leave a batch unfilled; hence the prompts
-issued for a batch are the shortest run of the stream that yields B kept groups, whatever the
-timing, and none is left over.
+bound is used at S = 0 where a run has to repeat; it means at most ``B - kept - in flight`` new
+groups. A prompt then starts only if all before it, were they all kept, would leave a batch
+unfilled; hence the prompts issued for a batch are the shortest run of the stream that yields B kept
+groups, whatever the timing, and none is left over.
+
+*As many as are expected to be needed.* The trivial bound waits for the longest answers several
+times over, each time for fewer groups. Where an on-policy run need not repeat, so many groups run
+that those kept of them fill the batch on average: ``(B - kept) / mean yield``. When it is full, the
+ones still running are withdrawn and drawn anew by the next policy (`staleness.doomed_groups`):
+tokens are lost, never a kept group.
 
 At S >= 1 the trivial bound would idle a fleet whose groups are mostly filtered. The bound is then
 ``mean + z * sd`` of a binomial whose rate is itself an upper confidence limit. Groups that end
@@ -96,7 +102,7 @@ def kept_upper_bound(num_groups: int, estimate: YieldEstimate, z: float = DEFAUL
     return min(float(num_groups), num_groups * rate + z * spread)
 
 
-def groups_to_admit(
+def groups_to_admit(  # noqa: PLR0913 - the loop, as far as it matters
     *,
     train_batch_size: int,
     max_staleness: int,
@@ -106,6 +112,7 @@ def groups_to_admit(
     estimate: YieldEstimate,
     max_in_flight: int,
     num_ahead: int | None = None,
+    fills_on_average: bool = False,
 ) -> int:
     """Number of groups to start now, >= 0.
 
@@ -115,13 +122,17 @@ def groups_to_admit(
         num_in_flight: groups started and not yet ended.
         num_kept: kept groups waiting for a batch.
         num_in_training: groups leased to the trainer whose new policy is not yet announced.
-        estimate: the yield seen so far; ignored at S = 0.
+        estimate: the yield seen so far; ignored at S = 0 unless `fills_on_average`.
         max_in_flight: absolute bound from the room on the fleet: more would only age in a queue.
         num_ahead: A, how many kept groups beyond a batch are wanted; ``None``: as many as fit.
+        fills_on_average: at S = 0, start what is expected to be needed, not what surely is.
     """
     filled = num_in_training + num_kept
     room = (max_staleness + 1) * train_batch_size - filled
-    most = room if max_staleness == 0 else most_in_flight(room, estimate)
+    if max_staleness > 0:
+        most = most_in_flight(room, estimate)
+    else:
+        most = math.ceil(room / estimate.mean) if fills_on_average else room
     if num_ahead is not None:
         most = min(most, math.ceil((train_batch_size + num_ahead - filled) / estimate.mean))
     return max(0, min(most, max_in_flight) - num_in_flight)

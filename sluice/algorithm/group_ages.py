@@ -29,6 +29,7 @@ class GroupAges:
         self._on_stale: OnStale = on_stale
         self._kept = _ByVersion()
         self._running = _ByVersion()
+        self._claimed = _ByVersion()  # of those that run, whose place is certain
 
     def keep(self, prompt_id: str, oldest_version: int, sequence: int) -> None:
         """A group waits for a batch.
@@ -39,6 +40,7 @@ class GroupAges:
             sequence: its place among groups of that version; the lowest is taken first.
         """
         self._kept.put(prompt_id, oldest_version, sequence)
+        self._claimed.take(prompt_id)  # its task may not have ended; it takes one place, not two
 
     def remove(self, prompt_id: str) -> None:
         """A kept group waits no more; harmless if it does not."""
@@ -48,13 +50,24 @@ class GroupAges:
         """No kept group waits any more."""
         self._kept = _ByVersion()
 
+    def claims(self, prompt_id: str, version: int) -> None:
+        """A group's place in the batch for `version` is certain until it leaves (`withdrawals`),
+        whether or not it holds tokens yet."""
+        self._claimed.put(prompt_id, version)
+
     def runs(self, prompt_id: str, start_version: int) -> None:
         """A group's tokens are of `start_version` or later: it starts, or starts over."""
-        self._running.put(prompt_id, start_version)
+        has_claim = prompt_id in self._claimed.versions
+        (self._claimed if has_claim else self._running).put(prompt_id, start_version)
+
+    def pauses(self, prompt_id: str) -> None:
+        """A group holds no tokens any more; what it claims remains. Harmless if it held none."""
+        self._running.take(prompt_id)
 
     def left(self, prompt_id: str) -> None:
-        """A group runs no more, or holds no tokens any more; harmless if it did not."""
+        """A group runs no more; harmless if it did not."""
         self._running.take(prompt_id)
+        self._claimed.take(prompt_id)
 
     def decide(self, version: int, kept_bound: Callable[[int], float] = float) -> BatchDecision:
         """What to do now towards the batch for `version` (`staleness.may_form_batch`)."""
@@ -66,6 +79,7 @@ class GroupAges:
             batch_size=self._batch_size,
             on_stale=self._on_stale,
             kept_bound=kept_bound,
+            claimed=self._claimed.groups,
         )
 
     def doomed(self, next_version: int) -> tuple[str, ...]:
@@ -76,6 +90,7 @@ class GroupAges:
             next_version=next_version,
             max_staleness=self._max_staleness,
             batch_size=self._batch_size,
+            claimed=self._claimed.groups,
         )
 
     def drops(self, prompt_id: str, next_version: int) -> bool:
@@ -84,7 +99,8 @@ class GroupAges:
         Raises:
             KeyError: the group is not running.
         """
-        is_too_old = self._running.versions[prompt_id] < next_version - self._max_staleness
+        found = self._claimed if prompt_id in self._claimed.versions else self._running
+        is_too_old = found.versions[prompt_id] < next_version - self._max_staleness
         return self._on_stale == "drop" and is_too_old
 
 

@@ -13,15 +13,18 @@ need. Waits end, because no group starts under an old version.
 
 ``drop`` never waits: a group that comes too late is dropped.
 
-Admission at a low yield may, rarely, start more groups than turn out to have a place. They are
-found while they still run (`doomed_groups`), so that what is lost is the tokens so far and never a
-kept group: cancel them and start their prompts again under a newer policy.
+Admission may start more groups than turn out to have a place: rarely at a low yield, and every time
+where an on-policy batch is filled on average. They are found while they still run
+(`doomed_groups`), so that what is lost is the tokens so far and never a kept group: cancel them and
+start their prompts again under a newer policy. A running group that claims its place
+(`withdrawals`) counts as a kept one there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 OnStale = Literal["wait", "drop"]
@@ -32,6 +35,8 @@ KeptByVersion = Mapping[int, Mapping[str, int]]
 RunningByVersion = Mapping[int, Collection[str]]
 """Groups still being generated or graded: start version -> prompt ids. Their tokens are of that
 version or later."""
+
+_NONE: RunningByVersion = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ def may_form_batch(
     batch_size: int,
     on_stale: OnStale,
     kept_bound: Callable[[int], float] = float,
+    claimed: RunningByVersion = _NONE,
 ) -> BatchDecision:
     """Decide whether the batch for `version` is formed now, and of which groups.
 
@@ -82,18 +88,19 @@ def may_form_batch(
 
     Args:
         kept: the kept groups that wait.
-        running: all running groups.
+        running: all running groups, but for those in `claimed`.
         version: the version the batch will update.
         max_staleness: S >= 0.
         batch_size: B >= 1, groups in a batch.
         on_stale: ``wait`` or ``drop``, see the top of this file.
         kept_bound: upper bound on how many of a number of running groups will be kept. The
             default (all) loses nothing; `admission.kept_upper_bound` waits less at low yield.
+        claimed: running groups whose place is certain.
     """
     oldest_allowed = version - max_staleness
     dropped = _older_than(kept, oldest_allowed)
-    first_alive = _first_alive(kept, running, oldest_allowed, batch_size)
-    doomed = _older_than(running, first_alive)
+    first_alive = _first_alive(kept, running, claimed, oldest_allowed, batch_size)
+    doomed = _older_than(running, first_alive) + _older_than(claimed, oldest_allowed)
     eligible = sorted(v for v in kept if oldest_allowed <= v <= version)
     num_missing = max(0, batch_size - sum(len(kept[v]) for v in eligible))
     if num_missing:
@@ -102,6 +109,9 @@ def may_form_batch(
     waiting_for: tuple[int, ...] = ()
     if on_stale == "wait":
         alive = {v: len(ids) for v, ids in running.items() if v >= first_alive and ids}
+        for v, ids in claimed.items():
+            if v >= oldest_allowed and ids:
+                alive[v] = alive.get(v, 0) + len(ids)
         waiting_for = _last_chance(
             alive, filling[-1], oldest_allowed, batch_size=batch_size, kept_bound=kept_bound
         )
@@ -116,6 +126,7 @@ def doomed_groups(
     next_version: int,
     max_staleness: int,
     batch_size: int,
+    claimed: RunningByVersion = _NONE,
 ) -> tuple[str, ...]:
     """Running groups that would have no place in time if they were kept: their prompt ids.
 
@@ -127,25 +138,31 @@ def doomed_groups(
 
     Args:
         kept: the kept groups that wait.
-        running: all running groups.
+        running: all running groups, but for those in `claimed`.
         next_version: version of the next batch to be formed: the current one, or the one after it
             while the trainer holds a batch.
         max_staleness: S.
         batch_size: B.
+        claimed: running groups whose place is certain.
     """
-    first_alive = _first_alive(kept, running, next_version - max_staleness, batch_size)
-    return _older_than(running, first_alive)
+    oldest_allowed = next_version - max_staleness
+    first_alive = _first_alive(kept, running, claimed, oldest_allowed, batch_size)
+    return _older_than(running, first_alive) + _older_than(claimed, oldest_allowed)
 
 
 def _first_alive(
-    kept: KeptByVersion, running: RunningByVersion, oldest_allowed: int, batch_size: int
+    kept: KeptByVersion,
+    running: RunningByVersion,
+    claimed: RunningByVersion,
+    oldest_allowed: int,
+    batch_size: int,
 ) -> int:
     """Running groups of this version or later may have a place; older ones have none."""
     first_alive, filled = oldest_allowed, 0
-    if not kept:  # asked at every start: nothing fills a place
+    if not kept and not claimed:  # asked at every start: nothing fills a place
         return first_alive
-    for version in sorted(v for v in {*kept, *running} if v >= oldest_allowed):
-        filled += len(kept.get(version, ()))
+    for version in sorted(v for v in {*kept, *running, *claimed} if v >= oldest_allowed):
+        filled += len(kept.get(version, ())) + len(claimed.get(version, ()))
         if filled >= (version - oldest_allowed + 1) * batch_size:
             first_alive = version + 1
     return first_alive

@@ -9,6 +9,7 @@ from pathlib import Path
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.algorithm.yield_floor import YieldFloor
 from sluice.cli.run_location import CONFIG_NAME
+from sluice.config.derived import on_policy_fill
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
@@ -105,4 +106,5 @@ def _rules(config: RunConfig, seed: int) -> SamplingRules:
         seed=seed,
         paces=config.sluice.asynchrony.pace,
         ahead_share=config.sluice.asynchrony.ahead_share,
+        on_policy_fill=on_policy_fill(config),
     )

@@ -48,6 +48,7 @@ def simulate(  # noqa: PLR0913 - one parameter an option
     steps: options.Steps = None,
     max_staleness: options.MaxStaleness = None,
     ahead_share: options.AheadShare = None,
+    on_policy_fill: options.OnPolicyFill = None,
     on_stale: options.WhenStale = None,
     group_size: options.GroupSize = None,
     batch_size: options.BatchSize = None,
@@ -85,7 +86,7 @@ def simulate(  # noqa: PLR0913 - one parameter an option
         *(mixture, workload, replicas, slots, step_ms, sequence_ms),
         *(group_size, batch_size, gen_batch_size, trainer_s),
     )
-    choices = Choices(strategy, max_staleness, ahead_share, on_stale)
+    choices = Choices(strategy, max_staleness, ahead_share, on_policy_fill, on_stale)
     mode = _compare if compare_all else _sweep if sweep_grid else _one if run is None else _twin
     _simulate(mode, model, choices, (run, steps, seed), _Output(plot, as_json))
 
@@ -165,6 +166,7 @@ def _check_rules_are_the_runs(of_run: SimulationSettings, given: SimulationSetti
         ("--strategy", of_run.rules.strategy, given.rules.strategy),
         ("--max-staleness", of_run.rules.max_staleness, given.rules.max_staleness),
         ("--ahead-share", of_run.rules.ahead_share, given.rules.ahead_share),
+        ("--on-policy-fill", of_run.rules.on_policy_fill, given.rules.on_policy_fill),
         ("--on-stale", of_run.on_stale, given.on_stale),
     ):
         if value != other:
@@ -190,6 +192,8 @@ def _one(found: Subject, output: _Output) -> None:
 def _described(settings: SimulationSettings) -> str:
     rules, fleet = settings.rules, settings.fleet
     ahead = f", {rules.ahead_share:g} of it ahead" if rules.num_ahead is not None else ""
+    if rules.withdraws:
+        ahead = " with as many groups as are expected to fill a batch"
     return (
         f"{rules.train_batch_size} groups of {rules.samples_per_group}, "
         f"S = {rules.max_staleness}{ahead}, "

@@ -61,6 +61,13 @@ AheadShare = Annotated[
         min=0.01, max=1.0, help="Share of S batches that may be drawn ahead; none: 1, or the run's."
     ),
 ]
+OnPolicyFill = Annotated[
+    Literal["exact", "expected"] | None,
+    typer.Option(
+        help="At S = 0: groups that a batch surely needs, or is expected to. none: expected, "
+        "or the run's."
+    ),
+]
 WhenStale = Annotated[
     Literal["wait", "drop"] | None, typer.Option(help="none: wait, or the run's.")
 ]

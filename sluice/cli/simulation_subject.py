@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
+from sluice.algorithm.sampling.rules import OnPolicyFill, SamplingRules, StrategyName
 from sluice.algorithm.staleness import OnStale
 from sluice.cli.fitted_simulation import FittedSimulation, fitted_simulation
 from sluice.cli.simulation_options import Model
@@ -50,6 +50,7 @@ class Choices:
     strategy: StrategyName | None = None
     max_staleness: int | None = None
     ahead_share: float | None = None
+    on_policy_fill: OnPolicyFill | None = None
     on_stale: OnStale | None = None
 
 
@@ -84,6 +85,7 @@ def of_model(model: Model, steps: int | None, seed: int) -> SimulationSettings:
         gen_batch_size=batch_size,
         probe_samples=min(4, group_size - 1),
         seed=seed,
+        on_policy_fill="expected",
     )
     settings = SimulationSettings(
         rules,
@@ -120,6 +122,8 @@ def with_choices(settings: SimulationSettings, choices: Choices) -> SimulationSe
         rules = replace(rules, max_staleness=choices.max_staleness)
     if choices.ahead_share is not None:
         rules = replace(rules, ahead_share=choices.ahead_share)
+    if choices.on_policy_fill is not None:
+        rules = replace(rules, on_policy_fill=choices.on_policy_fill)
     settings = replace(settings, rules=rules, on_stale=choices.on_stale or settings.on_stale)
     return of_strategy(settings, choices.strategy or rules.strategy)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from sluice.algorithm.rollout_correction.plan import BYPASS_LOSS_MODE
+from sluice.algorithm.sampling.rules import OnPolicyFill
 from sluice.config.actor_rollout_ref import ActorConfig, OptimConfig
 from sluice.config.data import DataConfig
 from sluice.config.run import RunConfig
@@ -71,6 +72,18 @@ def batch_invariant(config: RunConfig) -> bool:
     """
     chosen = config.sluice.rollout.batch_invariant
     return is_synchronous(config) if chosen is None else chosen
+
+
+def on_policy_fill(config: RunConfig) -> OnPolicyFill:
+    """Which groups start in synchronous mode: by default only what a run can repeat.
+
+    Engines other than ``torch`` repeat their samples only if they are told to.
+    """
+    if (chosen := config.sluice.sampling.on_policy_fill) is not None:
+        return chosen
+    is_told_to = bool(config.sluice.rollout.batch_invariant)
+    is_torch = config.actor_rollout_ref.rollout.name == "torch"
+    return "exact" if is_told_to or (is_torch and batch_invariant(config)) else "expected"
 
 
 def is_bypassed(config: RunConfig) -> bool:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from sluice.algorithm.group_completeness import LEAST_SAMPLES
-from sluice.algorithm.sampling.rules import StrategyName
+from sluice.algorithm.sampling.rules import OnPolicyFill, StrategyName
+from sluice.config.derived import on_policy_fill
 from sluice.config.run import RunConfig
 from sluice.config.verl_run import ROLLOUT
 
 _KEY = "sluice.sampling"
+_ON_POLICY: Mapping[OnPolicyFill, str] = {
+    "exact": (
+        f"with sluice.asynchrony.max_staleness = 0 and {_KEY}.on_policy_fill = exact nothing is "
+        "drawn in vain and runs repeat, but a batch waits for its longest answers several times "
+        f"over; {_KEY}.on_policy_fill=expected fills it about twice as fast, and so does a "
+        "max_staleness of 1"
+    ),
+    "expected": (
+        f"with sluice.asynchrony.max_staleness = 0 and {_KEY}.on_policy_fill = expected as many "
+        "groups run as are expected to fill a batch; those it is full without are drawn anew by "
+        "the next policy"
+    ),
+}
 
 
 def strategy_problems(config: RunConfig) -> list[str]:
@@ -21,12 +35,8 @@ def strategy_remark(config: RunConfig) -> str | None:
     """What the strategy means for the run, without a full stop; ``None``: nothing unexpected."""
     sampling, n = config.sluice.sampling, config.actor_rollout_ref.rollout.n
     name, parts = StrategyName(sampling.strategy), []
-    if name is StrategyName.STREAM and _draws_one_by_one(config):
-        parts = [
-            "with sluice.asynchrony.max_staleness = 0 nothing is drawn in vain, but a batch waits "
-            "for its longest answers several times over; where answers differ much in length a "
-            "max_staleness of 1 fills batches faster, and so does rounds, which throws groups away"
-        ]
+    if name is StrategyName.STREAM and _is_filtered_on_policy(config):
+        parts = [_ON_POLICY[on_policy_fill(config)]]
     if name is StrategyName.ROUNDS:
         wave = config.data.gen_batch_size or config.data.train_batch_size
         most = config.algorithm.filter_groups.max_num_gen_batches
@@ -47,8 +57,8 @@ def strategy_remark(config: RunConfig) -> str | None:
     return f"{_KEY}.strategy = {name}: {'; '.join(parts)}" if parts else None
 
 
-def _draws_one_by_one(config: RunConfig) -> bool:
-    """Whether each filtered group's successor starts only when it has ended."""
+def _is_filtered_on_policy(config: RunConfig) -> bool:
+    """Whether it matters how on-policy batches are filled."""
     return config.algorithm.filter_groups.enable and not config.sluice.asynchrony.max_staleness
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from sluice.algorithm.room import groups_with_room
 from sluice.algorithm.sampling.prompt_memory import PromptHistory, remembered
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
+from sluice.algorithm.withdrawals import Withdrawals
 from sluice.algorithm.yield_floor import LastGroups, YieldFloor
 from sluice.errors import BatchUnfillableError
 from sluice.simulate.batching import Batching
@@ -69,7 +70,8 @@ class SimulatedLoop:
         )
         self._histories: dict[str, PromptHistory] = {}
         self._in_flight: dict[int, SimulatedGroup] = {}
-        self._sure: set[int] = set()  # of those, whose samples differ already
+        self._sure: set[int] = set()  # of those, which have a place as if they were kept
+        self._withdrawals = Withdrawals(rules.train_batch_size)
         self._train_times = np.random.default_rng([settings.seed, 3])
         self._version = 0
         self._asked_s: float | None = 0.0
@@ -162,6 +164,9 @@ class SimulatedLoop:
         samples = self._samples(prompt, position, attempt)
         group = SimulatedGroup(position, prompt, issued_version, visit, samples, attempt)
         group.issued_s = self._events.now
+        if self._withdrawals.starts(group.name):
+            self._sure.add(position)
+            self._batching.claims(group, self._version)
         self._strategy.started(visit)
         self._recorder.issued(group)
         self._in_flight[position] = group
@@ -234,7 +239,11 @@ class SimulatedLoop:
         self._batching.left(group)
 
     def _judged(self, group: SimulatedGroup) -> None:
+        if self._has_no_place(group):
+            self._break_off(group)
+            return
         self._left(group)
+        self._withdrawals.ended(group.name)
         is_kept = group.end is None
         self._strategy.ended(
             group.visit,
@@ -258,20 +267,30 @@ class SimulatedLoop:
         if lacks_groups and floor.is_hopeless(last):
             raise floor.error(last, " (all of them simulated)", _REMEDY)
 
+    def _has_no_place(self, group: SimulatedGroup) -> bool:
+        """Whether another group, kept at the same instant, has taken the last place."""
+        return self._rules.withdraws and group in self._batching.doomed(self._version)
+
     def _cancel_doomed(self, doomed: list[SimulatedGroup]) -> None:
-        next_version = self._batching.next_version(self._version)
         for group in doomed:
-            is_dropped = self._batching.drops(group, next_version)
-            group.is_cancelled = True
-            self._left(group)
-            tokens = group.finished_tokens + self._fleet.cancel(group)
-            self._recorder.broken_off(tokens, restarts=not is_dropped)
-            if not is_dropped:
-                self._strategy.restarted(group.drawn_as)
-                self._feed.put(group)
-            self._has_changed = True
+            self._break_off(group)
         if doomed:
             self._fleet.serve()
+
+    def _break_off(self, group: SimulatedGroup) -> None:
+        is_dropped = self._batching.drops(group, self._batching.next_version(self._version))
+        group.is_cancelled = self._has_changed = True
+        self._left(group)
+        tokens = group.finished_tokens + self._fleet.cancel(group)
+        if self._rules.withdraws and not is_dropped:
+            self._recorder.withdrawn(tokens)
+            self._withdrawals.withdrawn(group.name)
+        else:
+            self._recorder.broken_off(tokens, restarts=not is_dropped)
+        if is_dropped:
+            return
+        self._strategy.restarted(group.drawn_as)
+        self._feed.put(group)
 
     # ------------------------------------------------------------------------------ the trainer
 

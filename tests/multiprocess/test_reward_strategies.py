@@ -286,3 +286,27 @@ async def test_waiting_for_slow_groups_discards_no_token(configure: Callable[...
     assert tokens["trained"] == 80 * SAMPLES * fleet[0].num_tokens
     assert max(batch.statistics["train/staleness_max"] for batch in batches) <= 1
     assert sum(batch.statistics["train/groups_restarted"] for batch in batches) == 0
+
+
+async def test_batches_on_policy_filled_on_average_lose_tokens_of_running_groups_and_nothing_else(
+    configure: Callable[..., Path],
+) -> None:
+    async def uneven(replica: ScriptedReplica, call: Call, index: int) -> None:
+        slow = int(call.content.split()[0].removeprefix("answer=")) % 7 == 0
+        await asyncio.sleep(0.1 if slow else 0.005 * random.random())
+
+    fleet = [ScriptedReplica(f"r{i}", before_sample=uneven) for i in range(2)]
+    config = configure(cycling(400), sluice__sampling__on_policy_fill="expected")
+    async with scripted_replicas(*fleet), reward_process(config) as service:
+        batches = await train(service, fleet, 12)
+        status = await service.status()
+    tokens = check_tokens(status.statistics)
+    assert tokens["withdrawn"] > 0
+    assert tokens["stale"] == tokens["surplus"] == tokens["failed"] == 0
+    assert tokens["trained"] == 96 * SAMPLES * fleet[0].num_tokens
+    assert sum(batch.statistics["train/groups_restarted"] for batch in batches) > 0
+    assert max(batch.statistics["train/staleness_max"] for batch in batches) == 0
+    trained = [place for batch in batches for place in positions(batch)]
+    assert len(set(trained)) == len(trained) == 96
+    claimed = [place for place in trained if place % 7 == 0]
+    assert claimed  # what is slow is trained as well

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 
 class StrategyName(StrEnum):
@@ -33,6 +34,9 @@ class StrategyName(StrEnum):
         return self in (StrategyName.MEMORY, StrategyName.STAGED_MEMORY)
 
 
+OnPolicyFill = Literal["exact", "expected"]
+"""What starts at S = 0: groups that a batch surely needs, or is expected to need."""
+
 _ROUNDING = 1e-9  # 0.28 of 100 are 28 groups
 
 
@@ -57,6 +61,8 @@ class SamplingRules:
         paces: start long prompts early in a version's time (`pacing`), where S >= 1.
         ahead_share: of the ``S * B`` groups that may be kept beyond a batch, those that are wanted;
             above 0 and at most 1.
+        on_policy_fill: ``expected``: at S = 0, as many groups run as are expected to fill a batch,
+            which withdraws those it is full without; ``exact``: never one that might be too many.
     """
 
     strategy: StrategyName
@@ -71,6 +77,7 @@ class SamplingRules:
     seed: int = 0
     paces: bool = True
     ahead_share: float = 1.0
+    on_policy_fill: OnPolicyFill = "exact"
 
     @property
     def num_ahead(self) -> int | None:
@@ -79,3 +86,9 @@ class SamplingRules:
             return None
         wanted = self.ahead_share * self.max_staleness * self.train_batch_size
         return math.ceil(wanted - _ROUNDING)
+
+    @property
+    def withdraws(self) -> bool:
+        """Whether a full batch withdraws what still runs, to be drawn anew."""
+        carries_over = self.strategy is not StrategyName.ROUNDS
+        return carries_over and self.max_staleness == 0 and self.on_policy_fill == "expected"

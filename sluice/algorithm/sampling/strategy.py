@@ -28,7 +28,8 @@ class LoopLoad(NamedTuple):
 
     `num_in_flight` started and did not end, `num_kept` wait for a batch, `num_in_training` are
     leased and their new policy is not announced yet; `room` is how many more the fleet could take.
-    `num_sure` of those in flight will be kept unless they fail: their samples differ already.
+    `num_sure` of those in flight have a place as if they were kept: their samples differ already,
+    or they were withdrawn before (`withdrawals`).
     """
 
     num_in_flight: int
@@ -102,12 +103,12 @@ class SamplingStrategy:
             train_batch_size=self._rules.train_batch_size,
             max_staleness=self._rules.max_staleness,
             num_ahead=self._num_ahead,
-            # What is sure to be kept takes a place as if it were.
             num_in_flight=num_unsure,
             num_kept=num_kept + num_sure,
             num_in_training=num_in_training,
             estimate=self.estimate,
             max_in_flight=num_unsure + room,
+            fills_on_average=self._rules.withdraws,
         )
 
     def visit(self, key: str, sequence: int, history: PromptHistory | None, version: int) -> Visit:

@@ -63,6 +63,11 @@ ENTRIES: tuple[Entry, ...] = (
         f"{_KEY}.sampling.coverage_guard",
         advice="true; false is cheaper and trains fewer hard prompts",
     ),
+    honoured(
+        f"{_KEY}.sampling.on_policy_fill",
+        effect="expected fills a batch about twice as fast and draws some tokens in vain",
+        advice="expected, unless a run has to repeat bit for bit",
+    ),
     *_endpoint("rollout"),
     honoured(f"{_KEY}.rollout.replicas", effect="Rollouts per second grow with it"),
     honoured(f"{_KEY}.rollout.torch_threads"),

@@ -29,7 +29,7 @@ def estimate_after(kept: int, filtered: int) -> YieldEstimate:
     return estimate
 
 
-def admit(**changes: int | YieldEstimate) -> int:
+def admit(**changes: int | bool | YieldEstimate) -> int:
     arguments: dict[str, object] = {
         "train_batch_size": 64,
         "max_staleness": 0,
@@ -54,6 +54,23 @@ def test_on_policy_admission_stops_while_the_trainer_holds_a_batch() -> None:
 
 def test_on_policy_admission_ignores_the_yield() -> None:
     assert admit(estimate=estimate_after(10, 190)) == 64
+
+
+def test_a_batch_filled_on_average_has_as_many_groups_running_as_are_expected_to_fill_it() -> None:
+    half = YieldEstimate(prior_yield=0.5)
+    assert admit(estimate=half, fills_on_average=True) == 128
+    assert admit(estimate=half, fills_on_average=True, num_kept=20, num_in_flight=80) == 8
+    assert admit(estimate=half, fills_on_average=True, num_kept=63) == 2
+    assert admit(estimate=half, fills_on_average=True, max_in_flight=100) == 100
+    assert admit(estimate=half, fills_on_average=True, num_kept=64) == 0
+    assert admit(estimate=half, fills_on_average=True, num_in_training=64) == 0
+    assert admit(fills_on_average=True) == 64  # nothing seen yet
+
+
+def test_what_runs_ahead_is_bounded_with_care_however_batches_on_policy_are_filled() -> None:
+    seen = estimate_after(50, 50)
+    careful = admit(estimate=seen, max_staleness=1)
+    assert admit(estimate=seen, max_staleness=1, fills_on_average=True) == careful < 256
 
 
 def test_an_unseen_yield_is_taken_as_one() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -25,6 +25,7 @@ class PlainAges:
     on_stale: OnStale
     kept: dict[str, tuple[int, int]] = field(default_factory=dict)  # oldest version, sequence
     running: dict[str, int] = field(default_factory=dict)  # start version
+    claimed: dict[str, int] = field(default_factory=dict)  # likewise; they have a place for certain
 
     def places(self, version: int, next_version: int) -> int:
         """For groups of `version` or older, in the batches from `next_version` on."""
@@ -33,7 +34,8 @@ class PlainAges:
 
     def has_place(self, start_version: int, next_version: int) -> bool:
         oldest_allowed = next_version - self.max_staleness
-        usable = [v for v, _ in self.kept.values() if v >= oldest_allowed]
+        placed = [*(v for v, _ in self.kept.values()), *self.claimed.values()]
+        usable = [v for v in placed if v >= oldest_allowed]
         younger = {start_version, *usable, *self.running.values()}
         return start_version >= oldest_allowed and all(
             sum(v <= version for v in usable) < self.places(version, next_version)
@@ -42,7 +44,11 @@ class PlainAges:
         )
 
     def doomed(self, next_version: int) -> set[str]:
-        return {name for name, v in self.running.items() if not self.has_place(v, next_version)}
+        oldest_allowed = next_version - self.max_staleness
+        too_old = {name for name, v in self.claimed.items() if v < oldest_allowed}
+        return too_old | {
+            name for name, v in self.running.items() if not self.has_place(v, next_version)
+        }
 
     def decide(self, version: int, kept_bound: Callable[[int], float]) -> BatchDecision:
         oldest_allowed = version - self.max_staleness
@@ -53,7 +59,8 @@ class PlainAges:
         num_missing = self.batch_size - len(chosen)
         waiting: list[int] = []
         if not num_missing and self.on_stale == "wait":
-            alive = [v for name, v in self.running.items() if name not in doomed]
+            under_way = {**self.running, **self.claimed}
+            alive = [v for name, v in under_way.items() if name not in doomed]
             waiting = [v for v in alive if v == oldest_allowed]
             for limit in range(oldest_allowed + 1, chosen[-1][0]):
                 older = [v for v in alive if v <= limit]
@@ -76,7 +83,7 @@ class Both:
     version: int = 0
     num_issued: int = 0
 
-    def _any(self, groups: dict[str, object]) -> str | None:
+    def _any(self, groups: Mapping[str, object]) -> str | None:
         return self.rng.choice(list(groups)) if groups else None
 
     def start(self) -> None:
@@ -84,29 +91,45 @@ class Both:
         self.num_issued += 1
         self._runs(name)
 
+    def claim(self) -> None:
+        name = f"p{self.num_issued}"
+        self.num_issued += 1
+        self.plain.claimed[name] = self.version
+        self.counted.claims(name, self.version)
+
     def start_over(self) -> None:
-        name = self._any({**self.plain.running})
+        name = self._any(self._under_way())
         if name is not None:
             self._runs(name)
+
+    def pause(self) -> None:
+        name = self._any(self._under_way())
+        if name is not None:
+            self.counted.pauses(name)
+            self.plain.running.pop(name, None)
+
+    def _under_way(self) -> dict[str, int]:
+        return {**self.plain.running, **self.plain.claimed}
 
     def _runs(self, name: str) -> None:
         version = self.version + self.rng.choice((-2, -1, 0, 0, 0, 1))
         self.counted.runs(name, version)
-        self.plain.running[name] = version
+        ages = self.plain.claimed if name in self.plain.claimed else self.plain.running
+        ages[name] = version
 
     def end(self) -> None:
-        name = self._any({**self.plain.running})
+        name = self._any(self._under_way())
         if name is None:
             self.counted.left("of nobody")
             return
-        version = self.plain.running[name]
+        version = self._under_way()[name]
         if self.rng.random() < 0.7:
             oldest = version + self.rng.choice((0, 0, 1))
             self.counted.keep(name, oldest, int(name[1:]))
             self.plain.kept[name] = (oldest, int(name[1:]))
+            self.plain.claimed.pop(name, None)  # it takes one place, not two
         if self.rng.random() < 0.9:  # else its task has not ended yet
-            self.counted.left(name)
-            del self.plain.running[name]
+            self._leave(name)
 
     def give_up_kept(self) -> None:
         name = self._any({**self.plain.kept})
@@ -129,15 +152,19 @@ class Both:
 
     def cancel(self) -> None:
         for name in self.counted.doomed(self.version):
-            self.counted.left(name)
-            del self.plain.running[name]
+            self._leave(name)
+
+    def _leave(self, name: str) -> None:
+        self.counted.left(name)
+        self.plain.running.pop(name, None)
+        self.plain.claimed.pop(name, None)
 
     def check(self) -> tuple[str, ...]:
         """Both decide alike; returns the kept groups that would leave."""
         bound: Callable[[int], float] = self.rng.choice([float, lambda number: 0.4 * number])
         found, plain = self.counted.decide(self.version, bound), self.plain
         expected = plain.decide(self.version, bound)
-        order = [plain.running[name] for name in found.doomed]
+        order = [plain.running[name] for name in found.doomed if name in plain.running]
         assert order == sorted(order)
         assert expected == BatchDecision(
             found.chosen,
@@ -148,7 +175,7 @@ class Both:
         )
         for next_version in (self.version, self.version + 1):
             assert set(self.counted.doomed(next_version)) == plain.doomed(next_version)
-        for name, version in plain.running.items():
+        for name, version in self._under_way().items():
             is_too_old = self.version - version > plain.max_staleness
             drops = plain.on_stale == "drop" and is_too_old
             assert self.counted.drops(name, self.version) == drops
@@ -171,9 +198,9 @@ def test_any_sequence_of_events_is_decided_as_by_the_rules_read_group_by_group(
         random.Random(seed),
     )
     events = [both.start, both.start_over, both.end, both.give_up_kept, both.take_over]
-    events += [both.publish, both.form, both.cancel]
+    events += [both.publish, both.form, both.cancel, both.claim, both.pause]
     for _ in range(80):
-        both.rng.choices(events, weights=[10, 2, 8, 1, 1, 2, 4, 1])[0]()
+        both.rng.choices(events, weights=[10, 2, 8, 1, 1, 2, 4, 1, 3, 1])[0]()
         both.check()
 
 

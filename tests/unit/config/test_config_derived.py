@@ -53,6 +53,28 @@ def test_batch_invariance_defaults_to_the_synchronous_mode(
     assert derived.batch_invariant(config) is expected
 
 
+@pytest.mark.parametrize(
+    ("engine", "batch_invariant", "chosen", "expected"),
+    [
+        ("torch", "null", "null", "exact"),
+        ("torch", "false", "null", "expected"),
+        ("vllm", "null", "null", "expected"),
+        ("vllm", "true", "null", "exact"),
+        ("torch", "null", "expected", "expected"),
+        ("vllm", "null", "exact", "exact"),
+    ],
+)
+def test_batches_on_policy_are_filled_exactly_where_the_engine_repeats_its_samples(
+    engine: str, batch_invariant: str, chosen: str, expected: str
+) -> None:
+    config = config_with(
+        f"{ROLLOUT}.name={engine}",
+        f"sluice.rollout.batch_invariant={batch_invariant}",
+        f"sluice.sampling.on_policy_fill={chosen}",
+    )
+    assert derived.on_policy_fill(config) == expected
+
+
 def test_the_length_of_the_run_counts_full_batches_over_all_epochs() -> None:
     config = config_with("trainer.total_epochs=3")
     assert derived.total_training_steps(config, dataset_rows=100) == 4

@@ -62,7 +62,9 @@ def said(*overrides: str) -> str:
 def test_what_a_strategy_means_for_the_run_is_told_before_it_starts() -> None:
     assert "sampling" not in said("sluice.asynchrony.max_staleness=1")
     assert "sampling" not in said(f"{FILTER}.enable=false")
-    assert "longest answers several times over" in said()
+    fill = "sluice.sampling.on_policy_fill"
+    assert "longest answers several times over" in said(f"{fill}=exact")
+    assert "are drawn anew by the next policy" in said(f"{fill}=expected")
     waves = said("sluice.sampling.strategy=rounds", "data.gen_batch_size=192")
     assert "waves of 192 prompts, any number for a batch" in waves
     both = said("sluice.sampling.strategy=staged_memory", "sluice.run_dir=runs/x")

@@ -7,7 +7,11 @@ import pytest
 from services.reward.batcher import Batcher, BatchRules
 from services.reward.in_flight import InFlightItem, InFlightTable
 from services.reward.stale_groups import StaleGroups
+from services.reward.statistics import Discard
+from sluice.algorithm.group_ages import GroupAges
+from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.algorithm.sampling.visit import Visit
+from sluice.algorithm.withdrawals import CLAIM_AFTER
 from tests.support.client_prompt import client_prompt
 
 
@@ -17,7 +21,9 @@ class Running:
     def __init__(self) -> None:
         self.batcher = Batcher(BatchRules(1, 1, "wait"))
         self.table = InFlightTable(self.batcher.ages)
-        self.stale = StaleGroups(self.batcher, self.table)
+        self.stale = StaleGroups(
+            self.batcher, self.table, SamplingRules(StrategyName.STREAM, 1, 1, 4)
+        )
         self.batcher.ages.keep("kept", 5, 0)
 
     def start(self, name: str, version: int | None) -> InFlightItem:
@@ -60,5 +66,38 @@ def test_a_group_that_was_just_kept_is_not_cancelled_for_the_want_of_a_place() -
     running = Running()
     items = {name: running.start(name, 3) for name in ("just kept", "other")}
     running.stale.check(5, but_for="just kept")
-    assert running.stale.left(items["other"])
-    assert not running.stale.left(items["just kept"])
+    assert running.stale.left(items["other"], is_cancelled=True)
+    assert not running.stale.left(items["just kept"], is_cancelled=True)
+
+
+def test_a_claimed_place_counts_before_the_group_holds_tokens_and_after_its_probes() -> None:
+    ages = GroupAges(2, 0, "wait")
+    table = InFlightTable(ages)
+    item = table.add(client_prompt(prompt_id="claimed"), Visit("claimed", 1, None, 2), 2, claims=5)
+    other = table.add(client_prompt(prompt_id="other"), Visit("other", 2, None, 2), 2)
+    other.start_version = 5
+    ages.keep("kept", 5, 0)
+    assert ages.doomed(5) == ("other",)  # both places are taken
+    item.start_version = 5
+    item.start_version = None  # its replica is gone
+    assert ages.doomed(5) == ("other",)
+    table.go_on(item, is_sure=False)
+    assert table.num_sure == 1
+    table.remove(item)
+    assert (table.num_sure, ages.doomed(5)) == (0, ())
+
+
+def test_a_group_that_ended_before_its_cancellation_reached_it_was_not_withdrawn() -> None:
+    batcher = Batcher(BatchRules(1, 0, "wait"))
+    table = InFlightTable(batcher.ages)
+    rules = SamplingRules(StrategyName.STREAM, 1, 0, 4, on_policy_fill="expected")
+    stale = StaleGroups(batcher, table, rules)
+    for is_cancelled in (False, True):
+        for _ in range(CLAIM_AFTER):
+            item = table.add(client_prompt(prompt_id="p"), Visit("p", 1, None, 4), 4)
+            item.start_version = 0
+            stale.cancel(["p"], 0)
+            table.remove(item)
+            found = stale.left(item, is_cancelled=is_cancelled)
+            assert found is (Discard.WITHDRAWN if is_cancelled else None)
+        assert stale.claims("p") is is_cancelled

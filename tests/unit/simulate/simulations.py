@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
+from sluice.algorithm.sampling.rules import OnPolicyFill, SamplingRules, StrategyName
 from sluice.simulate.group import SimulatedGroup
 from sluice.simulate.recorder import Recorder, TokenCause
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
@@ -53,6 +53,7 @@ def small(
     max_staleness: int = 1,
     group_size: int = 4,
     num_steps: int = 12,
+    on_policy_fill: OnPolicyFill = "exact",
     **others: object,
 ) -> SimulationSettings:
     bound = 0 if strategy is StrategyName.ROUNDS else max_staleness
@@ -63,6 +64,7 @@ def small(
         group_size,
         batch_size,
         probe_samples=min(2, group_size - 1),
+        on_policy_fill=on_policy_fill,
     )
     settings = {"fleet": FLEET, "trainer": TRAINER, "num_steps": num_steps} | others
     return SimulationSettings(rules, **settings)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.algorithm.sampling.rules import StrategyName
+from sluice.algorithm.sampling.rules import OnPolicyFill, StrategyName
 from sluice.algorithm.yield_floor import YieldFloor
 from sluice.errors import BatchUnfillableError, ConfigError
 from sluice.simulate.recorder import Recorder
@@ -45,6 +45,7 @@ SETTINGS = st.builds(
     group_size=st.integers(2, 6),
     num_steps=st.integers(4, 10),
     on_stale=st.sampled_from(["wait", "drop"]),
+    on_policy_fill=st.sampled_from(["exact", "expected"]),
     fleet=FLEETS,
     trainer=TRAINERS,
 )
@@ -117,6 +118,40 @@ def test_at_staleness_0_the_trained_prompts_do_not_depend_on_the_fleet(
         simulate(small(strategy, max_staleness=0, fleet=fleet), SmallWorkload(), recorder)
         trained.append({p for p, issue in recorder.issues.items() if issue.is_trained})
     assert trained[0] == trained[1]
+
+
+def test_a_batch_filled_on_average_is_full_sooner_than_an_exact_one_and_than_verls_waves() -> None:
+    def mean_fill(strategy: StrategyName, on_policy_fill: OnPolicyFill = "exact") -> float:
+        chosen = small(
+            strategy,
+            max_staleness=0,
+            batch_size=16,
+            num_steps=60,
+            trainer=IDEAL_TRAINER,
+            on_policy_fill=on_policy_fill,
+        )
+        return simulate(chosen, SmallWorkload()).step_s
+
+    expected = mean_fill(StrategyName.STREAM, "expected")
+    assert expected < 0.8 * mean_fill(StrategyName.STREAM)
+    assert expected < 0.8 * mean_fill(StrategyName.ROUNDS)
+
+
+def test_of_two_groups_kept_at_the_same_instant_the_one_without_a_place_is_withdrawn() -> None:
+    chosen = small(max_staleness=0, batch_size=4, num_steps=60, on_policy_fill="expected")
+    assert simulate(chosen, SmallWorkload(1)).num_kept_discarded == 0
+
+
+def test_prompts_whose_answers_are_long_are_withdrawn_and_trained_all_the_same() -> None:
+    recorder = Recorder()
+    chosen = small(max_staleness=0, batch_size=16, num_steps=90, on_policy_fill="expected")
+    result = simulate(chosen, SmallWorkload(), recorder)
+    assert recorder.num_restarted > 90
+    assert result.accounts["withdrawn"] > 0.0 == result.accounts["stale"]
+    early = [issue for issue in recorder.issues.values() if issue.version < 70]
+    trained = [sum(i.is_trained for i in early if i.is_long is long) for long in (True, False)]
+    mixed = [sum(i.is_mixed for i in early if i.is_long is long) for long in (True, False)]
+    assert trained == mixed  # whatever was mixed has been trained, be it long
 
 
 @settings(max_examples=20, deadline=None)
