@@ -304,11 +304,11 @@ def _sample_keeper(
 def _batch_gauges(strategy: SamplingStrategy) -> dict[str, float]:
     """The strategy's gauges for a batch's row; in synchronous mode those that repeat with the run.
 
-    The measured yield weighs groups in the order they ended, which is a matter of timing; at
-    staleness 0 nothing is decided by it.
+    The measured yield weighs groups in the order they ended, which is a matter of timing; where
+    batches on policy are filled exactly, nothing is decided by it.
     """
-    gauges = strategy.statistics()
-    if strategy.rules.max_staleness == 0:
+    gauges, rules = strategy.statistics(), strategy.rules
+    if rules.max_staleness == 0 and not rules.withdraws:
         gauges.pop("sampling/yield")
     return gauges
 

@@ -108,7 +108,7 @@ class InFlightTable:
         if claims is not None:
             item.has_claim = item.is_sure = True
             self.num_sure += 1
-            self._ages.claims(prompt.prompt_id, claims)
+            self._ages.claim(prompt.prompt_id, claims)
         return item
 
     def asked(self, item: InFlightItem) -> None:

@@ -236,8 +236,11 @@ class Pipeline:
 
     def _start(self, tasks: asyncio.TaskGroup, prompt: Prompt, visit: Visit) -> None:
         self._parts.strategy.started(visit)
-        claims = self.policy_version if self._stale_groups.claims(prompt.prompt_id) else None
+        has_claim = self._stale_groups.grants_claim(prompt.prompt_id)
+        claims = self.policy_version if has_claim else None
         item = self._in_flight.add(prompt, visit, self._num_sequences(visit), claims=claims)
+        if has_claim:  # it takes a place that others may be running for
+            self._stale_groups.check(self.policy_version)
         self._parts.ledger.move(prompt.prompt_id, PromptState.GENERATING)
         is_staged = visit.first_samples < self._settings.samples_per_group
         self._parts.log.started(
@@ -337,6 +340,7 @@ class Pipeline:
         async with deadline(TAKE_OVER_TIMEOUT_S, peer="rollout fleet", phase="cancelling"):
             if running:
                 await asyncio.wait(running)
+        self._stale_groups.forget()
         self._parts.strategy.batch_formed()  # waves of the batch under way count no more
 
     async def _trained_in_vain(self, version: int) -> tuple[Prompt, ...]:

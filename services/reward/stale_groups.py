@@ -36,9 +36,14 @@ class StaleGroups:
         self._withdrawals = Withdrawals(rules.train_batch_size) if rules.withdraws else None
         self._restarting: set[str] = set()
 
-    def claims(self, prompt_id: str) -> bool:
-        """Whether a group that starts has a place for certain."""
-        return self._withdrawals is not None and self._withdrawals.starts(prompt_id)
+    def grants_claim(self, prompt_id: str) -> bool:
+        """A group starts; whether it has a place for certain from here on."""
+        return self._withdrawals is not None and self._withdrawals.grants_claim(prompt_id)
+
+    def forget(self) -> None:
+        """Another trainer begins: whatever was withdrawn was so from another run's batches."""
+        if self._withdrawals is not None:
+            self._withdrawals.forget()
 
     def check(self, announced: int | None, *, but_for: str | None = None) -> None:
         """Cancel the groups without a place.
@@ -60,7 +65,8 @@ class StaleGroups:
         if not self._carries_over:
             return
         for prompt_id in doomed:
-            if self._batcher.ages.drops(prompt_id, next_version):
+            # Where batches withdraw, a group that starts late is withdrawn, too, and never dropped.
+            if self._withdrawals is None and self._batcher.ages.drops(prompt_id, next_version):
                 self._in_flight.cancel(prompt_id, Fate.STALE)
             else:
                 self._restarting.add(prompt_id)

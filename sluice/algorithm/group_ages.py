@@ -16,7 +16,7 @@ class GroupAges:
     """Kept and running groups of one run, by prompt id.
 
     The two are told apart only by who tells: a group may be both, between being kept and the end
-    of its task.
+    of its task. Of those that run, some claim a place, from before they hold tokens until they end.
 
     Args:
         batch_size: B >= 1, groups in a batch.
@@ -50,7 +50,7 @@ class GroupAges:
         """No kept group waits any more."""
         self._kept = _ByVersion()
 
-    def claims(self, prompt_id: str, version: int) -> None:
+    def claim(self, prompt_id: str, version: int) -> None:
         """A group's place in the batch for `version` is certain until it leaves (`withdrawals`),
         whether or not it holds tokens yet."""
         self._claimed.put(prompt_id, version)

@@ -20,7 +20,7 @@ CLAIMED_SHARE = 1 / 8
 
 
 class Withdrawals:
-    """Withdrawn groups of one run, by prompt id, until they end.
+    """Withdrawn groups of one run, by prompt id, until a group of the prompt ends.
 
     Args:
         batch_size: B, groups in a train batch.
@@ -31,7 +31,7 @@ class Withdrawals:
         self._times: dict[str, int] = {}
         self._claims: set[str] = set()
 
-    def starts(self, prompt_id: str) -> bool:
+    def grants_claim(self, prompt_id: str) -> bool:
         """A group starts, perhaps once more; whether it holds a claim from here on."""
         is_due = self._times.get(prompt_id, 0) >= CLAIM_AFTER
         if is_due and len(self._claims) < self._most_claims:
@@ -47,3 +47,8 @@ class Withdrawals:
         """A group was kept, filtered or failed; harmless if it was never withdrawn."""
         self._times.pop(prompt_id, None)
         self._claims.discard(prompt_id)
+
+    def forget(self) -> None:
+        """Nothing was withdrawn."""
+        self._times.clear()
+        self._claims.clear()

@@ -68,22 +68,26 @@ def is_synchronous(config: RunConfig) -> bool:
 def batch_invariant(config: RunConfig) -> bool:
     """Whether a sample's tokens must not depend on what else runs.
 
-    By default in synchronous mode only, where a run repeats bit for bit.
+    By default in synchronous mode only, where a run repeats bit for bit, unless its batches need
+    not.
     """
-    chosen = config.sluice.rollout.batch_invariant
-    return is_synchronous(config) if chosen is None else chosen
+    if (chosen := config.sluice.rollout.batch_invariant) is not None:
+        return chosen
+    return is_synchronous(config) and config.sluice.sampling.on_policy_fill != "expected"
 
 
 def on_policy_fill(config: RunConfig) -> OnPolicyFill:
-    """Which groups start in synchronous mode: by default only what a run can repeat.
-
-    Engines other than ``torch`` repeat their samples only if they are told to.
-    """
+    """Which groups start in synchronous mode: by default only what a run can repeat."""
     if (chosen := config.sluice.sampling.on_policy_fill) is not None:
         return chosen
-    is_told_to = bool(config.sluice.rollout.batch_invariant)
+    return "exact" if samples_repeat(config) else "expected"
+
+
+def samples_repeat(config: RunConfig) -> bool:
+    """Whether the engine draws the same tokens whatever else runs: others than ``torch`` only if
+    they are told to."""
     is_torch = config.actor_rollout_ref.rollout.name == "torch"
-    return "exact" if is_told_to or (is_torch and batch_invariant(config)) else "expected"
+    return batch_invariant(config) if is_torch else bool(config.sluice.rollout.batch_invariant)
 
 
 def is_bypassed(config: RunConfig) -> bool:

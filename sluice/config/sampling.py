@@ -54,10 +54,11 @@ class SamplingConfig(Section, frozen=True):
         Literal["exact", "expected"] | None,
         Meta(
             description=(
-                "Where max_staleness is 0: expected: as many groups run as are expected to fill a "
-                "batch, and those it is full without are drawn anew by the next policy; exact: "
-                "never a group that might be one too many, so that runs repeat; none: exact with "
-                "an engine whose samples repeat (sluice.rollout.batch_invariant), else expected."
+                "Where max_staleness is 0, but for rounds: expected: as many groups run as are "
+                "expected to fill a batch, and those it is full without are drawn anew by the next "
+                "policy; exact: never a group that might be one too many, so that a run can "
+                "repeat; none: exact with an engine whose samples repeat "
+                "(sluice.rollout.batch_invariant), else expected."
             )
         ),
     ] = None

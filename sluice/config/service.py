@@ -109,7 +109,7 @@ class RolloutServiceConfig(Section, frozen=True):
         Meta(
             description=(
                 "Same tokens whatever else runs (fixed shapes, slower); none: on when "
-                "max_staleness is 0."
+                "max_staleness is 0, unless sluice.sampling.on_policy_fill is expected."
             )
         ),
     ] = None

@@ -14,9 +14,9 @@ _KEY = "sluice.sampling"
 _ON_POLICY: Mapping[OnPolicyFill, str] = {
     "exact": (
         f"with sluice.asynchrony.max_staleness = 0 and {_KEY}.on_policy_fill = exact nothing is "
-        "drawn in vain and runs repeat, but a batch waits for its longest answers several times "
-        f"over; {_KEY}.on_policy_fill=expected fills it about twice as fast, and so does a "
-        "max_staleness of 1"
+        "drawn in vain, but a batch waits for its longest answers several times over; where "
+        f"answers differ much in length {_KEY}.on_policy_fill=expected fills it about twice as "
+        "fast, and so does a max_staleness of 1"
     ),
     "expected": (
         f"with sluice.asynchrony.max_staleness = 0 and {_KEY}.on_policy_fill = expected as many "

@@ -42,10 +42,10 @@ class Batching:
         """Groups leased under a version whose successor is not announced yet."""
         return len(self._unpublished) * self._batch_size
 
-    def claims(self, group: SimulatedGroup, version: int) -> None:
+    def claim(self, group: SimulatedGroup, version: int) -> None:
         """A group is issued whose place in the batch for `version` is certain."""
         self._started[group.name] = group
-        self._ages.claims(group.name, version)
+        self._ages.claim(group.name, version)
 
     def started(self, group: SimulatedGroup) -> None:
         """A replica draws tokens for a group from now on."""

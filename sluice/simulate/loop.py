@@ -164,9 +164,9 @@ class SimulatedLoop:
         samples = self._samples(prompt, position, attempt)
         group = SimulatedGroup(position, prompt, issued_version, visit, samples, attempt)
         group.issued_s = self._events.now
-        if self._withdrawals.starts(group.name):
+        if self._withdrawals.grants_claim(group.name):
             self._sure.add(position)
-            self._batching.claims(group, self._version)
+            self._batching.claim(group, self._version)
         self._strategy.started(visit)
         self._recorder.issued(group)
         self._in_flight[position] = group
@@ -278,11 +278,12 @@ class SimulatedLoop:
             self._fleet.serve()
 
     def _break_off(self, group: SimulatedGroup) -> None:
-        is_dropped = self._batching.drops(group, self._batching.next_version(self._version))
+        withdraws, next_version = self._rules.withdraws, self._batching.next_version(self._version)
+        is_dropped = not withdraws and self._batching.drops(group, next_version)
         group.is_cancelled = self._has_changed = True
         self._left(group)
         tokens = group.finished_tokens + self._fleet.cancel(group)
-        if self._rules.withdraws and not is_dropped:
+        if withdraws:
             self._recorder.withdrawn(tokens)
             self._withdrawals.withdrawn(group.name)
         else:

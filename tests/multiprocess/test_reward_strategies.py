@@ -308,5 +308,4 @@ async def test_batches_on_policy_filled_on_average_lose_tokens_of_running_groups
     assert max(batch.statistics["train/staleness_max"] for batch in batches) == 0
     trained = [place for batch in batches for place in positions(batch)]
     assert len(set(trained)) == len(trained) == 96
-    claimed = [place for place in trained if place % 7 == 0]
-    assert claimed  # what is slow is trained as well
+    assert any(place % 7 == 0 for place in trained)  # what is slow is trained as well

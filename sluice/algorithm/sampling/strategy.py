@@ -2,7 +2,8 @@
 
 State without a clock or I/O; the reward service and the simulator drive the same object. What ended
 groups teach is taken in when a version is announced, in the order of issue: so decisions do not
-depend on which of two groups ended first, and a synchronous run repeats.
+depend on which of two groups ended first, and a synchronous run whose batches are filled exactly
+repeats.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     honoured(
         f"{_KEY}.sampling.on_policy_fill",
-        effect="expected fills a batch about twice as fast and draws some tokens in vain",
+        effect="expected fills a batch about twice as fast (simulated), and draws some tokens in "
+        "vain",
         advice="expected, unless a run has to repeat bit for bit",
     ),
     *_endpoint("rollout"),

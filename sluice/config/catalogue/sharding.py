@@ -190,7 +190,7 @@ def _passes(prefix: str) -> tuple[Entry, ...]:
             bool,
             False,
             "Only repeatable kernels.",
-            "a synchronous run repeats (sluice.asynchrony.max_staleness=0)",
+            "a synchronous run of the torch engine repeats (sluice.asynchrony.max_staleness=0)",
             silent=(False,),
         ),
         inapplicable(

@@ -65,7 +65,9 @@ GROUPS_KEPT = counter(
     f"{_P}groups_kept_total", "groups", "Groups that passed the filter, since the start."
 )
 GROUPS_RESTARTED = counter(
-    f"{_P}groups_restarted_total", "groups", "Groups generated once more from the start."
+    f"{_P}groups_restarted_total",
+    "groups",
+    "Groups generated once more from the start; on policy, every batch may withdraw some.",
 )
 GROUPS_SURPLUS = counter(
     f"{_P}groups_surplus_total",

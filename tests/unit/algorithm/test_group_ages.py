@@ -95,7 +95,7 @@ class Both:
         name = f"p{self.num_issued}"
         self.num_issued += 1
         self.plain.claimed[name] = self.version
-        self.counted.claims(name, self.version)
+        self.counted.claim(name, self.version)
 
     def start_over(self) -> None:
         name = self._any(self._under_way())

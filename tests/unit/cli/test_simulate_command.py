@@ -123,6 +123,7 @@ def test_a_run_is_set_beside_its_simulation(recorded_run: Path) -> None:
         ("--strategy", "memory"),
         ("--max-staleness", "3"),
         ("--ahead-share", "1.0"),
+        ("--on-policy-fill", "exact"),
         ("--on-stale", "drop"),
     ],
 )

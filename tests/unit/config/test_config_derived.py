@@ -61,6 +61,7 @@ def test_batch_invariance_defaults_to_the_synchronous_mode(
         ("vllm", "null", "null", "expected"),
         ("vllm", "true", "null", "exact"),
         ("torch", "null", "expected", "expected"),
+        ("torch", "true", "expected", "expected"),
         ("vllm", "null", "exact", "exact"),
     ],
 )
@@ -73,6 +74,13 @@ def test_batches_on_policy_are_filled_exactly_where_the_engine_repeats_its_sampl
         f"sluice.sampling.on_policy_fill={chosen}",
     )
     assert derived.on_policy_fill(config) == expected
+
+
+def test_an_engine_need_not_repeat_its_samples_for_batches_that_do_not() -> None:
+    told = "sluice.sampling.on_policy_fill=expected"
+    assert derived.batch_invariant(config_with())
+    assert not derived.batch_invariant(config_with(told))
+    assert derived.batch_invariant(config_with(told, "sluice.rollout.batch_invariant=true"))
 
 
 def test_the_length_of_the_run_counts_full_batches_over_all_epochs() -> None:

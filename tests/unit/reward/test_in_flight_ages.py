@@ -100,4 +100,4 @@ def test_a_group_that_ended_before_its_cancellation_reached_it_was_not_withdrawn
             table.remove(item)
             found = stale.left(item, is_cancelled=is_cancelled)
             assert found is (Discard.WITHDRAWN if is_cancelled else None)
-        assert stale.claims("p") is is_cancelled
+        assert stale.grants_claim("p") is is_cancelled

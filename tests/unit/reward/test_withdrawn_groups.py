@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
 import pytest
 
 from services.reward.assembly import RewardLoop
-from services.reward.dispatcher import GroupRequest
+from services.reward.dispatcher import GenerateEvent, GroupRequest
+from services.reward.ledger import PromptState
 from sluice.algorithm.admission import YieldEstimate
-from sluice.algorithm.withdrawals import CLAIM_AFTER
+from sluice.algorithm.withdrawals import CLAIM_AFTER, Withdrawals
 from sluice.config.run import RunConfig
-from sluice.types import TrainBatch
+from sluice.types import ReplicaInfo, Rollout, TrainBatch
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
 
 MIXED, WRONG = "answer=1 right=1", "answer=1 right=0"
@@ -22,12 +25,15 @@ TWO_THIRDS = YieldEstimate(prior_yield=0.67, prior_weight=1e6)
 """Of three groups that run for a batch of two, one is withdrawn."""
 
 
-def config(**sampling: Any) -> RunConfig:
+def config(*, asynchrony: Any = None, **sampling: Any) -> RunConfig:
     tree = {
         "data": {"train_batch_size": 2},
         "actor_rollout_ref": {"rollout": {"n": 2}},
         "algorithm": {"filter_groups": {"enable": True}},
-        "sluice": {"sampling": {"on_policy_fill": "expected", **sampling}},
+        "sluice": {
+            "sampling": {"on_policy_fill": "expected", **sampling},
+            "asynchrony": asynchrony or {},
+        },
     }
     return msgspec.convert(tree, RunConfig)
 
@@ -43,6 +49,28 @@ class SlowPrompt:
             await self.gate.wait()
         for _ in range(20):
             await asyncio.sleep(0)
+
+
+class LateClient(ScriptedClient):
+    """One prompt's calls send nothing until they are let go."""
+
+    def __init__(self, late: str, **others: Any) -> None:
+        super().__init__(**others)
+        self._late, self.late, self.begun = late, asyncio.Event(), list[str]()
+
+    async def generate(
+        self,
+        replica: ReplicaInfo,
+        request: GroupRequest,
+        sample_indexes: Sequence[int],
+        partials: Sequence[Rollout] = (),
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        self.begun.append(request.prompt.prompt_id)
+        if request.prompt.prompt_id == self._late:
+            await self.late.wait()
+        async with aclosing(super().generate(replica, request, sample_indexes, partials)) as events:
+            async for event in events:
+                yield event
 
 
 async def publish(loop: RewardLoop, client: ScriptedClient, version: int) -> None:
@@ -116,6 +144,54 @@ async def test_a_claim_that_comes_to_nothing_gives_its_place_to_another() -> Non
         slow.gate.set()
         assert len(ids(await train(loop, client, CLAIM_AFTER + 1))) == 2
         assert loop.ledger.accounts().by_end["filtered_all_wrong"] == 1
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "drop"])
+async def test_a_group_that_begins_when_its_batch_has_gone_is_drawn_anew_and_not_dropped(
+    on_stale: str,
+) -> None:
+    client = LateClient("p2")
+    async with running_loop(config(asynchrony={"on_stale": on_stale}), client) as loop:
+        loop.strategy.estimate = TWO_THIRDS
+        submit(loop, [MIXED] * 4)
+        await publish(loop, client, 0)
+        batch = await loop.pipeline.batches.take(1, 0, 5)
+        client.late.set()  # its first token would be of a version whose batch is at the trainer
+        await settled(lambda: loop.ledger.state("p2") is PromptState.WAITING)
+        loop.pipeline.batches.acknowledge(batch.batch_id, 1)
+        await publish(loop, client, 1)
+        assert ids(batch) | ids(await train(loop, client, 2)) == {"p0", "p1", "p2", "p3"}
+        assert loop.ledger.accounts().by_end["dropped_stale"] == 0
+
+
+async def test_a_claim_in_the_middle_of_a_batch_withdraws_who_runs_for_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the group that claims holds a token: what is kept meanwhile would be one too many."""
+    monkeypatch.setattr(Withdrawals, "grants_claim", lambda _self, prompt_id: prompt_id == "p3")
+    gates = {name: asyncio.Event() for name in ("p0", "p1", "p2")}
+
+    async def held(_name: str, request: GroupRequest, _index: int) -> None:
+        if (gate := gates.get(request.prompt.prompt_id)) is not None:
+            await gate.wait()
+
+    client = LateClient("p3", before_sample=held)
+    async with running_loop(config(), client) as loop:
+        loop.strategy.estimate = TWO_THIRDS
+        submit(loop, [WRONG, *[MIXED] * 5])
+        await publish(loop, client, 0)
+        gates["p1"].set()
+        await settled(lambda: loop.batcher.num_kept == 1)
+        gates["p0"].set()  # filtered, and p3 starts
+        await settled(lambda: "p3" in client.begun)
+        gates["p2"].set()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert loop.batcher.num_kept == 1
+        client.late.set()
+        batch = await train(loop, client, 1)
+        assert ids(batch) == {"p1", "p3"}
+        assert batch.statistics["train/surplus_discarded"] == 0
 
 
 async def test_an_exact_batch_draws_nothing_in_vain_and_waits() -> None:
