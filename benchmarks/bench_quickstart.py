@@ -42,8 +42,7 @@ ON_POLICY = [
     "algorithm.rollout_correction.rollout_is=null",
 ]
 MEASURED_AFTERWARDS = [
-    # Off the clock, as TRL's first evaluation is: the engines of both have drawn samples by then.
-    "trainer.val_before_train=true",
+    "trainer.val_before_train=false",
     "trainer.test_freq=1000",
     f"trainer.save_freq={MEASURE_EVERY}",
     "trainer.max_actor_ckpt_to_keep=null",
