@@ -67,7 +67,7 @@ GROUPS_KEPT = counter(
 GROUPS_RESTARTED = counter(
     f"{_P}groups_restarted_total",
     "groups",
-    "Groups generated once more from the start; on policy, every batch may withdraw some.",
+    "Groups generated once more from the start: withdrawn, too old or taken over.",
 )
 GROUPS_SURPLUS = counter(
     f"{_P}groups_surplus_total",
