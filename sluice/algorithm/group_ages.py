@@ -97,10 +97,9 @@ class GroupAges:
         """Whether a doomed group is dropped for its age; if not, it begins again.
 
         Raises:
-            KeyError: the group is not running.
+            KeyError: the group is not running, or claims its place (such a one begins again).
         """
-        found = self._claimed if prompt_id in self._claimed.versions else self._running
-        is_too_old = found.versions[prompt_id] < next_version - self._max_staleness
+        is_too_old = self._running.versions[prompt_id] < next_version - self._max_staleness
         return self._on_stale == "drop" and is_too_old
 
 

@@ -15,7 +15,7 @@ from services.reward.scorers.math_dapo import compute_score
 from services.reward.submissions import Submission, SubmissionSession
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.config.run import RunConfig
-from sluice.types import ChatMessage, Failed, ReplicaInfo, Rollout, Scored
+from sluice.types import ChatMessage, Failed, ReplicaInfo, Rollout, Scored, TrainBatch
 from tests.support.scripted_rollout import PROMPT_TOKENS, answer_text, rollout_of
 
 
@@ -110,3 +110,23 @@ async def settled(condition: Callable[[], bool], timeout_s: float = 5.0) -> None
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0)
+
+
+async def publish(loop: RewardLoop, client: ScriptedClient, version: int) -> None:
+    """Replica "a" serves a version, which is announced."""
+    client.versions["a"] = version
+    await loop.pipeline.announce("trainer", version, [replica("a", version)], None)
+
+
+async def train(loop: RewardLoop, client: ScriptedClient, step: int) -> TrainBatch:
+    """Take a batch, acknowledge it and publish what it made."""
+    batch = await loop.pipeline.batches.take(step, step - 1, 5)
+    loop.pipeline.batches.acknowledge(batch.batch_id, step)
+    await publish(loop, client, step)
+    return batch
+
+
+async def turns(count: int) -> None:
+    """Let every task that can run do so."""
+    for _ in range(count):
+        await asyncio.sleep(0)

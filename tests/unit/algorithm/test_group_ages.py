@@ -175,7 +175,7 @@ class Both:
         )
         for next_version in (self.version, self.version + 1):
             assert set(self.counted.doomed(next_version)) == plain.doomed(next_version)
-        for name, version in self._under_way().items():
+        for name, version in plain.running.items():
             is_too_old = self.version - version > plain.max_staleness
             drops = plain.on_stale == "drop" and is_too_old
             assert self.counted.drops(name, self.version) == drops

@@ -18,7 +18,16 @@ from sluice.algorithm.admission import YieldEstimate
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError
 from sluice.types import ReplicaInfo, Rollout, TrainBatch
-from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
+from tests.support.reward_loop import (
+    ScriptedClient,
+    publish,
+    replica,
+    running_loop,
+    settled,
+    submit,
+    train,
+    turns,
+)
 
 MIXED = "answer=1 right=1"
 WRONG = "answer=1 right=0"
@@ -51,24 +60,6 @@ class Gates:
         for (prompt_id, _), gate in self._gates.items():
             if prompt_id in prompt_ids:
                 gate.set()
-
-
-async def publish(loop: RewardLoop, client: ScriptedClient, version: int) -> None:
-    client.versions["a"] = version
-    await loop.pipeline.announce("trainer", version, [replica("a", version)], None)
-
-
-async def train(loop: RewardLoop, client: ScriptedClient, step: int) -> TrainBatch:
-    batch = await loop.pipeline.batches.take(step, step - 1, 5)
-    loop.pipeline.batches.acknowledge(batch.batch_id, step)
-    await publish(loop, client, step)
-    return batch
-
-
-async def turns(count: int) -> None:
-    """Let every task that can run do so."""
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 def ids(batch: TrainBatch) -> list[str]:

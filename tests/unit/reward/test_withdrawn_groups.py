@@ -10,14 +10,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.assembly import RewardLoop
 from services.reward.dispatcher import GenerateEvent, GroupRequest
 from services.reward.ledger import PromptState
 from sluice.algorithm.admission import YieldEstimate
 from sluice.algorithm.withdrawals import CLAIM_AFTER, Withdrawals
 from sluice.config.run import RunConfig
 from sluice.types import ReplicaInfo, Rollout, TrainBatch
-from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
+from tests.support.reward_loop import (
+    ScriptedClient,
+    publish,
+    running_loop,
+    settled,
+    submit,
+    train,
+    turns,
+)
 
 MIXED, WRONG = "answer=1 right=1", "answer=1 right=0"
 SLOW = "p0"
@@ -47,8 +54,7 @@ class SlowPrompt:
     async def __call__(self, _name: str, request: GroupRequest, index: int) -> None:
         if request.prompt.prompt_id == SLOW and index == 1:
             await self.gate.wait()
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await turns(20)
 
 
 class LateClient(ScriptedClient):
@@ -71,18 +77,6 @@ class LateClient(ScriptedClient):
         async with aclosing(super().generate(replica, request, sample_indexes, partials)) as events:
             async for event in events:
                 yield event
-
-
-async def publish(loop: RewardLoop, client: ScriptedClient, version: int) -> None:
-    client.versions["a"] = version
-    await loop.pipeline.announce("trainer", version, [replica("a", version)], None)
-
-
-async def train(loop: RewardLoop, client: ScriptedClient, step: int) -> TrainBatch:
-    batch = await loop.pipeline.batches.take(step, step - 1, 5)
-    loop.pipeline.batches.acknowledge(batch.batch_id, step)
-    await publish(loop, client, step)
-    return batch
 
 
 def ids(batch: TrainBatch) -> set[str]:
@@ -123,8 +117,7 @@ async def test_a_prompt_that_was_withdrawn_too_often_is_waited_for() -> None:
         for step in range(1, CLAIM_AFTER + 1):
             assert SLOW not in ids(await train(loop, client, step))
         await settled(lambda: loop.batcher.num_kept == 1)
-        for _ in range(100):
-            await asyncio.sleep(0)
+        await turns(100)
         assert loop.batcher.num_kept == 1  # the other place is claimed
         slow.gate.set()
         assert SLOW in ids(await train(loop, client, CLAIM_AFTER + 1))
@@ -185,8 +178,7 @@ async def test_a_claim_in_the_middle_of_a_batch_withdraws_who_runs_for_its_place
         gates["p0"].set()  # filtered, and p3 starts
         await settled(lambda: "p3" in client.begun)
         gates["p2"].set()
-        for _ in range(100):
-            await asyncio.sleep(0)
+        await turns(100)
         assert loop.batcher.num_kept == 1
         client.late.set()
         batch = await train(loop, client, 1)
