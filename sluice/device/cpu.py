@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from sluice.device.collective import BACKENDS
+from sluice.device.host_memory import keep_freed_memory
 from sluice.device.protocol import MemoryInfo
 
 _MEMINFO = Path("/proc/meminfo")
@@ -26,7 +27,8 @@ class CpuDevice:
         return torch.device("cpu")
 
     def set_device(self) -> None:
-        """There is one CPU device; every thread is on it."""
+        """There is one CPU device; every thread is on it. Memory of freed tensors is kept."""
+        keep_freed_memory()
 
     def synchronize(self) -> None:
         """CPU kernels are finished when they return."""
@@ -37,7 +39,7 @@ class CpuDevice:
         return MemoryInfo(free_bytes=_available_bytes(default=total), total_bytes=total)
 
     def empty_cache(self) -> None:
-        """Memory goes back to the allocator of the C library by itself."""
+        """Nothing is given back: the next tensors would take as many pages, one fault at a time."""
 
     def supports_bfloat16(self) -> bool:
         """Always, if slowly on old processors."""

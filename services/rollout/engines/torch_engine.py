@@ -35,6 +35,7 @@ from services.rollout.engines.torch_settings import TorchEngineSettings, torch_s
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.concurrency.waits import waiting_for
 from sluice.config.run import RunConfig
+from sluice.device.protocol import Device
 from sluice.device.select import select_device, transfer_device
 from sluice.errors import EngineError, InvalidRequestError, NotReadyError
 from sluice.types import TensorSpec, TransferGroupSpec
@@ -124,19 +125,18 @@ class TorchEngine:
     async def start(self) -> None:
         """Builds the model without weights. Raises ConfigError for a path that holds no model."""
         device = select_device(self._settings.device)
-        thread = EngineThread(
-            lambda: self._build(device.torch_device), self._receive, self._fail_streams
-        )
+        thread = EngineThread(lambda: self._build(device), self._receive, self._fail_streams)
         self._loop = await thread.start()
         self._thread = thread
         wire = transfer_device(self._settings.device, self._settings.weights_backend)
         self._inbox = WeightInbox(wire, self._model().layout, self._loop.weights.places)
 
-    def _build(self, device: torch.device) -> GenerationLoop:
-        """Runs in the engine's thread, where the number of torch threads has to be set."""
+    def _build(self, device: Device) -> GenerationLoop:
+        """Runs in the engine's thread, where device and number of torch threads have to be set."""
         settings = self._settings
+        device.set_device()
         torch.set_num_threads(settings.torch_threads)
-        language_model = build_causal_lm(settings, device)
+        language_model = build_causal_lm(settings, device.torch_device)
         decoder = choose_decoder(language_model.model, settings.slots, settings.max_model_len)
         shapes = None
         if settings.batch_invariant:

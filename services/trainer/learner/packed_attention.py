@@ -6,7 +6,7 @@ gathered into the blocks of a `PackedLayout`, attended, and brought back into pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -62,19 +62,15 @@ def packed_attention(
         del kwargs["sliding_window"]  # reaches over every sequence, hides nothing
     _refuse(module, attention_mask, kwargs)
     heads, kv_heads = query.shape[1], key.shape[1]
-    packed_query = _by_token(query.to(value.dtype))
-    packed_key = _by_token(key.to(value.dtype))
-    packed_value = _by_token(value)
+    blocks = packed_layout.blocks
+    query_index = [block.query_index for block in blocks]
+    key_index = [block.key_index for block in blocks]
+    queries = _gather(query.to(value.dtype), query_index, heads)
+    keys = _gather(key.to(value.dtype), key_index, kv_heads)
+    values = _gather(value, key_index, kv_heads)
     outputs = []
-    for block in packed_layout.blocks:
-        attended = _attend(
-            _gather(packed_query, block.query_index, heads),
-            _gather(packed_key, block.key_index, kv_heads),
-            _gather(packed_value, block.key_index, kv_heads),
-            block,
-            scaling,
-            dropout,
-        )
+    for block, q, k, v in zip(blocks, queries, keys, values, strict=True):
+        attended = _attend(q, k, v, block, scaling, dropout)
         outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     packed = joined.index_select(0, packed_layout.output_index)
@@ -106,16 +102,18 @@ def _refuse(
             )
 
 
-def _by_token(states: Tensor) -> Tensor:
-    """[1, heads, T, dim] as [T, heads * dim]; no copy where a projection made it."""
-    return states[0].transpose(0, 1).flatten(1)
+def _gather(states: Tensor, indexes: Sequence[Tensor], heads: int) -> list[Tensor]:
+    """[1, heads, T, dim] by blocks of indexes [B, L], each as [B, heads, L, dim].
 
-
-def _gather(packed: Tensor, index: Tensor, heads: int) -> Tensor:
-    """Rows of [T, heads * dim] as [B, heads, L, dim]."""
-    batch, length = index.shape
-    rows = packed.index_select(0, index.flatten())
-    return rows.view(batch, length, heads, -1).transpose(1, 2)
+    All blocks are gathered by one call, and their gradients brought back by one.
+    """
+    packed = states[0].transpose(0, 1).flatten(1)  # no copy where a projection made it
+    rows = packed.index_select(0, torch.cat([index.flatten() for index in indexes]))
+    parts = rows.split([index.numel() for index in indexes])
+    return [
+        part.view(*index.shape, heads, -1).transpose(1, 2)
+        for part, index in zip(parts, indexes, strict=True)
+    ]
 
 
 def _attend(
