@@ -2,10 +2,9 @@
 
 Consumes: lists of responses. Waits for: an idle process. Unblocked by: a process that answers, is
 killed for taking too long, or dies. Produces: one outcome per response, a number or a typed
-failure. On failure of a process: it is replaced; requests that it was asked together are asked one
-by one, and of one that it was asked alone the item it worked on is failed and the others are scored
-again. One that uses CPU while it is idle is replaced as well. On shutdown: all processes are killed
-and reaped.
+failure. On failure of a process: the item it worked on is failed, it is replaced, and the other
+items are scored again; one that uses CPU while it is idle is replaced as well. On shutdown: all
+processes are killed and reaped.
 """
 
 from __future__ import annotations
@@ -17,19 +16,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import islice
 from pathlib import Path
 
 import msgspec
 
 from services.reward.scorer_idleness import IdleCpu, watch_idle
-from services.reward.scorer_line import (
-    SHARED_SECONDS,
-    Answers,
-    ScorerLine,
-    ScoringPace,
-    Waiting,
-)
 from services.reward.scorer_mark import family_of
 from services.reward.scorer_messages import (
     ScoreItem,
@@ -67,11 +58,13 @@ class _Seat:
 
     Attributes:
         worker: the process.
+        is_idle: whether the next request may have it.
         num_uses: requests that got it so far.
         last_source: data source of the last item of the last request.
     """
 
     worker: ScorerWorker | None = None
+    is_idle: bool = False
     num_uses: int = 0
     last_source: str = ""
 
@@ -110,8 +103,7 @@ class ScorerPool:
             reward_model,
         )
         self._seats = [_Seat() for _ in range(pool.num_workers)]
-        self._line = ScorerLine[_Seat]()
-        self._pace = ScoringPace()
+        self._idle: asyncio.LifoQueue[_Seat] = asyncio.LifoQueue()
         self._busy_seconds = 0.0
         self.num_replaced = 0
         """Processes ended for what they did, since the start."""
@@ -139,7 +131,7 @@ class ScorerPool:
                 await end_left_behind(self._family)
         for seat in self._seats:
             seat.worker = await self._new_worker()
-            self._line.put(seat)
+            self._put_back(seat)
 
     async def watch(self) -> None:
         """Until cancelled: end idle processes that use CPU; the next request starts another."""
@@ -189,54 +181,20 @@ class ScorerPool:
                 break
         return tuple(outcomes[i] for i in range(len(items)))
 
-    async def _ask(self, items: Sequence[ScoreItem]) -> Answers:
-        """Answers of a process, asked for these items alone or for others that wait as well.
-
-        After a fault all of them ask again, alone: nobody's item is blamed on another.
-        """
-        is_alone = False
-        while True:
-            with waiting_for("scorer pool", "freeing a process"):
-                turn = await self._line.turn(items, is_alone=is_alone)
-            if isinstance(turn, tuple):
-                return turn
-            if turn is not None:
-                room = self._pace.num_items(SHARED_SECONDS) - len(items)
-                companions = () if is_alone else self._line.companions(room)
-                try:
-                    return await self._asked_for_all(turn, items, companions)
-                except ScorerFault:
-                    self._pace.forget()
-                    if not companions:
-                        raise
-            is_alone = True
-
-    async def _asked_for_all(
-        self, seat: _Seat, items: Sequence[ScoreItem], companions: Sequence[Waiting[_Seat]]
-    ) -> Answers:
-        """The answers for `items`; the companions get theirs, or are told to ask again."""
-        together = [*items, *(item for each in companions for item in each.items)]
-        try:
-            async with self._worker(seat, together[-1].data_source) as worker:
-                started_at = time.monotonic()
-                try:
-                    with waiting_for("scorer process", "grading"):
-                        answers = await worker.score(together)
-                finally:
-                    seconds = time.monotonic() - started_at
-                    self._busy_seconds += seconds
-            self._pace.note(len(together), seconds)
-            rest = iter(answers[len(items) :])
-            for each in companions:
-                each.settle(tuple(islice(rest, len(each.items))))
-        finally:
-            for each in companions:
-                each.settle(None)
-        return answers[: len(items)]
+    async def _ask(self, items: Sequence[ScoreItem]) -> tuple[ScorerAnswer, ...]:
+        async with self._worker(items[-1].data_source) as worker:
+            started_at = time.monotonic()
+            try:
+                with waiting_for("scorer process", "grading"):
+                    return await worker.score(items)
+            finally:
+                self._busy_seconds += time.monotonic() - started_at
 
     @asynccontextmanager
-    async def _worker(self, seat: _Seat, last_source: str) -> AsyncIterator[ScorerWorker]:
-        seat.last_source = last_source
+    async def _worker(self, last_source: str) -> AsyncIterator[ScorerWorker]:
+        with waiting_for("scorer pool", "freeing a process"):
+            seat = await self._idle.get()
+        seat.is_idle, seat.last_source = False, last_source
         seat.num_uses += 1
         try:
             if seat.worker is None:
@@ -247,32 +205,43 @@ class ScorerPool:
             await self._discard(seat)
             raise
         finally:
-            self._line.put(seat)
+            self._put_back(seat)
 
     async def _new_worker(self) -> ScorerWorker:
         return await start_worker(self._setup, family=self._family)
+
+    def _put_back(self, seat: _Seat) -> None:
+        seat.is_idle = True
+        self._idle.put_nowait(seat)
+
+    def _take_out(self, seat: _Seat) -> None:
+        """No request gets this idle seat until it is put back; the others keep their order."""
+        idle = [self._idle.get_nowait() for _ in range(self._idle.qsize())]
+        for each in reversed(idle):
+            if each is not seat:
+                self._idle.put_nowait(each)
+        seat.is_idle = False
 
     def _idle_uses(self) -> dict[str, int]:
         """Requests so far of each process that has none now, by its mark."""
         return {
             seat.worker.mark: seat.num_uses
             for seat in self._seats
-            if seat.worker is not None and self._line.is_idle(seat)
+            if seat.worker is not None and seat.is_idle
         }
 
     def _idle_seat(self, mark: str, num_uses: int) -> _Seat | None:
         """Where that process idles; ``None``: it has been asked, or replaced, since that number."""
         for seat in self._seats:
             if seat.worker is not None and seat.worker.mark == mark:
-                is_same = self._line.is_idle(seat) and seat.num_uses == num_uses
-                return seat if is_same else None
+                return seat if seat.is_idle and seat.num_uses == num_uses else None
         return None
 
     async def _end_idle(self, mark: str, num_uses: int, used: IdleCpu) -> None:
         seat = self._idle_seat(mark, num_uses)
         if seat is None or seat.worker is None:
             return
-        self._line.take_out(seat)
+        self._take_out(seat)
         self.num_replaced += 1
         self.num_ended_idle += 1
         logger.warning(
@@ -286,7 +255,7 @@ class ScorerPool:
             # Not before: a wait that a shutdown cuts short leaves the process to `stop`.
             seat.worker = None
         finally:
-            self._line.put(seat)
+            self._put_back(seat)
 
     async def _discard(self, seat: _Seat) -> None:
         worker, seat.worker = seat.worker, None

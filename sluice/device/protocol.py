@@ -20,8 +20,8 @@ class MemoryInfo:
 class Device(Protocol):
     """One device of one kind. Constructing it checks that the hardware can be used.
 
-    Everything thread-local (`set_device`) concerns the calling thread only: a thread that starts
-    collectives or kernels calls it first.
+    What `set_device` makes current is so for the calling thread only: a thread that starts
+    collectives or kernels calls it first. What the CPU sets beside it holds for the process.
     """
 
     @property
@@ -57,7 +57,7 @@ class Device(Protocol):
         ...
 
     def empty_cache(self) -> None:
-        """Give memory that torch keeps but nobody uses back to the driver."""
+        """Give memory that torch keeps but nobody uses back to the driver; none of the host's."""
         ...
 
     def supports_bfloat16(self) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.scorer_messages import ScoreItem, ScorerAnswer
+from services.reward.scorer_messages import ScoreItem
 from services.reward.scorer_pool import ScorerPool, running_scorer_pool
 from services.reward.scorer_worker import ScorerWorker
 from sluice.config.reward import CustomRewardFunctionConfig, ScorerPoolConfig
@@ -72,83 +72,6 @@ async def test_the_other_samples_of_a_group_are_scored_when_one_hangs_and_one_di
         ]
         assert pool.num_replaced == 2
         assert kinds(await pool.score(items("dddd"))) == [4.0]
-
-
-async def test_groups_that_wait_are_scored_together_where_scoring_is_quick(
-    custom: CustomRewardFunctionConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = note_sizes(monkeypatch)
-    async with running_scorer_pool(LIMITS, custom) as pool:
-        await pool.score(items("a"))
-        groups = [["a" * (1 + number % 9)] * 4 for number in range(12)]
-        scored = await at_once(pool, groups)
-    assert [kinds(outcomes) for outcomes in scored] == [
-        [float(len(response)) for response in group] for group in groups
-    ]
-    assert sum(sizes) == 1 + 12 * 4
-    assert len(sizes) < 12
-
-
-async def test_a_group_that_kills_the_process_fails_none_of_those_it_travelled_with(
-    custom: CustomRewardFunctionConfig,
-) -> None:
-    async with running_scorer_pool(LIMITS, custom) as pool:
-        await pool.score(items("a"))
-        # The first has the process at once, the second takes the others along.
-        groups = [["a", "bb"], ["ccc"], ["exit", "ccc"], ["hang"], ["a", "bb"]]
-        scored = await at_once(pool, groups)
-    assert [kinds(outcomes) for outcomes in scored] == [
-        [1.0, 2.0],
-        [3.0],
-        [FailureKind.SCORER_CRASH, 3.0],
-        [FailureKind.SCORER_TIMEOUT],
-        [1.0, 2.0],
-    ]
-
-
-async def test_groups_that_travel_with_one_that_is_cancelled_are_scored_all_the_same(
-    custom: CustomRewardFunctionConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = note_sizes(monkeypatch)
-    async with running_scorer_pool(ScorerPoolConfig(num_workers=1), custom) as pool:
-        await pool.score(items("a"))
-        async with asyncio.TaskGroup() as tasks:
-            first = tasks.create_task(pool.score(items("hang")))
-            await asyncio.sleep(0)
-            second = tasks.create_task(pool.score(items("bb")))
-            third = tasks.create_task(pool.score(items("ccc")))
-            await asyncio.sleep(0)
-            first.cancel()
-        assert [kinds(second.result()), kinds(third.result())] == [[2.0], [3.0]]
-        assert sizes == [1, 1, 2]
-        async with asyncio.TaskGroup() as tasks:
-            first = tasks.create_task(pool.score(items("dddd")))
-            leader = tasks.create_task(pool.score(items("hang")))
-            along = tasks.create_task(pool.score(items("bb")))
-            while len(sizes) < 5:
-                await asyncio.sleep(0.01)
-            assert sizes[4] == 2
-            leader.cancel()
-        assert kinds(along.result()) == [2.0]
-
-
-async def at_once(pool: ScorerPool, groups: list[list[str]]) -> list[tuple[Scored | Failed, ...]]:
-    async with asyncio.TaskGroup() as tasks:
-        scored = [tasks.create_task(pool.score(items(*group))) for group in groups]
-    return [task.result() for task in scored]
-
-
-def note_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Items of each request that a process is asked."""
-    sizes: list[int] = []
-    score = ScorerWorker.score
-
-    async def noted(self: ScorerWorker, asked: Sequence[ScoreItem]) -> tuple[ScorerAnswer, ...]:
-        sizes.append(len(asked))
-        return await score(self, asked)
-
-    monkeypatch.setattr(ScorerWorker, "score", noted)
-    return sizes
 
 
 def nested(depth: int) -> object:

@@ -105,7 +105,8 @@ def _refuse(
 def _gather(states: Tensor, indexes: Sequence[Tensor], heads: int) -> list[Tensor]:
     """[1, heads, T, dim] by blocks of indexes [B, L], each as [B, heads, L, dim].
 
-    All blocks are gathered by one call, and their gradients brought back by one.
+    All blocks are gathered by one call, and their gradients brought back by one. Without gradients
+    that holds more memory than block after block would: all of a layer's at once.
     """
     packed = states[0].transpose(0, 1).flatten(1)  # no copy where a projection made it
     rows = packed.index_select(0, torch.cat([index.flatten() for index in indexes]))
