@@ -2,9 +2,9 @@
 
 glibc gives back to the kernel what is free at the top of its heap, and maps large blocks anew each
 time; the next tensor then takes its pages one fault at a time, each of them zeroed. A training
-pass over 2,600 tokens of the quickstart's model took 900 to 2,400 such faults, and 20 to 50 with
-the limits below; steps of the whole quickstart took 11, 9 and -3 % less time in three pairs of runs
-(2026-11-23). Threads but the first have heaps of 64 MiB, of which glibc keeps one whatever is set.
+pass over 2,600 tokens of the quickstart's model took 900 to 1,400 such faults, and 25 to 50 with
+the limits below, and 3 to 7 % less time (2026-11-23). Threads but the first have heaps of 64 MiB,
+of which glibc keeps one whatever is set.
 """
 
 from __future__ import annotations
