@@ -1,13 +1,13 @@
 """`make bench-quickstart`: the quickstart over several seeds, and against TRL on the same job.
 
-For each seed, in turn and on the same machine: `sluice quickstart`, then TRL's GRPOTrainer on the
-same model, data, reward, batch sizes and learning rate, in an environment of its own, in two
-set-ups: the fastest that was found (data-parallel processes), and one process with the library's
-default micro-batch. Accuracy is
-measured every few batches by the same code, and its time counts for neither: TRL's clock is stopped
-meanwhile, sluice's checkpoints are measured after the run. Then the embedded engine against
-transformers `generate`. The last line printed is one JSON object; its lists are in the order of the
-seeds.
+For each seed, in turn and on the same machine: `sluice quickstart` as TRL would train it, that is
+without a group filter; TRL's GRPOTrainer on the same model, data, reward, batch sizes and learning
+rate, in an environment of its own, in two set-ups: the fastest that was found (data-parallel
+processes), and one process with the library's default micro-batch; and `sluice quickstart` with
+DAPO's group filter. Accuracy is measured every few batches by the same code, and its time counts
+for neither: TRL's clock is stopped meanwhile, sluice's checkpoints are measured after the run. Then
+the embedded engine against transformers `generate`. The last line printed is one JSON object; its
+lists are in the order of the seeds.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ ON_POLICY = [
     "actor_rollout_ref.actor.use_rollout_log_probs=true",
     "algorithm.rollout_correction.rollout_is=null",
 ]
+# TRL trains on every group that it draws, and those without an advantage have no gradient there.
+UNFILTERED = [
+    "algorithm.filter_groups.enable=false",
+    "sluice.trainer.skip_zero_advantage=true",
+]
 MEASURED_AFTERWARDS = [
     "trainer.val_before_train=false",
     "trainer.test_freq=1000",
@@ -56,13 +61,20 @@ TRL_ONE_PROCESS = (
 
 
 @dataclass(frozen=True, slots=True)
-class SeedResult:
-    """One seed under both systems; `curve` is sluice's, from the untrained model on. TRL's
-    results are empty where it was left out."""
+class SluiceRun:
+    """A run of sluice; `curve` begins with the untrained model."""
 
     summary: Mapping[str, float]
     curve: Sequence[AccuracyPoint]
     reward_rss_mb: float
+
+
+@dataclass(frozen=True, slots=True)
+class SeedResult:
+    """One seed under both systems. TRL's results are empty where it was left out."""
+
+    unfiltered: SluiceRun
+    filtered: SluiceRun
     trl: Mapping[str, object]
     trl_one_process: Mapping[str, object]
 
@@ -104,17 +116,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _measure_seed(seed: int, parsed: argparse.Namespace) -> SeedResult:
     run_dir = parsed.output / f"seed-{seed}"
-    _say(f"seed {seed}: sluice")
-    _run(
-        [
-            *(sys.executable, "-m", "sluice.cli.main", "quickstart"),
-            *("--seed", str(seed), "--run-dir", str(run_dir)),
-            *MEASURED_AFTERWARDS,
-            *parsed.overrides,
-        ]
-    )
-    record = read_run(run_dir)
-    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    _say(f"seed {seed}: sluice without a group filter, as TRL trains")
+    unfiltered = _run_sluice(seed, run_dir, [*parsed.overrides, *UNFILTERED])
     trl: Mapping[str, object] = {}
     one_process: Mapping[str, object] = {}
     if parsed.trl:
@@ -122,16 +125,28 @@ def _measure_seed(seed: int, parsed: argparse.Namespace) -> SeedResult:
         trl = _run_trl(seed, run_dir / "assets", parsed)
         _say(f"seed {seed}: TRL in one process")
         one_process = _run_trl(seed, run_dir / "assets", parsed, TRL_ONE_PROCESS)
+    _say(f"seed {seed}: sluice with DAPO's group filter")
+    filtered = _run_sluice(seed, parsed.output / f"seed-{seed}-filtered", parsed.overrides)
+    return SeedResult(unfiltered, filtered, trl, one_process)
+
+
+def _run_sluice(seed: int, run_dir: Path, overrides: Sequence[str]) -> SluiceRun:
+    _run(
+        [
+            *(sys.executable, "-m", "sluice.cli.main", "quickstart"),
+            *("--seed", str(seed), "--run-dir", str(run_dir)),
+            *MEASURED_AFTERWARDS,
+            *overrides,
+        ]
+    )
     script = str(ROOT / "benchmarks" / "checkpoint_curve.py")
     measured = _last_json([sys.executable, script, "--run-dir", str(run_dir), "--seed", str(seed)])
     curve = measured["curve"]
     assert isinstance(curve, list)
-    return SeedResult(
-        summary,
+    return SluiceRun(
+        json.loads((run_dir / "summary.json").read_text(encoding="utf-8")),
         [AccuracyPoint(*point) for point in curve],
-        record.largest("perf/reward_rss_mb"),
-        trl,
-        one_process,
+        read_run(run_dir).largest("perf/reward_rss_mb"),
     )
 
 
@@ -159,44 +174,64 @@ def _report(
     target: float,
     overrides: Sequence[str],
 ) -> dict[str, object]:
-    ours = [seconds_to_target(result.curve, target) for result in results]
+    unfiltered = [result.unfiltered for result in results]
+    filtered = [result.filtered for result in results]
+    runs = {
+        "trl": [result.trl for result in results],
+        "trl_one_process": [result.trl_one_process for result in results],
+    }
     return {
         "seeds": list(seeds),
         "target": target,
         "overrides": list(overrides),
-        "seconds_to_target": ours,
-        **_against(ours, [result.trl for result in results], "trl"),
-        **_against(ours, [result.trl_one_process for result in results], "trl_one_process"),
-        "curves": [list(result.curve) for result in results],
+        **_against(unfiltered, runs, target, ""),
+        **_against(filtered, runs, target, "_filtered"),
+        **{key: value for name, of in runs.items() for key, value in _of_trl(of, name).items()},
         "generate_ratio_hf": generate["generate_ratio_hf"],
         "generate": dict(generate),
-        "accuracy_before": [result.curve[0].accuracy for result in results],
-        "accuracy_after": [result.curve[-1].accuracy for result in results],
+        "accuracy_before": [run.curve[0].accuracy for run in filtered],
+        "accuracy_after": [run.curve[-1].accuracy for run in filtered],
+        "accuracy_after_unfiltered": [run.curve[-1].accuracy for run in unfiltered],
         **{
-            name: [result.summary[name] for result in results]
+            name: [run.summary[name] for run in filtered]
             for name in (
                 "seconds_total",
                 "seconds_dapo",
                 "generated_tokens",
                 "trained_tokens",
-                "surplus_discarded",
-                "prompts_lost",
-                "max_staleness_seen",
             )
         },
-        "reward_rss_mb": max(result.reward_rss_mb for result in results),
+        **{
+            name: [run.summary[name] for run in (*filtered, *unfiltered)]
+            for name in ("surplus_discarded", "prompts_lost", "max_staleness_seen")
+        },
+        "reward_rss_mb": max(run.reward_rss_mb for run in (*filtered, *unfiltered)),
     }
 
 
 def _against(
-    ours: Sequence[float | None], runs: Sequence[Mapping[str, object]], name: str
+    ours: Sequence[SluiceRun],
+    runs: Mapping[str, Sequence[Mapping[str, object]]],
+    target: float,
+    suffix: str,
 ) -> dict[str, object]:
-    """What a set-up of TRL needed, and its ratios to our seconds; keys end with `name`."""
-    ratios = [_ratio(mine, run) for mine, run in zip(ours, runs, strict=True)]
-    known = [ratio for ratio in ratios if ratio is not None]
+    """Our seconds to the target, and what TRL needed over them; keys end with `suffix`."""
+    seconds = [seconds_to_target(run.curve, target) for run in ours]
+    found: dict[str, object] = {
+        f"seconds_to_target{suffix}": seconds,
+        f"curves{suffix}": [list(run.curve) for run in ours],
+    }
+    for name, theirs in runs.items():
+        ratios = [_ratio(mine, run) for mine, run in zip(seconds, theirs, strict=True)]
+        known = [ratio for ratio in ratios if ratio is not None]
+        found[f"time_to_target_ratio_{name}{suffix}"] = statistics.median(known) if known else None
+        found[f"time_to_target_ratios_{name}{suffix}"] = ratios
+    return found
+
+
+def _of_trl(runs: Sequence[Mapping[str, object]], name: str) -> dict[str, object]:
+    """What a set-up of TRL needed; keys end with `name`."""
     return {
-        f"time_to_target_ratio_{name}": statistics.median(known) if known else None,
-        f"time_to_target_ratios_{name}": ratios,
         f"seconds_to_target_{name}": [run.get("seconds_to_target") for run in runs],
         f"seconds_per_batch_{name}": [run.get("seconds_per_batch") for run in runs],
         f"stopped_by_{name}": [run.get("stopped_by") for run in runs],
@@ -205,11 +240,14 @@ def _against(
 
 
 def _ratio(ours: float | None, trl: Mapping[str, object]) -> float | None:
-    """TRL's seconds over ours; where TRL never got there, its seconds are a lower bound."""
+    """TRL's seconds over ours, 0 where we never got there.
+
+    Where TRL never did, its seconds are a lower bound.
+    """
     theirs = trl.get("seconds_to_target") or trl.get("seconds_training")
-    if ours is None or not isinstance(theirs, int | float):
+    if not isinstance(theirs, int | float):
         return None
-    return round(theirs / ours, 3)
+    return 0.0 if ours is None else round(theirs / ours, 3)
 
 
 def _last_json(command: Sequence[str]) -> Mapping[str, object]:

@@ -46,8 +46,34 @@ def logprobs_from_logits(
         ConfigError: temperature <= 0.
     """
     rows = _block_rows(logits, temperature, chunk_rows)
-    logprobs = _LabelLogprobs.apply(logits, labels, temperature, rows)  # type: ignore[no-untyped-call]
-    return cast("torch.Tensor", logprobs)
+    found = _LabelLogprobs.apply(logits, labels, temperature, rows, False)  # type: ignore[no-untyped-call]
+    return cast("tuple[torch.Tensor, torch.Tensor]", found)[0]
+
+
+def logprobs_and_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float = 1.0,
+    *,
+    chunk_rows: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`logprobs_from_logits`, and the entropies without a gradient, by one softmax.
+
+    Args:
+        logits: float [tokens, vocab], finite.
+        labels: int64 [tokens].
+        temperature: sampling temperature, > 0.
+        chunk_rows: rows per block; by default as many as suit the device.
+
+    Returns:
+        float32 [tokens] each; only the log probabilities are differentiable.
+
+    Raises:
+        ConfigError: temperature <= 0.
+    """
+    rows = _block_rows(logits, temperature, chunk_rows)
+    found = _LabelLogprobs.apply(logits, labels, temperature, rows, True)  # type: ignore[no-untyped-call]
+    return cast("tuple[torch.Tensor, torch.Tensor]", found)
 
 
 def entropy_from_logits(
@@ -87,6 +113,11 @@ def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return values if temperature == 1.0 else values / temperature
 
 
+def _entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
+    """-sum p log p of each row, [rows] of [rows, vocab]."""
+    return -(logprobs.exp() * logprobs).sum(dim=-1)
+
+
 class _Context(FunctionCtx):
     """What both functions keep from forward to backward."""
 
@@ -96,25 +127,34 @@ class _Context(FunctionCtx):
 
 
 class _LabelLogprobs(torch.autograd.Function):
-    """log p(label); gradient in the logits: (one-hot - p) / temperature."""
+    """log p(label); gradient in the logits: (one-hot - p) / temperature. Entropies if asked."""
 
     @staticmethod
     def forward(
-        ctx: _Context, logits: torch.Tensor, labels: torch.Tensor, temperature: float, rows: int
-    ) -> torch.Tensor:
+        ctx: _Context,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        temperature: float,
+        rows: int,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
-        blocks = zip(logits.split(rows), labels.split(rows), logprobs.split(rows), strict=True)
-        for block, label, out in blocks:
-            normalised = torch.log_softmax(_scaled(block, temperature), dim=-1)
-            out.copy_(normalised.gather(-1, label[:, None])[:, 0])
+        entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
+        for start in range(0, len(labels), rows):
+            taken = slice(start, start + rows)
+            normalised = torch.log_softmax(_scaled(logits[taken], temperature), dim=-1)
+            logprobs[taken] = normalised.gather(-1, labels[taken, None])[:, 0]
+            if with_entropy:
+                entropy[taken] = _entropy_of(normalised)
         ctx.save_for_backward(logits, labels)
         ctx.temperature, ctx.rows = temperature, rows
-        return logprobs
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
 
     @staticmethod
     def backward(
-        ctx: _Context, grad_logprobs: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None]:
+        ctx: _Context, grad_logprobs: torch.Tensor, _: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None]:
         logits, labels = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         blocks = zip(
@@ -128,7 +168,7 @@ class _LabelLogprobs(torch.autograd.Function):
             probs = torch.softmax(_scaled(block, ctx.temperature), dim=-1)
             probs.mul_(-grad[:, None]).scatter_add_(-1, label[:, None], grad[:, None])
             out.copy_(probs)
-        return grad_logits, None, None, None
+        return grad_logits, None, None, None, None
 
 
 class _RowEntropy(torch.autograd.Function):
@@ -139,7 +179,7 @@ class _RowEntropy(torch.autograd.Function):
         entropy = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
         for block, out in zip(logits.split(rows), entropy.split(rows), strict=True):
             logprobs = torch.log_softmax(_scaled(block, temperature), dim=-1)
-            out.copy_(-(logprobs.exp() * logprobs).sum(dim=-1))
+            out.copy_(_entropy_of(logprobs))
         ctx.save_for_backward(logits, entropy)
         ctx.temperature, ctx.rows = temperature, rows
         return entropy

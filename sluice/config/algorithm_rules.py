@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from sluice.algorithm.rollout_correction.plan import BYPASS_LOSS_MODE, RolloutCorrectionSettings
 from sluice.config import derived
 from sluice.config.run import RunConfig
+from sluice.config.skipping_rules import skipping_problems
 from sluice.config.verl_run import ACTOR
 from sluice.errors import ConfigError
 
@@ -15,7 +16,7 @@ _CORRECTION = "algorithm.rollout_correction"
 
 def algorithm_problems(config: RunConfig) -> list[str]:
     """A sentence with the remedy for every pair of settings that cannot work together."""
-    checks = (_adpo, _bypass, _critic, _gdpo, _dro, _thresholds)
+    checks = (_adpo, _bypass, _critic, _gdpo, _dro, _thresholds, skipping_problems)
     return [text for check in checks for text in check(config)]
 
 

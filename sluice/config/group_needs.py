@@ -8,6 +8,9 @@ from sluice.config.run import RunConfig
 GREEDY_BASELINE_ESTIMATORS = frozenset({"remax"})
 """Advantage estimators whose baseline is the reward of a greedy response to the prompt."""
 
+OLD_LOGPROB_ESTIMATORS = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
+"""Advantage estimators that read the old policy's logprobs and squared probabilities."""
+
 
 def needs_greedy_baseline(config: RunConfig) -> bool:
     """Whether every group carries the reward of a greedy response."""

@@ -272,6 +272,16 @@ class TrainerServiceConfig(Section, frozen=True):
     command_timeout_s: Annotated[
         PositiveFloat, Meta(description="Seconds a trainer rank waits for rank 0's next command.")
     ] = 120.0
+    skip_zero_advantage: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Run no passes over samples whose advantages are all 0, as those of a group with "
+                "equal rewards are: they have no gradient. The loss is divided as if they were "
+                "there."
+            )
+        ),
+    ] = False
 
 
 class WeightsConfig(Section, frozen=True):

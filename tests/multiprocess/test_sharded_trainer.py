@@ -142,3 +142,19 @@ def test_each_holds_about_half(ranks: list[Rank], single: Learner) -> None:
     assert [rank.finish() for rank in ranks] == [0, 0]
     held = ranks[1].answer()["held_bytes"]
     assert 0.45 * whole < held < 0.6 * whole
+
+
+def test_skipped_samples_change_nothing_even_where_a_step_has_no_others(
+    model: Path, tmp_path: Path
+) -> None:
+    found: list[dict[str, torch.Tensor]] = []
+    for skips in (False, True):
+        with trainer(model, 2, skips=skips, ppo_mini_batch_size=2) as ranks:
+            ranks[0].command("train 1")
+            metrics = ranks[0].command("uniform 2")
+            assert metrics.get("actor/skipped_samples", 0.0) == 8.0 * skips
+            ranks[0].command(f"weights {tmp_path / str(skips)}")
+        found.append(load_file(tmp_path / str(skips)))
+    whole, skipped = found
+    for name, weight in whole.items():
+        torch.testing.assert_close(skipped[name], weight, atol=1e-5, rtol=1e-4, msg=name)

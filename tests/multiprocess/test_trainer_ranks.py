@@ -99,6 +99,8 @@ def trainer(
     world_size: int,
     timeout_s: float = LONG_S,
     frozen: str | None = None,
+    *,
+    skips: bool = False,
     **actor: Any,
 ) -> Iterator[list[Rank]]:
     with socket.socket() as probe:
@@ -110,6 +112,7 @@ def trainer(
         "forming_timeout_s": LONG_S,
         "actor": actor,
         "frozen": frozen,
+        "skips": skips,
     }
     with ExitStack() as stack:
         ranks = [Rank(rank, world_size, port, arguments) for rank in range(world_size)]

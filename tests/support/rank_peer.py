@@ -3,9 +3,10 @@
 All ranks wait for a line ``go`` once they are ready, so that none runs into a short deadline while
 another one still loads. Rank 0's further lines are ``train STEP`` (answers with the metrics),
 ``weights FILE``, ``save FOLDER``, ``load FOLDER``, ``publish VERSION`` (to a replica in this
-process; answers with what arrived), ``fail HOLDING`` (at its first tensor); the end of input stops
-all ranks, which then answer with the bytes that they hold. Every answer is one line of JSON; an
-error ends the process with its text as the last line.
+process; answers with what arrived), ``fail HOLDING`` (at its first tensor), ``uniform STEP``
+(trains on a batch whose last groups have no advantages); the end of input stops all ranks, which
+then answer with the bytes that they hold. Every answer is one line of JSON; an error ends the
+process with its text as the last line.
 """
 
 from __future__ import annotations
@@ -36,10 +37,18 @@ from sluice.types import TrainBatch
 from sluice.vision.image_prompts import load_image_prompts
 from sluice.weights.plan import tensor_specs
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer
-from tests.support.tiny_policy import freezing, make_batch, make_config, with_critic
+from tests.support.tiny_policy import (
+    freezing,
+    make_batch,
+    make_config,
+    skipping,
+    uniform,
+    with_critic,
+)
 from tests.support.vision_batches import make_image_batch
 
 NUM_GROUPS = 4
+UNIFORM = (2, 3)
 BUCKET_BYTES = 1 << 14
 """Of gathered shards: with it even a tiny model takes several."""
 
@@ -99,6 +108,9 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
     if command == "train":
         step = int(argument)
         return leader.train_step(batch_of(model, step), step)
+    if command == "uniform":
+        step = int(argument)
+        return leader.train_step(uniform(batch_of(model, step), UNIFORM), step)
     if command == "weights":
         with leader.whole(Holding.WEIGHTS) as whole:
             save_file({n: w.clone() for n, w in whole}, argument)
@@ -129,6 +141,8 @@ def run(
     forming_timeout_s: float,
     actor: dict[str, object],
     frozen: str | None = None,
+    *,
+    skips: bool = False,
 ) -> None:
     parallel: DataParallel = SingleProcess()
     if os.environ["WORLD_SIZE"] != "1":
@@ -139,7 +153,7 @@ def run(
     if frozen is not None:
         config = with_critic(config)
         mock.patch.object(worker, "load_policy", freezing(frozen)).start()
-    learner = Learner(config, parallel, total_steps=10)
+    learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)
     answer("ready")
     assert sys.stdin.readline() == "go\n"
     if parallel.rank == 0:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,21 @@ def with_critic(config: RunConfig) -> RunConfig:
             config.critic, fsdp=structs.replace(config.critic.fsdp, dtype="float32")
         ),
     )
+
+
+def skipping(config: RunConfig) -> RunConfig:
+    """The same run; samples without an advantage are skipped."""
+    trainer = structs.replace(config.sluice.trainer, skip_zero_advantage=True)
+    return structs.replace(config, sluice=structs.replace(config.sluice, trainer=trainer))
+
+
+def uniform(batch: TrainBatch, numbers: Iterable[int]) -> TrainBatch:
+    """The batch, with equal rewards in these groups."""
+    groups = list(batch.groups)
+    for number in numbers:
+        scores = tuple(replace(scored, reward=-1.0) for scored in groups[number].scores)
+        groups[number] = replace(groups[number], scores=scores)
+    return replace(batch, groups=tuple(groups))
 
 
 def freezing(name: str) -> Callable[..., PreTrainedModel]:

@@ -2,7 +2,8 @@
 
 Consumes: commands from the event loop.
 Produces: deliveries and command results, handed to the event loop at most once per step.
-Waits for: a command, on a condition, whenever there is nothing to generate.
+Waits for: a command, on a condition, whenever there is nothing to generate; then a moment for
+others to come with it.
 Unblocked by: any command, and by the request to stop.
 On failure: the first unexpected error ends the loop; every running generation, every pending
 command and every later call gets it.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _STOP_TIMEOUT_S = 30.0
+_GATHER_S = 0.005
+_GATHER_MOST_S = 0.1
 
 Command = Callable[[GenerationLoop], Any]
 _Pending = tuple[Command, "asyncio.Future[Any] | None"]
@@ -117,14 +121,31 @@ class EngineThread:
     def _work(self) -> None:
         loop = self._build()
         while not self._stopping:
-            for command, future in self._next_commands(loop.rest, idle=not loop.has_work):
-                self._execute(loop, command, future)
+            idle = not loop.has_work
+            self._obey(loop, idle=idle)
+            if idle and loop.has_work and not loop.slots_busy:
+                self._gather(loop)
             if loop.has_work and not self._stopping:
                 loop.step()
             self._hand_over(loop)
         loop.abort_all()
         self._hand_over(loop)
         self._give_up(EngineError("the torch engine was stopped"))
+
+    def _obey(self, loop: GenerationLoop, *, idle: bool) -> None:
+        for command, future in self._next_commands(loop.rest, idle=idle):
+            self._execute(loop, command, future)
+
+    def _gather(self, loop: GenerationLoop) -> None:
+        """Before an idle engine begins: waits for requests that come together, as those of a train
+        batch do. Steps and prefills of a few rows take nearly as long as those of many, and would
+        take the processor from the event loop that the others come through.
+        """
+        seen, began_s = 0, time.monotonic()
+        while seen < loop.queued < loop.slots and time.monotonic() - began_s < _GATHER_MOST_S:
+            seen = loop.queued
+            time.sleep(_GATHER_S)
+            self._obey(loop, idle=False)
 
     def _next_commands(self, rest: Callable[[], None], *, idle: bool) -> list[_Pending]:
         with self._wake:

@@ -84,6 +84,11 @@ class GenerationLoop:
         self.clock = StateClock(process_age_s())
 
     @property
+    def slots(self) -> int:
+        """Samples that can be generated at once."""
+        return self._table.slots
+
+    @property
     def slots_busy(self) -> int:
         """Samples that are being generated."""
         return self._table.busy

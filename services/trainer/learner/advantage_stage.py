@@ -101,6 +101,12 @@ def token_advantages(
     return TokenAdvantages(found.advantages, found.returns, metrics, controller)
 
 
+def rows_of_no_worth(advantages: Tensor) -> frozenset[int]:
+    """Rows of the batch whose advantages [rows, W] are all 0; one that is not finite is none."""
+    silent = (advantages == 0).all(-1)
+    return frozenset(silent.nonzero().flatten().tolist())
+
+
 def _baselines(table: BatchTable, estimator: str) -> Tensor | None:
     if estimator not in GREEDY_BASELINE_ESTIMATORS:
         return None

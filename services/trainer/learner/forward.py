@@ -11,7 +11,11 @@ from torch import Tensor
 
 from services.trainer.learner.micro_batch import MicroBatch
 from services.trainer.learner.packed_images import image_for_all_ranks, logits_with_images
-from sluice.algorithm.entropy import entropy_from_logits, logprobs_from_logits
+from sluice.algorithm.entropy import (
+    entropy_from_logits,
+    logprobs_and_entropy,
+    logprobs_from_logits,
+)
 from sluice.concurrency.advance import advance
 
 if TYPE_CHECKING:
@@ -55,12 +59,15 @@ def token_outputs(
     """
     advance()
     logits = response_logits(model, micro_batch)
-    logprobs = logprobs_from_logits(logits, micro_batch.labels, temperature)
+    labels, entropies = micro_batch.labels, None
+    if entropy is EntropyUse.METRIC:
+        logprobs, entropies = logprobs_and_entropy(logits, labels, temperature)
+    else:
+        logprobs = logprobs_from_logits(logits, labels, temperature)
+    if entropy is EntropyUse.BONUS:
+        entropies = entropy_from_logits(logits, temperature)
     squares = sum_pi_squared(logits, temperature) if with_sum_pi_squared else None
-    if entropy is EntropyUse.NONE:
-        return TokenOutputs(logprobs, None, squares)
-    differentiated = logits if entropy is EntropyUse.BONUS else logits.detach()
-    return TokenOutputs(logprobs, entropy_from_logits(differentiated, temperature), squares)
+    return TokenOutputs(logprobs, entropies, squares)
 
 
 @torch.no_grad()
@@ -106,4 +113,4 @@ def response_logits(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
         packed_layout=micro_batch.layout,
     )
     logits: Tensor = outputs.logits
-    return logits[0]
+    return logits.squeeze(0)

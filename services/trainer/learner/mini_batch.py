@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 class MiniBatch:
     """`micro_batches` are this rank's; the counts are the mini-batch's over all ranks.
 
-    `global_rows` counts empty responses too, `global_tokens` response tokens.
+    `global_rows` counts empty responses too, `global_tokens` response tokens, and both count what
+    is left out of the micro-batches.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -77,11 +78,13 @@ def split_batch(
     step: int,
     device: torch.device,
     image_prompts: ImagePromptReader | None = None,
+    left_out: Container[int] = (),
 ) -> list[MiniBatch]:
     """Cut a train batch into mini-batches of groups, and this rank's rows into micro-batches.
 
     Groups are shuffled by a generator of the seed and `step`; the mini-batches stay the same in
     all ``ppo_epochs`` passes. Images are decoded for this rank's rows only, once a mini-batch.
+    Rows whose place in the batch is in `left_out` are in no micro-batch.
 
     Raises:
         ConfigError: the groups do not divide into mini-batches; or one has images, and there is
@@ -100,6 +103,7 @@ def split_batch(
             share,
             device,
             image_prompts,
+            left_out,
         )
         for members in plan_minibatches(len(groups), cut.mini_batch_groups)
     ]
@@ -112,8 +116,10 @@ def _mini_batch(
     share: Share,
     device: torch.device,
     image_prompts: ImagePromptReader | None,
+    left_out: Container[int],
 ) -> MiniBatch:
-    rows = training_rows(groups, numbers)
+    all_rows = training_rows(groups, numbers)
+    rows = [row for row in all_rows if row.number not in left_out]
     sizes = [row.size for row in rows]
     assign = assign_groups_to_ranks if cut.whole_groups else assign_rows_to_ranks
     plan = plan_whole_group_micro_batches if cut.whole_groups else plan_micro_batches
@@ -128,8 +134,8 @@ def _mini_batch(
     return MiniBatch(
         tuple(micro_batch for micro_batch in micro_batches if micro_batch is not None),
         global_groups=len(groups),
-        global_rows=len(rows),
-        global_tokens=sum(size.response_tokens for size in sizes),
+        global_rows=len(all_rows),
+        global_tokens=sum(row.size.response_tokens for row in all_rows),
     )
 
 

@@ -108,7 +108,7 @@ def _gather(states: Tensor, indexes: Sequence[Tensor], heads: int) -> list[Tenso
     All blocks are gathered by one call, and their gradients brought back by one. Without gradients
     that holds more memory than block after block would: all of a layer's at once.
     """
-    packed = states[0].transpose(0, 1).flatten(1)  # no copy where a projection made it
+    packed = states.squeeze(0).transpose(0, 1).flatten(1)  # no copy where a projection made it
     rows = packed.index_select(0, torch.cat([index.flatten() for index in indexes]))
     parts = rows.split([index.numel() for index in indexes])
     return [

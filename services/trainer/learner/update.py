@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from torch import Tensor
 from services.trainer.learner.advantage_stage import (
     BatchEvidence,
     TokenAdvantages,
+    rows_of_no_worth,
     token_advantages,
 )
 from services.trainer.learner.batch_table import (
@@ -31,6 +32,7 @@ from services.trainer.learner.batch_table import (
 from services.trainer.learner.critic import Critic, value_metrics
 from services.trainer.learner.even_passes import EvenPasses
 from services.trainer.learner.forward import EntropyUse, TokenOutputs, token_outputs
+from services.trainer.learner.lap_clock import LapClock
 from services.trainer.learner.loss_terms import LossTerms
 from services.trainer.learner.micro_batch import MicroBatch
 from services.trainer.learner.mini_batch import Share, split_batch
@@ -116,9 +118,11 @@ class PolicyUpdate:
             DeadlineError: another rank did not arrive at a collective.
             PeerError: another rank failed.
         """
-        clock = _Clock(self._now_s)
+        clock = LapClock(self._now_s)
         table = batch_table(batch, self._device.torch_device)
-        mini_batches = self._cut(batch, step)
+        known = self._known_advantages(batch, table)
+        skipped = frozenset[int]() if known is None else rows_of_no_worth(known.advantages)
+        mini_batches = self._cut(batch, step, skipped)
         tally = UpdateTally(self._mean_names, self._no_corrections)
         sum_pi_squared = self._old_logprobs(mini_batches, tally, table)
         clock.lap("old_log_prob")
@@ -127,7 +131,7 @@ class PolicyUpdate:
         values = self._critic.values(batch, table, step) if self._critic else None
         clock.lap("values", shown=self._critic is not None)
         evidence = self._evidence(mini_batches, table, values, sum_pi_squared)
-        worth = self._advantages(batch, table, evidence)
+        worth = known or self._advantages(batch, table, evidence)
         for prepared in _micro_batches(mini_batches):
             prepared.advantages = tokens_of(worth.advantages, prepared.micro_batch)
         clock.lap("adv")
@@ -142,15 +146,25 @@ class PolicyUpdate:
             **worth.metrics,
             **critic_metrics,
             **policy_metrics,
+            **({} if known is None else {"actor/skipped_samples": float(len(skipped))}),
             **self._speed(batch, clock.seconds),
         }
 
-    def _cut(self, batch: TrainBatch, step: int) -> list[PreparedMiniBatch]:
-        share = Share(self._parallel.rank, self._parallel.world_size)
-        device = self._device.torch_device
-        cut, reader = self._settings.cut, self._image_prompts
+    def _known_advantages(self, batch: TrainBatch, table: BatchTable) -> TokenAdvantages | None:
+        """Before any pass, where rows may be skipped; the configuration was checked for that."""
+        if not self._settings.skip_zero_advantage:
+            return None
+        return self._advantages(batch, table, BatchEvidence())
+
+    def _cut(self, batch: TrainBatch, step: int, skip: Container[int]) -> list[PreparedMiniBatch]:
         mini_batches = split_batch(
-            batch.groups, cut, share, step=step, device=device, image_prompts=reader
+            batch.groups,
+            self._settings.cut,
+            Share(self._parallel.rank, self._parallel.world_size),
+            step=step,
+            device=self._device.torch_device,
+            image_prompts=self._image_prompts,
+            left_out=skip,
         )
         return [prepare(mini_batch) for mini_batch in mini_batches]
 
@@ -383,18 +397,3 @@ class PolicyUpdate:
 
 def _micro_batches(mini_batches: Sequence[PreparedMiniBatch]) -> list[PreparedMicroBatch]:
     return [prepared for mini_batch in mini_batches for prepared in mini_batch.micro_batches]
-
-
-class _Clock:
-    """Seconds between laps, by name."""
-
-    def __init__(self, now_s: Callable[[], float]) -> None:
-        self._now_s, self._last_s = now_s, now_s()
-        self.seconds: dict[str, float] = {}
-
-    def lap(self, name: str, *, shown: bool = True) -> None:
-        """Ends a lap; one that is not shown is dropped."""
-        now_s = self._now_s()
-        if shown:
-            self.seconds[name] = now_s - self._last_s
-        self._last_s = now_s

@@ -24,10 +24,9 @@ from sluice.algorithm.rollout_correction.plan import (
     correction_plan,
 )
 from sluice.config.actor import ActorConfig
+from sluice.config.group_needs import OLD_LOGPROB_ESTIMATORS
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
-
-_NEEDS_OLD_LOGPROBS = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,7 @@ class UpdateSettings:
     temperature: float
     max_prompt_tokens: int
     max_response_tokens: int
+    skip_zero_advantage: bool
 
     @property
     def loss_mode(self) -> str:
@@ -60,7 +60,7 @@ class UpdateSettings:
     @property
     def needs_sum_pi_squared(self) -> bool:
         """Whether the estimator reads squared probabilities."""
-        return self.advantages.estimator in _NEEDS_OLD_LOGPROBS
+        return self.advantages.estimator in OLD_LOGPROB_ESTIMATORS
 
     @property
     def needs_old_logprobs_first(self) -> bool:
@@ -129,6 +129,7 @@ def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
         temperature=config.actor_rollout_ref.rollout.temperature,
         max_prompt_tokens=config.data.max_prompt_length,
         max_response_tokens=config.data.max_response_length,
+        skip_zero_advantage=config.sluice.trainer.skip_zero_advantage,
     )
 
 

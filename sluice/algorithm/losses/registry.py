@@ -35,6 +35,25 @@ POLICY_OBJECTIVES: Mapping[str, str] = MappingProxyType(
 GROUP_LOSSES = frozenset({"adpo"})
 """Losses that need all rows of a prompt in one micro-batch."""
 
+SILENT_AT_ZERO_ADVANTAGE = frozenset(
+    {
+        "vanilla",
+        "dppo_tv",
+        "dppo_kl",
+        "gspo",
+        "sapo",
+        "gpg",
+        "geo_mean",
+        "cispo",
+        "bypass_mode",
+    }
+)
+"""Losses to which a row adds nothing, value and gradient, where its advantages are 0.
+
+Of the others ``dro`` and ``kl_cov`` have a term without the advantage, ``clip_cov`` and ``kl_cov``
+choose tokens by comparing all of them, and ``adpo`` compares the rows of a group.
+"""
+
 
 def policy_objective(name: str) -> ObjectiveFunction:
     """Import the objective called `name`: weighed, aggregated, with its metrics.

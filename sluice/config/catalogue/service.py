@@ -154,6 +154,13 @@ ENTRIES: tuple[Entry, ...] = (
         advice="More than the engine's longest step, the first one's compilation included",
     ),
     honoured(f"{_KEY}.trainer.command_timeout_s", unit="seconds"),
+    honoured(
+        f"{_KEY}.trainer.skip_zero_advantage",
+        effect="Training takes as much less time as samples are skipped; actor/entropy, "
+        "actor/ppo_kl and the like are of the others",
+        advice="true where algorithm.filter_groups.enable is false; false to compare metrics "
+        "with verl's",
+    ),
     honoured(f"{_KEY}.weights.bucket_mb", unit="MiB", effect="Memory on both sides"),
     honoured(f"{_KEY}.weights.timeout_s", unit="seconds"),
     honoured(f"{_KEY}.weights.probe_timeout_s", unit="seconds"),

@@ -7,7 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sluice.algorithm.entropy import entropy_from_logits, logprobs_from_logits
+from sluice.algorithm.entropy import (
+    entropy_from_logits,
+    logprobs_and_entropy,
+    logprobs_from_logits,
+)
 from sluice.errors import ConfigError
 
 LABELS = torch.tensor([0, 4, 2, 2, 1, 3, 0])
@@ -55,6 +59,19 @@ def test_values_and_gradients_equal_the_plain_formula(
     value = chunked(found, temperature, rows)
     torch.testing.assert_close(value.double(), plain(expected, temperature), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(found.grad, expected.grad, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, None])
+def test_logprobs_and_entropies_of_one_softmax_are_those_of_two(rows: int | None) -> None:
+    apart, together = logits(), logits()
+    expected = chunked_logprobs(apart, 0.6, rows)
+    logprobs, entropies = logprobs_and_entropy(together, LABELS, 0.6, chunk_rows=rows)
+    assert torch.equal(logprobs, expected)
+    assert torch.equal(entropies, chunked_entropy(apart, 0.6, rows))
+    assert not entropies.requires_grad
+    expected.sum().backward()
+    logprobs.sum().backward()
+    assert torch.equal(together.grad, apart.grad)
 
 
 @pytest.mark.parametrize(("plain", "chunked"), PAIRS)

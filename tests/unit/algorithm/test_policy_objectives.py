@@ -16,7 +16,11 @@ from sluice.algorithm.losses.aggregate import LossAggregation
 from sluice.algorithm.losses.bypass import Correction
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, padded_inputs
 from sluice.algorithm.losses.objective import MetricMean, PolicyObjective
-from sluice.algorithm.losses.registry import POLICY_OBJECTIVES, policy_objective
+from sluice.algorithm.losses.registry import (
+    POLICY_OBJECTIVES,
+    SILENT_AT_ZERO_ADVANTAGE,
+    policy_objective,
+)
 from sluice.algorithm.losses.row_reduction import row_index_of_offsets, row_means
 from sluice.algorithm.losses.settings import AdpoSettings, PolicyLossSettings
 from sluice.errors import ConfigError
@@ -152,6 +156,26 @@ def test_losses_gradients_and_metrics_do_not_depend_on_the_cut(
     kept = {k: v for k, v in means([expected]).items() if not k.endswith("_std")}
     found = means(parts)
     assert {k: found[k] for k in kept} == pytest.approx(kept, rel=1e-9, abs=1e-12)
+
+
+def test_rows_without_an_advantage_may_be_left_out_of_just_the_losses_that_say_so() -> None:
+    whole = rows_of([40, 3, 50, 5], 4)
+    silent = whole.row_index >= 2
+    assert whole.row_advantages is not None
+    whole = replace(
+        whole,
+        advantages=whole.advantages.masked_fill(silent, 0.0),
+        row_advantages=whole.row_advantages * torch.tensor([1, 1, 0, 0]),
+    )
+    chosen = replace(SETTINGS, clip_cov_ratio=0.2, kl_cov_ratio=0.2, clip_low=0.9, clip_high=9.0)
+    unchanged = set()
+    for name in NAMES:
+        objective = policy_objective(name)
+        every = gradient(objective(whole, counts_of(whole), chosen).loss, whole)
+        left = objective(some_rows(whole, [0, 1]), counts_of(whole), chosen)
+        if torch.allclose(gradient(left.loss, whole), every, atol=1e-12):
+            unchanged.add(name)
+    assert unchanged == SILENT_AT_ZERO_ADVANTAGE
 
 
 @pytest.mark.parametrize("name", NAMES)

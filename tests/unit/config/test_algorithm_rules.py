@@ -24,6 +24,7 @@ KL_IN_REWARD, KL_IN_LOSS = (
     "algorithm.use_kl_in_reward=true",
     "actor_rollout_ref.actor.use_kl_loss=true",
 )
+SKIPPING = "sluice.trainer.skip_zero_advantage=true"
 
 
 def problems(*overrides: str) -> list[str]:
@@ -64,6 +65,24 @@ def problems(*overrides: str) -> list[str]:
         ([f"{CORRECTION}.rollout_rs=token_k9"], "rollout_rs = 'token_k9': expected one or more"),
         ([f"{CORRECTION}.rollout_rs=token_k1"], "rollout_rs_threshold = None: expected one"),
         ([f"{CORRECTION}.rollout_rs_threshold=2.0"], "has no effect while rollout_rs is null"),
+        ([SKIPPING, KL_IN_LOSS], "or use_kl_loss=false"),
+        ([SKIPPING, KL_IN_REWARD], "or use_kl_in_reward=false"),
+        ([SKIPPING, "actor_rollout_ref.actor.entropy_coeff=0.01"], "or entropy_coeff=0"),
+        ([SKIPPING, GAE], "or critic.enable=false"),
+        ([SKIPPING, f"{LOSS}.loss_mode=kl_cov"], "loss_mode = kl_cov: that loss reads samples"),
+        ([SKIPPING, ADPO], "loss_mode = adpo: that loss reads samples"),
+        (
+            [SKIPPING, "algorithm.adv_estimator=optimal_token_baseline"],
+            "or another estimator, such as grpo",
+        ),
+        (
+            [
+                SKIPPING,
+                f"{CORRECTION}.rollout_is=token",
+                f"{CORRECTION}.rollout_is_batch_normalize=true",
+            ],
+            "or rollout_is_batch_normalize=false",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_named_with_its_remedy(
@@ -83,6 +102,8 @@ def test_what_does_not_go_together_is_named_with_its_remedy(
         [KL_IN_REWARD, KL_IN_LOSS],
         [f"{LOSS}.loss_mode=dro", f"{LOSS}.dro_beta=0.1"],
         [f"{CORRECTION}.bypass_mode=true"],
+        [SKIPPING],
+        [SKIPPING, f"{CORRECTION}.bypass_mode=true"],
         [f"{LOSS}.loss_mode=bypass_mode", f"{CORRECTION}.bypass_mode=true"],
         [f"{CORRECTION}.rollout_rs='token_k1,seq_mean_k3'", f"{CORRECTION}.rollout_rs_threshold=2"],
     ],

@@ -1,0 +1,24 @@
+"""How long the stages of an update take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class LapClock:
+    """Seconds between laps, by name.
+
+    Args:
+        now_s: a clock, seconds.
+    """
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s, self._last_s = now_s, now_s()
+        self.seconds: dict[str, float] = {}
+
+    def lap(self, name: str, *, shown: bool = True) -> None:
+        """Ends a lap; one that is not shown is dropped."""
+        now_s = self._now_s()
+        if shown:
+            self.seconds[name] = now_s - self._last_s
+        self._last_s = now_s
