@@ -7,7 +7,7 @@ processes), and one process with the library's default micro-batch; and `sluice 
 DAPO's group filter. Accuracy is measured every few batches by the same code, and its time counts
 for neither: TRL's clock is stopped meanwhile, sluice's checkpoints are measured after the run. Then
 the embedded engine against transformers `generate`. The last line printed is one JSON object; its
-lists are in the order of the seeds.
+lists are in the order of the seeds, and keys that end with `_filtered` are of the group filter.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from sluice.report.run_record import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURE_EVERY = 2
-# TRL trains on-policy on two data-parallel ranks, so sluice does too. On-policy, the behaviour
-# logprobs are the old ones. A repeatable engine is not part of the comparison.
+# TRL trains on-policy on two data-parallel ranks, so sluice does too. Both replicas are there
+# before the first batch, as TRL's ranks are. On-policy, the behaviour logprobs are the old ones. A
+# repeatable engine is not part of the comparison.
 ON_POLICY = [
     "sluice.asynchrony.max_staleness=0",
     "sluice.rollout.batch_invariant=false",
     "sluice.sampling.on_policy_fill=expected",
+    "sluice.trainer.min_replicas=2",
     "trainer.n_gpus_per_node=2",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=3000",
     "actor_rollout_ref.actor.use_rollout_log_probs=true",
@@ -127,6 +129,12 @@ def _measure_seed(seed: int, parsed: argparse.Namespace) -> SeedResult:
         one_process = _run_trl(seed, run_dir / "assets", parsed, TRL_ONE_PROCESS)
     _say(f"seed {seed}: sluice with DAPO's group filter")
     filtered = _run_sluice(seed, parsed.output / f"seed-{seed}-filtered", parsed.overrides)
+    if (start := filtered.curve[0].accuracy) != unfiltered.curve[0].accuracy:
+        raise SystemExit(
+            f"seed {seed}: the two runs of sluice begin with unlike models (accuracy {start} and "
+            f"{unfiltered.curve[0].accuracy}); remove {parsed.output}, where models of another day "
+            "may be, and run again"
+        )
     return SeedResult(unfiltered, filtered, trl, one_process)
 
 
@@ -183,29 +191,34 @@ def _report(
     return {
         "seeds": list(seeds),
         "target": target,
-        "overrides": list(overrides),
+        "overrides": [*overrides, *UNFILTERED],
+        "overrides_filtered": list(overrides),
         **_against(unfiltered, runs, target, ""),
         **_against(filtered, runs, target, "_filtered"),
         **{key: value for name, of in runs.items() for key, value in _of_trl(of, name).items()},
         "generate_ratio_hf": generate["generate_ratio_hf"],
         "generate": dict(generate),
-        "accuracy_before": [run.curve[0].accuracy for run in filtered],
-        "accuracy_after": [run.curve[-1].accuracy for run in filtered],
-        "accuracy_after_unfiltered": [run.curve[-1].accuracy for run in unfiltered],
-        **{
-            name: [run.summary[name] for run in filtered]
-            for name in (
-                "seconds_total",
-                "seconds_dapo",
-                "generated_tokens",
-                "trained_tokens",
-            )
-        },
-        **{
-            name: [run.summary[name] for run in (*filtered, *unfiltered)]
-            for name in ("surplus_discarded", "prompts_lost", "max_staleness_seen")
-        },
-        "reward_rss_mb": max(run.reward_rss_mb for run in (*filtered, *unfiltered)),
+        **_of_sluice(unfiltered, ""),
+        **_of_sluice(filtered, "_filtered"),
+        "reward_rss_mb": max(run.reward_rss_mb for run in (*unfiltered, *filtered)),
+    }
+
+
+def _of_sluice(runs: Sequence[SluiceRun], suffix: str) -> dict[str, object]:
+    """What whole runs took and gave; keys end with `suffix`."""
+    summaries = (
+        "seconds_total",
+        "seconds_dapo",
+        "generated_tokens",
+        "trained_tokens",
+        "surplus_discarded",
+        "prompts_lost",
+        "max_staleness_seen",
+    )
+    return {
+        f"accuracy_before{suffix}": [run.curve[0].accuracy for run in runs],
+        f"accuracy_after{suffix}": [run.curve[-1].accuracy for run in runs],
+        **{f"{name}{suffix}": [run.summary[name] for run in runs] for name in summaries},
     }
 
 

@@ -277,8 +277,8 @@ class TrainerServiceConfig(Section, frozen=True):
         Meta(
             description=(
                 "Run no passes over samples whose advantages are all 0, as those of a group with "
-                "equal rewards are: they have no gradient. The loss is divided as if they were "
-                "there."
+                "equal rewards are where nothing whitens them: they have no gradient. The loss is "
+                "divided as if they were there."
             )
         ),
     ] = False

@@ -12,6 +12,9 @@ from sluice.config.verl_run import ACTOR
 
 KEY = "sluice.trainer.skip_zero_advantage"
 
+_WHITENING = frozenset({"gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+"""Estimators that shift advantages over the batch: where rewards are equal they are not 0."""
+
 
 def skipping_problems(config: RunConfig) -> Iterator[str]:
     """A sentence with the remedy for each setting by which a skipped sample would be missed."""
@@ -27,6 +30,12 @@ def _gradients(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     has_gradient = "it has a gradient where the advantage is 0 too"
     if actor.entropy_coeff != 0.0:
         yield f"{ACTOR}.entropy_coeff = {actor.entropy_coeff}", has_gradient, "entropy_coeff=0"
+    if actor.calculate_entropy:
+        yield (
+            f"{ACTOR}.calculate_entropy = true",
+            "actor/entropy_loss would lack the skipped samples",
+            "calculate_entropy=false; actor/entropy is reported all the same",
+        )
     if actor.use_kl_loss:
         yield f"{ACTOR}.use_kl_loss = true", has_gradient, "use_kl_loss=false"
     loss = actor.policy_loss.loss_mode
@@ -49,6 +58,12 @@ def _passes(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if algorithm.adv_estimator in OLD_LOGPROB_ESTIMATORS:
         estimator = algorithm.adv_estimator
         yield f"algorithm.adv_estimator = {estimator}", passes, "another estimator, such as grpo"
+    if algorithm.adv_estimator in _WHITENING:
+        yield (
+            f"algorithm.adv_estimator = {algorithm.adv_estimator}",
+            "it whitens advantages over the batch, so that hardly any is 0",
+            "another estimator, such as grpo",
+        )
     if algorithm.rollout_correction.rollout_is_batch_normalize:
         key = "algorithm.rollout_correction.rollout_is_batch_normalize"
         yield f"{key} = true", passes, "rollout_is_batch_normalize=false"

@@ -141,11 +141,14 @@ class EngineThread:
         batch do. Steps and prefills of a few rows take nearly as long as those of many, and would
         take the processor from the event loop that the others come through.
         """
-        seen, began_s = 0, time.monotonic()
-        while seen < loop.queued < loop.slots and time.monotonic() - began_s < _GATHER_MOST_S:
+        seen, until_s = 0, time.monotonic() + _GATHER_MOST_S
+        while seen < loop.queued < loop.slots and time.monotonic() < until_s:
             seen = loop.queued
             time.sleep(_GATHER_S)
             self._obey(loop, idle=False)
+            self._hand_over(loop)
+            if self._stopping or not loop.has_work:
+                return
 
     def _next_commands(self, rest: Callable[[], None], *, idle: bool) -> list[_Pending]:
         with self._wake:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.batch_table import BatchTable
+from services.trainer.learner.parallel import DataParallel
 from sluice.algorithm.advantages.gdpo import gdpo_metrics
 from sluice.algorithm.advantages.inputs import AdvantageInputs, AdvantageSettings
 from sluice.algorithm.advantages.registry import batch_estimator
@@ -101,10 +102,15 @@ def token_advantages(
     return TokenAdvantages(found.advantages, found.returns, metrics, controller)
 
 
-def rows_of_no_worth(advantages: Tensor) -> frozenset[int]:
-    """Rows of the batch whose advantages [rows, W] are all 0; one that is not finite is none."""
-    silent = (advantages == 0).all(-1)
-    return frozenset(silent.nonzero().flatten().tolist())
+def zero_advantage_rows(advantages: Tensor, parallel: DataParallel) -> frozenset[int]:
+    """Rows of the batch whose advantages [rows, W] are all 0; one that is not finite is none.
+
+    Collective: what rank 0 finds holds, since ranks that left out other rows would train some rows
+    twice and others never.
+    """
+    is_zero = (advantages == 0).all(-1).float().tolist()
+    of_ranks = parallel.all_gather(is_zero, "agreeing on samples without an advantage")
+    return frozenset(row for row, zero in enumerate(of_ranks[0]) if zero)
 
 
 def _baselines(table: BatchTable, estimator: str) -> Tensor | None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class EntropyUse(StrEnum):
-    """What the entropy of a forward pass is for; it costs a pass over the logits."""
+    """What the entropy of a forward pass is for; a bonus costs a pass over the logits."""
 
     NONE = "none"
     METRIC = "metric"
@@ -104,7 +104,7 @@ def response_logits(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
             micro_batch.position_ids,
             micro_batch.predecessors,
             packed_layout=micro_batch.layout,
-        )[0]
+        ).squeeze(0)
     outputs = model(
         input_ids=micro_batch.input_ids,
         position_ids=micro_batch.position_ids,
@@ -113,4 +113,4 @@ def response_logits(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
         packed_layout=micro_batch.layout,
     )
     logits: Tensor = outputs.logits
-    return logits.squeeze(0)
+    return logits.squeeze(0)  # the gradient of logits[0] would be a second tensor of their size

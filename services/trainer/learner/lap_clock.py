@@ -17,8 +17,8 @@ class LapClock:
         self.seconds: dict[str, float] = {}
 
     def lap(self, name: str, *, shown: bool = True) -> None:
-        """Ends a lap; one that is not shown is dropped."""
+        """Ends a lap, whose seconds are added to others of the name; if not shown it is dropped."""
         now_s = self._now_s()
         if shown:
-            self.seconds[name] = now_s - self._last_s
+            self.seconds[name] = self.seconds.get(name, 0.0) + now_s - self._last_s
         self._last_s = now_s

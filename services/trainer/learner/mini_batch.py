@@ -38,7 +38,7 @@ class MiniBatch:
     """`micro_batches` are this rank's; the counts are the mini-batch's over all ranks.
 
     `global_rows` counts empty responses too, `global_tokens` response tokens, and both count what
-    is left out of the micro-batches.
+    is skipped.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -78,13 +78,13 @@ def split_batch(
     step: int,
     device: torch.device,
     image_prompts: ImagePromptReader | None = None,
-    left_out: Container[int] = (),
+    skipped: Container[int] = (),
 ) -> list[MiniBatch]:
     """Cut a train batch into mini-batches of groups, and this rank's rows into micro-batches.
 
     Groups are shuffled by a generator of the seed and `step`; the mini-batches stay the same in
     all ``ppo_epochs`` passes. Images are decoded for this rank's rows only, once a mini-batch.
-    Rows whose place in the batch is in `left_out` are in no micro-batch.
+    Rows whose place in the batch is in `skipped` are in no micro-batch.
 
     Raises:
         ConfigError: the groups do not divide into mini-batches; or one has images, and there is
@@ -103,7 +103,7 @@ def split_batch(
             share,
             device,
             image_prompts,
-            left_out,
+            skipped,
         )
         for members in plan_minibatches(len(groups), cut.mini_batch_groups)
     ]
@@ -116,10 +116,10 @@ def _mini_batch(
     share: Share,
     device: torch.device,
     image_prompts: ImagePromptReader | None,
-    left_out: Container[int],
+    skipped: Container[int],
 ) -> MiniBatch:
     all_rows = training_rows(groups, numbers)
-    rows = [row for row in all_rows if row.number not in left_out]
+    rows = [row for row in all_rows if row.number not in skipped]
     sizes = [row.size for row in rows]
     assign = assign_groups_to_ranks if cut.whole_groups else assign_rows_to_ranks
     plan = plan_whole_group_micro_batches if cut.whole_groups else plan_micro_batches

@@ -19,8 +19,8 @@ from torch import Tensor
 from services.trainer.learner.advantage_stage import (
     BatchEvidence,
     TokenAdvantages,
-    rows_of_no_worth,
     token_advantages,
+    zero_advantage_rows,
 )
 from services.trainer.learner.batch_table import (
     BatchTable,
@@ -120,8 +120,11 @@ class PolicyUpdate:
         """
         clock = LapClock(self._now_s)
         table = batch_table(batch, self._device.torch_device)
-        known = self._known_advantages(batch, table)
-        skipped = frozenset[int]() if known is None else rows_of_no_worth(known.advantages)
+        known, skipped = None, frozenset[int]()
+        if self._settings.skip_zero_advantage:  # no estimator that needs passes goes with it
+            known = self._advantages(batch, table, BatchEvidence())
+            skipped = zero_advantage_rows(known.advantages, self._parallel)
+            clock.lap("adv")
         mini_batches = self._cut(batch, step, skipped)
         tally = UpdateTally(self._mean_names, self._no_corrections)
         sum_pi_squared = self._old_logprobs(mini_batches, tally, table)
@@ -150,13 +153,9 @@ class PolicyUpdate:
             **self._speed(batch, clock.seconds),
         }
 
-    def _known_advantages(self, batch: TrainBatch, table: BatchTable) -> TokenAdvantages | None:
-        """Before any pass, where rows may be skipped; the configuration was checked for that."""
-        if not self._settings.skip_zero_advantage:
-            return None
-        return self._advantages(batch, table, BatchEvidence())
-
-    def _cut(self, batch: TrainBatch, step: int, skip: Container[int]) -> list[PreparedMiniBatch]:
+    def _cut(
+        self, batch: TrainBatch, step: int, skipped: Container[int]
+    ) -> list[PreparedMiniBatch]:
         mini_batches = split_batch(
             batch.groups,
             self._settings.cut,
@@ -164,7 +163,7 @@ class PolicyUpdate:
             step=step,
             device=self._device.torch_device,
             image_prompts=self._image_prompts,
-            left_out=skip,
+            skipped=skipped,
         )
         return [prepare(mini_batch) for mini_batch in mini_batches]
 

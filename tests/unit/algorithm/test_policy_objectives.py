@@ -178,6 +178,16 @@ def test_rows_without_an_advantage_may_be_left_out_of_just_the_losses_that_say_s
     assert unchanged == SILENT_AT_ZERO_ADVANTAGE
 
 
+def test_rows_without_an_advantage_may_be_left_out_of_reinforce_in_bypass_mode() -> None:
+    whole = rows_of([4, 3, 5, 5], 4)
+    whole = replace(whole, advantages=whole.advantages.masked_fill(whole.row_index >= 2, 0.0))
+    chosen = replace(SETTINGS, bypass_loss="reinforce")
+    objective = policy_objective("bypass_mode")
+    every = objective(whole, counts_of(whole), chosen).loss
+    left = objective(some_rows(whole, [0, 1]), counts_of(whole), chosen).loss
+    torch.testing.assert_close(gradient(left, whole), gradient(every, whole))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_no_tokens_give_zero_with_a_gradient_and_the_same_metric_names(name: str) -> None:
     full = rows_of([3, 2], 0)

@@ -72,6 +72,11 @@ def problems(*overrides: str) -> list[str]:
         ([SKIPPING, f"{LOSS}.loss_mode=kl_cov"], "loss_mode = kl_cov: that loss reads samples"),
         ([SKIPPING, ADPO], "loss_mode = adpo: that loss reads samples"),
         (
+            [SKIPPING, "actor_rollout_ref.actor.calculate_entropy=true"],
+            "or calculate_entropy=false",
+        ),
+        ([SKIPPING, "algorithm.adv_estimator=reinforce_plus_plus"], "hardly any is 0"),
+        (
             [SKIPPING, "algorithm.adv_estimator=optimal_token_baseline"],
             "or another estimator, such as grpo",
         ),

@@ -7,6 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import cast
 
+import pytest
+
+from services.rollout.engines import engine_thread
 from services.rollout.engines.engine_thread import EngineThread
 from services.rollout.engines.generation_loop import GenerationLoop
 
@@ -73,13 +76,19 @@ async def first_step(loop: Loop) -> int:
     return loop.steps[0]
 
 
-async def test_requests_that_come_one_after_another_begin_together() -> None:
+async def test_requests_that_come_one_after_another_begin_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_thread, "_GATHER_MOST_S", 20.0)
     async with running() as (loop, thread):
         post(thread, joining(thread, others=4))
         assert await first_step(loop) == 5
 
 
-async def test_an_engine_whose_slots_are_all_taken_waits_for_nobody() -> None:
+async def test_an_engine_whose_slots_are_all_taken_waits_for_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_thread, "_GATHER_MOST_S", 20.0)
     async with running() as (loop, thread):
         post(thread, joining(thread, others=100))
         assert await first_step(loop) == SLOTS

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.trainer.learner import update
-from services.trainer.learner.advantage_stage import rows_of_no_worth
+from services.trainer.learner.advantage_stage import zero_advantage_rows
 from services.trainer.learner.forward import TokenOutputs, token_outputs
 from services.trainer.learner.parallel import DataParallel, SingleProcess
 from services.trainer.learner.worker import Learner
@@ -39,13 +39,14 @@ def train_alone(config: RunConfig, *batches: TrainBatch) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("groups", [SOME, MOST, ALL], ids=["some", "most", "all"])
+@pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 def test_skipping_samples_without_an_advantage_changes_no_weight(
-    model_folder: Path, groups: tuple[int, ...], mode: str
+    model_folder: Path, groups: tuple[int, ...], mode: str, epochs: int
 ) -> None:
     # The first batch fills AdamW's moments: weights go on moving where the second has no gradient.
     batches = make_batch(), uniform(make_batch(seed=1), groups)
-    config = make_config(model_folder, loss_agg_mode=mode)
+    config = make_config(model_folder, loss_agg_mode=mode, ppo_epochs=epochs)
     expected, whole = train_alone(config, *batches)
     weights, metrics = train_alone(skipping(config), *batches)
     torch.testing.assert_close(weights, expected, atol=2e-5, rtol=1e-4)
@@ -90,4 +91,4 @@ def test_nothing_is_skipped_that_was_not_asked_for(model_folder: Path) -> None:
 def test_an_advantage_that_is_not_finite_is_not_skipped() -> None:
     nan = float("nan")
     advantages = torch.tensor([[0.0, 0.0], [nan, 0.0], [0.0, 1.0], [-0.0, 0.0]])
-    assert rows_of_no_worth(advantages) == {0, 3}
+    assert zero_advantage_rows(advantages, SingleProcess()) == {0, 3}
