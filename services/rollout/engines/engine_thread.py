@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _STOP_TIMEOUT_S = 30.0
+# Slept, not waited for on the condition: each request would wake the thread, whose turn at the
+# interpreter is what the event loop needs to let the next one in.
 _GATHER_S = 0.005
 _GATHER_MOST_S = 0.1
 

@@ -76,22 +76,14 @@ async def first_step(loop: Loop) -> int:
     return loop.steps[0]
 
 
-async def test_requests_that_come_one_after_another_begin_together(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("others", "together"), [(4, 5), (100, SLOTS)], ids=["few", "too many"])
+async def test_requests_that_come_one_after_another_begin_together_as_far_as_there_are_slots(
+    monkeypatch: pytest.MonkeyPatch, others: int, together: int
 ) -> None:
     monkeypatch.setattr(engine_thread, "_GATHER_MOST_S", 20.0)
     async with running() as (loop, thread):
-        post(thread, joining(thread, others=4))
-        assert await first_step(loop) == 5
-
-
-async def test_an_engine_whose_slots_are_all_taken_waits_for_nobody(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine_thread, "_GATHER_MOST_S", 20.0)
-    async with running() as (loop, thread):
-        post(thread, joining(thread, others=100))
-        assert await first_step(loop) == SLOTS
+        post(thread, joining(thread, others))
+        assert await first_step(loop) == together
 
 
 async def test_an_engine_that_runs_takes_requests_between_its_steps() -> None:
