@@ -35,7 +35,9 @@ def test_a_sound_configuration_has_no_problem() -> None:
 
 @pytest.mark.parametrize("loss_mode", ["cispo", "dppo_tv", "dppo_kl", "geo_mean", "kl_cov"])
 def test_a_loss_without_a_lower_bound_on_the_ratio_takes_any_clip_ratio_low(loss_mode: str) -> None:
-    assert problems(f"{ACTOR}.policy_loss.loss_mode={loss_mode}", f"{ACTOR}.clip_ratio_low=10") == []
+    assert (
+        problems(f"{ACTOR}.policy_loss.loss_mode={loss_mode}", f"{ACTOR}.clip_ratio_low=10") == []
+    )
 
 
 @pytest.mark.parametrize("loss_mode", ["vanilla", "gspo", "clip_cov"])
