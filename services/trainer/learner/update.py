@@ -138,7 +138,7 @@ class PolicyUpdate:
         for prepared in _micro_batches(mini_batches):
             prepared.advantages = tokens_of(worth.advantages, prepared.micro_batch)
         clock.lap("adv")
-        critic_metrics = self._update_critic(table, values, worth, step)
+        critic_metrics = self._update_critic(values, worth, step)
         clock.lap("update_critic", shown=self._critic is not None)
         policy_metrics = {}
         if step >= self._settings.critic_warmup:
@@ -251,6 +251,7 @@ class PolicyUpdate:
         ref = [(p.micro_batch, p.ref_logprobs) for p in prepared if p.ref_logprobs is not None]
         with_reference = self._settings.advantages.kl_kind is not None
         weights = [(p.micro_batch, p.weights) for p in prepared if p.weights is not None]
+        kept = [(p.micro_batch, p.kept) for p in prepared if p.kept is not None]
         gather, parallel = gather_tokens, self._parallel
         return BatchEvidence(
             old_logprobs=gather(old, table, parallel, "gathering old logprobs"),
@@ -264,6 +265,11 @@ class PolicyUpdate:
             importance_weights=(
                 gather(weights, table, parallel, "gathering importance weights")
                 if self._settings.weighs_baselines
+                else None
+            ),
+            kept=(
+                gather(kept, table, parallel, "gathering rejections") > 0
+                if self._settings.rejects_before_advantages
                 else None
             ),
         )
@@ -281,13 +287,13 @@ class PolicyUpdate:
         return worth
 
     def _update_critic(
-        self, table: BatchTable, values: Tensor | None, worth: TokenAdvantages, step: int
+        self, values: Tensor | None, worth: TokenAdvantages, step: int
     ) -> dict[str, float]:
         if self._critic is None or values is None:
             return {}
         return {
-            **value_metrics(values, worth.returns, table.mask),
-            **self._critic.update(worth.returns, step),
+            **value_metrics(values, worth.returns, worth.mask),
+            **self._critic.update(worth.returns, worth.mask, step),
         }
 
     def _policy_steps(
