@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from services.reward.demand_meter import DemandMeter, FleetFacts
 from services.reward.ledger import PromptState
 from services.reward.statistics import SAMPLE_OUTCOMES
 from sluice.config.run import RunConfig
-from sluice.launch.service_spec import RESTARTS_VARIABLE
 from sluice.rpc.process_readings import ProcessName
 from sluice.rpc.served_metrics import served_metrics
+from sluice.service_contract import restarts
 from sluice.telemetry.instrument import Reading
 from sluice.telemetry.instruments import reward
 from sluice.types import PromptEnd, TrainGroup
@@ -170,6 +169,6 @@ def exported(config: RunConfig, loop: RewardLoop, name: str) -> Iterator[None]:
         config.data.train_batch_size,
         config.sluice.asynchrony.max_staleness,
     )
-    who = ProcessName("reward", name, int(os.environ.get(RESTARTS_VARIABLE, "0")))
+    who = ProcessName("reward", name, restarts())
     with demand.looking(), served_metrics(config.sluice, endpoint, who, metrics.readings):
         yield

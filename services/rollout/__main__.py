@@ -40,13 +40,13 @@ from sluice.config.problems import raise_problems
 from sluice.config.run import RunConfig
 from sluice.data.prompt_length import PromptLimit
 from sluice.device.ascend_host import prepare_process
-from sluice.launch.network_layout import WEIGHTS_HEALTH
 from sluice.rpc.channel import open_channel
 from sluice.rpc.client_quota import ClientQuota
 from sluice.rpc.credentials import Credentials, service_credentials
 from sluice.rpc.handshake_remedy import expect_no_tls
 from sluice.rpc.server import RpcServer
 from sluice.rpc.stubs import trainer_stub
+from sluice.service_contract import WEIGHTS_HEALTH
 from sluice.telemetry.logs import configure_logging
 from sluice.telemetry.trace_setup import traced_process
 from sluice.types import ReplicaInfo

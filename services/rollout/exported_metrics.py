@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from services.rollout.engines.protocol import EngineLoad
 from sluice.config.run import RunConfig
-from sluice.launch.service_spec import RESTARTS_VARIABLE
 from sluice.rpc.process_readings import ProcessName
 from sluice.rpc.served_metrics import served_metrics
+from sluice.service_contract import restarts
 from sluice.telemetry.instrument import Reading
 from sluice.telemetry.instruments import rollout
 
@@ -42,6 +41,6 @@ def exported(
         name: the replica's.
         load: its engine's latest counters.
     """
-    who = ProcessName("rollout", name, int(os.environ.get(RESTARTS_VARIABLE, "0")))
+    who = ProcessName("rollout", name, restarts())
     endpoint = config.sluice.rollout.endpoint
     return served_metrics(config.sluice, endpoint, who, lambda: load_readings(load()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,9 +14,9 @@ from services.trainer.run_state import RunPhase, RunState
 from services.trainer.sync_counts import SyncCounts, SyncPhase
 from sluice.algorithm.accounts import TOKENS_AGE, TOKENS_MOVED
 from sluice.config.run import RunConfig
-from sluice.launch.service_spec import RESTARTS_VARIABLE, TRAINER
 from sluice.rpc.process_readings import ProcessName
 from sluice.rpc.served_metrics import served_metrics
+from sluice.service_contract import restarts
 from sluice.telemetry.instrument import Reading
 from sluice.telemetry.instruments import fleet, trainer
 from sluice.telemetry.process_age import process_age_s
@@ -56,7 +55,7 @@ class TrainerMetrics:
 
 def exported(config: RunConfig, metrics: TrainerMetrics) -> AbstractContextManager[None]:
     """Serves them while the block runs, if a port is set."""
-    who = ProcessName(TRAINER, TRAINER, int(os.environ.get(RESTARTS_VARIABLE, "0")))
+    who = ProcessName("trainer", "trainer", restarts())
     endpoint = config.sluice.trainer.endpoint
     return served_metrics(config.sluice, endpoint, who, metrics.readings)
 

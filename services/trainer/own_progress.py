@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.trainer.learner.checkpoint import resume_point
-from sluice.launch.checkpoint_mark import MARK_VARIABLE, checkpoint_mark
-from sluice.launch.service_spec import RESTARTS_VARIABLE
+from sluice.service_contract import MARK_VARIABLE, checkpoint_mark, restarts
 
 if TYPE_CHECKING:
     from services.trainer.learner.checkpoint import Checkpoint, CheckpointStore
@@ -53,8 +52,8 @@ def beginning(
     Raises:
         ConfigError, CheckpointError: as `resume_point` and `CheckpointStore.latest`.
     """
-    restarts = int(environment.get(RESTARTS_VARIABLE, "0"))
-    if restarts == 0:
+    times = restarts(environment)
+    if times == 0:
         found = resume_point(trainer, store)
         return Beginning(found, found.step if found else None)
     has_saved = checkpoint_mark(folder) != environment.get(MARK_VARIABLE)
@@ -62,7 +61,7 @@ def beginning(
     step = found.step if found else 0
     logger.warning(
         "started again (%d times so far): the run goes on from step %d, %s",
-        restarts,
+        times,
         step,
         "its last checkpoint" if has_saved else "where it began, since it has saved none",
     )

@@ -84,6 +84,8 @@ def _counts(found: Mapping[Status, int]) -> list[str]:
 def _happens(key: str, status: Status) -> str:
     """The row's own words; of a key that is honoured otherwise, where it goes or why not."""
     described = explain_key(key)
+    if status is Status.NOT_APPLICABLE and described.status is not status:
+        return "this value asks for what happens anyway"
     if described.instead:
         return described.instead
     if status is Status.MAPPED:

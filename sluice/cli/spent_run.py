@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sluice.config.derived import checkpoint_folder
 from sluice.config.run import RunConfig
-from sluice.launch.checkpoint_mark import TRACKER_NAME
+from sluice.service_contract import TRACKER_NAME
 
 __all__ = ["spent_notice"]
 

@@ -119,7 +119,11 @@ class AlgorithmConfig(Section, frozen=True):
     gamma: Annotated[Share, Meta(description="Discount of later rewards.")] = 1.0
     lam: Annotated[Share, Meta(description="gae: weight of longer returns.")] = 1.0
     norm_adv_by_std_in_grpo: Annotated[
-        bool, Meta(description="Divide by the group's standard deviation; False is Dr. GRPO.")
+        bool,
+        Meta(
+            description="Divide by the group's standard deviation; False is Dr. GRPO. It reaches "
+            "grpo, grpo_vectorized, grpo_passk and adpo; gdpo always divides."
+        ),
     ] = True
     num_generations: Annotated[
         PositiveInt | None,

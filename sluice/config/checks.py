@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from sluice.algorithm.advantages.registry import BATCH_ESTIMATORS
-from sluice.algorithm.losses.registry import POLICY_OBJECTIVES
+from sluice.algorithm.losses.registry import BOUNDED_FROM_BELOW, POLICY_OBJECTIVES
 from sluice.config import derived
 from sluice.config.actor_rollout_ref import ActorConfig
 from sluice.config.algorithm_rules import algorithm_problems
@@ -172,6 +172,12 @@ def _clip(config: RunConfig) -> Iterator[str]:
             f"{ACTOR}.clip_ratio = {actor.clip_ratio} has no effect while clip_ratio_low and "
             "clip_ratio_high are set; set those two"
         )
+    loss_mode = actor.policy_loss.loss_mode
+    if loss_mode in BOUNDED_FROM_BELOW and actor.clip_ratio_low >= 1:
+        yield (
+            f"{ACTOR}.clip_ratio_low = {actor.clip_ratio_low}: the lower bound of the ratio under "
+            f"the loss {loss_mode}, 1 - clip_ratio_low, must be positive; DAPO uses 0.2"
+        )
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:
@@ -191,11 +197,6 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
     if not all(0 <= beta < 1 for beta in actor.optim.betas):
         yield f"{ACTOR}.optim.betas = {list(actor.optim.betas)}: expected two numbers in [0, 1)"
-    if actor.clip_ratio_low >= 1:
-        yield (
-            f"{ACTOR}.clip_ratio_low = {actor.clip_ratio_low}: the lower bound of the ratio, "
-            "1 - clip_ratio_low, must be positive; DAPO uses 0.2"
-        )
     if actor.loss_scale_factor is not None and actor.loss_scale_factor < 1:
         yield f"{ACTOR}.loss_scale_factor = {actor.loss_scale_factor}: expected at least 1 or null"
 

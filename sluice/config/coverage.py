@@ -54,9 +54,9 @@ class Coverage:
 def coverage(paths: Sequence[Path]) -> Coverage:
     """What becomes of every key in `paths`: YAML files (.yaml, .yml) or override files (others).
 
-    A value that asks for what happens anyway counts as honoured; a value that is refused counts as
-    refused, and does not end the count. A line of an override file may also be a bare key; then
-    its usual standing counts.
+    A value that changes nothing counts as not applicable, unless the key is honoured; a value that
+    is refused counts as refused, and does not end the count. A line of an override file may also
+    be a bare key; then its usual standing counts.
 
     Raises:
         ConfigError: a file cannot be read or parsed; unknown keys are no error but are reported.

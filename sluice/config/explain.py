@@ -19,7 +19,7 @@ from sluice.config.schema import KeyPath, annotation_at, description_of
 from sluice.config.settings_tree import SettingsTree, value_at
 from sluice.config.spelling import canonical, full_form, other_spellings
 from sluice.config.standing import is_silent, standing
-from sluice.config.structure import caveat_of, shown
+from sluice.config.structure import caveat_of, refusal_of, shown
 from sluice.config.unknown_keys import is_known, keys_below, unknown_key
 from sluice.errors import ConfigError
 
@@ -150,15 +150,17 @@ def _notice(settings: SettingsTree, path: KeyPath, value: object) -> Notice | No
     found, spelled, proper = find_key(path), settings.written(path), ".".join(path)
     if found is None:
         return None
-    renamed = spelled != proper
-    status = standing(found, path, value, renamed=renamed)
+    refused = found.entry.path == proper and refusal_of(found.entry, value)
+    if refused or is_silent(found.entry, path, value):
+        return None
+    status = standing(found, path, value, renamed=spelled != proper)
     setting, engines = f"{spelled}={shown(value)}", found.entry.engines
-    if engines and not is_silent(found.entry, path, value):
+    if engines:
         engine = settings.get(_ENGINE) or "torch"
         if engine not in engines:
             says = f"has no effect: it tunes {' and '.join(engines)}, and {_ENGINE} is {engine}"
             return Notice(proper, spelled, Status.NOT_APPLICABLE, f"{setting} {says}")
-    if status in (Status.HONOURED, Status.REFUSED):
+    if status is Status.HONOURED:
         return None
     caveat = caveat_of(found.entry, value)
     if caveat:

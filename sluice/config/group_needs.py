@@ -11,6 +11,20 @@ GREEDY_BASELINE_ESTIMATORS = frozenset({"remax"})
 OLD_LOGPROB_ESTIMATORS = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
 """Advantage estimators that read the old policy's logprobs and squared probabilities."""
 
+MASK_ESTIMATORS = OLD_LOGPROB_ESTIMATORS | {
+    "gae",
+    "gdpo",
+    "opo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+}
+"""Advantage estimators by which the tokens that count change the advantage of other tokens.
+
+They read which tokens rollout correction rejects; the others give a row one number, whatever its
+mask.
+"""
+
 
 def needs_greedy_baseline(config: RunConfig) -> bool:
     """Whether every group carries the reward of a greedy response."""

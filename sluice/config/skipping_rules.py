@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sluice.algorithm.losses.registry import SILENT_AT_ZERO_ADVANTAGE
 from sluice.config import derived
-from sluice.config.group_needs import OLD_LOGPROB_ESTIMATORS
+from sluice.config.group_needs import MASK_ESTIMATORS, OLD_LOGPROB_ESTIMATORS
 from sluice.config.run import RunConfig
 from sluice.config.verl_run import ACTOR
 
@@ -64,6 +64,15 @@ def _passes(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             "it whitens advantages over the batch, so that hardly any is 0",
             "another estimator, such as grpo",
         )
-    if algorithm.rollout_correction.rollout_is_batch_normalize:
+    correction = algorithm.rollout_correction
+    rejects = correction.rollout_rs is not None and not derived.is_bypassed(config)
+    if rejects and algorithm.adv_estimator in MASK_ESTIMATORS:
+        yield (
+            f"algorithm.rollout_correction.rollout_rs = {correction.rollout_rs} and "
+            f"algorithm.adv_estimator = {algorithm.adv_estimator}",
+            passes,
+            "another estimator, such as grpo",
+        )
+    if correction.rollout_is_batch_normalize:
         key = "algorithm.rollout_correction.rollout_is_batch_normalize"
         yield f"{key} = true", passes, "rollout_is_batch_normalize=false"

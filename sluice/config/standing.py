@@ -9,22 +9,22 @@ from sluice.config.structure import caveat_of, refusal_of
 
 
 def standing(found: FoundKey, path: KeyPath, value: object, *, renamed: bool) -> Status:
-    """What becomes of `value` at `path`.
+    """Return what becomes of `value` at `path`.
 
-    A value that asks for what happens anyway counts as honoured. `renamed`: the key was written
-    in another spelling.
+    A key that nothing here reads is not honoured by a value that asks for what happens anyway: it
+    has no effect. `renamed`: the key was written in another spelling.
     """
     entry = found.entry
     if entry.path == ".".join(path) and refusal_of(entry, value):
         return Status.REFUSED
     if is_silent(entry, path, value):
-        return Status.HONOURED
+        return entry.status if entry.status is Status.HONOURED else Status.NOT_APPLICABLE
     if caveat_of(entry, value):
         return Status.NOT_APPLICABLE
     if entry.is_block and not entry.in_schema:
         return Status.NOT_APPLICABLE
     if entry.status is Status.REFUSED:
-        return Status.HONOURED
+        return Status.NOT_APPLICABLE
     if entry.status is Status.HONOURED and renamed:
         return Status.MAPPED
     return entry.status

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sluice.doctor.examined import Examined
 from sluice.doctor.finding import Finding, fine, problem, warning
-from sluice.doctor.requirements import installed_version, numbers
+from sluice.doctor.requirements import install, installed_version, numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,9 @@ def engine_findings(facts: EngineFacts) -> Iterator[Finding]:
         yield problem(
             f"actor_rollout_ref.rollout.name = {facts.name}, and {facts.name} is not installed",
             "replicas refuse to start",
-            f"install {' or '.join(supported.packages)} {span} into the replicas' environment, or "
-            "set actor_rollout_ref.rollout.name=torch",
+            f"{install(f'sluice[{facts.name}]')} in the replicas' environment "
+            f"({' or '.join(supported.packages)} {span}), or set "
+            "actor_rollout_ref.rollout.name=torch",
         )
     elif _begins(installed, supported.oldest) < numbers(supported.oldest):
         yield problem(

@@ -20,7 +20,8 @@ from sluice.concurrency.watchdog import EXIT_STALLED
 from sluice.launch.child_process import KILLED_S
 from sluice.launch.interruption import done_unless
 from sluice.launch.process_host import Child, ProcessHost
-from sluice.launch.service_spec import RESTARTS_VARIABLE, ServiceSpec
+from sluice.launch.service_spec import ServiceSpec
+from sluice.service_contract import RESTARTS_VARIABLE
 
 LogLine = Callable[[str, str], None]
 

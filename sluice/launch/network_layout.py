@@ -2,7 +2,7 @@
 
 Compose, Kubernetes and whoever starts services by hand on several hosts take ports, names, paths
 and commands from here; `sluice up` has ports drawn instead, on the machines where services are.
-This file imports nothing of the project, since health probes load it every few seconds.
+This file imports next to nothing of the project, since health probes load it every few seconds.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+from sluice.service_contract import WEIGHTS_HEALTH
 
 Kind = Literal["trainer", "reward", "rollout"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -23,8 +25,6 @@ CONFIG_FILE = f"{RUN_FOLDER}/{CONFIG_NAME}"
 COMPUTE_IMAGE, REWARD_IMAGE = "sluice", "sluice-reward"
 LAUNCHER = ("python", "-m", "sluice.launch.container")
 HEALTH_PROBE = ("python", "-m", "sluice.launch.health_probe")
-# A replica's health by this name: whether it has weights. The whole process is healthy before.
-WEIGHTS_HEALTH = "sluice.rollout.Weights"
 PREPARE = ("sluice", "prepare")
 PREPARED_FOLDER = ("--run-dir", RUN_FOLDER)  # the last words of that command
 USER_ID = 10001  # of the images

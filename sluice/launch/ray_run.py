@@ -15,7 +15,6 @@ from sluice.config.derived import checkpoint_folder, world_size
 from sluice.config.dump import write_config
 from sluice.config.run import RunConfig
 from sluice.config.service import EndpointConfig
-from sluice.launch.checkpoint_mark import checkpoint_mark
 from sluice.launch.cluster import Cluster
 from sluice.launch.launch_plan import LaunchPlan
 from sluice.launch.node_facts import endpoint_on
@@ -31,6 +30,7 @@ from sluice.launch.service_spec import (
     reward_service,
 )
 from sluice.rpc.credentials import TOKEN_VARIABLE
+from sluice.service_contract import checkpoint_mark
 
 _MARK_FOLDER = "launch"
 

@@ -14,12 +14,10 @@ from sluice.config.derived import checkpoint_folder, world_size
 from sluice.config.host_port import split_host_port
 from sluice.config.run import RunConfig
 from sluice.device.ascend_host import launch_environment
-from sluice.launch.checkpoint_mark import MARK_VARIABLE, checkpoint_mark
 from sluice.launch.device_share import rank_environment, replica_environment
 from sluice.launch.free_ports import free_ports
+from sluice.service_contract import MARK_VARIABLE, checkpoint_mark
 
-# Tells a process how often it was started before in this run.
-RESTARTS_VARIABLE = "SLUICE_RESTARTS"
 TRAINER = "trainer"
 REWARD = "reward"
 

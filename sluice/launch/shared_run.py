@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sluice.errors import ConfigError
-from sluice.launch.checkpoint_mark import checkpoint_mark
+from sluice.service_contract import checkpoint_mark
 
 logger = logging.getLogger(__name__)
 

@@ -14,18 +14,15 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from sluice.errors import ConfigError
 from sluice.weights.hccl_group import create_hccl_group
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from sluice.weights.membership import Membership, ProcessGroup, Work
 
 _GLOO_LANES = 2
 """Of connections and threads that move bytes. Collectives take turns on them, and with one lane
@@ -33,22 +30,6 @@ rank 0 copies everything to everybody in one thread."""
 
 _LOOK_AGAIN = timedelta(milliseconds=20)
 _POLL_S = 0.0005
-
-
-class Work(Protocol):
-    """A collective that was started."""
-
-    def is_completed(self) -> bool:
-        """Whether it ended, well or not."""
-        ...
-
-    def wait(self, timeout: timedelta = ...) -> bool:
-        """Raise ``RuntimeError`` if it failed; returns at once when it is completed.
-
-        Gloo's also raises after `timeout` and leaves the collective as it is; those of other
-        backends give the collective up then.
-        """
-        ...
 
 
 def wait_a_little(work: Work, backend: str) -> None:
@@ -62,41 +43,6 @@ def wait_a_little(work: Work, backend: str) -> None:
         return
     with contextlib.suppress(RuntimeError):
         work.wait(_LOOK_AGAIN)
-
-
-class ProcessGroup(Protocol):
-    """The part of torch's backends that a transfer needs."""
-
-    def broadcast(self, tensors: list[torch.Tensor], opts: dist.BroadcastOptions) -> Work:
-        """Start a broadcast of one tensor on the group's device."""
-        ...
-
-    def abort(self) -> None:
-        """Free a communicator that hangs (NCCL, HCCL); Gloo ignores it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """One process's place in a group.
-
-    `local_address` is the address of this host that the other members can reach. `timeout_s`
-    bounds the formation and is the group's default for operations. `bucket_bytes` is the largest
-    collective, for backends that keep buffers; 0 leaves those to the backend.
-    """
-
-    store: Store
-    rank: int
-    world_size: int
-    timeout_s: float
-    local_address: str
-    device: torch.device
-    bucket_bytes: int = 0
-
-    @property
-    def timeout(self) -> timedelta:
-        """`timeout_s` as torch wants it."""
-        return timedelta(seconds=self.timeout_s)
 
 
 def create_process_group(backend: str, membership: Membership) -> ProcessGroup:

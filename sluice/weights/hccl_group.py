@@ -22,7 +22,7 @@ from sluice.errors import ConfigError
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from sluice.weights.backend import Membership, Work
+    from sluice.weights.membership import Membership, Work
 
 _POLL_S = 0.005
 

@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 
 from sluice.concurrency.advance import advance
-from sluice.weights.backend import Work
 from sluice.weights.buffer import WeightBuffer
 from sluice.weights.digest import StreamDigest, WeightDigests
 from sluice.weights.group import TransferGroup
+from sluice.weights.membership import Work
 from sluice.weights.plan import Bucket, TransferPlan
 from sluice.weights.trailer import Trailer, trailer_bytes
 from sluice.weights.update_header import UpdateHeader, header_bytes

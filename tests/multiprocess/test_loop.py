@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.launch.network_layout import WEIGHTS_HEALTH
+from sluice.service_contract import WEIGHTS_HEALTH
 from tests.support.small_run import (
     GROUPS,
     WAIT_S,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.launch.checkpoint_mark import TRACKER_NAME
 from sluice.report.run_record import read_progress
+from sluice.service_contract import TRACKER_NAME
 from tests.support.small_run import GROUPS, WAIT_S, Assets, LiveRun, Record, run_to_end
 
 MANY_STEPS, SAVE_FREQ, KILL_AT = 1_000_000, 2, 3

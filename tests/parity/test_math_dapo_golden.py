@@ -59,6 +59,11 @@ def test_strict_box_verify_reads_the_last_box_only() -> None:
     assert not compute_score("Answer: 34", "34", strict_box_verify=True)["acc"]
 
 
+def test_without_the_required_box_there_is_no_prediction() -> None:
+    found = compute_score("Answer: 34", "34", strict_box_verify=True)
+    assert found == {"score": -1.0, "acc": False, "pred": None}
+
+
 def test_boxes_nest_and_unclosed_boxes_count_for_nothing() -> None:
     assert last_boxed(r"\boxed{\frac{1}{2}}") == r"\frac{1}{2}"
     assert last_boxed(r"\boxed{\frac{1}{2}") is None

@@ -1,6 +1,6 @@
 r"""The DAPO mathematics scorer: is the last ``Answer:`` line the reference answer?
 
-Behaves as verl's ``math_dapo`` (verl-semantics §3.5), quirks included, so that rewards of a run
+Behaves as verl's `verl/utils/reward_score/math_dapo.py`, quirks included, so that rewards of a run
 compare with theirs: units and some words are deleted even where they belong to the answer, a
 trailing full stop is wrong, and only the end of a response counts.
 """
@@ -49,11 +49,11 @@ _REWRITES = (
 
 
 class MathScore(TypedDict):
-    """+1 or -1, whether it is right, and the extracted answer."""
+    """+1 or -1, whether it is right, and the extracted answer; `None` without a required box."""
 
     score: float
     acc: bool
-    pred: str
+    pred: str | None
 
 
 def compute_score(
@@ -73,13 +73,12 @@ def compute_score(
             does; false: such a response is wrong, as in verl 0.6.
     """
     tail = solution[-SCORED_CHARACTERS:]
-    if strict_box_verify:
-        prediction, right = _boxed_verdict(tail, ground_truth)
+    boxed = last_boxed(tail[-BOXED_CHARACTERS:])
+    line = normalize_answer(_last_answer_line(tail))
+    if strict_box_verify or (boxed_fallback and line == NO_ANSWER and boxed is not None):
+        prediction, right = boxed, boxed == ground_truth
     else:
-        prediction = normalize_answer(_last_answer_line(tail))
-        right = prediction == normalize_answer(ground_truth)
-        if boxed_fallback and prediction == NO_ANSWER:
-            prediction, right = _boxed_verdict(tail, ground_truth)
+        prediction, right = line, line == normalize_answer(ground_truth)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": prediction}
 
 
@@ -102,8 +101,3 @@ def normalize_answer(answer: str) -> str:
 def _last_answer_line(text: str) -> str:
     matches = _ANSWER_LINE.findall(text)
     return str(matches[-1]) if matches else NO_ANSWER
-
-
-def _boxed_verdict(text: str, ground_truth: str) -> tuple[str, bool]:
-    boxed = last_boxed(text[-BOXED_CHARACTERS:])
-    return (NO_ANSWER, False) if boxed is None else (boxed, boxed == ground_truth)

@@ -38,14 +38,19 @@ class BatchEvidence:
     values: Tensor | None = None
     sum_pi_squared: Tensor | None = None
     importance_weights: Tensor | None = None
+    kept: Tensor | None = None  # bool, false at rejected tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenAdvantages:
-    """[rows, W] each; metrics by verl's names; `controller` is for the next batch."""
+    """[rows, W] each; metrics by verl's names; `controller` is for the next batch.
+
+    `mask` is true at the tokens that the advantages are made of.
+    """
 
     advantages: Tensor
     returns: Tensor
+    mask: Tensor
     metrics: Mapping[str, float]
     controller: KlController
 
@@ -58,6 +63,9 @@ def token_advantages(
     controller: KlController,
 ) -> TokenAdvantages:
     """Rewards on the last tokens, less the divergence if asked, through the estimator.
+
+    As in verl the divergence counts on all tokens, and rejected tokens leave the mask before the
+    estimator runs (`verl/trainer/ppo/ray_trainer.py`, `fit`).
 
     Args:
         table: the batch.
@@ -85,9 +93,10 @@ def token_advantages(
         )
         rewards, controller = penalized.rewards, penalized.controller
         metrics |= penalized.metrics
+    mask = _without_rejected(table.mask, evidence.kept)
     inputs = AdvantageInputs(
         rewards=rewards,
-        mask=table.mask,
+        mask=mask,
         group_index=table.group_index,
         values=evidence.values,
         old_logprobs=evidence.old_logprobs,
@@ -97,9 +106,9 @@ def token_advantages(
         baselines=_baselines(table, rules.estimator),
     )
     found = batch_estimator(rules.estimator)(inputs, rules.constants)
-    metrics |= _metrics(rewards, found.advantages, found.returns, table.mask)
+    metrics |= _metrics(rewards, found.advantages, found.returns, table.mask, mask)
     metrics |= gdpo_metrics(inputs)
-    return TokenAdvantages(found.advantages, found.returns, metrics, controller)
+    return TokenAdvantages(found.advantages, found.returns, mask, metrics, controller)
 
 
 def zero_advantage_rows(advantages: Tensor, parallel: DataParallel) -> frozenset[int]:
@@ -111,6 +120,17 @@ def zero_advantage_rows(advantages: Tensor, parallel: DataParallel) -> frozenset
     is_zero = (advantages == 0).all(-1).float().tolist()
     of_ranks = parallel.all_gather(is_zero, "agreeing on samples without an advantage")
     return frozenset(row for row, zero in enumerate(of_ranks[0]) if zero)
+
+
+def _without_rejected(mask: Tensor, kept: Tensor | None) -> Tensor:
+    """`mask` less the rejected tokens.
+
+    Where fewer than two tokens are left nothing can be whitened: then it is `mask`, and since the
+    loss leaves rejected tokens out, next to nothing trains.
+    """
+    if kept is None or int((mask & kept).sum()) < 2:
+        return mask
+    return mask & kept
 
 
 def _baselines(table: BatchTable, estimator: str) -> Tensor | None:
@@ -126,10 +146,10 @@ def _baselines(table: BatchTable, estimator: str) -> Tensor | None:
 
 
 def _metrics(
-    rewards: Tensor, advantages: Tensor, returns: Tensor, mask: Tensor
+    rewards: Tensor, advantages: Tensor, returns: Tensor, responses: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """``critic/rewards`` over rows with tokens; ``critic/advantages``, ``returns`` over tokens."""
-    answered = mask.any(-1)
+    """``critic/rewards`` over rows with tokens; ``critic/advantages``, ``returns`` over `mask`."""
+    answered = responses.any(-1)
     found = {
         "critic/rewards": rewards.sum(-1, dtype=torch.float64)[answered],
         "critic/advantages": advantages[mask].double(),

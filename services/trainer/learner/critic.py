@@ -77,11 +77,12 @@ class Critic:
         )
         return gather_tokens(found, table, self._parallel, "gathering the critic's values")
 
-    def update(self, returns: Tensor, step: int) -> dict[str, float]:
+    def update(self, returns: Tensor, mask: Tensor, step: int) -> dict[str, float]:
         """All optimizer steps of the batch given to `values`.
 
         Args:
             returns: [rows, W], what the values should become.
+            mask: bool [rows, W], false at tokens that are left out; the loss's denominators stay.
             step: number of this train batch in the run, from 1.
 
         Returns:
@@ -93,7 +94,7 @@ class Critic:
         norms = []
         for _ in range(self._settings.epochs):
             for mini_batch, old in zip(self._mini_batches, self._old_values, strict=True):
-                losses = self._accumulate(mini_batch, old, returns)
+                losses = self._accumulate(mini_batch, old, returns, mask)
                 self._parallel.all_reduce_sum(
                     self.optimizer.gradients.buffers, "summing the critic's gradients"
                 )
@@ -107,19 +108,20 @@ class Critic:
         return {**self._means(sums, num_tokens, len(norms)), **_norm(norms), "critic/lr": rate}
 
     def _accumulate(
-        self, mini_batch: MiniBatch, old_values: Sequence[Tensor], returns: Tensor
+        self, mini_batch: MiniBatch, old_values: Sequence[Tensor], returns: Tensor, mask: Tensor
     ) -> list[ValueLoss]:
         losses = []
         self._passes.begin(len(mini_batch.micro_batches))
         for micro_batch, old in zip(mini_batch.micro_batches, old_values, strict=True):
+            kept = tokens_of(mask, micro_batch)
             loss = value_loss(
-                self._forward(micro_batch),
-                old,
-                tokens_of(returns, micro_batch),
+                self._forward(micro_batch)[kept],
+                old[kept],
+                tokens_of(returns, micro_batch)[kept],
                 cliprange_value=self._settings.cliprange_value,
                 aggregate=partial(
                     aggregate,
-                    row_index=micro_batch.rows,
+                    row_index=micro_batch.rows[kept],
                     mode=self._settings.loss_agg_mode,
                     global_tokens=mini_batch.global_tokens,
                     global_rows=mini_batch.global_rows,

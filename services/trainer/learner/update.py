@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -138,7 +138,7 @@ class PolicyUpdate:
         for prepared in _micro_batches(mini_batches):
             prepared.advantages = tokens_of(worth.advantages, prepared.micro_batch)
         clock.lap("adv")
-        critic_metrics = self._update_critic(table, values, worth, step)
+        critic_metrics = self._update_critic(values, worth, step)
         clock.lap("update_critic", shown=self._critic is not None)
         policy_metrics = {}
         if step >= self._settings.critic_warmup:
@@ -246,26 +246,27 @@ class PolicyUpdate:
     ) -> BatchEvidence:
         if not self._settings.needs_old_logprobs_first:
             return BatchEvidence(values=values)
-        prepared = _micro_batches(mini_batches)
-        old = [(p.micro_batch, p.old_logprobs) for p in prepared if p.old_logprobs is not None]
-        ref = [(p.micro_batch, p.ref_logprobs) for p in prepared if p.ref_logprobs is not None]
-        with_reference = self._settings.advantages.kl_kind is not None
-        weights = [(p.micro_batch, p.weights) for p in prepared if p.weights is not None]
-        gather, parallel = gather_tokens, self._parallel
+        prepared, settings = _micro_batches(mini_batches), self._settings
+
+        def gathered(of: Callable[[PreparedMicroBatch], Tensor | None], what: str) -> Tensor:
+            known = [(one.micro_batch, found) for one in prepared if (found := of(one)) is not None]
+            return gather_tokens(known, table, self._parallel, f"gathering {what}")
+
+        with_reference = settings.advantages.kl_kind is not None
+        rejects = settings.rejects_before_advantages
         return BatchEvidence(
-            old_logprobs=gather(old, table, parallel, "gathering old logprobs"),
-            ref_logprobs=(
-                gather(ref, table, parallel, "gathering reference logprobs")
-                if with_reference
-                else None
-            ),
+            old_logprobs=gathered(lambda one: one.old_logprobs, "old logprobs"),
+            ref_logprobs=gathered(lambda one: one.ref_logprobs, "reference logprobs")
+            if with_reference
+            else None,
             values=values,
             sum_pi_squared=sum_pi_squared,
             importance_weights=(
-                gather(weights, table, parallel, "gathering importance weights")
-                if self._settings.weighs_baselines
+                gathered(lambda one: one.weights, "importance weights")
+                if settings.weighs_baselines
                 else None
             ),
+            kept=gathered(lambda one: one.kept, "rejections") > 0 if rejects else None,
         )
 
     def _advantages(
@@ -281,13 +282,13 @@ class PolicyUpdate:
         return worth
 
     def _update_critic(
-        self, table: BatchTable, values: Tensor | None, worth: TokenAdvantages, step: int
+        self, values: Tensor | None, worth: TokenAdvantages, step: int
     ) -> dict[str, float]:
         if self._critic is None or values is None:
             return {}
         return {
-            **value_metrics(values, worth.returns, table.mask),
-            **self._critic.update(worth.returns, step),
+            **value_metrics(values, worth.returns, worth.mask),
+            **self._critic.update(worth.returns, worth.mask, step),
         }
 
     def _policy_steps(

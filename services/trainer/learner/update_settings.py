@@ -24,7 +24,7 @@ from sluice.algorithm.rollout_correction.plan import (
     correction_plan,
 )
 from sluice.config.actor import ActorConfig
-from sluice.config.group_needs import OLD_LOGPROB_ESTIMATORS
+from sluice.config.group_needs import MASK_ESTIMATORS, OLD_LOGPROB_ESTIMATORS
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 
@@ -69,6 +69,17 @@ class UpdateSettings:
             self.needs_sum_pi_squared
             or self.advantages.kl_kind is not None
             or self.correction.rollout_is_batch_normalize
+            or self.rejects_before_advantages
+        )
+
+    @property
+    def rejects_before_advantages(self) -> bool:
+        """Whether the estimator reads which tokens are rejected."""
+        return (
+            self.correction.rollout_rs is not None
+            and self.plan.corrects_old_policy
+            and not self.old_is_behavior
+            and self.advantages.estimator in MASK_ESTIMATORS
         )
 
     @property

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.parallel import DataParallel
-from sluice.algorithm.losses.objective import MetricMean
+from sluice.algorithm.losses.inputs import MetricMean
 from sluice.algorithm.losses.total_loss import TotalLoss
 from sluice.algorithm.probs_diff import ProbsDiffSums
 from sluice.algorithm.rollout_correction.statistics import (

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from services.trainer.metrics.generations import Generation
 
-if TYPE_CHECKING:
-    from services.trainer.metrics.sinks import MetricSink
-
 logger = logging.getLogger(__name__)
+
+
+class MetricSink(Protocol):
+    """Takes metrics and keeps or shows them."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One step's numbers by metric name."""
+        ...
+
+    def write_generations(self, step: int, generations: Sequence[Generation]) -> None:
+        """Validation samples of the version after `step`, for reading along."""
+        ...
+
+    def close(self) -> None:
+        """Everything written is on disk afterwards."""
+        ...
 
 
 class GuardedSink:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from services.trainer.metrics.generations import Generation, choose_generations
-from services.trainer.metrics.sinks import MetricSink
+from services.trainer.metrics.guarded_sink import MetricSink
 from services.trainer.reward_client import Evaluation
 
 logger = logging.getLogger(__name__)

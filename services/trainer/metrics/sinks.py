@@ -11,26 +11,9 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from services.trainer.metrics.background_sink import BackgroundSink
-from services.trainer.metrics.generations import Generation
-from services.trainer.metrics.guarded_sink import GuardedSink
+from services.trainer.metrics.guarded_sink import GuardedSink, MetricSink
 from sluice.concurrency.deadline import deadline
 from sluice.errors import ConfigError
-
-
-class MetricSink(Protocol):
-    """Takes metrics and keeps or shows them."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One step's numbers by metric name."""
-        ...
-
-    def write_generations(self, step: int, generations: Sequence[Generation]) -> None:
-        """Validation samples of the version after `step`, for reading along."""
-        ...
-
-    def close(self) -> None:
-        """Everything written is on disk afterwards."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sluice.algorithm.losses.adpo_scores import GroupScores
-from sluice.algorithm.losses.objective import MetricMean
+from sluice.algorithm.losses.inputs import MetricMean
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 from sluice.errors import ConfigError
 
@@ -115,3 +116,44 @@ def padded_inputs(
 
 def _chosen(values: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor | None:
     return None if values is None else values[mask]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MetricMean:
+    """A mean kept as `total` and `count`.
+
+    Add both over micro-batches and ranks, then divide: the exact mean over the mini-batch,
+    however it was cut. (verl averages the means of micro-batches, which depends on the cut; for
+    one micro-batch both are the same.)
+    """
+
+    total: torch.Tensor  # 0-d, detached
+    count: int
+
+    @property
+    def mean(self) -> float:
+        """``total / count``, 0 for nothing."""
+        return float(self.total) / max(self.count, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Correction:
+    """What rollout correction says about N tokens; metrics by full names (``rollout_corr/...``)."""
+
+    weights: torch.Tensor | None = None  # float [N], without gradient
+    keep: torch.Tensor | None = None  # bool [N], false at rejected tokens
+    metrics: Mapping[str, MetricMean] = field(default_factory=dict)
+
+
+class Corrector(Protocol):
+    """Importance weights and rejections of one micro-batch."""
+
+    def __call__(
+        self,
+        logprobs: torch.Tensor,
+        rollout_logprobs: torch.Tensor,
+        row_index: torch.Tensor,
+        num_rows: int,
+    ) -> Correction:
+        """Compare the policy being updated (detached) with the engine, flat float [N] each."""
+        ...

@@ -9,26 +9,8 @@ from typing import Protocol
 import torch
 
 from sluice.algorithm.losses.aggregate import aggregate
-from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
+from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, MetricMean
 from sluice.algorithm.losses.settings import PolicyLossSettings
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MetricMean:
-    """A mean kept as `total` and `count`.
-
-    Add both over micro-batches and ranks, then divide: the exact mean over the mini-batch,
-    however it was cut. (verl averages the means of micro-batches, which depends on the cut; for
-    one micro-batch both are the same.)
-    """
-
-    total: torch.Tensor  # 0-d, detached
-    count: int
-
-    @property
-    def mean(self) -> float:
-        """``total / count``, 0 for nothing."""
-        return float(self.total) / max(self.count, 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

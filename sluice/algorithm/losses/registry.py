@@ -32,6 +32,14 @@ POLICY_OBJECTIVES: Mapping[str, str] = MappingProxyType(
     }
 )
 
+BOUNDED_FROM_BELOW = frozenset({"vanilla", "gspo", "clip_cov", "bypass_mode"})
+"""Losses whose clip must keep ``1 - clip_ratio_low`` above 0, as it stops the ratio's fall there.
+
+``cispo`` clips a weight that is never negative, so that verl's example switches its lower bound off
+with 10 (``examples/cispo_trainer``); ``dppo_*`` bound probabilities and divergences, ``geo_mean``
+log ratios; the others have no bound.
+"""
+
 GROUP_LOSSES = frozenset({"adpo"})
 """Losses that need all rows of a prompt in one micro-batch."""
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from sluice.algorithm.losses.clipped_surrogate import bounded_log_ratio, surrogate_terms
-from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
+from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, MetricMean
 from sluice.algorithm.losses.objective import (
-    MetricMean,
     PolicyObjective,
     token_metric,
     token_objective,

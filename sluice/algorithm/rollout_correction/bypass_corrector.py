@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sluice.algorithm.losses.bypass import Correction, Corrector
-from sluice.algorithm.losses.objective import MetricMean
+from sluice.algorithm.losses.inputs import Correction, Corrector, MetricMean
 from sluice.algorithm.rollout_correction.correction import normalized_weights, rollout_correction
 from sluice.algorithm.rollout_correction.plan import RolloutCorrectionSettings
 from sluice.algorithm.rollout_correction.statistics import Reading, Statistic

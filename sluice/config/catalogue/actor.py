@@ -94,7 +94,7 @@ ENTRIES: tuple[Entry, ...] = (
         "Training backend: fsdp, fsdp2, megatron, veomni, torchtitan.",
         STRATEGY,
         silent=("fsdp", "fsdp2"),
-        effect="In verl fsdp2 takes about 7 % less memory than fsdp",
+        effect="In verl fsdp2 takes a little less memory than fsdp",
     ),
     honoured(
         f"{_KEY}.ppo_mini_batch_size",

@@ -13,9 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.algorithm.losses.aggregate import LossAggregation
-from sluice.algorithm.losses.bypass import Correction
-from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, padded_inputs
-from sluice.algorithm.losses.objective import MetricMean, PolicyObjective
+from sluice.algorithm.losses.inputs import (
+    Correction,
+    GlobalCounts,
+    LossInputs,
+    MetricMean,
+    padded_inputs,
+)
+from sluice.algorithm.losses.objective import PolicyObjective
 from sluice.algorithm.losses.registry import (
     POLICY_OBJECTIVES,
     SILENT_AT_ZERO_ADVANTAGE,

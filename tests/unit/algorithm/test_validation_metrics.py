@@ -28,6 +28,13 @@ def prompt(
     return ValidationPrompt(source, scores)
 
 
+def voting(source: str, *predictions: str | None) -> ValidationPrompt:
+    scores = (
+        Scored(float(i), float(i), {"acc": float(i)}, one) for i, one in enumerate(predictions)
+    )
+    return ValidationPrompt(source, tuple(scores))
+
+
 def test_one_response_a_prompt_gives_its_mean_only() -> None:
     found = validation_metrics([prompt(1.0), prompt(0.0), prompt(0.0), prompt(0.0)])
     assert found == {
@@ -65,9 +72,16 @@ def test_sources_are_averaged_apart() -> None:
     assert found["val-core/b/acc/mean@1"] == 0.0
 
 
-def test_a_majority_needs_every_prediction() -> None:
-    scores = (Scored(1.0, 1.0, {"acc": 1.0}, "a"), Scored(0.0, 0.0, {"acc": 0.0}, None))
-    assert not any("maj" in name for name in validation_metrics([ValidationPrompt("s", scores)]))
+def test_a_response_without_a_prediction_is_a_vote_of_its_own() -> None:
+    found = validation_metrics([voting("s", "a", None, None), voting("s", None, None, None)])
+    lettered = validation_metrics([voting("s", "a", "b", "b"), voting("s", "b", "b", "b")])
+    assert any("maj@3" in name for name in found)
+    assert found == lettered
+
+
+def test_a_source_without_any_prediction_has_no_majority() -> None:
+    found = validation_metrics([voting("with", "a", None), voting("without", None, None)])
+    assert {name.split("/")[1] for name in found if "maj" in name} == {"with"}
 
 
 def test_a_metric_some_responses_lack_is_left_out() -> None:

@@ -88,6 +88,15 @@ def problems(*overrides: str) -> list[str]:
             ],
             "or rollout_is_batch_normalize=false",
         ),
+        (
+            [
+                SKIPPING,
+                "algorithm.adv_estimator=opo",
+                f"{CORRECTION}.rollout_rs=token_k2",
+                f"{CORRECTION}.rollout_rs_threshold=1",
+            ],
+            "rollout_rs = token_k2 and algorithm.adv_estimator = opo: advantages or weights come",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_named_with_its_remedy(

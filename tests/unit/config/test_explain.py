@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,25 @@ def test_coverage_counts_by_status_and_reports_unknown_keys_without_ending(tmp_p
     assert found.num_unknown == 1
     assert "did you mean trainer.device?" in found.files[0].unknown[0]
     assert "line 5" in found.files[0].unknown[0]
+
+
+def test_a_value_that_changes_nothing_is_not_counted_as_honoured(tmp_path: Path) -> None:
+    path = tmp_path / "launch.overrides"
+    lines = [
+        "data.seed=null",
+        "actor_rollout_ref.actor.use_torch_compile=false",
+        "data.tool_config_path=null",
+        "actor_rollout_ref.actor.ppo_micro_batch_size=null",
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    found = coverage([path]).files[0].keys
+    assert list(found.values()) == [Status.HONOURED, *[Status.NOT_APPLICABLE] * 3]
+    assert notices(lines) == []
+
+
+def test_no_effect_on_speed_or_memory_is_a_figure_that_nobody_here_measured() -> None:
+    figure = re.compile(r"\d ?(%|ms\b)|\ba (tenth|third|quarter)\b|several times faster")
+    assert [key.path for key in all_keys() if figure.search(key.effect)] == []
 
 
 def test_coverage_takes_bare_keys_by_their_usual_standing(tmp_path: Path) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement as Specified
+from packaging.version import Version
 
 from sluice.doctor.engine_versions import SUPPORTED, EngineFacts, check_engine, engine_findings
 from sluice.doctor.extras import asked_extras, check_extras, extra_findings
@@ -226,3 +229,27 @@ def test_the_versions_of_engines_are_those_of_their_page() -> None:
 def test_the_engine_of_the_run_is_the_one_that_is_looked_for() -> None:
     found = list(check_engine(run_of("actor_rollout_ref.rollout.name=sglang")))
     assert any("sglang" in one.what for one in found)
+
+
+def extra(name: str) -> dict[str, Specified]:
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    named = map(Specified, document["project"]["optional-dependencies"][name])
+    return {one.name: one for one in named}
+
+
+@pytest.mark.parametrize("name", sorted(SUPPORTED))
+def test_the_extra_of_an_engine_takes_the_versions_that_its_adapter_is_for(name: str) -> None:
+    asked, supported = extra(name), SUPPORTED[name]
+    assert asked["sluice"].extras == {"torch"}
+    for version in (supported.oldest, supported.newest):
+        assert Version(f"{version}.0") in asked[name].specifier
+    oldest, newest = Version(supported.oldest), Version(supported.newest)
+    before = f"{oldest.major}.{oldest.minor}.{oldest.micro - 1}" if oldest.micro else "0.22.1"
+    after = f"{newest.major}.{newest.minor + 1}.0"
+    assert all(Version(other) not in asked[name].specifier for other in (before, after))
+
+
+def test_the_extra_of_npus_asks_for_a_torch_npu_of_a_torch_that_will_do() -> None:
+    (torch_npu,) = extra("npu")["torch-npu"].specifier
+    (torch,) = extra("torch")["torch"].specifier
+    assert str(torch_npu) == str(torch)

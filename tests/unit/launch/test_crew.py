@@ -19,11 +19,11 @@ from sluice.launch import crew as crew_module
 from sluice.launch import supervisor as supervisor_module
 from sluice.launch.crew import CrewEnd, Exit
 from sluice.launch.service_spec import (
-    RESTARTS_VARIABLE,
     ServiceSpec,
     local_services,
     with_ports,
 )
+from sluice.service_contract import RESTARTS_VARIABLE
 from tests.support.scripted_children import (
     POLITE,
     SLEEP,

@@ -84,5 +84,11 @@ def test_a_health_probe_loads_nothing_of_the_project_but_the_layout() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(
-        ["sluice", "sluice.launch", "sluice.launch.health_probe", "sluice.launch.network_layout"]
+        [
+            "sluice",
+            "sluice.launch",
+            "sluice.launch.health_probe",
+            "sluice.launch.network_layout",
+            "sluice.service_contract",
+        ]
     )

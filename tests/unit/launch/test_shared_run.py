@@ -11,10 +11,10 @@ import pytest
 from sluice.config.loader import load_config
 from sluice.errors import ConfigError
 from sluice.launch import own_address as addresses
-from sluice.launch.checkpoint_mark import TRACKER_NAME
 from sluice.launch.network_layout import KINDS, PLACES, network_settings
 from sluice.launch.own_address import own_address, own_address_within
 from sluice.launch.shared_run import Ending, SharedRun
+from sluice.service_contract import TRACKER_NAME
 
 
 def saved(folder: Path, step: int) -> None:

@@ -11,8 +11,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.rollout.weights_health import WeightsHealth
-from sluice.launch.network_layout import WEIGHTS_HEALTH
 from sluice.rpc.channel import open_channel
+from sluice.service_contract import WEIGHTS_HEALTH
 from tests.support.rpc_server import LIMIT_BYTES, REWARD, serving
 
 WAIT_S = 10.0

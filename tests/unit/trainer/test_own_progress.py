@@ -11,8 +11,12 @@ from services.trainer.own_progress import beginning
 from sluice.config.loader import load_config
 from sluice.config.trainer import TrainerConfig
 from sluice.errors import CheckpointError
-from sluice.launch.checkpoint_mark import MARK_VARIABLE, TRACKER_NAME, checkpoint_mark
-from sluice.launch.service_spec import RESTARTS_VARIABLE
+from sluice.service_contract import (
+    MARK_VARIABLE,
+    RESTARTS_VARIABLE,
+    TRACKER_NAME,
+    checkpoint_mark,
+)
 from sluice.types import DataProgress
 
 
