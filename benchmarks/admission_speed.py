@@ -87,9 +87,9 @@ class _World:
         self.line_up(prompt)
         prompt = self._in_line.pop(self._order.take(0, 1_500.0))
         assert self._quarantine.reason(prompt) is None
-        visit = self.strategy.visit(prompt_key(prompt), prompt.sequence, None, 0)
-        self.strategy.started(visit)
-        item = self._in_flight.add(prompt, visit, _GROUP)
+        attempt = self.strategy.attempt(prompt_key(prompt), prompt.sequence, None, 0)
+        self.strategy.started(attempt)
+        item = self._in_flight.add(prompt, attempt, _GROUP)
         self._in_flight.asked(item)
         item.start_version = 0
         self._stale.check(0)

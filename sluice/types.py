@@ -239,8 +239,8 @@ class GradedGroup:
             ValueError: no sample holds a token.
         """
         greedy = self.greedy.group.rollouts if self.greedy else ()
-        drawn_by = [v for v in (rollout.oldest_version for rollout in greedy) if v is not None]
-        return min([self.group.oldest_version, *drawn_by])
+        sampled_by = [v for v in (rollout.oldest_version for rollout in greedy) if v is not None]
+        return min([self.group.oldest_version, *sampled_by])
 
 
 class PromptEnd(StrEnum):

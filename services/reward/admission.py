@@ -26,11 +26,11 @@ from services.reward.prompt_source import PromptSource
 from services.reward.quarantine import Quarantine
 from services.reward.replica_queue import ReplicaQueue
 from services.reward.settings import PipelineSettings
-from sluice.algorithm.room import groups_with_room
+from sluice.algorithm.room import groups_with_capacity
 from sluice.algorithm.sampling.coverage_guard import Side
 from sluice.algorithm.sampling.prompt_memory import PromptHistory
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
-from sluice.algorithm.sampling.visit import Visit
+from sluice.algorithm.sampling.visit import Attempt
 from sluice.errors import SluiceError
 from sluice.types import Prompt, PromptOrigin
 
@@ -77,11 +77,11 @@ class Admission:
             len(in_flight),
             batcher.num_kept,
             batcher.num_in_training,
-            self._room(version),
+            self._capacity(version),
             in_flight.num_sure,
         )
 
-    async def admit(self, start: Callable[[Prompt, Visit], None]) -> bool:
+    async def admit(self, start: Callable[[Prompt, Attempt], None]) -> bool:
         """Start as many groups as may; whether it ended for want of prompts.
 
         Raises:
@@ -98,41 +98,41 @@ class Admission:
                 continue
             try:
                 with source.in_hand():
-                    visit = await self._decided(prompt)
+                    attempt = await self._decided(prompt)
             except SluiceError:
                 source.put(prompt)
                 raise
-            if visit is None:  # things changed while the data set or the memory was read
+            if attempt is None:  # things changed while the data set or the memory was read
                 source.put(prompt)
                 return False
-            if visit.is_skipped:
-                self._skip(prompt, visit)
+            if attempt.is_skipped:
+                self._skip(prompt, attempt)
             else:
                 self._num_skipped = 0
-                start(prompt, visit)
+                start(prompt, attempt)
         return False
 
     def _num_to_start(self) -> int:
         version = self._version()
         return 0 if version is None else self._parts.strategy.num_to_start(self.load(version))
 
-    def _room(self, version: int) -> int:
+    def _capacity(self, version: int) -> int:
         """Groups the fleet has room for, beyond those that wait for it or are about to."""
         in_flight = self._parts.in_flight
         lowest = version - self._max_staleness
-        free = self._parts.queue.num_free_sequences(lowest) - in_flight.num_unasked
-        return groups_with_room(
+        free = self._parts.queue.num_free_sequences(lowest) - in_flight.num_unrequested
+        return groups_with_capacity(
             free, first_sequences=self._first_sequences, is_idle=not len(in_flight)
         )
 
-    async def _decided(self, prompt: Prompt) -> Visit | None:
+    async def _decided(self, prompt: Prompt) -> Attempt | None:
         """What becomes of a prompt; ``None``: it may not start any more."""
         key = prompt_key(prompt)
         history = await self._history(prompt, key)
         version = self._version()
         if version is None or not self._num_to_start():
             return None
-        return self._parts.strategy.visit(key, prompt.sequence, history, version)
+        return self._parts.strategy.attempt(key, prompt.sequence, history, version)
 
     async def _history(self, prompt: Prompt, key: str) -> PromptHistory | None:
         memory = self._parts.memory
@@ -142,17 +142,17 @@ class Admission:
             return None
         return await asyncio.to_thread(memory.read, key)
 
-    def _skip(self, prompt: Prompt, visit: Visit) -> None:
+    def _skip(self, prompt: Prompt, attempt: Attempt) -> None:
         self._num_skipped += 1
-        self._parts.strategy.skipped(visit)
-        self._parts.recorder.skipped(prompt, why_passed_by(visit))
+        self._parts.strategy.skipped(attempt)
+        self._parts.recorder.skipped(prompt, why_passed_by(attempt))
 
 
-def why_passed_by(visit: Visit) -> str:
+def why_passed_by(attempt: Attempt) -> str:
     """What the outcome of a prompt says that is passed by, with what earlier visits showed."""
-    thinned = visit.side is Side.PLAIN
+    thinned = attempt.side is Side.PLAIN
     why = "left out to keep the share of hard prompts" if thinned else "not worth its tokens"
-    history = visit.history
+    history = attempt.history
     if history is None:
         return why
     graded = history.num_right + history.num_wrong

@@ -18,7 +18,7 @@ from services.reward.judgement import GroupNeeds
 from services.reward.ledger import PromptLedger, PromptState
 from services.reward.memory_ledger import MemoryLedger
 from services.reward.outcome_settings import outcome_policy
-from services.reward.outcomes import Books, OutcomeRecorder, PromptOutcome
+from services.reward.outcomes import OutcomeRecorder, OutcomeRecords, PromptOutcome
 from services.reward.pipeline import Pipeline, PipelineParts
 from services.reward.prompt_audit import prompts_lost
 from services.reward.prompt_images import prompt_images
@@ -36,7 +36,7 @@ from services.reward.received_tokens import ReceivedTokens
 from services.reward.replica_queue import ReplicaQueue
 from services.reward.run_files import RunFiles, no_run_files
 from services.reward.sample_dumps import SampleDumps, sample_dumps
-from services.reward.sample_keeper import MIB, SampleKeeper
+from services.reward.sample_keeper import MIB, SampleSaver
 from services.reward.sampling import greedy_sampling, training_sampling
 from services.reward.score_requests import ScoreRequests
 from services.reward.scorers.registry import check_routes, scorer_for
@@ -85,7 +85,7 @@ class RewardLoop:
     dataset_rows: int
     grader: Grader
     quarantine: Quarantine
-    samples: SampleKeeper
+    samples: SampleSaver
     traces: PromptTraces
 
     def statistics(self) -> dict[str, float]:
@@ -192,7 +192,7 @@ def _traces(config: RunConfig, ledger: MemoryLedger) -> PromptTraces:
         return PromptTraces()
     is_first = ledger.accounts().num_submitted == 0
     traces = PromptTraces(trace_key(Path(config.sluice.run_dir), is_first=is_first))
-    ledger.follow(traces)
+    ledger.observe(traces)
     return traces
 
 
@@ -251,13 +251,13 @@ def _stages(
         max_attempts=config.sluice.reward.max_attempts,
         leave_out_overlong=config.data.filter_overlong_prompts,
         rules=straggler_rules(config),
-        on_taken_up=trace.taken_up,
+        on_resumed=trace.resumed,
     )
     guard = YieldGuard(
         config.algorithm.filter_groups.min_yield, config.algorithm.filter_groups.min_yield_groups
     )
     recorder = OutcomeRecorder(
-        Books(ledger, batcher, guard, trace, received, TokenAccounts(), files.log),
+        OutcomeRecords(ledger, batcher, guard, trace, received, TokenAccounts(), files.log),
         round_size=round_size(strategy.rules),
         scorer_seconds=lambda: scorers.busy_seconds,
         on_end=endings.ended,
@@ -284,21 +284,21 @@ def _stages(
         changes,
         capacity,
         Quarantine(ledger, config.sluice.reward.outcomes.max_strikes, files.quarantine),
-        _sample_keeper(config, ledger, dispatcher),
+        _sample_saver(config, ledger, dispatcher),
     )
 
 
-def _sample_keeper(
+def _sample_saver(
     config: RunConfig, ledger: PromptLedger, dispatcher: GroupDispatcher
-) -> SampleKeeper:
-    keeper = SampleKeeper(
+) -> SampleSaver:
+    saver = SampleSaver(
         ledger,
         lambda: dispatcher.under_way,
         interval_s=config.sluice.reward.ledger_samples_interval_s,
         max_bytes=config.sluice.reward.ledger_samples_mb * MIB,
     )
-    dispatcher.on_open, dispatcher.on_home = keeper.opened, keeper.came_home
-    return keeper
+    dispatcher.on_open, dispatcher.on_home = saver.opened, saver.request_ended
+    return saver
 
 
 def _batch_gauges(strategy: SamplingStrategy) -> dict[str, float]:
@@ -308,7 +308,7 @@ def _batch_gauges(strategy: SamplingStrategy) -> dict[str, float]:
     batches on policy are filled exactly, nothing is decided by it.
     """
     gauges, rules = strategy.statistics(), strategy.rules
-    if rules.max_staleness == 0 and not rules.withdraws:
+    if rules.max_staleness == 0 and not rules.preempts:
         gauges.pop("sampling/yield")
     return gauges
 

@@ -30,9 +30,9 @@ class BrokenStreams:
         counts = self._samples.setdefault(replica, [])
         counts.append(num_samples)
         if len(counts) == 1:
-            asyncio.get_running_loop().call_later(GATHER_S, self._tell, replica, why)
+            asyncio.get_running_loop().call_later(GATHER_S, self._notify, replica, why)
 
-    def _tell(self, replica: str, why: str) -> None:
+    def _notify(self, replica: str, why: str) -> None:
         counts = self._samples.pop(replica)
         logger.warning(
             "replica %s: streams of %d groups broke, %d samples continue elsewhere; the first: %s",

@@ -70,12 +70,12 @@ class CollectedGroup:
 
     def oldest_version(self, *, or_version: int | None = None) -> int | None:
         """The oldest version among its tokens and `or_version`; ``None``: neither is there."""
-        drawn_by = [rollout.oldest_version for rollout in self._rollouts.values()]
+        sampled_by = [rollout.oldest_version for rollout in self._rollouts.values()]
         growing_by = [span.version for g in self._growing.values() for span in g.version_spans]
-        versions = (*drawn_by, *growing_by, or_version)
+        versions = (*sampled_by, *growing_by, or_version)
         return min((v for v in versions if v is not None), default=None)
 
-    def take_up(self) -> tuple[Rollout, ...]:
+    def resume_saved(self) -> tuple[Rollout, ...]:
         """Begin with what an earlier service received, as far as its versions are accepted.
 
         Returns:
@@ -91,7 +91,7 @@ class CollectedGroup:
         )
         for rollout in accepted:
             self._prompt_token_ids = received.prompt_token_ids
-            self.request.allowance.read_as(received.prompt_token_ids)
+            self.request.budget.read_as(received.prompt_token_ids)
             self._count(rollout.num_tokens)
             if rollout.finish_reason is FinishReason.ABORTED:
                 self._growing[rollout.sample_index] = GrowingSample()
@@ -103,7 +103,7 @@ class CollectedGroup:
     def started(self, prompt_token_ids: TokenIds, now: float) -> None:
         """A replica took it on."""
         self._prompt_token_ids = prompt_token_ids
-        self.request.allowance.started(prompt_token_ids, now)
+        self.request.budget.started(prompt_token_ids, now)
 
     def take(self, event: GenerateEvent, replica: str) -> Arrival:
         """Store what a replica sent; raises `PeerError` if it is not what was asked for."""
@@ -147,13 +147,13 @@ class CollectedGroup:
 
     def _finish(self, rollout: Rollout) -> None:
         self._rollouts[rollout.sample_index] = rollout
-        self.request.allowance.has_finished_samples = True
+        self.request.budget.has_finished_samples = True
         if self.on_sample is not None:
             self.on_sample(rollout)
 
     def _count(self, tokens: int) -> None:
         self.num_tokens += tokens
-        self.request.allowance.num_tokens += tokens
+        self.request.budget.num_tokens += tokens
 
     def _check_asked(self, sample_index: int, replica: str) -> None:
         if sample_index in self._rollouts or sample_index not in self.request.sample_indexes:
@@ -192,7 +192,7 @@ class CollectedGroup:
         """The samples in order of their index; none may be missing, any part must have started."""
         prompt_token_ids = self._prompt_token_ids
         if prompt_token_ids is None:  # over before a replica took these samples on
-            prompt_token_ids = self.request.allowance.prompt_token_ids
+            prompt_token_ids = self.request.budget.prompt_token_ids
         assert prompt_token_ids is not None
         rollouts = tuple(self._rollouts[i] for i in sorted(self._rollouts))
         return RolloutGroup(self.request.prompt, prompt_token_ids, rollouts)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from sluice.algorithm.fleet_demand import FleetUse, replicas_wanted, slots_wanted
+from sluice.algorithm.fleet_demand import FleetUse, replicas_needed, slots_needed
 
 __all__ = ["DemandMeter", "FleetFacts"]
 
@@ -87,7 +87,7 @@ class DemandMeter:
             self.starved_s - first.starved_s,
             self.slot_seconds - first.slot_seconds,
         )
-        return slots_wanted(use, facts.num_slots)
+        return slots_needed(use, facts.num_slots)
 
     @property
     def replicas(self) -> int | None:
@@ -96,7 +96,7 @@ class DemandMeter:
         if slots is None or self._latest is None:
             return None
         _, facts = self._latest
-        return replicas_wanted(slots, num_slots=facts.num_slots, num_replicas=facts.num_replicas)
+        return replicas_needed(slots, num_slots=facts.num_slots, num_replicas=facts.num_replicas)
 
     @contextmanager
     def looking(self) -> Iterator[None]:

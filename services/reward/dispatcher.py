@@ -28,10 +28,10 @@ from services.reward.group_request import (
     StartCallback,
     first_samples,
 )
-from services.reward.incomplete_group import end_early, go_without
+from services.reward.incomplete_group import end_early, end_without_missing
 from services.reward.replica_queue import Priority, ReplicaQueue
 from services.reward.stream_watch import StreamEnd, StreamWatch
-from sluice.algorithm.routing import AnnouncedReplica, Grant, Wanted
+from sluice.algorithm.routing import AnnouncedReplica, ReplicaRequirement, Reservation
 from sluice.algorithm.stragglers import RateTable, StragglerRules
 from sluice.errors import (
     DataError,
@@ -86,16 +86,16 @@ class GroupDispatcher:
         max_attempts: int,
         leave_out_overlong: bool = False,
         rules: StragglerRules | None = None,
-        on_taken_up: Callable[[GroupRequest, Sequence[Rollout]], None] | None = None,
+        on_resumed: Callable[[GroupRequest, Sequence[Rollout]], None] | None = None,
     ) -> None:
         self._client, self._queue, self._max_attempts = client, queue, max_attempts
         self._leave_out_overlong = leave_out_overlong
         self._rules = rules or StragglerRules()
         self._rates = RateTable()
         self._broken = BrokenStreams()
-        self._streams: dict[StreamWatch, Grant] = {}
+        self._streams: dict[StreamWatch, Reservation] = {}
         self._open: dict[CollectedGroup, None] = {}
-        self._on_taken_up = on_taken_up or _ignore_samples
+        self._on_taken_up = on_resumed or _ignore_samples
         self.on_open: Callable[[CollectedGroup], None] | None = None
         self.on_home: Callable[[CollectedGroup], None] | None = None
 
@@ -107,9 +107,9 @@ class GroupDispatcher:
     async def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
         """Take on a new fleet; streams of replicas that are gone end, their groups go elsewhere."""
         gone = self._queue.announce(replicas)
-        for watch, grant in self._streams.items():
-            if grant.member in gone:
-                watch.withdrawn(_now())
+        for watch, reservation in self._streams.items():
+            if reservation.member in gone:
+                watch.removed(_now())
         self._rates.retain({replica.info.name for replica in replicas})
         await self._client.retain({replica.info.address for replica in replicas})
 
@@ -139,8 +139,8 @@ class GroupDispatcher:
         """
         collected = CollectedGroup(request, on_sample)
         notify = on_start or _ignore
-        if taken_up := collected.take_up():
-            self._on_taken_up(request, taken_up)
+        if resumed := collected.resume_saved():
+            self._on_taken_up(request, resumed)
             notify(collected.oldest_version())
         with self._kept(collected):
             await self._complete(collected, notify)
@@ -154,14 +154,16 @@ class GroupDispatcher:
         while (missing := collected.missing) and not self.is_over(request):
             partials = collected.partials()
             notify(collected.oldest_version())
-            wanted = Wanted(len(missing), request.lowest_version, request.highest_version)
+            wanted = ReplicaRequirement(
+                len(missing), request.lowest_version, request.highest_version
+            )
             async with AsyncExitStack() as held:
-                grant = await self._room(held, collected, wanted, rank)
-                if grant is not None:
-                    failure = await self._attempt(grant, collected, partials, notify)
+                reservation = await self._capacity(held, collected, wanted, rank)
+                if reservation is not None:
+                    failure = await self._attempt(reservation, collected, partials, notify)
                     failures += [failure] if failure else []
             if collected.missing and len(failures) >= self._max_attempts:
-                go_without(collected, failures)
+                end_without_missing(collected, failures)
         if collected.missing:
             end_early(collected)
 
@@ -170,31 +172,27 @@ class GroupDispatcher:
 
         Validation is never cut short.
         """
-        allowance = request.allowance
+        budget = request.budget
         over_at = self._over_at(request)
         is_late = over_at is not None and over_at <= _now()
-        if is_late or (_is_bounded(request) and self._rules.is_spent(allowance.num_tokens)):
-            allowance.end()
-        return allowance.is_over
+        if is_late or (_is_bounded(request) and self._rules.is_spent(budget.num_tokens)):
+            budget.end()
+        return budget.is_over
 
     def _over_at(self, request: GroupRequest) -> float | None:
         """When a group has taken its time; of one that is over, a time that has passed."""
-        allowance = request.allowance
+        budget = request.budget
         if not _is_bounded(request):
             return None
-        return (
-            allowance.first_start
-            if allowance.is_over
-            else self._rules.over_at(allowance.first_start)
-        )
+        return budget.first_start if budget.is_over else self._rules.over_at(budget.first_start)
 
-    async def _room(
+    async def _capacity(
         self,
         held: AsyncExitStack,
         collected: CollectedGroup,
-        wanted: Wanted,
+        wanted: ReplicaRequirement,
         rank: tuple[int, int],
-    ) -> Grant | None:
+    ) -> Reservation | None:
         """Room that `held` gives back; ``None`` when the group was over before there was any."""
         request = collected.request
         try:
@@ -204,25 +202,25 @@ class GroupDispatcher:
                     if not scope.expired():
                         scope.reschedule(self._over_at(request))
 
-                with request.allowance.followed(bounded):
-                    return await held.enter_async_context(self._queue.room(wanted, rank))
+                with request.budget.observed(bounded):
+                    return await held.enter_async_context(self._queue.capacity(wanted, rank))
         except TimeoutError:
-            request.allowance.end()
+            request.budget.end()
             return None
 
     async def _attempt(
         self,
-        grant: Grant,
+        reservation: Reservation,
         collected: CollectedGroup,
         partials: Sequence[Rollout],
         notify: StartCallback,
     ) -> str | None:
         """Receive one stream. Returns why it counts as a failure."""
-        member = grant.member
+        member = reservation.member
         name = member.announced.info.name
         try:
             with TRACER.stage(SpanName.ATTEMPT, {Key.REPLICA: name}, SpanKind.CLIENT) as span:
-                failure = await self._receive(grant, collected, partials, notify)
+                failure = await self._receive(reservation, collected, partials, notify)
                 span.fail(failure)
                 return failure
         except PromptTooLongError as error:
@@ -231,7 +229,7 @@ class GroupDispatcher:
                 raise DataError(f"{prompt.place}: {error}") from error
             raise OverlongPromptError(f"{prompt.place or prompt.prompt_id}: {error}") from error
         except InvalidRequestError as error:
-            if not self._may_be_too_small(grant, len(collected.missing)):
+            if not self._may_be_too_small(reservation, len(collected.missing)):
                 raise GroupFailedError(f"refused by {name}: {error}") from error
             logger.warning("replica %s has few slots, groups go elsewhere: %s", name, error)
             self._queue.pause(member)
@@ -243,43 +241,45 @@ class GroupDispatcher:
             self._broken.note(name, len(collected.missing), str(error))
             self._queue.pause(member)
             if isinstance(error, EngineError | PeerDefectError):
-                collected.request.allowance.engine_answered = True
+                collected.request.budget.engine_answered = True
             return str(error)
         return None
 
-    def _may_be_too_small(self, grant: Grant, samples: int) -> bool:
+    def _may_be_too_small(self, reservation: Reservation, samples: int) -> bool:
         """Whether a refusal may be for want of slots, of which another replica has more.
 
         What the replica with most slots refuses is the prompt's own fault, or has no place at all.
         """
-        slots = grant.member.announced.info.slots
+        slots = reservation.member.announced.info.slots
         most = max((replica.info.slots for replica in self._queue.replicas), default=slots)
         return slots < min(samples, most)
 
     async def _receive(
         self,
-        grant: Grant,
+        reservation: Reservation,
         collected: CollectedGroup,
         partials: Sequence[Rollout],
         notify: StartCallback,
     ) -> str | None:
         """Store what one stream brings. Returns why its early end counts as a failure."""
-        info, missing = grant.member.announced.info, collected.missing
+        info, missing = reservation.member.announced.info, collected.missing
         events = self._client.generate(info, collected.request, missing, partials)
         async with aclosing(events):
             try:
                 async with asyncio.timeout(None) as scope:
                     over_at = self._over_at(collected.request)
-                    watch = StreamWatch(scope, grant.member, self._rules, over_at, missing, _now())
-                    with self._registered(watch, grant, collected.request):
+                    watch = StreamWatch(
+                        scope, reservation.member, self._rules, over_at, missing, _now()
+                    )
+                    with self._registered(watch, reservation, collected.request):
                         async for event in events:
-                            self._store(grant, watch, collected, event, notify)
-                            if (end := self._judged(grant, watch, collected)) is not None:
-                                return self._ended(end, grant, watch, collected)
+                            self._store(reservation, watch, collected, event, notify)
+                            if (end := self._judged(reservation, watch, collected)) is not None:
+                                return self._ended(end, reservation, watch, collected)
             except TimeoutError:
                 if not scope.expired():
                     raise
-                return self._ended(watch.why_expired(_now()), grant, watch, collected)
+                return self._ended(watch.why_expired(_now()), reservation, watch, collected)
         if collected.missing:
             raise EngineError(
                 f"{info.name}: its stream ended without {len(collected.missing)} samples"
@@ -288,7 +288,7 @@ class GroupDispatcher:
 
     def _store(
         self,
-        grant: Grant,
+        reservation: Reservation,
         watch: StreamWatch,
         collected: CollectedGroup,
         event: GenerateEvent,
@@ -296,21 +296,21 @@ class GroupDispatcher:
     ) -> None:
         now = _now()
         if event.started is not None:
-            self._queue.answered(grant.member)
+            self._queue.answered(reservation.member)
             prompt_token_ids, version = event.started
             collected.started(prompt_token_ids, now)
             watch.accepted(now)
             notify(collected.oldest_version(or_version=version))
-        arrival = collected.take(event, grant.member.announced.info.name)
+        arrival = collected.take(event, reservation.member.announced.info.name)
         if arrival.num_finished:
-            self._queue.sequences_ended(grant, arrival.num_finished)
+            self._queue.sequences_ended(reservation, arrival.num_finished)
         if event.deltas or event.rollouts:
             watch.arrived(arrival, now)
         elif event.engine_tokens is not None:
-            watch.engine_drew(event.engine_tokens, now)
+            watch.engine_progressed(event.engine_tokens, now)
 
     def _judged(
-        self, grant: Grant, watch: StreamWatch, collected: CollectedGroup
+        self, reservation: Reservation, watch: StreamWatch, collected: CollectedGroup
     ) -> StreamEnd | None:
         """Why a stream that is well is ended all the same."""
         request, missing = collected.request, collected.missing
@@ -319,24 +319,30 @@ class GroupDispatcher:
             return None
         if is_over:
             return StreamEnd.GROUP_OVER
-        name, rate = grant.member.announced.info.name, watch.pace.rate(_now())
+        name, rate = reservation.member.announced.info.name, watch.pace.rate(_now())
         if rate is None:
             return None
         self._rates.note(name, rate)
         others = self._rates.median_of_others(name)
         if collected.was_moved or not self._rules.is_slow(rate, others):
             return None
-        wanted = Wanted(len(missing), request.lowest_version, request.highest_version)
-        return StreamEnd.SLOW if self._queue.has_room_beside(grant.member, wanted) else None
+        wanted = ReplicaRequirement(len(missing), request.lowest_version, request.highest_version)
+        return (
+            StreamEnd.SLOW if self._queue.has_capacity_beside(reservation.member, wanted) else None
+        )
 
     def _ended(
-        self, end: StreamEnd, grant: Grant, watch: StreamWatch, collected: CollectedGroup
+        self,
+        end: StreamEnd,
+        reservation: Reservation,
+        watch: StreamWatch,
+        collected: CollectedGroup,
     ) -> str | None:
         """Settle what follows from a stream's end. Returns why it counts as a failure."""
-        prompt_id, name = collected.request.prompt.prompt_id, grant.member.announced.info.name
+        prompt_id, name = collected.request.prompt.prompt_id, reservation.member.announced.info.name
         state = watch.state(_now())
         if end is StreamEnd.GROUP_OVER:
-            collected.request.allowance.end()
+            collected.request.budget.end()
             logger.warning("prompt %s: over on replica %s: %s", prompt_id, name, state)
             return None
         if end is StreamEnd.STALLED:
@@ -345,9 +351,9 @@ class GroupDispatcher:
             "prompt %s: replica %s is %s, its samples continue elsewhere: %s; the group: %s",
             *(prompt_id, name, end, state, collected.state()),
         )
-        if end is StreamEnd.WITHDRAWN:
+        if end is StreamEnd.REPLICA_REMOVED:
             return None
-        self._queue.pause(grant.member)
+        self._queue.pause(reservation.member)
         if end is StreamEnd.SLOW:
             collected.was_moved = True
             return None
@@ -371,16 +377,16 @@ class GroupDispatcher:
 
     @contextmanager
     def _registered(
-        self, watch: StreamWatch, grant: Grant, request: GroupRequest
+        self, watch: StreamWatch, reservation: Reservation, request: GroupRequest
     ) -> Iterator[None]:
-        self._streams[watch] = grant
+        self._streams[watch] = reservation
         try:
-            with request.allowance.followed(lambda: watch.bounded(self._over_at(request))):
+            with request.budget.observed(lambda: watch.bounded(self._over_at(request))):
                 yield
         finally:
             del self._streams[watch]
             if watch.pace.rate(_now()) is None and (least := watch.pace.least_rate()) is not None:
-                self._rates.note(grant.member.announced.info.name, least)
+                self._rates.note(reservation.member.announced.info.name, least)
 
 
 def _is_bounded(request: GroupRequest) -> bool:

@@ -98,7 +98,7 @@ class EndedGroups:
             except Exception:
                 logger.exception(_DEFECT)
                 self._give_up()
-            self._tell_left_out()
+            self._report_omitted()
 
     def drop(self) -> int:
         """Forgets what waits; how many groups those were, with the ones left out before."""
@@ -137,7 +137,7 @@ class EndedGroups:
                 continue
             yield line
 
-    def _tell_left_out(self) -> None:
+    def _report_omitted(self) -> None:
         with self._queue_lock:
             num, self._num_left_out = self._num_left_out, 0
         if num:

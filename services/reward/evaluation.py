@@ -23,8 +23,8 @@ from services.reward.dispatcher import (
 )
 from services.reward.generation_trace import GenerationTrace
 from services.reward.grading import Grader
-from services.reward.prompt_source import DrawStream
-from services.reward.prompts import Draw
+from services.reward.prompt_source import RowStream
+from services.reward.prompts import IssuedRow
 from services.reward.replica_queue import Priority
 from services.reward.sample_dumps import SampleDumps
 from services.reward.sampling import for_prompt
@@ -50,7 +50,7 @@ from sluice.types import (
 logger = logging.getLogger(__name__)
 
 MAX_GROUPS_AT_ONCE = 256
-DRAWS_PER_READ = 64
+ROWS_PER_READ = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Evaluation:
 
     def __init__(
         self,
-        open_stream: Callable[[], DrawStream] | None,
+        open_stream: Callable[[], RowStream] | None,
         dispatcher: GroupDispatcher,
         grader: Grader,
         trace: GenerationTrace,
@@ -121,7 +121,7 @@ class Evaluation:
             self._turn.release()
 
     async def _run(
-        self, stream: DrawStream, order: EvaluationOrder, seconds: float
+        self, stream: RowStream, order: EvaluationOrder, seconds: float
     ) -> EvaluationResult:
         announced = self._announced_version()
         if announced != order.policy_version:
@@ -137,23 +137,25 @@ class Evaluation:
         check_failures([o for p in prompts for o in p.outcomes], phase)
         return found.result()
 
-    async def _grade_all(self, stream: DrawStream, order: EvaluationOrder) -> ValidationRun:
+    async def _grade_all(self, stream: RowStream, order: EvaluationOrder) -> ValidationRun:
         """All groups."""
         found = ValidationRun(order.num_examples)
-        room = asyncio.Semaphore(MAX_GROUPS_AT_ONCE)
+        capacity = asyncio.Semaphore(MAX_GROUPS_AT_ONCE)
         async with asyncio.TaskGroup() as tasks:
-            while draws := await asyncio.to_thread(stream.take, DRAWS_PER_READ):
-                for draw in draws:
-                    await room.acquire()
+            while issued_rows := await asyncio.to_thread(stream.take, ROWS_PER_READ):
+                for issued in issued_rows:
+                    await capacity.acquire()
                     task = tasks.create_task(
-                        self._validate(draw, order, found), name=f"validation {draw.position}"
+                        self._validate(issued, order, found), name=f"validation {issued.position}"
                     )
-                    task.add_done_callback(lambda _: room.release())
+                    task.add_done_callback(lambda _: capacity.release())
         return found
 
-    async def _validate(self, draw: Draw, order: EvaluationOrder, found: ValidationRun) -> None:
+    async def _validate(
+        self, issued: IssuedRow, order: EvaluationOrder, found: ValidationRun
+    ) -> None:
         """Adds the outcomes of one prompt."""
-        prompt = _prompt(draw)
+        prompt = _prompt(issued)
         self._open.add(prompt.prompt_id)
         try:
             group = await self._generated(prompt, order)
@@ -163,13 +165,13 @@ class Evaluation:
         except GroupFailedError as error:
             failed = Failed(FailureKind.ENGINE_ERROR, str(error))
             outcomes: tuple[Outcome, ...] = (failed,) * order.samples_per_prompt
-            found.add(draw.position, ValidatedPrompt(prompt.data_source, outcomes), None)
+            found.add(issued.position, ValidatedPrompt(prompt.data_source, outcomes), None)
             self._note_failure(prompt, failed)
         else:
             outcomes = await self._graded(group)
             samples = self._dumps.of_validation(group, outcomes)
             kept = ValidatedPrompt(prompt.data_source, outcomes, group.num_response_tokens, samples)
-            found.add(draw.position, kept, example_of(group, outcomes))
+            found.add(issued.position, kept, example_of(group, outcomes))
         finally:
             self._open.discard(prompt.prompt_id)
             self._on_tokens(self._trace.take(prompt.prompt_id, Priority.EVALUATION).num_tokens)
@@ -212,17 +214,17 @@ class Evaluation:
         )
 
 
-def _prompt(draw: Draw) -> Prompt:
-    row = draw.row
+def _prompt(issued: IssuedRow) -> Prompt:
+    row = issued.row
     return Prompt(
-        prompt_id=f"validation-{draw.position}",
-        sequence=draw.position,
+        prompt_id=f"validation-{issued.position}",
+        sequence=issued.position,
         messages=row.messages,
         data_source=row.data_source,
         ground_truth=row.ground_truth,
         origin=PromptOrigin.DATASET,
-        position=draw.position,
+        position=issued.position,
         extra_info=row.extra_info,
         place=row.place,
-        images=draw.images,
+        images=issued.images,
     )

@@ -46,7 +46,7 @@ class GroupTrace:
         """Samples that a replica was asked for, or that were taken up."""
         return len(self._held)
 
-    def taken_up(self, sampling: SamplingParams, samples: Sequence[Rollout]) -> None:
+    def resumed(self, sampling: SamplingParams, samples: Sequence[Rollout]) -> None:
         """Samples go on from what an earlier service received of them."""
         for sample in samples:
             self._held[sampling, sample.sample_index] = sample.num_tokens
@@ -116,10 +116,10 @@ class GenerationTrace:
                 trace.arrived(request.sampling, event)
                 yield event
 
-    def taken_up(self, request: GroupRequest, samples: Sequence[Rollout]) -> None:
+    def resumed(self, request: GroupRequest, samples: Sequence[Rollout]) -> None:
         """A request goes on from samples that an earlier service received."""
         trace = self._traces.setdefault((request.priority, request.prompt.prompt_id), GroupTrace())
-        trace.taken_up(request.sampling, samples)
+        trace.resumed(request.sampling, samples)
         self.num_reused_tokens += sum(sample.num_tokens for sample in samples)
 
     async def retain(self, addresses: Collection[str]) -> None:

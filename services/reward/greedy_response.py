@@ -25,7 +25,7 @@ from sluice.types import FailureKind, RolloutGroup, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnGroup:
+class GeneratedGroup:
     """A prompt's samples and, where a baseline is asked for, its greedy response."""
 
     samples: RolloutGroup
@@ -48,7 +48,7 @@ async def generate_group(
     greedy: SamplingParams | None,
     on_start: StartCallback,
     on_sample: SampleCallback | None = None,
-) -> DrawnGroup:
+) -> GeneratedGroup:
     """Generate a prompt's samples and, with `greedy`, one response drawn by it.
 
     Args:
@@ -64,12 +64,12 @@ async def generate_group(
         SluiceError: whatever else ends the generation of a group; the gravest of the two.
     """
     if greedy is None:
-        return DrawnGroup(await dispatcher.generate(request, on_start, on_sample))
+        return GeneratedGroup(await dispatcher.generate(request, on_start, on_sample))
     beside = replace(
         request,
         sample_indexes=first_samples(1),
         sampling=for_prompt(greedy, request.prompt, stage="greedy"),
-        goes_without=False,
+        allows_missing=False,
         received=None,
         is_saved=False,
     )
@@ -86,7 +86,7 @@ async def generate_group(
             )
     except ExceptionGroup as group:
         raise decisive(group) from group
-    return DrawnGroup(samples.result(), response.result())
+    return GeneratedGroup(samples.result(), response.result())
 
 
 async def _response(

@@ -14,7 +14,7 @@ from sluice.types import TokenIds
 
 
 @dataclass(slots=True, eq=False)
-class GroupAllowance:
+class GroupBudget:
     """The time and tokens of one group, shared by all of its requests.
 
     Attributes:
@@ -36,13 +36,13 @@ class GroupAllowance:
     is_over: bool = False
     engine_answered: bool = False
     engine_errors: dict[int, str] = field(default_factory=dict)
-    _followers: list[Callable[[], None]] = field(default_factory=list)
+    _observers: list[Callable[[], None]] = field(default_factory=list)
 
     def started(self, prompt_token_ids: TokenIds, now: float) -> None:
         """A replica took a part of it on."""
         if self.first_start is None:
             self.first_start, self.prompt_token_ids = now, prompt_token_ids
-            self._tell()
+            self._notify()
 
     def read_as(self, prompt_token_ids: TokenIds) -> None:
         """Samples were taken up: it may be over before a replica takes a part of it on."""
@@ -53,17 +53,17 @@ class GroupAllowance:
         """It has taken its time or its tokens."""
         if not self.is_over:
             self.is_over = True
-            self._tell()
+            self._notify()
 
     @contextmanager
-    def followed(self, follower: Callable[[], None]) -> Iterator[None]:
+    def observed(self, observer: Callable[[], None]) -> Iterator[None]:
         """Within it `follower` is told when the group starts or is over."""
-        self._followers.append(follower)
+        self._observers.append(observer)
         try:
             yield
         finally:
-            self._followers.remove(follower)
+            self._observers.remove(observer)
 
-    def _tell(self) -> None:
-        for follower in tuple(self._followers):
-            follower()
+    def _notify(self) -> None:
+        for observer in tuple(self._observers):
+            observer()

@@ -24,7 +24,7 @@ from services.reward.daemon_thread import in_daemon_thread
 from services.reward.ended_groups import EndedGroups
 from services.reward.generation_trace import GroupTrace
 from sluice.algorithm.group_filter import is_right
-from sluice.algorithm.sampling.visit import Visit
+from sluice.algorithm.sampling.visit import Attempt
 from sluice.types import GradedGroup, Prompt, PromptEnd
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Open:
-    visit: Visit
+    attempt: Attempt
     probes: int
     version: int
     started_s: float
@@ -100,26 +100,26 @@ class GroupLog:
         samples: EndedGroups | None = None,
     ) -> None:
         self._path, self._clock, self._start = path, clock, clock()
-        self._samples, self._incarnation = samples, uuid.uuid4().hex[:_ID_LENGTH]
+        self._samples, self._instance_id = samples, uuid.uuid4().hex[:_ID_LENGTH]
         self._open: dict[str, _Open] = {}
         self._lines: deque[GroupLine] = deque()
         self._has_lines = asyncio.Event()
         self._write_lock = threading.Lock()
 
-    def started(self, prompt: Prompt, visit: Visit, *, probes: int, version: int) -> None:
+    def started(self, prompt: Prompt, attempt: Attempt, *, probes: int, version: int) -> None:
         """A group starts."""
         if self._path is not None or self._samples is not None:
-            self._open[prompt.prompt_id] = _Open(visit, probes, version, self._now())
+            self._open[prompt.prompt_id] = _Open(attempt, probes, version, self._now())
 
-    def goes_on(self, prompt: Prompt, visit: Visit) -> None:
+    def continued(self, prompt: Prompt, attempt: Attempt) -> None:
         """A group's first samples were not its last."""
-        if (story := self._open.get(prompt.prompt_id)) is not None:
-            story.visit = visit
+        if (open_group := self._open.get(prompt.prompt_id)) is not None:
+            open_group.attempt = attempt
 
     def generated(self, prompt: Prompt) -> None:
         """Samples of a group have come."""
-        if (story := self._open.get(prompt.prompt_id)) is not None:
-            story.generated_s = self._now()
+        if (open_group := self._open.get(prompt.prompt_id)) is not None:
+            open_group.generated_s = self._now()
 
     def restarted(self, prompt: Prompt) -> None:
         """A group is forgotten: its prompt waits again."""
@@ -135,11 +135,11 @@ class GroupLog:
         step: int | None = None,
     ) -> None:
         """A group ends; a prompt that never had one leaves no line."""
-        story = self._open.pop(prompt.prompt_id, None)
-        if story is None:
+        open_group = self._open.pop(prompt.prompt_id, None)
+        if open_group is None:
             return
         if self._samples is not None:
-            version, replicas = story.version, trace.replicas
+            version, replicas = open_group.version, trace.replicas
             self._samples.add(prompt, end, graded, version=version, step=step, replicas=replicas)
         scored = graded.scored if graded else ()
         rollouts = graded.group.rollouts if graded else ()
@@ -147,21 +147,21 @@ class GroupLog:
         self._lines.append(
             GroupLine(
                 prompt_id=prompt.prompt_id,
-                key=story.visit.key,
+                key=open_group.attempt.key,
                 end=end.value,
                 right=sum(is_right(one) is True for one in scored),
                 scored=len(scored),
                 tokens=[rollout.num_tokens for rollout in rollouts],
-                version=story.version,
+                version=open_group.version,
                 oldest_version=graded.oldest_version if graded and has_tokens else None,
-                started_s=story.started_s,
-                generated_s=story.generated_s,
+                started_s=open_group.started_s,
+                generated_s=open_group.generated_s,
                 ended_s=self._now(),
                 replicas=list(trace.replicas),
-                probes=story.probes,
-                probability=story.visit.probability,
+                probes=open_group.probes,
+                probability=open_group.attempt.probability,
                 step=step,
-                incarnation=self._incarnation,
+                incarnation=self._instance_id,
             )
         )
         self._has_lines.set()

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.reward.group_allowance import GroupAllowance
+from services.reward.group_allowance import GroupBudget
 from services.reward.received_samples import ReceivedSamples
 from services.reward.replica_queue import Priority
 from sluice.algorithm.growing_sample import NewTokens
@@ -42,8 +42,8 @@ class GroupRequest:
     priority: Priority
     lowest_version: int
     highest_version: int | None = None
-    allowance: GroupAllowance = field(default_factory=GroupAllowance, compare=False, repr=False)
-    goes_without: bool = False
+    budget: GroupBudget = field(default_factory=GroupBudget, compare=False, repr=False)
+    allows_missing: bool = False
     received: ReceivedSamples | None = field(default=None, compare=False, repr=False)
     is_saved: bool = False
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 from services.reward.dispatcher import GroupDispatcher
 from services.reward.grading import Grader
-from services.reward.greedy_response import DrawnGroup, generate_group
-from services.reward.group_allowance import GroupAllowance
+from services.reward.greedy_response import GeneratedGroup, generate_group
+from services.reward.group_allowance import GroupBudget
 from services.reward.group_log import GroupLog
 from services.reward.group_parts import OldestStart, decisive
 from services.reward.group_request import (
@@ -43,7 +43,7 @@ from services.reward.outcomes import OutcomeRecorder
 from services.reward.probe_watch import ProbeWatch
 from services.reward.quarantine import Quarantine
 from services.reward.replica_queue import Priority
-from services.reward.sample_keeper import SampleKeeper
+from services.reward.sample_keeper import SampleSaver
 from services.reward.sampling import for_prompt
 from services.reward.settings import PipelineSettings
 from sluice.algorithm.group_filter import is_right
@@ -77,7 +77,7 @@ class GroupParts:
     dispatcher: GroupDispatcher
     grader: Grader
     quarantine: Quarantine
-    samples: SampleKeeper
+    samples: SampleSaver
     recorder: OutcomeRecorder
     strategy: SamplingStrategy
     in_flight: InFlightTable
@@ -98,9 +98,9 @@ class GroupRun:
 
     async def run(self, item: InFlightItem) -> None:
         """One group, to its judgement."""
-        recorder, allowance = self._parts.recorder, GroupAllowance()
+        recorder, budget = self._parts.recorder, GroupBudget()
         try:
-            graded, verdict = await self._judged(item, allowance)
+            graded, verdict = await self._judged(item, budget)
         except OverlongPromptError as error:
             item.check_cancelled()
             self._parts.quarantine.cleared(item.prompt)
@@ -108,90 +108,88 @@ class GroupRun:
             return
         except SluiceError as error:
             item.check_cancelled()
-            self._not_generated(item, error, allowance)
+            self._not_generated(item, error, budget)
             return
         item.check_cancelled()
         detail = verdict.detail
         if verdict.end is PromptEnd.DROPPED_FAILED:
-            detail = self._quarantined(item.prompt, graded.outcomes, allowance) or detail
+            detail = self._quarantined(item.prompt, graded.outcomes, budget) or detail
         else:
             self._parts.quarantine.cleared(item.prompt)
-            self._tell_strategy(item, graded, kept=verdict.end is None)
+            self._notify_strategy(item, graded, kept=verdict.end is None)
         if verdict.end is None:
             recorder.kept(graded)
             self._parts.on_kept(item)
         else:
             recorder.ended(item.prompt, verdict.end, graded=graded, detail=detail)
 
-    def _not_generated(
-        self, item: InFlightItem, error: SluiceError, allowance: GroupAllowance
-    ) -> None:
+    def _not_generated(self, item: InFlightItem, error: SluiceError, budget: GroupBudget) -> None:
         """A group ends without its samples."""
         detail, failures = str(error), list[Failed]()
         if isinstance(error, GroupFailedError) and error.kind is not None:
             failures.append(Failed(error.kind, detail))
             self._parts.recorder.not_generated(failures[0], item.num_ungraded)
             detail = f"{error.kind}: {detail.removeprefix(f'{error.kind}: ')}"
-        detail = self._quarantined(item.prompt, failures, allowance) or detail
+        detail = self._quarantined(item.prompt, failures, budget) or detail
         self._parts.recorder.ended(item.prompt, PromptEnd.DROPPED_FAILED, detail=detail)
         if not isinstance(error, GroupFailedError):
             self._parts.on_error(error)
 
     def _quarantined(
-        self, prompt: Prompt, outcomes: Sequence[Outcome], allowance: GroupAllowance
+        self, prompt: Prompt, outcomes: Sequence[Outcome], budget: GroupBudget
     ) -> str | None:
         """A group has failed: a strike against its prompt, or the end of those before it. Returns
         the reason if the prompt is quarantined by it."""
-        failed = striking(outcomes, engine_answered=allowance.engine_answered)
+        failed = striking(outcomes, engine_answered=budget.engine_answered)
         if failed is not None:
             return self._parts.quarantine.struck(prompt, failed)
         self._parts.quarantine.cleared(prompt)
         return None
 
     async def _judged(
-        self, item: InFlightItem, allowance: GroupAllowance
+        self, item: InFlightItem, budget: GroupBudget
     ) -> tuple[GradedGroup, Judgement]:
-        num_samples, first = self._settings.samples_per_group, item.visit.first_samples
+        num_samples, first = self._settings.samples_per_group, item.attempt.first_samples
         start = OldestStart(self._start_callback(item))
         item.num_requests = 1
         if first >= num_samples:
-            graded = await self._drawn(item, range(num_samples), allowance, start.of("samples"))
+            graded = await self._sampled(item, range(num_samples), budget, start.of("samples"))
         else:
-            graded, rest = await self._staged(item, range(first), allowance, start)
+            graded, rest = await self._staged(item, range(first), budget, start)
             if rest is None:
-                graded = await self._drawn_again(item, graded, allowance, start)
+                graded = await self._regenerated(item, graded, budget, start)
                 others = range(first, num_samples)
-                beyond = self._request(item, others, allowance)
+                beyond = self._request(item, others, budget)
                 is_over = self._parts.dispatcher.is_over(beyond)
                 verdict = self._after_probes(item, graded, is_over=is_over)
                 if verdict is not None:
                     return graded, verdict
                 # Of a group that is over no replica is asked for these: they come broken off.
-                self._goes_on(item, is_sure=samples_differ(graded.scored, self._metric))
-                rest = await self._drawn(item, others, allowance, start.of("rest"))
+                self._continue_group(item, is_sure=samples_differ(graded.scored, self._metric))
+                rest = await self._sampled(item, others, budget, start.of("rest"))
             graded = joined(graded, rest)
-        graded = await self._drawn_again(item, graded, allowance, start)
+        graded = await self._regenerated(item, graded, budget, start)
         return graded, judge(graded, metric=self._metric, needs=self._settings.needs)
 
     async def _staged(
-        self, item: InFlightItem, indexes: range, allowance: GroupAllowance, start: OldestStart
+        self, item: InFlightItem, indexes: range, budget: GroupBudget, start: OldestStart
     ) -> tuple[GradedGroup, GradedGroup | None]:
         """The first samples and, if two of them differed before all had come, the rest."""
         watch = ProbeWatch(self._parts.grader, item.prompt, self._metric)
         name, rest = f"prompt {item.prompt.prompt_id}", None
         try:
             async with asyncio.TaskGroup() as tasks:
-                probing = self._probes(item, indexes, allowance, start.of("probes"), watch)
+                probing = self._probes(item, indexes, budget, start.of("probes"), watch)
                 probes = tasks.create_task(probing, name=f"{name}, probes")
                 differ = tasks.create_task(watch.differs.wait(), name=f"{name}, differ")
                 await asyncio.wait((probes, differ), return_when=asyncio.FIRST_COMPLETED)
                 if probes.done():
                     differ.cancel()
                 else:
-                    self._goes_on(item, is_sure=True)
+                    self._continue_group(item, is_sure=True)
                     others = range(indexes.stop, self._settings.samples_per_group)
-                    drawing = self._drawn(item, others, allowance, start.of("rest"))
-                    rest = tasks.create_task(drawing, name=f"{name}, rest")
+                    generating = self._sampled(item, others, budget, start.of("rest"))
+                    rest = tasks.create_task(generating, name=f"{name}, rest")
         except ExceptionGroup as group:
             raise decisive(group) from group
         return probes.result(), rest.result() if rest else None
@@ -200,19 +198,19 @@ class GroupRun:
         self,
         item: InFlightItem,
         indexes: range,
-        allowance: GroupAllowance,
+        budget: GroupBudget,
         on_start: StartCallback,
         watch: ProbeWatch,
     ) -> GradedGroup:
         async with asyncio.TaskGroup() as tasks:
             grading = f"prompt {item.prompt.prompt_id}, grades of probes"
             tasks.create_task(watch.run(), name=grading)
-            request = self._request(item, indexes, allowance)
-            drawn = await self._generated(item, request, None, on_start, watch.finished)
+            request = self._request(item, indexes, budget)
+            sampled = await self._generated(item, request, None, on_start, watch.finished)
             watch.over()
         # What is left are samples that were broken off.
         graded = await self._parts.grader.grade(
-            drawn.samples, known=watch.outcomes, engine_errors=allowance.engine_errors
+            sampled.samples, known=watch.outcomes, engine_errors=budget.engine_errors
         )
         self._count(item, graded)
         return graded
@@ -223,11 +221,11 @@ class GroupRun:
         item.num_ungraded -= len(graded.outcomes) + num_greedy
         self._parts.recorder.graded(graded)
 
-    def _goes_on(self, item: InFlightItem, *, is_sure: bool) -> None:
+    def _continue_group(self, item: InFlightItem, *, is_sure: bool) -> None:
         """Another request follows; told before it begins, so that the first is not the last."""
         item.num_requests += 1
-        self._parts.recorder.goes_on(item.prompt)
-        self._parts.in_flight.go_on(item, is_sure=is_sure)
+        self._parts.recorder.continued(item.prompt)
+        self._parts.in_flight.continue_group(item, is_sure=is_sure)
 
     def _after_probes(
         self, item: InFlightItem, probes: GradedGroup, *, is_over: bool
@@ -244,57 +242,57 @@ class GroupRun:
             return Judgement(verdict.end, f"{verdict.detail} ({after})")
         if is_over:
             return Judgement(verdict.end, after)
-        goes_on = self._parts.strategy.after_probes(
-            item.visit,
+        continued = self._parts.strategy.after_probes(
+            item.attempt,
             num_right=_num_right(probes),
             num_scored=len(probes.scored),
             version=self._parts.version() or 0,
         )
-        if goes_on is None:
+        if continued is None:
             return Judgement(verdict.end, after)
-        item.visit = goes_on
-        self._parts.log.goes_on(item.prompt, goes_on)
+        item.attempt = continued
+        self._parts.log.continued(item.prompt, continued)
         return None
 
-    async def _drawn(
+    async def _sampled(
         self,
         item: InFlightItem,
         indexes: range,
-        allowance: GroupAllowance,
+        budget: GroupBudget,
         on_start: StartCallback,
     ) -> GradedGroup:
         """The last samples of a group and its greedy response, graded."""
-        drawn = await self._generated(
-            item, self._request(item, indexes, allowance), self._settings.greedy, on_start
+        sampled = await self._generated(
+            item, self._request(item, indexes, budget), self._settings.greedy, on_start
         )
         graded = await self._parts.grader.grade(
-            drawn.samples, drawn.greedy, engine_errors=allowance.engine_errors
+            sampled.samples, sampled.greedy, engine_errors=budget.engine_errors
         )
         self._count(item, graded)
         return graded
 
-    async def _drawn_again(
+    async def _regenerated(
         self,
         item: InFlightItem,
         graded: GradedGroup,
-        allowance: GroupAllowance,
+        budget: GroupBudget,
         start: OldestStart,
     ) -> GradedGroup:
         """The group, with other samples in the place of those that the policy has drawn again.
 
         They are drawn from seeds of their own, or they would be the same once more.
         """
-        policy, draws = self._settings.needs.policy, 1
-        while places := policy.to_generate_again(graded.outcomes, draws):
-            draws += 1
+        policy, num_rounds = self._settings.needs.policy, 1
+        while places := policy.to_generate_again(graded.outcomes, num_rounds):
+            num_rounds += 1
             replaced = [graded.group.rollouts[place] for place in places]
             indexes = [rollout.sample_index for rollout in replaced]
-            self._goes_on(item, is_sure=samples_differ(graded.scored, self._metric))
+            self._continue_group(item, is_sure=samples_differ(graded.scored, self._metric))
             self._parts.recorder.generated_again(item.prompt, replaced)
-            request = self._request(item, indexes, allowance, draw=draws)
-            drawn = await self._generated(item, request, None, start.of(f"draw {draws}"))
+            request = self._request(item, indexes, budget, round_number=num_rounds)
+            sampled = await self._generated(item, request, None, start.of(f"draw {num_rounds}"))
             again = await self._parts.grader.grade(
-                drawn.samples, engine_errors=allowance.engine_errors
+                sampled.samples, engine_errors=budget.engine_errors
             )
             self._count(item, again)
             graded = joined(graded, again)
@@ -307,17 +305,17 @@ class GroupRun:
         greedy: SamplingParams | None,
         on_start: StartCallback,
         on_sample: SampleCallback | None = None,
-    ) -> DrawnGroup:
+    ) -> GeneratedGroup:
         item.num_ungraded += request.num_samples + (greedy is not None)
         with TRACER.stage(SpanName.GENERATE, {Key.NUM_SAMPLES: request.num_samples}):
-            drawn = await generate_group(
+            sampled = await generate_group(
                 self._parts.dispatcher, request, greedy, on_start, on_sample
             )
         item.num_requests -= 1
-        self._parts.recorder.generated(drawn, is_last=not item.num_requests)
+        self._parts.recorder.generated(sampled, is_last=not item.num_requests)
         if not item.num_requests:
             self._parts.in_flight.start_grading(item)
-        return drawn
+        return sampled
 
     def _start_callback(self, item: InFlightItem) -> StartCallback:
         def note_start(version: int | None) -> None:
@@ -332,11 +330,11 @@ class GroupRun:
         self,
         item: InFlightItem,
         indexes: Sequence[int],
-        allowance: GroupAllowance,
-        draw: int = 1,
+        budget: GroupBudget,
+        round_number: int = 1,
     ) -> GroupRequest:
-        version, is_first = self._parts.version() or 0, draw == 1
-        stage = "train" if is_first else f"train, draw {draw}"
+        version, is_first = self._parts.version() or 0, round_number == 1
+        stage = "train" if is_first else f"train, draw {round_number}"
         sampling = for_prompt(self._settings.sampling, item.prompt, stage=stage)
         return GroupRequest(
             item.prompt,
@@ -344,18 +342,18 @@ class GroupRun:
             sampling,
             Priority.TRAINING,
             lowest_version=version - self._settings.rules.max_staleness,
-            allowance=allowance,
-            goes_without=not self._settings.needs.whole_groups,
+            budget=budget,
+            allows_missing=not self._settings.needs.whole_groups,
             received=self._parts.samples.received(item.prompt, sampling) if is_first else None,
             is_saved=is_first and self._parts.samples.is_on,
         )
 
-    def _tell_strategy(self, item: InFlightItem, graded: GradedGroup, *, kept: bool) -> None:
+    def _notify_strategy(self, item: InFlightItem, graded: GradedGroup, *, kept: bool) -> None:
         rollouts, num_right = graded.group.rollouts, _num_right(graded)
         if kept and num_right in (0, len(graded.scored)):
             self._warn_of_partial_credit(item.prompt)
         self._parts.strategy.ended(
-            item.visit,
+            item.attempt,
             num_right=num_right,
             num_scored=len(graded.scored),
             mean_tokens=graded.group.num_response_tokens / len(rollouts),

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from sluice.algorithm.group_ages import GroupAges
-from sluice.algorithm.sampling.visit import Visit
+from sluice.algorithm.sampling.visit import Attempt
 from sluice.types import Prompt
 
 
-class Fate(StrEnum):
+class CancelReason(StrEnum):
     """What becomes of a prompt whose task is cancelled."""
 
     REQUEUED = "requeued"
@@ -32,17 +32,17 @@ class InFlightItem:
     """
 
     prompt: Prompt
-    drawn_as: Visit
-    visit: Visit
-    num_unasked: int
+    admitted_as: Attempt
+    attempt: Attempt
+    num_unrequested: int
     on_age: Callable[[InFlightItem], None]
     task: asyncio.Task[None] | None = None
     is_grading: bool = False
-    has_claim: bool = False
+    has_reservation: bool = False
     is_sure: bool = False
     num_requests: int = 0
     num_ungraded: int = 0
-    fate: Fate = Fate.REQUEUED
+    cancel_reason: CancelReason = CancelReason.REQUEUED
     is_cancelled: bool = False
     began_s: float = field(default_factory=time.monotonic)
     _start_version: int | None = field(default=None, init=False)
@@ -67,10 +67,10 @@ class InFlightItem:
         if self.is_cancelled:  # `Task.cancelling` counts cancellations by inner groups, too
             raise asyncio.CancelledError
 
-    def cancel(self, fate: Fate) -> None:
+    def cancel(self, cancel_reason: CancelReason) -> None:
         """End the task, once; the prompt meets `fate`."""
         if not self.is_cancelled and self.task is not None:
-            self.fate, self.is_cancelled = fate, True
+            self.cancel_reason, self.is_cancelled = cancel_reason, True
             self.task.cancel()
 
 
@@ -85,14 +85,19 @@ class InFlightTable:
         self._items: dict[str, InFlightItem] = {}
         self._ages = ages
         self.num_grading = 0
-        self.num_unasked = 0
+        self.num_unrequested = 0
         self.num_sure = 0
 
     def __len__(self) -> int:
         return len(self._items)
 
     def add(
-        self, prompt: Prompt, visit: Visit, num_sequences: int, *, claims: int | None = None
+        self,
+        prompt: Prompt,
+        attempt: Attempt,
+        num_sequences: int,
+        *,
+        reserved_for: int | None = None,
     ) -> InFlightItem:
         """Take on a group.
 
@@ -102,30 +107,30 @@ class InFlightTable:
             num_sequences: room that its task will ask for when it runs.
             claims: the version in whose batch its place is certain, if any.
         """
-        item = InFlightItem(prompt, visit, visit, num_sequences, self._enter_age)
+        item = InFlightItem(prompt, attempt, attempt, num_sequences, self._enter_age)
         self._items[prompt.prompt_id] = item
-        self.num_unasked += num_sequences
-        if claims is not None:
-            item.has_claim = item.is_sure = True
+        self.num_unrequested += num_sequences
+        if reserved_for is not None:
+            item.has_reservation = item.is_sure = True
             self.num_sure += 1
-            self._ages.claim(prompt.prompt_id, claims)
+            self._ages.reserve(prompt.prompt_id, reserved_for)
         return item
 
     def asked(self, item: InFlightItem) -> None:
         """A group's sequences run, or wait in the queue, which counts them from here on."""
-        self.num_unasked -= item.num_unasked
-        item.num_unasked = 0
+        self.num_unrequested -= item.num_unrequested
+        item.num_unrequested = 0
 
     def start_grading(self, item: InFlightItem) -> None:
         """All samples of a group that were asked for are there."""
         self.num_grading += not item.is_grading
         item.is_grading = True
 
-    def go_on(self, item: InFlightItem, *, is_sure: bool) -> None:
+    def continue_group(self, item: InFlightItem, *, is_sure: bool) -> None:
         """More samples of a graded group are generated; sure to be kept, if those before differ."""
         self.num_grading -= item.is_grading
         item.is_grading = False
-        is_sure = is_sure or item.has_claim
+        is_sure = is_sure or item.has_reservation
         self.num_sure += is_sure - item.is_sure
         item.is_sure = is_sure
 
@@ -137,14 +142,14 @@ class InFlightTable:
         self.asked(item)
         self._ages.left(item.prompt.prompt_id)
 
-    def cancel(self, prompt_id: str, fate: Fate) -> None:
+    def cancel(self, prompt_id: str, cancel_reason: CancelReason) -> None:
         """End a group's task."""
-        self._items[prompt_id].cancel(fate)
+        self._items[prompt_id].cancel(cancel_reason)
 
-    def cancel_all(self, fate: Fate) -> list[asyncio.Task[None]]:
+    def cancel_all(self, cancel_reason: CancelReason) -> list[asyncio.Task[None]]:
         """End all tasks; returns them to be waited for."""
         for item in self._items.values():
-            item.cancel(fate)
+            item.cancel(cancel_reason)
         return [item.task for item in self._items.values() if item.task is not None]
 
     def _enter_age(self, item: InFlightItem) -> None:

@@ -20,7 +20,7 @@ def end_early(collected: CollectedGroup) -> None:
     """
     prompt_id, state = collected.request.prompt.prompt_id, collected.state()
     limits = "sluice.reward.group_deadline_s or group_token_budget"
-    if not collected.request.allowance.has_finished_samples:
+    if not collected.request.budget.has_finished_samples:
         raise GroupFailedError(f"no sample finished within {limits}: {state}", FailureKind.ABORTED)
     logger.warning(
         "prompt %s: ended by %s without samples %s: %s",
@@ -29,7 +29,7 @@ def end_early(collected: CollectedGroup) -> None:
     collected.end_unfinished()
 
 
-def go_without(collected: CollectedGroup, failures: Sequence[str]) -> None:
+def end_without_missing(collected: CollectedGroup, failures: Sequence[str]) -> None:
     """End a group that failed too often without the samples that nobody could generate.
 
     Raises:
@@ -37,10 +37,10 @@ def go_without(collected: CollectedGroup, failures: Sequence[str]) -> None:
     """
     request, missing = collected.request, collected.missing
     detail = f"{len(failures)} attempts failed, the last: {failures[-1]}"
-    if not (request.goes_without and request.allowance.has_finished_samples):
+    if not (request.allows_missing and request.budget.has_finished_samples):
         raise GroupFailedError(detail, FailureKind.ENGINE_ERROR)
     logger.warning(
         "prompt %s: goes on without samples %s: %s", request.prompt.prompt_id, missing, detail
     )
-    request.allowance.engine_errors.update(dict.fromkeys(missing, detail))
+    request.budget.engine_errors.update(dict.fromkeys(missing, detail))
     collected.end_unfinished()

@@ -65,7 +65,7 @@ def judge(graded: GradedGroup, *, metric: str | None, needs: GroupNeeds = _NO_NE
             verdict = Judgement(PromptEnd.DROPPED_FAILED, failure)
         else:
             verdict = _filtered(graded, metric)
-        _tell(span, verdict)
+        _notify(span, verdict)
     return verdict
 
 
@@ -88,7 +88,7 @@ def judge_probes(
         return None
     with TRACER.stage(SpanName.FILTER) as span:
         verdict = _filtered(probes, metric)
-        _tell(span, verdict)
+        _notify(span, verdict)
     return None if verdict.end is None else verdict
 
 
@@ -100,7 +100,7 @@ def samples_differ(scores: Sequence[Scored], metric: str | None) -> bool:
         return False  # the judgement of the whole group says what is missing
 
 
-def _tell(span: Span, verdict: Judgement) -> None:
+def _notify(span: Span, verdict: Judgement) -> None:
     span.set({Key.PROMPT_END: "none" if verdict.end is None else verdict.end.value})
 
 

@@ -203,7 +203,7 @@ class PromptLedger(Protocol):
         """What was received of a prompt's samples is of no use any more; harmless without any."""
         ...
 
-    def outlive_trainer(self, version: int | None) -> None:
+    def change_trainer(self, version: int | None) -> None:
         """Another trainer begins: forget samples of versions after its own, or all (``None``)."""
         ...
 
@@ -211,6 +211,6 @@ class PromptLedger(Protocol):
         """A ticket for all that was changed so far."""
         ...
 
-    async def durable(self, ticket: int | None = None) -> None:
+    async def durable(self, change_number: int | None = None) -> None:
         """Wait until what `ticket` stands for (``None``: all) survives the death of the process."""
         ...

@@ -81,10 +81,12 @@ def encode_body(prompt: Prompt) -> bytes:
         InvalidRequestError: `extra_info` holds a value without an encoding.
     """
     turns = tuple((turn.role, turn.content) for turn in prompt.messages)
-    said = (turns, prompt.data_source, prompt.ground_truth, prompt.extra_info, prompt.place)
+    fields = (turns, prompt.data_source, prompt.ground_truth, prompt.extra_info, prompt.place)
     digests = tuple(body_digest(image) for image in prompt.images)
     try:
-        return msgspec.msgpack.encode(_BodyWithImages(*said, digests) if digests else _Body(*said))
+        return msgspec.msgpack.encode(
+            _BodyWithImages(*fields, digests) if digests else _Body(*fields)
+        )
     except (OverflowError, TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise InvalidRequestError(
             f"prompt '{prompt.prompt_id}': extra_info cannot be kept ({error}); send texts, "

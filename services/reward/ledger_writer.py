@@ -34,7 +34,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class _Waiter:
-    ticket: int
+    change_number: int
     loop: asyncio.AbstractEventLoop
     done: asyncio.Future[None]
 
@@ -73,17 +73,17 @@ class LedgerWriter:
             DataError: the file cannot be written, or not for `COMMIT_TIMEOUT_S`.
         """
         with self._changed:
-            has_room = self._changed.wait_for(self._has_room, COMMIT_TIMEOUT_S)
+            has_capacity = self._changed.wait_for(self._has_capacity, COMMIT_TIMEOUT_S)
             if self._error is not None:
                 raise self._error
-            if not has_room:
+            if not has_capacity:
                 raise self._unusable(f"{MAX_QUEUED} changes wait for {COMMIT_TIMEOUT_S:g} s")
             self._queue.append(statements)
             self._noted += 1
             if len(self._queue) == 1:
                 self._changed.notify_all()
 
-    async def committed(self, ticket: int) -> None:
+    async def committed(self, change_number: int) -> None:
         """Wait until the first `ticket` changes are on the disk.
 
         Raises:
@@ -91,9 +91,9 @@ class LedgerWriter:
             DeadlineError: not within `COMMIT_TIMEOUT_S`.
         """
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(ticket, loop, loop.create_future())
+        waiter = _Waiter(change_number, loop, loop.create_future())
         with self._changed:
-            if self._committed >= ticket:
+            if self._committed >= change_number:
                 return
             if self._error is not None:
                 raise self._error
@@ -145,7 +145,7 @@ class LedgerWriter:
         except sqlite3.Error as error:
             raise self._unusable(error) from error
 
-    def _has_room(self) -> bool:
+    def _has_capacity(self) -> bool:
         return self._error is not None or len(self._queue) < MAX_QUEUED
 
     def _run(self) -> None:
@@ -156,7 +156,7 @@ class LedgerWriter:
             except sqlite3.Error as error:
                 self._fail(self._unusable(error))
                 return
-            self._tell(len(changes))
+            self._notify(len(changes))
         self._fail(self._unusable("it was closed"))
 
     def _next_changes(self) -> list[Sequence[Statement]] | None:
@@ -171,7 +171,7 @@ class LedgerWriter:
         return changes or None
 
     def _is_urgent(self) -> bool:
-        is_awaited = any(waiter.ticket <= self._noted for waiter in self._waiters)
+        is_awaited = any(waiter.change_number <= self._noted for waiter in self._waiters)
         return is_awaited or self._is_closing or len(self._queue) >= MAX_QUEUED // 2
 
     def _commit(self, changes: Sequence[Sequence[Statement]]) -> None:
@@ -186,20 +186,22 @@ class LedgerWriter:
                 self._database.execute("ROLLBACK")
             raise
 
-    def _tell(self, num_changes: int) -> None:
+    def _notify(self, num_changes: int) -> None:
         with self._changed:
             self._committed += num_changes
-            told = [waiter for waiter in self._waiters if waiter.ticket <= self._committed]
-            self._waiters = [each for each in self._waiters if each.ticket > self._committed]
-        for waiter in told:
+            reported = [
+                waiter for waiter in self._waiters if waiter.change_number <= self._committed
+            ]
+            self._waiters = [each for each in self._waiters if each.change_number > self._committed]
+        for waiter in reported:
             _call_soon(waiter, _resolve, waiter.done)
 
     def _fail(self, error: DataError) -> None:
         with self._changed:
             self._error = error
-            told, self._waiters = self._waiters, []
+            reported, self._waiters = self._waiters, []
             self._changed.notify_all()
-        for waiter in told:
+        for waiter in reported:
             _call_soon(waiter, _reject, waiter.done, error)
 
 

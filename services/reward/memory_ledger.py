@@ -13,7 +13,7 @@ from services.reward.ledger_content import (
     body_digest,
     encode_body,
 )
-from services.reward.prompt_follower import NOBODY, PromptFollower
+from services.reward.prompt_follower import NOBODY, PromptObserver
 from services.reward.received_samples import ReceivedSamples
 from services.reward.sample_parts import SampleParts
 from sluice.errors import InvalidRequestError, NotFoundError
@@ -55,17 +55,17 @@ class MemoryLedger:
         self._num_acknowledged, self._trainer = content.num_acknowledged, content.trainer
         self._lease = content.lease
         self._strikes: OrderedDict[str, int] = OrderedDict(content.strikes)
-        self._follower = NOBODY
+        self._observer = NOBODY
         for prompt in self._leased_prompts():
             self._states[prompt.prompt_id] = PromptState.LEASED
 
-    def follow(self, follower: PromptFollower) -> None:
+    def observe(self, observer: PromptObserver) -> None:
         """Tell somebody where every prompt stands, the pending ones first."""
-        self._follower = follower
+        self._observer = observer
         for prompt in self.pending():
-            follower.accepted(prompt)
+            observer.accepted(prompt)
             if (state := self._states[prompt.prompt_id]) is not PromptState.WAITING:
-                follower.moved(prompt.prompt_id, state)
+                observer.moved(prompt.prompt_id, state)
 
     @property
     def num_clients_pending(self) -> int:
@@ -134,7 +134,7 @@ class MemoryLedger:
         """
         self.state(prompt_id)
         self._states[prompt_id] = state
-        self._follower.moved(prompt_id, state)
+        self._observer.moved(prompt_id, state)
 
     def end(
         self,
@@ -159,7 +159,7 @@ class MemoryLedger:
         """
         self.state(prompt_id)
         prompt = self._leave(prompt_id)
-        self._follower.ended(prompt_id, end, step, detail)
+        self._observer.ended(prompt_id, end, step, detail)
         self._by_end[end] += 1
         if prompt.origin is PromptOrigin.CLIENT:
             digest, kept = body_digest(encode_body(prompt)), detail[:MAX_DETAIL_CHARS]
@@ -228,7 +228,7 @@ class MemoryLedger:
         for prompt in self.pending():
             if prompt.position is not None:
                 self._leave(prompt.prompt_id)
-                self._follower.forgotten(prompt.prompt_id)
+                self._observer.forgotten(prompt.prompt_id)
                 self._num_submitted -= 1
 
     def lease(self, batch_id: str, version: int, prompt_ids: Sequence[str]) -> None:
@@ -323,14 +323,14 @@ class MemoryLedger:
     def forget_samples(self, prompt_id: str) -> None:
         """None are noted."""
 
-    def outlive_trainer(self, version: int | None) -> None:
+    def change_trainer(self, version: int | None) -> None:
         """No samples are noted."""
 
     def noted(self) -> int:
         """A ticket for all that was changed so far."""
         return 0
 
-    async def durable(self, ticket: int | None = None) -> None:
+    async def durable(self, change_number: int | None = None) -> None:
         """Nothing outlives the process."""
 
     def _take_on(self, prompt: Prompt) -> None:
@@ -339,7 +339,7 @@ class MemoryLedger:
         self._num_clients += prompt.origin is PromptOrigin.CLIENT
         self._image_bytes += _client_image_bytes(prompt)
         self._num_submitted += 1
-        self._follower.accepted(prompt)
+        self._observer.accepted(prompt)
 
     def _leave(self, prompt_id: str) -> Prompt:
         del self._states[prompt_id]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from services.reward.batcher import Batcher
 from services.reward.generation_trace import GenerationTrace, GroupTrace
-from services.reward.greedy_response import DrawnGroup
+from services.reward.greedy_response import GeneratedGroup
 from services.reward.group_log import GroupLog
 from services.reward.ledger import PromptLedger, PromptState
 from services.reward.received_tokens import ReceivedTokens
@@ -41,7 +41,7 @@ _DISCARD_BY_END = {
 }
 _USE_BY_DISCARD = {
     Discard.STALE: TokenUse.STALE,
-    Discard.WITHDRAWN: TokenUse.WITHDRAWN,
+    Discard.PREEMPTED: TokenUse.PREEMPTED,
     Discard.FAILED: TokenUse.FAILED,
     Discard.TAKEN_OVER: TokenUse.TAKEN_OVER,
 }
@@ -64,7 +64,7 @@ class PromptOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class OutcomeRecords:
     """What is kept in step.
 
     Args:
@@ -99,37 +99,37 @@ class OutcomeRecorder:
 
     def __init__(
         self,
-        books: Books,
+        records: OutcomeRecords,
         *,
         round_size: int,
         scorer_seconds: Callable[[], float],
         on_end: Callable[[PromptOutcome], None],
         further_gauges: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        self._ledger, self._batcher, self._guard = books.ledger, books.batcher, books.guard
-        self._trace, self._received, self._tokens = books.trace, books.received, books.tokens
-        self._log, self._round_size = books.log, round_size
+        self._ledger, self._batcher, self._guard = records.ledger, records.batcher, records.guard
+        self._trace, self._received, self._tokens = records.trace, records.received, records.tokens
+        self._log, self._round_size = records.log, round_size
         self._scorer_seconds, self._on_end = scorer_seconds, on_end
         self._further_gauges = further_gauges
         self._interval = IntervalStatistics(time.monotonic())
         self._received_before = 0  # tokens for training, of the intervals before
         self._totals: Counter[str] = Counter()
         self._num_ended = 0
-        self.on_batch: Callable[[Sequence[TrainGroup], int, float], None] = _nobody_is_told
+        self.on_batch: Callable[[Sequence[TrainGroup], int, float], None] = _ignore_batch
 
-    def generated(self, drawn: DrawnGroup, *, is_last: bool = True) -> None:
+    def generated(self, sampled: GeneratedGroup, *, is_last: bool = True) -> None:
         """All samples of a request are there, and the greedy response if there is one.
 
         With `is_last` nothing else is being generated for the prompt.
         """
-        prompt = drawn.samples.prompt
-        self._interval.num_greedy_tokens += drawn.num_greedy_tokens
-        self._totals["reward/greedy_tokens"] += drawn.num_greedy_tokens
+        prompt = sampled.samples.prompt
+        self._interval.num_greedy_tokens += sampled.num_greedy_tokens
+        self._totals["reward/greedy_tokens"] += sampled.num_greedy_tokens
         if is_last:
             self._log.generated(prompt)
             self._ledger.move(prompt.prompt_id, PromptState.GRADING)
 
-    def goes_on(self, prompt: Prompt) -> None:
+    def continued(self, prompt: Prompt) -> None:
         """A group's first samples are graded and the rest is generated."""
         self._ledger.move(prompt.prompt_id, PromptState.GENERATING)
 
@@ -171,7 +171,7 @@ class OutcomeRecorder:
     ) -> None:
         """A prompt ends whose group was started."""
         trace = self._trace.take(prompt.prompt_id)
-        self._tokens.book_group(USE_BY_END[end], trace, graded)
+        self._tokens.assign_group(USE_BY_END[end], trace, graded)
         if (why := _DISCARD_BY_END.get(end)) is not None:
             self._discard(trace, why)
             logger.warning(
@@ -204,7 +204,7 @@ class OutcomeRecorder:
     def left_out(self, prompt: Prompt, detail: str) -> None:
         """A prompt that is too long ends; it says nothing about the yield of the others."""
         self._guard.left_out(detail)
-        self._tokens.book_group(TokenUse.FAILED, self._trace.take(prompt.prompt_id), None)
+        self._tokens.assign_group(TokenUse.FAILED, self._trace.take(prompt.prompt_id), None)
         self._log.restarted(prompt)
         logger.info("prompt %s left out: %s", prompt.prompt_id, detail)
         self._totals["reward/prompts_overlong"] += 1
@@ -222,7 +222,7 @@ class OutcomeRecorder:
         and the end of the service restart all of them, and every full batch may withdraw some.
         """
         trace = self._trace.take(prompt.prompt_id)
-        self._tokens.book_group(_USE_BY_DISCARD[why], trace, None)
+        self._tokens.assign_group(_USE_BY_DISCARD[why], trace, None)
         self._discard(trace, why)
         if why is Discard.STALE:
             self._grew_stale(trace.num_samples)
@@ -249,7 +249,7 @@ class OutcomeRecorder:
 
     def evaluated(self, num_tokens: int) -> None:
         """A group was generated, whole or in part, for an evaluation."""
-        self._tokens.book(TokenUse.EVALUATION, num_tokens)
+        self._tokens.assign(TokenUse.EVALUATION, num_tokens)
 
     def close_interval(self, groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
         """Statistics since the last batch, which this batch carries; a new interval begins."""
@@ -329,7 +329,7 @@ class OutcomeRecorder:
         self._totals[f"reward/discarded_tokens/{why}"] += trace.num_tokens
 
 
-def _nobody_is_told(_groups: Sequence[TrainGroup], _version: int, _fill_s: float) -> None:
+def _ignore_batch(_groups: Sequence[TrainGroup], _version: int, _fill_s: float) -> None:
     """Of a batch that is formed, if nobody asked for it."""
 
 

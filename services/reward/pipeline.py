@@ -41,7 +41,7 @@ from services.reward.generation_trace import GenerationTrace
 from services.reward.grading import Grader
 from services.reward.group_log import GroupLog
 from services.reward.group_run import GroupParts, GroupRun
-from services.reward.in_flight import Fate, InFlightItem, InFlightTable
+from services.reward.in_flight import CancelReason, InFlightItem, InFlightTable
 from services.reward.ledger import PromptLedger, PromptState
 from services.reward.outcomes import OutcomeRecorder
 from services.reward.prompt_audit import HeldPrompts
@@ -50,7 +50,7 @@ from services.reward.prompt_source import PromptSource
 from services.reward.prompt_traces import PromptTraces
 from services.reward.quarantine import Quarantine
 from services.reward.replica_queue import ReplicaQueue
-from services.reward.sample_keeper import SampleKeeper
+from services.reward.sample_keeper import SampleSaver
 from services.reward.settings import PipelineSettings
 from services.reward.stale_groups import StaleGroups
 from services.reward.statistics import Discard
@@ -58,7 +58,7 @@ from services.reward.train_batches import BatchParts, TrainBatches
 from services.reward.yield_guard import YieldGuard
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.algorithm.sampling.strategy import SamplingStrategy
-from sluice.algorithm.sampling.visit import Visit
+from sluice.algorithm.sampling.visit import Attempt
 from sluice.concurrency.deadline import deadline
 from sluice.errors import DataError, SluiceError
 from sluice.types import DataProgress, Prompt, PromptEnd
@@ -91,7 +91,7 @@ class PipelineParts:
     changes: ChangeSignal
     capacity: ChangeSignal
     quarantine: Quarantine
-    samples: SampleKeeper
+    samples: SampleSaver
 
 
 class Pipeline:
@@ -122,7 +122,7 @@ class Pipeline:
                 parts.memory,
                 parts.quarantine,
             ),
-            self._version_to_draw,
+            self._version_to_sample,
         )
         self.batches = TrainBatches(self._batch_parts(), settings.rules.batch_size)
         self._groups = GroupRun(settings, self._group_parts())
@@ -209,17 +209,17 @@ class Pipeline:
 
     async def _learn(self) -> None:
         """Take in what ended groups taught, before any prompt is drawn under the next version."""
-        visits = self._parts.strategy.new_version()
+        attempts = self._parts.strategy.new_version()
         memory = self._parts.memory
-        if memory is None or not visits or not self._memory_is_writable:
+        if memory is None or not attempts or not self._memory_is_writable:
             return
         try:
-            await asyncio.to_thread(memory.add, visits)
+            await asyncio.to_thread(memory.add, attempts)
         except DataError as error:
             logger.warning("visits are no longer remembered: %s", error)
             self._memory_is_writable = False
 
-    def _version_to_draw(self) -> int | None:
+    def _version_to_sample(self) -> int | None:
         """The version that groups may start under; ``None``: none may."""
         version = self.policy_version
         if version is None or self._parts.batcher.lease is not None:
@@ -234,29 +234,31 @@ class Pipeline:
             self._parts.changes.notify()
         self._was_exhausted = self._parts.source.is_exhausted
 
-    def _start(self, tasks: asyncio.TaskGroup, prompt: Prompt, visit: Visit) -> None:
-        self._parts.strategy.started(visit)
-        has_claim = self._stale_groups.grants_claim(prompt.prompt_id)
-        claims = self.policy_version if has_claim else None
-        item = self._in_flight.add(prompt, visit, self._num_sequences(visit), claims=claims)
-        if has_claim:  # it takes a place that others may be running for
+    def _start(self, tasks: asyncio.TaskGroup, prompt: Prompt, attempt: Attempt) -> None:
+        self._parts.strategy.started(attempt)
+        has_reservation = self._stale_groups.reserves_slot(prompt.prompt_id)
+        reserved_for = self.policy_version if has_reservation else None
+        item = self._in_flight.add(
+            prompt, attempt, self._num_sequences(attempt), reserved_for=reserved_for
+        )
+        if has_reservation:  # it takes a place that others may be running for
             self._stale_groups.check(self.policy_version)
         self._parts.ledger.move(prompt.prompt_id, PromptState.GENERATING)
-        is_staged = visit.first_samples < self._settings.samples_per_group
+        is_staged = attempt.first_samples < self._settings.samples_per_group
         self._parts.log.started(
             prompt,
-            visit,
-            probes=visit.first_samples if is_staged else 0,
+            attempt,
+            probes=attempt.first_samples if is_staged else 0,
             version=self.policy_version or 0,
         )
         with self._traces.within(prompt.prompt_id):
             item.task = tasks.create_task(self._groups.run(item), name=f"prompt {prompt.prompt_id}")
         item.task.add_done_callback(partial(self._left, item))
 
-    def _num_sequences(self, visit: Visit) -> int:
+    def _num_sequences(self, attempt: Attempt) -> int:
         """Sequences that a group asks the fleet for at first."""
-        is_whole = visit.first_samples >= self._settings.samples_per_group
-        return visit.first_samples + (is_whole and self._settings.greedy is not None)
+        is_whole = attempt.first_samples >= self._settings.samples_per_group
+        return attempt.first_samples + (is_whole and self._settings.greedy is not None)
 
     def _batch_parts(self) -> BatchParts:
         parts = self._parts
@@ -295,11 +297,11 @@ class Pipeline:
         """A group's task ended: free its place; if it was cancelled, its prompt meets its fate."""
         self._in_flight.remove(item)
         no_place = self._stale_groups.left(item, is_cancelled=task.cancelled())
-        if task.cancelled() and item.fate is Fate.STALE:
+        if task.cancelled() and item.cancel_reason is CancelReason.STALE:
             detail = f"started under version {item.start_version}, too old to be trained"
             self._parts.recorder.ended(item.prompt, PromptEnd.DROPPED_STALE, detail=detail)
         elif task.cancelled():
-            self._parts.strategy.restarted(item.drawn_as)
+            self._parts.strategy.restarted(item.admitted_as)
             self._restart(item.prompt, no_place or Discard.TAKEN_OVER)
         self._parts.changes.notify()
 
@@ -318,8 +320,8 @@ class Pipeline:
         self.batches.recovered.forget()
         await self._end_what_runs()  # before it has ended, what it received may still be saved
         # Tokens of this trainer's way are of use again; those that came meanwhile are of another.
-        goes_on = self._trainer is None and resume_from is not None
-        self._parts.samples.outlive_trainer(version if goes_on else None)
+        keeps_samples = self._trainer is None and resume_from is not None
+        self._parts.samples.change_trainer(version if keeps_samples else None)
         if self._trainer is None:  # the trainer says where an earlier service's draws stand
             ledger.forget_data()
             self._parts.source.forget_data()
@@ -336,7 +338,7 @@ class Pipeline:
         if self._trainer is None:
             return
         logger.warning("another trainer announces itself; pending groups start again")
-        running = self._in_flight.cancel_all(Fate.REQUEUED)
+        running = self._in_flight.cancel_all(CancelReason.REQUEUED)
         async with deadline(TAKE_OVER_TIMEOUT_S, peer="rollout fleet", phase="cancelling"):
             if running:
                 await asyncio.wait(running)

@@ -6,7 +6,7 @@ from services.reward.ledger import PromptState
 from sluice.types import Prompt, PromptEnd
 
 
-class PromptFollower:
+class PromptObserver:
     """Follows none; what extends it is told at once, and must be quick and never fail."""
 
     def accepted(self, prompt: Prompt) -> None:
@@ -22,4 +22,4 @@ class PromptFollower:
         """A prompt is pending no more, as if it had never been accepted."""
 
 
-NOBODY = PromptFollower()
+NOBODY = PromptObserver()

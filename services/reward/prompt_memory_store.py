@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from sluice.algorithm.sampling.prompt_memory import PromptHistory, SeenVisit, remembered
+from sluice.algorithm.sampling.prompt_memory import PromptHistory, RememberedAttempt, remembered
 from sluice.errors import DataError
 
 APPLICATION_ID = 0x534C5543  # "SLUC"
@@ -90,7 +90,7 @@ class PromptMemoryStore:
             raise self._damaged(error) from error
         return None if row is None else PromptHistory(*row)
 
-    def add(self, visits: Sequence[tuple[str, SeenVisit]]) -> None:
+    def add(self, attempts: Sequence[tuple[str, RememberedAttempt]]) -> None:
         """Add visits to the histories of their prompts, all or none.
 
         Raises:
@@ -99,16 +99,16 @@ class PromptMemoryStore:
         try:
             with self._lock, self._database:
                 self._database.execute("BEGIN IMMEDIATE")
-                for key, seen in visits:
+                for key, seen in attempts:
                     self._write(bytes.fromhex(key), seen)
         except sqlite3.Error as error:
             raise self._damaged(error) from error
 
-    def _write(self, key: bytes, seen: SeenVisit) -> None:
+    def _write(self, key: bytes, seen: RememberedAttempt) -> None:
         row = self._database.execute(_READ, (key,)).fetchone()
         after = remembered(None if row is None else PromptHistory(*row), seen)
         counts = (after.num_right, after.num_wrong, after.mean_tokens)
-        self._database.execute(_WRITE, (key, *counts, after.version, after.num_visits))
+        self._database.execute(_WRITE, (key, *counts, after.version, after.num_attempts))
 
     def lengths(self, count: int) -> list[tuple[str, float]]:
         """Key and mean response length of the prompts visited last, the last one at the end.

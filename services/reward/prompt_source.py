@@ -15,19 +15,19 @@ from typing import Protocol
 
 from services.reward.ledger import PromptLedger
 from services.reward.prompt_key import prompt_key
-from services.reward.prompts import Draw
+from services.reward.prompts import IssuedRow
 from sluice.algorithm.sampling.pacing import AdmissionOrder, FinishForecast
 from sluice.errors import DataError
 from sluice.types import DataProgress, Prompt, PromptOrigin
 
-DRAWS_PER_READ = 64
+ROWS_PER_READ = 64
 DATASET_ID_PREFIX = "data-"
 
 
-class DrawStream(Protocol):
+class RowStream(Protocol):
     """Draws in order; `PromptStream` is one."""
 
-    def take(self, count: int) -> list[Draw]:
+    def take(self, count: int) -> list[IssuedRow]:
         """The next draws; fewer only at the end."""
         ...
 
@@ -46,7 +46,7 @@ class PromptSource:
     def __init__(
         self,
         ledger: PromptLedger,
-        open_stream: Callable[[DataProgress], DrawStream] | None,
+        open_stream: Callable[[DataProgress], RowStream] | None,
         check_data_source: Callable[[str], None],
         forecast: FinishForecast,
         num_in_line: int = 1,
@@ -57,8 +57,8 @@ class PromptSource:
         self._waiting: list[tuple[int, Prompt]] = []
         self._order = AdmissionOrder()
         self._in_line: dict[int, Prompt] = {}  # by sequence
-        self._stream: DrawStream | None = None
-        self._drawn: deque[Draw] = deque()
+        self._stream: RowStream | None = None
+        self._issued: deque[IssuedRow] = deque()
         self._at_end = False
         self._num_in_hand = 0
 
@@ -75,7 +75,7 @@ class PromptSource:
     @property
     def is_exhausted(self) -> bool:
         """Whether the data set was read to its end and nothing waits."""
-        return self._at_end and not self._drawn and not self.num_waiting
+        return self._at_end and not self._issued and not self.num_waiting
 
     @contextmanager
     def in_hand(self) -> Iterator[None]:
@@ -88,7 +88,7 @@ class PromptSource:
 
     def start_data(self, progress: DataProgress) -> None:
         """Draw from `progress` on; what was read ahead is forgotten."""
-        self._drawn.clear()
+        self._issued.clear()
         self._at_end = False
         self._stream = self._open_stream(progress) if self._open_stream else None
 
@@ -114,11 +114,11 @@ class PromptSource:
             DataError: the data set holds a row that cannot be used.
         """
         while not self._waiting and len(self._in_line) < self._num_in_line:
-            if not self._drawn and not self._at_end:
+            if not self._issued and not self._at_end:
                 await self._read_ahead()
-            if not self._drawn:
+            if not self._issued:
                 break
-            self._line_up(self._accept(self._drawn.popleft()), version)
+            self._line_up(self._accept(self._issued.popleft()), version)
         if self._waiting:
             return heappop(self._waiting)[1]
         if not self._in_line:
@@ -135,28 +135,28 @@ class PromptSource:
         stream = self._stream
         if stream is None:
             return
-        draws = await asyncio.to_thread(stream.take, DRAWS_PER_READ)
+        issued_rows = await asyncio.to_thread(stream.take, ROWS_PER_READ)
         if stream is self._stream:  # it is another after a restart meanwhile
-            self._drawn.extend(draws)
-            self._at_end = len(draws) < DRAWS_PER_READ
+            self._issued.extend(issued_rows)
+            self._at_end = len(issued_rows) < ROWS_PER_READ
 
-    def _accept(self, draw: Draw) -> Prompt:
-        row = draw.row
+    def _accept(self, issued: IssuedRow) -> Prompt:
+        row = issued.row
         try:
             self._check_data_source(row.data_source)
         except DataError as error:
             raise DataError(f"{row.place}: {error}") from error
         prompt = Prompt(
-            prompt_id=f"{DATASET_ID_PREFIX}{draw.position}",
+            prompt_id=f"{DATASET_ID_PREFIX}{issued.position}",
             sequence=self._ledger.next_sequence(),
             messages=row.messages,
             data_source=row.data_source,
             ground_truth=row.ground_truth,
             origin=PromptOrigin.DATASET,
-            position=draw.position,
+            position=issued.position,
             extra_info=row.extra_info,
             place=row.place,
-            images=draw.images,
+            images=issued.images,
         )
         self._ledger.accept(prompt)
         return prompt

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from services.reward.ledger import PromptState
-from services.reward.prompt_follower import PromptFollower
+from services.reward.prompt_follower import PromptObserver
 from sluice.telemetry.span_names import Key, SpanKind, SpanName
 from sluice.telemetry.trace_context import TraceContext
 from sluice.telemetry.tracing import NOTHING, TRACER, RecordedSpan, Span, Tracer
@@ -44,7 +44,7 @@ def trace_key(run_dir: Path, *, is_first: bool) -> bytes:
 
 
 @dataclass(slots=True)
-class _Story:
+class _PromptSpans:
     """A recorded prompt: its span, and those of what it waits for."""
 
     prompt: RecordedSpan
@@ -59,7 +59,7 @@ class _Story:
             self.stages.pop(stage, NOTHING).end()
 
 
-class PromptTraces(PromptFollower):
+class PromptTraces(PromptObserver):
     """The recorded prompts that are pending.
 
     Args:
@@ -69,7 +69,7 @@ class PromptTraces(PromptFollower):
 
     def __init__(self, key: bytes = b"", tracer: Tracer = TRACER) -> None:
         self._key, self._tracer = key, tracer
-        self._stories: dict[str, _Story] = {}
+        self._spans_by_prompt: dict[str, _PromptSpans] = {}
 
     def accepted(self, prompt: Prompt) -> None:
         """Begins the trace; a client's prompt goes on with that of the present call."""
@@ -88,29 +88,29 @@ class PromptTraces(PromptFollower):
         )
         if not isinstance(span, RecordedSpan):
             return
-        story = self._stories[prompt.prompt_id] = _Story(span)
+        spans = self._spans_by_prompt[prompt.prompt_id] = _PromptSpans(span)
         if is_client:
-            story.begin(self._tracer, SpanName.SUBMIT)
+            spans.begin(self._tracer, SpanName.SUBMIT)
         else:
-            with self._tracer.child(span.context, SpanName.DRAW) as draw:
+            with self._tracer.child(span.context, SpanName.READ) as draw:
                 draw.set({Key.PROMPT_PLACE: prompt.place})
-        story.begin(self._tracer, SpanName.ADMIT)
+        spans.begin(self._tracer, SpanName.ADMIT)
 
     def receipt_sent(self, prompt_id: str) -> None:
         """The client has been told that its prompt was accepted."""
-        if (story := self._stories.get(prompt_id)) is not None:
-            story.finish(SpanName.SUBMIT)
+        if (spans := self._spans_by_prompt.get(prompt_id)) is not None:
+            spans.finish(SpanName.SUBMIT)
 
     def moved(self, prompt_id: str, state: PromptState) -> None:
         """Ends what the prompt has waited for, and begins what it waits for."""
-        story = self._stories.get(prompt_id)
-        if story is None:
+        spans = self._spans_by_prompt.get(prompt_id)
+        if spans is None:
             return
-        story.finish(SpanName.ADMIT, SpanName.WAIT)
+        spans.finish(SpanName.ADMIT, SpanName.WAIT)
         if state is PromptState.WAITING:
-            story.begin(self._tracer, SpanName.ADMIT)
+            spans.begin(self._tracer, SpanName.ADMIT)
         elif state is PromptState.KEPT:
-            story.begin(self._tracer, SpanName.WAIT)
+            spans.begin(self._tracer, SpanName.WAIT)
 
     def ended(self, prompt_id: str, end: PromptEnd, step: int | None, detail: str) -> None:
         """Ends the trace's first span."""
@@ -122,7 +122,7 @@ class PromptTraces(PromptFollower):
 
     def close(self) -> None:
         """The service ends: so do all spans; a durable ledger goes on with the prompts."""
-        for prompt_id in list(self._stories):
+        for prompt_id in list(self._spans_by_prompt):
             self._end(prompt_id, PENDING)
 
     def within(self, prompt_id: str) -> Span:
@@ -138,8 +138,8 @@ class PromptTraces(PromptFollower):
         return context.traceparent if context else ""
 
     def _context(self, prompt_id: str) -> TraceContext | None:
-        story = self._stories.get(prompt_id)
-        return story.prompt.context if story else None
+        spans = self._spans_by_prompt.get(prompt_id)
+        return spans.prompt.context if spans else None
 
     def _trace_id(self, prompt_id: str) -> int:
         digest = blake2b(prompt_id.encode(), digest_size=_ID_BYTES, key=self._key)
@@ -154,15 +154,15 @@ class PromptTraces(PromptFollower):
         *,
         failed: bool = False,
     ) -> None:
-        story = self._stories.pop(prompt_id, None)
-        if story is None:
+        spans = self._spans_by_prompt.pop(prompt_id, None)
+        if spans is None:
             return
-        story.finish(*tuple(story.stages))
-        story.prompt.set({Key.PROMPT_END: end})
+        spans.finish(*tuple(spans.stages))
+        spans.prompt.set({Key.PROMPT_END: end})
         if step is not None:
-            story.prompt.set({Key.STEP: step})
+            spans.prompt.set({Key.STEP: step})
         if detail:
-            story.prompt.set({Key.DETAIL: detail[:_MAX_DETAIL_CHARS]})
+            spans.prompt.set({Key.DETAIL: detail[:_MAX_DETAIL_CHARS]})
         if failed:
-            story.prompt.fail(detail or end)
-        story.prompt.end()
+            spans.prompt.fail(detail or end)
+        spans.prompt.end()

@@ -29,7 +29,7 @@ UNSHUFFLED_WINDOW_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class IssuedRow:
     """One row drawn at a position of the stream; `images` are encoded files, in its order."""
 
     position: int
@@ -38,7 +38,7 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawOrder:
+class RowOrder:
     """What decides which row is drawn at a position.
 
     `max_samples` rows are used in every epoch, the same ones: a random choice if `choose_at_random`
@@ -66,7 +66,7 @@ class PromptStream:
     def __init__(
         self,
         files: PromptFiles,
-        order: DrawOrder,
+        order: RowOrder,
         *,
         total_epochs: int,
         progress: DataProgress,
@@ -78,22 +78,22 @@ class PromptStream:
         self._selected = _selection(files, order)
         self.rows_per_epoch = files.num_rows if self._selected is None else self._selected.size
         self._skipped = frozenset(progress.ended_above)
-        self._draws = self._draw_from(progress.low_water)
+        self._rows = self._rows_from(progress.low_water)
 
-    def take(self, count: int) -> list[Draw]:
+    def take(self, count: int) -> list[IssuedRow]:
         """The next `count` draws; fewer only at the end of the stream.
 
         Raises:
             DataError: a row is malformed, an image of it cannot be used, or a file is damaged.
         """
-        return list(islice(self._draws, count))
+        return list(islice(self._rows, count))
 
-    def _draw_from(self, position: int) -> Iterator[Draw]:
+    def _rows_from(self, position: int) -> Iterator[IssuedRow]:
         first_epoch, offset = divmod(position, self.rows_per_epoch)
         for epoch in range(first_epoch, self._total_epochs):
-            yield from self._draw_epoch(epoch, offset if epoch == first_epoch else 0)
+            yield from self._epoch_rows(epoch, offset if epoch == first_epoch else 0)
 
-    def _draw_epoch(self, epoch: int, offset: int) -> Iterator[Draw]:
+    def _epoch_rows(self, epoch: int, offset: int) -> Iterator[IssuedRow]:
         window_rows = self._order.window_rows
         window = offset // window_rows
         slabs = _Cutter(self._slabs(epoch, skip_rows=window * window_rows))
@@ -103,7 +103,7 @@ class PromptStream:
             for slab, index in self._permuted(rows, epoch, window):
                 if position >= first and position not in self._skipped:
                     row = slab.decode(index, self._files.columns)
-                    yield Draw(position, row, images_of_row(row, slab.path, self._images))
+                    yield IssuedRow(position, row, images_of_row(row, slab.path, self._images))
                 position += 1
             window += 1
 
@@ -116,7 +116,7 @@ class PromptStream:
 
     def _slabs(self, epoch: int, skip_rows: int) -> Iterator[Slab]:
         """Slabs of the epoch's blocks in visiting order, without the first `skip_rows` rows."""
-        for group in self._visiting_order(epoch):
+        for group in self._block_order(epoch):
             num_rows = self._num_selected(group)
             if num_rows <= skip_rows:
                 skip_rows -= num_rows
@@ -126,7 +126,7 @@ class PromptStream:
                     yield slab.slice(skip_rows, len(slab))
                 skip_rows = max(0, skip_rows - len(slab))
 
-    def _visiting_order(self, epoch: int) -> Iterator[RowBlock]:
+    def _block_order(self, epoch: int) -> Iterator[RowBlock]:
         groups = self._files.blocks
         if not self._order.shuffle:
             return iter(groups)
@@ -202,8 +202,8 @@ def validation_stream(
     return PromptStream(files, order, total_epochs=1, progress=DataProgress(0), images=images)
 
 
-def _order(data: DataConfig, *, shuffle: bool, max_samples: int) -> DrawOrder:
-    return DrawOrder(
+def _order(data: DataConfig, *, shuffle: bool, max_samples: int) -> RowOrder:
+    return RowOrder(
         shuffle=shuffle,
         seed=abs(data.seed or 0),
         window_rows=max(data.shuffle_buffer_rows, 1) if shuffle else UNSHUFFLED_WINDOW_ROWS,
@@ -230,7 +230,7 @@ def _files(
     return files
 
 
-def _selection(files: PromptFiles, order: DrawOrder) -> RowIndexes | None:
+def _selection(files: PromptFiles, order: RowOrder) -> RowIndexes | None:
     num_rows = files.num_rows if files.kept is None else int(files.kept.size)
     if order.max_samples is None or order.max_samples >= num_rows:
         return files.kept

@@ -77,7 +77,7 @@ class Quarantine:
         if not self._found or self._max_strikes is None:
             return None
         entry = self._found.get(prompt_key(prompt))
-        return None if entry is None else self._told(entry)
+        return None if entry is None else self._description(entry)
 
     def struck(self, prompt: Prompt, failed: Failed) -> str | None:
         """Note a strike. Returns the reason if the prompt is quarantined by it."""
@@ -97,8 +97,8 @@ class Quarantine:
         )
         self._found[key] = entry
         self._append(entry)
-        logger.warning("prompt %s is %s", prompt.prompt_id, self._told(entry))
-        return self._told(entry)
+        logger.warning("prompt %s is %s", prompt.prompt_id, self._description(entry))
+        return self._description(entry)
 
     def cleared(self, prompt: Prompt) -> None:
         """A visit ended without a strike: those before it do not count any more."""
@@ -108,7 +108,7 @@ class Quarantine:
         if self._ledger.strikes(key) and key not in self._found:
             self._ledger.note_strikes(key, 0)
 
-    def _told(self, entry: QuarantinedPrompt) -> str:
+    def _description(self, entry: QuarantinedPrompt) -> str:
         where = self._path or "the memory of this service"
         return (
             f"quarantined: {entry.strikes} visits in a row failed, the last: {entry.why}; to "

@@ -43,9 +43,9 @@ def request_digest(prompt: Prompt, sampling: SamplingParams) -> bytes:
     A place in the data may hold another prompt after a restart, and a run other limits: samples
     are gone on with only where both are what they were.
     """
-    drawn_as = (
+    admitted_as = (
         f"{sampling.temperature!r}/{sampling.top_p!r}/{sampling.top_k}/{sampling.max_tokens}/"
         f"{sampling.seed}/{sampling.stop_token_ids}/{sampling.ignore_eos}/{sampling.stop}"
     )
-    said = f"{prompt_key(prompt)}/{drawn_as}".encode()
-    return blake2b(said, digest_size=_DIGEST_BYTES).digest()
+    identity = f"{prompt_key(prompt)}/{admitted_as}".encode()
+    return blake2b(identity, digest_size=_DIGEST_BYTES).digest()

@@ -10,7 +10,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
-from sluice.algorithm.routing import AnnouncedReplica, Fleet, Grant, Member, Wanted
+from sluice.algorithm.routing import (
+    AnnouncedReplica,
+    Fleet,
+    Member,
+    ReplicaRequirement,
+    Reservation,
+)
 from sluice.concurrency.waits import waiting_for
 
 _TIMER_SLACK_S = 0.001
@@ -26,8 +32,8 @@ class Priority(IntEnum):
 @dataclass(slots=True, eq=False)
 class _Waiter:
     rank: tuple[int, int]
-    wanted: Wanted
-    granted: asyncio.Future[Grant]
+    wanted: ReplicaRequirement
+    reserved: asyncio.Future[Reservation]
 
 
 class ReplicaQueue:
@@ -72,13 +78,15 @@ class ReplicaQueue:
         return gone
 
     @asynccontextmanager
-    async def room(self, wanted: Wanted, rank: tuple[int, int]) -> AsyncIterator[Grant]:
+    async def capacity(
+        self, wanted: ReplicaRequirement, rank: tuple[int, int]
+    ) -> AsyncIterator[Reservation]:
         """Room on a replica; waits for it, lowest `rank` (priority, order of issue) first."""
-        grant = await self._granted(wanted, rank)
+        reservation = await self._reserved(wanted, rank)
         try:
-            yield grant
+            yield reservation
         finally:
-            self._fleet.give_back(grant)
+            self._fleet.give_back(reservation)
             self._capacity_changed()
 
     def answered(self, member: Member) -> None:
@@ -87,13 +95,13 @@ class ReplicaQueue:
             self._fleet.answered(member)
             self._capacity_changed()
 
-    def sequences_ended(self, grant: Grant, count: int) -> None:
+    def sequences_ended(self, reservation: Reservation, count: int) -> None:
         """Give back the room of finished sequences."""
         for _ in range(count):
-            self._fleet.sequence_ended(grant)
+            self._fleet.sequence_ended(reservation)
         self._capacity_changed()
 
-    def has_room_beside(self, member: Member, wanted: Wanted) -> bool:
+    def has_capacity_beside(self, member: Member, wanted: ReplicaRequirement) -> bool:
         """Whether another replica than `member` would take the group at once."""
         if self._waiters:
             return False
@@ -109,18 +117,18 @@ class ReplicaQueue:
         until = self._fleet.failed(member, now)
         asyncio.get_running_loop().call_later(until - now + _TIMER_SLACK_S, self._capacity_changed)
 
-    async def _granted(self, wanted: Wanted, rank: tuple[int, int]) -> Grant:
-        granted: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(rank, wanted, granted)
+    async def _reserved(self, wanted: ReplicaRequirement, rank: tuple[int, int]) -> Reservation:
+        reserved: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(rank, wanted, reserved)
         self._waiters.append(waiter)
         self._waiters.sort(key=lambda other: other.rank)
         self._serve()
         try:
             with waiting_for("rollout fleet", "making room for a group"):
-                return await granted
+                return await reserved
         except asyncio.CancelledError:
-            if granted.done() and not granted.cancelled():
-                self._fleet.give_back(granted.result())
+            if reserved.done() and not reserved.cancelled():
+                self._fleet.give_back(reserved.result())
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
             self._capacity_changed()
@@ -138,8 +146,10 @@ class ReplicaQueue:
         blocked = False
         for waiter in self._waiters:
             member = None if blocked else self._fleet.choose(waiter.wanted, now)
-            if member is not None and not waiter.granted.done():
-                waiter.granted.set_result(self._fleet.grant(member, waiter.wanted.num_sequences))
+            if member is not None and not waiter.reserved.done():
+                waiter.reserved.set_result(
+                    self._fleet.reservation(member, waiter.wanted.num_sequences)
+                )
                 continue
             blocked = blocked or self._fleet.serves(waiter.wanted)
             still_waiting.append(waiter)

@@ -52,8 +52,8 @@ def open_run_files(config: RunConfig) -> Iterator[RunFiles]:
     log = GroupLog(log_file, samples=_ended_groups(config))
     store = PromptMemoryStore(folder / MEMORY_FILE) if uses_memory else nullcontext()
     is_durable = config.sluice.reward.ledger == "sqlite"
-    book = SqliteLedger(folder / LEDGER_FILE) if is_durable else nullcontext()
-    with book as ledger, store as memory:
+    durable_ledger = SqliteLedger(folder / LEDGER_FILE) if is_durable else nullcontext()
+    with durable_ledger as ledger, store as memory:
         yield RunFiles(memory, log, ledger, folder / QUARANTINE_FILE)
 
 

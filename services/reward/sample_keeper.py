@@ -30,7 +30,7 @@ TOKEN_BYTES = 4
 
 
 @dataclass(slots=True)
-class _Told:
+class _SavedState:
     """What the ledger knows of one request: samples that grow, and those that are whole."""
 
     digest: bytes
@@ -38,7 +38,7 @@ class _Told:
     whole: set[int] = field(default_factory=set)
 
 
-class SampleKeeper:
+class SampleSaver:
     """Between the groups under way and the ledger.
 
     Args:
@@ -62,7 +62,7 @@ class SampleKeeper:
         self._forgotten: set[str] = set()  # prompt ids, since the saving under way began
         self._era = 0  # trainers so far
         self.num_saved_tokens = 0  # since the start
-        self._told: WeakKeyDictionary[CollectedGroup, _Told] = WeakKeyDictionary()
+        self._saved: WeakKeyDictionary[CollectedGroup, _SavedState] = WeakKeyDictionary()
 
     @property
     def is_on(self) -> bool:
@@ -83,29 +83,29 @@ class SampleKeeper:
         """A prompt's samples so far are of no use; those of groups to come are told whole."""
         self._forgotten.add(prompt_id)
         self._home = deque(group for group in self._home if _prompt_id(group) != prompt_id)
-        for group in [group for group in self._told if _prompt_id(group) == prompt_id]:
-            del self._told[group]
+        for group in [group for group in self._saved if _prompt_id(group) == prompt_id]:
+            del self._saved[group]
         self._ledger.forget_samples(prompt_id)
 
     def opened(self, collected: CollectedGroup) -> None:
         """A request begins: the ledger has what it took up of an earlier service's samples."""
         request = collected.request
         if self.is_on and request.received is not None:
-            told = _Told(request.received.digest)
-            self._told[collected] = _after(collected, told)
+            reported = _SavedState(request.received.digest)
+            self._saved[collected] = _after(collected, reported)
 
-    def came_home(self, collected: CollectedGroup) -> None:
+    def request_ended(self, collected: CollectedGroup) -> None:
         """A request has ended; what it brought is saved next time, if its prompt is pending."""
         if self.is_on:
             self._home.append(collected)
 
-    def outlive_trainer(self, version: int | None) -> None:
+    def change_trainer(self, version: int | None) -> None:
         """Another trainer begins at `version`, on whose way all tokens were drawn that an earlier
         service received; ``None``: samples are of no use to it. No request is under way."""
         self._era += 1
         self._home.clear()
-        self._told.clear()
-        self._ledger.outlive_trainer(version)
+        self._saved.clear()
+        self._ledger.change_trainer(version)
 
     async def run(self) -> None:
         """Save at every interval until cancelled."""
@@ -134,16 +134,16 @@ class SampleKeeper:
         prompt_id = request.prompt.prompt_id
         if prompt_token_ids is None or self._ledger.prompt(prompt_id) is not request.prompt:
             return
-        told = self._told.get(collected)
-        if told is None:
-            told = _Told(request_digest(request.prompt, request.sampling))
-        parts = tuple(_news(collected, told))
+        reported = self._saved.get(collected)
+        if reported is None:
+            reported = _SavedState(request_digest(request.prompt, request.sampling))
+        parts = tuple(_news(collected, reported))
         size = sum(len(part.token_ids) + len(part.behavior_logprobs) for part in parts)
         if parts and (self._ledger.saved_bytes or 0) + size <= self._max_bytes:
             self._ledger.save_samples(
-                prompt_id, SampleParts.of(told.digest, prompt_token_ids, parts)
+                prompt_id, SampleParts.of(reported.digest, prompt_token_ids, parts)
             )
-            self._told[collected] = _after(collected, told)
+            self._saved[collected] = _after(collected, reported)
             self.num_saved_tokens += sum(len(part.token_ids) for part in parts) // TOKEN_BYTES
 
 
@@ -151,27 +151,27 @@ def _prompt_id(collected: CollectedGroup) -> str:
     return collected.request.prompt.prompt_id
 
 
-def _news(collected: CollectedGroup, told: _Told) -> Iterator[SamplePart]:
+def _news(collected: CollectedGroup, reported: _SavedState) -> Iterator[SamplePart]:
     for index, rollout in collected.finished.items():
-        if index not in told.whole:
-            yield SamplePart.of(rollout, _known_of_whole(rollout, told))
+        if index not in reported.whole:
+            yield SamplePart.of(rollout, _known_of_whole(rollout, reported))
     for index, sample in collected.growing.items():
-        before, known = told.growing.get(index, (None, 0))
+        before, known = reported.growing.get(index, (None, 0))
         start = known if before is sample else 0
         if sample.num_tokens > start:
             yield SamplePart.of(sample.rollout(index), start)
 
 
-def _known_of_whole(rollout: Rollout, told: _Told) -> int:
+def _known_of_whole(rollout: Rollout, reported: _SavedState) -> int:
     """How many tokens of a sample that ended the ledger has; 0 if it has others."""
-    before, known = told.growing.get(rollout.sample_index, (None, 0))
+    before, known = reported.growing.get(rollout.sample_index, (None, 0))
     if before is None or known > rollout.num_tokens:
         return 0
     is_same = np.array_equal(before.token_ids()[:known], rollout.token_ids[:known])
-    drawn_alike = np.array_equal(before.logprobs()[:known], rollout.behavior_logprobs[:known])
-    return known if is_same and drawn_alike else 0
+    has_same_logprobs = np.array_equal(before.logprobs()[:known], rollout.behavior_logprobs[:known])
+    return known if is_same and has_same_logprobs else 0
 
 
-def _after(collected: CollectedGroup, told: _Told) -> _Told:
+def _after(collected: CollectedGroup, reported: _SavedState) -> _SavedState:
     growing = {index: (s, s.num_tokens) for index, s in collected.growing.items()}
-    return _Told(told.digest, growing, set(collected.finished))
+    return _SavedState(reported.digest, growing, set(collected.finished))

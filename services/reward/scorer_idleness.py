@@ -30,7 +30,7 @@ LOOK_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class CpuReading:
     """An idle scorer process at one moment.
 
     Attributes:
@@ -57,32 +57,32 @@ class IdleCpu:
         return self.cpu_s > MOST_IDLE_CPU_S
 
 
-def idle_cpu(reference: Sight, sight: Sight) -> IdleCpu | None:
+def idle_cpu(reference: CpuReading, reading: CpuReading) -> IdleCpu | None:
     """What was used from one sight to the next; ``None``: it had a request between them.
 
     A process seen for the first time has used all its time in between, for it was started then.
     """
-    if reference.num_uses != sight.num_uses:
+    if reference.num_uses != reading.num_uses:
         return None
-    used = (max(0.0, now - reference.cpu_s.get(key, 0.0)) for key, now in sight.cpu_s.items())
-    return IdleCpu(sum(used), sight.at_s - reference.at_s)
+    used = (max(0.0, now - reference.cpu_s.get(key, 0.0)) for key, now in reading.cpu_s.items())
+    return IdleCpu(sum(used), reading.at_s - reference.at_s)
 
 
 class IdleWatch:
     """The sights that later ones are compared with, by the mark of the scorer process."""
 
     def __init__(self) -> None:
-        self._references: dict[str, Sight] = {}
+        self._references: dict[str, CpuReading] = {}
 
-    def burning(self, sights: Mapping[str, Sight]) -> dict[str, IdleCpu]:
+    def burning(self, sights: Mapping[str, CpuReading]) -> dict[str, IdleCpu]:
         """Those of the idle processes that use too much; those without a sight are forgotten."""
         references, self._references = self._references, {}
         found: dict[str, IdleCpu] = {}
-        for mark, sight in sights.items():
-            reference = references.get(mark, sight)
-            used = idle_cpu(reference, sight)
-            goes_on = used is not None and used.idle_s < WINDOW_S
-            self._references[mark] = reference if goes_on else sight
+        for mark, reading in sights.items():
+            reference = references.get(mark, reading)
+            used = idle_cpu(reference, reading)
+            is_same_window = used is not None and used.idle_s < WINDOW_S
+            self._references[mark] = reference if is_same_window else reading
             if used is not None and used.is_too_much:
                 found[mark] = used
         return found
@@ -108,7 +108,7 @@ async def watch_idle(
         # One that was asked meanwhile used its CPU for good reason.
         steady = {mark: n for mark, n in idle().items() if mark in seen and before.get(mark) == n}
         at_s = time.monotonic()
-        sights = {mark: Sight(n, at_s, seen[mark]) for mark, n in steady.items()}
+        sights = {mark: CpuReading(n, at_s, seen[mark]) for mark, n in steady.items()}
         for mark, used in watch.burning(sights).items():
             await end(mark, steady[mark], used)
 

@@ -53,7 +53,7 @@ MAX_SOURCE_CHARS = 100
 
 
 @dataclass(slots=True, eq=False)
-class _Seat:
+class _WorkerSlot:
     """A place for one process; empty before the first use and after a fault.
 
     Attributes:
@@ -102,8 +102,8 @@ class ScorerPool:
             routes or {},
             reward_model,
         )
-        self._seats = [_Seat() for _ in range(pool.num_workers)]
-        self._idle: asyncio.LifoQueue[_Seat] = asyncio.LifoQueue()
+        self._slots = [_WorkerSlot() for _ in range(pool.num_workers)]
+        self._idle: asyncio.LifoQueue[_WorkerSlot] = asyncio.LifoQueue()
         self._busy_seconds = 0.0
         self.num_replaced = 0
         """Processes ended for what they did, since the start."""
@@ -124,14 +124,14 @@ class ScorerPool:
             ConfigError: the custom function cannot be loaded, a route names no scorer, or a setting
                 of the reward model is impossible; `DeadlineError`: loading takes too long.
         """
-        with _told_if_stuck():
+        with _log_if_stuck():
             async with deadline(
                 END_TIMEOUT_S, peer=PEER, phase="ending what a service left behind"
             ):
                 await end_left_behind(self._family)
-        for seat in self._seats:
-            seat.worker = await self._new_worker()
-            self._put_back(seat)
+        for slot in self._slots:
+            slot.worker = await self._new_worker()
+            self._put_back(slot)
 
     async def watch(self) -> None:
         """Until cancelled: end idle processes that use CPU; the next request starts another."""
@@ -143,7 +143,7 @@ class ScorerPool:
         Raises:
             DeadlineError: one is left (it hangs in the kernel).
         """
-        workers = [seat.worker for seat in self._seats if seat.worker is not None]
+        workers = [slot.worker for slot in self._slots if slot.worker is not None]
         for worker in workers:
             worker.kill()
         async with deadline(END_TIMEOUT_S, peer=PEER, phase="ending after SIGKILL"):
@@ -193,72 +193,72 @@ class ScorerPool:
     @asynccontextmanager
     async def _worker(self, last_source: str) -> AsyncIterator[ScorerWorker]:
         with waiting_for("scorer pool", "freeing a process"):
-            seat = await self._idle.get()
-        seat.is_idle, seat.last_source = False, last_source
-        seat.num_uses += 1
+            slot = await self._idle.get()
+        slot.is_idle, slot.last_source = False, last_source
+        slot.num_uses += 1
         try:
-            if seat.worker is None:
-                seat.worker = await self._new_worker()
-            yield seat.worker
+            if slot.worker is None:
+                slot.worker = await self._new_worker()
+            yield slot.worker
         except BaseException:
             # Fault or cancellation: the process may be in the middle of an item.
-            await self._discard(seat)
+            await self._discard(slot)
             raise
         finally:
-            self._put_back(seat)
+            self._put_back(slot)
 
     async def _new_worker(self) -> ScorerWorker:
         return await start_worker(self._setup, family=self._family)
 
-    def _put_back(self, seat: _Seat) -> None:
-        seat.is_idle = True
-        self._idle.put_nowait(seat)
+    def _put_back(self, slot: _WorkerSlot) -> None:
+        slot.is_idle = True
+        self._idle.put_nowait(slot)
 
-    def _take_out(self, seat: _Seat) -> None:
+    def _take_out(self, slot: _WorkerSlot) -> None:
         """No request gets this idle seat until it is put back; the others keep their order."""
         idle = [self._idle.get_nowait() for _ in range(self._idle.qsize())]
         for each in reversed(idle):
-            if each is not seat:
+            if each is not slot:
                 self._idle.put_nowait(each)
-        seat.is_idle = False
+        slot.is_idle = False
 
     def _idle_uses(self) -> dict[str, int]:
         """Requests so far of each process that has none now, by its mark."""
         return {
-            seat.worker.mark: seat.num_uses
-            for seat in self._seats
-            if seat.worker is not None and seat.is_idle
+            slot.worker.mark: slot.num_uses
+            for slot in self._slots
+            if slot.worker is not None and slot.is_idle
         }
 
-    def _idle_seat(self, mark: str, num_uses: int) -> _Seat | None:
+    def _idle_slot(self, mark: str, num_uses: int) -> _WorkerSlot | None:
         """Where that process idles; ``None``: it has been asked, or replaced, since that number."""
-        for seat in self._seats:
-            if seat.worker is not None and seat.worker.mark == mark:
-                return seat if seat.is_idle and seat.num_uses == num_uses else None
+        for slot in self._slots:
+            if slot.worker is not None and slot.worker.mark == mark:
+                return slot if slot.is_idle and slot.num_uses == num_uses else None
         return None
 
     async def _end_idle(self, mark: str, num_uses: int, used: IdleCpu) -> None:
-        seat = self._idle_seat(mark, num_uses)
-        if seat is None or seat.worker is None:
+        slot = self._idle_slot(mark, num_uses)
+        if slot is None or slot.worker is None:
             return
-        self._take_out(seat)
+        self._take_out(slot)
         self.num_replaced += 1
         self.num_ended_idle += 1
         logger.warning(
             "scorer replaced (%d replaced so far, %d of them for this): %s",
-            *(self.num_replaced, self.num_ended_idle, _restlessness(used, seat.last_source)),
+            *(self.num_replaced, self.num_ended_idle, _restlessness(used, slot.last_source)),
         )
         try:
-            seat.worker.kill()
-            with _told_if_stuck():
-                await seat.worker.wait_ended()
+            slot.worker.kill()
+            with _log_if_stuck():
+                await slot.worker.wait_ended()
             # Not before: a wait that a shutdown cuts short leaves the process to `stop`.
-            seat.worker = None
+            slot.worker = None
         finally:
-            self._put_back(seat)
+            self._put_back(slot)
 
-    async def _discard(self, seat: _Seat) -> None:
-        worker, seat.worker = seat.worker, None
+    async def _discard(self, slot: _WorkerSlot) -> None:
+        worker, slot.worker = slot.worker, None
         if worker is not None:
             self.num_replaced += 1
             worker.kill()
@@ -321,7 +321,7 @@ def configured_scorer_pool(
 
 
 @contextmanager
-def _told_if_stuck() -> Iterator[None]:
+def _log_if_stuck() -> Iterator[None]:
     try:
         yield
     except DeadlineError as error:

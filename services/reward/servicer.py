@@ -102,7 +102,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 tasks.create_task(self._write_events(session, context), name="submission events")
                 try:
                     async for request in request_iterator:
-                        await session.room()
+                        await session.capacity()
                         self._submit(request, session)
                     session.close_input()
                 except SluiceError as error:
@@ -197,11 +197,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             session.put(Receipt.refusal(request.prompt_id, error))
             return
 
-        def check_room() -> None:
-            session.check_room(limits.max_prompts_per_stream)
+        def check_capacity() -> None:
+            session.check_capacity(limits.max_prompts_per_stream)
             self._loop.submissions.check_quota(session, limits.max_client_prompts)
 
-        self._loop.submissions.submit(submission, session, check_room)
+        self._loop.submissions.submit(submission, session, check_capacity)
 
     async def _write_events(self, session: SubmissionSession, context: Context) -> None:
         while (event := await session.next_event()) is not None:

@@ -101,7 +101,7 @@ class SqliteLedger(MemoryLedger):
         super().__init__(ended_ids, content)
         self._sample_sizes = sizes
         self._saved_bytes = self._sample_sizes.total()
-        self._drawn_again: dict[str, int] = {}  # positions of forgotten prompts with samples
+        self._reissued: dict[str, int] = {}  # positions of forgotten prompts with samples
         self._path = path
         self._writer = LedgerWriter(database, partial(unusable, path))
         for prompt_id in self._sample_sizes.keys() - self._received.keys():
@@ -130,14 +130,14 @@ class SqliteLedger(MemoryLedger):
         """A ticket for all that was changed so far."""
         return self._writer.noted
 
-    async def durable(self, ticket: int | None = None) -> None:
+    async def durable(self, change_number: int | None = None) -> None:
         """Wait until what `ticket` stands for (``None``: all) is on the disk.
 
         Raises:
             DataError: the file cannot be written.
             DeadlineError: the disk takes too long.
         """
-        await self._writer.committed(self.noted() if ticket is None else ticket)
+        await self._writer.committed(self.noted() if change_number is None else change_number)
 
     def accept(self, prompt: Prompt) -> None:
         """Take a prompt on as ``WAITING``.
@@ -181,10 +181,10 @@ class SqliteLedger(MemoryLedger):
             (_LOW_WATER, (progress.low_water,)),
             *((_END_POSITION, (position,)) for position in progress.ended_above),
         )
-        for prompt_id, position in self._drawn_again.items():
+        for prompt_id, position in self._reissued.items():
             if position < progress.low_water or position in progress.ended_above:
                 self.forget_samples(prompt_id)
-        self._drawn_again.clear()
+        self._reissued.clear()
         return super().restart_data(progress)
 
     def forget_data(self) -> None:
@@ -194,7 +194,7 @@ class SqliteLedger(MemoryLedger):
         """
         for prompt in self._prompts.values():
             if prompt.position is not None and prompt.prompt_id in self._sample_sizes:
-                self._drawn_again[prompt.prompt_id] = prompt.position
+                self._reissued[prompt.prompt_id] = prompt.position
         super().forget_data()
         self._write(
             ("DELETE FROM pending WHERE position IS NOT NULL", ()), (_FORGET_LEFT_IMAGES, ())
@@ -274,7 +274,7 @@ class SqliteLedger(MemoryLedger):
             self._saved_bytes -= size
             self._write((_FORGET_SAMPLES, (prompt_id,)))
 
-    def outlive_trainer(self, version: int | None) -> None:
+    def change_trainer(self, version: int | None) -> None:
         """Another trainer begins: forget samples of versions after its own, or all (``None``)."""
         for prompt_id in tuple(self._sample_sizes):
             received = self._received.get(prompt_id) if version is not None else None

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from services.reward.batcher import Batcher
-from services.reward.in_flight import Fate, InFlightItem, InFlightTable
+from services.reward.in_flight import CancelReason, InFlightItem, InFlightTable
 from services.reward.statistics import Discard
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
-from sluice.algorithm.withdrawals import Withdrawals
+from sluice.algorithm.withdrawals import Preemptions
 
 
 class StaleGroups:
@@ -33,17 +33,17 @@ class StaleGroups:
     def __init__(self, batcher: Batcher, in_flight: InFlightTable, rules: SamplingRules) -> None:
         self._batcher, self._in_flight = batcher, in_flight
         self._carries_over = rules.strategy is not StrategyName.ROUNDS
-        self._withdrawals = Withdrawals(rules.train_batch_size) if rules.withdraws else None
+        self._preemptions = Preemptions(rules.train_batch_size) if rules.preempts else None
         self._restarting: set[str] = set()
 
-    def grants_claim(self, prompt_id: str) -> bool:
+    def reserves_slot(self, prompt_id: str) -> bool:
         """A group starts; whether it has a place for certain from here on."""
-        return self._withdrawals is not None and self._withdrawals.grants_claim(prompt_id)
+        return self._preemptions is not None and self._preemptions.reserves_slot(prompt_id)
 
     def forget(self) -> None:
         """Another trainer begins: whatever was withdrawn was so from another run's batches."""
-        if self._withdrawals is not None:
-            self._withdrawals.forget()
+        if self._preemptions is not None:
+            self._preemptions.forget()
 
     def check(self, announced: int | None, *, but_for: str | None = None) -> None:
         """Cancel the groups without a place.
@@ -55,22 +55,22 @@ class StaleGroups:
         if announced is None or not self._carries_over:
             return
         next_version = self._batcher.next_version(announced)
-        doomed = self._batcher.ages.doomed(next_version)
-        if not doomed:
+        expired = self._batcher.ages.expired(next_version)
+        if not expired:
             return
-        self.cancel([prompt_id for prompt_id in doomed if prompt_id != but_for], next_version)
+        self.cancel([prompt_id for prompt_id in expired if prompt_id != but_for], next_version)
 
-    def cancel(self, doomed: Collection[str], next_version: int) -> None:
+    def cancel(self, expired: Collection[str], next_version: int) -> None:
         """Cancel these groups; their fate is settled by the version of the next batch."""
         if not self._carries_over:
             return
-        for prompt_id in doomed:
+        for prompt_id in expired:
             # Where batches withdraw, a group that starts late is withdrawn, too, and never dropped.
-            if self._withdrawals is None and self._batcher.ages.drops(prompt_id, next_version):
-                self._in_flight.cancel(prompt_id, Fate.STALE)
+            if self._preemptions is None and self._batcher.ages.drops(prompt_id, next_version):
+                self._in_flight.cancel(prompt_id, CancelReason.STALE)
             else:
                 self._restarting.add(prompt_id)
-                self._in_flight.cancel(prompt_id, Fate.REQUEUED)
+                self._in_flight.cancel(prompt_id, CancelReason.REQUEUED)
 
     def left(self, item: InFlightItem, *, is_cancelled: bool) -> Discard | None:
         """Forget a group whose task has ended; why it starts again, if it was cancelled here to.
@@ -82,10 +82,10 @@ class StaleGroups:
         prompt_id = item.prompt.prompt_id
         was_restarting = is_cancelled and prompt_id in self._restarting
         self._restarting.discard(prompt_id)
-        if self._withdrawals is None:
+        if self._preemptions is None:
             return Discard.STALE if was_restarting else None
         if not was_restarting:
-            self._withdrawals.ended(prompt_id)
+            self._preemptions.ended(prompt_id)
             return None
-        self._withdrawals.withdrawn(prompt_id)
-        return Discard.WITHDRAWN
+        self._preemptions.preempted(prompt_id)
+        return Discard.PREEMPTED

@@ -34,7 +34,7 @@ class Discard(StrEnum):
     trainer's policy."""
 
     STALE = "stale"
-    WITHDRAWN = "withdrawn"
+    PREEMPTED = "withdrawn"
     FAILED = "failed"
     TAKEN_OVER = "taken_over"
 
@@ -106,7 +106,7 @@ def batch_content_metrics(
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     oldest = [rollout.oldest_version for rollout in rollouts]
-    staleness = [version - drawn_by for drawn_by in oldest if drawn_by is not None]
+    staleness = [version - sampled_by for sampled_by in oldest if sampled_by is not None]
     num_trained_tokens = sum(rollout.num_tokens for rollout in rollouts)
     mean, largest = sum(staleness) / max(len(staleness), 1), float(max(staleness, default=0))
     return {

@@ -19,7 +19,7 @@ class StreamEnd(StrEnum):
     """Why a stream ended without an error."""
 
     COMPLETE = "complete"
-    WITHDRAWN = "withdrawn"
+    REPLICA_REMOVED = "withdrawn"
     STALLED = "stalled"
     SLOW = "slow"
     GROUP_OVER = "group over"
@@ -66,20 +66,20 @@ class StreamWatch:
         self.pace.arrived(arrival.new_tokens, arrival.ended, now)
         self._reschedule()
 
-    def engine_drew(self, engine_tokens: int, now: float) -> None:
+    def engine_progressed(self, engine_tokens: int, now: float) -> None:
         """The replica says that it draws tokens while samples wait for its slots."""
-        self.pace.engine_drew(engine_tokens, now)
+        self.pace.engine_progressed(engine_tokens, now)
         self._reschedule()
 
-    def withdrawn(self, now: float) -> None:
+    def removed(self, now: float) -> None:
         """The replica has left the fleet: end the stream."""
         if not self._scope.expired():
             self._scope.reschedule(now)
 
     def why_expired(self, now: float) -> StreamEnd:
         """Why the scope ended the stream."""
-        if self._member.withdrawn:
-            return StreamEnd.WITHDRAWN
+        if self._member.removed:
+            return StreamEnd.REPLICA_REMOVED
         is_over = self._over_at is not None and now >= self._over_at
         return StreamEnd.GROUP_OVER if is_over else StreamEnd.STALLED
 
@@ -97,7 +97,7 @@ class StreamWatch:
 
     def _reschedule(self) -> None:
         # The end of a withdrawn stream is set already.
-        if self._member.withdrawn or self._scope.expired():
+        if self._member.removed or self._scope.expired():
             return
         ends = (self._rules.stalled_at(self.pace), self._over_at)
         self._scope.reschedule(min((end for end in ends if end is not None), default=None))

@@ -66,22 +66,22 @@ class SubmissionSession:
         self._ledger, self.client = ledger, client
         self._events: asyncio.Queue[tuple[int, Receipt | PromptOutcome] | None] = asyncio.Queue()
         self._is_closed = False
-        self._has_room = asyncio.Event()
-        self._has_room.set()
+        self._has_capacity = asyncio.Event()
+        self._has_capacity.set()
         self.num_open = 0
 
     def put(self, event: Receipt | PromptOutcome) -> None:
         """Tell the client, once the ledger's changes so far are durable."""
-        ticket = self._ledger.noted() if self._ledger is not None else 0
-        self._events.put_nowait((ticket, event))
+        change_number = self._ledger.noted() if self._ledger is not None else 0
+        self._events.put_nowait((change_number, event))
         if self._events.qsize() >= MAX_UNSENT:
-            self._has_room.clear()
+            self._has_capacity.clear()
 
-    async def room(self) -> None:
+    async def capacity(self) -> None:
         """Wait until the client has read enough of what it was told to be given more."""
-        await self._has_room.wait()
+        await self._has_capacity.wait()
 
-    def check_room(self, most: int) -> None:
+    def check_capacity(self, most: int) -> None:
         """Raises ExhaustedError if `most` of its prompts are unfinished."""
         if self.num_open >= most:
             QUOTA_REFUSALS.add("sluice.limits.max_prompts_per_stream")
@@ -112,13 +112,13 @@ class SubmissionSession:
             DataError, DeadlineError: the ledger cannot be written.
         """
         while not (self._is_closed and self.num_open <= 0 and self._events.empty()):
-            told = await self._events.get()
+            reported = await self._events.get()
             if self._events.qsize() < MAX_UNSENT:
-                self._has_room.set()
-            if told is not None:
-                ticket, event = told
+                self._has_capacity.set()
+            if reported is not None:
+                change_number, event = reported
                 if self._ledger is not None:
-                    await self._ledger.durable(ticket)
+                    await self._ledger.durable(change_number)
                 return event
         return None
 
@@ -152,7 +152,7 @@ class Submissions:
         self,
         submission: Submission,
         session: SubmissionSession,
-        check_room: Callable[[], None] = lambda: None,
+        check_capacity: Callable[[], None] = lambda: None,
     ) -> None:
         """Accept or refuse a prompt, or find it again; the receipt goes to the session.
 
@@ -167,7 +167,7 @@ class Submissions:
         try:
             prompt = self._known_pending(submission, session)
             if prompt is None:
-                prompt = self._accepted(submission, check_room)
+                prompt = self._accepted(submission, check_capacity)
         except (InvalidRequestError, DataError, ExhaustedError) as error:
             session.put(Receipt.refusal(submission.prompt_id, error))
             return
@@ -226,15 +226,15 @@ class Submissions:
         for session in self._open_sessions:
             session.end()
 
-    def _accepted(self, submission: Submission, check_room: Callable[[], None]) -> Prompt:
+    def _accepted(self, submission: Submission, check_capacity: Callable[[], None]) -> Prompt:
         _check_fields(submission)
         self._check_data_source(submission.data_source)
         self._check_image_size(submission)
         self._check_unused(submission.prompt_id)
         # Whoever is told that there is no room waits for it.
-        check_room()
+        check_capacity()
         self._check_pending()
-        self._check_image_room(submission)
+        self._check_image_capacity(submission)
         prompt = _prompt(submission, self._ledger.next_sequence())
         self._accept(prompt)
         return prompt
@@ -261,7 +261,7 @@ class Submissions:
                 f"{self._max_image_bytes >> 20} MiB; send fewer or smaller ones"
             )
 
-    def _check_image_room(self, submission: Submission) -> None:
+    def _check_image_capacity(self, submission: Submission) -> None:
         size, held = sum(map(len, submission.images)), self._ledger.client_image_bytes
         if size and held + size > self._max_image_bytes:
             raise ExhaustedError(
@@ -284,10 +284,10 @@ class Submissions:
             return None
         prompt = _prompt(submission, ended.sequence)
         try:
-            says_the_same = body_digest(encode_body(prompt)) == ended.digest
+            is_same_prompt = body_digest(encode_body(prompt)) == ended.digest
         except InvalidRequestError:
             return None
-        if not says_the_same:
+        if not is_same_prompt:
             return None
         return PromptOutcome(prompt, ended.end, ended.step, ended.rewards, ended.detail)
 

@@ -32,7 +32,7 @@ class TokenUse(StrEnum):
     FILTERED_ALL_WRONG = "filtered_all_wrong"
     FILTERED_UNIFORM = "filtered_uniform"
     STALE = "stale"
-    WITHDRAWN = "withdrawn"
+    PREEMPTED = "withdrawn"
     FAILED = "failed"
     ABORTED = "aborted"
     SURPLUS = "surplus"
@@ -59,15 +59,15 @@ class TokenAccounts:
         self._since_start: Counter[TokenUse] = Counter()
         self._interval: Counter[TokenUse] = Counter()
 
-    def book(self, use: TokenUse, num_tokens: int) -> None:
+    def assign(self, use: TokenUse, num_tokens: int) -> None:
         """Tokens met their end."""
         self._since_start[use] += num_tokens
         self._interval[use] += num_tokens
 
-    def book_group(self, use: TokenUse, trace: GroupTrace, graded: GradedGroup | None) -> None:
+    def assign_group(self, use: TokenUse, trace: GroupTrace, graded: GradedGroup | None) -> None:
         """A group ended; see `uses_of_group`."""
         for found, num_tokens in uses_of_group(use, trace, graded).items():
-            self.book(found, num_tokens)
+            self.assign(found, num_tokens)
 
     def since_start(self) -> dict[TokenUse, int]:
         """All uses since the start."""

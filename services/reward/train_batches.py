@@ -194,7 +194,7 @@ class TrainBatches:
             self._recorder.ended(
                 graded.group.prompt, PromptEnd.DROPPED_STALE, graded=graded, detail=detail
             )
-        self._stale_groups.cancel(decision.doomed, version)
+        self._stale_groups.cancel(decision.expired, version)
 
     def _form(self, chosen: tuple[GradedGroup, ...], version: int) -> TrainBatch:
         prompts = [graded.group.prompt for graded in chosen]

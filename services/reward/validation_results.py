@@ -62,14 +62,14 @@ def check_failures(outcomes: Sequence[Outcome], phase: str) -> None:
     if len(failed) <= MAX_FAILED_SHARE * len(outcomes):
         return
     counts = Counter(outcome.kind for outcome in failed)
-    story = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+    summary = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
     most = counts.most_common(1)[0][0]
     example = next(outcome for outcome in failed if outcome.kind is most)
-    is_drawing = most in (FailureKind.ENGINE_ERROR, FailureKind.ABORTED)
+    is_sampling = most in (FailureKind.ENGINE_ERROR, FailureKind.ABORTED)
     raise PeerError(
-        "rollout fleet" if is_drawing else "scorer pool",
+        "rollout fleet" if is_sampling else "scorer pool",
         phase,
-        f"{len(failed)} of {len(outcomes)} samples failed ({story}), more than the "
+        f"{len(failed)} of {len(outcomes)} samples failed ({summary}), more than the "
         f"{MAX_FAILED_SHARE:.0%} that may be left out of the means; for example {most}: "
         f"{example.detail}",
     )

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 
 from services.reward.assembly import RewardLoop
 from services.reward.awaited import Awaited, as_waits
-from sluice.concurrency.stall import Sighting
-from sluice.concurrency.waits import WAITS, Waiting, told_together
+from sluice.concurrency.stall import WorkState
+from sluice.concurrency.waits import WAITS, Waiting, merged_waits
 from sluice.concurrency.watchdog import watched_service
 from sluice.config.run import RunConfig
 
@@ -19,7 +19,9 @@ def watching(config: RunConfig, loop: RewardLoop, address: str) -> AbstractConte
     # A group counts as progress when all of its samples are graded, each as slowly as is allowed.
     grading_s = config.actor_rollout_ref.rollout.n * timeouts * config.reward.scorer_pool.timeout_s
     work = RewardWork(loop, max(config.sluice.reward.generate_timeout_s, grading_s))
-    return watched_service("reward", config.sluice, work.sight, address=address, waits=work.waits)
+    return watched_service(
+        "reward", config.sluice, work.work_state, address=address, waits=work.waits
+    )
 
 
 class RewardWork:
@@ -38,7 +40,7 @@ class RewardWork:
         self._looked_s = time.monotonic()
         self._awaited: list[tuple[Awaited, float]] = []
 
-    def sight(self) -> Sighting:
+    def work_state(self) -> WorkState:
         """In the event loop."""
         pipeline = self._loop.pipeline
         self._awaited, self._looked_s = pipeline.awaited(), time.monotonic()
@@ -47,9 +49,9 @@ class RewardWork:
             *(pipeline.policy_version, self._loop.batcher.num_kept),
             self._loop.recorder.progress,
         )
-        return Sighting(progress, generates or pipeline.num_grading > 0, self._patience_s)
+        return WorkState(progress, generates or pipeline.num_grading > 0, self._patience_s)
 
     def waits(self) -> tuple[Waiting, ...]:
         """In any thread."""
         own = as_waits(self._awaited, time.monotonic() - self._looked_s)
-        return told_together((*own, *WAITS.snapshot()))
+        return merged_waits((*own, *WAITS.snapshot()))

@@ -50,7 +50,7 @@ class YieldGuard:
     def check_yield(self) -> None:
         """Raises `BatchUnfillableError` if too few of the last groups were kept (`YieldFloor`)."""
         if self._floor.is_hopeless(self._last):
-            raise self._floor.error(self._last, self._story())
+            raise self._floor.error(self._last, self._summary())
 
     def exhausted(self, num_kept: int, batch_size: int) -> DataExhaustedError:
         """The error for a data set that ended before the batch was full."""
@@ -63,10 +63,10 @@ class YieldGuard:
             )
         return DataExhaustedError(
             f"the data set is exhausted with {num_kept} of {batch_size} groups for the next batch"
-            f"{self._story()}; {remedy}"
+            f"{self._summary()}; {remedy}"
         )
 
-    def _story(self) -> str:
+    def _summary(self) -> str:
         counts = ", ".join(f"{n} {name}" for name, n in sorted(self._counts.items()) if n)
         failure = f"; last failure: {self._last_failure}" if self._last_failure else ""
         left_out = ""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from services.rollout.engine_pulse import EnginePulse
+from services.rollout.engine_pulse import EngineHeartbeat
 from services.rollout.engines.protocol import Engine
 from services.rollout.engines.registry import create_engine
 from services.rollout.exported_metrics import exported
@@ -32,7 +32,7 @@ from sluice.concurrency.garbage import exempt_start_up
 from sluice.concurrency.parent_death import end_with_supervisor
 from sluice.concurrency.process_exit import leave
 from sluice.concurrency.shutdown import stop_on_signals
-from sluice.config.checks import group_room_problems
+from sluice.config.checks import group_capacity_problems
 from sluice.config.derived import image_limits, message_mb, replica_devices
 from sluice.config.endpoints import advertised_address, peer_address
 from sluice.config.loader import load_config
@@ -80,7 +80,7 @@ def _parse(argv: list[str]) -> _Arguments:
 
 async def _serve(arguments: _Arguments) -> None:
     config = load_config(arguments.config, arguments.overrides)
-    raise_problems([*group_room_problems(config)], f"start of replica {arguments.name}")
+    raise_problems([*group_capacity_problems(config)], f"start of replica {arguments.name}")
     configure_logging(arguments.name, config.sluice.log_level)
     with traced_process(config, "rollout", arguments.name):
         await _run_replica(config, arguments.name)
@@ -207,23 +207,26 @@ async def _take_part(
     limit = message_mb(config) << 20
     async with open_channel(trainer, max_message_bytes=limit, credentials=credentials) as channel:
         digest = layout_digest(engine.weight_layout)
-        pulse = EnginePulse(engine)
+        heartbeat = EngineHeartbeat(engine)
         registration = Registration(
-            trainer_stub(channel), replica, digest, engine.load, lambda: pulse.turns
+            trainer_stub(channel), replica, digest, engine.load, lambda: heartbeat.turns
         )
-        await _until_stopped(registration, pulse, health, stop)
+        await _until_stopped(registration, heartbeat, health, stop)
         await registration.announce_drain()
 
 
 async def _until_stopped(
-    registration: Registration, pulse: EnginePulse, health: WeightsHealth, stop: asyncio.Event
+    registration: Registration,
+    heartbeat: EngineHeartbeat,
+    health: WeightsHealth,
+    stop: asyncio.Event,
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(registration.run(), name="registration")
-        beating = tasks.create_task(pulse.run(), name="engine pulse")
-        telling = tasks.create_task(health.run(), name="weights health")
+        beating = tasks.create_task(heartbeat.run(), name="engine pulse")
+        reporting = tasks.create_task(health.run(), name="weights health")
         await stop.wait()
-        for task in (running, beating, telling):
+        for task in (running, beating, reporting):
             task.cancel()
 
 

@@ -24,7 +24,7 @@ class ProbedEngine(Protocol):
         ...
 
 
-class EnginePulse:
+class EngineHeartbeat:
     """Asks an engine for ever.
 
     Args:

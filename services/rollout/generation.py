@@ -16,7 +16,7 @@ from typing import Protocol
 
 from services.rollout.engines.protocol import Engine, GenerationRequest, SampleChunk
 from services.rollout.engines.stop_strings import before_stop
-from services.rollout.told_text import ToldText
+from services.rollout.told_text import ReportedText
 from sluice.algorithm.growing_sample import GrowingSample
 from sluice.errors import EngineError
 from sluice.types import FinishReason, Rollout, TokenIds
@@ -79,14 +79,14 @@ class Delivery:
 class _Sample:
     """A sample under way; `told` if its text is sent as it grows."""
 
-    told: ToldText | None
+    reported: ReportedText | None
     grown: GrowingSample = field(default_factory=GrowingSample)
 
     def adopt(self, partial: Rollout) -> None:
         """Starts from an earlier part, whose text the caller has as far as it was to be told."""
         self.grown.adopt(partial)
-        if self.told is not None:
-            self.told.push(self.grown.token_ids().tolist())
+        if self.reported is not None:
+            self.reported.push(self.grown.token_ids().tolist())
 
 
 class Generation:
@@ -124,7 +124,7 @@ class Generation:
             request = replace(request, decode=self._detokenizer.decode)
         decode = self._detokenizer.decode
         growing = {
-            index: _Sample(ToldText(stops, decode) if delivery.every_token else None)
+            index: _Sample(ReportedText(stops, decode) if delivery.every_token else None)
             for index in request.sample_indexes
         }
         for partial in partials:
@@ -204,15 +204,19 @@ class Generation:
         for chunk in chunks:
             index, sample = chunk.sample_index, growing[chunk.sample_index]
             sample.grown.append(chunk.token_ids, chunk.behavior_logprobs, chunk.version)
-            new_text = "" if sample.told is None else sample.told.push(chunk.token_ids.tolist())
+            new_text = (
+                "" if sample.reported is None else sample.reported.push(chunk.token_ids.tolist())
+            )
             if chunk.finish_reason is not None:
                 text = before_stop(self._detokenizer.decode(sample.grown.token_ids()), stops)
                 rollouts.append(sample.grown.rollout(index, chunk.finish_reason, text))
                 # What an aborted sample held back is told where it goes on, if at all.
-                if sample.told is not None and chunk.finish_reason is not FinishReason.ABORTED:
-                    new_text += sample.told.rest_of(text)
+                if sample.reported is not None and chunk.finish_reason is not FinishReason.ABORTED:
+                    new_text += sample.reported.rest_of(text)
                 del growing[index]
-            is_sent = sample.told is not None or (delivery.sends_tokens and index not in finished)
+            is_sent = sample.reported is not None or (
+                delivery.sends_tokens and index not in finished
+            )
             if is_sent and (new_text or chunk.token_ids.size):
                 deltas.append(TextDelta(chunk, new_text))
         return GenerationEvent(tuple(deltas), tuple(rollouts))

@@ -44,7 +44,7 @@ class CountedGeneration(Generation):
 
     def __init__(self, engine: Engine, detokenizer: Detokenizer) -> None:
         super().__init__(engine, detokenizer)
-        self._books = engine.books
+        self._accounting = engine.accounting
 
     async def run(
         self,
@@ -55,15 +55,15 @@ class CountedGeneration(Generation):
     ) -> None:
         """As `Generation.run`. An event counts as sent once `send` has returned."""
         partials = tuple(partials)
-        hand_over, books = HandOver(partials), self._books.of(request)
+        hand_over, accounting = HandOver(partials), self._accounting.of(request)
 
         async def send_counted(event: GenerationEvent) -> None:
             await send(event)
             new_tokens = hand_over.new_tokens(event)
             request.tokens.sent += new_tokens
-            books.sent += new_tokens
+            accounting.sent += new_tokens
 
         try:
             await super().run(request, partials, delivery, send_counted)
         finally:
-            books.unsent += request.tokens.yielded - request.tokens.sent
+            accounting.unsent += request.tokens.yielded - request.tokens.sent

@@ -65,7 +65,7 @@ class Registration:
             except NotFoundError:
                 logger.info("the trainer does not know this replica; registering again")
             except (PeerError, DeadlineError) as error:
-                self._absence.go_on(error)
+                self._absence.keep_waiting(error)
                 await asyncio.sleep(_RETRY_INTERVAL_S)
 
     async def announce_drain(self) -> None:
@@ -126,20 +126,20 @@ class _Absence:
 
     def __init__(self) -> None:
         self._since_s: float | None = None
-        self._is_told = False
+        self._is_reported = False
         self._wait: Wait | None = None
 
-    def go_on(self, error: SluiceError) -> None:
+    def keep_waiting(self, error: SluiceError) -> None:
         now_s = time.monotonic()
         self._since_s = now_s if self._since_s is None else self._since_s
         self._wait = self._wait or waiting_for("trainer", "coming back into reach")
-        if now_s - self._since_s >= _NEWS_AFTER_S and not self._is_told:
+        if now_s - self._since_s >= _NEWS_AFTER_S and not self._is_reported:
             logger.warning("trainer out of reach for %g s, trying on: %s", _NEWS_AFTER_S, error)
-            self._is_told = True
+            self._is_reported = True
 
     def end(self) -> None:
-        if self._is_told:
+        if self._is_reported:
             logger.info("the trainer is back")
         if self._wait is not None:
             self._wait.end()
-        self._since_s, self._is_told, self._wait = None, False, None
+        self._since_s, self._is_reported, self._wait = None, False, None

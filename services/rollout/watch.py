@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 from services.rollout.engines.protocol import EngineLoad
 from sluice.concurrency.advance import units_done
-from sluice.concurrency.stall import Sighting
+from sluice.concurrency.stall import WorkState
 from sluice.concurrency.watchdog import watched_service
 from sluice.config.run import RunConfig
 
@@ -21,9 +21,9 @@ def watching(
     slot; one without weights or without prompts is idle.
     """
 
-    def sight() -> Sighting:
+    def work_state() -> WorkState:
         found = load()
         progress = (found.generated_tokens, found.busy_seconds, found.version, units_done())
-        return Sighting(progress, found.slots_busy + found.queued > 0)
+        return WorkState(progress, found.slots_busy + found.queued > 0)
 
-    return watched_service(name, config.sluice, sight, address=address)
+    return watched_service(name, config.sluice, work_state, address=address)

@@ -19,7 +19,7 @@ from services.rollout.engines.protocol import EngineLoad
 _INTERVAL_S = 0.5
 
 
-class Tell(Protocol):
+class NotifyHealth(Protocol):
     """Where the answer goes; see `RpcServer.set_named`."""
 
     def __call__(self, *, serving: bool) -> Awaitable[None]:
@@ -37,16 +37,16 @@ class WeightsHealth:
     """
 
     def __init__(
-        self, load: Callable[[], EngineLoad], tell: Tell, interval_s: float = _INTERVAL_S
+        self, load: Callable[[], EngineLoad], notify: NotifyHealth, interval_s: float = _INTERVAL_S
     ) -> None:
-        self._load, self._tell, self._interval_s = load, tell, interval_s
-        self._told: bool | None = None
+        self._load, self._notify, self._interval_s = load, notify, interval_s
+        self._reported: bool | None = None
 
     async def run(self) -> None:
         """Never returns."""
         while True:
             has_weights = self._load().version is not None
-            if has_weights is not self._told:
-                await self._tell(serving=has_weights)
-                self._told = has_weights
+            if has_weights is not self._reported:
+                await self._notify(serving=has_weights)
+                self._reported = has_weights
             await asyncio.sleep(self._interval_s)

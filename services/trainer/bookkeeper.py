@@ -23,7 +23,7 @@ from dataclasses import replace
 from services.trainer.fleet import Fleet, Load
 from services.trainer.received_tokens import ReceivedTokens
 from services.trainer.run_state import RunState
-from sluice.algorithm.accounts import Account, RunBooks, run_books
+from sluice.algorithm.accounts import Account, RunAccounts, run_accounts
 from sluice.algorithm.token_reading import TokenReading
 from sluice.errors import SluiceError
 from sluice.telemetry.process_age import process_age_s
@@ -37,7 +37,7 @@ _PAUSE_S = 0.05
 _LONGEST_TAKE_S = 2.0
 
 
-class Bookkeeper:
+class RunAccountant:
     """Keeps the books of one run.
 
     Args:
@@ -78,7 +78,7 @@ class Bookkeeper:
         age_s = time.monotonic() - self._tokens_read_s
         return self._publish(
             replace(
-                self.books(),
+                self.accounting(),
                 tokens=self._tokens,
                 tokens_age_s=age_s,
                 tokens_moved=self._tokens_moved,
@@ -108,7 +108,7 @@ class Bookkeeper:
         the two and all that was sent has been received; after some attempts the books stand in
         which least was sent.
         """
-        kept, least = self.books(), float("inf")
+        kept, least = self.accounting(), float("inf")
         for attempt in range(_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(_PAUSE_S)
@@ -117,10 +117,10 @@ class Bookkeeper:
             await self._hear_reward()
             await self._hear_fleet()
             sent_between = self._fleet.counters().sent_tokens - sent_before
-            books = self.books()
+            accounting = self.accounting()
             if sent_between <= least:
-                kept, least = books, sent_between
-            if books.tokens is None or (sent_between == 0 and books.tokens.residual == 0):
+                kept, least = accounting, sent_between
+            if accounting.tokens is None or (sent_between == 0 and accounting.tokens.residual == 0):
                 break
         if kept.tokens is not None:
             self._keep(kept.tokens, moved=0)
@@ -128,23 +128,23 @@ class Bookkeeper:
 
     def close(self, settled: Mapping[str, float]) -> Mapping[str, float]:
         """Settled accounts with the trainer's seconds as they stand by now."""
-        trainer = self.books().as_mapping()
+        trainer = self.accounting().as_mapping()
         return {
             **settled,
             **{name: trainer[name] for name in trainer if name.startswith("trainer_")},
         }
 
-    def books(self) -> RunBooks:
+    def accounting(self) -> RunAccounts:
         """The accounts as far as counters are known."""
         phases = {str(phase): spent for phase, spent in self._state.seconds_by_phase().items()}
-        return run_books(self._fleet.counters(), self._received.by_fate(), phases, self._wall_s())
+        return run_accounts(self._fleet.counters(), self._received.by_use(), phases, self._wall_s())
 
     def _keep(self, tokens: Account, moved: int) -> None:
         self._tokens, self._tokens_moved = tokens, moved
         self._tokens_read_s = time.monotonic()
 
-    def _publish(self, books: RunBooks) -> Mapping[str, float]:
-        self._state.accounts = books.as_mapping()
+    def _publish(self, accounting: RunAccounts) -> Mapping[str, float]:
+        self._state.accounts = accounting.as_mapping()
         return self._state.accounts
 
     async def _hear_reward(self) -> Mapping[str, float] | None:
@@ -155,7 +155,7 @@ class Bookkeeper:
             except SluiceError as error:
                 logger.debug("its last counters stand: %s", error)
                 return None
-            return self._received.by_fate()
+            return self._received.by_use()
 
     async def _hear_fleet(self) -> bool:
         """Whether all have answered."""

@@ -33,7 +33,7 @@ async def live_page(config: RunConfig) -> AsyncIterator[None]:
         return
     try:
         async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(_tell_end(process), name="live page")
+            watching = tasks.create_task(_log_end(process), name="live page")
             try:
                 yield
             finally:
@@ -70,7 +70,7 @@ def _leave_config(config: RunConfig) -> None:
         write_config(config, file)
 
 
-async def _tell_end(process: asyncio.subprocess.Process) -> None:
+async def _log_end(process: asyncio.subprocess.Process) -> None:
     code = await process.wait()
     logger.warning(
         "the live page has ended with exit code %d, training goes on; `sluice dashboard` with the "

@@ -39,14 +39,14 @@ class EngineProgress:
         An engine with work gets on when it draws tokens; one without has nothing to draw. A stalled
         one whose work was taken away proves itself by answering: its last known load may be stale.
         """
-        draws = sign.tokens > self.sign.tokens
+        has_progress = sign.tokens > self.sign.tokens
         if not self.is_stalled:
-            if draws or not sign.has_work:
+            if has_progress or not sign.has_work:
                 return EngineProgress(sign, now_s)
             # Tokens and turns stay those of the stall's beginning.
             return replace(self, is_stalled=now_s - self.since_s > stall_s)
         answers = sign.turns > self.sign.turns or sign.turns == 0
-        if draws or (answers and not sign.has_work):
+        if has_progress or (answers and not sign.has_work):
             return EngineProgress(sign, now_s)
         return self
 

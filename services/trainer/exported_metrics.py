@@ -47,7 +47,7 @@ class TrainerMetrics:
     def readings(self) -> Iterator[Reading]:
         """All of them; called in the event loop."""
         yield from _run(self.state)
-        yield from _books(self.state.accounts)
+        yield from _accounting(self.state.accounts)
         yield from _fleet(self.fleet)
         yield from self.history.readings()
         yield from _sync(self.sync)
@@ -73,23 +73,23 @@ def _run(state: RunState) -> Iterator[Reading]:
     yield trainer.WALL.at(process_age_s())
 
 
-def _books(accounts: Mapping[str, float]) -> Iterator[Reading]:
+def _accounting(accounts: Mapping[str, float]) -> Iterator[Reading]:
     """Of a run whose books were not taken yet there is nothing to tell."""
     if (generated := accounts.get("generated_tokens")) is not None:
         yield trainer.TOKENS_GENERATED.at(generated)
     for name, value in accounts.items():
         if name.startswith(_TOKENS):
-            fate = name.removeprefix(_TOKENS)
-            instrument = trainer.OPEN_TOKENS if fate in _OPEN else trainer.TOKENS
-            yield instrument.at(value, fate)
+            use = name.removeprefix(_TOKENS)
+            instrument = trainer.OPEN_TOKENS if use in _OPEN else trainer.TOKENS
+            yield instrument.at(value, use)
     for account in _ACCOUNTS:
         if f"{account}_residual" in accounts:
-            yield trainer.BOOKS_RESIDUAL.at(accounts[f"{account}_residual"], account)
+            yield trainer.ACCOUNTING_RESIDUAL.at(accounts[f"{account}_residual"], account)
             share = accounts[f"{account}_residual_share"]
-            yield trainer.BOOKS_RESIDUAL_SHARE.at(share, account)
+            yield trainer.ACCOUNTING_RESIDUAL_SHARE.at(share, account)
     if TOKENS_AGE in accounts:
-        yield trainer.BOOKS_AGE.at(accounts[TOKENS_AGE])
-        yield trainer.BOOKS_MOVED.at(accounts[TOKENS_MOVED])
+        yield trainer.ACCOUNTING_AGE.at(accounts[TOKENS_AGE])
+        yield trainer.ACCOUNTING_MOVED.at(accounts[TOKENS_MOVED])
 
 
 def _fleet(replicas: Fleet) -> Iterator[Reading]:

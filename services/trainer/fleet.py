@@ -78,7 +78,7 @@ class Member:
 MAX_MEMBERS = 4_096
 """Replicas at one time; as many as an announcement to the reward service may name."""
 
-MAX_INCARNATIONS = 65_536
+MAX_INSTANCES = 65_536
 """Processes over the life of a trainer: the counters of those that left count on."""
 
 
@@ -123,9 +123,9 @@ class Fleet:
             raise InvalidRequestError(
                 f"replica {info.name}: {MAX_MEMBERS} replicas are registered, which is the limit"
             )
-        if info.incarnation not in self._loads and len(self._loads) >= MAX_INCARNATIONS:
+        if info.incarnation not in self._loads and len(self._loads) >= MAX_INSTANCES:
             raise InvalidRequestError(
-                f"replica {info.name}: {MAX_INCARNATIONS} processes have registered so far; start "
+                f"replica {info.name}: {MAX_INSTANCES} processes have registered so far; start "
                 "the trainer anew, which forgets those that are gone"
             )
         load = self._loads.setdefault(info.incarnation, Load(0, 0, 0, 0.0))
@@ -175,7 +175,7 @@ class Fleet:
             idle_share=min(1.0, max(0.0, 1.0 - busy_s / elapsed_s)),
         )
         if state is not member.state:
-            _tell(name, member.state, state, now_s - progress.since_s)
+            _notify(name, member.state, state, now_s - progress.since_s)
             self.changed.set()
 
     def note_counters(self, info: ReplicaInfo, load: Load) -> None:
@@ -272,7 +272,7 @@ def _judged(state: MemberState, progress: EngineProgress) -> MemberState:
     return state
 
 
-def _tell(name: str, before: MemberState, state: MemberState, idle_s: float) -> None:
+def _notify(name: str, before: MemberState, state: MemberState, idle_s: float) -> None:
     if state is MemberState.DRAINING:
         logger.info("replica %s drains", name)
     elif state is MemberState.STALLED:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from services.trainer.batch_check import BatchTerms
-from services.trainer.bookkeeper import Bookkeeper
+from services.trainer.bookkeeper import RunAccountant
 from services.trainer.counter_calls import ReplicaCounterCalls, RewardCounterCalls
 from services.trainer.dashboard_process import live_page
 from services.trainer.exported_metrics import TrainerMetrics, exported
@@ -80,7 +80,7 @@ _NUM_EXAMPLES = 16
 _LAST_ANSWERS_S = 1.0
 _LOGGERS_SHARE_OF_GRACE = 0.5
 _SERVICE = "sluice.api.trainer.v1.TrainerService"
-_BOOKS_INTERVAL_S = 10.0
+_ACCOUNTING_INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,32 +129,32 @@ async def _lead(config: RunConfig) -> None:
         stack.callback(parallel.close)
         trained = _load(config, parallel, total_training_steps(config, dataset_rows))
         stack.push_async_callback(trained.policy.close)
-        told = _begun(config, trained, incarnation)
-        state, fleet = told.state, told.fleet
-        record = await _open_record(config, trained.begins.replaces_after, told.history)
+        reported = _begun(config, trained, incarnation)
+        state, fleet = reported.state, reported.fleet
+        record = await _open_record(config, trained.begins.replaces_after, reported.history)
         stack.push_async_callback(record.close)
-        publisher = _publisher(config, trained, credentials, told)
+        publisher = _publisher(config, trained, credentials, reported)
         stack.push_async_callback(publisher.close)
         port.release()
         await _serve(config, fleet, state, credentials, stack)
         stack.enter_context(watching(config, state, fleet))
-        stack.enter_context(exported(config, told))
+        stack.enter_context(exported(config, reported))
         exempt_start_up()
         await stack.enter_async_context(live_page(config))
         # First of all at the end: whoever watches or waits for a checkpoint gets an answer.
         stack.push_async_callback(state.finish)
         replicas = ReplicaCounterCalls(credentials)
         stack.push_async_callback(replicas.close)
-        books = Bookkeeper(
+        accounting = RunAccountant(
             fleet, state, ask_replica=replicas.ask, ask_reward=RewardCounterCalls(stub).ask
         )
-        parts = LoopParts(trained.policy, reward, publisher, record, books, fleet, state)
+        parts = LoopParts(trained.policy, reward, publisher, record, accounting, fleet, state)
         resumed = trained.begins.checkpoint
         resume_from = resumed.progress if resumed else None
         loop = TrainLoop(_loop_settings(config, dataset_rows), parts, resume_from)
-        await _run_loop(loop, fleet, books, replicas)
+        await _run_loop(loop, fleet, accounting, replicas)
     # Once more, with the seconds of shutting down.
-    record.accounts(books.close(loop.accounts))
+    record.accounts(accounting.close(loop.accounts))
 
 
 def _begun(config: RunConfig, trained: _Trained, incarnation: str) -> TrainerMetrics:
@@ -177,11 +177,13 @@ def _warn(config: RunConfig) -> None:
 
 
 async def _run_loop(
-    loop: TrainLoop, fleet: Fleet, books: Bookkeeper, replicas: ReplicaCounterCalls
+    loop: TrainLoop, fleet: Fleet, accounting: RunAccountant, replicas: ReplicaCounterCalls
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
         expiry = tasks.create_task(_expire_silent(fleet), name="heartbeats")
-        bookkeeping = tasks.create_task(_keep_books(books, fleet, replicas), name="books")
+        bookkeeping = tasks.create_task(
+            _refresh_accounting(accounting, fleet, replicas), name="books"
+        )
         await loop.run()
         expiry.cancel()
         bookkeeping.cancel()
@@ -193,12 +195,14 @@ async def _expire_silent(fleet: Fleet) -> None:
         fleet.expire(time.monotonic())
 
 
-async def _keep_books(books: Bookkeeper, fleet: Fleet, replicas: ReplicaCounterCalls) -> None:
+async def _refresh_accounting(
+    accounting: RunAccountant, fleet: Fleet, replicas: ReplicaCounterCalls
+) -> None:
     """Takes the books also while a step lasts, for status calls."""
     while True:
-        await books.take()
+        await accounting.take()
         await replicas.forget_others([member.info for member in fleet.members()])
-        await asyncio.sleep(_BOOKS_INTERVAL_S)
+        await asyncio.sleep(_ACCOUNTING_INTERVAL_S)
 
 
 async def _open_record(
@@ -284,7 +288,7 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
 
 
 def _publisher(
-    config: RunConfig, trained: _Trained, credentials: Credentials, told: TrainerMetrics
+    config: RunConfig, trained: _Trained, credentials: Credentials, reported: TrainerMetrics
 ) -> WeightPublisher:
     weights, endpoint = config.sluice.weights, config.sluice.trainer.endpoint
     device = transfer_device(config.trainer.device, weights.backend)
@@ -314,7 +318,7 @@ def _publisher(
         )
 
     return WeightPublisher(
-        told.fleet,
+        reported.fleet,
         trained.snapshots,
         trained.tensors,
         make_sender=make_sender,
@@ -322,7 +326,7 @@ def _publisher(
         timeout_s=weights.timeout_s,
         probe_timeout_s=weights.probe_timeout_s,
         sends_changes=sends_changes,
-        counts=told.sync,
+        counts=reported.sync,
     )
 
 

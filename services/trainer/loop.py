@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from services.trainer.batch_check import BatchTerms, check_batch
-from services.trainer.bookkeeper import Bookkeeper
+from services.trainer.bookkeeper import RunAccountant
 from services.trainer.control import under_control
 from services.trainer.fleet import Fleet, MemberState
 from services.trainer.loop_parts import Policy, Publisher, RunRecord, TrainData
@@ -86,7 +86,7 @@ class LoopParts:
     data: TrainData
     publisher: Publisher
     record: RunRecord
-    books: Bookkeeper
+    accounting: RunAccountant
     fleet: Fleet
     state: RunState
 
@@ -106,7 +106,7 @@ class TrainLoop:
         self._settings = settings
         self._policy, self._data, self._record = parts.policy, parts.data, parts.record
         self._publisher, self._fleet, self._state = parts.publisher, parts.fleet, parts.state
-        self._books = parts.books
+        self._accounting = parts.accounting
         # Of finished steps, for checkpoints; and with the batch in hand, for the reward service.
         self._progress = self._progress_in_hand = resume_from
         self._announcer = PolicyAnnouncer(
@@ -174,7 +174,7 @@ class TrainLoop:
         self._progress_in_hand = batch.progress
         taken_s = time.monotonic()
         # Beside training, so that a step does not wait for the answers.
-        books = tasks.create_task(self._books.take(), name=f"books-{step}")
+        accounting = tasks.create_task(self._accounting.take(), name=f"books-{step}")
         self._state.enter(RunPhase.TRAINING)
         with trace.stage(SpanName.TRAIN_STEP):
             learner = await self._policy.train(batch, step)
@@ -205,7 +205,7 @@ class TrainLoop:
                 stall_s=report.stall_s,
             ),
             **report.traffic,
-            **account_metrics(await books),
+            **account_metrics(await accounting),
         }
         self._record.step(step, metrics)
         await self._state.record(StepRecord(step, metrics))
@@ -335,9 +335,9 @@ class TrainLoop:
             raise self._evaluation_error
 
     async def _final_accounts(self) -> dict[str, float]:
-        books = await self._books.settle()
+        accounting = await self._accounting.settle()
         tokens, busy_s = self._fleet.totals()
-        known = {"generated_tokens": tokens, "rollout_busy_s": busy_s, **books}
+        known = {"generated_tokens": tokens, "rollout_busy_s": busy_s, **accounting}
         try:
             counted = await self._data.accounts()
         except SluiceError as error:

@@ -36,7 +36,7 @@ class ReceivedTokens:
         self._latest_total = total
         self._latest = {name: statistics.get(_PREFIX + name, 0.0) for name in RECEIVED}
 
-    def by_fate(self) -> Mapping[str, float] | None:
+    def by_use(self) -> Mapping[str, float] | None:
         """Tokens by what became of them (`RECEIVED`); None before any were told."""
         if self._latest is None:
             return None

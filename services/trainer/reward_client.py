@@ -80,7 +80,7 @@ class RewardClient:
         batch_timeout_s: float,
         absence_s: float = 30.0,
     ) -> None:
-        self._stub, self._incarnation = stub, incarnation
+        self._stub, self._instance_id = stub, incarnation
         self._batch_timeout_s, self._absence_s = batch_timeout_s, absence_s
         self._announced: Callable[[], reward.AnnouncePolicyRequest] | None = None
 
@@ -121,14 +121,14 @@ class RewardClient:
         Raises:
             DeadlineError, PeerError: the service was out of reach for `absence_s`.
         """
-        told = [replica_to_proto(replica, version) for replica in replicas]
+        reported = [replica_to_proto(replica, version) for replica in replicas]
 
         def request() -> reward.AnnouncePolicyRequest:
             stands_at = progress()
             return reward.AnnouncePolicyRequest(
-                trainer_incarnation=self._incarnation,
+                trainer_incarnation=self._instance_id,
                 policy_version=version,
-                replicas=told,
+                replicas=reported,
                 resume_from=progress_to_proto(stands_at) if stands_at else None,
             )
 
@@ -176,7 +176,7 @@ class RewardClient:
                     raise
                 why = str(error)
                 if isinstance(error, PeerError):
-                    await self._told_again()
+                    await self._reported_again()
             else:
                 return _decoded(answer.batch, images, step)
             now_s = time.monotonic()
@@ -261,7 +261,7 @@ class RewardClient:
             DeadlineError, PeerError: the service was out of reach for `absence_s`.
         """
         status = await self._until_reached(self._status)
-        told = {
+        reported = {
             name: status.statistics[f"reward/{name}"]
             for name in ("groups_acknowledged", "prompts_lost")
             if f"reward/{name}" in status.statistics
@@ -271,7 +271,7 @@ class RewardClient:
             "submitted": float(status.prompts_submitted),
             "pending": float(status.prompts_pending),
             **ends,
-            **told,
+            **reported,
         }
 
     async def _images(self, batch: reward.TrainBatch, step: int) -> Mapping[str, Sequence[bytes]]:
@@ -320,16 +320,16 @@ class RewardClient:
     async def _until_reached(self, call: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
         """Repeats an idempotent call over a short absence of the service."""
         ends_s = time.monotonic() + self._absence_s
-        is_told = False
+        is_reported = False
         while True:
             try:
                 return await call()
             except (PeerError, DeadlineError) as error:
                 if time.monotonic() > ends_s:
                     raise
-                if not is_told:
+                if not is_reported:
                     logger.warning("trying on for %g s: %s", self._absence_s, error)
-                is_told = True
+                is_reported = True
             await asyncio.sleep(_PAUSE_S)
 
     async def _over_an_absence(self, call: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
@@ -338,12 +338,12 @@ class RewardClient:
             try:
                 return await call()
             except PeerError as error:
-                if isinstance(error, PeerDefectError) or not await self._told_again():
+                if isinstance(error, PeerDefectError) or not await self._reported_again():
                     raise
                 logger.warning("asking once more: %s", error)
         return await call()
 
-    async def _told_again(self) -> bool:
+    async def _reported_again(self) -> bool:
         """Waits until the service answers, for `absence_s` at most; one that has started anew is
         told the policy, without which it can do nothing. Whether it answers."""
         ends_s = time.monotonic() + self._absence_s

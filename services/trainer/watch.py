@@ -9,8 +9,8 @@ from pathlib import Path
 from services.trainer.fleet import Fleet
 from services.trainer.run_state import RunPhase, RunState
 from sluice.concurrency.advance import units_done
-from sluice.concurrency.stall import Sighting
-from sluice.concurrency.waits import WAITS, Waiting, told_together
+from sluice.concurrency.stall import WorkState
+from sluice.concurrency.waits import WAITS, Waiting, merged_waits
 from sluice.concurrency.watchdog import watched_service
 from sluice.config.derived import checkpoint_folder
 from sluice.config.endpoints import advertised_address
@@ -40,7 +40,9 @@ def watching(config: RunConfig, state: RunState, fleet: Fleet) -> AbstractContex
     service = config.sluice.trainer
     work = TrainerWork(service, state, fleet, Path(checkpoint_folder(config)))
     address = advertised_address(service.endpoint, service.endpoint.port)
-    return watched_service("trainer", config.sluice, work.sight, address=address, waits=work.waits)
+    return watched_service(
+        "trainer", config.sluice, work.work_state, address=address, waits=work.waits
+    )
 
 
 class TrainerWork:
@@ -68,16 +70,16 @@ class TrainerWork:
             RunPhase.EVALUATING: service.batch_timeout_s,
         }
 
-    def sight(self) -> Sighting:
+    def work_state(self) -> WorkState:
         """In the event loop."""
         phase = self._state.phase
         written = self._unfinished.latest() if phase is RunPhase.SAVING else None
         progress = (phase, self._state.step, units_done(), written, self._fleet.totals())
-        return Sighting(progress, phase not in _AT_REST, self._patience_s.get(phase, 0.0))
+        return WorkState(progress, phase not in _AT_REST, self._patience_s.get(phase, 0.0))
 
     def waits(self) -> tuple[Waiting, ...]:
         """In any thread."""
-        return told_together((*phase_waits(self._state), *WAITS.snapshot()))
+        return merged_waits((*phase_waits(self._state), *WAITS.snapshot()))
 
 
 class UnfinishedCheckpoint:

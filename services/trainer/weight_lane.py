@@ -101,7 +101,7 @@ class _Held:
     digest: str
 
 
-class WeightLane:
+class TransferSession:
     """A sender and the members of its present group.
 
     Args:

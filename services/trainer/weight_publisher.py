@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from services.trainer.fleet import Fleet, MemberState
 from services.trainer.sync_counts import SyncCounts
-from services.trainer.weight_lane import Delivery, ReplicaCalls, WeightLane
+from services.trainer.weight_lane import Delivery, ReplicaCalls, TransferSession
 from sluice.errors import WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weights.sender import WeightSender
@@ -93,7 +93,7 @@ class WeightPublisher:
         self._make_sender, self._connect = make_sender, connect
         self._timeout_s, self._probe_timeout_s = timeout_s, probe_timeout_s
         self._epochs = itertools.count(1)
-        self._main = self._make_lane()
+        self._main = self._new_session()
         # Incarnations that a delivery is under way to: a replica is in one group at a time.
         self._taken: set[str] = set()
 
@@ -132,11 +132,11 @@ class WeightPublisher:
             newcomers = self._free(MemberState.PENDING)
             if not newcomers:
                 return
-            lane = self._make_lane()
+            session = self._new_session()
             try:
-                await self._deliver(lane, newcomers)
+                await self._deliver(session, newcomers)
             finally:
-                await lane.close()
+                await session.close()
         for info in set(newcomers) & set(self._free(MemberState.PENDING)):
             self._fleet.expel(info, f"did not get the weights in {_JOINT_ATTEMPTS} epochs")
 
@@ -144,8 +144,8 @@ class WeightPublisher:
         """Leaves the group and closes all control calls."""
         await self._main.close()
 
-    def _make_lane(self) -> WeightLane:
-        return WeightLane(
+    def _new_session(self) -> TransferSession:
+        return TransferSession(
             self._make_sender(),
             self._connect,
             self._tensors,
@@ -164,11 +164,13 @@ class WeightPublisher:
         members = self._fleet.in_state(*states)
         return tuple(info for info in members if info.incarnation not in self._taken)
 
-    async def _deliver(self, lane: WeightLane, members: tuple[ReplicaInfo, ...]) -> Delivery:
+    async def _deliver(
+        self, session: TransferSession, members: tuple[ReplicaInfo, ...]
+    ) -> Delivery:
         with self._take(members), self._snapshots.read() as snapshot:
-            delivery = await lane.deliver(members, snapshot)
+            delivery = await session.deliver(members, snapshot)
         if delivery.served:
-            to = "fleet" if lane is self._main else "newcomers"
+            to = "fleet" if session is self._main else "newcomers"
             stall_s = max(delivery.served.values())
             self._counts.arrived(to, *_num_bytes(delivery), stall_s)
         for info, reason in delivery.refused.items():
@@ -197,12 +199,12 @@ class WeightPublisher:
 
     @contextmanager
     def _take(self, members: tuple[ReplicaInfo, ...]) -> Iterator[None]:
-        incarnations = {info.incarnation for info in members}
-        self._taken |= incarnations
+        instance_ids = {info.incarnation for info in members}
+        self._taken |= instance_ids
         try:
             yield
         finally:
-            self._taken -= incarnations
+            self._taken -= instance_ids
 
 
 def _num_bytes(delivery: Delivery) -> tuple[int, int]:

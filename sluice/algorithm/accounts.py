@@ -18,9 +18,9 @@ __all__ = [
     "TOKENS_MOVED",
     "Account",
     "ReplicaCounters",
-    "RunBooks",
+    "RunAccounts",
     "fleet_counters",
-    "run_books",
+    "run_accounts",
     "token_account",
 ]
 
@@ -112,7 +112,7 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class RunBooks:
+class RunAccounts:
     """The accounts at one moment. `tokens` is ``None`` if the reward service's are not known.
 
     `tokens` may be older than the others by `tokens_age_s`; its residual may be off by
@@ -167,12 +167,12 @@ def token_account(fleet: ReplicaCounters, received: Mapping[str, float]) -> Acco
     return Account(float(fleet.generated_tokens), parts)
 
 
-def run_books(
+def run_accounts(
     fleet: ReplicaCounters,
     received: Mapping[str, float] | None,
     trainer_s: Mapping[str, float],
     trainer_wall_s: float,
-) -> RunBooks:
+) -> RunAccounts:
     """Settles the three accounts.
 
     Args:
@@ -182,7 +182,7 @@ def run_books(
         trainer_s: the trainer's seconds by phase.
         trainer_wall_s: seconds since its process started, by another clock.
     """
-    return RunBooks(
+    return RunAccounts(
         None if received is None else token_account(fleet, received),
         Account(trainer_wall_s, dict(trainer_s)),
         Account(fleet.wall_s, dict(fleet.seconds_by_state)),

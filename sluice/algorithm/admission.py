@@ -128,26 +128,26 @@ def groups_to_admit(  # noqa: PLR0913 - the loop, as far as it matters
         fills_on_average: at S = 0, start what is expected to be needed, not what surely is.
     """
     filled = num_in_training + num_kept
-    room = (max_staleness + 1) * train_batch_size - filled
+    capacity = (max_staleness + 1) * train_batch_size - filled
     if max_staleness > 0:
-        most = most_in_flight(room, estimate)
+        most = most_in_flight(capacity, estimate)
     else:
-        most = math.ceil(room / estimate.mean) if fills_on_average else room
+        most = math.ceil(capacity / estimate.mean) if fills_on_average else capacity
     if num_ahead is not None:
         most = min(most, math.ceil((train_batch_size + num_ahead - filled) / estimate.mean))
     return max(0, min(most, max_in_flight) - num_in_flight)
 
 
 @lru_cache(maxsize=4096)  # asked at every event, while estimate and room change at few
-def most_in_flight(room: int, estimate: YieldEstimate, z: float = DEFAULT_Z) -> int:
+def most_in_flight(capacity: int, estimate: YieldEstimate, z: float = DEFAULT_Z) -> int:
     """Most running groups n whose `kept_upper_bound` is at most `room`; 0 without room.
 
     With ``x = sqrt(n)`` the bound ``r x^2 + z sqrt(r (1 - r)) x`` is a parabola, whose larger root
     is at `room`.
     """
-    if room <= 0:
+    if capacity <= 0:
         return 0
     rate = estimate.upper(z)
     half = z * math.sqrt(rate * (1.0 - rate)) / 2.0
-    root = (math.sqrt(half * half + rate * room) - half) / rate
-    return max(room, math.floor(root * root + _ROUNDING))
+    root = (math.sqrt(half * half + rate * capacity) - half) / rate
+    return max(capacity, math.floor(root * root + _ROUNDING))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["HEADROOM", "MOST_GROWTH", "FleetUse", "replicas_wanted", "slots_wanted"]
+__all__ = ["HEADROOM", "MOST_GROWTH", "FleetUse", "replicas_needed", "slots_needed"]
 
 HEADROOM = 1.1
 """A fleet that is exactly fast enough makes the trainer wait about every other time."""
@@ -45,7 +45,7 @@ class FleetUse:
     slot_seconds: float
 
 
-def slots_wanted(use: FleetUse, num_slots: int) -> float:
+def slots_needed(use: FleetUse, num_slots: int) -> float:
     """Slots that would keep the trainer fed, from 0 to `MOST_GROWTH` times `num_slots`.
 
     Args:
@@ -60,7 +60,7 @@ def slots_wanted(use: FleetUse, num_slots: int) -> float:
     return most if wanted >= most * fed_s else wanted / fed_s
 
 
-def replicas_wanted(slots: float, *, num_slots: int, num_replicas: int) -> int:
+def replicas_needed(slots: float, *, num_slots: int, num_replicas: int) -> int:
     """Replicas with so many slots, of the size that the present ones have; at least 1.
 
     Args:

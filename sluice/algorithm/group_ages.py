@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sluice.algorithm.staleness import BatchDecision, OnStale, doomed_groups, may_form_batch
+from sluice.algorithm.staleness import BatchDecision, OnStale, expired_groups, may_form_batch
 
 
 class GroupAges:
@@ -29,7 +29,7 @@ class GroupAges:
         self._on_stale: OnStale = on_stale
         self._kept = _ByVersion()
         self._running = _ByVersion()
-        self._claimed = _ByVersion()  # of those that run, whose place is certain
+        self._reserved = _ByVersion()  # of those that run, whose place is certain
 
     def keep(self, prompt_id: str, oldest_version: int, sequence: int) -> None:
         """A group waits for a batch.
@@ -40,7 +40,7 @@ class GroupAges:
             sequence: its place among groups of that version; the lowest is taken first.
         """
         self._kept.put(prompt_id, oldest_version, sequence)
-        self._claimed.take(prompt_id)  # its task may not have ended; it takes one place, not two
+        self._reserved.take(prompt_id)  # its task may not have ended; it takes one place, not two
 
     def remove(self, prompt_id: str) -> None:
         """A kept group waits no more; harmless if it does not."""
@@ -50,15 +50,15 @@ class GroupAges:
         """No kept group waits any more."""
         self._kept = _ByVersion()
 
-    def claim(self, prompt_id: str, version: int) -> None:
+    def reserve(self, prompt_id: str, version: int) -> None:
         """A group's place in the batch for `version` is certain until it leaves (`withdrawals`),
         whether or not it holds tokens yet."""
-        self._claimed.put(prompt_id, version)
+        self._reserved.put(prompt_id, version)
 
     def runs(self, prompt_id: str, start_version: int) -> None:
         """A group's tokens are of `start_version` or later: it starts, or starts over."""
-        has_claim = prompt_id in self._claimed.versions
-        (self._claimed if has_claim else self._running).put(prompt_id, start_version)
+        has_reservation = prompt_id in self._reserved.versions
+        (self._reserved if has_reservation else self._running).put(prompt_id, start_version)
 
     def pauses(self, prompt_id: str) -> None:
         """A group holds no tokens any more; what it claims remains. Harmless if it held none."""
@@ -67,7 +67,7 @@ class GroupAges:
     def left(self, prompt_id: str) -> None:
         """A group runs no more; harmless if it did not."""
         self._running.take(prompt_id)
-        self._claimed.take(prompt_id)
+        self._reserved.take(prompt_id)
 
     def decide(self, version: int, kept_bound: Callable[[int], float] = float) -> BatchDecision:
         """What to do now towards the batch for `version` (`staleness.may_form_batch`)."""
@@ -79,18 +79,18 @@ class GroupAges:
             batch_size=self._batch_size,
             on_stale=self._on_stale,
             kept_bound=kept_bound,
-            claimed=self._claimed.groups,
+            reserved=self._reserved.groups,
         )
 
-    def doomed(self, next_version: int) -> tuple[str, ...]:
+    def expired(self, next_version: int) -> tuple[str, ...]:
         """Running groups without a place from `next_version` on (`staleness.doomed_groups`)."""
-        return doomed_groups(
+        return expired_groups(
             self._kept.groups,
             self._running.groups,
             next_version=next_version,
             max_staleness=self._max_staleness,
             batch_size=self._batch_size,
-            claimed=self._claimed.groups,
+            reserved=self._reserved.groups,
         )
 
     def drops(self, prompt_id: str, next_version: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def groups_with_room(num_free: int, *, first_sequences: int, is_idle: bool) -> int:
+def groups_with_capacity(num_free: int, *, first_sequences: int, is_idle: bool) -> int:
     """Groups that may be asked of the fleet, by the sequences that each asks for at first.
 
     What a group with probes asks for later is not kept free for it: it waits, and is served before
@@ -19,5 +19,5 @@ def groups_with_room(num_free: int, *, first_sequences: int, is_idle: bool) -> i
     Returns:
         at least 0.
     """
-    room = max(0, num_free // first_sequences)
-    return max(1, room) if is_idle and num_free > 0 else room
+    capacity = max(0, num_free // first_sequences)
+    return max(1, capacity) if is_idle and num_free > 0 else capacity

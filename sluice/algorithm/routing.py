@@ -44,7 +44,7 @@ class Member:
     paused_until: float = 0.0
     next_pause_s: float = FIRST_PAUSE_S
     on_probation: bool = False
-    withdrawn: bool = False
+    removed: bool = False
 
     @property
     def load(self) -> float:
@@ -53,7 +53,7 @@ class Member:
 
 
 @dataclass(slots=True, eq=False)
-class Grant:
+class Reservation:
     """Room on a replica for one group, of which `num_missing` sequences are still to come."""
 
     member: Member
@@ -61,7 +61,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReplicaRequirement:
     """What a group needs of a replica; versions are inclusive."""
 
     num_sequences: int
@@ -96,7 +96,7 @@ class _SameSlots:
             return
         heappush(self._heap, (member.num_outstanding, member.order, member))
 
-    def first(self, wanted: Wanted, now: float) -> Member | None:
+    def first(self, wanted: ReplicaRequirement, now: float) -> Member | None:
         """The member with the fewest sequences among those with room for the group."""
         passed_over: list[tuple[int, int, Member]] = []
         found = None
@@ -106,7 +106,7 @@ class _SameSlots:
                 heappop(self._heap)
             elif num_outstanding and num_outstanding + wanted.num_sequences > self.capacity:
                 break  # and so are all others
-            elif self._has_room(member, wanted, now):
+            elif self._has_capacity(member, wanted, now):
                 found = member
             else:
                 passed_over.append(heappop(self._heap))
@@ -114,7 +114,7 @@ class _SameSlots:
             heappush(self._heap, entry)
         return found
 
-    def _has_room(self, member: Member, wanted: Wanted, now: float) -> bool:
+    def _has_capacity(self, member: Member, wanted: ReplicaRequirement, now: float) -> bool:
         if not wanted.accepts(member.announced.policy_version) or member.paused_until > now:
             return False
         if member.num_groups == 0:
@@ -160,15 +160,15 @@ class Fleet:
             member.paused_until = 0.0
             self._members[key] = member
         for gone in previous.values():
-            gone.withdrawn = True
+            gone.removed = True
         self._arrange()
         return tuple(previous.values())
 
-    def serves(self, wanted: Wanted) -> bool:
+    def serves(self, wanted: ReplicaRequirement) -> bool:
         """Whether any replica, busy or paused, is of a wanted version."""
         return any(wanted.accepts(version) for version in self._num_serving)
 
-    def choose(self, wanted: Wanted, now: float) -> Member | None:
+    def choose(self, wanted: ReplicaRequirement, now: float) -> Member | None:
         """The least loaded replica with room for the group; ``None`` if all are full or paused."""
         if not self.serves(wanted):
             return None
@@ -185,28 +185,28 @@ class Fleet:
         if not self._paused:
             return free
         paused = sum(
-            self._room(member)
+            self._free_sequences(member)
             for member in self._paused
             if member.paused_until > now and member.announced.policy_version >= lowest_version
         )
         return free - paused
 
-    def grant(self, member: Member, num_sequences: int) -> Grant:
+    def reservation(self, member: Member, num_sequences: int) -> Reservation:
         """Take room for a group on `member`."""
         member.num_groups += 1
         self._load(member, num_sequences)
-        return Grant(member, num_sequences)
+        return Reservation(member, num_sequences)
 
-    def sequence_ended(self, grant: Grant) -> None:
+    def sequence_ended(self, reservation: Reservation) -> None:
         """Give back the room of one finished sequence."""
-        grant.num_missing -= 1
-        self._load(grant.member, -1)
+        reservation.num_missing -= 1
+        self._load(reservation.member, -1)
 
-    def give_back(self, grant: Grant) -> None:
+    def give_back(self, reservation: Reservation) -> None:
         """Give back what room is left of a group's."""
-        grant.member.num_groups -= 1
-        self._load(grant.member, -grant.num_missing)
-        grant.num_missing = 0
+        reservation.member.num_groups -= 1
+        self._load(reservation.member, -reservation.num_missing)
+        reservation.num_missing = 0
 
     def answered(self, member: Member) -> None:
         """The replica works: end its probation."""
@@ -219,7 +219,7 @@ class Fleet:
             member.paused_until = now + member.next_pause_s
             member.next_pause_s = min(2 * member.next_pause_s, LONGEST_PAUSE_S)
             member.on_probation = True
-            if not member.withdrawn:
+            if not member.removed:
                 self._paused.add(member)
         return member.paused_until
 
@@ -231,19 +231,19 @@ class Fleet:
             member.order = order
             version = member.announced.policy_version
             self._num_serving[version] += 1
-            self._num_free[version] += self._room(member)
+            self._num_free[version] += self._free_sequences(member)
             slots = member.announced.info.slots
             self._by_slots.setdefault(slots, _SameSlots(self._capacity(member))).add(member)
 
     def _load(self, member: Member, num_sequences: int) -> None:
         """Add outstanding sequences, or take some away."""
-        before = self._room(member)
+        before = self._free_sequences(member)
         member.num_outstanding += num_sequences
-        if num_sequences and not member.withdrawn:
-            self._num_free[member.announced.policy_version] += self._room(member) - before
+        if num_sequences and not member.removed:
+            self._num_free[member.announced.policy_version] += self._free_sequences(member) - before
             self._by_slots[member.announced.info.slots].changed(member)
 
-    def _room(self, member: Member) -> int:
+    def _free_sequences(self, member: Member) -> int:
         return max(0, self._capacity(member) - member.num_outstanding)
 
     def _capacity(self, member: Member) -> int:

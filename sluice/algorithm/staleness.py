@@ -52,7 +52,7 @@ class BatchDecision:
     chosen: tuple[str, ...]
     dropped: tuple[str, ...]
     waiting_for: tuple[int, ...]
-    doomed: tuple[str, ...]
+    expired: tuple[str, ...]
     num_missing: int
 
 
@@ -78,7 +78,7 @@ def may_form_batch(
     batch_size: int,
     on_stale: OnStale,
     kept_bound: Callable[[int], float] = float,
-    claimed: RunningByVersion = _NONE,
+    reserved: RunningByVersion = _NONE,
 ) -> BatchDecision:
     """Decide whether the batch for `version` is formed now, and of which groups.
 
@@ -99,34 +99,34 @@ def may_form_batch(
     """
     oldest_allowed = version - max_staleness
     dropped = _older_than(kept, oldest_allowed)
-    first_alive = _first_alive(kept, running, claimed, oldest_allowed, batch_size)
-    doomed = _older_than(running, first_alive) + _older_than(claimed, oldest_allowed)
+    first_alive = _first_alive(kept, running, reserved, oldest_allowed, batch_size)
+    expired = _older_than(running, first_alive) + _older_than(reserved, oldest_allowed)
     eligible = sorted(v for v in kept if oldest_allowed <= v <= version)
     num_missing = max(0, batch_size - sum(len(kept[v]) for v in eligible))
     if num_missing:
-        return BatchDecision((), dropped, (), doomed, num_missing)
+        return BatchDecision((), dropped, (), expired, num_missing)
     filling = _filling(kept, eligible, batch_size)
     waiting_for: tuple[int, ...] = ()
     if on_stale == "wait":
         alive = {v: len(ids) for v, ids in running.items() if v >= first_alive and ids}
-        for v, ids in claimed.items():
+        for v, ids in reserved.items():
             if v >= oldest_allowed and ids:
                 alive[v] = alive.get(v, 0) + len(ids)
         waiting_for = _last_chance(
             alive, filling[-1], oldest_allowed, batch_size=batch_size, kept_bound=kept_bound
         )
     chosen = () if waiting_for else _in_order(kept, filling)[:batch_size]
-    return BatchDecision(chosen, dropped, waiting_for, doomed, 0)
+    return BatchDecision(chosen, dropped, waiting_for, expired, 0)
 
 
-def doomed_groups(
+def expired_groups(
     kept: KeptByVersion,
     running: RunningByVersion,
     *,
     next_version: int,
     max_staleness: int,
     batch_size: int,
-    claimed: RunningByVersion = _NONE,
+    reserved: RunningByVersion = _NONE,
 ) -> tuple[str, ...]:
     """Running groups that would have no place in time if they were kept: their prompt ids.
 
@@ -146,23 +146,23 @@ def doomed_groups(
         claimed: running groups whose place is certain.
     """
     oldest_allowed = next_version - max_staleness
-    first_alive = _first_alive(kept, running, claimed, oldest_allowed, batch_size)
-    return _older_than(running, first_alive) + _older_than(claimed, oldest_allowed)
+    first_alive = _first_alive(kept, running, reserved, oldest_allowed, batch_size)
+    return _older_than(running, first_alive) + _older_than(reserved, oldest_allowed)
 
 
 def _first_alive(
     kept: KeptByVersion,
     running: RunningByVersion,
-    claimed: RunningByVersion,
+    reserved: RunningByVersion,
     oldest_allowed: int,
     batch_size: int,
 ) -> int:
     """Running groups of this version or later may have a place; older ones have none."""
     first_alive, filled = oldest_allowed, 0
-    if not kept and not claimed:  # asked at every start: nothing fills a place
+    if not kept and not reserved:  # asked at every start: nothing fills a place
         return first_alive
-    for version in sorted(v for v in {*kept, *running, *claimed} if v >= oldest_allowed):
-        filled += len(kept.get(version, ())) + len(claimed.get(version, ()))
+    for version in sorted(v for v in {*kept, *running, *reserved} if v >= oldest_allowed):
+        filled += len(kept.get(version, ())) + len(reserved.get(version, ()))
         if filled >= (version - oldest_allowed + 1) * batch_size:
             first_alive = version + 1
     return first_alive

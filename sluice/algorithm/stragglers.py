@@ -93,7 +93,7 @@ class StreamPace:
         """The replica has taken the request."""
         self._accepted = self.last_progress = now
 
-    def engine_drew(self, engine_tokens: int, now: float) -> None:
+    def engine_progressed(self, engine_tokens: int, now: float) -> None:
         """The replica says how many tokens it has drawn for whomever.
 
         More than before are a sign of life for samples that may wait for a slot. Samples that have

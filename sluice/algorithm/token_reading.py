@@ -45,10 +45,10 @@ class TokenReading:
         fleet = self.fleet
         unknown = round(sum(self.after.values())) - fleet.sent_tokens
         late = min(max(0, unknown), self.moved_tokens)
-        drawn_late = max(0, late - fleet.running_tokens)
+        sampled_late = max(0, late - fleet.running_tokens)
         at_the_end = replace(
             fleet,
-            generated_tokens=fleet.generated_tokens + drawn_late,
-            running_tokens=fleet.running_tokens + drawn_late - late,
+            generated_tokens=fleet.generated_tokens + sampled_late,
+            running_tokens=fleet.running_tokens + sampled_late - late,
         )
         return token_account(at_the_end, self.after)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from sluice.types import Scored
 
-NUM_DRAWS = 1000
+NUM_BOOTSTRAP_SAMPLES = 1000
 BOOTSTRAP_SEED = 42
 CORE_PREFIXES = ("mean", "maj", "best")
 
@@ -76,9 +76,9 @@ def prompt_metrics(values: Values, predictions: Sequence[str | None] | None) -> 
         return metrics
     metrics[f"std@{num}"] = float(values.std())
     for size in bootstrap_sizes(num):
-        draws = bootstrap_draws(num, size)
-        drawn = values[draws]
-        estimates = {"best": drawn.max(axis=1), "worst": drawn.min(axis=1)}
+        draws = bootstrap_indices(num, size)
+        sampled = values[draws]
+        estimates = {"best": sampled.max(axis=1), "worst": sampled.min(axis=1)}
         if predictions is not None:
             estimates["maj"] = majority_values(values, predictions, draws)
         for name, estimate in estimates.items():
@@ -94,11 +94,11 @@ def bootstrap_sizes(num_responses: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def bootstrap_draws(num_responses: int, size: int) -> npt.NDArray[np.int64]:
+def bootstrap_indices(num_responses: int, size: int) -> npt.NDArray[np.int64]:
     """Response indices drawn with replacement, int64 [1000, size], read-only."""
     state = np.random.RandomState(BOOTSTRAP_SEED)
     draws: npt.NDArray[np.int64] = state.randint(
-        0, num_responses, size=(NUM_DRAWS, size), dtype=np.int64
+        0, num_responses, size=(NUM_BOOTSTRAP_SAMPLES, size), dtype=np.int64
     )
     draws.setflags(write=False)
     return draws

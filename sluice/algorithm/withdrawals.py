@@ -12,14 +12,14 @@ State without a clock or I/O, for the reward service and the simulator alike.
 
 from __future__ import annotations
 
-CLAIM_AFTER = 3
+RESERVE_AFTER = 3
 """Withdrawals after which a group claims its place."""
 
-CLAIMED_SHARE = 1 / 8
+RESERVED_SHARE = 1 / 8
 """Share of a batch's places that may be claimed at a time; at least one place."""
 
 
-class Withdrawals:
+class Preemptions:
     """Withdrawn groups of one run, by prompt id, until a group of the prompt ends.
 
     Args:
@@ -27,28 +27,28 @@ class Withdrawals:
     """
 
     def __init__(self, batch_size: int) -> None:
-        self._most_claims = max(1, int(CLAIMED_SHARE * batch_size))
+        self._max_reserved = max(1, int(RESERVED_SHARE * batch_size))
         self._times: dict[str, int] = {}
-        self._claims: set[str] = set()
+        self._reserved_ids: set[str] = set()
 
-    def grants_claim(self, prompt_id: str) -> bool:
+    def reserves_slot(self, prompt_id: str) -> bool:
         """A group starts, perhaps once more; whether it holds a claim from here on."""
-        is_due = self._times.get(prompt_id, 0) >= CLAIM_AFTER
-        if is_due and len(self._claims) < self._most_claims:
-            self._claims.add(prompt_id)
-        return prompt_id in self._claims
+        is_due = self._times.get(prompt_id, 0) >= RESERVE_AFTER
+        if is_due and len(self._reserved_ids) < self._max_reserved:
+            self._reserved_ids.add(prompt_id)
+        return prompt_id in self._reserved_ids
 
-    def withdrawn(self, prompt_id: str) -> None:
+    def preempted(self, prompt_id: str) -> None:
         """A group was broken off for want of a place, and will start again."""
         self._times[prompt_id] = self._times.get(prompt_id, 0) + 1
-        self._claims.discard(prompt_id)
+        self._reserved_ids.discard(prompt_id)
 
     def ended(self, prompt_id: str) -> None:
         """A group was kept, filtered or failed; harmless if it was never withdrawn."""
         self._times.pop(prompt_id, None)
-        self._claims.discard(prompt_id)
+        self._reserved_ids.discard(prompt_id)
 
     def forget(self) -> None:
         """Nothing was withdrawn."""
         self._times.clear()
-        self._claims.clear()
+        self._reserved_ids.clear()

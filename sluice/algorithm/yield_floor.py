@@ -58,7 +58,7 @@ class YieldFloor:
         return last.num_groups >= self.num_groups and last.share < self.min_yield
 
     def error(
-        self, last: LastGroups, story: str = "", remedy: str = REMEDY
+        self, last: LastGroups, summary: str = "", remedy: str = REMEDY
     ) -> BatchUnfillableError:
         """What giving up says.
 
@@ -72,5 +72,5 @@ class YieldFloor:
         return BatchUnfillableError(
             f"Generated too many groups for those kept: only {last.share:.2%} of the last "
             f"{self.num_groups} groups were kept, below "
-            f"algorithm.filter_groups.min_yield = {self.min_yield:g}{story}; {remedy}"
+            f"algorithm.filter_groups.min_yield = {self.min_yield:g}{summary}; {remedy}"
         )

@@ -42,8 +42,8 @@ def dashboard(
 async def _serve(run: Path, host: str, port: int) -> None:
     stop = asyncio.Event()
     with stop_on_signals(stop):
-        await serve_page(run, host, port, explain=explain, stop=stop, on_address=_tell)
+        await serve_page(run, host, port, explain=explain, stop=stop, on_address=_notify)
 
 
-def _tell(url: str) -> None:
+def _notify(url: str) -> None:
     typer.echo(f"the page of the run: {url}")

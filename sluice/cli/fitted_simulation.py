@@ -74,7 +74,7 @@ def _settings(
         filters_groups=group_filter.enable,
         # Without a filter none is judged.
         knows_each_sample=not group_filter.enable
-        or all(group.is_told_by_grades for group in fitted.groups),
+        or all(group.is_decided_by_grades for group in fitted.groups),
         yield_floor=YieldFloor(group_filter.min_yield, group_filter.min_yield_groups),
     )
 

@@ -98,7 +98,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     dashboard: _Dashboard = False,
     device: _Device = None,
     stop_grace: _StopGrace = None,
-    anew: Annotated[
+    restart: Annotated[
         bool, typer.Option("--anew", help="Begin a run even if one is there that has not ended.")
     ] = False,
 ) -> None:
@@ -127,16 +127,16 @@ def prepare(  # noqa: PLR0913 - one parameter an option
         notices = launch_notices(base, overrides)
     replaced = replaced_values(None if quickstart else file, [*settings, *overrides])
     for line in (*(one.text for one in notices), *replaced, *remarks(config)):
-        _say(console, f"notice: {line}")
+        _print_line(console, f"notice: {line}")
     check_config(config)
     check_reward_function(config.reward)
     if stop_grace is not None:
-        check_stop_grace(_heeded(run_dir, config, anew=anew), stop_grace)
+        check_stop_grace(_heeded(run_dir, config, restart=restart), stop_grace)
     if secure:
-        goes_on = SharedRun(run_dir).goes_on and not anew
+        is_active = SharedRun(run_dir).is_active and not restart
         folder = run_dir.absolute() / CERTIFICATES
-        renew_certificates(folder, partial(_say, console), run_goes_on=goes_on)
-    _begin(run_dir, config, console, anew=anew)
+        renew_certificates(folder, partial(_print_line, console), run_is_active=is_active)
+    _begin(run_dir, config, console, restart=restart)
 
 
 def _asked_for(*, observed: bool, dashboard: bool, device: str | None) -> list[str]:
@@ -147,44 +147,44 @@ def _asked_for(*, observed: bool, dashboard: bool, device: str | None) -> list[s
     ]
 
 
-def _heeded(run_dir: Path, config: RunConfig, *, anew: bool) -> RunConfig:
+def _heeded(run_dir: Path, config: RunConfig, *, restart: bool) -> RunConfig:
     """What services will read: a run that goes on keeps what it began with."""
     written = run_dir / CONFIG_NAME
-    if not anew and SharedRun(run_dir).goes_on and written.is_file():
+    if not restart and SharedRun(run_dir).is_active and written.is_file():
         return load_config(written, ())
     return config
 
 
-def _begin(run_dir: Path, config: RunConfig, console: Console, *, anew: bool) -> None:
+def _begin(run_dir: Path, config: RunConfig, console: Console, *, restart: bool) -> None:
     """Writes what a run begins with; one that goes on keeps what it has."""
     run, written = SharedRun(run_dir), run_dir / CONFIG_NAME
-    if anew:
+    if restart:
         run.forget()
-    goes_on = run.goes_on and written.is_file()
-    if not goes_on:
+    is_active = run.is_active and written.is_file()
+    if not is_active:
         if (notice := spent_notice(config)) is not None:
-            _say(console, f"notice: {notice}")
+            _print_line(console, f"notice: {notice}")
         write_config(config, written)
         # It says that the run has ended.
         (run_dir / ACCOUNTS_NAME).unlink(missing_ok=True)
         forget_targets(run_dir)
         run.begin(Path(checkpoint_folder(config)))
     elif written.read_text(encoding="utf-8") != dump_config(config):
-        _say(
+        _print_line(
             console,
             f"notice: {written} stays as it is, and other settings are not heeded: the run has not "
             "ended, and its services read that file; stop them and give --anew to begin again",
         )
-    _say(console, f"{run_dir}: the run {'goes on' if goes_on else 'begins'}")
+    _print_line(console, f"{run_dir}: the run {'goes on' if is_active else 'begins'}")
 
 
 def _security(folder: Path, console: Console) -> list[str]:
     # The configuration's checks need files that services take; a renewal can wait for them.
-    ensure_certificates(folder, partial(_say, console))
+    ensure_certificates(folder, partial(_print_line, console))
     return security_settings(folder)
 
 
-def _say(console: Console, line: str) -> None:
+def _print_line(console: Console, line: str) -> None:
     console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 

@@ -15,7 +15,7 @@ from sluice.cli.up import ShowLogs, start_run
 from sluice.config.checks import check_config
 from sluice.config.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.launch.run_folder import claim_folder, remove_results
+from sluice.launch.run_folder import mark_run_folder, remove_results
 from sluice.quickstart.prepare import QuickstartAssets, prepare
 from sluice.report.html_report import write_report
 from sluice.report.summary import summarize, write_summary
@@ -69,13 +69,13 @@ def quickstart(
     began_s = time.monotonic()
     console = Console()
     _load(overrides or [])  # a mistake is told before anything is made
-    claim_folder(run_dir)
+    mark_run_folder(run_dir)
     with PreparationView(console) as view:
         assets = prepare(run_dir / "assets", task=task, seed=seed, progress=view.show)
     config = _load([*asset_settings(assets, run_dir, seed), *(overrides or [])])
     check_config(config)
     run_dir = Path(config.sluice.run_dir)
-    claim_folder(run_dir)  # another one, where an override says so
+    mark_run_folder(run_dir)  # another one, where an override says so
     # A quickstart always starts anew; numbers of an earlier one would mix with its own.
     remove_results(run_dir, _RESULTS)
     training_from_s = time.monotonic()

@@ -40,7 +40,7 @@ def security_settings(folder: Path) -> list[str]:
     ]
 
 
-def ensure_certificates(folder: Path, say: Callable[[str], None]) -> None:
+def ensure_certificates(folder: Path, report: Callable[[str], None]) -> None:
     """Has certificates of one name for all services, since replicas come and go, in `folder`.
 
     They are made if there are none, and all made again, with their authority and the tokens, if no
@@ -54,16 +54,16 @@ def ensure_certificates(folder: Path, say: Callable[[str], None]) -> None:
             to be made, and the package that signs is missing.
     """
     files = _read(folder)
-    _delete_authority_key(folder, say, is_users=_is_users(files))
+    _delete_authority_key(folder, report, is_users=_is_users(files))
     if all(files[name] is None for name in _SERVICE.values()):
         _make(folder)
-        say(f"{folder}: made certificates and tokens; clients take {_FOR_CLIENTS}")
+        report(f"{folder}: made certificates and tokens; clients take {_FOR_CLIENTS}")
         return
     if (reason := _why_refused(folder, files)) is not None:
-        _make_again(folder, files, reason, say)
+        _make_again(folder, files, reason, report)
 
 
-def renew_certificates(folder: Path, say: Callable[[str], None], *, run_goes_on: bool) -> None:
+def renew_certificates(folder: Path, report: Callable[[str], None], *, run_is_active: bool) -> None:
     """Makes all files of `folder` again if services still take them, but not for long.
 
     That is: a certificate ends within 30 days, or clients' files are missing, ended or of another
@@ -76,20 +76,20 @@ def renew_certificates(folder: Path, say: Callable[[str], None], *, run_goes_on:
     """
     files = _read(folder)
     if not _can_read_certificates():
-        say(
+        report(
             f"notice: nobody looked whether certificates in {folder} end soon, which needs the "
             "package cryptography; pip install 'sluice[certs]'"
         )
     reason = _why_renewed(folder, files)
     if reason is None:
         return
-    if run_goes_on:
-        say(
+    if run_is_active:
+        report(
             f"notice: {reason}; certificates are not renewed while the run goes on: let it "
             "end, or stop the services and give --anew"
         )
         return
-    _make_again(folder, files, reason, say)
+    _make_again(folder, files, reason, report)
 
 
 def _read(folder: Path) -> _Files:
@@ -108,17 +108,17 @@ def _read(folder: Path) -> _Files:
     return files
 
 
-def _delete_authority_key(folder: Path, say: Callable[[str], None], *, is_users: bool) -> None:
+def _delete_authority_key(folder: Path, report: Callable[[str], None], *, is_users: bool) -> None:
     """Whatever runs in a service could sign with it."""
     try:
         for file in (folder / _AUTHORITY_KEY, *folder.glob(f"{_AUTHORITY_KEY}.*.partial")):
             if not file.exists():
                 continue
             if is_users:
-                say(f"notice: {file} signs certificates for whoever reads it; keep it elsewhere")
+                report(f"notice: {file} signs certificates for whoever reads it; keep it elsewhere")
                 continue
             file.unlink()
-            say(f"notice: {file} was deleted: no service needs it, and any could sign with it")
+            report(f"notice: {file} was deleted: no service needs it, and any could sign with it")
     except OSError as error:
         raise ConfigError(
             f"{folder / _AUTHORITY_KEY} cannot be deleted ({error}); no service may read it: "
@@ -130,15 +130,15 @@ def _make(folder: Path) -> None:
     write_certificates(folder, [], _DAYS, replace=True, with_authority_key=False)
 
 
-def _make_again(folder: Path, files: _Files, reason: str, say: Callable[[str], None]) -> None:
+def _make_again(folder: Path, files: _Files, reason: str, report: Callable[[str], None]) -> None:
     if _is_users(files):
-        say(
+        report(
             f"notice: {reason}; files in {folder} that are not all prepare's are not replaced: "
             "mend them, or delete the folder to have others made"
         )
         return
     _make(folder)
-    say(
+    report(
         f"notice: {reason}; certificates and tokens in {folder} were made again: start "
         f"services again that run, and give clients {_FOR_CLIENTS}"
     )

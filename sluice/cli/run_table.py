@@ -14,7 +14,7 @@ from sluice.client.run_monitor import ReplicaSnapshot, RunSnapshot
 from sluice.report.accounts_view import AccountView, account_views
 from sluice.report.run_record import AccuracyPoint
 
-_WORTH_TELLING_S = 5.0
+_MIN_REPORTED_S = 5.0
 _PAIRS_A_ROW = 3
 
 
@@ -29,7 +29,7 @@ def run_table(snapshot: RunSnapshot, accuracy: AccuracyPoint | None) -> Renderab
     parts += [
         Text(f"waiting for {a.peer}: {a.phase} ({a.seconds:.0f} s)", style="yellow")
         for a in snapshot.awaited
-        if a.seconds > _WORTH_TELLING_S
+        if a.seconds > _MIN_REPORTED_S
     ]
     return Group(*parts)
 

@@ -125,7 +125,7 @@ def _compare(found: Subject, output: _Output) -> None:
     else:
         print_comparison(output_console(), f"{found.name}: {_described(settings)}", compared)
     if output.plot is not None:
-        _tell(plot_comparison(output.plot, compared))
+        _notify(plot_comparison(output.plot, compared))
 
 
 def _sweep(found: Subject, output: _Output) -> None:
@@ -141,7 +141,7 @@ def _sweep(found: Subject, output: _Output) -> None:
         title = f"{found.name}, {settings.rules.strategy}: {_described(settings)}"
         print_sweep(output_console(), title, points)
     if output.plot is not None:
-        _tell(plot_sweep(output.plot, points))
+        _notify(plot_sweep(output.plot, points))
 
 
 def _twin(found: Subject, output: _Output) -> None:
@@ -157,7 +157,7 @@ def _twin(found: Subject, output: _Output) -> None:
         print_result(console, both.result, both.fill)
         print_twin(console, found.name, both)
     if output.plot is not None:
-        _tell(plot_result(output.plot, both.result, both.fill))
+        _notify(plot_result(output.plot, both.result, both.fill))
 
 
 def _check_rules_are_the_runs(of_run: SimulationSettings, given: SimulationSettings) -> None:
@@ -186,13 +186,13 @@ def _one(found: Subject, output: _Output) -> None:
     else:
         print_result(output_console(), result, fill)
     if output.plot is not None:
-        _tell(plot_result(output.plot, result, fill))
+        _notify(plot_result(output.plot, result, fill))
 
 
 def _described(settings: SimulationSettings) -> str:
     rules, fleet = settings.rules, settings.fleet
     ahead = f", {rules.ahead_share:g} of it ahead" if rules.num_ahead is not None else ""
-    if rules.withdraws:
+    if rules.preempts:
         ahead = " with as many groups as are expected to fill a batch"
     return (
         f"{rules.train_batch_size} groups of {rules.samples_per_group}, "
@@ -205,7 +205,7 @@ def _described(settings: SimulationSettings) -> str:
     )
 
 
-def _tell(files: tuple[Path, ...]) -> None:
+def _notify(files: tuple[Path, ...]) -> None:
     for file in files:
         typer.echo(f"wrote {file}", err=True)
 

@@ -79,9 +79,9 @@ def _image(file: Path, place: str, index: int, found: object) -> Image:
 
 
 def _made_id(file: Path, place: str, row: _Row) -> str:
-    said = msgspec.structs.asdict(row)
+    fields = msgspec.structs.asdict(row)
     if not row.images:  # as before rows could have any: the same file is the same prompts
-        del said["images"]
-    digest = hashlib.blake2b(msgspec.json.encode(said), digest_size=_DIGEST_BYTES).hexdigest()
+        del fields["images"]
+    digest = hashlib.blake2b(msgspec.json.encode(fields), digest_size=_DIGEST_BYTES).hexdigest()
     stem = "".join(c if c.isascii() and c.isprintable() else "_" for c in file.stem[:_STEM_LENGTH])
     return f"{stem}:{place.replace(' ', '-')}:{digest}"

@@ -80,7 +80,7 @@ Demanded = Annotated[
         show_default=False,
     ),
 ]
-RoomTimeout = Annotated[
+CapacityTimeout = Annotated[
     float, typer.Option(min=1.0, help="Seconds in which the Ray cluster has to have room.")
 ]
 
@@ -92,7 +92,7 @@ def up(
     on: On = Where.LOCAL,
     ray_address: RayAddress = "auto",
     resources: Demanded = None,
-    room_timeout: RoomTimeout = 300.0,
+    room_timeout: CapacityTimeout = 300.0,
 ) -> None:
     """Start all services of a run, here or on the nodes of a Ray cluster, and follow it to its end.
 

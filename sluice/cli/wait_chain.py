@@ -10,10 +10,10 @@ from sluice.client.wait_survey import ServiceWaits
 from sluice.concurrency.waits import Waiting
 
 FLEET = "rollout fleet"
-WORTH_TELLING_S = 1.0
+MIN_REPORTED_S = 1.0
 """Waits that are shorter are the ordinary course of a run."""
 
-_MOST_WAITERS_TOLD = 3
+_MAX_WAITERS_REPORTED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,8 @@ def _silence(
     known_s += [root.unheard_s] if root.unheard_s is not None else []
     lasting = f"has not answered for {max(known_s):.0f} s" if known_s else "does not answer"
     process = f" (its process {root.pid} is {root.process})" if root.process else ""
-    told = [_wait_in_words(service, wait) for service, wait in waits[:_MOST_WAITERS_TOLD]]
-    parts = [f"{root.name} {lasting}{process}", *told]
+    reported = [_wait_in_words(service, wait) for service, wait in waits[:_MAX_WAITERS_REPORTED]]
+    parts = [f"{root.name} {lasting}{process}", *reported]
     if others:
         parts.append(f"no answer either from {', '.join(other.name for other in others)}")
     return "; ".join(parts)
@@ -153,7 +153,7 @@ def _next(
     for."""
     for wait in sorted(by_name[name].waits, key=lambda wait: -wait.seconds):
         targets = [each for each in _targets(wait.peer, by_name) if each not in seen]
-        if targets and wait.seconds >= WORTH_TELLING_S:
+        if targets and wait.seconds >= MIN_REPORTED_S:
             own = {each: _count_for(each, by_name[name]) for each in targets}
             return max(targets, key=lambda each: (own[each], each)), wait
     return None
@@ -173,9 +173,9 @@ def _chain_in_words(
         key=lambda wait: wait.seconds,
         default=None,
     )
-    if root.still_s is not None and root.still_s >= WORTH_TELLING_S:
+    if root.still_s is not None and root.still_s >= MIN_REPORTED_S:
         end = f"got nothing done for {root.still_s:.0f} s"
-    elif own is not None and own.seconds >= WORTH_TELLING_S:
+    elif own is not None and own.seconds >= MIN_REPORTED_S:
         end = f"waits for {own.peer} ({own.phase}, {own.seconds:.0f} s)"
     else:
         end = "is at work"

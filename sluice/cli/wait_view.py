@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sluice.cli.wait_chain import WORTH_TELLING_S, Explanation
+from sluice.cli.wait_chain import MIN_REPORTED_S, Explanation
 from sluice.client.wait_survey import ServiceWaits
 from sluice.concurrency.waits import Waiting
 
@@ -40,15 +40,15 @@ def _rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:
         unheard = "" if service.unheard_s is None else f"{service.unheard_s:.0f} s"
         yield service.name, "-", f"{service.failure}{process}", unheard
         return
-    if service.still_s is not None and service.still_s >= WORTH_TELLING_S:
+    if service.still_s is not None and service.still_s >= MIN_REPORTED_S:
         yield service.name, "-", "no progress though there is work", f"{service.still_s:.0f} s"
-    told = [wait for wait in service.waits if wait.seconds >= WORTH_TELLING_S]
-    for wait in told[:_MOST_ROWS_A_SERVICE]:
+    reported = [wait for wait in service.waits if wait.seconds >= MIN_REPORTED_S]
+    for wait in reported[:_MOST_ROWS_A_SERVICE]:
         yield service.name, wait.peer, _phase(wait), f"{wait.seconds:.0f} s"
-    left_out = len(told) - _MOST_ROWS_A_SERVICE
+    left_out = len(reported) - _MOST_ROWS_A_SERVICE
     if left_out > 0:
         yield service.name, "...", f"{left_out} more; all of them with --json", ""
-    if not told:
+    if not reported:
         yield service.name, "-", "nobody for longer than a second", ""
 
 

@@ -45,7 +45,7 @@ class HeldPrompts:
         self._policy, self._clock = policy, clock
         self._gives_up = gives_up or policy.patience_s <= 0
         self._refusals: dict[str, PromptEvent] = {}
-        self._room, self._lucky_room = 0, 0
+        self._capacity, self._lucky_capacity = 0, 0
         self._sent_on_luck: set[str] = set()
         self._num_pauses, self._next_pause_ends_s = 0, 0.0
         self._full_since_s: float | None = None
@@ -77,7 +77,7 @@ class HeldPrompts:
         if prompt_id in self._sent_on_luck:
             self._sent_on_luck.discard(prompt_id)
             self._num_pauses = 0
-            self._lucky_room += _FOLLOW_A_LUCKY_ONE
+            self._lucky_capacity += _FOLLOW_A_LUCKY_ONE
 
     def drop(self, prompt_id: str) -> None:
         """A prompt is done with."""
@@ -88,7 +88,7 @@ class HeldPrompts:
         """A prompt ended: there is room for another."""
         self._full_since_s = None
         if self._refusals:
-            self._room += 1
+            self._capacity += 1
 
     def forget(self) -> None:
         """All are sent again, for another reason; whether there is room is not known."""
@@ -99,13 +99,13 @@ class HeldPrompts:
     def take_due(self) -> str | None:
         """The id of the prompt to send again by this time; it is held no longer."""
         if not self._refusals:
-            self._room, self._lucky_room = 0, 0
+            self._capacity, self._lucky_capacity = 0, 0
             return None
         now_s = self._clock()
-        if self._room > 0:
-            self._room -= 1
-        elif self._lucky_room > 0:
-            self._lucky_room -= 1
+        if self._capacity > 0:
+            self._capacity -= 1
+        elif self._lucky_capacity > 0:
+            self._lucky_capacity -= 1
             self._sent_on_luck.add(next(iter(self._refusals)))
         elif now_s >= self._next_pause_ends_s:
             self._num_pauses = min(self._num_pauses + 1, 32)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from sluice.client.policy_client import NewPrompt
 
 
-class PromptDraws(Protocol):
+class PromptReader(Protocol):
     """Gives one prompt after another."""
 
     def is_ready(self) -> bool:
@@ -24,7 +24,7 @@ class PromptDraws(Protocol):
         """No more are taken."""
 
 
-class DrawsHere:
+class InlinePromptReader:
     """Draws in the thread that takes: what the iterable waits for, the event loop waits for."""
 
     def __init__(self, prompts: Iterable[NewPrompt]) -> None:
@@ -42,12 +42,12 @@ class DrawsHere:
         """Nothing is open."""
 
 
-class _Drawn(NamedTuple):
+class _ReadPrompt(NamedTuple):
     prompt: NewPrompt | None
     failure: Exception | None = None
 
 
-class DrawsInThread:
+class ThreadedPromptReader:
     """Draws in a thread of its own, so that the iterable may wait, also for the event loop.
 
     One prompt is drawn at a time, when it is asked for. Nobody waits for the thread: a draw that
@@ -62,23 +62,23 @@ class DrawsInThread:
         self._prompts, self._on_ready = prompts, on_ready
         self._asks: SimpleQueue[bool] = SimpleQueue()
         self._has_started, self._is_asked = False, False
-        self._drawn: _Drawn | None = None
+        self._pending: _ReadPrompt | None = None
 
     def is_ready(self) -> bool:
         """Whether one has come; it is asked for if it was not yet."""
-        if self._drawn is None and not self._is_asked:
+        if self._pending is None and not self._is_asked:
             self._start()
             self._is_asked = True
             self._asks.put(True)
-        return self._drawn is not None
+        return self._pending is not None
 
     def take(self) -> NewPrompt | None:
         """The one that has come, after `is_ready`."""
-        assert self._drawn is not None
-        drawn, self._drawn = self._drawn, None
-        if drawn.failure is not None:
-            raise drawn.failure
-        return drawn.prompt
+        assert self._pending is not None
+        sampled, self._pending = self._pending, None
+        if sampled.failure is not None:
+            raise sampled.failure
+        return sampled.prompt
 
     def close(self) -> None:
         """The thread ends, at once or after the draw that it is in."""
@@ -90,31 +90,31 @@ class DrawsInThread:
         self._has_started = True
         loop = asyncio.get_running_loop()
         threading.Thread(
-            target=self._draw, args=(loop,), name="sluice prompts", daemon=True
+            target=self._read, args=(loop,), name="sluice prompts", daemon=True
         ).start()
 
-    def _draw(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         prompts: Iterator[NewPrompt] | None = None
         while self._asks.get():
             try:
                 prompts = iter(self._prompts) if prompts is None else prompts
-                drawn = _Drawn(next(prompts, None))
+                sampled = _ReadPrompt(next(prompts, None))
             except BaseException as error:  # noqa: BLE001 - it belongs to who waits
-                drawn = _Drawn(None, _told(error))
+                sampled = _ReadPrompt(None, _chained(error))
             try:
-                loop.call_soon_threadsafe(self._put, drawn)
+                loop.call_soon_threadsafe(self._put, sampled)
             except RuntimeError:  # the loop is closed: nobody waits any more
                 return
 
-    def _put(self, drawn: _Drawn) -> None:
-        self._drawn, self._is_asked = drawn, False
+    def _put(self, sampled: _ReadPrompt) -> None:
+        self._pending, self._is_asked = sampled, False
         self._on_ready()
 
 
-def _told(error: BaseException) -> Exception:
+def _chained(error: BaseException) -> Exception:
     """What ends a program must not end the event loop of those who wait."""
     if isinstance(error, Exception):
         return error
-    told = RuntimeError(f"the iterable of prompts raised {type(error).__name__}: {error}")
-    told.__cause__ = error
-    return told
+    reported = RuntimeError(f"the iterable of prompts raised {type(error).__name__}: {error}")
+    reported.__cause__ = error
+    return reported

@@ -17,7 +17,7 @@ from sluice.client.generation_types import check_traceparent
 from sluice.client.held_prompts import HeldPrompts
 from sluice.client.own_deadlines import own_deadline_is_failure
 from sluice.client.policy_client import NewPrompt, PromptEvent, prompt_event, prompt_to_proto
-from sluice.client.prompt_draws import DrawsHere, DrawsInThread, PromptDraws
+from sluice.client.prompt_draws import InlinePromptReader, PromptReader, ThreadedPromptReader
 from sluice.client.retries import Retries, RetryPolicy
 from sluice.client.service_channels import ServiceChannels
 from sluice.errors import PeerError, SluiceError
@@ -74,14 +74,16 @@ class OpenPrompts:
         in_thread: bool = False,
     ) -> None:
         self._changed = asyncio.Event()
-        self._draws: PromptDraws = (
-            DrawsInThread(prompts, self._changed.set) if in_thread else DrawsHere(prompts)
+        self._prompts: PromptReader = (
+            ThreadedPromptReader(prompts, self._changed.set)
+            if in_thread
+            else InlinePromptReader(prompts)
         )
         self._until_outcome, self._check_size = until_outcome, check_size
         self._open: dict[str, _Encoded] = {}
         self._image_bytes = 0
-        self._drawn: NewPrompt | None = None
-        self._drawing = asyncio.Lock()
+        self._pending: NewPrompt | None = None
+        self._reading = asyncio.Lock()
         self._accepted: set[str] = set()
         self._unanswered: set[str] = set()  # sent in this call, without a receipt
         self._held = HeldPrompts(policy, gives_up=not until_outcome)
@@ -90,7 +92,7 @@ class OpenPrompts:
 
     def close(self) -> None:
         """No more prompts are drawn."""
-        self._draws.close()
+        self._prompts.close()
 
     def are_done(self) -> bool:
         """Whether nothing is left to send or to wait for."""
@@ -142,16 +144,16 @@ class OpenPrompts:
 
     def _takes_more(self) -> bool:
         """Fresh ones would be refused, too, while others are held."""
-        has_room = len(self._open) < _WINDOW and self._image_bytes < _IMAGE_WINDOW_BYTES
-        return has_room and not self._is_exhausted and not self._held
+        has_capacity = len(self._open) < _WINDOW and self._image_bytes < _IMAGE_WINDOW_BYTES
+        return has_capacity and not self._is_exhausted and not self._held
 
     def _has_fresh(self) -> bool:
-        return self._drawn is not None or self._draws.is_ready()
+        return self._pending is not None or self._prompts.is_ready()
 
     async def _fresh_one(self, call: int) -> reward_pb2.SubmitPromptsRequest | None:
         """The next fresh prompt as it is sent; ``None`` where there is none, which ends the input,
         and for a call that is not the latest."""
-        async with self._drawing:
+        async with self._reading:
             if call != self._num_calls:
                 return None
             try:
@@ -163,7 +165,7 @@ class OpenPrompts:
                 return None
             if call != self._num_calls:
                 return None  # the latest call draws it
-            prompt_id, self._drawn = encoded.request.prompt_id[:_ECHOED_CHARACTERS], None
+            prompt_id, self._pending = encoded.request.prompt_id[:_ECHOED_CHARACTERS], None
             if prompt_id not in self._open:
                 self._open[prompt_id] = encoded
                 self._image_bytes += encoded.image_bytes
@@ -172,9 +174,9 @@ class OpenPrompts:
 
     async def _encoded_next(self) -> _Encoded | None:
         """Files are read once, beside the event loop: what is sent again is what was sent."""
-        if self._drawn is None:
-            self._drawn = self._draws.take()
-        prompt = self._drawn
+        if self._pending is None:
+            self._pending = self._prompts.take()
+        prompt = self._pending
         if prompt is None:
             return None
         found = await asyncio.to_thread(_encode, prompt) if prompt.images else _encode(prompt)

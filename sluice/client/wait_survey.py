@@ -128,11 +128,11 @@ def _replicas(
     }
     for answer in answers:
         if isinstance(answer, _Answer):
-            for name, told in answer.replicas.items():
+            for name, reported in answer.replicas.items():
                 earlier = known.get(name)
                 # Only the trainer knows when it heard of a replica; it comes first.
-                unheard_s = told.unheard_s if earlier is None else earlier.unheard_s
-                known[name] = replace(told, unheard_s=told.unheard_s or unheard_s)
+                unheard_s = reported.unheard_s if earlier is None else earlier.unheard_s
+                known[name] = replace(reported, unheard_s=reported.unheard_s or unheard_s)
     return dict(sorted(known.items()))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sluice.api.common.v1 import common_pb2 as common
-from sluice.concurrency.waits import WAITS, Waiting, told_together
+from sluice.concurrency.waits import WAITS, Waiting, merged_waits
 from sluice.concurrency.watchdog import still_seconds
 
 _MOST_WAITS = 64
@@ -26,7 +26,7 @@ class WaitReport:
 
 def present_waits_to_proto(further: Iterable[Waiting] = ()) -> common.WaitReport:
     """This process's waits, and `further` ones that only its service knows."""
-    waits = told_together((*further, *WAITS.snapshot()), _MOST_WAITS)
+    waits = merged_waits((*further, *WAITS.snapshot()), _MOST_WAITS)
     return common.WaitReport(
         waits=[
             common.Wait(

@@ -13,7 +13,7 @@ _MOST_LOOKS_MISSED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class WorkState:
     """The state of a process's work.
 
     Attributes:
@@ -49,16 +49,16 @@ class StallJudge:
 
     def __init__(self, stall_s: float | None, give_up_s: float | None, interval_s: float) -> None:
         self._stall_s, self._give_up_s, self._interval_s = stall_s, give_up_s, interval_s
-        self._beat: tuple[int, Sighting] | None = None
-        self._seen: tuple[int, Sighting] | None = None
+        self._beat: tuple[int, WorkState] | None = None
+        self._seen: tuple[int, WorkState] | None = None
         self._looked_s: float | None = None
         # Seconds that count, in sum; and where they stood when something moved, or a beat came.
         self._lived_s = self._moved_at_s = self._beaten_at_s = 0.0
-        self._is_told = False
+        self._is_reported = False
 
-    def beat(self, sighting: Sighting) -> None:
+    def beat(self, work_state: WorkState) -> None:
         """The event loop runs and finds this."""
-        self._beat = (0 if self._beat is None else self._beat[0] + 1, sighting)
+        self._beat = (0 if self._beat is None else self._beat[0] + 1, work_state)
 
     def look(self, now_s: float) -> Verdict:
         """Judges; `STALLED` once in each stall."""
@@ -69,7 +69,7 @@ class StallJudge:
         if seen is None or beat[0] != seen[0]:
             self._seen, self._beaten_at_s = beat, self._lived_s
             if seen is None or not beat[1].has_work or beat[1].progress != seen[1].progress:
-                self._moved_at_s, self._is_told = self._lived_s, False
+                self._moved_at_s, self._is_reported = self._lived_s, False
         return self._judge()
 
     @property
@@ -103,7 +103,7 @@ class StallJudge:
             self._give_up_s, patience_s + (self._stall_s or 0.0) if patience_s else 0.0
         ):
             return Verdict.HOPELESS
-        if self._stall_s is not None and self.still_s >= self._stall_s and not self._is_told:
-            self._is_told = True
+        if self._stall_s is not None and self.still_s >= self._stall_s and not self._is_reported:
+            self._is_reported = True
             return Verdict.STALLED
         return Verdict.FINE

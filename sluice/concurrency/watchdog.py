@@ -25,7 +25,7 @@ from pathlib import Path
 from sluice.concurrency.cpu_deadline import CpuDeadline
 from sluice.concurrency.process_mark import marked_process
 from sluice.concurrency.stacks import write_stacks
-from sluice.concurrency.stall import Sighting, StallJudge, Verdict
+from sluice.concurrency.stall import StallJudge, Verdict, WorkState
 from sluice.concurrency.waits import WAITS, Waiting
 from sluice.config.service import ServiceConfig
 from sluice.errors import SluiceError
@@ -59,7 +59,7 @@ class Watchdog:
     def __init__(
         self,
         judge: StallJudge,
-        sight: Callable[[], Sighting],
+        work_state: Callable[[], WorkState],
         *,
         waits: Waits = WAITS.snapshot,
         stacks_file: Path | None = None,
@@ -67,7 +67,7 @@ class Watchdog:
         end: Callable[[int], object] = os._exit,
         cpu_deadline: CpuDeadline | None = None,
     ) -> None:
-        self._judge, self._sight, self._waits = judge, sight, waits
+        self._judge, self._work_state, self._waits = judge, work_state, waits
         self._stacks_file, self._interval_s, self._end = stacks_file, interval_s, end
         self._cpu_deadline = cpu_deadline
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -102,7 +102,7 @@ class Watchdog:
         assert self._loop is not None
         self._next = self._loop.call_later(self._interval_s, self._beat)
         with suppress(SluiceError):
-            self._judge.beat(self._sight())
+            self._judge.beat(self._work_state())
 
     def _watch(self) -> None:
         while not self._over.wait(self._interval_s):
@@ -163,7 +163,7 @@ def still_seconds() -> float | None:
 def watched_service(
     name: str,
     service: ServiceConfig,
-    sight: Callable[[], Sighting],
+    work_state: Callable[[], WorkState],
     *,
     address: str = "",
     waits: Waits = WAITS.snapshot,
@@ -185,7 +185,7 @@ def watched_service(
     give_up_s = limits.give_up_s
     watchdog = Watchdog(
         judge,
-        sight,
+        work_state,
         waits=waits,
         stacks_file=stacks_file,
         interval_s=interval_s,

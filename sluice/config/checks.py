@@ -130,10 +130,10 @@ def _group_size(config: RunConfig) -> Iterator[str]:
     for key, value in _group_sizes(config):
         if value > most:
             yield f"{key} = {value} is more than sluice.rollout.max_n = {most}; raise max_n"
-    yield from group_room_problems(config)
+    yield from group_capacity_problems(config)
 
 
-def group_room_problems(config: RunConfig) -> Iterator[str]:
+def group_capacity_problems(config: RunConfig) -> Iterator[str]:
     """Groups that a replica with this configuration refuses even when it is idle.
 
     A replica asks, too: it may be started with other settings than the run.

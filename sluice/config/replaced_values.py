@@ -32,13 +32,13 @@ def replaced_values(path: Path | None, overrides: Sequence[str]) -> list[str]:
     apply_overrides(tree, expand_overrides(overrides), defaults())
     after = dict(tree.leaves())
     return [
-        f"{'.'.join(key)}={shown(value)} of {path} is not heeded: the command {_says(now)}"
+        f"{'.'.join(key)}={shown(value)} of {path} is not heeded: the command {_described(now)}"
         for key, value in before.items()
         if (now := after.get(key, ABSENT)) != value
     ]
 
 
-def _says(value: object) -> str:
+def _described(value: object) -> str:
     return "removes it" if value is ABSENT else f"says {shown(value)}"
 
 

@@ -36,7 +36,7 @@ class ReadingThread:
         """The answer, after all that was asked before."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, question)
 
-    async def go_on(self) -> None:
+    async def resume_reading(self) -> None:
         """Reads a piece; what goes wrong is told once, and tried again the next time."""
         self.is_behind = await self.ask(self._piece)
 

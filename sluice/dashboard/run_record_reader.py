@@ -71,7 +71,7 @@ class RunRecordReader:
     async def _follow(self, reading: ReadingThread) -> None:
         while True:
             if self._clock() - self._asked_s < LOOKED_AT_S:
-                await reading.go_on()
+                await reading.resume_reading()
             await asyncio.sleep(0 if reading.is_behind else LOOK_EVERY_S)
 
     async def overview(self, live: LiveAnswer | None) -> dict[str, Any]:

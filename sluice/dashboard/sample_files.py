@@ -143,8 +143,8 @@ class SampleFiles:
         while has_more:
             taken = known.tail.take()
             has_more = taken.has_more
-            if taken.is_anew or taken.lines:
-                yield FileNews(known.number, kind, taken.is_anew, taken.lines)
+            if taken.is_reset or taken.lines:
+                yield FileNews(known.number, kind, taken.is_reset, taken.lines)
         known.stamp = stamp
         yield FileNews(known.number, kind, is_whole=True)
 

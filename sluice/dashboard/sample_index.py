@@ -27,7 +27,7 @@ _ROW = np.dtype(
         ("score", "f4"),
     ]
 )
-_FIRST_ROOM = 1024
+_FIRST_CAPACITY = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class SampleIndex:
 
     def __init__(self, most_groups: int = MOST_GROUPS) -> None:
         self._most_groups = most_groups
-        self._rows = np.zeros(_FIRST_ROOM, dtype=_ROW)
+        self._rows = np.zeros(_FIRST_CAPACITY, dtype=_ROW)
         self._size = 0
         self._next_ordinal = 0
 
@@ -164,8 +164,8 @@ class SampleIndex:
     def _keep(self, keep: npt.NDArray[np.bool_]) -> None:
         left = self._rows[: self._size][keep]
         self._size = left.size
-        room = max(_FIRST_ROOM, 1 << math.ceil(math.log2(max(left.size, 1) + 1)))
-        self._rows = np.zeros(room, dtype=_ROW)
+        capacity = max(_FIRST_CAPACITY, 1 << math.ceil(math.log2(max(left.size, 1) + 1)))
+        self._rows = np.zeros(capacity, dtype=_ROW)
         self._rows[: left.size] = left
 
 

@@ -49,7 +49,7 @@ class StalenessCounts:
             OSError: the file cannot be read.
         """
         taken = self._tail.take()
-        if taken.is_anew:
+        if taken.is_reset:
             self._counts.clear()
             self._num_undecoded = 0
         for line in taken.lines:

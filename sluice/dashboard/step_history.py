@@ -67,7 +67,7 @@ class StepHistory:
             OSError: the file cannot be read.
         """
         taken = self._tail.take()
-        if taken.is_anew:
+        if taken.is_reset:
             self._clear()
         for line in taken.lines:
             self._note(line.text)
@@ -119,9 +119,9 @@ class StepHistory:
             else:
                 column.insert(place, number)
         self.newest = row
-        books = {
+        accounting = {
             name.removeprefix(_ACCOUNTS): value
             for name, value in row.items()
             if name.startswith(_ACCOUNTS) and value is not None
         }
-        self.accounts = books or self.accounts
+        self.accounts = accounting or self.accounts

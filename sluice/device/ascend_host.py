@@ -123,10 +123,10 @@ def check_host(demand: AscendDemand, environment: Mapping[str, str]) -> None:
     Raises:
         ConfigError: what is.
     """
-    _tell(ascend_findings(ascend_host(environment), demand))
+    _notify(ascend_findings(ascend_host(environment), demand))
 
 
-def _tell(found: Iterable[Finding]) -> None:
+def _notify(found: Iterable[Finding]) -> None:
     findings = tuple(found)
     for finding in findings:
         if not finding.is_fatal:

@@ -28,9 +28,9 @@ def check_configuration(examined: Examined) -> Iterator[Finding]:
 
 def configuration_findings(sentences: list[str]) -> Iterator[Finding]:
     """One for each rule that is broken."""
-    told = [text for text in sentences if not text.startswith(_ELSEWHERE)]
-    for text in told:
+    reported = [text for text in sentences if not text.startswith(_ELSEWHERE)]
+    for text in reported:
         what, _, remedy = text.rpartition("; ")
         yield problem(what or text, "the run refuses to start", remedy if what else "correct it")
-    if not told:
+    if not reported:
         yield fine("no rule is broken")

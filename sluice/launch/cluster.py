@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sluice.errors import PeerError
-from sluice.launch.placement import NodeRoom, PlacementPlan, Resources
+from sluice.launch.placement import NodeCapacity, PlacementPlan, Resources
 
 
-class HostGoneError(PeerError):
+class HostLostError(PeerError):
     """A host will not come back; asking again cannot succeed."""
 
 
@@ -33,7 +33,7 @@ class HostCalls(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Placement:
     """Where one process of a run is: its group, which gives back its resources as a whole."""
 
     name: str
@@ -48,11 +48,11 @@ class Cluster(Protocol):
         """Of all live nodes together."""
         ...
 
-    def nodes(self) -> Sequence[NodeRoom]:
+    def nodes(self) -> Sequence[NodeCapacity]:
         """The live nodes."""
         ...
 
-    def reserve(self, plan: PlacementPlan, /) -> Sequence[Seat]:
+    def reserve(self, plan: PlacementPlan, /) -> Sequence[Placement]:
         """Asks for a group's resources and for a host for each member; they come when they can."""
         ...
 

@@ -31,7 +31,7 @@ class LauncherAddress:
         return Credentials(tokens=GivenToken(self.secret, LAUNCHER_NAME))
 
 
-def drawn_secret() -> str:
+def new_secret() -> str:
     """A secret for one launcher."""
     return secrets.token_urlsafe(_SECRET_BYTES)
 

@@ -21,7 +21,7 @@ from sluice.concurrency.deadline import deadline
 from sluice.config.dump import dump_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError, PeerDefectError, PeerError
-from sluice.launch.cluster import Cluster, HostGoneError, Seat
+from sluice.launch.cluster import Cluster, HostLostError, Placement
 from sluice.launch.network_layout import Kind
 from sluice.launch.node_facts import NodeFacts, ServicePlan, facts_from_json, spec_on
 from sluice.launch.placement import PlacementPlan, shortage
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S, _LOOK_AGAIN_S, _REMIND_S = 0.5, 10.0, 30.0
 # Of a host: asking it again does not help.
-_UNFIT = (HostGoneError, PeerDefectError)
+_UNFIT = (HostLostError, PeerDefectError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class PlacedServices:
         self, cluster: Cluster, plan_of: Callable[[str], PlacementPlan], patience_s: float
     ) -> None:
         self._cluster, self._plan_of, self._patience_s = cluster, plan_of, patience_s
-        self._seats: dict[str, Seat] = {}
+        self._placements: dict[str, Placement] = {}
         self._addresses: dict[str, str] = {}
         self._shared: SharedConfig | None = None
 
@@ -107,7 +107,7 @@ class PlacedServices:
             ConfigError: its host cannot be started there.
             DeadlineError: it does not answer.
         """
-        seat = self._seats[name]
+        placed = self._placements[name]
         async with deadline(
             self._patience_s,
             peer=f"host of {name}",
@@ -116,7 +116,7 @@ class PlacedServices:
         ):
             while True:
                 try:
-                    address, host_name, ports = await seat.host.call("place", num_ports)
+                    address, host_name, ports = await placed.host.call("place", num_ports)
                 except _UNFIT as error:
                     raise ConfigError(f"{error}; is sluice installed there?") from error
                 except PeerError:
@@ -133,13 +133,13 @@ class PlacedServices:
         """
         self._shared = shared
         lacking: list[str] = []
-        for name, seat in self._seats.items():
+        for name, placed in self._placements.items():
             async with deadline(self._patience_s, peer=f"host of {name}", phase="looking around"):
                 try:
-                    facts = await self._look(seat)
+                    facts = await self._look(placed)
                 except _UNFIT as error:
                     raise ConfigError(str(error)) from error
-            if seat.plan.kind != "rollout":
+            if placed.plan.kind != "rollout":
                 self._addresses[name] = facts.address
             lacking += [f"\n  {facts.address} ({name}): {one}" for one in facts.problems]
         if lacking:
@@ -154,11 +154,11 @@ class PlacedServices:
             ConfigError: it can never be started so.
         """
         while True:
-            seat = self._seats.get(spec.name) or self._reserve(self._plan_of(spec.name))[0]
+            placed = self._placements.get(spec.name) or self._reserve(self._plan_of(spec.name))[0]
             try:
-                return await self._start_on(seat, spec)
+                return await self._start_on(placed, spec)
             except _UNFIT as error:
-                if seat.plan.kind != "rollout":
+                if placed.plan.kind != "rollout":
                     raise ConfigError(str(error)) from error
                 logger.warning(
                     "%s; %s is placed anew in %g s, the others go on",
@@ -171,32 +171,32 @@ class PlacedServices:
 
     def release(self, name: str) -> None:
         """Gives a service's resources back; its group's other members are released with it."""
-        seat = self._seats.pop(name, None)
-        if seat is not None and not any(
-            other.plan.name == seat.plan.name for other in self._seats.values()
+        placed = self._placements.pop(name, None)
+        if placed is not None and not any(
+            other.plan.name == placed.plan.name for other in self._placements.values()
         ):
-            self._cluster.give_back(seat.plan)
+            self._cluster.give_back(placed.plan)
 
     def close(self) -> None:
         """Gives everything back."""
-        for name in list(self._seats):
+        for name in list(self._placements):
             self.release(name)
 
-    def _reserve(self, plan: PlacementPlan) -> Sequence[Seat]:
-        seats = self._cluster.reserve(plan)
-        self._seats |= {seat.name: seat for seat in seats}
-        return seats
+    def _reserve(self, plan: PlacementPlan) -> Sequence[Placement]:
+        placements = self._cluster.reserve(plan)
+        self._placements |= {placed.name: placed for placed in placements}
+        return placements
 
-    async def _start_on(self, seat: Seat, spec: ServiceSpec) -> RemoteChild:
+    async def _start_on(self, placed: Placement, spec: ServiceSpec) -> RemoteChild:
         """Starts a process on a node, once that is ready for it."""
         assert self._shared is not None, "prepare comes first"
         while True:
-            facts = await self._ready(seat)
+            facts = await self._ready(placed)
             self._refuse_move(spec.name, facts)
-            own = spec_on(spec, seat.plan.kind, self._shared.config, facts)
+            own = spec_on(spec, placed.plan.kind, self._shared.config, facts)
             variables = {**self._shared.variables, **own.environment}
             try:
-                pid, problem = await seat.host.call(
+                pid, problem = await placed.host.call(
                     "start", spec.name, list(own.command), variables
                 )
             except _UNFIT:
@@ -207,37 +207,37 @@ class PlacedServices:
                 continue
             if problem:
                 raise PeerDefectError(facts.address, f"starting {spec.name}", problem)
-            return RemoteChild(spec.name, pid, seat.host)
+            return RemoteChild(spec.name, pid, placed.host)
 
-    async def _ready(self, seat: Seat) -> NodeFacts:
+    async def _ready(self, placed: Placement) -> NodeFacts:
         """A node that has all that the service needs, as soon as there is one."""
         while True:
-            while not await self._cluster.is_reserved(seat.plan, _REMIND_S):
-                missing = shortage(seat.plan, self._cluster.nodes())
-                logger.warning("%s waits for room: %s", seat.name, missing)
+            while not await self._cluster.is_reserved(placed.plan, _REMIND_S):
+                missing = shortage(placed.plan, self._cluster.nodes())
+                logger.warning("%s waits for room: %s", placed.name, missing)
             try:
                 async with asyncio.timeout(self._patience_s):
-                    facts = await self._look(seat)
+                    facts = await self._look(placed)
             except TimeoutError:
-                logger.warning("%s: its host does not answer", seat.name)
+                logger.warning("%s: its host does not answer", placed.name)
                 continue
             if not facts.problems:
                 return facts
             for problem in facts.problems:
-                logger.warning("%s cannot run on %s: %s", seat.name, facts.address, problem)
+                logger.warning("%s cannot run on %s: %s", placed.name, facts.address, problem)
             await asyncio.sleep(_LOOK_AGAIN_S)
 
-    async def _look(self, seat: Seat) -> NodeFacts:
+    async def _look(self, placed: Placement) -> NodeFacts:
         """What the host finds, once it is there.
 
         Raises:
             HostGoneError, PeerDefectError: it never will.
         """
         assert self._shared is not None
-        plan = self._shared.plan(seat.plan.kind).as_json()
+        plan = self._shared.plan(placed.plan.kind).as_json()
         while True:
             try:
-                return facts_from_json(await seat.host.call("look", plan))
+                return facts_from_json(await placed.host.call("look", plan))
             except _UNFIT:
                 raise
             except PeerError:  # it is being started

@@ -59,7 +59,7 @@ class PlacementPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeRoom:
+class NodeCapacity:
     """A live node: its address, and how much of each resource it has, and has free."""
 
     address: str
@@ -153,23 +153,23 @@ def parse_demands(given: Iterable[str]) -> dict[Kind, dict[str, float]]:
     return found
 
 
-def shortage(plan: PlacementPlan, nodes: Sequence[NodeRoom]) -> str:
+def shortage(plan: PlacementPlan, nodes: Sequence[NodeCapacity]) -> str:
     """Which resource a group that finds no room lacks, and on which node."""
     wanted = max(plan.bundles, key=lambda bundle: sum(bundle.values()))
     apart = len(plan.bundles) if plan.strategy == "STRICT_SPREAD" else 1
-    rooms = [_missing(wanted, node) for node in nodes]
-    fitting = sum(not missing for missing in rooms)
+    node_capacities = [_missing(wanted, node) for node in nodes]
+    fitting = sum(not missing for missing in node_capacities)
     one = _as_text(wanted)
     lines = [
         f"\n  {node.address}: {missing or 'has room'}"
-        for node, missing in zip(nodes, rooms, strict=True)
+        for node, missing in zip(nodes, node_capacities, strict=True)
     ]
     where = "a node" if apart == 1 else f"each of {apart} nodes"
     found = f"{fitting} of {len(nodes)} nodes {'has' if fitting == 1 else 'have'} room"
     return f"{plan.name} takes {one} on {where}, and {found}:{''.join(lines)}"
 
 
-def _missing(wanted: Resources, node: NodeRoom) -> str:
+def _missing(wanted: Resources, node: NodeCapacity) -> str:
     return "; ".join(
         f"{name}: {amount:g} wanted, {node.free.get(name, 0.0):g} free of "
         f"{node.total.get(name, 0.0):g}"

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from sluice.errors import ConfigError, PeerDefectError, PeerError
-from sluice.launch.cluster import HostGoneError, Seat
-from sluice.launch.placement import CPU, GPU, MEMORY, Member, NodeRoom, PlacementPlan, Resources
+from sluice.launch.cluster import HostLostError, Placement
+from sluice.launch.placement import CPU, GPU, MEMORY, Member, NodeCapacity, PlacementPlan, Resources
 from sluice.launch.service_host import ServiceHost
 
 _SLICE_S = 1.0
@@ -59,12 +59,12 @@ class RayHost:
             raise PeerError(peer, phase, _first_line(error)) from error
         except exceptions.RayActorError as error:
             if self._is_dead():
-                raise HostGoneError(peer, phase, _told(error)) from error
+                raise HostLostError(peer, phase, _error_text(error)) from error
             raise PeerError(peer, phase, _first_line(error)) from error
         except exceptions.RayTaskError as error:
-            raise PeerDefectError(peer, phase, _told(error)) from error
+            raise PeerDefectError(peer, phase, _error_text(error)) from error
         except exceptions.RayError as error:
-            raise HostGoneError(peer, phase, str(error)) from error
+            raise HostLostError(peer, phase, str(error)) from error
 
     def send(self, method: str, /, *arguments: object) -> None:
         """Calls a method and looks no further."""
@@ -92,22 +92,22 @@ class RayCluster:
 
         return {str(name): float(amount) for name, amount in ray.cluster_resources().items()}
 
-    def nodes(self) -> Sequence[NodeRoom]:
+    def nodes(self) -> Sequence[NodeCapacity]:
         """The live nodes, by address."""
         import ray
         from ray._private.state import available_resources_per_node
 
         free = available_resources_per_node()
-        rooms = [
-            NodeRoom(
+        node_capacities = [
+            NodeCapacity(
                 str(node["NodeManagerAddress"]), node["Resources"], free.get(node["NodeID"], {})
             )
             for node in ray.nodes()
             if node["Alive"]
         ]
-        return sorted(rooms, key=lambda room: room.address)
+        return sorted(node_capacities, key=lambda capacity: capacity.address)
 
-    def reserve(self, plan: PlacementPlan) -> Sequence[Seat]:
+    def reserve(self, plan: PlacementPlan) -> Sequence[Placement]:
         """A placement group, and an actor in it for each member."""
         from ray.util import placement_group
 
@@ -120,7 +120,8 @@ class RayCluster:
         hosts = [RayHost(member.name, self._actor(group, member)) for member in plan.members]
         self._hosts[plan.name] = hosts
         return [
-            Seat(member.name, plan, host) for member, host in zip(plan.members, hosts, strict=True)
+            Placement(member.name, plan, host)
+            for member, host in zip(plan.members, hosts, strict=True)
         ]
 
     async def is_reserved(self, plan: PlacementPlan, seconds: float) -> bool:
@@ -201,7 +202,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """What Ray says of an actor's death, without the actor's particulars between."""
     lines = str(error).strip().splitlines()
     return " ".join(dict.fromkeys((lines[0], lines[-1])))

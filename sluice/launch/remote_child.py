@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 from sluice.errors import PeerError
 from sluice.launch.child_process import KILLED_S, seconds_left
-from sluice.launch.cluster import HostCalls, HostGoneError
+from sluice.launch.cluster import HostCalls, HostLostError
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class RemoteChild:
         while True:
             try:
                 lines, is_over = await self._host.call("lines", self._pid)
-            except HostGoneError:
+            except HostLostError:
                 return
             except PeerError:
                 if self.has_ended:
@@ -112,7 +112,7 @@ class RemoteChild:
             asked_s = time.monotonic()
             try:
                 return int(await self._host.call("ended", self._pid))
-            except HostGoneError as error:
+            except HostLostError as error:
                 logger.warning("%s", error)
                 return -signal.SIGKILL
             except PeerError as error:

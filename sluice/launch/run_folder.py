@@ -11,7 +11,7 @@ MARKER = ".sluice-run"
 _TEXT = "Made by sluice, which replaces the results in this folder when it runs here again.\n"
 
 
-def claim_folder(folder: Path) -> None:
+def mark_run_folder(folder: Path) -> None:
     """Makes `folder` one that may be cleared: a missing or empty one, or one claimed before.
 
     Raises:

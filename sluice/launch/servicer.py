@@ -14,7 +14,7 @@ from sluice.api.launch.v1 import launch_pb2_grpc
 from sluice.launch.launcher_address import (
     LAUNCHER_NAME,
     LauncherAddress,
-    drawn_secret,
+    new_secret,
     write_launcher,
 )
 from sluice.launch.replica_scale import Processes, ReplicaScale
@@ -81,7 +81,7 @@ async def launch_service(
         processes: of the run.
         scale: changes the number of replicas.
     """
-    secret = drawn_secret()
+    secret = new_secret()
     servicer = LaunchServicer(processes, scale)
     server = RpcServer(
         [lambda server: launch_pb2_grpc.add_LaunchServiceServicer_to_server(servicer, server)],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sluice.openai_front.asked import Asked
-from sluice.openai_front.choices import ChoiceEnded, ChoiceGrew, DrawnToken, Piece, PromptTaken
+from sluice.openai_front.asked import ParsedRequest
+from sluice.openai_front.choices import ChoiceEnded, ChoiceGrew, Piece, PromptAccepted, SampledToken
 
 JsonObject = dict[str, object]
 
@@ -14,7 +14,7 @@ JsonObject = dict[str, object]
 class _Choice:
     text: str = ""
     num_tokens: int = 0
-    tokens: list[DrawnToken] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
     reason: str | None = None
 
 
@@ -27,7 +27,7 @@ class Answer:
         created_s: seconds since 1970.
     """
 
-    def __init__(self, asked: Asked, answer_id: str, created_s: int) -> None:
+    def __init__(self, asked: ParsedRequest, answer_id: str, created_s: int) -> None:
         self._asked, self._id, self._created_s = asked, answer_id, created_s
         self._choices = [_Choice() for _ in range(asked.num_choices)]
         self._prompt_tokens: dict[int, int] = {}  # by prompt
@@ -36,7 +36,7 @@ class Answer:
     def take(self, piece: Piece) -> None:
         """Takes a piece on."""
         match piece:
-            case PromptTaken():
+            case PromptAccepted():
                 self._prompt_tokens[piece.prompt_index] = piece.num_tokens
                 self._version = piece.version if self._version is None else self._version
             case ChoiceGrew():
@@ -129,15 +129,15 @@ class Answer:
         }
 
     def _usage(self) -> JsonObject:
-        drawn = sum(choice.num_tokens for choice in self._choices)
+        sampled = sum(choice.num_tokens for choice in self._choices)
         read = sum(self._prompt_tokens.values())
         return {
             "prompt_tokens": read,
-            "completion_tokens": drawn,
-            "total_tokens": read + drawn,
+            "completion_tokens": sampled,
+            "total_tokens": read + sampled,
         }
 
-    def _logprobs(self, tokens: list[DrawnToken], offset: int) -> JsonObject | None:
+    def _logprobs(self, tokens: list[SampledToken], offset: int) -> JsonObject | None:
         if not self._asked.logprobs:
             return None
         if self._asked.kind == "chat":
@@ -154,7 +154,7 @@ class Answer:
         }
 
 
-def _chat_logprob(token: DrawnToken) -> JsonObject:
+def _chat_logprob(token: SampledToken) -> JsonObject:
     return {
         "token": token.text,
         "logprob": token.logprob,

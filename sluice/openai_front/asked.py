@@ -95,7 +95,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedRequest:
     """A request in our terms. Choice *i* of prompt *p* is sample ``p n + i`` of the request."""
 
     kind: Literal["chat", "completion"]
@@ -129,7 +129,7 @@ def decode(body: bytes, kind: type[RequestT]) -> RequestT:
     return request
 
 
-def asked_of_chat(request: ChatRequest, bounds: Bounds) -> Asked:
+def parse_chat(request: ChatRequest, bounds: Bounds) -> ParsedRequest:
     """Checks a chat request. Raises RefusedError, which names the field."""
     if not request.messages:
         raise RefusedError("messages: empty; send at least one turn", "messages")
@@ -139,7 +139,7 @@ def asked_of_chat(request: ChatRequest, bounds: Bounds) -> Asked:
     return _asked(request, "chat", (turns,), longest or 0, bounds, logprobs=bool(request.logprobs))
 
 
-def asked_of_completion(request: CompletionRequest, bounds: Bounds) -> Asked:
+def parse_completion(request: CompletionRequest, bounds: Bounds) -> ParsedRequest:
     """Checks a completion request. Raises RefusedError, which names the field."""
     if (request.logprobs or 0) > 1:
         raise RefusedError(
@@ -160,7 +160,7 @@ def _asked(
     bounds: Bounds,
     *,
     logprobs: bool,
-) -> Asked:
+) -> ParsedRequest:
     if (request.best_of or request.n or 1) != (request.n or 1):
         raise RefusedError(
             f"best_of: {request.best_of}, and n is {request.n or 1}; send the same as n, or "
@@ -169,7 +169,7 @@ def _asked(
         )
     options = _options(request, len(prompts), max_tokens, bounds)
     with_usage = request.stream_options is not None and request.stream_options.include_usage
-    return Asked(
+    return ParsedRequest(
         kind=kind,
         model=request.model,
         prompts=prompts,

@@ -56,7 +56,7 @@ class Callers:
         return f"key {digest.hexdigest()}"
 
     @contextmanager
-    def drawing(self, name: str, num_choices: int) -> Iterator[None]:
+    def generating(self, name: str, num_choices: int) -> Iterator[None]:
         """Counts choices as drawn for a caller for the length of the block.
 
         Raises:

@@ -15,7 +15,7 @@ from sluice.client.generation_types import (
     SampleDelta,
     SampleFinished,
 )
-from sluice.openai_front.asked import Asked
+from sluice.openai_front.asked import ParsedRequest
 from sluice.types import Rollout
 
 # What a run takes unless it lowers `sluice.rollout.max_n`.
@@ -23,7 +23,7 @@ _MOST_A_CALL = 256
 
 
 @dataclass(frozen=True, slots=True)
-class PromptTaken:
+class PromptAccepted:
     """A replica took a prompt of so many tokens; `version` starts to generate."""
 
     prompt_index: int
@@ -32,7 +32,7 @@ class PromptTaken:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnToken:
+class SampledToken:
     """A token; `text` is what became certain with it.
 
     So nothing in the middle of a character, or while a stop string may have begun.
@@ -53,7 +53,7 @@ class ChoiceGrew:
     index: int
     text: str
     num_tokens: int
-    tokens: tuple[DrawnToken, ...] = ()
+    tokens: tuple[SampledToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ class ChoiceEnded:
     reason: str
 
 
-Piece = PromptTaken | ChoiceGrew | ChoiceEnded
+Piece = PromptAccepted | ChoiceGrew | ChoiceEnded
 Sink = Callable[[Piece], Awaitable[None]]
 
 
-async def draw_choices(client: AsyncClient, asked: Asked, sink: Sink) -> None:
+async def generate_choices(client: AsyncClient, asked: ParsedRequest, sink: Sink) -> None:
     """Draws all choices; each piece is given to `sink`, those of one choice in order.
 
     Samples of a prompt are drawn under their places in the answer, as many in one call as a run
@@ -89,16 +89,16 @@ async def draw_choices(client: AsyncClient, asked: Asked, sink: Sink) -> None:
                     first_sample=place * n + start,
                     token_budget=budget // n * size,
                 )
-                draw = _Draw(place, asked, sink).run(client, prompt, options)
+                draw = _PromptChoices(place, asked, sink).run(client, prompt, options)
                 tasks.create_task(draw, name=f"prompt {place}")
 
 
-class _Draw:
+class _PromptChoices:
     """One call: samples of one prompt."""
 
-    def __init__(self, prompt_index: int, asked: Asked, sink: Sink) -> None:
+    def __init__(self, prompt_index: int, asked: ParsedRequest, sink: Sink) -> None:
         self._prompt_index, self._sink = prompt_index, sink
-        self._tells_tokens = asked.logprobs or asked.token_ids
+        self._reports_tokens = asked.logprobs or asked.token_ids
         # The text of each token is known only as they come.
         self._every_token = asked.stream or asked.logprobs
         self._has_started = False
@@ -124,22 +124,22 @@ class _Draw:
         if not self._has_started:
             self._has_started = True
             size = int(event.prompt_token_ids.size)
-            await self._sink(PromptTaken(self._prompt_index, size, event.version))
+            await self._sink(PromptAccepted(self._prompt_index, size, event.version))
 
     def _grown(self, index: int, tokens: SampleDelta | Rollout, text: str) -> ChoiceGrew:
         size = int(tokens.token_ids.size)
-        if not self._tells_tokens:
+        if not self._reports_tokens:
             return ChoiceGrew(index, text, size)
         ids, logprobs = tokens.token_ids.tolist(), tokens.behavior_logprobs.tolist()
-        return ChoiceGrew(index, text, size, _drawn_tokens(ids, logprobs, text))
+        return ChoiceGrew(index, text, size, _sampled_tokens(ids, logprobs, text))
 
 
-def _drawn_tokens(
+def _sampled_tokens(
     ids: Sequence[int], logprobs: Sequence[float], text: str
-) -> tuple[DrawnToken, ...]:
+) -> tuple[SampledToken, ...]:
     """The text of several tokens that came together is the last one's."""
     last = len(ids) - 1
     return tuple(
-        DrawnToken(token, logprob, text if place == last else "")
+        SampledToken(token, logprob, text if place == last else "")
         for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True))
     )

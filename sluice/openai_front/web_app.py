@@ -22,16 +22,16 @@ from sluice.errors import DeadlineError, PeerError, SluiceError
 from sluice.openai_front.answers import Answer
 from sluice.openai_front.asked import (
     MAX_CHOICES,
-    Asked,
     Bounds,
     ChatRequest,
     CompletionRequest,
-    asked_of_chat,
-    asked_of_completion,
+    ParsedRequest,
     decode,
+    parse_chat,
+    parse_completion,
 )
 from sluice.openai_front.callers import Callers
-from sluice.openai_front.choices import Piece, PromptTaken, draw_choices
+from sluice.openai_front.choices import Piece, PromptAccepted, generate_choices
 from sluice.openai_front.connections import Connections
 from sluice.openai_front.refusals import (
     CROSS_SITE,
@@ -146,11 +146,11 @@ class OpenAIFront:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = decode(await _body_of(request), ChatRequest)
-        return await self._answer(request, asked_of_chat(body, self._bounds))
+        return await self._answer(request, parse_chat(body, self._bounds))
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         body = decode(await _body_of(request), CompletionRequest)
-        return await self._answer(request, asked_of_completion(body, self._bounds))
+        return await self._answer(request, parse_completion(body, self._bounds))
 
     def _check_model(self, name: str) -> None:
         if name != self._settings.model_name:
@@ -161,35 +161,35 @@ class OpenAIFront:
                 code="model_not_found",
             )
 
-    async def _answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, asked: ParsedRequest) -> web.StreamResponse:
         self._check_model(asked.model)
         asked = _in_trace(asked, request)
         prefix = "chatcmpl" if asked.kind == "chat" else "cmpl"
         answer = Answer(asked, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
-        with self._callers.drawing(_NAME.get(), asked.num_choices):
+        with self._callers.generating(_NAME.get(), asked.num_choices):
             if asked.stream:
                 return await _Stream(request, asked, answer).run(self._client)
 
             async def take(piece: Piece) -> None:
                 answer.take(piece)
 
-            await _drawn(self._client, asked, take)
+            await _sampled(self._client, asked, take)
         return _json(answer.whole())
 
 
 class _Stream:
     """One answer as server-sent events; its status waits for the first piece."""
 
-    def __init__(self, request: web.Request, asked: Asked, answer: Answer) -> None:
+    def __init__(self, request: web.Request, asked: ParsedRequest, answer: Answer) -> None:
         self._request, self._asked, self._answer = request, asked, answer
         self._response: web.StreamResponse | None = None
         self._starting = asyncio.Lock()
         self._begun: set[int] = set()  # choices that something was sent of
-        self._is_gone = False
+        self._is_closed = False
 
     async def run(self, client: AsyncClient) -> web.StreamResponse:
         try:
-            await _drawn(client, self._asked, self._take)
+            await _sampled(client, self._asked, self._take)
         except SluiceError as error:
             if self._response is None:
                 raise
@@ -206,14 +206,14 @@ class _Stream:
     async def _end(self, last: dict[str, object] | None) -> None:
         """Sends the end, if somebody is there to take it."""
         with suppress(PeerError, DeadlineError):
-            if not self._is_gone and last is not None:
+            if not self._is_closed and last is not None:
                 await self._send(last)
-            if not self._is_gone:
+            if not self._is_closed:
                 await self._write(_END)
 
     async def _take(self, piece: Piece) -> None:
         self._answer.take(piece)
-        if isinstance(piece, PromptTaken):
+        if isinstance(piece, PromptAccepted):
             return
         chunk = self._answer.chunk(piece)  # before anything else is taken on
         if piece.index not in self._begun:
@@ -235,12 +235,12 @@ class _Stream:
             async with deadline(_WRITE_S, peer=_CALLER, phase=_TAKING):
                 await (await self._started()).write(data)
         except DeadlineError:
-            self._is_gone = True
+            self._is_closed = True
             if self._request.transport is not None:
                 self._request.transport.abort()
             raise
         except ConnectionError as error:
-            self._is_gone = True
+            self._is_closed = True
             raise PeerError(_CALLER, _TAKING, "it has gone") from error
 
     async def _started(self) -> web.StreamResponse:
@@ -252,8 +252,8 @@ class _Stream:
             return self._response
 
 
-async def _drawn(
-    client: AsyncClient, asked: Asked, take: Callable[[Piece], Awaitable[None]]
+async def _sampled(
+    client: AsyncClient, asked: ParsedRequest, take: Callable[[Piece], Awaitable[None]]
 ) -> None:
     """Draws the choices; the first error of ours stands for all of a group.
 
@@ -261,7 +261,7 @@ async def _drawn(
         SluiceError: as of `AsyncClient.stream`.
     """
     try:
-        await draw_choices(client, asked, take)
+        await generate_choices(client, asked, take)
     except BaseExceptionGroup as group:
         known = next((error for error in leaves(group) if isinstance(error, SluiceError)), None)
         if known is None:
@@ -269,7 +269,7 @@ async def _drawn(
         raise known from known.__cause__ or group
 
 
-def _in_trace(asked: Asked, request: web.Request) -> Asked:
+def _in_trace(asked: ParsedRequest, request: web.Request) -> ParsedRequest:
     """Below the caller's span. A header that cannot be read is none, as the standard asks."""
     caller = parse_traceparent(request.headers.get(TRACEPARENT))
     if caller is None:

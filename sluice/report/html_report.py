@@ -49,7 +49,7 @@ def write_report(run_dir: Path, summary: RunSummary, file: Path) -> None:
         charts=charts(record),
         validation=_validation(record),
         samples=sample_pairs(run_dir, record),
-        books=account_views(record.accounts),
+        accounting=account_views(record.accounts),
     )
     file.write_text(page, encoding="utf-8")
 

@@ -69,10 +69,10 @@ class RunSummary:
             f"{self.prompts_filtered} filtered + {self.prompts_dropped} dropped + {skipped}"
             f"{self.prompts_pending} pending; {self.prompts_lost} lost\n"
             f"largest staleness: {self.max_staleness_seen}"
-            f"{self._books_text()}"
+            f"{self._accounting_text()}"
         )
 
-    def _books_text(self) -> str:
+    def _accounting_text(self) -> str:
         what = {"tokens": "all tokens", "trainer": "trainer's time", "rollout": "replicas' time"}
         return "".join(
             f"\n{what[view.title]} ({view.total_text}): {view.parts_text}"

@@ -57,10 +57,10 @@ def caller_name(metadata: Any, tokens: TokenSource | None, peer: str) -> str | N
         if is_client:
             digest = hashlib.blake2b(presented.encode(errors="surrogateescape"), digest_size=4)
             return f"token {digest.hexdigest()}"
-    name = _told(metadata, CLIENT_KEY)
+    name = _header(metadata, CLIENT_KEY)
     if name or tokens is not None:
         return name[:MAX_NAME_LENGTH] or None
-    return None if _told(metadata, SERVICE_KEY) else f"host {host_of(peer)}"
+    return None if _header(metadata, SERVICE_KEY) else f"host {host_of(peer)}"
 
 
 def is_service_of_run(call: ServedCall, tokens: TokenSource | None) -> bool:
@@ -69,7 +69,7 @@ def is_service_of_run(call: ServedCall, tokens: TokenSource | None) -> bool:
     All services say so under `SERVICE_KEY`; a client is none, whatever it says.
     """
     metadata = call.invocation_metadata()
-    return bool(_told(metadata, SERVICE_KEY)) and caller_of(call, tokens) is None
+    return bool(_header(metadata, SERVICE_KEY)) and caller_of(call, tokens) is None
 
 
 def host_of(peer: str) -> str:
@@ -92,6 +92,6 @@ def as_service(method: Callable[..., ResultT], service: str) -> Callable[..., Re
     return call
 
 
-def _told(metadata: Any, key: str) -> str:  # noqa: ANN401
-    values = [value for told, value in metadata or () if told == key]
+def _header(metadata: Any, key: str) -> str:  # noqa: ANN401
+    values = [value for reported, value in metadata or () if reported == key]
     return values[0] if values and isinstance(values[0], str) else ""

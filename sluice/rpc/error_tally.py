@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from sluice.telemetry.tally import Tally
+from sluice.telemetry.tally import EventCounts
 
 __all__ = ["QUOTA_REFUSALS", "RPC_ERRORS", "short_method"]
 
-RPC_ERRORS = Tally()
+RPC_ERRORS = EventCounts()
 """By side (``server`` or ``client``), method and code."""
 
-QUOTA_REFUSALS = Tally()
+QUOTA_REFUSALS = EventCounts()
 """By the key of the setting that limits."""
 
 

@@ -13,7 +13,7 @@ from sluice.rpc.error_tally import QUOTA_REFUSALS, RPC_ERRORS
 from sluice.telemetry.disk_space import DiskSpace
 from sluice.telemetry.instrument import Reading
 from sluice.telemetry.instruments import process
-from sluice.telemetry.own_cost import SPANS, TELEMETRY_CPU, SpanFate
+from sluice.telemetry.own_cost import SPANS, TELEMETRY_CPU, SpanOutcome
 from sluice.telemetry.process_age import process_age_s
 
 __all__ = ["ProcessName", "process_readings"]
@@ -52,15 +52,15 @@ def process_readings(who: ProcessName, disk: DiskSpace) -> Iterator[Reading]:
     for part, seconds in TELEMETRY_CPU.seconds().items():
         yield process.TELEMETRY_CPU.at(seconds, part)
     spans = SPANS.counts()
-    for fate in SpanFate:
-        yield process.TELEMETRY_SPANS.at(float(spans.get((fate,), 0)), fate)
+    for outcome in SpanOutcome:
+        yield process.TELEMETRY_SPANS.at(float(spans.get((outcome,), 0)), outcome)
     yield from _disk(disk)
 
 
 def _disk(disk: DiskSpace) -> Iterator[Reading]:
-    if (room := disk.room()) is not None:
-        yield process.RUN_FOLDER_FREE.at(float(room.free_bytes))
-        yield process.RUN_FOLDER_SIZE.at(float(room.size_bytes))
+    if (capacity := disk.capacity()) is not None:
+        yield process.RUN_FOLDER_FREE.at(float(capacity.free_bytes))
+        yield process.RUN_FOLDER_SIZE.at(float(capacity.size_bytes))
 
 
 def _version() -> str:

@@ -42,10 +42,10 @@ class Batching:
         """Groups leased under a version whose successor is not announced yet."""
         return len(self._unpublished) * self._batch_size
 
-    def claim(self, group: SimulatedGroup, version: int) -> None:
+    def reserve(self, group: SimulatedGroup, version: int) -> None:
         """A group is issued whose place in the batch for `version` is certain."""
         self._started[group.name] = group
-        self._ages.claim(group.name, version)
+        self._ages.reserve(group.name, version)
 
     def started(self, group: SimulatedGroup) -> None:
         """A replica draws tokens for a group from now on."""
@@ -86,9 +86,9 @@ class Batching:
         """What to do towards the batch for `version`."""
         return self._ages.decide(version, partial(kept_upper_bound, estimate=estimate))
 
-    def doomed(self, announced: int) -> list[SimulatedGroup]:
+    def expired(self, announced: int) -> list[SimulatedGroup]:
         """Running groups that no batch will have a place for."""
-        return self.running(self._ages.doomed(self.next_version(announced)))
+        return self.running(self._ages.expired(self.next_version(announced)))
 
     def running(self, names: Sequence[str]) -> list[SimulatedGroup]:
         """Running groups by name."""

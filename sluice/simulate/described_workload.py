@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sluice.simulate.workload import DrawnSamples, SimulatedPrompt
+from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
 
 Floats = npt.NDArray[np.float64]
 
@@ -107,16 +107,16 @@ class DescribedWorkload:
         return SimulatedPrompt(str(number), rate, bool(self._are_long[number]), number)
 
     def samples(
-        self, prompt: SimulatedPrompt, position: int, attempt: int, num_samples: int
-    ) -> DrawnSamples:
+        self, prompt: SimulatedPrompt, position: int, num_restarts: int, num_samples: int
+    ) -> SimulatedSamples:
         """See `Workload`."""
         lengths = self._description.lengths
-        draws = np.random.default_rng([self._seed, 2, position, attempt])
+        draws = np.random.default_rng([self._seed, 2, position, num_restarts])
         deviations = lengths.sigma_within_prompt * draws.standard_normal(num_samples)
-        drawn = np.exp(self._log_medians[prompt.number] + deviations)
-        tokens = np.clip(np.rint(drawn), 1, lengths.max_tokens).astype(np.int64)
+        sampled = np.exp(self._log_medians[prompt.number] + deviations)
+        tokens = np.clip(np.rint(sampled), 1, lengths.max_tokens).astype(np.int64)
         are_right = (draws.random(num_samples) < prompt.pass_rate) & (tokens < lengths.max_tokens)
-        return DrawnSamples(tokens.tolist(), are_right.tolist())
+        return SimulatedSamples(tokens.tolist(), are_right.tolist())
 
 
 def _pass_rates(description: WorkloadDescription, draws: np.random.Generator) -> Floats:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sluice.simulate.group_records import GroupRecord
-from sluice.simulate.workload import DrawnSamples, SimulatedPrompt
+from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
 
 NUM_NEIGHBOURS = 128
 """Groups that one is drawn from: those whose versions are nearest. The policy learns."""
@@ -61,18 +61,18 @@ class FittedWorkload:
         return self._by_version[int(draws.integers(low, high))]
 
     def samples(
-        self, prompt: SimulatedPrompt, position: int, attempt: int, num_samples: int
-    ) -> DrawnSamples:
+        self, prompt: SimulatedPrompt, position: int, num_restarts: int, num_samples: int
+    ) -> SimulatedSamples:
         """See `Workload`. Samples beyond those recorded are drawn from them again."""
         record = self._records[prompt.number]
-        draws = np.random.default_rng([self._seed, 5, position, attempt])
+        draws = np.random.default_rng([self._seed, 5, position, num_restarts])
         num_recorded = min(len(record.tokens), record.scored)
         order = draws.permutation(num_recorded)
         more = draws.integers(0, num_recorded, max(0, num_samples - num_recorded))
         chosen = np.concatenate([order, more])[:num_samples]
         tokens = np.maximum(1, np.array(record.tokens))[chosen]
         are_right = (chosen < record.right).tolist()
-        return DrawnSamples(tokens.tolist(), are_right, _values(record, len(chosen)))
+        return SimulatedSamples(tokens.tolist(), are_right, _values(record, len(chosen)))
 
 
 def _order(record: GroupRecord) -> tuple[int, float]:
@@ -84,6 +84,6 @@ def _values(record: GroupRecord, num_samples: int) -> list[float] | None:
 
     Which samples differed is not recorded, so these stand for the whole group only.
     """
-    if record.is_told_by_grades and record.scored >= min(num_samples, 2):
+    if record.is_decided_by_grades and record.scored >= min(num_samples, 2):
         return None
     return [float(number) if record.is_kept else 0.0 for number in range(num_samples)]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from heapq import heapify, heappop, heappush
 
-from sluice.algorithm.routing import AnnouncedReplica, Fleet, Wanted
+from sluice.algorithm.routing import AnnouncedReplica, Fleet, ReplicaRequirement
 from sluice.simulate.event_queue import EventQueue
 from sluice.simulate.group import GroupPart, Sample, SimulatedGroup
 from sluice.simulate.replica import SimulatedReplica
@@ -75,9 +75,9 @@ class SimulatedFleet:
 
     def ask(self, group: SimulatedGroup, num_samples: int) -> None:
         """Draw the next `num_samples` samples of a group."""
-        group.num_wanted += num_samples
+        group.num_needed += num_samples
         # Of one group the earlier request, that of fewer samples, is served first.
-        heappush(self._waiting, (group.position, group.num_wanted, num_samples, group))
+        heappush(self._waiting, (group.position, group.num_needed, num_samples, group))
         self._num_waiting += num_samples
         self.serve()
 
@@ -86,13 +86,13 @@ class SimulatedFleet:
         while self._waiting:
             _, _, num_samples, group = self._waiting[0]
             # Any version will do: all replicas swap at once, and versions only grow.
-            member = self._routing.choose(Wanted(num_samples, 0), self._events.now)
+            member = self._routing.choose(ReplicaRequirement(num_samples, 0), self._events.now)
             if member is None:
                 return
             heappop(self._waiting)
             self._num_waiting -= num_samples
-            grant = self._routing.grant(member, num_samples)
-            self._start(GroupPart(group, member.order, grant, num_samples))
+            reservation = self._routing.reservation(member, num_samples)
+            self._start(GroupPart(group, member.order, reservation, num_samples))
 
     def cancel(self, group: SimulatedGroup) -> float:
         """Break a group off; returns the tokens it had drawn in unfinished samples."""
@@ -100,18 +100,18 @@ class SimulatedFleet:
             self._waiting.remove(entry)
             self._num_waiting -= entry[2]
         heapify(self._waiting)
-        drawn = 0.0
+        sampled = 0.0
         for part in group.parts:
-            drawn += self._replicas[part.replica].abort(part.samples, self._events.now)
-            self._routing.give_back(part.grant)
+            sampled += self._replicas[part.replica].abort(part.samples, self._events.now)
+            self._routing.give_back(part.reservation)
             self._plan(part.replica)
         group.parts.clear()
-        return drawn
+        return sampled
 
-    def num_drawn(self, group: SimulatedGroup) -> float:
+    def num_sampled(self, group: SimulatedGroup) -> float:
         """Tokens of a group's unfinished samples."""
         now = self._events.now
-        return sum(self._replicas[part.replica].drawn(part.samples, now) for part in group.parts)
+        return sum(self._replicas[part.replica].sampled(part.samples, now) for part in group.parts)
 
     def _start(self, part: GroupPart) -> None:
         group, replica, now = part.group, self._replicas[part.replica], self._events.now
@@ -120,12 +120,12 @@ class SimulatedFleet:
             self._on_started(group)
         group.parts.append(part)
         group.replicas.append(part.replica)
-        drawn = slice(group.num_asked, group.num_asked + part.num_missing)
+        sampled = slice(group.num_asked, group.num_asked + part.num_missing)
         group.num_asked += part.num_missing
         part.samples = [
             Sample(part, tokens, is_right)
             for tokens, is_right in zip(
-                group.samples.tokens[drawn], group.samples.are_right[drawn], strict=True
+                group.samples.tokens[sampled], group.samples.are_right[sampled], strict=True
             )
         ]
         if self._settings.prefill_s:
@@ -154,12 +154,12 @@ class SimulatedFleet:
         group.num_finished += 1
         group.finished_tokens += sample.tokens
         group.sample_versions.append(sample.oldest_version)
-        self._routing.sequence_ended(part.grant)
+        self._routing.sequence_ended(part.reservation)
         part.num_missing -= 1
         if not part.num_missing:
-            self._routing.give_back(part.grant)
+            self._routing.give_back(part.reservation)
             group.parts.remove(part)
-        if group.num_finished == group.num_wanted:
+        if group.num_finished == group.num_needed:
             self._on_generated(group)
         else:
             self._on_sample(group, sample.is_right)

@@ -72,7 +72,7 @@ class GroupRecord(msgspec.Struct, frozen=True):
         return False if self.end in FILTERED_ENDS else None
 
     @property
-    def is_told_by_grades(self) -> bool:
+    def is_decided_by_grades(self) -> bool:
         """Whether it was kept because its grades differ, or filtered because they do not; of one
         that failed there is nothing to tell."""
         if self.is_kept is None:
@@ -109,7 +109,7 @@ def _decoded(file: Path) -> list[GroupRecord]:
             raise DataError(
                 f"{file}, line {number}: no group ({error}); remove the line"
             ) from error
-        _check_all_drawn(record, f"{file}, line {number}")
+        _check_all_sampled(record, f"{file}, line {number}")
         found.append(record)
     return found
 
@@ -164,7 +164,7 @@ def _redone(records: Sequence[GroupRecord]) -> set[int]:
     return redone
 
 
-def _check_all_drawn(record: GroupRecord, where: str) -> None:
+def _check_all_sampled(record: GroupRecord, where: str) -> None:
     """A line tells of probes, or of a choice among prompts, wherever its strategy has them."""
     if record.probes > 0:
         why = (

@@ -14,10 +14,10 @@ from functools import partial
 
 import numpy as np
 
-from sluice.algorithm.room import groups_with_room
+from sluice.algorithm.room import groups_with_capacity
 from sluice.algorithm.sampling.prompt_memory import PromptHistory, remembered
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
-from sluice.algorithm.withdrawals import Withdrawals
+from sluice.algorithm.withdrawals import Preemptions
 from sluice.algorithm.yield_floor import LastGroups, YieldFloor
 from sluice.errors import BatchUnfillableError
 from sluice.simulate.batching import Batching
@@ -27,7 +27,7 @@ from sluice.simulate.group import SimulatedGroup
 from sluice.simulate.prompt_feed import PromptFeed
 from sluice.simulate.recorder import LeaseMark, Recorder, StepTimes, TokenCause
 from sluice.simulate.settings import SimulationSettings
-from sluice.simulate.workload import DrawnSamples, SimulatedPrompt, Workload
+from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples, Workload
 
 _REMEDY = (
     "simulate prompts that are solved sometimes (--mixture, --workload), or larger groups "
@@ -71,7 +71,7 @@ class SimulatedLoop:
         self._histories: dict[str, PromptHistory] = {}
         self._in_flight: dict[int, SimulatedGroup] = {}
         self._sure: set[int] = set()  # of those, which have a place as if they were kept
-        self._withdrawals = Withdrawals(rules.train_batch_size)
+        self._preemptions = Preemptions(rules.train_batch_size)
         self._train_times = np.random.default_rng([settings.seed, 3])
         self._version = 0
         self._asked_s: float | None = 0.0
@@ -112,7 +112,7 @@ class SimulatedLoop:
 
     def num_pending_tokens(self) -> float:
         """Tokens of groups that run or wait for a batch."""
-        running = (g.finished_tokens + self._fleet.num_drawn(g) for g in self._in_flight.values())
+        running = (g.finished_tokens + self._fleet.num_sampled(g) for g in self._in_flight.values())
         return sum(running) + sum(group.finished_tokens for group in self._batching.kept)
 
     def _settle(self) -> None:
@@ -121,29 +121,31 @@ class SimulatedLoop:
         while self._has_changed:
             self._has_changed = False
             if not self._strategy.discards_surplus:  # else a wave is awaited whole
-                self._cancel_doomed(self._batching.doomed(self._version))
+                self._cancel_expired(self._batching.expired(self._version))
             self._admit()
             self._form()
 
     # ------------------------------------------------------------------------------ admission
 
-    def _room(self) -> int:
+    def _capacity(self) -> int:
         free = self._fleet.num_free(self._version - self._rules.max_staleness)
         uses_probes = self._rules.strategy.uses_probes
         first = self._rules.probe_samples if uses_probes else self._rules.samples_per_group
-        return groups_with_room(free, first_sequences=first, is_idle=not self._in_flight)
+        return groups_with_capacity(free, first_sequences=first, is_idle=not self._in_flight)
 
-    def _load(self, room: int) -> LoopLoad:
+    def _load(self, capacity: int) -> LoopLoad:
         return LoopLoad(
             num_in_flight=len(self._in_flight),
             num_kept=self._batching.num_kept,
             num_in_training=self._batching.num_in_training,
-            room=room,
+            capacity=capacity,
             num_sure=len(self._sure),
         )
 
     def _admit(self) -> None:
-        while (room := self._room()) and self._strategy.num_to_start(self._load(room)) > 0:
+        while (capacity := self._capacity()) and self._strategy.num_to_start(
+            self._load(capacity)
+        ) > 0:
             self._issue(self._feed.waiting())
 
     def _issue(self, again: SimulatedGroup | None) -> None:
@@ -154,27 +156,29 @@ class SimulatedLoop:
             position = again.position
         prompt = self._workload.prompt(position, self._version)
         history = self._histories.get(prompt.key)
-        visit = self._strategy.visit(prompt.key, position, history, self._version)
-        if visit.is_skipped:
-            self._strategy.skipped(visit)
+        attempt = self._strategy.attempt(prompt.key, position, history, self._version)
+        if attempt.is_skipped:
+            self._strategy.skipped(attempt)
             return
-        attempt, issued_version = 0, self._version
+        num_restarts, issued_version = 0, self._version
         if again is not None:
-            attempt, issued_version = again.attempt + 1, again.issued_version
-        samples = self._samples(prompt, position, attempt)
-        group = SimulatedGroup(position, prompt, issued_version, visit, samples, attempt)
+            num_restarts, issued_version = again.num_restarts + 1, again.issued_version
+        samples = self._samples(prompt, position, num_restarts)
+        group = SimulatedGroup(position, prompt, issued_version, attempt, samples, num_restarts)
         group.issued_s = self._events.now
-        if self._withdrawals.grants_claim(group.name):
+        if self._preemptions.reserves_slot(group.name):
             self._sure.add(position)
-            self._batching.claim(group, self._version)
-        self._strategy.started(visit)
+            self._batching.reserve(group, self._version)
+        self._strategy.started(attempt)
         self._recorder.issued(group)
         self._in_flight[position] = group
-        self._ask(group, visit.first_samples)
+        self._ask(group, attempt.first_samples)
 
-    def _samples(self, prompt: SimulatedPrompt, position: int, attempt: int) -> DrawnSamples:
+    def _samples(
+        self, prompt: SimulatedPrompt, position: int, num_restarts: int
+    ) -> SimulatedSamples:
         num_samples = self._rules.samples_per_group
-        samples = self._workload.samples(prompt, position, attempt, num_samples)
+        samples = self._workload.samples(prompt, position, num_restarts, num_samples)
         return samples if self._settings.filters_groups else replace(samples, is_filtered=False)
 
     def _ask(self, group: SimulatedGroup, num_samples: int) -> None:
@@ -194,7 +198,7 @@ class SimulatedLoop:
             graded()
 
     def _sample_ended(self, group: SimulatedGroup, is_right: bool) -> None:
-        if group.num_wanted < self._rules.samples_per_group:
+        if group.num_needed < self._rules.samples_per_group:
             self._after_grading(partial(self._sample_graded, group, is_right=is_right))
 
     def _sample_graded(self, group: SimulatedGroup, *, is_right: bool) -> None:
@@ -202,7 +206,7 @@ class SimulatedLoop:
         if group.is_cancelled:
             return
         group.graded(is_right=is_right)
-        rest = self._rules.samples_per_group - group.num_wanted
+        rest = self._rules.samples_per_group - group.num_needed
         if rest and group.differs:
             self._sure.add(group.position)
             self._has_changed = True
@@ -210,23 +214,23 @@ class SimulatedLoop:
 
     def _generated(self, group: SimulatedGroup) -> None:
         group.generated_s = self._events.now
-        self._after_grading(partial(self._graded, group, group.num_wanted))
+        self._after_grading(partial(self._graded, group, group.num_needed))
 
     def _graded(self, group: SimulatedGroup, num_samples: int) -> None:
         """Judge a group, unless more samples than these were asked for while they were graded."""
-        if group.is_cancelled or group.num_wanted > num_samples:
+        if group.is_cancelled or group.num_needed > num_samples:
             return
         self._has_changed = True
-        rest = self._rules.samples_per_group - group.num_wanted
+        rest = self._rules.samples_per_group - group.num_needed
         if rest:
-            goes_on = self._strategy.after_probes(
-                group.visit,
+            continued = self._strategy.after_probes(
+                group.attempt,
                 num_right=group.num_right,
                 num_scored=group.num_asked,
                 version=self._version,
             )
-            if goes_on is not None:
-                group.visit = goes_on
+            if continued is not None:
+                group.attempt = continued
                 if group.is_sure:
                     self._sure.add(group.position)
                 self._ask(group, rest)
@@ -243,10 +247,10 @@ class SimulatedLoop:
             self._break_off(group)
             return
         self._left(group)
-        self._withdrawals.ended(group.name)
+        self._preemptions.ended(group.name)
         is_kept = group.end is None
         self._strategy.ended(
-            group.visit,
+            group.attempt,
             num_right=group.num_right,
             num_scored=group.num_asked,
             mean_tokens=group.finished_tokens / group.num_asked,
@@ -269,28 +273,28 @@ class SimulatedLoop:
 
     def _has_no_place(self, group: SimulatedGroup) -> bool:
         """Whether another group, kept at the same instant, has taken the last place."""
-        return self._rules.withdraws and group in self._batching.doomed(self._version)
+        return self._rules.preempts and group in self._batching.expired(self._version)
 
-    def _cancel_doomed(self, doomed: list[SimulatedGroup]) -> None:
-        for group in doomed:
+    def _cancel_expired(self, expired: list[SimulatedGroup]) -> None:
+        for group in expired:
             self._break_off(group)
-        if doomed:
+        if expired:
             self._fleet.serve()
 
     def _break_off(self, group: SimulatedGroup) -> None:
-        withdraws, next_version = self._rules.withdraws, self._batching.next_version(self._version)
-        is_dropped = not withdraws and self._batching.drops(group, next_version)
+        preempts, next_version = self._rules.preempts, self._batching.next_version(self._version)
+        is_dropped = not preempts and self._batching.drops(group, next_version)
         group.is_cancelled = self._has_changed = True
         self._left(group)
         tokens = group.finished_tokens + self._fleet.cancel(group)
-        if withdraws:
-            self._recorder.withdrawn(tokens)
-            self._withdrawals.withdrawn(group.name)
+        if preempts:
+            self._recorder.preempted(tokens)
+            self._preemptions.preempted(group.name)
         else:
             self._recorder.broken_off(tokens, restarts=not is_dropped)
         if is_dropped:
             return
-        self._strategy.restarted(group.drawn_as)
+        self._strategy.restarted(group.admitted_as)
         self._feed.put(group)
 
     # ------------------------------------------------------------------------------ the trainer
@@ -306,7 +310,7 @@ class SimulatedLoop:
         chosen = self._batching.kept_groups(decision.chosen)
         for group in self._batching.kept_groups(decision.dropped):
             self._discard(group, TokenCause.STALE)
-        self._cancel_doomed(self._batching.running(decision.doomed))
+        self._cancel_expired(self._batching.running(decision.expired))
         if chosen:
             self._lease(chosen, self._asked_s)
         else:

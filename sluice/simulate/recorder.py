@@ -17,7 +17,7 @@ class TokenCause(StrEnum):
     ALL_RIGHT = "filtered_all_right"
     ALL_WRONG = "filtered_all_wrong"
     STALE = "stale"
-    WITHDRAWN = "withdrawn"
+    PREEMPTED = "withdrawn"
     SURPLUS = "surplus"
 
 
@@ -71,7 +71,7 @@ class Recorder:
     on_end: Callable[[SimulatedGroup, TokenCause, float], None] | None = None
     tokens: Counter[TokenCause] = field(default_factory=Counter)
     stale_tokens: float = 0.0  # of running groups that were cancelled
-    withdrawn_tokens: float = 0.0  # likewise, by a full batch that was expected to
+    preempted_tokens: float = 0.0  # likewise, by a full batch that was expected to
     staleness: Counter[int] = field(default_factory=Counter)
     marks: list[LeaseMark] = field(default_factory=list)
     steps: list[StepTimes] = field(default_factory=list)
@@ -111,9 +111,9 @@ class Recorder:
         self.stale_tokens += num_tokens
         self.num_restarted += restarts
 
-    def withdrawn(self, num_tokens: float) -> None:
+    def preempted(self, num_tokens: float) -> None:
         """A running group was cancelled by a full batch, and starts again."""
-        self.withdrawn_tokens += num_tokens
+        self.preempted_tokens += num_tokens
         self.num_restarted += 1
 
     def kept_discarded(self, group: SimulatedGroup, cause: TokenCause, now: float) -> None:

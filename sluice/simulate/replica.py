@@ -42,9 +42,9 @@ class SimulatedReplica:
         self._updated_s = now
         if seconds <= 0.0 or not self._num_running:
             return
-        drawn = seconds / self._settings.step_s(self._num_running)
-        self._clock += drawn
-        self.generated_tokens += drawn * self._num_running
+        sampled = seconds / self._settings.step_s(self._num_running)
+        self._clock += sampled
+        self.generated_tokens += sampled * self._num_running
         self.busy_s += seconds
         self.slot_s += seconds * self._num_running
 
@@ -80,18 +80,18 @@ class SimulatedReplica:
     def abort(self, samples: Sequence[Sample], now: float) -> float:
         """Break sequences off; returns the tokens they had drawn."""
         self.advance(now)
-        drawn = 0.0
+        sampled = 0.0
         for sample in samples:
             if sample.is_over:
                 continue
             sample.is_over = True
             if sample.start_clock is not None:
                 self._num_running -= 1
-                drawn += self._clock - sample.start_clock
+                sampled += self._clock - sample.start_clock
         self._fill_slots()
-        return drawn
+        return sampled
 
-    def drawn(self, samples: Sequence[Sample], now: float) -> float:
+    def sampled(self, samples: Sequence[Sample], now: float) -> float:
         """Tokens that unfinished sequences have drawn by `now`."""
         self.advance(now)
         return sum(

@@ -33,7 +33,7 @@ class SimulatedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnSamples:
+class SimulatedSamples:
     """All samples that a group would draw.
 
     Args:
@@ -69,7 +69,7 @@ class Workload(Protocol):
         ...
 
     def samples(
-        self, prompt: SimulatedPrompt, position: int, attempt: int, num_samples: int
-    ) -> DrawnSamples:
+        self, prompt: SimulatedPrompt, position: int, num_restarts: int, num_samples: int
+    ) -> SimulatedSamples:
         """The samples of a group; another `attempt` (0, 1, ...) draws others."""
         ...

@@ -12,13 +12,13 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["DiskSpace", "Room"]
+__all__ = ["DiskCapacity", "DiskSpace"]
 
 _INTERVAL_S = 10.0
 _FIRST_LOOK_S = 0.5
 
 
-class Room(NamedTuple):
+class DiskCapacity(NamedTuple):
     """Bytes of a file system: free for this user, and in all."""
 
     free_bytes: int
@@ -35,7 +35,7 @@ class DiskSpace:
 
     def __init__(self, folder: Path, interval_s: float = _INTERVAL_S) -> None:
         self._folder, self._interval_s = folder, interval_s
-        self._room: Room | None = None
+        self._capacity: DiskCapacity | None = None
         self._has_looked, self._is_stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._look, name="disk space", daemon=True)
 
@@ -47,23 +47,23 @@ class DiskSpace:
         """Looks no more; waits for nothing."""
         self._is_stopped.set()
 
-    def room(self) -> Room | None:
+    def capacity(self) -> DiskCapacity | None:
         """What the last look found; ``None`` without such a folder, or before the first answer.
 
         Waits for the first answer half a second at most, and for later ones not at all.
         """
         self._has_looked.wait(_FIRST_LOOK_S)
-        return self._room
+        return self._capacity
 
     def _look(self) -> None:
         while True:
             try:
                 found = os.statvfs(self._folder)
             except OSError:  # a replica may run on a machine without the folder
-                self._room = None
+                self._capacity = None
             else:
                 size = found.f_frsize
-                self._room = Room(found.f_bavail * size, found.f_blocks * size)
+                self._capacity = DiskCapacity(found.f_bavail * size, found.f_blocks * size)
             self._has_looked.set()
             if self._is_stopped.wait(self._interval_s):
                 return

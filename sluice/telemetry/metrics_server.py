@@ -74,16 +74,16 @@ class _Server(ThreadingHTTPServer):
         self.socket.close()
         self.socket = listening
         self.page, self.content_type = page, content_type
-        self._room = threading.BoundedSemaphore(_MOST_AT_ONCE)
+        self._capacity = threading.BoundedSemaphore(_MOST_AT_ONCE)
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401  as its base
-        if not self._room.acquire(blocking=False):
+        if not self._capacity.acquire(blocking=False):
             self.shutdown_request(request)
             return
         try:
             super().process_request(request, client_address)
         except BaseException:  # no thread could be started, which would have given the room back
-            self._room.release()
+            self._capacity.release()
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401  as its base
@@ -91,7 +91,7 @@ class _Server(ThreadingHTTPServer):
             with TELEMETRY_CPU.charged(Part.SCRAPES):
                 super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
+            self._capacity.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401  as its base
         logger.debug("a scrape broke off", exc_info=True)  # noqa: LOG014  called in a handler
@@ -135,8 +135,8 @@ class _Request(BaseHTTPRequestHandler):
             page = server.page()
         except Exception:  # the boundary where errors become statuses
             logger.exception("the metrics could not be read")
-            told = b"the metrics could not be read; see the log\n"
-            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, _TEXT, told)
+            reported = b"the metrics could not be read; see the log\n"
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, _TEXT, reported)
             return
         self._answer(HTTPStatus.OK, server.content_type, page)
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 
-from sluice.telemetry.tally import Tally
+from sluice.telemetry.tally import EventCounts
 
-__all__ = ["SPANS", "TELEMETRY_CPU", "Part", "SpanFate"]
+__all__ = ["SPANS", "TELEMETRY_CPU", "Part", "SpanOutcome"]
 
 
 class Part(StrEnum):
@@ -25,14 +25,14 @@ class Part(StrEnum):
     SCRAPES = "scrapes"
 
 
-class SpanFate(StrEnum):
+class SpanOutcome(StrEnum):
     """What became of a span that was recorded."""
 
     SENT = "sent"
     DROPPED = "dropped"
 
 
-class _CpuTally:
+class _CpuSeconds:
     """CPU seconds by part; any thread may charge its own."""
 
     def __init__(self) -> None:
@@ -56,6 +56,6 @@ class _CpuTally:
             return dict(self._seconds)
 
 
-TELEMETRY_CPU = _CpuTally()
-SPANS = Tally()
+TELEMETRY_CPU = _CpuSeconds()
+SPANS = EventCounts()
 """By `SpanFate`, for each exporter that a span goes to."""

@@ -110,7 +110,7 @@ def shortened_middle(text: str, most_chars: int) -> str:
 def _response(rollout: Rollout, outcome: Outcome, most_chars: int) -> SampledResponse:
     versions = [span.version for span in rollout.version_spans]
     text = shortened_middle(rollout.text, most_chars)
-    drawn_by = (min(versions), max(versions)) if versions else None
+    sampled_by = (min(versions), max(versions)) if versions else None
     if isinstance(outcome, Failed):
         failure = shortened_middle(f"{outcome.kind.value}: {outcome.detail}", most_chars)
         return SampledResponse(
@@ -118,7 +118,7 @@ def _response(rollout: Rollout, outcome: Outcome, most_chars: int) -> SampledRes
             rollout.num_tokens,
             rollout.finish_reason.value,
             failure=failure,
-            versions=drawn_by,
+            versions=sampled_by,
         )
     return SampledResponse(
         text,
@@ -126,6 +126,6 @@ def _response(rollout: Rollout, outcome: Outcome, most_chars: int) -> SampledRes
         rollout.finish_reason.value,
         outcome.score,
         outcome.reward,
-        versions=drawn_by,
+        versions=sampled_by,
         metrics=dict(outcome.metrics),
     )

@@ -11,7 +11,7 @@ class SpanName(StrEnum):
     # A prompt's trace, in the reward service.
     PROMPT = "prompt"
     SUBMIT = "submit"
-    DRAW = "draw"
+    READ = "draw"
     ADMIT = "admit"
     GENERATE = "generate"
     ATTEMPT = "attempt"

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from sluice.telemetry.own_cost import SPANS, TELEMETRY_CPU, Part, SpanFate
+from sluice.telemetry.own_cost import SPANS, TELEMETRY_CPU, Part, SpanOutcome
 from sluice.telemetry.tracing import RecordedSpan
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class SpanQueue:
             self._failed(batch, error)
             return
         self.num_exported += len(batch)
-        SPANS.add(SpanFate.SENT, count=len(batch))
+        SPANS.add(SpanOutcome.SENT, count=len(batch))
         if self._is_out_of_order:
             self._is_out_of_order = False
             logger.info(
@@ -142,4 +142,4 @@ class SpanQueue:
 
     def _drop(self, count: int) -> None:
         self.num_dropped += count
-        SPANS.add(SpanFate.DROPPED, count=count)
+        SPANS.add(SpanOutcome.DROPPED, count=count)

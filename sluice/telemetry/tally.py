@@ -6,10 +6,10 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 
-__all__ = ["Tally"]
+__all__ = ["EventCounts"]
 
 
-class Tally:
+class EventCounts:
     """Counts since the process's start; any thread may add."""
 
     def __init__(self) -> None:

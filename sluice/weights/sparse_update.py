@@ -70,7 +70,7 @@ def encode_update(
     return SparseUpdate(base, tuple(codes))
 
 
-class ChangeSendingLane:
+class ChangeSendingPort:
     """Sends the changes; the digest is taken from the weights that they lead to."""
 
     def __init__(self, update: SparseUpdate, new: WeightBuffer, device: torch.device) -> None:
@@ -85,7 +85,7 @@ class ChangeSendingLane:
         return self._new.bucket(bucket)
 
 
-class ChangeReceivingLane:
+class ChangeReceivingPort:
     """Receives changes and applies each bucket's to a copy of the base in staging memory.
 
     Args:

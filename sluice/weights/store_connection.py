@@ -15,8 +15,8 @@ from sluice.weights.store_seal import (
     MAC_BYTES,
     NONCE_BYTES,
     Conversation,
-    Seals,
-    sealed_length,
+    FrameKind,
+    signed_length,
 )
 
 _CHUNK_BYTES = 64 << 10
@@ -24,7 +24,7 @@ _HELLO_BYTES = NONCE_BYTES + MAC_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class RequestHandler:
     """Who is answered, and how: one epoch of the store.
 
     `answer` makes the body of an answer from that of a question and must not block; a
@@ -62,7 +62,7 @@ class StoreConnection:
         """The selector's event that lets it go on."""
         return selectors.EVENT_WRITE if self._outbox else selectors.EVENT_READ
 
-    def move(self, desk: Desk) -> None:
+    def move(self, handler: RequestHandler) -> None:
         """Go on as far as possible without waiting.
 
         Raises:
@@ -71,12 +71,14 @@ class StoreConnection:
         """
         if not self._outbox:
             self._receive()
-            if (conversation := self._proven(desk)) is None:
+            if (conversation := self._proven(handler)) is None:
                 return
-            if (sealed := self._take_sealed()) is None:
+            if (signed_frame := self._take_signed()) is None:
                 return
-            question = conversation.open(desk.store_key, Seals.QUESTION, sealed)
-            answer = conversation.seal(desk.store_key, Seals.ANSWER, desk.answer(question))
+            question = conversation.open(handler.store_key, FrameKind.QUESTION, signed_frame)
+            answer = conversation.sign(
+                handler.store_key, FrameKind.ANSWER, handler.answer(question)
+            )
             self._outbox = memoryview(answer)
             self.answered_at = time.monotonic()
         self._outbox = self._outbox[self.link.send(self._outbox) :]
@@ -89,25 +91,25 @@ class StoreConnection:
             raise EOFError
         self._inbox += chunk
 
-    def _proven(self, desk: Desk) -> Conversation | None:
+    def _proven(self, handler: RequestHandler) -> Conversation | None:
         """The conversation, from the member's first bytes on."""
         if self._conversation is None and len(self._inbox) >= _HELLO_BYTES:
             hello = bytes(self._inbox[:_HELLO_BYTES])
             conversation = Conversation(self._challenge, hello[:NONCE_BYTES])
-            conversation.check_proof(desk.store_key, hello[NONCE_BYTES:])
+            conversation.check_proof(handler.store_key, hello[NONCE_BYTES:])
             del self._inbox[:_HELLO_BYTES]
             self._conversation = conversation
         return self._conversation
 
-    def _take_sealed(self) -> bytes | None:
+    def _take_signed(self) -> bytes | None:
         if len(self._inbox) < FRAME_HEADER.size:
             return None
         header = bytes(self._inbox[: FRAME_HEADER.size])
-        end = FRAME_HEADER.size + sealed_length(header, MAX_FRAME_BYTES)
+        end = FRAME_HEADER.size + signed_length(header, MAX_FRAME_BYTES)
         if len(self._inbox) < end:
             return None
         if len(self._inbox) > end:
             raise ValueError("a second question before the first was answered")
-        sealed = bytes(self._inbox[FRAME_HEADER.size :])
+        signed_frame = bytes(self._inbox[FRAME_HEADER.size :])
         self._inbox.clear()
-        return sealed
+        return signed_frame

@@ -29,8 +29,8 @@ from sluice.weights.store_seal import (
     FRAME_HEADER,
     NONCE_BYTES,
     Conversation,
-    Seals,
-    sealed_length,
+    FrameKind,
+    signed_length,
 )
 
 _POLL_MIN_S = 0.001
@@ -135,11 +135,11 @@ class StoreLink:
         nonce = secrets.token_bytes(NONCE_BYTES)
         conversation = Conversation(_receive(connection, NONCE_BYTES, deadline), nonce)
         proof = conversation.proof(self._store_key)
-        frame = conversation.seal(self._store_key, Seals.QUESTION, question)
+        frame = conversation.sign(self._store_key, FrameKind.QUESTION, question)
         connection.sendall(nonce + proof + frame)
         header = _receive(connection, FRAME_HEADER.size, deadline)
-        sealed = _receive(connection, sealed_length(header, MAX_FRAME_BYTES), deadline)
-        return conversation.open(self._store_key, Seals.ANSWER, sealed)
+        signed_frame = _receive(connection, signed_length(header, MAX_FRAME_BYTES), deadline)
+        return conversation.open(self._store_key, FrameKind.ANSWER, signed_frame)
 
 
 def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:

@@ -30,7 +30,7 @@ MAC_BYTES = hashlib.sha256().digest_size
 _EXCHANGE = struct.Struct("<Q")
 
 
-class Seals(Enum):
+class FrameKind(Enum):
     """What a MAC is for, as the byte that goes into it."""
 
     PROOF = b"p"
@@ -54,20 +54,20 @@ class Conversation:
 
     def proof(self, store_key: bytes) -> bytes:
         """What a member says of itself before it may ask."""
-        return self._mac(store_key, Seals.PROOF, b"")
+        return self._mac(store_key, FrameKind.PROOF, b"")
 
     def check_proof(self, store_key: bytes, proof: bytes) -> None:
         """Refuse a member that does not have the key, by ValueError."""
         if not hmac.compare_digest(proof, self.proof(store_key)):
             raise ValueError("it does not have the key of the epoch")
 
-    def seal(self, store_key: bytes, what: Seals, body: bytes) -> bytes:
+    def sign(self, store_key: bytes, what: FrameKind, body: bytes) -> bytes:
         """The frame of the next message."""
         mac = self._mac(store_key, what, body)
         self._count(what)
         return FRAME_HEADER.pack(MAC_BYTES + len(body)) + mac + body
 
-    def open(self, store_key: bytes, what: Seals, sealed: bytes) -> bytes:
+    def open(self, store_key: bytes, what: FrameKind, signed_frame: bytes) -> bytes:
         """The body of the next message.
 
         Args:
@@ -76,7 +76,7 @@ class Conversation:
         Raises:
             ValueError: it is not this message, or not of somebody who has the key.
         """
-        mac, body = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
+        mac, body = signed_frame[:MAC_BYTES], signed_frame[MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(store_key, what, body)):
             raise ValueError(
                 f"{what.name.lower()} {self._num_exchanges} is forged, damaged or a repetition"
@@ -84,16 +84,16 @@ class Conversation:
         self._count(what)
         return body
 
-    def _mac(self, store_key: bytes, what: Seals, body: bytes) -> bytes:
+    def _mac(self, store_key: bytes, what: FrameKind, body: bytes) -> bytes:
         key = hmac.digest(store_key, self._salt, hashlib.sha256)
         message = what.value + _EXCHANGE.pack(self._num_exchanges) + body
         return hmac.digest(key, message, hashlib.sha256)
 
-    def _count(self, what: Seals) -> None:
-        self._num_exchanges += what is Seals.ANSWER
+    def _count(self, what: FrameKind) -> None:
+        self._num_exchanges += what is FrameKind.ANSWER
 
 
-def sealed_length(header: bytes, max_body_bytes: int) -> int:
+def signed_length(header: bytes, max_body_bytes: int) -> int:
     """How much follows a frame's header, before any of it is read.
 
     Raises:

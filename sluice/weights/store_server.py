@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 
 from sluice.config.host_port import join_host_port
-from sluice.weights.store_connection import Desk, StoreConnection
+from sluice.weights.store_connection import RequestHandler, StoreConnection
 from sluice.weights.store_seal import KEY_BYTES
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class StoreServer:
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
-        self._desk = Desk(secrets.token_bytes(KEY_BYTES), bytes)
+        self._handler = RequestHandler(secrets.token_bytes(KEY_BYTES), bytes)
         listener.setblocking(False)
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -56,7 +56,7 @@ class StoreServer:
             store_key: an empty one is known to all.
             answer: see `Desk`; only called in the server's thread.
         """
-        self._desk = Desk(store_key, answer)
+        self._handler = RequestHandler(store_key, answer)
 
     def close(self) -> None:
         """Stop listening and end all connections. Soon, and once: repeating it is harmless."""
@@ -88,7 +88,7 @@ class StoreServer:
             _log.warning("weights: the store could not accept a connection: %s", error)
             time.sleep(_NO_DESCRIPTOR_PAUSE_S)  # else this would be tried again without end
             return
-        if not self._has_room():
+        if not self._has_capacity():
             link.close()
             return
         link.setblocking(False)
@@ -96,7 +96,7 @@ class StoreServer:
         self._connections[link] = connection
         self._selector.register(link, connection.wanted)
 
-    def _has_room(self) -> bool:
+    def _has_capacity(self) -> bool:
         """Whether one more fits; who has proven no key yet, and came first, makes room."""
         if len(self._connections) < MAX_CONNECTIONS:
             return True
@@ -108,7 +108,7 @@ class StoreServer:
 
     def _advance(self, connection: StoreConnection) -> None:
         try:
-            connection.move(self._desk)
+            connection.move(self._handler)
         except BlockingIOError:
             pass
         except (OSError, EOFError):

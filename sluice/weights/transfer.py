@@ -29,7 +29,7 @@ NUM_FRAMING_COLLECTIVES = 2
 _IN_FLIGHT = 2
 
 
-class Lane(Protocol):
+class BucketPort(Protocol):
     """Where the bytes of a bucket come from or go to."""
 
     def load(self, bucket: Bucket) -> torch.Tensor:
@@ -45,7 +45,7 @@ class Lane(Protocol):
         ...
 
 
-class DirectLane:
+class DirectPort:
     """A buffer that lies like the wire, on the device of the wire: nothing is copied."""
 
     def __init__(self, buffer: WeightBuffer) -> None:
@@ -60,7 +60,7 @@ class DirectLane:
         return wire
 
 
-class PackingLane:
+class PackingPort:
     """Sends tensors that lie anywhere: each bucket is packed on the device of the wire."""
 
     def __init__(
@@ -88,7 +88,7 @@ class PackingLane:
         return wire.cpu()
 
 
-class UnpackingLane:
+class UnpackingPort:
     """Receives on a device and copies each bucket down into a buffer on the CPU."""
 
     def __init__(self, buffer: WeightBuffer, device: torch.device) -> None:
@@ -120,7 +120,11 @@ def receive_header(
 
 
 def broadcast_buckets(
-    group: TransferGroup, plan: TransferPlan, lane: Lane, phase: str, should_stop: threading.Event
+    group: TransferGroup,
+    plan: TransferPlan,
+    bucket_port: BucketPort,
+    phase: str,
+    should_stop: threading.Event,
 ) -> WeightDigests:
     """Move every bucket; returns the digests of what passed. Runs in the owner thread.
 
@@ -136,14 +140,14 @@ def broadcast_buckets(
         item = f"bucket {bucket.index + 1} of {len(plan.buckets)}"
         group.settle(work, phase, item, should_stop)
         if not is_source:
-            digest.absorb(bucket, lane.unload(bucket, wire))
+            digest.absorb(bucket, bucket_port.unload(bucket, wire))
 
     for bucket in plan.buckets:
         advance()
-        wire = lane.load(bucket)
+        wire = bucket_port.load(bucket)
         in_flight.append((bucket, wire, group.post(wire)))
         if is_source:
-            digest.absorb(bucket, lane.unload(bucket, wire))
+            digest.absorb(bucket, bucket_port.unload(bucket, wire))
         if len(in_flight) == _IN_FLIGHT:
             settle_oldest()
     while in_flight:

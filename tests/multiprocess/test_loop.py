@@ -131,7 +131,7 @@ async def lose_a_replica(run: LiveRun, seen: Observed) -> None:
     seen.killed, seen.step_at_kill = before["rollout-1"], (await run.status()).step
     run.send("rollout-1", signal.SIGKILL)
 
-    async def has_gone_on() -> bool:
+    async def has_continued() -> bool:
         status = await run.status()
         gone = seen.killed not in {r.replica.incarnation for r in status.replicas}
         if gone and status.step >= seen.step_at_kill + 3:
@@ -139,7 +139,7 @@ async def lose_a_replica(run: LiveRun, seen: Observed) -> None:
             seen.without_the_killed = (status.step, names)
         return bool(seen.without_the_killed[0])
 
-    await run.until(has_gone_on, "steps without the killed replica")
+    await run.until(has_continued, "steps without the killed replica")
 
 
 async def pause_and_grow(run: LiveRun, seen: Observed) -> None:

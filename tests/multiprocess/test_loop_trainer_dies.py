@@ -68,9 +68,11 @@ def recorded_steps(record: Record) -> list[int]:
 
 def resumed_at(record: Record) -> int:
     """The step of the checkpoint from which the trainer went on."""
-    told = re.search(r"started again \(1 times so far\): .* from step (\d+)", record.log("trainer"))
-    assert told is not None
-    return int(told[1])
+    reported = re.search(
+        r"started again \(1 times so far\): .* from step (\d+)", record.log("trainer")
+    )
+    assert reported is not None
+    return int(reported[1])
 
 
 def assert_complete(record: Record) -> None:

@@ -144,7 +144,7 @@ async def test_a_client_that_asks_again_after_a_restart_learns_what_became_of_it
             batch = await service.take(1, 0)
             await service.acknowledge(batch, 1)
             await service.announce(1, [replica])
-            told = {(await call.read()).outcome.prompt_id for _ in range(2)}
+            reported = {(await call.read()).outcome.prompt_id for _ in range(2)}
             await submit(service, asked[2])
             service.process.kill()
             await service.wait()
@@ -159,7 +159,7 @@ async def test_a_client_that_asks_again_after_a_restart_learns_what_became_of_it
             events.append(await call.read())
             assert await call.read() is grpc.aio.EOF
             status = await service.status()
-    assert told == {"kept", "wrong"}
+    assert reported == {"kept", "wrong"}
     receipts = {e.receipt.prompt_id: e.receipt for e in events if e.HasField("receipt")}
     outcomes = {e.outcome.prompt_id: e.outcome for e in events if e.HasField("outcome")}
     assert [receipts[r.prompt_id].sequence for r in before] == [r.sequence for r in before]

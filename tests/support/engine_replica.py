@@ -160,13 +160,13 @@ async def _check_samples(replica: ReplicaInfo, model: PreTrainedModel) -> str:
     sampling = Sampling(max_tokens=_RESPONSE_TOKENS, seed=5, ignore_eos=True)
     options = GenerateOptions(n=2, sampling=sampling)
     async with AsyncClient(RunAddress(replicas=(replica.address,))) as client:
-        drawn = await client.generate(list(_PROMPT), options)
-    for sample in drawn.rollouts:
+        sampled = await client.generate(list(_PROMPT), options)
+    for sample in sampled.rollouts:
         tokens = sample.token_ids.tolist()
         exact = expected_logprobs(model, _PROMPT, tokens, PLAIN)
         np.testing.assert_allclose(sample.behavior_logprobs, exact, atol=TOLERANCE)
         assert (len(tokens), len(sample.text)) == (_RESPONSE_TOKENS, _RESPONSE_TOKENS)
-    return drawn.rollouts[0].text
+    return sampled.rollouts[0].text
 
 
 async def _check_stop_string(replica: ReplicaInfo, text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from services.trainer.batch_check import BatchTerms
-from services.trainer.bookkeeper import Bookkeeper
+from services.trainer.bookkeeper import RunAccountant
 from services.trainer.fleet import Fleet, Load, MemberState
 from services.trainer.loop import LoopParts, LoopSettings, TrainLoop
 from services.trainer.metrics.step_metrics import RunScale
@@ -75,16 +75,16 @@ class World:
         self.prompts = {"submitted": 9.0, "trained": 4.0, "pending": 5.0}
         # What replicas and the reward service tell of themselves when they are asked.
         self.loads: dict[str, Load] = {}
-        self.told: dict[str, float] = {}
+        self.reported: dict[str, float] = {}
         self.published: int | None = None
         # What a reward service that starts anew would be told.
-        self.told_progress: Callable[[], DataProgress | None] = lambda: None
+        self.reported_progress: Callable[[], DataProgress | None] = lambda: None
 
     def loop(self, resume_from: DataProgress | None = None, **settings: Any) -> TrainLoop:
-        books = Bookkeeper(
+        accounting = RunAccountant(
             self.fleet, self.state, ask_replica=self.load_of, ask_reward=self.statistics
         )
-        parts = LoopParts(self, self, self, Record(self), books, self.fleet, self.state)
+        parts = LoopParts(self, self, self, Record(self), accounting, self.fleet, self.state)
         return TrainLoop(replace(SETTINGS, **settings), parts, resume_from)
 
     def register(self, name: str) -> ReplicaInfo:
@@ -124,7 +124,7 @@ class World:
         /,
     ) -> None:
         names = "".join(info.name for info in replicas)
-        self.told_progress, stands_at = progress, progress()
+        self.reported_progress, stands_at = progress, progress()
         resuming = f" from {stands_at.low_water}" if stands_at else ""
         await self.happens(f"announce {version} on {names}{resuming}")
 
@@ -156,7 +156,7 @@ class World:
         return dict(self.prompts)
 
     async def statistics(self) -> Mapping[str, float]:
-        return self.told
+        return self.reported
 
     # the replicas
 

@@ -187,5 +187,5 @@ class FullForward:
     ) -> np.ndarray:
         """Of each response token."""
         found = self.logprobs_tensor(prompt, response, images, temperature)
-        drawn: np.ndarray = found.detach().numpy()
-        return drawn
+        sampled: np.ndarray = found.detach().numpy()
+        return sampled

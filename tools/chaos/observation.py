@@ -24,17 +24,17 @@ from sluice.rpc.call import unary_call
 from sluice.rpc.channel import open_channel
 from sluice.rpc.stubs import reward_stub, rollout_stub, trainer_stub
 from tools.chaos.bookkeeping import TrainerRestart
-from tools.chaos.late_waits import SeenWait
+from tools.chaos.late_waits import ObservedWait
 from tools.chaos.recovery import Yield
 
-__all__ = ["DigestSight", "Observation", "Observer", "digest_mismatches"]
+__all__ = ["DigestReading", "Observation", "Observer", "digest_mismatches"]
 
 _LOOK_S, _TAIL_S, _ANSWER_S = 1.0, 0.2, 2.0
 _RESUMED = re.compile(r"the run goes on from step (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class DigestSight:
+class DigestReading:
     """A replica that a trainer counts as serving, and the weights it says it serves."""
 
     trainer: str
@@ -54,8 +54,8 @@ class Observation:
     steps_s: list[float] = field(default_factory=list)
     groups: list[Yield] = field(default_factory=list)
     restarts: list[TrainerRestart] = field(default_factory=list)
-    digests: set[DigestSight] = field(default_factory=set)
-    waits: list[SeenWait] = field(default_factory=list)
+    digests: set[DigestReading] = field(default_factory=set)
+    waits: list[ObservedWait] = field(default_factory=list)
     starts: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
     last_step: int = 0
     serving: int = 0
@@ -63,11 +63,11 @@ class Observation:
     tracebacks: Counter[str] = field(default_factory=Counter)
 
 
-def digest_mismatches(sights: Iterable[DigestSight]) -> list[tuple[str, int]]:
+def digest_mismatches(sights: Iterable[DigestReading]) -> list[tuple[str, int]]:
     """Versions of a trainer that were seen with more than one digest."""
     by_version: dict[tuple[str, int], set[str]] = {}
-    for sight in sights:
-        by_version.setdefault((sight.trainer, sight.version), set()).add(sight.digest)
+    for reading in sights:
+        by_version.setdefault((reading.trainer, reading.version), set()).add(reading.digest)
     return sorted(key for key, digests in by_version.items() if len(digests) > 1)
 
 
@@ -163,13 +163,13 @@ class Observer:
             return
         self._note_waits(status.name, status)
         if status.incarnation == replica.incarnation and status.weight_digest:
-            sight = (trainer, status.policy_version, status.name, status.weight_digest)
-            self.seen.digests.add(DigestSight(*sight))
+            reading = (trainer, status.policy_version, status.name, status.weight_digest)
+            self.seen.digests.add(DigestReading(*reading))
 
     def _note_waits(self, service: str, status: Any) -> None:  # noqa: ANN401 - any status
         now_s = time.monotonic()
         self.seen.waits.extend(
-            SeenWait(now_s, service, wait.peer, wait.phase, wait.seconds)
+            ObservedWait(now_s, service, wait.peer, wait.phase, wait.seconds)
             for wait in wait_report_from_proto(status.wait_report).waits
         )
 

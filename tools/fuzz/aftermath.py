@@ -99,7 +99,7 @@ class RunControl:
     async def prompts_leaked(self) -> str | None:
         """Waits until every prompt that the attack got accepted has ended."""
 
-        async def has_room() -> str | None:
+        async def has_capacity() -> str | None:
             status = await self._reward.GetStatus(reward.GetStatusRequest(), timeout=20)
             lost = status.statistics["reward/prompts_lost"]
             ended = sum(status.prompts_by_end.values())
@@ -108,7 +108,7 @@ class RunControl:
             waiting = status.statistics.get("reward/clients_pending", 0)
             return f"{waiting} client prompts unfinished" if waiting else None
 
-        return await found(has_room, "the end of all accepted prompts")
+        return await found(has_capacity, "the end of all accepted prompts")
 
     async def correctness_lost(self) -> str | None:
         """Generate, Score and SubmitPrompts answer correctly, and a further step is trained."""

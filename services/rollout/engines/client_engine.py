@@ -21,10 +21,10 @@ from services.rollout.engines.protocol import (
     GenerationRequest,
     PauseMode,
     SampleChunk,
-    TokenBooks,
+    UnsentTokens,
     num_tokens,
 )
-from services.rollout.engines.request_rules import check_request, check_room
+from services.rollout.engines.request_rules import check_capacity, check_request
 from services.rollout.engines.state_clock import EngineState, StateClock
 from sluice.errors import EngineError, NotReadyError
 from sluice.telemetry.process_age import process_age_s
@@ -39,7 +39,7 @@ class Run(Protocol):
     """One request in the client's event loop."""
 
     @property
-    def drawn(self) -> int:
+    def sampled(self) -> int:
         """Tokens so far."""
         ...
 
@@ -104,15 +104,15 @@ class ClientEngine(Generic[CoreT]):
         self._numbers = count()
         self._open_samples = 0
         self._unfinished: set[ChunkStream] = set()
-        self._books = TokenBooks()
+        self._accounting = UnsentTokens()
         self._clock = StateClock(process_age_s())
         self._busy_s = 0.0
         self._busy_since: float | None = None
 
     @property
-    def books(self) -> TokenBooks:
+    def accounting(self) -> UnsentTokens:
         """What became of the tokens that calls got out of this engine."""
-        return self._books
+        return self._accounting
 
     @property
     def vocab_size(self) -> int:
@@ -178,7 +178,7 @@ class ClientEngine(Generic[CoreT]):
             NotReadyError: it was stopped.
         """
         _, core = self._in_thread()
-        services, direct = self._books.services, self._books.direct
+        services, direct = self._accounting.services, self._accounting.direct
         unsent, generated = services.unsent + direct.unsent, core.generated_tokens
         busy = min(self._open_samples, self._limits.slots)
         since = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
@@ -205,9 +205,9 @@ class ClientEngine(Generic[CoreT]):
         if core.version is None:
             raise NotReadyError(f"the {self._name} engine has no weights yet")
         check_request(request, self.vocab_size, limits.max_model_len)
-        check_room(request, self._open_samples + coming, limits.slots, limits.max_queued)
+        check_capacity(request, self._open_samples + coming, limits.slots, limits.max_queued)
 
-    async def _draw(
+    async def _sample(
         self,
         request: GenerationRequest,
         new_run: Callable[[CoreT, Callable[[list[SampleChunk]], None]], Run],
@@ -235,7 +235,7 @@ class ClientEngine(Generic[CoreT]):
             self._count_open(-samples)
             self._unfinished.discard(stream)
             await self._end(thread, core, stream)
-            self._books.of(request).unsent += run.drawn - yielded
+            self._accounting.of(request).unsent += run.sampled - yielded
 
     async def _end(self, thread: ClientThread, core: CoreT, stream: ChunkStream) -> None:
         if stream.has_ended or self._thread is not thread:

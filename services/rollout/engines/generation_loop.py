@@ -20,12 +20,12 @@ from services.rollout.engines.causal_lm import CausalLM
 from services.rollout.engines.counter_random import sample_keys
 from services.rollout.engines.decoder import Decoder, PrefilledPrompts, TokenRow
 from services.rollout.engines.live_weights import LiveWeights, NewWeights
-from services.rollout.engines.protocol import PauseMode, SampleChunk, TokenBooks, num_tokens
+from services.rollout.engines.protocol import PauseMode, SampleChunk, UnsentTokens, num_tokens
 from services.rollout.engines.row_table import RowTable, RunningSample
-from services.rollout.engines.sampling import SamplingPlan, draw, plan_sampling
+from services.rollout.engines.sampling import SamplingPlan, plan_sampling, sample_tokens
 from services.rollout.engines.scheduler import Admission, GroupQueue, WaitingGroup, prefill_batches
 from services.rollout.engines.state_clock import EngineState, StateClock
-from services.rollout.engines.ticket import Delivery, Ticket
+from services.rollout.engines.ticket import Delivery, EngineRequest
 from sluice.telemetry.process_age import process_age_s
 from sluice.types import FinishReason
 from sluice.vision.image_prompts import ImagePrompt
@@ -73,13 +73,13 @@ class GenerationLoop:
         self._table = RowTable(slots, max_model_len)
         self._queue = GroupQueue(slots)
         self._plan = SamplingPlan()
-        self._deliveries: dict[Ticket, Delivery] = {}
+        self._deliveries: dict[EngineRequest, Delivery] = {}
         self._next_due = math.inf
         self._pause: PauseMode | None = None
         self.version: int | None = None
         self.digest = ""
         self.generated_tokens = 0
-        self.dropped = TokenBooks()
+        self.dropped = UnsentTokens()
         self.busy_seconds = 0.0
         self.clock = StateClock(process_age_s())
 
@@ -124,37 +124,41 @@ class GenerationLoop:
                 self._queue.forget_prefilled()
                 self._recompute()
 
-    def submit(self, ticket: Ticket) -> None:
+    def submit(self, engine_request: EngineRequest) -> None:
         """Queues a request's samples; one that is complete already ends at once."""
-        request = ticket.request
+        request = engine_request.request
         prompt = request.prompt_token_ids.astype(np.int64)
         partials = {partial.sample_index: partial for partial in request.partials}
         fresh = deque[RunningSample]()
         keys = sample_keys(request.sampling.seed, request.sample_indexes)
         for index, key in zip(request.sample_indexes, keys, strict=True):
             partial = partials.get(index)
-            drawn = prompt[:0] if partial is None else partial.token_ids.astype(np.int64)
-            sample = self._sample(ticket, index, key, np.concatenate((prompt, drawn)))
-            if not drawn.size:
+            sampled = prompt[:0] if partial is None else partial.token_ids.astype(np.int64)
+            sample = self._sample(engine_request, index, key, np.concatenate((prompt, sampled)))
+            if not sampled.size:
                 fresh.append(sample)
-            elif (reason := _end_of(sample, drawn)) is not None:
+            elif (reason := _end_of(sample, sampled)) is not None:
                 self._deliver(sample, reason)
             else:
-                self._enqueue(sample.tokens, deque((sample,)), ticket)
+                self._enqueue(sample.tokens, deque((sample,)), engine_request)
         if fresh:
-            self._enqueue(prompt, fresh, ticket)
+            self._enqueue(prompt, fresh, engine_request)
 
-    def _enqueue(self, tokens: TokenRow, samples: deque[RunningSample], ticket: Ticket) -> None:
-        priority = ticket.request.priority
-        self._queue.append(WaitingGroup(tokens, samples, priority=priority, images=ticket.images))
+    def _enqueue(
+        self, tokens: TokenRow, samples: deque[RunningSample], engine_request: EngineRequest
+    ) -> None:
+        priority = engine_request.request.priority
+        self._queue.append(
+            WaitingGroup(tokens, samples, priority=priority, images=engine_request.images)
+        )
 
     def _sample(
-        self, ticket: Ticket, index: int, key: np.uint64, tokens: TokenRow
+        self, engine_request: EngineRequest, index: int, key: np.uint64, tokens: TokenRow
     ) -> RunningSample:
-        sampling, prompt = ticket.request.sampling, ticket.request.prompt_token_ids
+        sampling, prompt = engine_request.request.sampling, engine_request.request.prompt_token_ids
         eos = () if sampling.ignore_eos else self._language_model.eos_token_ids
         return RunningSample(
-            owner=ticket,
+            owner=engine_request,
             sample_index=index,
             tokens=tokens,
             prompt_length=len(prompt),
@@ -164,21 +168,21 @@ class GenerationLoop:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             key=key,
-            streaming=ticket.every_token,
-            watch=ticket.request.watch(),
-            images=ticket.images,
+            streaming=engine_request.every_token,
+            watch=engine_request.request.watch(),
+            images=engine_request.images,
         )
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, engine_request: EngineRequest) -> None:
         """Drops a request's samples and frees their rows; nothing more is delivered to it."""
-        dropped = self.dropped.of(ticket.request)
-        self._queue.remove(lambda sample: sample.owner is ticket)
+        dropped = self.dropped.of(engine_request.request)
+        self._queue.remove(lambda sample: sample.owner is engine_request)
         for row in self._table.occupied():
             sample = self._table.samples[row]
-            if sample is not None and sample.owner is ticket:
+            if sample is not None and sample.owner is engine_request:
                 dropped.unsent += self._table.undelivered(row)
                 self._table.leave(row)
-        delivery = self._deliveries.pop(ticket, None)
+        delivery = self._deliveries.pop(engine_request, None)
         if delivery is not None:
             dropped.unsent += num_tokens(delivery.chunks)
 
@@ -258,7 +262,7 @@ class GenerationLoop:
                 length = int(self._table.position[targets].max()) + 1
                 self._decoder.move(sources, targets, length)
             if self._table.rows:
-                self._draw_tokens()
+                self._sample_tokens()
         self.busy_seconds += time.perf_counter() - started
 
     def _admit(self) -> None:
@@ -287,7 +291,7 @@ class GenerationLoop:
             prompts, targets = np.array(pairs, dtype=np.int64).T
             self._decoder.insert(prefilled, prompts.copy(), targets.copy())
 
-    def _draw_tokens(self) -> None:
+    def _sample_tokens(self) -> None:
         table = self._table
         if table.changed:
             rows = table.rows
@@ -301,7 +305,7 @@ class GenerationLoop:
             table.changed = False
         logits = self._decoder.decode(table.batch(self._shapes))[: table.rows]
         uniform = torch.from_numpy(table.uniforms()).to(self._device)
-        tokens, logprobs = draw(logits, self._plan, uniform)
+        tokens, logprobs = sample_tokens(logits, self._plan, uniform)
         stopped, full = table.record(tokens.cpu().numpy(), logprobs.cpu().numpy())
         self.generated_tokens += table.rows
         for row in np.flatnonzero(stopped | full).tolist():
@@ -314,11 +318,11 @@ class GenerationLoop:
 
     def _plan_partials(self, entered: Iterable[object]) -> None:
         """Plans when requests whose samples enter hand out tokens of unfinished ones."""
-        for ticket in entered:
-            assert isinstance(ticket, Ticket)
-            if ticket.partial_interval_s is not None and math.isinf(ticket.due):
-                ticket.due = time.perf_counter() + ticket.partial_interval_s
-            self._next_due = min(self._next_due, ticket.due)
+        for engine_request in entered:
+            assert isinstance(engine_request, EngineRequest)
+            if engine_request.partial_interval_s is not None and math.isinf(engine_request.due):
+                engine_request.due = time.perf_counter() + engine_request.partial_interval_s
+            self._next_due = min(self._next_due, engine_request.due)
 
     def _hand_out_partials(self, now: float) -> None:
         """Hands out the tokens of unfinished samples whose request is due."""
@@ -327,14 +331,14 @@ class GenerationLoop:
             for row in self._table.occupied()
             if (sample := self._table.samples[row]) is not None
         ]
-        tickets = {sample.owner for _, sample in running}
-        due = {t for t in tickets if isinstance(t, Ticket) and t.due <= now}
+        engine_requests = {sample.owner for _, sample in running}
+        due = {t for t in engine_requests if isinstance(t, EngineRequest) and t.due <= now}
         for row, sample in running:
             if sample.owner in due:
                 self._hand_out(row)
-        for ticket in due:
-            ticket.due = now + (ticket.partial_interval_s or math.inf)
-        waits = (t.due for t in tickets if isinstance(t, Ticket))
+        for engine_request in due:
+            engine_request.due = now + (engine_request.partial_interval_s or math.inf)
+        waits = (t.due for t in engine_requests if isinstance(t, EngineRequest))
         self._next_due = min(waits, default=math.inf)
 
     def _finish(self, row: int, reason: FinishReason) -> None:
@@ -358,8 +362,8 @@ class GenerationLoop:
         tokens: np.ndarray | None = None,
         logprobs: np.ndarray | None = None,
     ) -> None:
-        ticket = sample.owner
-        assert isinstance(ticket, Ticket)
+        engine_request = sample.owner
+        assert isinstance(engine_request, EngineRequest)
         assert self.version is not None
         chunk = SampleChunk(
             sample.sample_index,
@@ -369,8 +373,8 @@ class GenerationLoop:
             reason,
         )
         if reason is not None:
-            ticket.remaining -= 1
-        self._deliveries.setdefault(ticket, Delivery(ticket)).chunks.append(chunk)
+            engine_request.remaining -= 1
+        self._deliveries.setdefault(engine_request, Delivery(engine_request)).chunks.append(chunk)
 
     def take_deliveries(self) -> list[Delivery]:
         """What has come since the last call."""
@@ -379,10 +383,10 @@ class GenerationLoop:
         return deliveries
 
 
-def _end_of(sample: RunningSample, drawn: TokenRow) -> FinishReason | None:
+def _end_of(sample: RunningSample, sampled: TokenRow) -> FinishReason | None:
     """Why a continued sample has nothing left to draw, if so; its watch sees what was drawn."""
     if int(sample.tokens[-1]) in sample.stop_ids:
         return FinishReason.STOP
-    if sample.watch is not None and sample.watch.push(drawn.tolist()) is not None:
+    if sample.watch is not None and sample.watch.push(sampled.tolist()) is not None:
         return FinishReason.STOP
     return FinishReason.LENGTH if len(sample.tokens) >= sample.length_limit else None

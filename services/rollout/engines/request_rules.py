@@ -6,7 +6,7 @@ from services.rollout.engines.protocol import GenerationRequest
 from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.types import SamplingParams
 
-__all__ = ["MAX_STOP_TOKEN_IDS", "check_request", "check_room"]
+__all__ = ["MAX_STOP_TOKEN_IDS", "check_capacity", "check_request"]
 
 # Every slot holds as many as the longest list of any request.
 MAX_STOP_TOKEN_IDS = 64
@@ -42,7 +42,7 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
             )
 
 
-def check_room(request: GenerationRequest, under_way: int, slots: int, max_queued: int) -> None:
+def check_capacity(request: GenerationRequest, under_way: int, slots: int, max_queued: int) -> None:
     """Whether an engine with `under_way` open samples takes those of a request.
 
     Args:

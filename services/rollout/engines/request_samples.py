@@ -34,7 +34,7 @@ class Serving(Protocol):
         """Draws the tokens."""
         ...
 
-    def count(self, drawn: int, prefilled: int) -> None:
+    def count(self, sampled: int, prefilled: int) -> None:
         """Takes note of response tokens drawn and of prompt tokens computed."""
         ...
 
@@ -104,7 +104,7 @@ class RequestSamples:
         self._engine, self._request, self._limits, self._pace = engine, request, limits, pace
         self._serving, self._settle, self._post = serving, settle, post
         self._open: dict[int, Sample] = {}
-        self.drawn = 0
+        self.sampled = 0
 
     @property
     def open(self) -> list[Sample]:
@@ -128,25 +128,25 @@ class RequestSamples:
         prompt = [*request.prompt_token_ids.tolist(), *partial]
         eos = () if sampling.ignore_eos else self._limits.eos_token_ids
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *eos)))
-        room = min(sampling.max_tokens - len(partial), self._limits.max_model_len - len(prompt))
+        capacity = min(sampling.max_tokens - len(partial), self._limits.max_model_len - len(prompt))
         watch = request.watch()
         is_ended = watch is not None and watch.push(partial) is not None
         if is_ended or (partial and partial[-1] in stops):
             self._post([self._end_of(index, FinishReason.STOP)])
-        elif room < 1:
+        elif capacity < 1:
             self._post([self._end_of(index, FinishReason.LENGTH)])
         else:
             choice = SamplingChoice(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                max_tokens=room,
+                max_tokens=capacity,
                 seed=seed(index, len(partial)),
                 stop_token_ids=stops,
             )
             self._open[index] = Sample(index, prompt, choice, watch)
 
-    async def run(self, draw: Callable[[Sample], Coroutine[Any, Any, None]]) -> None:
+    async def run(self, generate: Callable[[Sample], Coroutine[Any, Any, None]]) -> None:
         """Has every open sample drawn, and hands tokens on at the request's pace meanwhile.
 
         Raises:
@@ -154,10 +154,10 @@ class RequestSamples:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                drawing = [tasks.create_task(draw(sample)) for sample in self.open]
+                generating = [tasks.create_task(generate(sample)) for sample in self.open]
                 ticking = tasks.create_task(self._tick())
-                if drawing:
-                    await asyncio.wait(drawing)
+                if generating:
+                    await asyncio.wait(generating)
                 ticking.cancel()
         except* EngineError as errors:
             raise _first(errors) from errors
@@ -213,7 +213,7 @@ class RequestSamples:
             sample.prefill_known = True
             prefilled = len(sample.prompt) - delta.cached_tokens
         self._serving.count(len(delta.token_ids), prefilled)
-        self.drawn += len(delta.token_ids)
+        self.sampled += len(delta.token_ids)
 
     def _hand_on(self, samples: Sequence[Sample], reason: FinishReason | None) -> None:
         chunks: list[SampleChunk] = []

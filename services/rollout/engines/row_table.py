@@ -196,10 +196,10 @@ class RowTable:
     def uniforms(self) -> npt.NDArray[np.float64]:
         """Each row's random number for its next token."""
         rows = self.rows
-        drawn: npt.NDArray[np.float64] = self._uniforms.reshape(-1)[
+        sampled: npt.NDArray[np.float64] = self._uniforms.reshape(-1)[
             self._row_start[:rows] + self.position[:rows]
         ]
-        return drawn
+        return sampled
 
     def record(
         self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]

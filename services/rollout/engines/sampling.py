@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-__all__ = ["UNRESTRICTED", "SamplingPlan", "draw", "plan_sampling"]
+__all__ = ["UNRESTRICTED", "SamplingPlan", "plan_sampling", "sample_tokens"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,13 +116,13 @@ def _invert(probs: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, t
     start = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
     # The quotient may be rounded up to 1, which is beyond the block's last token.
     share = ((point - start) / (end - start)).clamp(max=_BELOW_ONE)
-    drawn = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
-    inside = torch.cumsum(drawn, -1, dtype=torch.float64)
+    sampled = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
+    inside = torch.cumsum(sampled, -1, dtype=torch.float64)
     token = torch.searchsorted(inside, share * inside[:, -1:], right=True)
     return block * _BLOCK + token, cumulative[:, -1:]
 
 
-def draw(
+def sample_tokens(
     logits: torch.Tensor, plan: SamplingPlan, uniform: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws a token per row.

@@ -48,8 +48,8 @@ class SglangCore:
         self._runs: dict[ChunkStream, RequestRun] = {}
         self._swaps = 0
         self._swapping = asyncio.Lock()
-        self._drawing = asyncio.Event()
-        self._drawing.set()
+        self._may_sample = asyncio.Event()
+        self._may_sample.set()
         self._is_paused = False
         self.broken: EngineError | None = None
 
@@ -107,9 +107,9 @@ class SglangCore:
         """Ids of SGLang's processes."""
         return self._client.processes
 
-    def count(self, drawn: int, prefilled: int) -> None:
+    def count(self, sampled: int, prefilled: int) -> None:
         """Takes note of response tokens drawn and of prompt tokens computed."""
-        self.generated_tokens += drawn
+        self.generated_tokens += sampled
         self.prefilled_tokens += prefilled
 
     def new_run(
@@ -137,17 +137,17 @@ class SglangCore:
 
     async def wait_to_begin(self) -> None:
         """See `sglang_request.Serving`."""
-        while not self._drawing.is_set():  # it may be cleared before a waiter gets its turn
-            await self._drawing.wait()
+        while not self._may_sample.is_set():  # it may be cleared before a waiter gets its turn
+            await self._may_sample.wait()
 
     async def cancel(self, stream: ChunkStream) -> None:
         """Aborts the samples of one stream."""
         if stream in self._runs:
             self._runs[stream].cancel()
 
-    async def pulse(self, timeout_s: float) -> None:
+    async def heartbeat(self, timeout_s: float) -> None:
         """Returns when SGLang's scheduler has answered."""
-        await self._client.pulse(timeout_s)
+        await self._client.heartbeat(timeout_s)
 
     async def running_samples(self) -> int:
         """Samples that the scheduler held when it last published its load."""
@@ -165,13 +165,13 @@ class SglangCore:
             if (self.version, self.digest) == (version, digest):
                 return 0.0
             started = time.perf_counter()
-            self._drawing.clear()
+            self._may_sample.clear()
             try:
                 await self._client.pause(retract=self._settings.recompute_kv)
                 await self._take(folder, version, digest)
             finally:
                 if self.broken is None and not self._is_paused:
-                    await self._draw_on(version)
+                    await self._resume_sampling(version)
             return time.perf_counter() - started
 
     async def swapped(self) -> None:
@@ -183,7 +183,7 @@ class SglangCore:
         async with self._swapping:
             self._check_works()
 
-    async def _draw_on(self, version: int) -> None:
+    async def _resume_sampling(self, version: int) -> None:
         """An engine that stayed paused would hold its samples for ever and take new ones."""
         try:
             await self._client.resume()
@@ -191,7 +191,7 @@ class SglangCore:
             broken = EngineError(f"{error}, after version {version} came; restart the replica")
             self._break(broken)
             raise broken from error
-        self._drawing.set()
+        self._may_sample.set()
 
     async def _take(self, folder: str, version: int, digest: str) -> None:
         try:
@@ -208,13 +208,13 @@ class SglangCore:
         async with self._swapping:
             self._check_works()
             try:
-                await self._stop_drawing(mode)
+                await self._stop_sampling(mode)
             finally:
                 if not self._is_paused:
-                    self._drawing.set()
+                    self._may_sample.set()
 
-    async def _stop_drawing(self, mode: PauseMode) -> None:
-        self._drawing.clear()
+    async def _stop_sampling(self, mode: PauseMode) -> None:
+        self._may_sample.clear()
         if mode is PauseMode.ABORT:
             for run in list(self._runs.values()):
                 run.give_up()
@@ -242,7 +242,7 @@ class SglangCore:
             self._check_works()
             await self._client.resume()
             self._is_paused = False
-            self._drawing.set()
+            self._may_sample.set()
 
     async def close(self) -> None:
         """Ends what runs, has it delivered, and ends SGLang's processes."""

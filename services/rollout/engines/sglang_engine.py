@@ -97,7 +97,7 @@ class SglangEngine(ClientEngine[SglangCore]):
     async def probe(self) -> EngineLoad:
         """Answers from inside the engine's loop, so that a hung engine does not answer."""
         thread, core = self._in_thread()
-        await thread.call(core.pulse(_PROBE_TIMEOUT_S), "ending a step")
+        await thread.call(core.heartbeat(_PROBE_TIMEOUT_S), "ending a step")
         return self.load()
 
     async def generate(
@@ -115,8 +115,10 @@ class SglangEngine(ClientEngine[SglangCore]):
                 "take text only: set actor_rollout_ref.rollout.name to vllm or torch"
             )
         number, pace = next(self._numbers), Pace(every_token, partial_interval_s)
-        drawing = self._draw(request, lambda core, post: core.new_run(number, request, pace, post))
-        async with aclosing(drawing) as all_chunks:
+        generating = self._sample(
+            request, lambda core, post: core.new_run(number, request, pace, post)
+        )
+        async with aclosing(generating) as all_chunks:
             async for chunks in all_chunks:
                 yield chunks
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from services.rollout.engines.sample_deltas import Delta, SamplingChoice
-from services.rollout.engines.sglang_sampler import draw_rows, uniform_rows
+from services.rollout.engines.sglang_sampler import sample_rows, uniform_rows
 from services.rollout.engines.sglang_stream import read_delta, sampling_parameters
 from sluice.errors import ConfigError, EngineError
 
@@ -123,7 +123,7 @@ def _forward(sampler: Any) -> Callable[..., torch.Tensor]:
         logits = sampler._preprocess_logits(output.next_token_logits, info)
         uniform = uniform_rows(info.sampling_seed, positions)
         most = info.max_top_k if info.need_top_k_sampling else None
-        tokens, logprobs = draw_rows(
+        tokens, logprobs = sample_rows(
             logits, info.temperatures, info.top_ks, info.top_ps, most, uniform
         )
         if return_logprob:
@@ -244,7 +244,7 @@ class SglangClient:
         mode = "retract" if retract else "in_place"
         pausing = self._requests.PauseGenerationReqInput(mode=mode)
         await self._answer(self._manager.pause_generation(pausing), "pause", _CALL_TIMEOUT_S)
-        await self.pulse(_CALL_TIMEOUT_S)
+        await self.heartbeat(_CALL_TIMEOUT_S)
         await self._settled()
 
     async def _settled(self) -> None:
@@ -258,10 +258,12 @@ class SglangClient:
 
     async def resume(self) -> None:
         """Draws on."""
-        going_on = self._requests.ContinueGenerationReqInput()
-        await self._answer(self._manager.continue_generation(going_on), "resume", _CALL_TIMEOUT_S)
+        resume_request = self._requests.ContinueGenerationReqInput()
+        await self._answer(
+            self._manager.continue_generation(resume_request), "resume", _CALL_TIMEOUT_S
+        )
 
-    async def pulse(self, timeout_s: float) -> None:
+    async def heartbeat(self, timeout_s: float) -> None:
         """Returns when the scheduler's loop has answered, after all that it was told before.
 
         Raises:
@@ -272,7 +274,7 @@ class SglangClient:
     async def running_samples(self) -> int:
         """Samples that the scheduler held when it last published its load, after a step or two."""
         for _ in range(3):
-            await self.pulse(_CALL_TIMEOUT_S)
+            await self.heartbeat(_CALL_TIMEOUT_S)
         (load,) = await self._answer(self._manager.get_loads(), "a question", _CALL_TIMEOUT_S)
         return int(load.num_running_reqs)
 

@@ -75,9 +75,9 @@ class RequestRun:
         self._none_is_sent.set()
 
     @property
-    def drawn(self) -> int:
+    def sampled(self) -> int:
         """Tokens so far."""
-        return self._samples.drawn
+        return self._samples.sampled
 
     def cancel(self) -> None:
         """Aborts what runs; called in this event loop."""
@@ -117,14 +117,14 @@ class RequestRun:
         seed, start = self._request.sampling.seed, self._request.prompt_token_ids.size
         self._samples.enter(lambda index, _: stream_seed(seed, index, start))
         self._first = next(iter(self._samples.open), None)
-        await self._samples.run(self._draw_in_turn)
+        await self._samples.run(self._sample_in_turn)
 
-    async def _draw_in_turn(self, sample: Sample) -> None:
+    async def _sample_in_turn(self, sample: Sample) -> None:
         if sample is not self._first:
             await self._prompt_is_cached.wait()
-        await self._draw(sample)
+        await self._sample(sample)
 
-    async def _draw(self, sample: Sample) -> None:
+    async def _sample(self, sample: Sample) -> None:
         attempt = 0
         try:
             await self._serving.wait_to_begin()
@@ -172,9 +172,9 @@ def _check_versions(sample: Sample, spans: VersionSpans) -> None:
     Raises:
         EngineError: they differ.
     """
-    told = [version for version, start, end in spans for _ in range(start, end)]
-    if told and told != [str(version) for version in sample.versions]:
+    reported = [version for version, start, end in spans for _ in range(start, end)]
+    if reported and reported != [str(version) for version in sample.versions]:
         raise EngineError(
             f"SGLang: tokens that came while {sorted(set(sample.versions))} served were drawn by "
-            f"{sorted(set(told))}: {list(spans)}"
+            f"{sorted(set(reported))}: {list(spans)}"
         )

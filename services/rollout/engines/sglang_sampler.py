@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from services.rollout.engines.counter_random import sample_keys
-from services.rollout.engines.sampling import SamplingPlan, draw
+from services.rollout.engines.sampling import SamplingPlan, sample_tokens
 
-__all__ = ["draw_rows", "stream_seed", "uniform_rows"]
+__all__ = ["sample_rows", "stream_seed", "uniform_rows"]
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -54,7 +54,7 @@ def uniform_rows(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return _shifted(state, _BITS).to(torch.float64) * 2.0**-52
 
 
-def draw_rows(
+def sample_rows(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
     top_ks: torch.Tensor,
@@ -87,4 +87,4 @@ def draw_rows(
         top_p=mass[:, None],
         candidates=min(most_candidates or vocab, vocab),
     )
-    return draw(logits, plan, uniform)
+    return sample_tokens(logits, plan, uniform)

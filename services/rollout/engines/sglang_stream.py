@@ -45,13 +45,13 @@ def read_delta(request_id: str, output: Mapping[str, Any], known: int) -> Delta:
     Raises:
         EngineError: SGLang refused the sample, or tokens are missing.
     """
-    told = output["meta_info"]
-    reason = told.get("finish_reason") or {}
+    reported = output["meta_info"]
+    reason = reported.get("finish_reason") or {}
     if reason.get("type") == "abort" and reason.get("status_code") is not None:
         raise EngineError(f"SGLang: sample {request_id} was refused: {reason.get('message')}")
-    new = int(told["completion_tokens"]) - known
+    new = int(reported["completion_tokens"]) - known
     tokens = list(output["output_ids"])[-new:] if new else []
-    logprobs = [float(one[0]) for one in told.get("output_token_logprobs", ())][-new:]
+    logprobs = [float(one[0]) for one in reported.get("output_token_logprobs", ())][-new:]
     if len(tokens) != new or (new and len(logprobs) != new):
         raise EngineError(
             f"SGLang: {new} tokens of sample {request_id} came as {len(tokens)} token ids with "
@@ -61,8 +61,9 @@ def read_delta(request_id: str, output: Mapping[str, Any], known: int) -> Delta:
         tokens,
         logprobs if new else [],
         reason.get("type"),
-        told.get("cached_tokens"),
+        reported.get("cached_tokens"),
         tuple(
-            (one["version"], one["start"], one["end"]) for one in told.get("weight_versions", ())
+            (one["version"], one["start"], one["end"])
+            for one in reported.get("weight_versions", ())
         ),
     )

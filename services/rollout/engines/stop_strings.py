@@ -20,9 +20,9 @@ def tellable(text: str, stops: Sequence[str]) -> str:
 
     It only grows as the text grows, up to the first stop string.
     """
-    told = before_stop(text, stops)
-    if len(told) < len(text):
-        return told
+    reported = before_stop(text, stops)
+    if len(reported) < len(text):
+        return reported
     held = max((_overlap(text, stop) for stop in stops), default=0)
     return text[: len(text) - held]
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from sluice.vision.image_prompts import ImagePrompt
 
-__all__ = ["Delivery", "Ticket"]
+__all__ = ["Delivery", "EngineRequest"]
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class EngineRequest:
     """A request in the engine; `remaining` samples have not ended.
 
     `due` is when tokens of unfinished samples are handed out next, in seconds of
@@ -32,5 +32,5 @@ class Ticket:
 class Delivery:
     """What one ticket gets after a step."""
 
-    ticket: Ticket
+    engine_request: EngineRequest
     chunks: list[SampleChunk] = field(default_factory=list)

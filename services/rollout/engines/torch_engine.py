@@ -26,11 +26,11 @@ from services.rollout.engines.protocol import (
     PauseMode,
     SampleChunk,
     StagedVersion,
-    TokenBooks,
+    UnsentTokens,
     num_tokens,
 )
-from services.rollout.engines.request_rules import check_request, check_room
-from services.rollout.engines.ticket import Delivery, Ticket
+from services.rollout.engines.request_rules import check_capacity, check_request
+from services.rollout.engines.ticket import Delivery, EngineRequest
 from services.rollout.engines.torch_settings import TorchEngineSettings, torch_settings
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.concurrency.waits import waiting_for
@@ -91,16 +91,16 @@ class TorchEngine:
         self._thread: EngineThread | None = None
         self._loop: GenerationLoop | None = None
         self._inbox: WeightInbox | None = None
-        self._streams: dict[Ticket, _Stream] = {}
+        self._streams: dict[EngineRequest, _Stream] = {}
         self._open_samples = 0
         self._image_turn = ImageTurn()
         self._broken: EngineError | None = None
-        self._books = TokenBooks()
+        self._accounting = UnsentTokens()
 
     @property
-    def books(self) -> TokenBooks:
+    def accounting(self) -> UnsentTokens:
         """What became of the tokens that calls got out of this engine."""
-        return self._books
+        return self._accounting
 
     @property
     def vocab_size(self) -> int:
@@ -190,7 +190,7 @@ class TorchEngine:
 
     def _snapshot(self, loop: GenerationLoop) -> EngineLoad:
         # In this order: whatever else ends meanwhile was drawn before.
-        services, direct, dropped = self._books.services, self._books.direct, loop.dropped
+        services, direct, dropped = self._accounting.services, self._accounting.direct, loop.dropped
         sent, direct_sent = services.sent, direct.sent
         direct_unsent = direct.unsent + dropped.direct.unsent
         unsent = services.unsent + dropped.services.unsent + direct_unsent
@@ -223,10 +223,12 @@ class TorchEngine:
         if images is not None:
             thread = self._admit(request)  # it may have been stopped meanwhile
         samples = len(request.sample_indexes)
-        ticket = Ticket(request, every_token, samples, partial_interval_s, images=images)
+        engine_request = EngineRequest(
+            request, every_token, samples, partial_interval_s, images=images
+        )
         stream = _Stream(samples)
-        thread.post(lambda loop: loop.submit(ticket))
-        self._streams[ticket] = stream
+        thread.post(lambda loop: loop.submit(engine_request))
+        self._streams[engine_request] = stream
         self._open_samples += samples
         try:
             while stream.open_samples:
@@ -234,7 +236,7 @@ class TorchEngine:
                 request.tokens.yielded += num_tokens(chunks)
                 yield chunks
         finally:
-            self._forget(ticket)
+            self._forget(engine_request)
 
     def _admit(self, request: GenerationRequest) -> EngineThread:
         thread, settings = self._running(), self._settings
@@ -242,7 +244,7 @@ class TorchEngine:
             raise NotReadyError("the torch engine has no weights yet")
         check_request(request, self.vocab_size, settings.max_model_len)
         under_way = self._open_samples + self._image_turn.samples
-        check_room(request, under_way, settings.slots, settings.max_queued)
+        check_capacity(request, under_way, settings.slots, settings.max_queued)
         return thread
 
     async def _read_images(self, request: GenerationRequest) -> ImagePrompt | None:
@@ -260,23 +262,23 @@ class TorchEngine:
             lambda: reader.read(request.prompt_token_ids, request.images),
         )
 
-    def _forget(self, ticket: Ticket) -> None:
-        stream = self._streams.pop(ticket, None)
+    def _forget(self, engine_request: EngineRequest) -> None:
+        stream = self._streams.pop(engine_request, None)
         if stream is None:
             return
-        self._books.of(ticket.request).unsent += stream.waiting_tokens
+        self._accounting.of(engine_request.request).unsent += stream.waiting_tokens
         if not stream.open_samples:
             return
         self._open_samples -= stream.open_samples
         if self._thread is not None and self._thread.is_alive:
-            self._thread.post(lambda loop: loop.cancel(ticket))
+            self._thread.post(lambda loop: loop.cancel(engine_request))
 
     def _receive(self, deliveries: list[Delivery]) -> None:
         for delivery in deliveries:
-            stream = self._streams.get(delivery.ticket)
+            stream = self._streams.get(delivery.engine_request)
             if stream is None:
-                books = self._books.of(delivery.ticket.request)
-                books.unsent += num_tokens(delivery.chunks)
+                accounting = self._accounting.of(delivery.engine_request.request)
+                accounting.unsent += num_tokens(delivery.chunks)
                 continue
             before = stream.open_samples
             stream.push(delivery.chunks)

@@ -116,7 +116,7 @@ class VllmCore:
         client = VllmClient(arguments, recomputes=settings.recompute_kv)
         core = cls(client, layout, settings, image_prompts)
         _log.info("vLLM %s runs on %s", client.features.version, device.name)
-        told = WorkerBegin(
+        reported = WorkerBegin(
             device=device.torch_device.type,
             backend=settings.weights_backend,
             shapes={spec.name: spec.shape for spec in layout.tensors},
@@ -124,7 +124,7 @@ class VllmCore:
             trust_remote_code=settings.trust_remote_code,
         )
         try:
-            await core._workers.begin(told)
+            await core._workers.begin(reported)
         except BaseException:  # its processes end with this one, which goes on
             client.close()
             raise
@@ -141,9 +141,9 @@ class VllmCore:
         """It is `broken` for good; called in any thread."""
         self._broken = error
 
-    def count(self, drawn: int, prefilled: int) -> None:
+    def count(self, sampled: int, prefilled: int) -> None:
         """Takes note of response tokens drawn and of prompt tokens computed."""
-        self.generated_tokens += drawn
+        self.generated_tokens += sampled
         self.prefilled_tokens += prefilled
 
     def new_run(
@@ -188,9 +188,9 @@ class VllmCore:
         if stream in self._runs:
             self._runs[stream].cancel()
 
-    async def pulse(self, timeout_s: float) -> int:
+    async def heartbeat(self, timeout_s: float) -> int:
         """Samples that the workers hold since their last step, asked through the engine's loop."""
-        return await self._workers.pulse(timeout_s)
+        return await self._workers.heartbeat(timeout_s)
 
     async def processes(self) -> tuple[int, ...]:
         """Ids of the workers' processes."""
@@ -225,7 +225,7 @@ class VllmCore:
             finally:
                 self._settled.set()
                 if self._broken is None and not self._is_paused:
-                    await self._draw_on(version)
+                    await self._resume_sampling(version)
             return time.perf_counter() - started
 
     async def swapped(self) -> None:
@@ -251,7 +251,7 @@ class VllmCore:
             await self._client.resume()
             self._is_paused = False
 
-    async def _draw_on(self, version: int) -> None:
+    async def _resume_sampling(self, version: int) -> None:
         """An engine that stayed paused would hold its samples for ever and take new ones."""
         try:
             await self._client.resume()

@@ -61,7 +61,7 @@ class VllmEngine(ClientEngine[VllmCore]):
     async def samples_in_workers(self) -> int:
         """Samples that vLLM's workers hold since their last step."""
         thread, core = self._in_thread()
-        return await thread.call(core.pulse(_PROBE_TIMEOUT_S), "ending a step")
+        return await thread.call(core.heartbeat(_PROBE_TIMEOUT_S), "ending a step")
 
     async def processes(self) -> tuple[int, ...]:
         """Ids of the processes that vLLM computes in."""
@@ -99,10 +99,10 @@ class VllmEngine(ClientEngine[VllmCore]):
         if images is not None:
             self._admit(request, self._image_turn.samples)  # it may have been stopped meanwhile
         number, pace = next(self._numbers), Pace(every_token, partial_interval_s)
-        drawing = self._draw(
+        generating = self._sample(
             request, lambda core, post: core.new_run(number, request, images, pace, post)
         )
-        async with aclosing(drawing) as all_chunks:
+        async with aclosing(generating) as all_chunks:
             async for chunks in all_chunks:
                 yield chunks
 

@@ -110,13 +110,13 @@ def engine_environment(
             "OMP_NUM_THREADS": str(threads),
         }
     else:
-        wanted |= _starts_processes_anew(given)
+        wanted |= _spawn_settings(given)
     if batch_invariant:
         wanted["VLLM_BATCH_INVARIANT"] = "1"
     return {name: value for name, value in wanted.items() if name not in given}
 
 
-def _starts_processes_anew(given: Mapping[str, str]) -> dict[str, str]:
+def _spawn_settings(given: Mapping[str, str]) -> dict[str, str]:
     """A forked child of a process that has touched a device cannot use it, nor locks of threads.
 
     On the CPU vLLM sees to it by itself.

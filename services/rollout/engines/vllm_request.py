@@ -66,9 +66,9 @@ class RequestRun:
         self._is_cancelled = False
 
     @property
-    def drawn(self) -> int:
+    def sampled(self) -> int:
         """Tokens so far."""
-        return self._samples.drawn
+        return self._samples.sampled
 
     @property
     def request_ids(self) -> list[str]:
@@ -95,9 +95,9 @@ class RequestRun:
         self._task = asyncio.current_task()
         seed = self._request.sampling.seed
         self._samples.enter(lambda index, start: _sample_seed(seed, index, start))
-        await self._samples.run(self._draw)
+        await self._samples.run(self._sample)
 
-    async def _draw(self, sample: Sample) -> None:
+    async def _sample(self, sample: Sample) -> None:
         # Samples of one version share a prompt's cache; another version's is of no use to them.
         await self._serving.wait_to_begin()
         inputs = PromptInputs(sample.prompt, str(self._samples.version()), self._images)
@@ -118,17 +118,17 @@ def _settle_versions(sample: Sample, spans: VersionSpans) -> None:
     """
     if not spans:
         return
-    told = [int(version) for version, start, end in spans for _ in range(start, end)]
-    if len(told) != len(sample.versions):
+    reported = [int(version) for version, start, end in spans for _ in range(start, end)]
+    if len(reported) != len(sample.versions):
         raise EngineError(
-            f"vLLM: version spans of {len(told)} tokens for a sample of {len(sample.versions)}"
+            f"vLLM: version spans of {len(reported)} tokens for a sample of {len(sample.versions)}"
         )
-    for known, version in zip(sample.versions[: sample.handed_on], told, strict=False):
+    for known, version in zip(sample.versions[: sample.handed_on], reported, strict=False):
         if known != version:
             raise EngineError(
                 f"vLLM: a token handed on as version {known} was drawn by version {version}"
             )
-    sample.versions = told
+    sample.versions = reported
 
 
 def _sample_seed(seed: int, index: int, start: int) -> int:

@@ -47,8 +47,8 @@ class WeightWorker:
         Returns:
             Nothing; or `error` and `kind`, as where this version of vLLM lacks what is needed.
         """
-        told = msgspec.json.decode(begin, type=WorkerBegin)
-        return _answered(lambda: _begin(self, told))
+        reported = msgspec.json.decode(begin, type=WorkerBegin)
+        return _answered(lambda: _begin(self, reported))
 
     def sluice_pulse(self) -> int:
         """Samples that the worker holds since its last step; answers from the engine's loop."""
@@ -108,11 +108,13 @@ class WeightWorker:
         _staging(self).close()
 
 
-def _begin(worker: WeightWorker, told: WorkerBegin) -> None:
+def _begin(worker: WeightWorker, reported: WorkerBegin) -> None:
     worker.sluice_features = WorkerFeatures(worker)
-    wire = transfer_device(_own_device(told.device, worker.device), told.backend)
-    worker.sluice_names = CheckpointNames(told.model_path, trust_remote_code=told.trust_remote_code)
-    worker.sluice_staging = WorkerStaging(wire, told.shapes)
+    wire = transfer_device(_own_device(reported.device, worker.device), reported.backend)
+    worker.sluice_names = CheckpointNames(
+        reported.model_path, trust_remote_code=reported.trust_remote_code
+    )
+    worker.sluice_staging = WorkerStaging(wire, reported.shapes)
 
 
 def _features(worker: WeightWorker) -> WorkerFeatures:

@@ -34,7 +34,7 @@ _VERSION_REMEDY = (
 _LOADER = "vllm.model_executor.model_loader.dummy_loader"
 _LOADER_ARGUMENTS = ["self", "model", "model_config"]
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
-_TOLD_PREEMPTED = "reset_preempted_req_ids"
+_REPORTS_PREEMPTED = "reset_preempted_req_ids"
 
 
 class WorkerFeatures:
@@ -105,11 +105,11 @@ def runner_environment(given: Mapping[str, str]) -> dict[str, str]:
     try:
         scheduler: Any = importlib.import_module(_SCHEDULER).Scheduler
         preempt = scheduler._preempt_request  # there is no other sign of it
-        told: Sequence[str] = preempt.__code__.co_names
+        reported: Sequence[str] = preempt.__code__.co_names
     except (ImportError, AttributeError):  # what has become of it cannot be told
         return {}
     chosen = given.get(_RUNNER_VARIABLE)
-    if _TOLD_PREEMPTED in told or (chosen or "").lower() in ("0", "false"):
+    if _REPORTS_PREEMPTED in reported or (chosen or "").lower() in ("0", "false"):
         return {}
     if chosen is not None:
         raise ConfigError(

@@ -75,16 +75,16 @@ class VllmWorkers:
     def __init__(self, calls: WorkerCalls) -> None:
         self._calls = calls
 
-    async def begin(self, told: WorkerBegin) -> None:
+    async def begin(self, reported: WorkerBegin) -> None:
         """Prepares every worker.
 
         Raises:
             ConfigError: this version of vLLM lacks what a worker needs, or there is no such model.
         """
-        for failure in _errors(await self._call("sluice_begin", msgspec.json.encode(told))):
+        for failure in _errors(await self._call("sluice_begin", msgspec.json.encode(reported))):
             raise ConfigError(str(failure["error"]))
 
-    async def pulse(self, timeout_s: float) -> int:
+    async def heartbeat(self, timeout_s: float) -> int:
         """Samples that the workers hold since their last step, asked through the engine's loop."""
         answers = await self._call("sluice_pulse", timeout_s=timeout_s)
         return max(msgspec.convert(answers, list[int]))

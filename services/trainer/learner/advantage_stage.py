@@ -30,7 +30,7 @@ class AdvantageRules:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BatchEvidence:
+class BatchInputs:
     """What forward passes found out about a batch, [rows, W] each; ``None``: not asked."""
 
     old_logprobs: Tensor | None = None
@@ -57,7 +57,7 @@ class TokenAdvantages:
 
 def token_advantages(
     table: BatchTable,
-    evidence: BatchEvidence,
+    batch_inputs: BatchInputs,
     components: Mapping[str, Tensor],
     rules: AdvantageRules,
     controller: KlController,
@@ -81,27 +81,27 @@ def token_advantages(
     rewards = last_token_rewards(table.scores, table.mask)
     metrics: dict[str, float] = {}
     if rules.kl_kind is not None:
-        assert evidence.old_logprobs is not None
-        assert evidence.ref_logprobs is not None
+        assert batch_inputs.old_logprobs is not None
+        assert batch_inputs.ref_logprobs is not None
         penalized = penalize_rewards(
             rewards,
-            evidence.old_logprobs,
-            evidence.ref_logprobs,
+            batch_inputs.old_logprobs,
+            batch_inputs.ref_logprobs,
             table.mask,
             kind=rules.kl_kind,
             controller=controller,
         )
         rewards, controller = penalized.rewards, penalized.controller
         metrics |= penalized.metrics
-    mask = _without_rejected(table.mask, evidence.kept)
+    mask = _without_rejected(table.mask, batch_inputs.kept)
     inputs = AdvantageInputs(
         rewards=rewards,
         mask=mask,
         group_index=table.group_index,
-        values=evidence.values,
-        old_logprobs=evidence.old_logprobs,
-        sum_pi_squared=evidence.sum_pi_squared,
-        importance_weights=evidence.importance_weights,
+        values=batch_inputs.values,
+        old_logprobs=batch_inputs.old_logprobs,
+        sum_pi_squared=batch_inputs.sum_pi_squared,
+        importance_weights=batch_inputs.importance_weights,
         reward_components=components,
         baselines=_baselines(table, rules.estimator),
     )

@@ -37,10 +37,10 @@ def superfluous_roles(
 
 def delete_folder(folder: Path) -> None:
     """Remove a checkpoint so that a crash on the way leaves none that looks complete."""
-    doomed = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    expired = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(expired, ignore_errors=True)
+    folder.rename(expired)
+    shutil.rmtree(expired, ignore_errors=True)
 
 
 def delete_roles(

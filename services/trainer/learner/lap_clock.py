@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-class LapClock:
+class PhaseTimer:
     """Seconds between laps, by name.
 
     Args:
@@ -16,7 +16,7 @@ class LapClock:
         self._now_s, self._last_s = now_s, now_s()
         self.seconds: dict[str, float] = {}
 
-    def lap(self, name: str, *, shown: bool = True) -> None:
+    def end_phase(self, name: str, *, shown: bool = True) -> None:
         """Ends a lap, whose seconds are added to others of the name; if not shown it is dropped."""
         now_s = self._now_s()
         if shown:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.advantage_stage import (
-    BatchEvidence,
+    BatchInputs,
     TokenAdvantages,
     token_advantages,
     zero_advantage_rows,
@@ -32,7 +32,7 @@ from services.trainer.learner.batch_table import (
 from services.trainer.learner.critic import Critic, value_metrics
 from services.trainer.learner.even_passes import EvenPasses
 from services.trainer.learner.forward import EntropyUse, TokenOutputs, token_outputs
-from services.trainer.learner.lap_clock import LapClock
+from services.trainer.learner.lap_clock import PhaseTimer
 from services.trainer.learner.loss_terms import LossTerms
 from services.trainer.learner.micro_batch import MicroBatch
 from services.trainer.learner.mini_batch import Share, split_batch
@@ -43,7 +43,7 @@ from services.trainer.learner.prepared import PreparedMicroBatch, PreparedMiniBa
 from services.trainer.learner.reference import ReferencePolicy
 from services.trainer.learner.shards import Shards
 from services.trainer.learner.update_settings import UpdateSettings
-from services.trainer.learner.update_tally import UpdateTally
+from services.trainer.learner.update_tally import UpdateSums
 from sluice.algorithm.batch_metrics import batch_metrics, batch_rows
 from sluice.algorithm.rollout_correction.statistics import (
     Statistics,
@@ -118,35 +118,35 @@ class PolicyUpdate:
             DeadlineError: another rank did not arrive at a collective.
             PeerError: another rank failed.
         """
-        clock = LapClock(self._now_s)
+        clock = PhaseTimer(self._now_s)
         table = batch_table(batch, self._device.torch_device)
         known, skipped = None, frozenset[int]()
         if self._settings.skip_zero_advantage:  # no estimator that needs passes goes with it
-            known = self._advantages(batch, table, BatchEvidence())
+            known = self._advantages(batch, table, BatchInputs())
             skipped = zero_advantage_rows(known.advantages, self._parallel)
-            clock.lap("adv")
+            clock.end_phase("adv")
         mini_batches = self._cut(batch, step, skipped)
-        tally = UpdateTally(self._mean_names, self._no_corrections)
-        sum_pi_squared = self._old_logprobs(mini_batches, tally, table)
-        clock.lap("old_log_prob")
+        sums = UpdateSums(self._mean_names, self._no_corrections)
+        sum_pi_squared = self._old_logprobs(mini_batches, sums, table)
+        clock.end_phase("old_log_prob")
         self._reference_logprobs(mini_batches)
-        clock.lap("ref", shown=self._reference is not None)
+        clock.end_phase("ref", shown=self._reference is not None)
         values = self._critic.values(batch, table, step) if self._critic else None
-        clock.lap("values", shown=self._critic is not None)
-        evidence = self._evidence(mini_batches, table, values, sum_pi_squared)
-        worth = known or self._advantages(batch, table, evidence)
+        clock.end_phase("values", shown=self._critic is not None)
+        batch_inputs = self._batch_inputs(mini_batches, table, values, sum_pi_squared)
+        estimates = known or self._advantages(batch, table, batch_inputs)
         for prepared in _micro_batches(mini_batches):
-            prepared.advantages = tokens_of(worth.advantages, prepared.micro_batch)
-        clock.lap("adv")
-        critic_metrics = self._update_critic(values, worth, step)
-        clock.lap("update_critic", shown=self._critic is not None)
+            prepared.advantages = tokens_of(estimates.advantages, prepared.micro_batch)
+        clock.end_phase("adv")
+        critic_metrics = self._update_critic(values, estimates, step)
+        clock.end_phase("update_critic", shown=self._critic is not None)
         policy_metrics = {}
         if step >= self._settings.critic_warmup:
-            policy_metrics = self._policy_steps(mini_batches, tally, step)
-        clock.lap("update_actor")
+            policy_metrics = self._policy_steps(mini_batches, sums, step)
+        clock.end_phase("update_actor")
         return {
             **self._batch_metrics(batch),
-            **worth.metrics,
+            **estimates.metrics,
             **critic_metrics,
             **policy_metrics,
             **({} if known is None else {"actor/skipped_samples": float(len(skipped))}),
@@ -168,7 +168,7 @@ class PolicyUpdate:
         return [prepare(mini_batch) for mini_batch in mini_batches]
 
     def _old_logprobs(
-        self, mini_batches: Sequence[PreparedMiniBatch], tally: UpdateTally, table: BatchTable
+        self, mini_batches: Sequence[PreparedMiniBatch], sums: UpdateSums, table: BatchTable
     ) -> Tensor | None:
         """Logprobs of the policy as it came into the batch; returns sums of squares, if needed.
 
@@ -194,31 +194,31 @@ class PolicyUpdate:
                 )
             if outputs.sum_pi_squared is not None:
                 squares.append((prepared.micro_batch, outputs.sum_pi_squared))
-            self._note_old_policy(prepared, outputs, tally)
+            self._note_old_policy(prepared, outputs, sums)
         self._passes.end_forward_only()
         if self._settings.correction.rollout_is_batch_normalize:
-            self._normalize_weights(mini_batches, tally)
+            self._normalize_weights(mini_batches, sums)
         if not self._settings.needs_sum_pi_squared:
             return None
         return gather_tokens(squares, table, self._parallel, "gathering squared probabilities")
 
     def _note_old_policy(
-        self, prepared: PreparedMicroBatch, outputs: TokenOutputs, tally: UpdateTally
+        self, prepared: PreparedMicroBatch, outputs: TokenOutputs, sums: UpdateSums
     ) -> None:
         """A pass of the policy as it came into the batch has been made."""
         if outputs.entropy is not None:
-            tally.add_entropy(outputs.entropy)
+            sums.add_entropy(outputs.entropy)
         if prepared.old_logprobs is None:
             prepared.old_logprobs = outputs.logprobs.detach()
-        tally.add_probs_diff(outputs.logprobs, prepared.micro_batch.behavior_logprobs)
+        sums.add_probs_diff(outputs.logprobs, prepared.micro_batch.behavior_logprobs)
         statistics = self._terms.correct(prepared)
         if statistics is not None:
-            tally.add_correction(statistics)
+            sums.add_correction(statistics)
 
     def _normalize_weights(
-        self, mini_batches: Sequence[PreparedMiniBatch], tally: UpdateTally
+        self, mini_batches: Sequence[PreparedMiniBatch], sums: UpdateSums
     ) -> None:
-        own = statistics_to_vector(tally.corrections)
+        own = statistics_to_vector(sums.corrections)
         vectors = self._parallel.all_gather(own, "normalising importance weights")
         merged: Statistics = self._no_corrections
         for vector in vectors:
@@ -237,15 +237,15 @@ class PolicyUpdate:
         for one, logprobs in zip(prepared, found, strict=True):
             one.ref_logprobs = logprobs
 
-    def _evidence(
+    def _batch_inputs(
         self,
         mini_batches: Sequence[PreparedMiniBatch],
         table: BatchTable,
         values: Tensor | None,
         sum_pi_squared: Tensor | None,
-    ) -> BatchEvidence:
+    ) -> BatchInputs:
         if not self._settings.needs_old_logprobs_first:
-            return BatchEvidence(values=values)
+            return BatchInputs(values=values)
         prepared, settings = _micro_batches(mini_batches), self._settings
 
         def gathered(of: Callable[[PreparedMicroBatch], Tensor | None], what: str) -> Tensor:
@@ -254,7 +254,7 @@ class PolicyUpdate:
 
         with_reference = settings.advantages.kl_kind is not None
         rejects = settings.rejects_before_advantages
-        return BatchEvidence(
+        return BatchInputs(
             old_logprobs=gathered(lambda one: one.old_logprobs, "old logprobs"),
             ref_logprobs=gathered(lambda one: one.ref_logprobs, "reference logprobs")
             if with_reference
@@ -270,34 +270,34 @@ class PolicyUpdate:
         )
 
     def _advantages(
-        self, batch: TrainBatch, table: BatchTable, evidence: BatchEvidence
+        self, batch: TrainBatch, table: BatchTable, batch_inputs: BatchInputs
     ) -> TokenAdvantages:
         components = reward_components(
             batch, self._settings.component_keys, self._device.torch_device
         )
-        worth = token_advantages(
-            table, evidence, components, self._settings.advantages, self.kl_controller
+        estimates = token_advantages(
+            table, batch_inputs, components, self._settings.advantages, self.kl_controller
         )
-        self.kl_controller = worth.controller
-        return worth
+        self.kl_controller = estimates.controller
+        return estimates
 
     def _update_critic(
-        self, values: Tensor | None, worth: TokenAdvantages, step: int
+        self, values: Tensor | None, estimates: TokenAdvantages, step: int
     ) -> dict[str, float]:
         if self._critic is None or values is None:
             return {}
         return {
-            **value_metrics(values, worth.returns, worth.mask),
-            **self._critic.update(worth.returns, worth.mask, step),
+            **value_metrics(values, estimates.returns, estimates.mask),
+            **self._critic.update(estimates.returns, estimates.mask, step),
         }
 
     def _policy_steps(
-        self, mini_batches: Sequence[PreparedMiniBatch], tally: UpdateTally, step: int
+        self, mini_batches: Sequence[PreparedMiniBatch], sums: UpdateSums, step: int
     ) -> dict[str, float]:
         # The schedule begins with the policy's first update, which a warm-up of the critic delays.
         rate = self._optimizer.begin_batch(step - max(1, self._settings.critic_warmup))
         norms = [
-            self._optimizer_step(mini_batch, tally, seed, first_pass=epoch == 0)
+            self._optimizer_step(mini_batch, sums, seed, first_pass=epoch == 0)
             for epoch in range(self._actor.ppo_epochs)
             for seed, mini_batch in enumerate(
                 mini_batches, step * _SEEDS_PER_BATCH + epoch * len(mini_batches)
@@ -305,7 +305,7 @@ class PolicyUpdate:
         ]
         finite = [norm for norm in norms if math.isfinite(norm)]
         return {
-            **tally.metrics(self._parallel, len(norms)),
+            **sums.metrics(self._parallel, len(norms)),
             **({"actor/grad_norm": float(np.mean(finite))} if finite else {}),
             **({"actor/kl_coef": self._actor.kl_loss_coef} if self._actor.use_kl_loss else {}),
             "actor/lr": rate,
@@ -313,7 +313,7 @@ class PolicyUpdate:
         }
 
     def _optimizer_step(
-        self, mini_batch: PreparedMiniBatch, tally: UpdateTally, seed: int, *, first_pass: bool
+        self, mini_batch: PreparedMiniBatch, sums: UpdateSums, seed: int, *, first_pass: bool
     ) -> float:
         """Accumulate gradients over the mini-batch, sum them over ranks and step; the norm."""
         self._passes.begin(len(mini_batch.micro_batches))
@@ -327,9 +327,9 @@ class PolicyUpdate:
             )
             outputs = self._forward(prepared.micro_batch, self._entropy_use(reported))
             if is_old_policy:
-                self._note_old_policy(prepared, outputs, tally)
+                self._note_old_policy(prepared, outputs, sums)
             elif bypassed and outputs.entropy is not None:
-                tally.add_entropy(outputs.entropy)
+                sums.add_entropy(outputs.entropy)
             loss = self._terms.loss(
                 outputs,
                 prepared,
@@ -338,11 +338,11 @@ class PolicyUpdate:
             )
             self._passes.before_backward()
             loss.total.total.backward()
-            tally.add_loss(loss.total, loss.objective.metrics)
+            sums.add_loss(loss.total, loss.objective.metrics)
         self._passes.end_step()
         self._parallel.all_reduce_sum(self._optimizer.gradients.buffers, "summing gradients")
         norm = self._optimizer.step()
-        tally.end_step()
+        sums.end_step()
         return norm
 
     def _forward(

@@ -23,7 +23,7 @@ LOSSES = ("actor/pg_loss", "actor/entropy_loss", "actor/kl_loss", "actor/loss")
 ENTROPY = "actor/entropy"
 
 
-class UpdateTally:
+class UpdateSums:
     """Sums of one train batch on this rank; `metrics` adds up all ranks'.
 
     Args:

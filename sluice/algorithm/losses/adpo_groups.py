@@ -94,13 +94,13 @@ def _check_rows_per_micro(groups: Sequence[GroupPiece], rows_per_micro: int) -> 
 
 def _in_runs(groups: Sequence[GroupPiece], rows_per_micro: int) -> list[list[GroupPiece]]:
     batches: list[list[GroupPiece]] = []
-    room = 0
+    capacity = 0
     for piece in groups:
-        if room < len(piece.row_indices):
+        if capacity < len(piece.row_indices):
             batches.append([])
-            room = rows_per_micro
+            capacity = rows_per_micro
         batches[-1].append(piece)
-        room -= len(piece.row_indices)
+        capacity -= len(piece.row_indices)
     return batches
 
 

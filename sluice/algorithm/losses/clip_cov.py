@@ -32,9 +32,9 @@ def clip_cov_objective(
         & (covariances < settings.clip_cov_ub)
     ).nonzero()[:, 0]
     most = max(int(settings.clip_cov_ratio * inputs.num_tokens), 1)
-    drawn = candidates[_permutation(candidates.numel(), inputs.seed).to(candidates.device)[:most]]
+    sampled = candidates[_permutation(candidates.numel(), inputs.seed).to(candidates.device)[:most]]
     kept = torch.ones_like(inputs.advantages, dtype=torch.bool)
-    kept[drawn] = False
+    kept[sampled] = False
     metrics = {
         "actor/pg_clipfrac": token_metric(~kept),
         "actor/ppo_kl": token_metric(-log_ratio),

@@ -22,7 +22,7 @@ class PromptHistory:
     num_wrong: float
     mean_tokens: float
     version: int
-    num_visits: int
+    num_attempts: int
 
     def aged(self, version: int) -> PromptHistory:
         """The same with the counts discounted to `version`, older or younger than its own."""
@@ -32,12 +32,12 @@ class PromptHistory:
             self.num_wrong * factor,
             self.mean_tokens,
             version,
-            self.num_visits,
+            self.num_attempts,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class SeenVisit:
+class RememberedAttempt:
     """One visit that has ended: what is added to a history, whatever was added meanwhile.
 
     `num_scored` samples were graded, `num_right` of them right, with `mean_tokens` tokens each in
@@ -50,7 +50,7 @@ class SeenVisit:
     version: int
 
 
-def remembered(history: PromptHistory | None, seen: SeenVisit) -> PromptHistory:
+def remembered(history: PromptHistory | None, seen: RememberedAttempt) -> PromptHistory:
     """The history after one more visit; ``None``: there was none before."""
     before = (history or PromptHistory(0.0, 0.0, 0.0, seen.version, 0)).aged(seen.version)
     weight_before = before.num_right + before.num_wrong
@@ -61,5 +61,5 @@ def remembered(history: PromptHistory | None, seen: SeenVisit) -> PromptHistory:
         before.num_wrong + seen.num_scored - seen.num_right,
         mean / total if total else 0.0,
         before.version,
-        before.num_visits + 1,
+        before.num_attempts + 1,
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sluice.algorithm.sampling.coverage_guard import Side
-from sluice.algorithm.sampling.pass_rates import Evidence
+from sluice.algorithm.sampling.pass_rates import GradeCounts
 from sluice.algorithm.sampling.prompt_memory import PromptHistory
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class Attempt:
     """A prompt that was drawn.
 
     Args:
@@ -28,33 +28,33 @@ class Visit:
     sequence: int
     history: PromptHistory | None
     first_samples: int
-    draw_probability: float = 1.0
+    admission_probability: float = 1.0
     probability: float = 1.0
     side: Side = Side.SURE
-    worth: float = 1.0
+    value: float = 1.0
 
     @property
     def is_skipped(self) -> bool:
         """Whether nothing is generated for it."""
         return self.first_samples == 0
 
-    def known(self, version: int) -> Evidence:
+    def known(self, version: int) -> GradeCounts:
         """The evidence of its earlier visits, discounted to `version`."""
         if self.history is None:
-            return Evidence()
+            return GradeCounts()
         aged = self.history.aged(version)
-        return Evidence(aged.num_right, aged.num_wrong)
+        return GradeCounts(aged.num_right, aged.num_wrong)
 
 
 @dataclass(frozen=True, slots=True)
-class VisitEnd:
+class AttemptEnd:
     """A group that was kept or filtered, or stopped after its first samples.
 
     `version` is the policy version announced at its end.
     """
 
-    visit: Visit
-    evidence: Evidence
+    attempt: Attempt
+    grade_counts: GradeCounts
     mean_tokens: float
     kept: bool
     version: int

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sluice.algorithm.sampling.pass_rates import (
-    Evidence,
+    GradeCounts,
     Weights,
     all_right_probability,
     all_wrong_probability,
@@ -44,7 +44,7 @@ class Stakes:
     cost: float
     gain: float
 
-    def worth(self, price: float) -> float:
+    def value(self, price: float) -> float:
         """What is expected to be trained, times the price, over what is expected to be drawn.
 
         From 1 on the samples to be trained are had at no more than `price` each.
@@ -69,14 +69,14 @@ def rest_of_group(
         num_rest: samples that are not drawn yet.
         samples_per_group: n.
     """
-    evidence = Evidence(float(num_right), float(num_probes - num_right))
-    after = posterior(before_probes, evidence)
+    grade_counts = GradeCounts(float(num_right), float(num_probes - num_right))
+    after = posterior(before_probes, grade_counts)
     stays_uniform = all_right_probability if num_right else all_wrong_probability
     mixed = 1.0 - stays_uniform(after, num_rest)
     return Stakes(float(num_rest), samples_per_group * mixed)
 
 
-def whole_visit(
+def whole_attempt(
     weights: Weights, *, probe_samples: int | None, samples_per_group: int, price: float
 ) -> Stakes:
     """A visit to a prompt, its probes included.
@@ -91,10 +91,10 @@ def whole_visit(
     if probe_samples is None:
         return Stakes(float(n), n * mixed_probability(weights, n))
     rest = n - probe_samples
-    goes_on = mixed_probability(weights, probe_samples)
-    cost, gain = probe_samples + rest * goes_on, n * goes_on
+    is_mixed = mixed_probability(weights, probe_samples)
+    cost, gain = probe_samples + rest * is_mixed, n * is_mixed
     for chance, stakes in _uniform_probes(weights, probe_samples, n):
-        if stakes.worth(price) >= 1.0:
+        if stakes.value(price) >= 1.0:
             cost, gain = cost + chance * stakes.cost, gain + chance * stakes.gain
     return Stakes(cost, gain)
 
@@ -106,7 +106,7 @@ def saved_by_probes(
     return sum(
         chance * stakes.cost
         for chance, stakes in _uniform_probes(weights, probe_samples, samples_per_group)
-        if stakes.worth(price) < 1.0
+        if stakes.value(price) < 1.0
     )
 
 

@@ -15,7 +15,7 @@ from sluice.config.catalogue.entry import (
 _KEY = "algorithm"
 _CORRECTION = f"{_KEY}.rollout_correction"
 _FILTER = f"{_KEY}.filter_groups"
-_NOT_DRAWN_ANEW = "every row of a batch is trained on; rows are not drawn anew by their rewards"
+_NOT_RESAMPLED = "every row of a batch is trained on; rows are not drawn anew by their rewards"
 
 ENTRIES: tuple[Entry, ...] = (
     honoured(
@@ -117,13 +117,13 @@ ENTRIES: tuple[Entry, ...] = (
         bool,
         False,
         "gae: draw the batch's rows anew by their rewards.",
-        f"{_NOT_DRAWN_ANEW}; leave the key out",
+        f"{_NOT_RESAMPLED}; leave the key out",
     ),
     *group(
         f"{_KEY}.pf_ppo",
         {"reweight_method": "pow", "weight_pow": 2.0},
         "Policy filtration (Shen & Zhang 2024): which rows are drawn for the update.",
-        _NOT_DRAWN_ANEW,
+        _NOT_RESAMPLED,
     ),
     mapped(
         f"{_KEY}.scale_rewards",

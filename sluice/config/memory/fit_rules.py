@@ -157,15 +157,15 @@ def _colocated_fit(
 ) -> list[Violation]:
     """verl's engine takes its share of a device on which the trainer's state stays."""
     idle = training_memory(shape, layout).idle
-    room = (device - idle) / device
-    if engine.utilization <= room:
+    capacity = (device - idle) / device
+    if engine.utilization <= capacity:
         return []
     key = f"{ROLLOUT}.gpu_memory_utilization"
     what = (
         f"{key} = {engine.utilization:g} of {device / GIB:g} GiB beside {idle / GIB:.1f} GiB of "
         "trainer state that stays while verl's colocated engine generates"
     )
-    share = int(room * 20) / 20
+    share = int(capacity * 20) / 20
     if share > 0 and fits(shape, replace(engine, utilization=share), device):
         return [violation("colocated-memory", what, f"{key}={share:g}")]
     section = MEGATRON if layout.backend == "megatron" else f"{ACTOR}.fsdp_config"

@@ -7,7 +7,13 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.routing import AnnouncedReplica, Fleet, Grant, Member, Wanted
+from sluice.algorithm.routing import (
+    AnnouncedReplica,
+    Fleet,
+    Member,
+    ReplicaRequirement,
+    Reservation,
+)
 from sluice.types import ReplicaInfo
 
 SLACK = 1.5
@@ -21,7 +27,7 @@ def capacity(member: Member) -> int:
     return math.floor(member.announced.info.slots * SLACK)
 
 
-def has_room(member: Member, wanted: Wanted, now: float) -> bool:
+def has_capacity(member: Member, wanted: ReplicaRequirement, now: float) -> bool:
     if not wanted.accepts(member.announced.policy_version) or member.paused_until > now:
         return False
     if member.num_groups == 0:
@@ -30,8 +36,8 @@ def has_room(member: Member, wanted: Wanted, now: float) -> bool:
     return fits and not member.on_probation
 
 
-def expected(members: list[Member], wanted: Wanted, now: float) -> Member | None:
-    candidates = [m for m in members if has_room(m, wanted, now)]
+def expected(members: list[Member], wanted: ReplicaRequirement, now: float) -> Member | None:
+    candidates = [m for m in members if has_capacity(m, wanted, now)]
     return min(candidates, key=lambda m: m.load, default=None)
 
 
@@ -44,7 +50,9 @@ def expected_free(members: list[Member], lowest: int, now: float) -> int:
 
 
 FLEETS = st.lists(st.tuples(st.sampled_from([2, 4, 8]), st.integers(0, 2)), min_size=1, max_size=6)
-WANTED = st.builds(Wanted, st.integers(1, 9), st.integers(0, 2), st.sampled_from([None, 0, 1, 2]))
+WANTED = st.builds(
+    ReplicaRequirement, st.integers(1, 9), st.integers(0, 2), st.sampled_from([None, 0, 1, 2])
+)
 ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(
@@ -63,7 +71,7 @@ def test_the_least_loaded_replica_with_room_is_chosen_whatever_happened_before(
 ) -> None:
     fleet = Fleet(SLACK)
     members: list[Member] = []
-    grants: list[Grant] = []
+    reservations: list[Reservation] = []
 
     def announce(replicas: list[tuple[int, int]]) -> None:
         fleet.announce([announced(i, slots, v) for i, (slots, v) in enumerate(replicas)])
@@ -81,11 +89,11 @@ def test_the_least_loaded_replica_with_room_is_chosen_whatever_happened_before(
         )
         match action:
             case "grant" if chosen is not None:
-                grants.append(fleet.grant(chosen, wanted.num_sequences))
-            case "end" if grants and grants[pick % len(grants)].num_missing:
-                fleet.sequence_ended(grants[pick % len(grants)])
-            case "give_back" if grants:
-                fleet.give_back(grants.pop(pick % len(grants)))
+                reservations.append(fleet.reservation(chosen, wanted.num_sequences))
+            case "end" if reservations and reservations[pick % len(reservations)].num_missing:
+                fleet.sequence_ended(reservations[pick % len(reservations)])
+            case "give_back" if reservations:
+                fleet.give_back(reservations.pop(pick % len(reservations)))
             case "fail":
                 fleet.failed(members[pick % len(members)], now)
             case "answer":
@@ -97,11 +105,11 @@ def test_the_least_loaded_replica_with_room_is_chosen_whatever_happened_before(
 def test_room_of_a_withdrawn_replica_never_comes_back() -> None:
     fleet = Fleet(1.0)
     fleet.announce([announced(0, 4, 0), announced(1, 4, 0)])
-    wanted = Wanted(4, 0)
+    wanted = ReplicaRequirement(4, 0)
     first = fleet.choose(wanted, 0.0)
     assert first is not None
-    grant = fleet.grant(first, 4)
+    reservation = fleet.reservation(first, 4)
     fleet.announce([announced(1, 4, 0)])
-    fleet.give_back(grant)
+    fleet.give_back(reservation)
     assert fleet.num_free(0, 0.0) == 4
     assert fleet.choose(wanted, 0.0) is not first

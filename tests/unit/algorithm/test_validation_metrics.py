@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sluice.algorithm.validation_metrics import (
     ValidationPrompt,
-    bootstrap_draws,
+    bootstrap_indices,
     bootstrap_sizes,
     majority_values,
     prompt_metrics,
@@ -106,7 +106,7 @@ def test_ties_go_to_the_prediction_drawn_first_and_its_first_member() -> None:
 @given(st.lists(st.sampled_from("abc"), min_size=2, max_size=8))
 def test_the_majority_is_what_counting_each_draw_by_hand_gives(predictions: list[str]) -> None:
     values = np.arange(len(predictions), dtype=np.float64)
-    draws = bootstrap_draws(len(predictions), 4)[:50]
+    draws = bootstrap_indices(len(predictions), 4)[:50]
     expected = []
     for draw in draws:
         votes = [predictions[i] for i in draw]

@@ -81,9 +81,9 @@ def test_a_run_that_goes_on_keeps_its_configuration_and_anew_begins_another(
     job, run_dir = model_and_data(tmp_path / "job"), tmp_path / "run"
     prepare("--run-dir", run_dir, *job, "data.train_batch_size=8")
     assert "stays" not in prepare("--run-dir", run_dir, *job, "data.train_batch_size=8")
-    told = prepare("--run-dir", run_dir, *job, "data.train_batch_size=16")
-    assert "stays as it is" in told
-    assert "--anew" in told
+    reported = prepare("--run-dir", run_dir, *job, "data.train_batch_size=16")
+    assert "stays as it is" in reported
+    assert "--anew" in reported
     assert locate_run(run_dir).config.data.train_batch_size == 8
     again = prepare("--anew", "--run-dir", run_dir, *job, "data.train_batch_size=16")
     assert "the run begins" in again
@@ -138,6 +138,9 @@ def test_settings_of_the_deployment_that_replace_the_files_are_named(tmp_path: P
         "data: {train_batch_size: 4}\nsluice: {shutdown_grace_s: 60}\n", encoding="utf-8"
     )
     words = [*model_and_data(tmp_path / "job"), "sluice.shutdown_grace_s=15"]
-    told = prepare(job, *words, "--run-dir", tmp_path / "run")
-    assert f"notice: sluice.shutdown_grace_s=60 of {job} is not heeded: the command says 15" in told
-    assert "train_batch_size" not in told
+    reported = prepare(job, *words, "--run-dir", tmp_path / "run")
+    assert (
+        f"notice: sluice.shutdown_grace_s=60 of {job} is not heeded: the command says 15"
+        in reported
+    )
+    assert "train_batch_size" not in reported

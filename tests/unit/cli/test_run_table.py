@@ -10,7 +10,7 @@ from rich.console import Console
 from sluice.cli.run_table import run_table, step_line
 from sluice.client.run_monitor import Awaited, ReplicaSnapshot, RunSnapshot
 from sluice.report.run_record import AccuracyPoint
-from tests.support.run_folder import ACCOUNTS, BOOKS, STEPS
+from tests.support.run_folder import ACCOUNTING, ACCOUNTS, STEPS
 
 REPLICA = ReplicaSnapshot("rollout-0", "127.0.0.1:7", "serving", 3, 256, 120, 6412.2, 0.3)
 
@@ -55,8 +55,8 @@ def test_the_table_shows_all_that_the_run_is_watched_for_within_80_columns() -> 
 
 
 def test_the_books_stand_below_within_80_columns() -> None:
-    books = {**ACCOUNTS, **BOOKS}
-    words = " ".join(rendered(replace(snapshot(METRICS), accounts=books)).split())
+    accounting = {**ACCOUNTS, **ACCOUNTING}
+    words = " ".join(rendered(replace(snapshot(METRICS), accounts=accounting)).split())
     assert "tokens 3,000 trained 60.0 %, filtered all right 25.0 %, pending 15.0 %" in words
     assert "trainer 4 s training 50.0 %, waiting for batch 37.5 %; residual 12.5 %" in words
     assert "rollout 10 s generating 90.0 %, idle 10.0 %; residual 0.0 %" in words

@@ -72,10 +72,10 @@ async def test_a_folder_where_a_run_goes_on_is_refused_and_stays_as_it_is(
 def test_a_run_that_finds_no_room_leaves_targets_of_another_alone(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(*_: object) -> None:
+    def no_capacity(*_: object) -> None:
         raise ConfigError("no room")
 
-    monkeypatch.setattr(up, "ray_plan", no_room)
+    monkeypatch.setattr(up, "ray_plan", no_capacity)
     monkeypatch.setattr(up, "check_config", lambda _: None)  # files and the rest are there
     with pytest.raises(ConfigError, match="no room"):
         up.start_run(config, Console(file=StringIO()), logs=False, ray=RayOptions())

@@ -135,13 +135,13 @@ async def test_a_call_that_has_failed_takes_no_prompt_from_the_next() -> None:
     for _ in range(WINDOW):
         await anext(dead)
     async with asyncio.TaskGroup() as tasks:
-        drawn = tasks.create_task(anext(dead, None))  # gRPC still waits for the dead call's next
+        sampled = tasks.create_task(anext(dead, None))  # gRPC still waits for the dead call's next
         await asyncio.sleep(0)
         alive = under_way.requests()
         again = [(await anext(alive)).prompt_id for _ in range(WINDOW)]
         under_way.news(PromptEvent("0", "trained", 1, (), ""))
         fresh = await anext(alive)
-    assert drawn.result() is None
+    assert sampled.result() is None
     assert again == [str(n) for n in range(WINDOW)]
     assert fresh.prompt_id == "1024"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.concurrency.stall import Sighting, StallJudge, Verdict
+from sluice.concurrency.stall import StallJudge, Verdict, WorkState
 from sluice.concurrency.waits import Waiting
 from sluice.concurrency.watchdog import (
     EXIT_STALLED,
@@ -51,7 +51,7 @@ def dog(judge: StallJudge, ends: list[int], ended: threading.Event, file: Path |
 
     return Watchdog(
         judge,
-        lambda: Sighting(0),
+        lambda: WorkState(0),
         waits=lambda: WAITS,
         stacks_file=file,
         interval_s=0.01,
@@ -135,7 +135,7 @@ async def test_its_thread_ends_with_its_block() -> None:
 async def test_a_look_that_fails_has_seen_nothing() -> None:
     judge = Scripted()
 
-    def broken() -> Sighting:
+    def broken() -> WorkState:
         raise EngineError("the engine broke")
 
     with Watchdog(judge, broken, interval_s=0.01).watching():
@@ -148,7 +148,7 @@ async def test_a_watched_service_is_marked_in_the_runs_folder_and_tells_how_long
     tmp_path: Path,
 ) -> None:
     assert still_seconds() is None
-    with watched_service("reward", ServiceConfig(run_dir=str(tmp_path)), lambda: Sighting(0)):
+    with watched_service("reward", ServiceConfig(run_dir=str(tmp_path)), lambda: WorkState(0)):
         assert (tmp_path / "processes" / "reward.json").is_file()
         async with asyncio.timeout(WAIT_S):
             while still_seconds() is None:

@@ -77,10 +77,10 @@ def test_batches_on_policy_are_filled_exactly_where_the_engine_repeats_its_sampl
 
 
 def test_an_engine_need_not_repeat_its_samples_for_batches_that_do_not() -> None:
-    told = "sluice.sampling.on_policy_fill=expected"
+    reported = "sluice.sampling.on_policy_fill=expected"
     assert derived.batch_invariant(config_with())
-    assert not derived.batch_invariant(config_with(told))
-    assert derived.batch_invariant(config_with(told, "sluice.rollout.batch_invariant=true"))
+    assert not derived.batch_invariant(config_with(reported))
+    assert derived.batch_invariant(config_with(reported, "sluice.rollout.batch_invariant=true"))
 
 
 def test_the_length_of_the_run_counts_full_batches_over_all_epochs() -> None:

@@ -22,7 +22,7 @@ def load(name: str) -> RunConfig:
     return load_config(None, [f"@{LAUNCHES / name}.overrides"])
 
 
-def told(name: str) -> dict[str, Notice]:
+def reported(name: str) -> dict[str, Notice]:
     return {one.spelled: one for one in launch_notices(LAUNCHES / f"{name}.overrides", [])}
 
 
@@ -98,7 +98,7 @@ def test_adpo_is_asked_for_by_its_own_keys() -> None:
 
 
 def test_notices_name_what_has_no_effect_and_what_was_turned_into_something_else() -> None:
-    notices = told("dapo-qwen3-235b-megatron")
+    notices = reported("dapo-qwen3-235b-megatron")
     parallel = notices["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"]
     assert parallel.status is Status.NOT_APPLICABLE
     assert "=4 has no effect: ranks are data parallel and share the model" in parallel.text

@@ -95,9 +95,9 @@ def test_a_hundred_thousand_steps_are_drawn_in_few_points_with_their_peak(tmp_pa
         ],
     )
     read(history)
-    drawn = curve_points(history, 400)
-    assert drawn["num_steps"] == 100_000
-    reward, composition = drawn["curves"]["reward"], drawn["composition"]
+    sampled = curve_points(history, 400)
+    assert sampled["num_steps"] == 100_000
+    reward, composition = sampled["curves"]["reward"], sampled["composition"]
     assert len(reward["x"]) <= 400
     assert reward["x"][reward["y"].index(99.0)] == 54_321
     assert len(composition["kept"]) <= 400

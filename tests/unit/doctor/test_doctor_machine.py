@@ -86,7 +86,7 @@ def test_a_run_on_cpus_takes_no_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "severity", "told"),
+    ("soft", "hard", "severity", "reported"),
     [
         (1024, 4096, "ok", ""),
         (-1, -1, "ok", ""),
@@ -95,10 +95,10 @@ def test_a_run_on_cpus_takes_no_gpu() -> None:
     ],
 )
 def test_open_files_are_enough_for_replicas_and_clients(
-    soft: int, hard: int, severity: str, told: str
+    soft: int, hard: int, severity: str, reported: str
 ) -> None:
     found = only(open_files_findings(OpenFilesFacts(soft, hard, 1, 512)), severity)
-    assert told in found.remedy
+    assert reported in found.remedy
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ def test_files_that_a_container_has_cached_count_as_free(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="ascii")
     assert available_bytes(tmp_path) == GIB
-    told = f"anon {2 * GIB}\nactive_file 4096\n{key} {5 * GIB}\n"
-    (tmp_path / "sys/fs/cgroup" / statistics).write_text(told, encoding="ascii")
+    reported = f"anon {2 * GIB}\nactive_file 4096\n{key} {5 * GIB}\n"
+    (tmp_path / "sys/fs/cgroup" / statistics).write_text(reported, encoding="ascii")
     assert available_bytes(tmp_path) == 6 * GIB
 
 
@@ -346,7 +346,7 @@ def strange_server() -> Iterator[str]:
 def test_a_reward_model_that_speaks_no_http_is_a_warning(strange_server: str, address: str) -> None:
     asked = address or strange_server
     run = run_of("reward.reward_model.enable=true", f"reward.reward_model.base_url='{asked}'")
-    (told, *_) = check_clock(run)
-    assert only([told], "warning").what.startswith(
+    (reported, *_) = check_clock(run)
+    assert only([reported], "warning").what.startswith(
         f"the reward model's clock cannot be asked for: {asked}"
     )

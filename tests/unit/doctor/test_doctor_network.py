@@ -53,11 +53,11 @@ def test_a_value_is_read_as_its_library_reads_it(name: str, value: str, names: l
 
 @pytest.mark.parametrize("name", ["NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "reported"),
     [("ib0", "there is no such network"), ("eth1", "eth1 is down"), ("lo", "is the loopback")],
 )
-def test_a_network_that_peers_cannot_use_is_a_problem(name: str, value: str, told: str) -> None:
-    assert told in only(network_findings(facts({name: value})), "problem").what
+def test_a_network_that_peers_cannot_use_is_a_problem(name: str, value: str, reported: str) -> None:
+    assert reported in only(network_findings(facts({name: value})), "problem").what
 
 
 def test_the_loopback_will_do_where_all_processes_are_on_one_host() -> None:

@@ -148,7 +148,7 @@ def test_a_build_with_driver_and_devices_is_fine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"version": None}, "torch is not installed"),
         ({"version": "2.4.0"}, "torch is 2.4.0, which is too old"),
@@ -163,8 +163,8 @@ def test_a_build_with_driver_and_devices_is_fine() -> None:
         ),
     ],
 )
-def test_what_does_not_belong_together_is_a_problem(changes: dict[str, Any], told: str) -> None:
-    assert told in torch_finding("problem", **changes)
+def test_what_does_not_belong_together_is_a_problem(changes: dict[str, Any], reported: str) -> None:
+    assert reported in torch_finding("problem", **changes)
 
 
 @pytest.mark.parametrize(

@@ -196,10 +196,10 @@ def test_a_container_is_given_longer_to_stop_than_its_launcher_takes() -> None:
 
 
 def test_prepare_is_told_how_long_compose_lets_a_service_stop_whatever_that_is() -> None:
-    told = services()["prepare"]["environment"][STOP_GRACE_VARIABLE]
-    assert {services()[kind]["stop_grace_period"] for kind in KINDS} == {told}
-    assert VARIABLE.fullmatch(told)[1] == STOP_GRACE_VARIABLE  # type: ignore[index]
-    check_stop_grace(load_config(None, []), filled_in(told))
+    reported = services()["prepare"]["environment"][STOP_GRACE_VARIABLE]
+    assert {services()[kind]["stop_grace_period"] for kind in KINDS} == {reported}
+    assert VARIABLE.fullmatch(reported)[1] == STOP_GRACE_VARIABLE  # type: ignore[index]
+    check_stop_grace(load_config(None, []), filled_in(reported))
 
 
 @pytest.mark.parametrize(("overlay", "device"), [("gpu", "cuda"), ("npu", "npu")])

@@ -11,7 +11,7 @@ import pytest
 
 from sluice.errors import PeerError
 from sluice.launch import remote_child
-from sluice.launch.cluster import HostGoneError
+from sluice.launch.cluster import HostLostError
 from sluice.launch.remote_child import RemoteChild
 from tests.support.scripted_children import WAIT_S
 
@@ -53,7 +53,7 @@ class ScriptedHost:
 
 
 AWAY = PeerError("host", "in a call", "connection reset")
-GONE = HostGoneError("host", "in a call", "it is dead")
+GONE = HostLostError("host", "in a call", "it is dead")
 
 
 async def code_of(*answers: object) -> int:

@@ -91,9 +91,9 @@ def test_an_end_that_cannot_be_read_for_a_moment_is_none_and_is_logged_once(
         with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
             run.end(Ending("reward", ()))
     assert run.ending() == Ending("trainer", ()), "how it ended first counts"
-    (told,) = (each.getMessage() for each in caplog.records)
-    assert "ended.json" in told
-    assert os.strerror(errno.ESTALE) in told
+    (reported,) = (each.getMessage() for each in caplog.records)
+    assert "ended.json" in reported
+    assert os.strerror(errno.ESTALE) in reported
 
 
 def test_a_folder_in_which_no_run_began_is_told_with_the_remedy(tmp_path: Path) -> None:

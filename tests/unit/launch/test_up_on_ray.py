@@ -34,18 +34,18 @@ def test_a_trainer_on_several_machines_is_pointed_to_ray(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (("--on", "ray", "--resources", "NPU:8"), "write SERVICE=RESOURCE:AMOUNT"),
         (("--resources", "rollout=NPU:8"), "only --on ray hands them out"),
     ],
 )
 def test_wrong_resources_are_refused_before_anything_is_read(
-    words: tuple[str, ...], told: str
+    words: tuple[str, ...], reported: str
 ) -> None:
     result = CliRunner().invoke(commands, ["up", "no-such-file.yaml", *words])
     assert isinstance(result.exception, ConfigError)
-    assert told in str(result.exception)
+    assert reported in str(result.exception)
 
 
 def test_only_two_places_are_known() -> None:

@@ -68,17 +68,17 @@ def test_a_caller_is_a_digest_of_its_key(tmp_path: Path) -> None:
 
 def test_all_callers_together_have_a_limit_too(tmp_path: Path) -> None:
     callers = Callers(keys(tmp_path), 3, 2)
-    with callers.drawing("first", 2):
-        with pytest.raises(ExhaustedError, match="--max-choices"), callers.drawing("second", 2):
+    with callers.generating("first", 2):
+        with pytest.raises(ExhaustedError, match="--max-choices"), callers.generating("second", 2):
             pass
-        with callers.drawing("second", 1):
+        with callers.generating("second", 1):
             pass
-    with callers.drawing("second", 2):
+    with callers.generating("second", 2):
         pass
 
 
 def test_without_keys_the_limit_of_one_key_binds_nobody() -> None:
     callers = Callers(None, 3, 2)
     assert callers.limit == (3, "--max-choices")
-    with callers.drawing(KEYLESS, 3):
+    with callers.generating(KEYLESS, 3):
         pass

@@ -19,7 +19,7 @@ from services.reward.ended_groups import EndedGroups
 from services.reward.generation_trace import GroupTrace
 from services.reward.group_log import GroupLog
 from services.reward.run_files import RunFiles, open_run_files
-from sluice.algorithm.sampling.visit import Visit
+from sluice.algorithm.sampling.visit import Attempt
 from sluice.config.run import RunConfig
 from sluice.telemetry import sample_archive
 from sluice.telemetry.sample_archive import SampleArchive, archive_files
@@ -42,7 +42,7 @@ def add(ended: EndedGroups, prompt_id: str, text: str = "text") -> None:
 
 def end_group(log: GroupLog, prompt_id: str) -> None:
     prompt = client_prompt(prompt_id=prompt_id)
-    log.started(prompt, Visit("aa", 3, None, 4), probes=0, version=1)
+    log.started(prompt, Attempt("aa", 3, None, 4), probes=0, version=1)
     log.ended(prompt, PromptEnd.DROPPED_FAILED, None, GroupTrace(["a"]))
 
 

@@ -18,7 +18,7 @@ from services.reward.dispatcher import GroupDispatcher, GroupRequest
 from services.reward.evaluation import Evaluation, EvaluationOrder
 from services.reward.generation_trace import GenerationTrace
 from services.reward.grading import Grader, SampleScorer
-from services.reward.prompts import Draw
+from services.reward.prompts import IssuedRow
 from services.reward.received_tokens import ReceivedTokens
 from services.reward.replica_queue import ReplicaQueue
 from services.reward.sample_dumps import SampleDumps
@@ -39,9 +39,9 @@ class Rows:
 
     def __init__(self, count: int) -> None:
         asked = [(ChatMessage("user", f"answer=1 right=1 number={i}"),) for i in range(count)]
-        self._draws = [Draw(i, PromptRow(a, "math_dapo", "1")) for i, a in enumerate(asked)]
+        self._draws = [IssuedRow(i, PromptRow(a, "math_dapo", "1")) for i, a in enumerate(asked)]
 
-    def take(self, count: int) -> list[Draw]:
+    def take(self, count: int) -> list[IssuedRow]:
         taken, self._draws = self._draws[:count], self._draws[count:]
         return taken
 
@@ -69,7 +69,7 @@ class World:
     ) -> None:
         self.received = ReceivedTokens(client)
         self.trace = GenerationTrace(self.received)
-        self.told_tokens: list[int] = []
+        self.reported_tokens: list[int] = []
         self.dispatcher = GroupDispatcher(
             self.trace, ReplicaQueue(1.0, lambda: None), max_attempts=1, leave_out_overlong=True
         )
@@ -80,7 +80,7 @@ class World:
             self.trace,
             dumps or SampleDumps(None, None),
             lambda: 0,
-            on_tokens=self.told_tokens.append,
+            on_tokens=self.reported_tokens.append,
         )
 
     async def run(self, num_examples: int = 0, seconds: float = 10.0) -> EvaluationResult:
@@ -119,7 +119,7 @@ async def test_all_tokens_of_an_evaluation_are_told_even_if_it_does_not_end(
     world = World(ScriptedClient(before_sample=before_sample), 20)
     with suppress(DeadlineError):
         await world.run(seconds=0.5)
-    assert sum(world.told_tokens) == world.received.total > 0
+    assert sum(world.reported_tokens) == world.received.total > 0
     assert world.received.num_training == 0
     assert world.evaluation.num_pending_tokens == 0
 

@@ -246,14 +246,14 @@ async def generated(act: Act, on_start: StartCallback = lambda _: None) -> None:
 async def test_a_prompt_has_started_when_the_older_of_the_two_has(
     samples: int, greedy: int
 ) -> None:
-    told: list[int | None] = []
+    reported: list[int | None] = []
 
     def start(request: GroupRequest, on_start: StartCallback) -> None:
         on_start(None)
         on_start(greedy if is_greedy(request) else samples)
 
-    await generated(start, told.append)
-    assert told == [None, samples, samples, 3]
+    await generated(start, reported.append)
+    assert reported == [None, samples, samples, 3]
 
 
 async def test_a_defect_is_not_taken_for_a_failure_of_the_prompt() -> None:

@@ -330,9 +330,9 @@ async def test_no_probe_is_graded_twice_nor_its_grading_cut_off_though_scorers_t
         await loop.pipeline.announce("trainer", 0, [replica("a")], None)
         kept = (lambda: loop.batcher.num_kept >= 2) if words == MIXED else None
         await settled(kept or (lambda: session.num_open == 0))
-        num_drawn = sum(len(indexes) for _, _, indexes in client.calls)
-        await settled(lambda: len(asked) >= num_drawn)
-        assert len(asked) == num_drawn
+        num_sampled = sum(len(indexes) for _, _, indexes in client.calls)
+        await settled(lambda: len(asked) >= num_sampled)
+        assert len(asked) == num_sampled
     assert cut_off == []
 
 

@@ -50,10 +50,10 @@ async def test_a_trained_prompt_passes_every_stage_in_one_trace(tmp_path: Path) 
             await loop.pipeline.announce("t", 0, [replica("r")], None)
             submit(loop, [MIXED])
             batch = await loop.pipeline.batches.take(1, 0, 5.0)
-            told = loop.traces.traceparent("p0")
+            reported = loop.traces.traceparent("p0")
             loop.pipeline.batches.acknowledge(batch.batch_id, 1)
     (prompt,) = kept.named("prompt")
-    assert told == prompt.context.traceparent
+    assert reported == prompt.context.traceparent
     assert prompt.attributes["sluice.prompt.end"] == "trained"
     assert prompt.attributes["sluice.step"] == 1
     assert prompt.error is None
@@ -139,7 +139,7 @@ def test_a_service_that_starts_anew_goes_on_with_the_traces_of_its_prompts(
             with SqliteLedger(tmp_path / "ledger.sqlite") as ledger:
                 is_first = ledger.prompt("p") is None
                 traces = PromptTraces(trace_key(tmp_path, is_first=is_first))
-                ledger.follow(traces)
+                ledger.observe(traces)
                 if is_first:
                     ledger.accept(prompt)
                 traces.close()

@@ -64,10 +64,10 @@ def test_without_a_bound_no_prompt_is_quarantined() -> None:
 
 def test_strikes_and_quarantine_survive_the_service(tmp_path: Path) -> None:
     ledger, path = tmp_path / "ledger.sqlite", tmp_path / "quarantine.jsonl"
-    for visit in range(3):
+    for attempt in range(3):
         with SqliteLedger(ledger) as opened:
             reason = Quarantine(opened, 3, path).struck(POISON, CRASHED)
-            assert (reason is not None) == (visit == 2)
+            assert (reason is not None) == (attempt == 2)
     with SqliteLedger(ledger) as opened:
         assert Quarantine(opened, 3, path).reason(POISON) is not None
 
@@ -141,7 +141,7 @@ def _has_ended(loop: RewardLoop, prompt_id: str) -> bool:
     return loop.ledger.ended(prompt_id) is not None
 
 
-async def visits(
+async def attempts(
     rules: RunConfig, first: int, count: int, scorer: SampleScorer, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[str], int, dict[str, float]]:
     """Details of the ends of the same poisonous words sent as `count` prompts, one after the other;
@@ -169,9 +169,9 @@ async def test_a_poisonous_prompt_costs_a_bounded_number_of_visits_over_restarts
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rules, scorer = config(tmp_path), CrashingOnPoison()
-    first, num_calls, _ = await visits(rules, 0, 1, scorer, monkeypatch)
+    first, num_calls, _ = await attempts(rules, 0, 1, scorer, monkeypatch)
     assert (num_calls, first[0].startswith("4 of 4 samples failed")) == (1, True)
-    second, num_calls, statistics = await visits(rules, 1, 3, scorer, monkeypatch)
+    second, num_calls, statistics = await attempts(rules, 1, 3, scorer, monkeypatch)
     assert num_calls == 1
     assert all(detail.startswith("quarantined: 2 visits in a row") for detail in second)
     assert statistics["reward/prompts_quarantined"] == 2

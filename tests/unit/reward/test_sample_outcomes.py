@@ -247,7 +247,7 @@ async def _ends_of(
 ) -> list[PromptOutcome]:
     turns = Counter[str]()
 
-    def next_fate(_text: str, _times: int) -> FailureKind | None:
+    def next_outcome(_text: str, _times: int) -> FailureKind | None:
         turns["scored"] += 1
         return fates[turns["scored"] % len(fates)]
 
@@ -258,7 +258,7 @@ async def _ends_of(
 
     sampling = {"strategy": strategy, "probe_samples": 2}
     ended: list[PromptOutcome] = []
-    scorer = Scorer(next_fate)
+    scorer = Scorer(next_outcome)
     async with running(
         config(rules, sampling=sampling), Texts(before_sample=break_some), scorer
     ) as loop:

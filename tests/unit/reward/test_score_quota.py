@@ -55,9 +55,9 @@ async def under_way(
 async def test_a_client_has_at_most_its_responses_under_way_and_others_theirs() -> None:
     scorer = SlowScorer()
     requests = ScoreRequests(scorer, max_client_items=4)
-    told = r"client 'a': 3 responses to grade .*max_client_score_items allows 4: wait"
+    reported = r"client 'a': 3 responses to grade .*max_client_score_items allows 4: wait"
     async with asyncio.timeout(10), under_way(requests, scorer, client="a", num_items=3):
-        with pytest.raises(ExhaustedError, match=told):
+        with pytest.raises(ExhaustedError, match=reported):
             await requests.score([ITEM] * 2, "a")
         async with under_way(requests, scorer, client="b", num_items=4):
             pass

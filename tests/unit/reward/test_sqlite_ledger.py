@@ -236,7 +236,7 @@ def unreadable_body(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "reported"),
     [
         (damaged, "the ledger cannot be used: .*restore the file, or move it away"),
         (of_another_program, "a database of another program.*move it away"),
@@ -246,12 +246,12 @@ def unreadable_body(path: Path) -> None:
     ],
 )
 def test_a_file_that_is_no_ledger_of_ours_is_refused_with_the_remedy(
-    tmp_path: Path, make: Callable[[Path], None], told: str
+    tmp_path: Path, make: Callable[[Path], None], reported: str
 ) -> None:
     path = tmp_path / "ledger.sqlite"
     make(path)
     before = path.read_bytes()
-    with pytest.raises(DataError, match=rf"ledger\.sqlite: {told}"):
+    with pytest.raises(DataError, match=rf"ledger\.sqlite: {reported}"):
         SqliteLedger(path)
     assert path.read_bytes() == before
 

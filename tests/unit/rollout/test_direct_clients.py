@@ -75,8 +75,8 @@ async def is_direct(*metadata: tuple[str, str], tokens: Tokens | None = None) ->
     prompt = common.PromptInput(tokens=common.TokenPrompt(token_ids_u32=ids))
     asked = rollout.GenerateRequest(prompt=prompt, sample_indexes=[0])
     await servicer.Generate(asked, cast("Any", Call(*metadata)))
-    (drawn,) = generation.asked
-    return drawn.for_direct_client
+    (sampled,) = generation.asked
+    return sampled.for_direct_client
 
 
 async def test_tokens_of_the_runs_own_services_are_not_entered_apart() -> None:

@@ -275,7 +275,7 @@ async def test_a_refused_call_changes_nothing(model_path: Path, model: PreTraine
 def test_a_sample_counts_once_however_it_travels(data: st.DataObject) -> None:
     given = data.draw(st.dictionaries(st.integers(0, 3), st.integers(0, 5), max_size=3))
     hand_over = HandOver([partial(index, length) for index, length in given.items()])
-    counted, drawn = 0, 0
+    counted, sampled = 0, 0
     for index in range(4):
         cuts = data.draw(st.lists(st.integers(0, 4), max_size=4))
         rest, known = data.draw(st.integers(0, 4)), given.get(index, 0)
@@ -285,5 +285,5 @@ def test_a_sample_counts_once_however_it_travels(data: st.DataObject) -> None:
             counted += hand_over.new_tokens(GenerationEvent((TextDelta(chunk, ""),), ()))
         whole = partial(index, known + sum(cuts) + rest)
         counted += hand_over.new_tokens(GenerationEvent((), (whole,)))
-        drawn += sum(cuts) + rest
-    assert counted == drawn
+        sampled += sum(cuts) + rest
+    assert counted == sampled

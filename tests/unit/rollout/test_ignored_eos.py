@@ -24,7 +24,7 @@ _KEY = "actor_rollout_ref.rollout.ignore_eos"
 _TOKENS, _SAMPLES = 24, 24
 
 
-async def _drawn(address: str, sampling: SamplingParams) -> list[list[int]]:
+async def _sampled(address: str, sampling: SamplingParams) -> list[list[int]]:
     tokens = common.TokenPrompt(token_ids_u32=token_ids_to_bytes(request().prompt_token_ids))
     asked = rollout.GenerateRequest(
         prompt=common.PromptInput(tokens=tokens),
@@ -51,7 +51,7 @@ async def test_samples_of_the_runs_own_services_go_on_past_the_end_token_where_i
     setting = f"{_KEY}={str(ignored).lower()}"
     async with word_replica(tmp_path) as address:
         for sampling in _wanted(setting):
-            drawn = await _drawn(address, sampling)
-            assert len(drawn) == _SAMPLES
-            assert any(EOS in tokens[:-1] for tokens in drawn) == ignored
-            assert all(len(tokens) == _TOKENS for tokens in drawn) == ignored
+            sampled = await _sampled(address, sampling)
+            assert len(sampled) == _SAMPLES
+            assert any(EOS in tokens[:-1] for tokens in sampled) == ignored
+            assert all(len(tokens) == _TOKENS for tokens in sampled) == ignored

@@ -150,10 +150,10 @@ async def test_a_long_absence_is_told_once_and_so_is_its_end(
     # Each registration is tried three times by itself.
     with caplog.at_level(logging.INFO):
         await play(Trainer(), *[("register", AWAY)] * 120, ("register", True))
-    told = [record.message for record in caplog.records]
-    assert len(told) == 3
-    assert told[0].startswith("trainer out of reach for 10 s, trying on: trainer: failed while")
-    assert sorted(told[1:]) == ["registered as rollout-0", "the trainer is back"]
+    reported = [record.message for record in caplog.records]
+    assert len(reported) == 3
+    assert reported[0].startswith("trainer out of reach for 10 s, trying on: trainer: failed while")
+    assert sorted(reported[1:]) == ["registered as rollout-0", "the trainer is back"]
 
 
 async def test_a_refused_replica_ends_with_the_trainers_reason(clock: Clock) -> None:

@@ -102,9 +102,14 @@ async def test_after_weights_that_could_not_be_read_nothing_is_drawn_and_what_ru
         await asyncio.wait([running])
         assert await stream.next()
         late, _ = _begin(core, tasks, 1)
-        for told in (stream.next(), late.next(), core.resume(), core.swap("folder", 3, "three")):
+        for reported in (
+            stream.next(),
+            late.next(),
+            core.resume(),
+            core.swap("folder", 3, "three"),
+        ):
             with pytest.raises(EngineError, match="no room; restart the replica"):
-                await told
+                await reported
     assert client.called == ["pause"]
     assert client.salts == ["0"]
 
@@ -113,16 +118,16 @@ async def test_an_engine_that_does_not_go_on_after_a_swap_is_broken_and_what_run
     client = _Client()
     client.resumed = EngineError("SGLang: no answer to resume (60 s)")
     core = _core(client)
-    told = "after version 2 came; restart the replica"
+    reported = "after version 2 came; restart the replica"
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         stream, running = _begin(core, tasks)
         await _turns()
-        with pytest.raises(EngineError, match=told):
+        with pytest.raises(EngineError, match=reported):
             await core.swap("folder", 2, "two")
         await asyncio.wait([running])
         assert await stream.next()
         for call in (stream.next(), core.swap("folder", 2, "two"), core.resume()):
-            with pytest.raises(EngineError, match=told):
+            with pytest.raises(EngineError, match=reported):
                 await call
     assert client.called == ["pause"]
 

@@ -11,10 +11,10 @@ from services.rollout.engines.sglang_stream import read_delta, sampling_paramete
 from sluice.errors import EngineError
 
 
-def _output(tokens: list[int], drawn: int, **told: Any) -> dict[str, Any]:
+def _output(tokens: list[int], sampled: int, **reported: Any) -> dict[str, Any]:
     logprobs = [(-0.5 * token, token, None) for token in tokens]
-    meta = {"finish_reason": None, "completion_tokens": drawn, "output_token_logprobs": logprobs}
-    return {"output_ids": tokens, "meta_info": meta | told}
+    meta = {"finish_reason": None, "completion_tokens": sampled, "output_token_logprobs": logprobs}
+    return {"output_ids": tokens, "meta_info": meta | reported}
 
 
 def _choice(temperature: float, top_k: int) -> SamplingChoice:

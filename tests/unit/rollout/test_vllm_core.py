@@ -124,13 +124,13 @@ async def _check_broken(client: _Client) -> None:
         assert core.broken is failed.value
         await asyncio.wait([running])
         assert await _rest(stream) == {1}
-        drawn = core.generated_tokens
+        sampled = core.generated_tokens
         late, _ = _begin(core, tasks, 1)
         await _rest(late)
         for call in (core.resume(), core.swap(3, "three")):
             with pytest.raises(EngineError):
                 await call
-    assert core.generated_tokens == drawn > 0
+    assert core.generated_tokens == sampled > 0
     assert client.called == ["pause"], "a model that is a mixture draws nothing"
 
 
@@ -183,9 +183,9 @@ async def test_when_no_worker_took_the_new_weights_the_old_ones_go_on() -> None:
             await core.swap(2, "two")
         assert client.taken == ["apply"], "no worker has lost what it encoded"
         assert core.broken is None
-        drawn = core.generated_tokens
+        sampled = core.generated_tokens
         await _turns()
-        assert core.generated_tokens > drawn
+        assert core.generated_tokens > sampled
         await core.cancel(stream)
         await asyncio.wait([running])
     assert {chunk.version for chunk in await stream.next()} == {1}

@@ -235,15 +235,17 @@ async def test_a_stream_both_ways_bears_the_token(encrypted: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "told"),
+    ("tokens", "reported"),
     [
         (None, "no bearer token came; set sluice.security.token_file, or SLUICE_TOKEN"),
         (bearing("an-unknown-token-0123"), "the bearer token is unknown; set sluice.security"),
     ],
 )
-async def test_a_caller_without_a_valid_token_is_told_what_to_set(tokens: Any, told: str) -> None:
+async def test_a_caller_without_a_valid_token_is_told_what_to_set(
+    tokens: Any, reported: str
+) -> None:
     async with Serving(mutual(service_key(), tokens=ACCEPTED)) as address:
-        with pytest.raises(AccessDeniedError, match=f"^reward service: refused while .*{told}"):
+        with pytest.raises(AccessDeniedError, match=f"^reward service: refused while .*{reported}"):
             await status(address, mutual(service_key(), tokens=tokens))
 
 
@@ -266,7 +268,7 @@ async def test_mtls_lets_in_who_has_a_certificate_of_the_same_authority(caller: 
 
 
 @pytest.mark.parametrize(
-    ("caller", "told"),
+    ("caller", "reported"),
     [
         (mutual(None), "ended the connection at once.* certificate that is missing"),
         (mutual(client_key("theirs")), "ended the connection at once.* of another CA"),
@@ -277,11 +279,11 @@ async def test_mtls_lets_in_who_has_a_certificate_of_the_same_authority(caller: 
     ],
     ids=["none", "another CA's", "expired", "no TLS", "distrusted server", "wrong name"],
 )
-async def test_mtls_refuses_and_says_where_to_look(caller: Credentials, told: str) -> None:
+async def test_mtls_refuses_and_says_where_to_look(caller: Credentials, reported: str) -> None:
     async with Serving(mutual(service_key(), tokens=ACCEPTED)) as address:
-        with pytest.raises(HandshakeError, match=f"UNAVAILABLE|{told}") as refused:
+        with pytest.raises(HandshakeError, match=f"UNAVAILABLE|{reported}") as refused:
             await status(address, replace(caller, tokens=ACCEPTED))
-    assert refused.match(told)
+    assert refused.match(reported)
 
 
 async def test_a_caller_with_tls_is_told_that_the_server_has_none() -> None:

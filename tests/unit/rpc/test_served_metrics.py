@@ -162,7 +162,7 @@ async def test_a_file_system_that_hangs_silences_nothing(
     assert "sluice_run_folder_free_bytes" not in names(page)
 
 
-def told(run_dir: Path) -> dict[tuple[Any, ...], Any]:
+def reported(run_dir: Path) -> dict[tuple[Any, ...], Any]:
     disk = DiskSpace(run_dir)
     disk.start()
     found = {(r.instrument.name, *r.labels): r.value for r in process_readings(WHO, disk)}
@@ -175,12 +175,14 @@ def test_a_refusal_by_a_quota_is_counted_under_its_setting(tmp_path: Path) -> No
     quota = ClientQuota(1, "things", key[1])
     with quota.held("a", 1), pytest.raises(ExhaustedError), quota.held("a", 1):
         pass
-    assert told(tmp_path)[key] == 1.0
+    assert reported(tmp_path)[key] == 1.0
 
 
 def test_counters_of_spans_are_there_before_the_first_span(tmp_path: Path) -> None:
-    counters = {name for name in told(tmp_path) if name[0] == "sluice_telemetry_spans_total"}
-    assert counters == {("sluice_telemetry_spans_total", fate) for fate in ("sent", "dropped")}
+    counters = {name for name in reported(tmp_path) if name[0] == "sluice_telemetry_spans_total"}
+    assert counters == {
+        ("sluice_telemetry_spans_total", outcome) for outcome in ("sent", "dropped")
+    }
 
 
 def test_the_longest_wait_is_told_and_a_folder_that_is_elsewhere_is_not(tmp_path: Path) -> None:
@@ -188,7 +190,7 @@ def test_the_longest_wait_is_told_and_a_folder_that_is_elsewhere_is_not(tmp_path
 
     before = Wait("peer", "something", time.monotonic() - 100.0, WAITS._open)
     with before:
-        found = told(tmp_path / "absent")
+        found = reported(tmp_path / "absent")
     assert found[("sluice_watchdog_longest_wait_seconds",)] >= 100.0
     assert ("sluice_run_folder_free_bytes",) not in found
 
@@ -199,7 +201,7 @@ def test_the_end_of_the_certificates_that_a_service_has_loaded_is_told(
     monkeypatch.setattr(CERTIFICATE_ENDS, "by_file", {})
     service_credentials(SecurityConfig(), EndpointConfig())
     name = "sluice_certificate_end_seconds"
-    assert name not in {key[0] for key in told(tmp_path)}
+    assert name not in {key[0] for key in reported(tmp_path)}
     given = write_security(tmp_path)
     ca_file = Path(given["ca_file"])
     ca_file.write_bytes(DevelopmentCa(-1).itself.certificate + ca_file.read_bytes())
@@ -207,7 +209,7 @@ def test_the_end_of_the_certificates_that_a_service_has_loaded_is_told(
     signed = Path(given["cert_file"]).read_bytes()
     for file in ("cert_file", "ca_file"):  # what is put in their place later is not loaded
         Path(given[file]).unlink()
-    found = told(tmp_path)
+    found = reported(tmp_path)
     signer = authority("ours").itself.certificate
     assert found[name, "cert_file"] == end_of_validity(signed).timestamp()
     assert found[name, "ca_file"] == end_of_validity(signer).timestamp()

@@ -64,7 +64,7 @@ def test_a_broken_off_sequence_gives_its_slot_and_tells_its_tokens() -> None:
     assert one.abort([first], 4.0) == pytest.approx(4.0)
     assert one.next_end(4.0) == pytest.approx(9.0)
     assert one.abort([first], 5.0) == 0.0
-    assert one.drawn([second], 6.0) == pytest.approx(2.0)
+    assert one.sampled([second], 6.0) == pytest.approx(2.0)
     assert one.generated_tokens == pytest.approx(6.0)
 
 

@@ -71,10 +71,10 @@ def test_a_name_tells_kind_and_unit_and_its_labels_are_its_own(instrument: Instr
 
 
 def test_labels_are_given_in_full() -> None:
-    told = counter("sluice_x_total", "x", "X.", "a", "b")
-    assert told.at(1.0, "1", "2").labels == ("1", "2")
+    reported = counter("sluice_x_total", "x", "X.", "a", "b")
+    assert reported.at(1.0, "1", "2").labels == ("1", "2")
     with pytest.raises(ValueError, match="sluice_x_total"):
-        told.at(1.0, "1")
+        reported.at(1.0, "1")
 
 
 def row(instrument: Instrument) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from sluice.telemetry.own_cost import SPANS, TELEMETRY_CPU, Part, SpanFate
+from sluice.telemetry.own_cost import SPANS, TELEMETRY_CPU, Part, SpanOutcome
 from sluice.telemetry.span_names import SpanName
 from sluice.telemetry.span_queue import ExportError, SpanQueue
 from sluice.telemetry.tracing import RecordedSpan, Tracer
@@ -44,8 +44,8 @@ def send_one_span(*, takes: bool) -> None:
     queue.close(30.0)
 
 
-def spans_so_far(fate: SpanFate) -> int:
-    return SPANS.counts().get((fate,), 0)
+def spans_so_far(outcome: SpanOutcome) -> int:
+    return SPANS.counts().get((outcome,), 0)
 
 
 def test_what_an_exporter_computes_counts_for_spans_and_waiting_does_not() -> None:
@@ -68,8 +68,8 @@ def test_another_thread_computes_for_itself() -> None:
 
 
 def test_spans_are_counted_by_what_became_of_them() -> None:
-    sent, dropped = spans_so_far(SpanFate.SENT), spans_so_far(SpanFate.DROPPED)
+    sent, dropped = spans_so_far(SpanOutcome.SENT), spans_so_far(SpanOutcome.DROPPED)
     send_one_span(takes=True)
     send_one_span(takes=False)
-    assert spans_so_far(SpanFate.SENT) - sent == 1
-    assert spans_so_far(SpanFate.DROPPED) - dropped == 1
+    assert spans_so_far(SpanOutcome.SENT) - sent == 1
+    assert spans_so_far(SpanOutcome.DROPPED) - dropped == 1

@@ -21,8 +21,10 @@ def test_the_age_counts_from_before_the_interpreter_was_up() -> None:
         "import time; time.sleep(0.2)\n"
         "from sluice.telemetry.process_age import process_age_s; print(process_age_s())"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    age_s, seen_s = float(told.stdout), time.monotonic() - began_s
+    reported = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    age_s, seen_s = float(reported.stdout), time.monotonic() - began_s
     assert age_s <= seen_s + 2 * _TICK_S
     if Path("/proc/self/stat").exists():
         assert age_s >= 0.2

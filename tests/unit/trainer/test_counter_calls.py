@@ -62,9 +62,9 @@ async def calls() -> AsyncIterator[ReplicaCounterCalls]:
 
 async def test_a_replica_tells_all_that_enters_the_books(calls: ReplicaCounterCalls) -> None:
     async with serving(Replica()) as info:
-        told = await calls.ask(info)
+        reported = await calls.ask(info)
     seconds = {"idle": 1.5, "generating": 2.5}
-    assert told.counters == ReplicaCounters(100, 7, 3, 4.0, seconds, 20, 2)
+    assert reported.counters == ReplicaCounters(100, 7, 3, 4.0, seconds, 20, 2)
 
 
 async def test_the_books_do_not_wait_for_an_engines_step(calls: ReplicaCounterCalls) -> None:
@@ -109,5 +109,5 @@ async def test_the_reward_service_tells_its_statistics() -> None:
             return reward_pb2.GetStatusResponse(statistics={"reward/tokens/received": 3.0})
 
     async with connected(reward=Reward()) as channel:
-        told = await RewardCounterCalls(reward_stub(channel)).ask()
-    assert told == {"reward/tokens/received": 3.0}
+        reported = await RewardCounterCalls(reward_stub(channel)).ask()
+    assert reported == {"reward/tokens/received": 3.0}

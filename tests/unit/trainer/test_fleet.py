@@ -168,7 +168,7 @@ def test_no_more_replicas_and_processes_than_the_limits_are_taken_on(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.trainer.fleet.MAX_MEMBERS", 2)
-    monkeypatch.setattr("services.trainer.fleet.MAX_INCARNATIONS", 3)
+    monkeypatch.setattr("services.trainer.fleet.MAX_INSTANCES", 3)
     for name in ("a", "b"):
         fleet.register(replica(name), LAYOUT, 0.0)
     with pytest.raises(InvalidRequestError, match="replica c: 2 replicas are registered"):

@@ -24,7 +24,7 @@ from services.trainer.metrics.step_metrics import (
     step_metrics,
 )
 from services.trainer.run_state import RunPhase
-from sluice.algorithm.accounts import RECEIVED, ReplicaCounters, run_books
+from sluice.algorithm.accounts import RECEIVED, ReplicaCounters, run_accounts
 from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
 from sluice.device.cpu import CpuDevice
 from sluice.types import Scored
@@ -95,8 +95,8 @@ def test_every_name_of_a_step_is_in_the_page(tmp_path: Path) -> None:
 def test_every_name_of_the_books_is_in_the_page() -> None:
     fleet = ReplicaCounters(8, 4, 2, 1.0, dict.fromkeys(map(str, EngineState), 0.25))
     phases = dict.fromkeys(map(str, RunPhase), 1.0)
-    books = run_books(fleet, dict.fromkeys(RECEIVED, 1.0), phases, 9.0)
-    emitted = account_metrics(books.as_mapping())
+    accounting = run_accounts(fleet, dict.fromkeys(RECEIVED, 1.0), phases, 9.0)
+    emitted = account_metrics(accounting.as_mapping())
     assert len(emitted) == len(RECEIVED) + 2 + len(RunPhase) + len(EngineState) + 3 * 3 + 2
     assert [name for name in emitted if not is_documented(name)] == []
 

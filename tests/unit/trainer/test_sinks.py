@@ -122,10 +122,10 @@ async def test_a_full_disk_is_one_warning_and_not_the_end(
     for step in range(3):
         sink.write(step, {"m": 1.0})
     sink.close()
-    told = [record.message for record in caplog.records]
-    assert len(told) == 2
-    assert "No space left" in told[0]
-    assert told[1] == "logger jsonl: 3 writes failed"
+    reported = [record.message for record in caplog.records]
+    assert len(reported) == 2
+    assert "No space left" in reported[0]
+    assert reported[1] == "logger jsonl: 3 writes failed"
 
 
 async def test_validation_samples_are_lines_too(tmp_path: Path) -> None:
@@ -176,9 +176,9 @@ def test_a_sink_that_fails_warns_once_and_counts(caplog: pytest.LogCaptureFixtur
     for step in range(4):
         sink.write(step, {})
     assert sink.num_dropped == 4
-    (told,) = caplog.records
-    assert "logger wandb failed" in told.message
-    assert "network gone" in told.message
+    (reported,) = caplog.records
+    assert "logger wandb failed" in reported.message
+    assert "network gone" in reported.message
 
 
 def test_a_slow_sink_never_holds_up_the_loop_and_gets_all_in_order() -> None:
@@ -316,8 +316,8 @@ def test_a_record_that_cannot_be_written_is_one_warning_and_not_the_end(
         record.evaluation(step, Evaluation({"m": 0.5}, (), 1), 1.0)
     record.accounts({"submitted": 3.0})
     assert [step for step, _ in sink.written] == [1, 2]
-    (told,) = caplog.records
-    assert "1.jsonl is not written and the run goes on" in told.message
+    (reported,) = caplog.records
+    assert "1.jsonl is not written and the run goes on" in reported.message
 
 
 def test_a_validation_leaves_its_numbers_and_its_examples(tmp_path: Path) -> None:

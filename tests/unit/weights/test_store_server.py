@@ -47,7 +47,7 @@ def test_questions_of_one_connection_are_answered_in_order(port: int) -> None:
 
 def test_a_key_and_a_question_in_one_write_are_answered(port: int) -> None:
     with RawMember(port) as member:
-        member.link.sendall(member.hello + member.sealed(b"at once"))
+        member.link.sendall(member.hello + member.signed_frame(b"at once"))
         assert member.open(member.read_frame()) == b"at once"
 
 
@@ -60,8 +60,8 @@ def test_a_client_that_breaks_the_protocol_is_cut_off_and_others_are_not(
             "too long": FRAME_HEADER.pack(MAC_BYTES + MAX_FRAME_BYTES + 1),
             "too short": FRAME_HEADER.pack(MAC_BYTES - 1),
             "no frame": b"GET / HTTP/1.1\r\n\r\n",
-            "unanswerable": bad.sealed(b"unanswerable"),
-            "two": 2 * bad.sealed(b"a"),
+            "unanswerable": bad.signed_frame(b"unanswerable"),
+            "two": 2 * bad.signed_frame(b"a"),
         }[case]
         assert good.ask(b"before") == b"before"
         bad.link.sendall(sent)
@@ -71,7 +71,7 @@ def test_a_client_that_breaks_the_protocol_is_cut_off_and_others_are_not(
 
 def test_a_question_in_pieces_is_answered_and_keeps_nobody_waiting(port: int) -> None:
     with RawMember(port) as slow, _member(port) as other:
-        sent = slow.hello + slow.sealed(b"abc")
+        sent = slow.hello + slow.signed_frame(b"abc")
         for start in range(0, len(sent), 10):
             slow.link.sendall(sent[start : start + 10])
             assert other.ask(b"quick") == b"quick"
@@ -84,7 +84,7 @@ def test_a_client_that_does_not_read_its_answer_keeps_nobody_waiting() -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
     port, body = listener.getsockname()[1], bytes(MAX_FRAME_BYTES)
     with _serving(listener), _member(port) as deaf, _member(port) as other:
-        deaf.link.sendall(deaf.sealed(body))
+        deaf.link.sendall(deaf.signed_frame(body))
         for _ in range(3):
             assert other.ask(b"quick") == b"quick"
         assert deaf.open(deaf.read_frame()) == body

@@ -50,20 +50,20 @@ def _empty_key(port: int, _: bytes) -> RawMember:
 
 def _wrong_key(port: int, _: bytes) -> RawMember:
     stranger = RawMember(port, _WRONG_KEY)
-    stranger.link.sendall(stranger.hello + stranger.sealed(_FORGERY))
+    stranger.link.sendall(stranger.hello + stranger.signed_frame(_FORGERY))
     return stranger
 
 
 def _wrong_key_after_a_true_proof(port: int, key: bytes) -> RawMember:
     stranger = RawMember(port, key).greet()
     stranger.key = _WRONG_KEY
-    stranger.link.sendall(stranger.sealed(_FORGERY))
+    stranger.link.sendall(stranger.signed_frame(_FORGERY))
     return stranger
 
 
 def _repeated_frame(port: int, key: bytes) -> RawMember:
     stranger = RawMember(port, key).greet()
-    frame = stranger.sealed(to_body(Question(1, Read(()))))
+    frame = stranger.signed_frame(to_body(Question(1, Read(()))))
     stranger.link.sendall(frame)
     stranger.open(stranger.read_frame())
     stranger.link.sendall(frame)
@@ -72,7 +72,7 @@ def _repeated_frame(port: int, key: bytes) -> RawMember:
 
 def _tampered_frame(port: int, key: bytes) -> RawMember:
     stranger = RawMember(port, key).greet()
-    stranger.link.sendall(_flipped(stranger.sealed(_FORGERY)))
+    stranger.link.sendall(_flipped(stranger.signed_frame(_FORGERY)))
     return stranger
 
 
@@ -85,8 +85,8 @@ def _truncated_proof(port: int, key: bytes) -> RawMember:
 
 def _truncated_mac(port: int, key: bytes) -> RawMember:
     stranger = RawMember(port, key).greet()
-    sealed = stranger.sealed(_FORGERY)[FRAME_HEADER.size + 1 :]
-    stranger.link.sendall(FRAME_HEADER.pack(len(sealed)) + sealed)
+    signed_frame = stranger.signed_frame(_FORGERY)[FRAME_HEADER.size + 1 :]
+    stranger.link.sendall(FRAME_HEADER.pack(len(signed_frame)) + signed_frame)
     return stranger
 
 
@@ -219,7 +219,7 @@ def test_a_connection_does_not_outlive_the_key_of_its_epoch(
     with RawMember(store.port).greet() as former:
         former.ask(to_body(Question(1, Read(()))))
         store.begin(2, _WRONG_KEY)
-        former.link.sendall(former.sealed(to_body(Question(2, Write("a", b"1")))))
+        former.link.sendall(former.signed_frame(to_body(Question(2, Write("a", b"1")))))
         assert former.is_ended()
     assert len(_refusals(caplog)) == 1
     assert link_to(store, epoch=2, store_key=_WRONG_KEY).ask(Read(("a",))) == (None,)
