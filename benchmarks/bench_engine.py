@@ -39,8 +39,7 @@ from benchmarks.engine_peer import PROMPT_TOKENS, TRANSFORMERS
 from benchmarks.engine_shapes import SHAPES, Shape, bandwidth_share
 from sluice.device.cpu import CpuDevice
 from sluice.types import TensorSpec
-from sluice.weights.buffer import WeightBuffer
-from sluice.weights.plan import plan_transfer
+from sluice.weights.plan import WeightBuffer, plan_transfer
 from sluice.weights.sender import WeightSender
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -38,12 +38,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.sync_bytes import bytes_ratios
 from benchmarks.sync_peer import NoDigest
-from sluice.config.service import WeightsConfig
+from sluice.config.schema.service import WeightsConfig
 from sluice.device.cpu import CpuDevice
 from sluice.types import TensorSpec
 from sluice.weights import transfer
-from sluice.weights.buffer import WeightBuffer
-from sluice.weights.plan import plan_transfer
+from sluice.weights.plan import WeightBuffer, plan_transfer
 from sluice.weights.sender import WeightSender
 
 ROOT = Path(__file__).resolve().parent.parent

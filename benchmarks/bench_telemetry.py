@@ -47,8 +47,9 @@ from benchmarks.metrics_scraper import TelemetryAccount, scraped_run, telemetry_
 from benchmarks.process_cpu import cpu_seconds
 from benchmarks.span_cost import record_us
 from benchmarks.step_regression import MeasuredStep, added
-from sluice.launch.run_folder import mark_run_folder
-from sluice.quickstart.prepare import PrepareProgress, prepare
+from sluice.cli.run.quickstart import mark_run_folder
+from sluice.quickstart.prepare import prepare
+from sluice.quickstart.settings import PrepareProgress
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = (

@@ -26,7 +26,7 @@ import numpy as np
 
 from services.rollout.engines.protocol import Engine, GenerationRequest
 from services.rollout.engines.registry import create_engine
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.types import SamplingParams, TransferGroupSpec
 
 PROMPT_TOKENS = 20

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sluice.algorithm.group_completeness import LEAST_SAMPLES
-from sluice.algorithm.group_filter import filter_values
+from sluice.algorithm.groups.filter import LEAST_SAMPLES, filter_values
 from sluice.algorithm.routing import Reservation
-from sluice.algorithm.sampling.visit import Attempt
+from sluice.algorithm.sampling.attempt import Attempt
 from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
 from sluice.types import PromptEnd
 
 
 @dataclass(slots=True, eq=False)
-class Sample:
+class SimulatedSample:
     """One sequence at a replica. `start_clock` is ``None`` while it waits for a slot."""
 
     part: GroupPart
@@ -32,7 +31,7 @@ class GroupPart:
     replica: int
     reservation: Reservation
     num_missing: int
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[SimulatedSample] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,33 +1,165 @@
-"""The simulated loop: prompts in, kept groups out, versions back.
-
-The reward service's decisions are taken by the same functions, in the same order, as its pipeline
-takes them: `SamplingStrategy` for what to start, `Fleet` for where, `filter_values` for what to
-keep, `staleness` for when a batch may be formed and what to break off, `YieldFloor` for when to
-give up. Only the waiting is replaced by a queue of events.
-"""
+"""The simulated loop: prompts in, kept groups out, versions back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from heapq import heappop, heappush
 
 import numpy as np
 
-from sluice.algorithm.room import groups_with_capacity
-from sluice.algorithm.sampling.prompt_memory import PromptHistory, remembered
+from sluice.algorithm.groups.staleness import BatchDecision, GroupAges, OnStale, Preemptions
+from sluice.algorithm.sampling.admission import (
+    LastGroups,
+    YieldEstimate,
+    YieldFloor,
+    groups_with_capacity,
+    kept_upper_bound,
+)
+from sluice.algorithm.sampling.attempt import PromptHistory, remembered
+from sluice.algorithm.sampling.pacing import AdmissionOrder, FinishForecast
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
-from sluice.algorithm.withdrawals import Preemptions
-from sluice.algorithm.yield_floor import LastGroups, YieldFloor
 from sluice.errors import BatchUnfillableError
-from sluice.simulate.batching import Batching
-from sluice.simulate.event_queue import EventQueue
-from sluice.simulate.generation import SimulatedFleet
+from sluice.simulate.fleet import EventQueue, SimulatedFleet
 from sluice.simulate.group import SimulatedGroup
-from sluice.simulate.prompt_feed import PromptFeed
-from sluice.simulate.recorder import LeaseMark, Recorder, StepTimes, TokenCause
+from sluice.simulate.recorder import LeaseMark, Recorder, SimulatedStepTimes, TokenCause
 from sluice.simulate.settings import SimulationSettings
 from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples, Workload
+
+
+class Batching:
+    """Kept and running groups, and the batches leased.
+
+    Args:
+        batch_size: B.
+        max_staleness: S.
+        on_stale: what happens to groups that would grow stale.
+    """
+
+    def __init__(self, batch_size: int, max_staleness: int, on_stale: OnStale) -> None:
+        self._batch_size = batch_size
+        self._ages = GroupAges(batch_size, max_staleness, on_stale)
+        self._kept: dict[str, SimulatedGroup] = {}
+        self._started: dict[str, SimulatedGroup] = {}
+        self._unpublished: list[int] = []
+
+    @property
+    def kept(self) -> tuple[SimulatedGroup, ...]:
+        """Groups that wait for a batch."""
+        return tuple(self._kept.values())
+
+    @property
+    def num_kept(self) -> int:
+        """Groups that wait for a batch."""
+        return len(self._kept)
+
+    @property
+    def num_in_training(self) -> int:
+        """Groups leased under a version whose successor is not announced yet."""
+        return len(self._unpublished) * self._batch_size
+
+    def reserve(self, group: SimulatedGroup, version: int) -> None:
+        """A group is issued whose place in the batch for `version` is certain."""
+        self._started[group.name] = group
+        self._ages.reserve(group.name, version)
+
+    def started(self, group: SimulatedGroup) -> None:
+        """A replica draws tokens for a group from now on."""
+        assert group.start_version is not None
+        self._started[group.name] = group
+        self._ages.runs(group.name, group.start_version)
+
+    def left(self, group: SimulatedGroup) -> None:
+        """A group runs no more; harmless if it never started."""
+        self._started.pop(group.name, None)
+        self._ages.left(group.name)
+
+    def keep(self, group: SimulatedGroup) -> None:
+        """Take on a kept group."""
+        self._kept[group.name] = group
+        self._ages.keep(group.name, group.oldest_version, group.position)
+
+    def remove(self, group: SimulatedGroup) -> None:
+        """Give up a kept group."""
+        del self._kept[group.name]
+        self._ages.remove(group.name)
+
+    def lease(self, groups: Sequence[SimulatedGroup], version: int) -> None:
+        """The trainer takes a batch."""
+        for group in groups:
+            self.remove(group)
+        self._unpublished.append(version)
+
+    def published(self, version: int) -> None:
+        """A version was announced."""
+        self._unpublished = [leased for leased in self._unpublished if leased >= version]
+
+    def next_version(self, announced: int) -> int:
+        """Version of the next batch to be formed while `announced` is."""
+        return max((announced, *(leased + 1 for leased in self._unpublished)))
+
+    def decide(self, version: int, estimate: YieldEstimate) -> BatchDecision:
+        """What to do towards the batch for `version`."""
+        return self._ages.decide(version, partial(kept_upper_bound, estimate=estimate))
+
+    def expired(self, announced: int) -> list[SimulatedGroup]:
+        """Running groups that no batch will have a place for."""
+        return self.running(self._ages.expired(self.next_version(announced)))
+
+    def running(self, names: Sequence[str]) -> list[SimulatedGroup]:
+        """Running groups by name."""
+        return [self._started[name] for name in names]
+
+    def kept_groups(self, names: Sequence[str]) -> list[SimulatedGroup]:
+        """Kept groups by name."""
+        return [self._kept[name] for name in names]
+
+    def drops(self, group: SimulatedGroup, next_version: int) -> bool:
+        """Whether a doomed group is dropped, not begun again."""
+        return self._ages.drops(group.name, next_version)
+
+
+class PromptFeed:
+    """Positions of the data set, and groups that wait to begin again.
+
+    Args:
+        num_in_line: positions that are weighed against each other, see `pacing`; 1: none.
+        key: names the prompt at a position.
+        forecast: how long groups take.
+    """
+
+    def __init__(
+        self, num_in_line: int, key: Callable[[int], str], forecast: FinishForecast
+    ) -> None:
+        self._num_in_line, self._key, self._forecast = num_in_line, key, forecast
+        self._waiting: list[tuple[int, SimulatedGroup]] = []
+        self._order = AdmissionOrder()
+        self._next_position = 0
+
+    def put(self, group: SimulatedGroup) -> None:
+        """A group begins again before any later one."""
+        heappush(self._waiting, (group.position, group))
+
+    def waiting(self) -> SimulatedGroup | None:
+        """The first group that waits to begin again."""
+        return heappop(self._waiting)[1] if self._waiting else None
+
+    def next_position(self, version: int, now_s: float) -> int:
+        """The next position of the data set to start under `version`."""
+        while len(self._order) < self._num_in_line:
+            expected = self._forecast.tokens(self._key(self._next_position))
+            self._order.add(self._next_position, expected, version)
+            self._next_position += 1
+        return self._order.take(version, self._forecast.tokens_in_time(now_s))
+
+
+# The simulated loop: prompts in, kept groups out, versions back.
+#
+# The reward service's decisions are taken by the same functions, in the same order, as its
+# pipeline takes them: `SamplingStrategy` for what to start, `Fleet` for where, `filter_values`
+# for what to keep, `staleness` for when a batch may be formed and what to break off,
+# `YieldFloor` for when to give up. Only the waiting is replaced by a queue of events.
 
 _REMEDY = (
     "simulate prompts that are solved sometimes (--mixture, --workload), or larger groups "
@@ -354,7 +486,9 @@ class SimulatedLoop:
     def _published(self, asked_s: float, leased_s: float, trained_s: float) -> None:
         generated, busy_s, _ = self._fleet.totals
         now = self._events.now
-        self._recorder.steps.append(StepTimes(asked_s, leased_s, trained_s, now, generated, busy_s))
+        self._recorder.steps.append(
+            SimulatedStepTimes(asked_s, leased_s, trained_s, now, generated, busy_s)
+        )
         self._is_over = len(self._recorder.steps) == self._settings.num_steps
         self._version += 1
         for key, seen in self._strategy.new_version():

@@ -22,7 +22,7 @@ class TokenCause(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class SimulatedStepTimes:
     """When the parts of a step happened, seconds; `generated` and `busy_s` are the fleet's so far.
 
     `published_s` is when the version that the step made was announced.
@@ -74,7 +74,7 @@ class Recorder:
     preempted_tokens: float = 0.0  # likewise, by a full batch that was expected to
     staleness: Counter[int] = field(default_factory=Counter)
     marks: list[LeaseMark] = field(default_factory=list)
-    steps: list[StepTimes] = field(default_factory=list)
+    steps: list[SimulatedStepTimes] = field(default_factory=list)
     num_trained: list[int] = field(default_factory=list)  # groups, by step
     num_hard: list[int] = field(default_factory=list)
     issues: dict[int, Issue] = field(default_factory=dict)

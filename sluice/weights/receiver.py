@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING
 from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError, WeightSyncError
 from sluice.types import TransferGroupSpec
-from sluice.weights.buffer import WeightBuffer
 from sluice.weights.digest import WeightDigests
 from sluice.weights.group import SENDER_NAME, TransferGroup
-from sluice.weights.plan import TransferPlan, plan_transfer
+from sluice.weights.plan import TransferPlan, WeightBuffer, plan_transfer
 from sluice.weights.sparse_update import ChangeReceivingPort
-from sluice.weights.trailer import Trailer
 from sluice.weights.transfer import (
     NUM_FRAMING_COLLECTIVES,
+    Base,
     BucketPort,
     DirectPort,
+    Trailer,
     UnpackingPort,
+    UpdateHeader,
     broadcast_buckets,
     receive_header,
     receive_trailer,
 )
-from sluice.weights.update_header import Base, UpdateHeader
 
 if TYPE_CHECKING:
     import torch

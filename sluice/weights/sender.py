@@ -21,24 +21,29 @@ from typing import TYPE_CHECKING
 from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError
 from sluice.types import TensorSpec, TransferGroupSpec
-from sluice.weights.buffer import WeightBuffer
-from sluice.weights.dtypes import dtype_name
 from sluice.weights.group import SENDER_NAME, TransferGroup
-from sluice.weights.plan import TransferPlan, hiding_bucket_bytes, plan_transfer
+from sluice.weights.plan import (
+    TransferPlan,
+    WeightBuffer,
+    dtype_name,
+    hiding_bucket_bytes,
+    plan_transfer,
+)
 from sluice.weights.rendezvous import RendezvousStore
 from sluice.weights.sparse_update import ChangeSendingPort, SparseUpdate, encode_update
-from sluice.weights.store_seal import KEY_BYTES
-from sluice.weights.trailer import Trailer
+from sluice.weights.store import KEY_BYTES
 from sluice.weights.transfer import (
     NUM_FRAMING_COLLECTIVES,
+    Base,
     BucketPort,
     DirectPort,
     PackingPort,
+    Trailer,
+    UpdateHeader,
     broadcast_buckets,
     send_header,
     send_trailer,
 )
-from sluice.weights.update_header import Base, UpdateHeader
 
 if TYPE_CHECKING:
     import torch

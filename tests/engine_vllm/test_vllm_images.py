@@ -15,8 +15,8 @@ import pytest_asyncio
 from transformers import PreTrainedModel
 
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
-from services.rollout.engines.vllm_engine import VllmEngine
-from services.rollout.engines.vllm_settings import VllmSettings
+from services.rollout.engines.vllm.engine import VllmEngine
+from services.rollout.engines.vllm.settings import VllmSettings
 from sluice.device.cpu import CpuDevice
 from sluice.errors import InvalidRequestError
 from sluice.vision.image_prompts import load_image_prompts

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from sluice.doctor import torch_build
-from sluice.doctor.registry import CHECKS
-from sluice.doctor.reward_function import check_reward
-from sluice.doctor.torch_build import torch_facts
+from sluice.doctor import packages
+from sluice.doctor.configuration import check_reward
+from sluice.doctor.examination import CHECKS
+from sluice.doctor.packages import torch_facts
 from tests.support.certified import authority, write_pair, write_security
 from tests.support.doctor_findings import only, run_of, write_model
 from tests.support.prompt_parquet import prompt_rows, write_prompts
@@ -120,7 +120,7 @@ def test_a_taken_port_a_cut_shard_and_an_expired_certificate_are_each_told(
 
 
 def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_build, "_PROBE_S", 3600.0)
+    monkeypatch.setattr(packages, "_PROBE_S", 3600.0)
     facts = torch_facts(run_of("trainer.device=cuda"))
     assert facts.import_error == ""
     assert facts.keys == ("trainer.device",)

@@ -133,7 +133,7 @@ async def lose_a_replica(run: LiveRun, seen: Observed) -> None:
 
     async def has_continued() -> bool:
         status = await run.status()
-        gone = seen.killed not in {r.replica.incarnation for r in status.replicas}
+        gone = seen.killed not in {r.replica.instance_id for r in status.replicas}
         if gone and status.step >= seen.step_at_kill + 3:
             names = {r.replica.name for r in status.replicas if r.state == "serving"}
             seen.without_the_killed = (status.step, names)
@@ -232,7 +232,7 @@ def test_a_killed_replica_is_dropped_and_its_samples_come_from_others(
     assert "replica rollout-1 dropped" in record.log("trainer")
 
 
-def test_a_killed_replica_that_is_started_again_joins_under_a_new_incarnation(
+def test_a_killed_replica_that_is_started_again_joins_under_a_new_instance(
     eventful: tuple[Record, Observed],
 ) -> None:
     _, seen = eventful
@@ -267,7 +267,7 @@ def test_a_policy_is_announced_once_for_each_change(eventful: tuple[Record, Obse
     lines = [
         line.rsplit(": ", 1)[1]
         for line in eventful[0].log("reward").splitlines()
-        if "services.reward.pipeline: version" in line
+        if "services.reward.groups.loop: version" in line
     ]
     repeated = [line for line, after in pairwise(lines) if line == after]
     assert len(lines) > last_step(eventful[0])

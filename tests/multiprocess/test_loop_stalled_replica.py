@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from sluice.api.trainer.v1 import trainer_pb2
+from sluice.launch.processes.supervisor import Supervisor
 from sluice.launch.service_spec import NO_RESTARTS, rollout_service
-from sluice.launch.supervisor import Supervisor
 from tests.support.gated_replica import GATE_VARIABLE
 from tests.support.small_run import Assets, LiveRun, Record, run_to_end
 
@@ -60,7 +60,7 @@ async def until_it_samples(run: LiveRun, seen: Seen) -> None:
     await run.until(draws, f"{NAME} at work")
     status = await run.status()
     (replica,) = (r.replica for r in status.replicas if r.replica.name == NAME)
-    seen.instance_ids.add(replica.incarnation)
+    seen.instance_ids.add(replica.instance_id)
     seen.versions.append((replica.policy_version, status.policy_version))
 
 

@@ -13,7 +13,7 @@ import pytest
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client import AsyncClient, ChatMessage, GenerateOptions, NewPrompt, Sampling
 from sluice.client.submission import RECEIPTS
-from sluice.telemetry.trace_context import TraceContext
+from sluice.telemetry.tracing import TraceContext
 from tests.support.seen_spans import Collector, ReadSpan, collector, spans_in, tree
 from tests.support.small_run import SAMPLES, Assets, LiveRun, Record, run_to_end
 

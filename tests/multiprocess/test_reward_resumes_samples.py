@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.received_tokens import ReceivedTokens
+from services.trainer.loop.accounting import TokensAcrossRestarts
 from sluice.types import DataProgress
 from tests.support.growing_replica import GrowingReplica
 from tests.support.reward_process import RewardProcess, reward_process
@@ -56,7 +56,7 @@ def settings(configure: Callable[..., Path], **further: Any) -> Path:
 async def test_samples_of_a_killed_service_continue_from_their_tokens_and_the_books_balance(
     configure: Callable[..., Path],
 ) -> None:
-    replica, config, accounting = GrowingReplica(), settings(configure), ReceivedTokens()
+    replica, config, accounting = GrowingReplica(), settings(configure), TokensAcrossRestarts()
     async with scripted_replicas(replica):
         async with reward_process(config) as service:
             await service.announce(0, [replica])
@@ -124,7 +124,7 @@ async def test_a_trainer_that_was_killed_too_goes_on_from_tokens_of_versions_it_
         version, progress = resumed_at or 0, None if resumed_at is None else DataProgress(0)
         async with reward_process(config) as service:
             await service.announce(
-                version, [replica], incarnation="trainer-2", resume_from=progress
+                version, [replica], instance_id="trainer-2", resume_from=progress
             )
             batch = await service.take(version + 1, version)
             await service.acknowledge(batch, version + 1)

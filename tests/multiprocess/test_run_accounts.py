@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from sluice.algorithm.accounts import RECEIVED
+from sluice.algorithm.accounting import RECEIVED
 from sluice.api.common.v1 import common_pb2
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2

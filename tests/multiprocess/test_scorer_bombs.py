@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from services.reward import scorer_idleness
-from services.reward.scorer_messages import ScoreItem
-from services.reward.scorer_offspring import ProcessKey, cpu_by_mark
-from services.reward.scorer_pool import running_scorer_pool
-from services.reward.scorer_worker import ScorerWorker
-from sluice.config.reward import CustomRewardFunctionConfig, ScorerPoolConfig
+from services.reward.grading import containment
+from services.reward.grading.containment import ProcessKey, cpu_by_mark
+from services.reward.grading.messages import ScorerInput
+from services.reward.grading.pool import running_scorer_pool
+from services.reward.grading.worker import ScorerWorker
+from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.small_run import is_running
 
@@ -183,8 +183,8 @@ def bombs(tmp_path: Path) -> CustomRewardFunctionConfig:
     return CustomRewardFunctionConfig(path=str(path))
 
 
-def items(*responses: str) -> list[ScoreItem]:
-    return [ScoreItem("mine", response, "A") for response in responses]
+def items(*responses: str) -> list[ScorerInput]:
+    return [ScorerInput("mine", response, "A") for response in responses]
 
 
 def reported(outcomes: tuple[Scored | Failed, ...]) -> list[object]:
@@ -247,7 +247,7 @@ async def test_what_spins_on_after_an_answer_is_ended_and_others_are_scored_mean
 async def test_cpu_of_a_busy_scorer_and_a_helper_that_sleeps_are_borne(
     bombs: CustomRewardFunctionConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scorer_idleness, "LOOK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(containment, "LOOK_INTERVAL_S", 0.1)
     limits = ScorerPoolConfig(num_workers=1, timeout_s=30.0, memory_mb=600)
     looks = watched_looks(monkeypatch)
     async with running_scorer_pool(limits, bombs) as pool:
@@ -268,7 +268,7 @@ def watched_looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(sum(map(len, found.values())))
         return found
 
-    monkeypatch.setattr(scorer_idleness, "cpu_by_mark", look)
+    monkeypatch.setattr(containment, "cpu_by_mark", look)
     return seen
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.scorer_messages import ScoreItem
-from services.reward.scorer_pool import running_scorer_pool
-from services.reward.scorers.registry import RULES
-from sluice.config.reward import CustomRewardFunctionConfig, ScorerPoolConfig
+from services.reward.grading.messages import ScorerInput
+from services.reward.grading.pool import running_scorer_pool
+from services.reward.grading.scorers.registry import RULES
+from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.types import Failed, FailureKind, Scored
 
 SCORER = """
@@ -118,8 +118,8 @@ def custom(tmp_path: Path) -> CustomRewardFunctionConfig:
     return CustomRewardFunctionConfig(path=str(path))
 
 
-def items(*responses: str) -> list[ScoreItem]:
-    return [ScoreItem("mine", response, "A") for response in responses]
+def items(*responses: str) -> list[ScorerInput]:
+    return [ScorerInput("mine", response, "A") for response in responses]
 
 
 def reported(outcomes: tuple[Scored | Failed, ...]) -> list[object]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.reward.scorers.boxed import last_boxed
-from services.reward.scorers.math_dapo import compute_score, normalize_answer
+from services.reward.grading.scorers.latex import last_boxed
+from services.reward.grading.scorers.math_dapo import compute_score, normalize_answer
 
 VERDICTS = [
     ("Answer: 34", "34", True, "34"),

@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from sluice.errors import PeerError
-from sluice.launch.cluster import HostLostError, Placement
-from sluice.launch.placement import NodeCapacity, PlacementPlan, Resources
-from sluice.launch.service_host import ServiceHost
+from sluice.launch.cluster.placement import (
+    HostLostError,
+    NodeCapacity,
+    Placement,
+    PlacementPlan,
+    Resources,
+)
+from sluice.launch.cluster.service_host import ServiceHost
 
 POLL_S = 0.01
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from services.trainer.batch_check import BatchTerms
-from services.trainer.bookkeeper import RunAccountant
-from services.trainer.fleet import Fleet, Load, MemberState
-from services.trainer.loop import LoopParts, LoopSettings, TrainLoop
+from services.trainer.fleet.members import Fleet, Load, MemberState
+from services.trainer.fleet.publisher import PublishReport
+from services.trainer.loop.accounting import RunAccountant
+from services.trainer.loop.batch_check import BatchTerms
+from services.trainer.loop.reward_client import ValidationReport
+from services.trainer.loop.run_state import RunState
+from services.trainer.loop.train_loop import LoopParts, LoopSettings, TrainLoop
 from services.trainer.metrics.step_metrics import RunScale
-from services.trainer.reward_client import Evaluation
-from services.trainer.run_state import RunState
-from services.trainer.weight_publisher import PublishReport
 from sluice.types import (
     DataProgress,
     FinishReason,
@@ -145,11 +145,11 @@ class World:
 
     async def evaluate(
         self, version: int, examples: int, generated_tokens: Callable[[], int], /
-    ) -> Evaluation:
+    ) -> ValidationReport:
         assert generated_tokens() >= 0
         await self.happens(f"evaluate {version}")
         self.events.append(f"evaluated {version} under {self.published}")
-        return Evaluation({"val-core/s/acc/mean@1": 0.5}, (), 7)
+        return ValidationReport({"val-core/s/acc/mean@1": 0.5}, (), 7)
 
     async def accounts(self) -> Mapping[str, float]:
         await self.happens("accounts")
@@ -188,7 +188,7 @@ class Record:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._world.recorded[f"step {step}"] = dict(metrics)
 
-    def evaluation(self, step: int, evaluation: Evaluation, seconds: float) -> None:
+    def evaluation(self, step: int, evaluation: ValidationReport, seconds: float) -> None:
         self._world.recorded[f"evaluation {step}"] = dict(evaluation.metrics)
 
     def evaluation_failed(self, step: int, seconds: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Self
 
-from sluice.weights.store_seal import FRAME_HEADER, NONCE_BYTES, Conversation, FrameKind
+from sluice.weights.store import FRAME_HEADER, NONCE_BYTES, Conversation, FrameKind
 
 WAIT_S = 10.0
 KEY = bytes(range(32))

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from sluice.device.cpu import CpuDevice
-from sluice.weights.backend import create_process_group
-from sluice.weights.membership import Membership, Work
+from sluice.weights.backend import Membership, Work, create_process_group
 
 
 class StandInNpu(CpuDevice):

@@ -14,7 +14,7 @@ from msgspec import structs
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from services.trainer.learner.model import load_policy
+from services.trainer.learner.model.loading import load_policy
 from sluice.config.run import RunConfig
 from sluice.types import (
     DataProgress,

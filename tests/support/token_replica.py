@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from sluice.codec.arrays import logprobs_to_bytes, token_ids_to_bytes
+from sluice.codec.fields import logprobs_to_bytes, token_ids_to_bytes
 from sluice.codec.rollout import rollout_from_proto, rollout_to_proto
 from sluice.types import FinishReason, Rollout, VersionSpan
 

@@ -30,11 +30,9 @@ import torch
 from sluice.device.cpu import CpuDevice
 from sluice.errors import SluiceError, WeightSyncError
 from sluice.types import TransferGroupSpec
-from sluice.weights.buffer import WeightBuffer
-from sluice.weights.plan import Bucket
+from sluice.weights.plan import Bucket, WeightBuffer
 from sluice.weights.receiver import StagedWeights, WeightReceiver
-from sluice.weights.transfer import BucketPort
-from sluice.weights.update_header import UpdateHeader
+from sluice.weights.transfer import BucketPort, UpdateHeader
 from tests.support.weight_digest import plain_digest
 
 _FAULTS = ("bucket", "signal", "flip", "cut", "wait")

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pyarrow.parquet as pq
 
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.config.endpoints import peer_address
+from sluice.config.addresses import peer_address
 from sluice.config.run import RunConfig
 from sluice.errors import DataError, SluiceError
 from sluice.report.run_record import read_run
-from sluice.rpc.call import unary_call
-from sluice.rpc.channel import open_channel
-from sluice.rpc.stubs import trainer_stub
+from sluice.rpc.client import open_channel, trainer_stub, unary_call
 from tools.chaos.bookkeeping import (
     ended_as,
     judge_accounting,

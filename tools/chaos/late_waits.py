@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sluice.config.service import ServiceConfig
+from sluice.config.schema.service import ServiceConfig
 
 __all__ = ["LateWait", "ObservedWait", "WaitLimits", "late_waits", "limits_of"]
 

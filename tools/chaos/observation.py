@@ -15,14 +15,12 @@ from typing import Any
 from sluice.api.reward.v1 import reward_pb2
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.codec.waits import wait_report_from_proto
-from sluice.concurrency.process_mark import process_marks
-from sluice.config.endpoints import peer_address
+from sluice.codec.messages import wait_report_from_proto
+from sluice.concurrency.process import process_marks
+from sluice.config.addresses import peer_address
 from sluice.config.run import RunConfig
 from sluice.errors import SluiceError
-from sluice.rpc.call import unary_call
-from sluice.rpc.channel import open_channel
-from sluice.rpc.stubs import reward_stub, rollout_stub, trainer_stub
+from sluice.rpc.client import open_channel, reward_stub, rollout_stub, trainer_stub, unary_call
 from tools.chaos.bookkeeping import TrainerRestart
 from tools.chaos.late_waits import ObservedWait
 from tools.chaos.recovery import Yield
@@ -154,7 +152,7 @@ class Observer:
         self.seen.serving = len(serving)
         async with asyncio.TaskGroup() as tasks:
             for replica in serving:
-                tasks.create_task(self._ask_replica(status.incarnation, replica))
+                tasks.create_task(self._ask_replica(status.instance_id, replica))
 
     async def _ask_replica(self, trainer: str, replica: Any) -> None:  # noqa: ANN401 - untyped
         request = rollout_pb2.GetStatusRequest(without_engine=True)
@@ -162,7 +160,7 @@ class Observer:
         if status is None:
             return
         self._note_waits(status.name, status)
-        if status.incarnation == replica.incarnation and status.weight_digest:
+        if status.instance_id == replica.instance_id and status.weight_digest:
             reading = (trainer, status.policy_version, status.name, status.weight_digest)
             self.seen.digests.add(DigestReading(*reading))
 

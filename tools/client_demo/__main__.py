@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from sluice.config.endpoints import peer_address
+from sluice.config.addresses import peer_address
 from sluice.config.run import RunConfig
 from tools.chaos.launched_run import launched_run
 from tools.chaos.preparation import SIZES, prepare_run

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from sluice.telemetry.instruments import INSTRUMENTS
-from sluice.telemetry.scrape_target import FOLDER
+from sluice.telemetry.metrics_page import FOLDER
 from tools.compose_test.commands import CommandError, output_of
 from tools.compose_test.phases import PhaseError, Phases, say, until
 from tools.fuzz.live_run import FuzzedRun, live_run

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from services.rollout.engines.stop_strings import Decode, StopStringWatch
+from services.rollout.engines.text import Decode, StopStringWatch
 from sluice.types import (
     FinishReason,
     Logprobs,

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sluice.algorithm.losses.inputs import Correction, GlobalCounts, LossInputs
-from sluice.algorithm.losses.objective import (
-    PolicyObjective,
-    token_metric,
-    token_objective,
-)
+from sluice.algorithm.losses.objective import PolicyObjective, token_metric, token_objective
 from sluice.algorithm.losses.settings import PolicyLossSettings
 from sluice.algorithm.losses.vanilla import vanilla_objective
 from sluice.errors import ConfigError

@@ -1,15 +1,44 @@
-"""What a policy loss reads: the response tokens of one micro-batch, flat, and global counts."""
+"""The inputs of a policy loss: flat response tokens of one micro-batch, sums over its rows, and
+global counts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import torch
 
 from sluice.errors import ConfigError
 
-if TYPE_CHECKING:
-    import torch
+
+def row_index_of_offsets(offsets: torch.Tensor) -> torch.Tensor:
+    """The row of each token, int64 [N], from segment offsets.
+
+    Args:
+        offsets: int64 [rows + 1], ascending from 0 to N: row i holds tokens
+            ``offsets[i]..offsets[i + 1] - 1``.
+    """
+    lengths = offsets.diff()
+    return torch.repeat_interleave(torch.arange(lengths.numel(), device=offsets.device), lengths)
+
+
+def row_sums(values: torch.Tensor, row_index: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Sum of each row's tokens, [rows]; 0 for a row without tokens."""
+    zeros = torch.zeros(num_rows, dtype=values.dtype, device=values.device)
+    return zeros.index_add(0, row_index, values)
+
+
+def row_lengths(row_index: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Tokens of each row, int64 [rows]."""
+    return torch.bincount(row_index, minlength=num_rows)
+
+
+def row_means(values: torch.Tensor, row_index: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Mean of each row's tokens, [rows]; 0 for a row without tokens."""
+    lengths = row_lengths(row_index, num_rows).clamp(min=1)
+    return row_sums(values, row_index, num_rows) / lengths
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from sluice.config.catalogue.entry import (
     Entry,
-    Status,
+    KeyStatus,
     Texts,
     block,
     group,
@@ -130,7 +130,7 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     Entry(
         f"{_KEY}.clip_ratio",
-        Status.MAPPED,
+        KeyStatus.MAPPED,
         instead="sets clip_ratio_low and clip_ratio_high where they are null, as in verl",
         targets=(f"{_KEY}.clip_ratio_low", f"{_KEY}.clip_ratio_high"),
         silent=(0.2,),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sluice.config.catalogue.entry import (
     Entry,
-    Status,
+    KeyStatus,
     group,
     honoured,
     inapplicable,
@@ -53,7 +53,7 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(f"{_FILTER}.metric", verl_default="null", advice="acc"),
     Entry(
         f"{_FILTER}.max_num_gen_batches",
-        Status.MAPPED,
+        KeyStatus.MAPPED,
         instead="sets min_yield and min_yield_groups: give up when fewer than train_batch_size of "
         "the last max_num_gen_batches * gen_batch_size groups were kept. With "
         "sluice.sampling.strategy=rounds it is what it is in verl. Left out, a run whose last 2000 "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice.telemetry.instrument import Instrument, counter, gauge, histogram
+from sluice.telemetry.metrics import Instrument, counter, gauge, histogram
 
 __all__ = [
     "ACCOUNTING_AGE",

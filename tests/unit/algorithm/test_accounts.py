@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.accounts import (
+from sluice.algorithm.accounting import (
     RECEIVED,
     Account,
     ReplicaCounters,

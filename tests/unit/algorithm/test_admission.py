@@ -9,11 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.algorithm.admission import (
-    YieldEstimate,
-    groups_to_admit,
-    kept_upper_bound,
-)
+from sluice.algorithm.sampling.admission import YieldEstimate, groups_to_admit, kept_upper_bound
 from sluice.errors import ConfigError
 
 counts = st.integers(0, 300)

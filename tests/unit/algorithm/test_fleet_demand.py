@@ -6,13 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.fleet_demand import (
-    HEADROOM,
-    MOST_GROWTH,
-    FleetUse,
-    replicas_needed,
-    slots_needed,
-)
+from sluice.algorithm.routing import HEADROOM, MOST_GROWTH, FleetUse, replicas_needed, slots_needed
 
 SLOTS = st.integers(1, 10_000)
 SHARE = st.floats(0.0, 1.0)

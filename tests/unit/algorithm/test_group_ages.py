@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.algorithm.group_ages import GroupAges
-from sluice.algorithm.staleness import BatchDecision, OnStale
+from sluice.algorithm.groups.staleness import BatchDecision, GroupAges, OnStale
 
 MANY = 10_000
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.outcome_policy import (
+from sluice.algorithm.groups.outcomes import (
     FINAL_ACTIONS,
     RESPONDED,
     STRIKING_KINDS,

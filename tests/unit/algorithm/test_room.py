@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.room import groups_with_capacity
+from sluice.algorithm.sampling.admission import groups_with_capacity
 
 FREE = st.integers(-100, 1000)
 FIRST = st.integers(1, 64)

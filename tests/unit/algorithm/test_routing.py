@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from sluice.algorithm.routing import (
     AnnouncedReplica,
-    Fleet,
-    Member,
     ReplicaRequirement,
+    ReplicaRouter,
     Reservation,
+    RoutedReplica,
 )
 from sluice.types import ReplicaInfo
 
@@ -23,11 +23,11 @@ def announced(number: int, slots: int, version: int) -> AnnouncedReplica:
     return AnnouncedReplica(ReplicaInfo(f"r{number}", "i", f"h:{number}", slots), version)
 
 
-def capacity(member: Member) -> int:
+def capacity(member: RoutedReplica) -> int:
     return math.floor(member.announced.info.slots * SLACK)
 
 
-def has_capacity(member: Member, wanted: ReplicaRequirement, now: float) -> bool:
+def has_capacity(member: RoutedReplica, wanted: ReplicaRequirement, now: float) -> bool:
     if not wanted.accepts(member.announced.policy_version) or member.paused_until > now:
         return False
     if member.num_groups == 0:
@@ -36,12 +36,14 @@ def has_capacity(member: Member, wanted: ReplicaRequirement, now: float) -> bool
     return fits and not member.on_probation
 
 
-def expected(members: list[Member], wanted: ReplicaRequirement, now: float) -> Member | None:
+def expected(
+    members: list[RoutedReplica], wanted: ReplicaRequirement, now: float
+) -> RoutedReplica | None:
     candidates = [m for m in members if has_capacity(m, wanted, now)]
     return min(candidates, key=lambda m: m.load, default=None)
 
 
-def expected_free(members: list[Member], lowest: int, now: float) -> int:
+def expected_free(members: list[RoutedReplica], lowest: int, now: float) -> int:
     return sum(
         max(0, capacity(m) - m.num_outstanding)
         for m in members
@@ -69,8 +71,8 @@ ACTIONS = st.lists(
 def test_the_least_loaded_replica_with_room_is_chosen_whatever_happened_before(
     fleet_of: list[tuple[int, int]], then: list[tuple[int, int]], actions: list[tuple]
 ) -> None:
-    fleet = Fleet(SLACK)
-    members: list[Member] = []
+    fleet = ReplicaRouter(SLACK)
+    members: list[RoutedReplica] = []
     reservations: list[Reservation] = []
 
     def announce(replicas: list[tuple[int, int]]) -> None:
@@ -103,7 +105,7 @@ def test_the_least_loaded_replica_with_room_is_chosen_whatever_happened_before(
 
 
 def test_room_of_a_withdrawn_replica_never_comes_back() -> None:
-    fleet = Fleet(1.0)
+    fleet = ReplicaRouter(1.0)
     fleet.announce([announced(0, 4, 0), announced(1, 4, 0)])
     wanted = ReplicaRequirement(4, 0)
     first = fleet.choose(wanted, 0.0)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.algorithm.admission import YieldEstimate, groups_to_admit, kept_upper_bound
-from sluice.algorithm.staleness import OnStale, expired_groups, may_form_batch, staleness
+from sluice.algorithm.groups.staleness import OnStale, expired_groups, may_form_batch, staleness
+from sluice.algorithm.sampling.admission import YieldEstimate, groups_to_admit, kept_upper_bound
 
 
 class KeptGroup(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.stragglers import LEAST_ARRIVALS, RateTable, StragglerRules, StreamPace
+from sluice.algorithm.groups.stragglers import LEAST_ARRIVALS, RateTable, StragglerRules, StreamPace
 
 RULES = StragglerRules(stall_timeout_s=30, slow_factor=4, group_deadline_s=100)
 

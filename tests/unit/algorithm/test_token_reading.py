@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.accounts import ReplicaCounters
-from sluice.algorithm.token_reading import TokenReading
+from sluice.algorithm.accounting import ReplicaCounters, TokenReading
 
 counts = st.integers(0, 1000)
 

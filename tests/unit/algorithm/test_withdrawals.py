@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice.algorithm.withdrawals import RESERVE_AFTER, RESERVED_SHARE, Preemptions
+from sluice.algorithm.groups.staleness import RESERVE_AFTER, RESERVED_SHARE, Preemptions
 
 BATCH = 32
 

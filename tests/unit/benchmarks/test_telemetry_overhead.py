@@ -25,12 +25,11 @@ from benchmarks.bench_telemetry import (
 from benchmarks.metrics_scraper import TelemetryAccount, telemetry_account
 from benchmarks.process_cpu import cpu_seconds
 from benchmarks.step_regression import MeasuredStep, added
-from sluice.config.loader import load_config
-from sluice.config.service import EndpointConfig
-from sluice.rpc.process_readings import ProcessName
-from sluice.rpc.served_metrics import served_metrics
-from sluice.telemetry.instrument import Reading
-from sluice.telemetry.own_cost import SPANS, TELEMETRY_CPU, Part, SpanOutcome
+from sluice.config.loading.loader import load_config
+from sluice.config.schema.service import EndpointConfig
+from sluice.rpc.metrics import ProcessName, served_metrics
+from sluice.telemetry.metrics import InstrumentReading
+from sluice.telemetry.process import SPANS, TELEMETRY_CPU, SpanOutcome, TelemetryPart
 
 SPUN_S, SHORT_S = 0.3, 0.05
 NAMES = frozenset({"trainer", "reward"})
@@ -164,7 +163,7 @@ async def test_a_run_tells_what_its_scrapes_and_spans_took(tmp_path: Path) -> No
         while time.thread_time() < ends_s:
             pass
 
-    def spinning() -> list[Reading]:
+    def spinning() -> list[InstrumentReading]:
         spin()
         return []
 
@@ -173,7 +172,7 @@ async def test_a_run_tells_what_its_scrapes_and_spans_took(tmp_path: Path) -> No
     with served_metrics(service, EndpointConfig(metrics_port=0), who, spinning):
         began = await asyncio.to_thread(telemetry_account, tmp_path)
         SPANS.add(SpanOutcome.SENT, count=7)
-        with TELEMETRY_CPU.charged(Part.SPANS):
+        with TELEMETRY_CPU.charged(TelemetryPart.SPANS):
             spin()
         ended = await asyncio.to_thread(telemetry_account, tmp_path)
     between = ended.since(began)

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from sluice.checkpoint.compare import compare_weights
 from sluice.checkpoint.merge import MergeOptions, merge_checkpoint
+from sluice.checkpoint.safetensors_files import compare_weights
 from sluice.checkpoint.source import find_source
 from sluice.cli.main import commands
 from sluice.errors import CheckpointError, ConfigError

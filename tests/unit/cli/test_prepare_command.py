@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sluice.cli import prepare as prepare_module
 from sluice.cli.main import commands
-from sluice.cli.run_location import CONFIG_NAME as NAME_FOR_COMMANDS
-from sluice.cli.run_location import locate_run
-from sluice.config.loader import load_config
-from sluice.launch.network_layout import CONFIG_NAME, KINDS, PLACES
+from sluice.cli.run import prepare as prepare_module
+from sluice.client.run_address import CONFIG_NAME as NAME_FOR_COMMANDS
+from sluice.client.run_address import locate_run
+from sluice.config.loading.loader import load_config
+from sluice.launch.network_layout import CONFIG_NAME, KINDS, SERVICE_PORTS
 from sluice.launch.shared_run import Ending, SharedRun
-from sluice.quickstart.prepare import QuickstartAssets, QuickstartFacts
-from sluice.quickstart.problems import task_named
+from sluice.quickstart.arithmetic import task_named
+from sluice.quickstart.prepare import QuickstartAssets
+from sluice.quickstart.settings import QuickstartFacts
 from sluice.report.run_record import ACCOUNTS_NAME
 
 FACTS = QuickstartFacts(1, 1, 1, 1, 1, 1, 1, 0.0, 0.0)
@@ -47,8 +48,8 @@ def test_commands_find_the_run_by_the_file_that_is_written(tmp_path: Path) -> No
     prepare("--run-dir", run_dir, *model_and_data(tmp_path / "job"), "data.train_batch_size=8")
     assert CONFIG_NAME == NAME_FOR_COMMANDS
     location = locate_run(run_dir)
-    assert location.trainer == f"trainer:{PLACES['trainer'].port}"
-    assert location.reward == f"reward:{PLACES['reward'].port}"
+    assert location.trainer == f"trainer:{SERVICE_PORTS['trainer'].port}"
+    assert location.reward == f"reward:{SERVICE_PORTS['reward'].port}"
     assert location.config.data.train_batch_size == 8
     assert location.config.sluice.run_dir == str(run_dir)
 

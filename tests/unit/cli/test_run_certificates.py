@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sluice.cli.certs import write_certificates
 from sluice.cli.main import commands
-from sluice.cli.run_certificates import (
+from sluice.cli.run.certificates import (
     CERTIFICATES,
     ensure_certificates,
     renew_certificates,
     security_settings,
+    write_certificates,
 )
-from sluice.config.loader import load_config
-from sluice.config.security_checks import server_problems
+from sluice.config.loading.loader import load_config
+from sluice.config.rules.security import server_problems
 from sluice.errors import ConfigError
 from sluice.launch.shared_run import Ending, SharedRun
 from sluice.security.development_ca import DevelopmentCa, end_of_validity, was_issued_by

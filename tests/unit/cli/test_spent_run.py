@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sluice.cli.spent_run import spent_notice
+from sluice.cli.run.prepare import spent_notice
 from sluice.config.derived import checkpoint_folder
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.launch.network_layout import CONFIG_NAME
 from sluice.launch.shared_run import Ending, SharedRun

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sluice.cli import up
-from sluice.cli.run_location import CONFIG_NAME
-from sluice.config.loader import load_config
+from sluice.cli.run import up
+from sluice.client.run_address import CONFIG_NAME
+from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
-from sluice.launch.launch_plan import LaunchPlan
-from sluice.launch.process_host import ThisMachine
-from sluice.launch.ray_run import RayOptions
+from sluice.launch.cluster.ray_run import RayOptions
+from sluice.launch.plan import LaunchPlan
+from sluice.launch.processes.child import ThisMachine
+from sluice.launch.processes.supervisor import ServiceState
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import ServiceSpec, replica_name
 from sluice.launch.servicer import launch_service
-from sluice.launch.supervisor import ServiceState
 from sluice.report.run_record import ACCOUNTS_NAME
-from sluice.telemetry.scrape_target import FOLDER
+from sluice.telemetry.metrics_page import FOLDER
 
 
 class Processes:

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sluice.cli.wait_chain import FLEET, explain
-from sluice.cli.wait_view import wait_object, wait_table
+from sluice.cli.watch.waits import FLEET, explain, wait_object, wait_table
 from sluice.client.wait_survey import REWARD, TRAINER, ServiceWaits
 from sluice.concurrency.waits import Waiting
 

@@ -19,10 +19,10 @@ from sluice.client import (
     SampleFinished,
     Sampling,
 )
-from sluice.client.fleet import Fleet, FleetReplica
-from sluice.client.retries import Retries
+from sluice.client.fleet import ClientFleet, FleetReplica
 from sluice.client.submission import OpenPrompts
 from sluice.errors import InvalidRequestError, PeerError
+from sluice.rpc.retries import Retries
 from sluice.types import ChatMessage
 from tests.support.token_replica import TokenReplica, token_replicas
 
@@ -90,7 +90,7 @@ class CountedLookup:
 
 async def test_many_requests_at_once_ask_for_the_fleet_once() -> None:
     lookup = CountedLookup()
-    fleet = Fleet(lookup)
+    fleet = ClientFleet(lookup)
     async with asyncio.TaskGroup() as tasks:
         chosen = [tasks.create_task(fleet.choose()) for _ in range(50)]
     assert {task.result().address for task in chosen} == {"a"}
@@ -99,7 +99,7 @@ async def test_many_requests_at_once_ask_for_the_fleet_once() -> None:
 
 async def test_a_failure_to_ask_is_that_of_all_who_waited_and_of_nobody_later() -> None:
     lookup = CountedLookup(failures=1)
-    fleet = Fleet(lookup)
+    fleet = ClientFleet(lookup)
     failures: list[PeerError] = []
 
     async def ask() -> None:

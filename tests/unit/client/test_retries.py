@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.client.retries import Retries, RetryPolicy, is_transient
 from sluice.errors import (
     AccessDeniedError,
     DeadlineError,
@@ -14,6 +13,7 @@ from sluice.errors import (
     PeerError,
     SluiceError,
 )
+from sluice.rpc.retries import Retries, RetryPolicy, is_transient
 
 
 class Clock:

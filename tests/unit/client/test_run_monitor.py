@@ -13,7 +13,7 @@ from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client import run_monitor
 from sluice.client.run_monitor import RunMonitor
 from sluice.errors import DeadlineError, NotReadyError, PeerError
-from sluice.rpc.call_policy import CALL_POLICIES, CallPolicy
+from sluice.rpc.policy import CALL_POLICIES, CallPolicy
 from tests.support.run_folder import ACCOUNTING
 from tests.support.scripted_trainer import PAUSED, ScriptedTrainer, monitored
 

@@ -15,7 +15,7 @@ from sluice.api.common.v1 import common_pb2
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.client import AsyncClient, RetryPolicy, RunAddress, ScoreItem
 from sluice.errors import DeadlineError, ExhaustedError, InvalidRequestError
-from sluice.rpc.call_policy import CALL_POLICIES, CallPolicy
+from sluice.rpc.policy import CALL_POLICIES, CallPolicy
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.rpc_server import serving
 

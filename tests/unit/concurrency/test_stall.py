@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.concurrency.stall import StallJudge, Verdict, WorkState
+from sluice.concurrency.watchdog import StallJudge, StallVerdict, WorkState
 
 INTERVAL_S = 1.0
-FINE, STALLED, HOPELESS = Verdict.FINE, Verdict.STALLED, Verdict.HOPELESS
+FINE, STALLED, HOPELESS = StallVerdict.FINE, StallVerdict.STALLED, StallVerdict.HOPELESS
 
 
 class Watched:
@@ -18,7 +18,7 @@ class Watched:
 
     def __init__(self, stall_s: float | None = 5.0, give_up_s: float | None = 20.0) -> None:
         self.judge = StallJudge(stall_s, give_up_s, INTERVAL_S)
-        self.now_s, self.verdicts = 0.0, list[Verdict]()
+        self.now_s, self.verdicts = 0.0, list[StallVerdict]()
 
     def see(self, *work_states: WorkState) -> Watched:
         for work_state in work_states:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.algorithm.advantages.registry import BATCH_ESTIMATORS
-from sluice.config.algorithm_rules import algorithm_problems
-from sluice.config.checks import relation_problems
-from sluice.config.loader import load_config
-from sluice.config.remarks import remarks
+from sluice.algorithm.registry import BATCH_ESTIMATORS
+from sluice.config.check import remarks
+from sluice.config.loading.loader import load_config
+from sluice.config.rules.algorithm import algorithm_problems
+from sluice.config.rules.checks import relation_problems
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 CORRECTION = "algorithm.rollout_correction"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sluice.config import derived
-from sluice.config.checks import check_config, relation_problems
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
+from sluice.config.rules.checks import check_config, relation_problems
 from sluice.errors import ConfigError
 
 SOUND = (

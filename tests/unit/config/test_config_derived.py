@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sluice.config import derived
-from sluice.config.check_report import check_report
-from sluice.config.key_settings import KeySettings, keys_as_set
-from sluice.config.loader import load_config
+from sluice.config.check import check_report
+from sluice.config.loading.loader import KeySettings, keys_as_set, load_config
 from sluice.config.run import RunConfig
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

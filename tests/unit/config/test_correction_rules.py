@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.config.correction_rules import correction_violations
-from sluice.config.loader import load_config
-from sluice.config.remarks import remarks
+from sluice.config.check import remarks
+from sluice.config.loading.loader import load_config
+from sluice.config.rules.algorithm import correction_violations
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 STALE = "sluice.asynchrony.max_staleness=1"

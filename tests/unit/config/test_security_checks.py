@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from sluice.config.dump import dump_config, flat_settings
-from sluice.config.file_checks import file_problems
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import dump_config, flat_settings
+from sluice.config.rules.files import file_problems
+from sluice.config.rules.security import client_problems, exposed_secrets, server_problems
 from sluice.config.run import RunConfig
-from sluice.config.security import FILE_FIELDS, SecurityConfig, with_absolute_files
-from sluice.config.security_checks import client_problems, exposed_secrets, server_problems
-from sluice.config.service import ServiceConfig
+from sluice.config.schema.security import FILE_FIELDS, SecurityConfig, with_absolute_files
+from sluice.config.schema.service import ServiceConfig
 from tests.support.certified import (
     CLIENT_TOKEN,
     SERVICE_TOKEN,

@@ -15,8 +15,8 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
-from sluice.cli.wait_chain import explain
-from sluice.dashboard.page_security import HEADERS
+from sluice.cli.watch.waits import explain
+from sluice.dashboard.page import HEADERS
 from sluice.dashboard.run_record_reader import RunRecordReader
 from sluice.dashboard.sample_browser import SampleBrowser
 from sluice.dashboard.sample_files import SampleFolders

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from sluice.cli.wait_chain import explain
+from sluice.cli.watch.waits import explain
 from sluice.dashboard import serving
 from sluice.dashboard.live_status import check_location
 from sluice.dashboard.serving import serve_page

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sluice.dashboard import staleness_counts, step_history
-from sluice.dashboard.curve_points import curve_points
+from sluice.dashboard import step_history
+from sluice.dashboard import step_history as staleness_counts
+from sluice.dashboard.curves import curve_points
 from sluice.dashboard.line_tail import LineTail
-from sluice.dashboard.staleness_counts import MOST_BARS, StalenessCounts
-from sluice.dashboard.step_history import StepHistory
+from sluice.dashboard.step_history import MOST_BARS, StalenessCounts, StepHistory
 from tests.support.dashboard_run import add_lines, step_row
 
 REWARD = "critic/rewards/mean"

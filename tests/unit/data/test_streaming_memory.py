@@ -21,8 +21,8 @@ BOUND_MIB = 120
 PROGRAM = """
 import sys
 from pathlib import Path
-from services.reward.prompts import training_files, training_stream
-from sluice.config.data import DataConfig
+from services.reward.prompts.dataset import training_files, training_stream
+from sluice.config.schema.data import DataConfig
 from sluice.types import DataProgress
 
 def peak_mib():

@@ -11,13 +11,25 @@ from cryptography import x509
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.doctor.certificates import SecurityFacts, check_certificates, security_findings
-from sluice.doctor.configuration import check_configuration, configuration_findings
-from sluice.doctor.data_files import DataFacts, check_data, data_findings
-from sluice.doctor.model_directory import ModelFacts, check_model, model_facts, model_findings
-from sluice.doctor.reward_function import check_reward
-from sluice.doctor.safetensors_header import read_shard
-from sluice.security.certificate_dates import validities
+from sluice.doctor.configuration import (
+    SecurityFacts,
+    check_certificates,
+    check_configuration,
+    check_reward,
+    configuration_findings,
+    security_findings,
+)
+from sluice.doctor.files import (
+    DataFacts,
+    ModelFacts,
+    check_data,
+    check_model,
+    data_findings,
+    model_facts,
+    model_findings,
+    read_shard,
+)
+from sluice.security.certificates import validities
 from sluice.security.development_ca import DevelopmentCa
 from tests.support.certified import authority, service_key, write_pair, write_security
 from tests.support.doctor_findings import only, run_of, severities, write_model

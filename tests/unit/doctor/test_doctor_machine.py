@@ -13,9 +13,33 @@ from socketserver import StreamRequestHandler, TCPServer
 import pytest
 
 from sluice.device.ascend_checks import AscendDemand, AscendHost
-from sluice.doctor.accelerators import NpuFacts, check_npus, gpu_count_findings, npu_findings
-from sluice.doctor.byte_sizes import GIB, MIB
-from sluice.doctor.clock import (
+from sluice.doctor.files import (
+    DiskFacts,
+    checkpoint_bytes,
+    checkpoints_kept,
+    disk_findings,
+    nearest_folder,
+)
+from sluice.doctor.finding import GIB, MIB
+from sluice.doctor.machine import (
+    MemoryFacts,
+    MemoryPart,
+    NpuFacts,
+    OpenFilesFacts,
+    SharedMemoryFacts,
+    ThreadFacts,
+    available_bytes,
+    available_cpus,
+    check_npus,
+    gpu_count_findings,
+    memory_findings,
+    needed,
+    npu_findings,
+    open_files_findings,
+    shared_memory_findings,
+    thread_findings,
+)
+from sluice.doctor.network import (
     ClockFacts,
     Skew,
     check_clock,
@@ -24,17 +48,6 @@ from sluice.doctor.clock import (
     http_skew,
     mount_kind,
 )
-from sluice.doctor.cpu_threads import ThreadFacts, available_cpus, thread_findings
-from sluice.doctor.disk_space import (
-    DiskFacts,
-    checkpoint_bytes,
-    checkpoints_kept,
-    disk_findings,
-    nearest_folder,
-)
-from sluice.doctor.host_memory import MemoryFacts, Part, available_bytes, memory_findings, needed
-from sluice.doctor.open_files import OpenFilesFacts, open_files_findings
-from sluice.doctor.shared_memory import SharedMemoryFacts, shared_memory_findings
 from sluice.launch.device_share import DeviceShare
 from tests.support.doctor_findings import only, run_of, severities, write_model
 
@@ -181,7 +194,7 @@ def test_the_nearest_folder_that_is_there_stands_for_one_that_is_not(tmp_path: P
 def test_memory_is_compared_with_the_sum_of_all_processes(
     available: int | None, severity: str
 ) -> None:
-    parts = (Part("trainer", GIB, 2 * GIB), Part("replicas", GIB / 2, GIB))
+    parts = (MemoryPart("trainer", GIB, 2 * GIB), MemoryPart("replicas", GIB / 2, GIB))
     only(memory_findings(MemoryFacts(available, parts)), severity)
 
 

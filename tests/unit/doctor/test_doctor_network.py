@@ -8,19 +8,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from sluice.doctor.network_interfaces import (
+from sluice.doctor.network import (
     Interface,
     NetworkFacts,
     check_network,
+    check_ports,
     chosen,
     has_remote_peers,
     interfaces_of_host,
     is_own_address,
     network_findings,
+    port_facts,
+    port_holder,
 )
-from sluice.doctor.port_holder import port_holder
-from sluice.doctor.ports import check_ports, port_facts
-from sluice.rpc.bound_socket import bound_socket
+from sluice.rpc.ports import bound_socket
 from tests.support.doctor_findings import only, run_of, severities
 
 INTERFACES = {

@@ -12,23 +12,30 @@ import pytest
 from packaging.requirements import Requirement as Specified
 from packaging.version import Version
 
-from sluice.doctor.engine_versions import SUPPORTED, EngineFacts, check_engine, engine_findings
-from sluice.doctor.extras import asked_extras, check_extras, extra_findings
-from sluice.doctor.generated_code import (
+from sluice.doctor.packages import (
+    SUPPORTED,
+    EngineFacts,
     GeneratedCode,
+    PythonFacts,
+    Requirement,
+    TorchFacts,
+    asked_extras,
+    check_engine,
+    check_extras,
     check_generated_code,
+    check_python,
+    check_requirements,
+    driver_version,
+    engine_findings,
+    extra_findings,
     generated_code_facts,
     generated_code_findings,
-)
-from sluice.doctor.python_version import PythonFacts, check_python, python_findings
-from sluice.doctor.requirements import (
-    Requirement,
-    check_requirements,
     is_older,
+    python_findings,
     requirement_findings,
     requirements,
+    torch_findings,
 )
-from sluice.doctor.torch_build import TorchFacts, driver_version, torch_findings
 from tests.support.doctor_findings import only, run_of, severities
 from tests.support.source_tree import ROOT
 

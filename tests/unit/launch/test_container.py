@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from sluice.config.dump import write_config
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
 from sluice.launch import container
 from sluice.launch.container import EXIT_UNFORESEEN, main, services_of
 from sluice.launch.network_layout import CONFIG_NAME, KINDS, Kind, network_settings
+from sluice.launch.processes.supervisor import EXIT_FAILED
 from sluice.launch.service_spec import ServiceSpec
 from sluice.launch.shared_run import Ending, SharedRun
-from sluice.launch.supervisor import EXIT_FAILED
 from sluice.service_contract import MARK_VARIABLE
 from tests.support.scripted_children import WAIT_S, polite, spec
 

@@ -14,16 +14,17 @@ from typing import Any
 
 import pytest
 
-from sluice.config.dump import write_config
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError
-from sluice.launch import placed_services, remote_child
-from sluice.launch import supervisor as supervisor_module
-from sluice.launch.placed_services import PlacedServices, SharedConfig
-from sluice.launch.placement import Member, NodeCapacity, PlacementPlan
-from sluice.launch.ray_run import RayOptions, placed_run
+from sluice.launch.cluster import placed_services
+from sluice.launch.cluster import placed_services as remote_child
+from sluice.launch.cluster.placed_services import PlacedServices, SharedConfig
+from sluice.launch.cluster.placement import NodeCapacity, PlacedProcess, PlacementPlan
+from sluice.launch.cluster.ray_run import RayOptions, placed_run
+from sluice.launch.processes import supervisor as supervisor_module
+from sluice.launch.processes.supervisor import RunEnd, Supervisor
 from sluice.launch.service_spec import RestartPolicy, ServiceSpec
-from sluice.launch.supervisor import RunEnd, Supervisor
 from tests.support.in_process_cluster import InProcessCluster, InProcessHost
 from tests.support.scripted_children import POLITE, WAIT_S, until_gone
 
@@ -48,7 +49,7 @@ def node_capacities(count: int) -> list[NodeCapacity]:
 def plan_of(name: str) -> PlacementPlan:
     kind = "rollout" if name.startswith("rollout") else name
     demand = {"CPU": 1.0}
-    return PlacementPlan(name, kind, (demand,), "PACK", (Member(name, 0, demand),))  # type: ignore[arg-type]
+    return PlacementPlan(name, kind, (demand,), "PACK", (PlacedProcess(name, 0, demand),))  # type: ignore[arg-type]
 
 
 class World:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
-from sluice.launch.placement import (
+from sluice.launch.cluster.placement import (
     NodeCapacity,
     PlacementPlan,
     accelerator,

@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from sluice.errors import PeerDefectError, PeerError
-from sluice.launch.cluster import HostLostError
-from sluice.launch.ray_cluster import RayHost
+from sluice.launch.cluster.placement import HostLostError
+from sluice.launch.cluster.ray_cluster import RayHost
 
 # The tree of ray.exceptions, as far as it matters.
 RayError = type("RayError", (Exception,), {})

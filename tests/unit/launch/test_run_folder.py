@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from sluice.cli.run.quickstart import MARKER, mark_run_folder, remove_results
 from sluice.errors import ConfigError
-from sluice.launch.run_folder import MARKER, mark_run_folder, remove_results
 
 RESULTS = ("metrics.jsonl", "logs/*.log")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
 from sluice.launch import own_address as addresses
-from sluice.launch.network_layout import KINDS, PLACES, network_settings
+from sluice.launch.network_layout import KINDS, SERVICE_PORTS, network_settings
 from sluice.launch.own_address import own_address, own_address_within
 from sluice.launch.shared_run import Ending, SharedRun
 from sluice.service_contract import TRACKER_NAME
@@ -105,8 +105,8 @@ def test_services_are_found_by_their_names_at_ports_of_their_own() -> None:
     service = load_config(None, network_settings()).sluice
     for kind in KINDS:
         endpoint = getattr(service, kind).endpoint
-        assert (endpoint.advertise, endpoint.port) == (kind, PLACES[kind].port)
-        assert endpoint.health_port == PLACES[kind].health_port
+        assert (endpoint.advertise, endpoint.port) == (kind, SERVICE_PORTS[kind].port)
+        assert endpoint.health_port == SERVICE_PORTS[kind].health_port
     assert service.rollout.replicas == 0
 
 

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sluice.cli import up
 from sluice.cli.main import commands
-from sluice.config.loader import load_config
+from sluice.cli.run import up
+from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
-from sluice.launch.ray_cluster import ray_cluster
+from sluice.launch.cluster.ray_cluster import ray_cluster
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

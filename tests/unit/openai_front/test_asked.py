@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from sluice.client.images import ChatWithImages
-from sluice.openai_front.asked import (
+from sluice.client.generation_types import ChatWithImages
+from sluice.openai_front.errors import RefusedError
+from sluice.openai_front.requests import (
     Bounds,
     ChatRequest,
     CompletionRequest,
@@ -18,7 +19,6 @@ from sluice.openai_front.asked import (
     parse_chat,
     parse_completion,
 )
-from sluice.openai_front.refusals import RefusedError
 from sluice.types import ChatMessage
 from tests.support.image_files import png
 

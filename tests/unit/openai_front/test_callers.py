@@ -11,8 +11,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from sluice.errors import ExhaustedError
-from sluice.openai_front.callers import KEYLESS, Callers
-from sluice.openai_front.web_app import FrontSettings
+from sluice.openai_front.web_app import KEYLESS, Callers, FrontSettings
 from sluice.security.token_file import TokenFile
 from tests.support.http_front import HttpFront, http_front
 from tests.support.token_replica import TokenReplica, token_replicas, until

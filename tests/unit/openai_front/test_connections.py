@@ -14,7 +14,7 @@ pytest.importorskip("aiohttp")
 
 from sluice.openai_front import web_app
 from sluice.openai_front.web_app import FrontSettings
-from sluice.rpc.status_codes import CLASS_KEY
+from sluice.rpc.status import CLASS_KEY
 from tests.support.http_front import HttpFront, http_front
 from tests.support.token_replica import TokenReplica, token_replicas, until
 

@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from services.rollout.engines.torch_engine import TorchEngine
-from services.rollout.hand_over import CountedGeneration
+from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.generation import CountedGeneration
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.rpc.server import RpcServer

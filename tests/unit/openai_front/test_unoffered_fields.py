@@ -12,8 +12,8 @@ pytest.importorskip("aiohttp")
 
 from google.protobuf.json_format import MessageToDict
 
-from sluice.openai_front.refusals import RefusedError
-from sluice.openai_front.unoffered_fields import UNOFFERED, Kind, check_unoffered
+from sluice.openai_front.errors import RefusedError
+from sluice.openai_front.requests import UNOFFERED, Kind, check_unoffered
 from tests.support.http_front import HttpFront, http_front
 from tests.support.token_replica import TokenReplica, token_replicas
 from tests.support.word_replica import MAX_MODEL_LEN, word_replica, words

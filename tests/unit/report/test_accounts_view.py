@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice.report.accounts_view import account_views
+from sluice.report.summary import account_views
 from tests.support.run_folder import ACCOUNTING, ACCOUNTS
 
 

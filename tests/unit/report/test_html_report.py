@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from sluice.report.curves import charts
-from sluice.report.html_report import write_report
+from sluice.report.html_report import charts, write_report
 from sluice.report.run_record import read_run
 from sluice.report.summary import summarize
 from tests.support.run_folder import (

@@ -8,14 +8,14 @@ from functools import partial
 
 import pytest
 
-from services.reward import broken_streams
-from services.reward.broken_streams import BrokenStreams
+from services.reward.generation import dispatcher
+from services.reward.generation.dispatcher import BrokenStreams
 from tests.support.reward_loop import settled
 
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> BrokenStreams:
-    monkeypatch.setattr(broken_streams, "GATHER_S", 0.05)
+    monkeypatch.setattr(dispatcher, "GATHER_S", 0.05)
     return BrokenStreams()
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.assembly import RewardLoop
-from services.reward.dispatcher import GroupRequest
-from services.reward.scorer_messages import ScoreItem
-from services.reward.submissions import Submission, SubmissionSession
-from sluice.algorithm.losses.registry import GROUP_LOSSES
+from services.reward.app import RewardLoop
+from services.reward.generation.request import GroupRequest
+from services.reward.grading.messages import ScorerInput
+from services.reward.prompts.submissions import Submission, SubmissionSession
+from sluice.algorithm.registry import GROUP_LOSSES
 from sluice.config.run import RunConfig
 from sluice.errors import EngineError, PeerDefectError, PeerError, SluiceError
 from sluice.types import ChatMessage, Failed, FailureKind, Outcome, PromptEnd, Rollout
@@ -133,7 +133,7 @@ class ScriptedOutcomes(InlineScorer):
     def __init__(self, *kinds: FailureKind) -> None:
         self._kinds = iter(kinds)
 
-    async def score(self, items: Sequence[ScoreItem]) -> tuple[Any, ...]:
+    async def score(self, items: Sequence[ScorerInput]) -> tuple[Any, ...]:
         kind = next(self._kinds)
         return tuple(Failed(kind, "as the test says") for _ in items)
 
@@ -179,7 +179,7 @@ async def test_tokens_of_samples_that_were_drawn_again_have_failed(
         text = f"sample {index}\nAnswer: {1 if index % 2 else 2}"
         return rollout_of(text, index, 0, request.sampling.seed, 3)
 
-    async def score(scorer: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Outcome, ...]:
+    async def score(scorer: InlineScorer, items: Sequence[ScorerInput]) -> tuple[Outcome, ...]:
         looks.update(item.response for item in items)
         return tuple(
             Failed(UNSCORABLE, "no number")

@@ -7,14 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from services.reward.dispatcher import (
-    GroupDispatcher,
-    GroupFailedError,
-    GroupRequest,
-    OverlongPromptError,
-)
-from services.reward.replica_queue import Priority, ReplicaQueue
-from sluice.algorithm.routing import Fleet, ReplicaRequirement
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.queue import Priority, ReplicaQueue
+from services.reward.generation.request import GroupFailedError, GroupRequest, OverlongPromptError
+from sluice.algorithm.routing import ReplicaRequirement, ReplicaRouter
 from sluice.errors import (
     DataError,
     EngineError,
@@ -23,14 +19,7 @@ from sluice.errors import (
     PeerError,
     PromptTooLongError,
 )
-from sluice.types import (
-    ChatMessage,
-    FinishReason,
-    Prompt,
-    PromptOrigin,
-    Rollout,
-    SamplingParams,
-)
+from sluice.types import ChatMessage, FinishReason, Prompt, PromptOrigin, Rollout, SamplingParams
 from tests.support.reward_loop import ScriptedClient, replica, settled
 from tests.support.scripted_rollout import rollout_of
 
@@ -144,7 +133,7 @@ async def test_only_missing_samples_are_generated_again_and_the_failed_replica_i
 
 
 async def test_a_replica_that_failed_proves_itself_with_one_group() -> None:
-    fleet = Fleet(1.0)
+    fleet = ReplicaRouter(1.0)
     fleet.announce([replica("a")])
     wanted = ReplicaRequirement(4, 0)
     member = fleet.choose(wanted, 0.0)

@@ -11,12 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.reward import group_log
-from services.reward.daemon_thread import in_daemon_thread
-from services.reward.generation_trace import GroupTrace
-from services.reward.group_log import GroupLog
-from services.reward.run_files import RunFiles
-from sluice.algorithm.sampling.visit import Attempt
+from services.reward.app import RunFiles
+from services.reward.records import group_log
+from services.reward.records.group_log import GroupLog, in_daemon_thread
+from services.reward.records.tokens import GroupTrace
+from sluice.algorithm.sampling.attempt import Attempt
 from sluice.config.run import RunConfig
 from sluice.types import PromptEnd
 from tests.support.client_prompt import client_prompt
@@ -25,7 +24,7 @@ from tests.support.reward_loop import ScriptedClient, replica, running_loop, sub
 KEYS = (
     *("prompt_id", "key", "end", "right", "scored", "tokens", "version", "oldest_version"),
     *("started_s", "generated_s", "ended_s", "replicas", "probes", "probability", "step"),
-    "incarnation",
+    "instance_id",
 )
 TRACE = GroupTrace(["a", "b"])
 
@@ -77,7 +76,7 @@ async def test_a_group_that_failed_leaves_a_line_with_what_is_known(tmp_path: Pa
     await written(log)
     (line,) = lines(tmp_path / "run" / "groups.jsonl")
     assert tuple(line) == KEYS
-    assert line.pop("incarnation")
+    assert line.pop("instance_id")
     assert line == {
         "prompt_id": prompt.prompt_id,
         "key": "aa",
@@ -104,7 +103,7 @@ async def test_a_line_names_the_start_of_the_service_that_its_times_are_of(tmp_p
             log.started(prompt, Attempt("aa", 3, None, 4), probes=0, version=7)
             log.ended(prompt, PromptEnd.DROPPED_FAILED, None, TRACE)
         await written(log)
-    first, second, third, fourth = (line["incarnation"] for line in lines(path))
+    first, second, third, fourth = (line["instance_id"] for line in lines(path))
     assert first == second != third == fourth
 
 

@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.prompts import (
+from services.reward.prompts.dataset import (
     IssuedRow,
     training_files,
     training_stream,
     validation_files,
     validation_stream,
 )
-from sluice.config.data import DataConfig
-from sluice.data.duplicates import without_duplicates
-from sluice.data.prompt_files import open_prompt_files
+from sluice.config.schema.data import DataConfig
+from sluice.data.prompt_files import open_prompt_files, without_duplicates
 from sluice.data.prompt_rows import PromptColumns
 from sluice.errors import DataError
 from sluice.types import DataProgress

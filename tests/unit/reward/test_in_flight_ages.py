@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from services.reward.batcher import Batcher, BatchRules
-from services.reward.in_flight import InFlightItem, InFlightTable
-from services.reward.stale_groups import StaleGroups
-from services.reward.statistics import Discard
-from sluice.algorithm.group_ages import GroupAges
+from services.reward.groups.admission import StaleGroups
+from services.reward.groups.batcher import Batcher, BatchRules
+from services.reward.groups.group import InFlightItem, InFlightTable
+from services.reward.records.statistics import Discard
+from sluice.algorithm.groups.staleness import RESERVE_AFTER, GroupAges
+from sluice.algorithm.sampling.attempt import Attempt
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
-from sluice.algorithm.sampling.visit import Attempt
-from sluice.algorithm.withdrawals import RESERVE_AFTER
 from tests.support.client_prompt import client_prompt
 
 

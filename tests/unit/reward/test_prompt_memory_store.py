@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.prompt_memory_store import APPLICATION_ID, PromptMemoryStore
-from sluice.algorithm.sampling.prompt_memory import PromptHistory, RememberedAttempt, remembered
+from services.reward.prompts.history import APPLICATION_ID, PromptMemoryStore
+from sluice.algorithm.sampling.attempt import PromptHistory, RememberedAttempt, remembered
 from sluice.errors import DataError
 from tests.support.source_tree import ROOT
 
@@ -78,12 +78,12 @@ def test_a_file_remembers_what_memory_would_to_the_last_bit(
 WRITER = """
 import sys, time
 from pathlib import Path
-from services.reward.prompt_memory_store import PromptMemoryStore
-from sluice.algorithm.sampling.prompt_memory import SeenVisit
+from services.reward.prompts.history import PromptMemoryStore
+from sluice.algorithm.sampling.attempt import RememberedAttempt
 store = PromptMemoryStore(Path(sys.argv[1]))
 version = 0
 while True:
-    rows = [(f"{i:032x}", SeenVisit(1, 2, 1.0, version)) for i in range(5000)]
+    rows = [(f"{i:032x}", RememberedAttempt(1, 2, 1.0, version)) for i in range(5000)]
     print("saving", flush=True)
     store.add(rows)
     print("saved", flush=True)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.reward.prompts import (
+from services.reward.prompts.dataset import (
     PromptStream,
     RowOrder,
     training_files,
@@ -21,7 +21,7 @@ from services.reward.prompts import (
     validation_files,
     validation_stream,
 )
-from sluice.config.data import DataConfig
+from sluice.config.schema.data import DataConfig
 from sluice.data.prompt_files import open_prompt_files
 from sluice.data.prompt_rows import PromptColumns
 from sluice.errors import DataError

@@ -9,13 +9,11 @@ from typing import Any
 
 import msgspec
 
-from services.reward.dispatcher import GroupRequest
-from services.reward.prompt_traces import PromptTraces, trace_key
-from services.reward.sqlite_ledger import SqliteLedger
+from services.reward.generation.request import GroupRequest
+from services.reward.ledger.sqlite import SqliteLedger
+from services.reward.records.traces import PromptTraces, trace_key
 from sluice.config.run import RunConfig
-from sluice.telemetry.span_names import SpanName
-from sluice.telemetry.trace_context import TraceContext
-from sluice.telemetry.tracing import TRACER
+from sluice.telemetry.tracing import TRACER, SpanName, TraceContext
 from tests.support.client_prompt import client_prompt
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
 from tests.support.seen_spans import Kept, traced

@@ -9,15 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.assembly import RewardLoop
-from services.reward.grading import SampleScorer
-from services.reward.memory_ledger import MemoryLedger
-from services.reward.prompt_key import prompt_key
-from services.reward.quarantine import Quarantine, read_quarantine
-from services.reward.run_files import QUARANTINE_FILE, open_run_files
-from services.reward.scorer_messages import ScoreItem
-from services.reward.sqlite_ledger import SqliteLedger
-from services.reward.submissions import Submission, SubmissionSession
+from services.reward.app import QUARANTINE_FILE, RewardLoop, open_run_files
+from services.reward.generation.request import prompt_key
+from services.reward.grading.grader import SampleScorer
+from services.reward.grading.messages import ScorerInput
+from services.reward.ledger.ledger import MemoryLedger
+from services.reward.ledger.sqlite import SqliteLedger
+from services.reward.prompts.quarantine import Quarantine, read_quarantine
+from services.reward.prompts.submissions import Submission, SubmissionSession
 from sluice.config.run import RunConfig
 from sluice.types import ChatMessage, Failed, FailureKind, PromptEnd, Scored
 from tests.support.client_prompt import client_prompt
@@ -121,7 +120,7 @@ class CrashingOnPoison(InlineScorer):
     async def score(self, items: Any) -> tuple[Scored | Failed, ...]:
         return tuple(map(self._lost_or_scored, items))
 
-    def _lost_or_scored(self, item: ScoreItem) -> Scored | Failed:
+    def _lost_or_scored(self, item: ScorerInput) -> Scored | Failed:
         return CRASHED if item.question.endswith("poison") else self._score(item)
 
 

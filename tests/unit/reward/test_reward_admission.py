@@ -10,16 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.admission import why_passed_by
-from services.reward.assembly import open_prompt_sets
-from services.reward.dispatcher import GroupRequest
-from services.reward.group_log import GroupLog
-from services.reward.prompt_key import prompt_key
-from services.reward.prompt_memory_store import PromptMemoryStore
-from services.reward.run_files import RunFiles
+from services.reward.app import RunFiles, open_prompt_sets
+from services.reward.generation.request import GroupRequest, prompt_key
+from services.reward.groups.admission import why_passed_by
+from services.reward.prompts.history import PromptMemoryStore
+from services.reward.records.group_log import GroupLog
+from sluice.algorithm.sampling.attempt import Attempt, PromptHistory, RememberedAttempt
 from sluice.algorithm.sampling.coverage_guard import Side
-from sluice.algorithm.sampling.prompt_memory import PromptHistory, RememberedAttempt
-from sluice.algorithm.sampling.visit import Attempt
 from sluice.config.run import RunConfig
 from sluice.errors import BatchUnfillableError, DataError, DataExhaustedError
 from sluice.types import ChatMessage, Prompt, PromptEnd, PromptOrigin

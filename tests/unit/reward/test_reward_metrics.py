@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
-from services.reward.assembly import RewardLoop
-from services.reward.batch_history import BatchHistory
-from services.reward.demand_meter import DemandMeter
-from services.reward.exported_metrics import BoundHistory, RewardMetrics, fleet_facts
-from sluice.config.loader import load_config
-from sluice.telemetry.histogram import Distribution
-from sluice.telemetry.instrument import Reading
+from services.reward.app import RewardLoop
+from services.reward.metrics import (
+    BatchHistory,
+    BoundHistory,
+    DemandMeter,
+    RewardMetrics,
+    fleet_facts,
+)
+from sluice.config.loading.loader import load_config
 from sluice.telemetry.instruments import INSTRUMENTS
+from sluice.telemetry.metrics import Distribution, InstrumentReading
 from sluice.types import TrainGroup
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
 
@@ -48,7 +51,7 @@ def metrics_of(loop: RewardLoop) -> RewardMetrics:
     return RewardMetrics(loop, history, bound, demand, 2, 1)
 
 
-def reported(readings: RewardMetrics) -> Mapping[tuple[str, ...], Reading]:
+def reported(readings: RewardMetrics) -> Mapping[tuple[str, ...], InstrumentReading]:
     return {(one.instrument.name, *one.labels): one for one in readings.readings()}
 
 

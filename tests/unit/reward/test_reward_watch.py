@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from services.reward.assembly import RewardLoop
-from services.reward.group_request import GroupRequest
-from services.reward.watch import RewardWork
-from sluice.config.loader import load_config
+from services.reward.app import RewardLoop
+from services.reward.generation.request import GroupRequest
+from services.reward.metrics import RewardWork
+from sluice.config.loading.loader import load_config
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
 
 SETTINGS = ("data.train_batch_size=1", "actor_rollout_ref.rollout.n=2")

@@ -13,16 +13,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from services.reward.assembly import RewardLoop
-from services.reward.dispatcher import GenerateEvent, GroupDispatcher, GroupRequest
-from services.reward.group_allowance import GroupBudget
-from services.reward.received_samples import ReceivedSamples, request_digest
-from services.reward.replica_queue import Priority, ReplicaQueue
-from services.reward.run_files import LEDGER_FILE, open_run_files
-from services.reward.sample_parts import SamplePart, SampleParts, decode_samples, encode_parts
-from services.reward.sqlite_ledger import SqliteLedger
+from services.reward.app import LEDGER_FILE, RewardLoop, open_run_files
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.queue import Priority, ReplicaQueue
+from services.reward.generation.request import (
+    GenerateEvent,
+    GroupBudget,
+    GroupRequest,
+    ReceivedSamples,
+    request_digest,
+)
+from services.reward.ledger.content import SamplePart, SampleParts, decode_samples, encode_parts
+from services.reward.ledger.sqlite import SqliteLedger
+from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.growing_sample import GrowingSample, NewTokens
-from sluice.algorithm.stragglers import StragglerRules
 from sluice.config.run import RunConfig
 from sluice.types import (
     DataProgress,

@@ -10,15 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.collected_group import CollectedGroup
-from services.reward.generation_trace import GenerationTrace
-from services.reward.group_request import GenerateEvent, GroupRequest, first_samples
-from services.reward.received_samples import ReceivedSamples, request_digest
-from services.reward.replica_queue import Priority
-from services.reward.sample_keeper import SampleSaver
-from services.reward.sample_parts import SampleParts, decode_samples, encode_parts
-from services.reward.sqlite_ledger import SqliteLedger
-from services.reward.token_accounts import TokenUse, uses_of_group
+from services.reward.generation.queue import Priority
+from services.reward.generation.request import (
+    GenerateEvent,
+    GroupRequest,
+    ReceivedSamples,
+    first_samples,
+    request_digest,
+)
+from services.reward.generation.stream import CollectedGroup
+from services.reward.ledger.content import SampleParts, decode_samples, encode_parts
+from services.reward.ledger.sqlite import SqliteLedger
+from services.reward.records.saved_samples import SampleSaver
+from services.reward.records.tokens import GenerationTrace, TokenUse, uses_of_group
 from sluice.algorithm.growing_sample import NewTokens
 from sluice.types import (
     FinishReason,

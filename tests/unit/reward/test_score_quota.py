@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.reward.score_requests import (
+from services.reward.grading.grader import (
     DEFAULT_CLIENT_ITEMS,
     MAX_CLIENT_CALLS,
     MAX_ITEMS,
     ScoreRequests,
 )
-from services.reward.scorer_messages import ScoreItem
-from sluice.config.limits import LimitsConfig
+from services.reward.grading.messages import ScorerInput
+from sluice.config.schema.limits import LimitsConfig
 from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.types import Scored
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-ITEM = ScoreItem("math_dapo", "4", "4", {})
+ITEM = ScorerInput("math_dapo", "4", "4", {})
 
 
 class SlowScorer:
@@ -34,7 +34,7 @@ class SlowScorer:
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()
 
-    async def score(self, items: Sequence[ScoreItem]) -> tuple[Scored, ...]:
+    async def score(self, items: Sequence[ScorerInput]) -> tuple[Scored, ...]:
         await self.may_answer.wait()
         return tuple(Scored(1.0, 1.0, {}, "4") for _ in items)
 

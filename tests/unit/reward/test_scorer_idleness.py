@@ -12,17 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward import scorer_idleness
-from services.reward.scorer_idleness import (
+from services.reward.grading import containment
+from services.reward.grading.containment import (
+    MARK_VARIABLE,
     MOST_IDLE_CPU_S,
     WINDOW_S,
     CpuReading,
     IdleCpu,
     IdleWatch,
+    ProcessKey,
+    cpu_by_mark,
     idle_cpu,
+    new_mark,
     watch_idle,
 )
-from services.reward.scorer_offspring import MARK_VARIABLE, ProcessKey, cpu_by_mark, new_mark
 
 SCORER, CHILD = (7, 100), (8, 200)
 SECONDS = st.floats(0, 1e6, allow_nan=False)
@@ -69,7 +72,7 @@ def test_a_trickle_is_borne_for_ever() -> None:
 
 async def test_one_that_is_asked_during_a_look_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is idle again when the look ends, and has used CPU for a request."""
-    monkeypatch.setattr(scorer_idleness, "LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(containment, "LOOK_INTERVAL_S", 0.0)
     uses, num_looks = {"asked": 0, "steady": 0}, 0
     ended: asyncio.Queue[str] = asyncio.Queue()
 
@@ -85,7 +88,7 @@ async def test_one_that_is_asked_during_a_look_is_not_seen(monkeypatch: pytest.M
         uses.pop(mark)
         ended.put_nowait(mark)
 
-    monkeypatch.setattr(scorer_idleness, "cpu_by_mark", look)
+    monkeypatch.setattr(containment, "cpu_by_mark", look)
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(watch_idle(lambda: dict(uses), end))
         async with asyncio.timeout(10):

@@ -10,13 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.reward.dispatcher import GroupDispatcher, GroupFailedError
-from services.reward.generation_trace import GenerationTrace, GroupTrace
-from services.reward.group_allowance import GroupBudget
-from services.reward.group_request import GenerateEvent, GroupRequest
-from services.reward.replica_queue import Priority, ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.queue import Priority, ReplicaQueue
+from services.reward.generation.request import (
+    GenerateEvent,
+    GroupBudget,
+    GroupFailedError,
+    GroupRequest,
+)
+from services.reward.records.tokens import GenerationTrace, GroupTrace
+from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.growing_sample import NewTokens
-from sluice.algorithm.stragglers import StragglerRules
 from sluice.errors import EngineError
 from sluice.types import (
     ChatMessage,

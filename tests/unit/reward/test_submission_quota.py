@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.reward.memory_ledger import MemoryLedger
-from services.reward.submissions import Receipt, Submission, Submissions, SubmissionSession
+from services.reward.ledger.ledger import MemoryLedger
+from services.reward.prompts.submissions import Receipt, Submission, Submissions, SubmissionSession
 from sluice.errors import ExhaustedError
 from sluice.types import ChatMessage
 

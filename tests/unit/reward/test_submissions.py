@@ -6,16 +6,16 @@ import asyncio
 
 import pytest
 
-from services.reward.memory_ledger import MemoryLedger
-from services.reward.outcomes import PromptOutcome
-from services.reward.scorers.registry import scorer_for
-from services.reward.submissions import (
+from services.reward.grading.scorers.registry import scorer_for
+from services.reward.ledger.ledger import MemoryLedger
+from services.reward.prompts.submissions import (
     MAX_UNSENT,
     Receipt,
     Submission,
     Submissions,
     SubmissionSession,
 )
+from services.reward.records.outcomes import PromptOutcome
 from sluice.errors import ExhaustedError
 from sluice.types import ChatMessage, PromptEnd
 

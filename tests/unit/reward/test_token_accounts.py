@@ -13,11 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.assembly import RewardLoop
-from services.reward.dispatcher import GenerateEvent, GroupRequest
-from services.reward.generation_trace import GroupTrace
-from services.reward.received_tokens import ReceivedTokens
-from services.reward.token_accounts import TokenAccounts, TokenUse, uses_of_group
+from services.reward.app import RewardLoop
+from services.reward.generation.request import GenerateEvent, GroupRequest
+from services.reward.records.tokens import (
+    GroupTrace,
+    TokenAccounts,
+    TokenCountingClient,
+    TokenUse,
+    uses_of_group,
+)
 from sluice.algorithm.growing_sample import NewTokens
 from sluice.config.run import RunConfig
 from sluice.errors import EngineError, SluiceError
@@ -97,7 +101,7 @@ class ReportingClient(ScriptedClient):
 
 
 async def test_tokens_that_come_twice_are_received_once() -> None:
-    received = ReceivedTokens(ReportingClient())
+    received = TokenCountingClient(ReportingClient())
     request: Any = type("Request", (), {"priority": 1})()
     partial = rollout_of("", 0, 0, 1, 3)
     async for _ in received.generate(replica("a").info, request, (0, 1), (partial,)):

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.dispatcher import GenerateEvent, GroupRequest
-from services.reward.ledger import PromptState
-from sluice.algorithm.admission import YieldEstimate
-from sluice.algorithm.withdrawals import RESERVE_AFTER, Preemptions
+from services.reward.generation.request import GenerateEvent, GroupRequest
+from services.reward.ledger.ledger import PromptState
+from sluice.algorithm.groups.staleness import RESERVE_AFTER, Preemptions
+from sluice.algorithm.sampling.admission import YieldEstimate
 from sluice.config.run import RunConfig
 from sluice.types import ReplicaInfo, Rollout, TrainBatch
 from tests.support.reward_loop import (

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from services.rollout.engines import client_engine
-from services.rollout.engines.checkpoint_layout import CheckpointLayout
-from services.rollout.engines.chunk_stream import ChunkStream
-from services.rollout.engines.client_engine import ClientEngine
-from services.rollout.engines.client_engine_settings import ClientEngineSettings
+from services.rollout.engines.causal_lm import CheckpointLayout
 from services.rollout.engines.protocol import GenerationRequest, PauseMode, SampleChunk, num_tokens
+from services.rollout.engines.vendor import engine as client_engine
+from services.rollout.engines.vendor.engine import ClientEngine, ClientEngineSettings
+from services.rollout.engines.vendor.thread import ChunkStream
 from sluice.errors import EngineError, ExhaustedError, InvalidRequestError, NotReadyError
 from sluice.types import FinishReason
 from tests.support.causal_lms import request

@@ -10,10 +10,10 @@ import pytest
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
-from sluice.config.limits import LimitsConfig
+from sluice.config.schema.limits import LimitsConfig
 from sluice.errors import InvalidRequestError
-from sluice.rpc.caller_name import CLIENT_KEY, SERVICE_KEY
-from sluice.security.tokens import Role, Token
+from sluice.rpc.metadata import CLIENT_KEY, SERVICE_KEY
+from sluice.security.token_file import Role, Token
 
 SERVICE_TOKEN, CLIENT_TOKEN = "s" * 20, "c" * 20
 

@@ -10,9 +10,9 @@ from services.rollout.engines.protocol import EngineLoad, GenerationRequest
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
-from sluice.codec.arrays import token_ids_to_bytes
-from sluice.rpc.caller_name import CLIENT_KEY, SERVICE_KEY
-from sluice.security.tokens import Role, Token
+from sluice.codec.fields import token_ids_to_bytes
+from sluice.rpc.metadata import CLIENT_KEY, SERVICE_KEY
+from sluice.security.token_file import Role, Token
 from tests.support.causal_lms import request as generation_request
 
 SERVICE_TOKEN, CLIENT_TOKEN = "s" * 20, "c" * 20

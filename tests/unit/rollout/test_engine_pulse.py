@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engine_pulse import EngineHeartbeat
+from services.rollout.registration import EngineHeartbeat
 from sluice.errors import EngineError
 
 WAIT_S = 10.0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
-from services.rollout.generation import Delivery, Generation, GenerationEvent
+from services.rollout.generation import GenerationEvent, GenerationRunner, StreamOptions
 from sluice.errors import EngineError
 from sluice.types import FinishReason, Rollout, SamplingParams, TokenIds, VersionSpan
 
@@ -80,10 +80,10 @@ async def generate(
         events.append(event)
 
     async with asyncio.timeout(10):
-        await Generation(engine, Utf8()).run(  # type: ignore[arg-type]
+        await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
             request_for(*indexes, stop=stop),
             partials,
-            Delivery(every_token=every_token, linger_s=linger_s),
+            StreamOptions(every_token=every_token, linger_s=linger_s),
             send,
         )
     return events
@@ -145,8 +145,8 @@ async def test_without_lingering_a_sample_leaves_while_others_still_run() -> Non
         gate.set()  # the engine goes on only once the first sample has left
 
     async with asyncio.timeout(10):
-        await Generation(engine, Utf8()).run(  # type: ignore[arg-type]
-            request_for(0, 1), (), Delivery(), send
+        await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
+            request_for(0, 1), (), StreamOptions(), send
         )
     assert sent == [0, 1]
 
@@ -240,8 +240,8 @@ async def test_a_receiver_that_goes_away_closes_the_engines_stream() -> None:
         raise ConnectionError("gone")
 
     with pytest.raises(ExceptionGroup):
-        await Generation(engine, Utf8()).run(  # type: ignore[arg-type]
-            request_for(0, 1), (), Delivery(), send
+        await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
+            request_for(0, 1), (), StreamOptions(), send
         )
     assert engine.was_closed
 
@@ -317,8 +317,8 @@ async def test_a_long_part_of_bytes_that_are_no_text_costs_no_more_than_any_othe
     async def send(event: GenerationEvent) -> None:
         pass
 
-    await Generation(engine, tokenizer).run(  # type: ignore[arg-type]
-        request_for(0), [part], Delivery(every_token=every_token), send
+    await GenerationRunner(engine, tokenizer).run(  # type: ignore[arg-type]
+        request_for(0), [part], StreamOptions(every_token=every_token), send
     )
     assert tokenizer.num_decoded < 30 * ids.size
 
@@ -331,8 +331,8 @@ async def test_the_text_of_each_token_costs_the_same_however_long_the_response_i
     async def send(event: GenerationEvent) -> None:
         reported.extend(delta.text for delta in event.deltas)
 
-    await Generation(engine, tokenizer).run(  # type: ignore[arg-type]
-        request_for(0), [], Delivery(every_token=True), send
+    await GenerationRunner(engine, tokenizer).run(  # type: ignore[arg-type]
+        request_for(0), [], StreamOptions(every_token=True), send
     )
     assert "".join(reported) == "a" * 999 + "z"
     assert tokenizer.num_decoded < 10 * 1000

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.sampling import training_sampling, validation_sampling
+from services.reward.generation.request import training_sampling, validation_sampling
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
-from sluice.codec.arrays import token_ids_from_bytes, token_ids_to_bytes
+from sluice.codec.fields import token_ids_from_bytes, token_ids_to_bytes
 from sluice.codec.rollout import sampling_to_proto
-from sluice.config.loader import load_config
-from sluice.rpc.caller_name import as_service
-from sluice.rpc.channel import open_channel
-from sluice.rpc.stubs import rollout_stub
+from sluice.config.loading.loader import load_config
+from sluice.rpc.client import open_channel, rollout_stub
+from sluice.rpc.metadata import as_service
 from sluice.types import SamplingParams
 from tests.support.causal_lms import EOS, request
 from tests.support.word_replica import word_replica

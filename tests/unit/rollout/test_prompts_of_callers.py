@@ -18,13 +18,11 @@ from sluice.client import (
     Sampling,
 )
 from sluice.client.generation_types import Prompt
-from sluice.codec.arrays import token_ids_from_bytes
+from sluice.codec.fields import token_ids_from_bytes
 from sluice.codec.rollout import chat_prompt_to_proto
 from sluice.errors import InvalidRequestError, PromptTooLongError
-from sluice.rpc.call import stream_call
-from sluice.rpc.caller_name import as_service
-from sluice.rpc.channel import open_channel
-from sluice.rpc.stubs import rollout_stub
+from sluice.rpc.client import open_channel, rollout_stub, stream_call
+from sluice.rpc.metadata import as_service
 from tests.support.word_replica import BOS, MAX_MODEL_LEN, MAX_PROMPT_LENGTH, word_replica, words
 
 LONG = tuple(range(1, 21))

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
-from services.rollout.engines.request_samples import (
+from services.rollout.engines.vendor.samples import (
+    Delta,
     ModelLimits,
     Pace,
     RequestSamples,
-    Sample,
+    VendorSample,
     VersionSpans,
 )
-from services.rollout.engines.sample_deltas import Delta
 from sluice.errors import EngineError
 from sluice.types import FinishReason
 from tests.support.causal_lms import EOS, request
@@ -49,7 +49,7 @@ class _Generation:
     def __init__(self, script: _Script, wanted: GenerationRequest, pace: Pace = _WHOLE) -> None:
         self._script, self.serving = script, _Serving()
         self.chunks: list[SampleChunk] = []
-        self.asked: list[Sample] = []
+        self.asked: list[VendorSample] = []
         self.settled: list[VersionSpans] = []
         self.refusal: EngineError | None = None
         self.waiting, self.cancelled = 0, 0
@@ -58,7 +58,7 @@ class _Generation:
             "Vendor", wanted, _LIMITS, pace, self.serving, self._settle, self._post
         )
 
-    def _settle(self, _: Sample, spans: VersionSpans) -> None:
+    def _settle(self, _: VendorSample, spans: VersionSpans) -> None:
         self.settled.append(spans)
         if self.refusal is not None:
             raise self.refusal
@@ -67,7 +67,7 @@ class _Generation:
         self.chunks += chunks
         self._posted.set()
 
-    async def _sample(self, sample: Sample) -> None:
+    async def _sample(self, sample: VendorSample) -> None:
         self.asked.append(sample)
         try:
             for one in self._script:

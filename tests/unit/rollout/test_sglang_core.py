@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.checkpoint_layout import CheckpointLayout
-from services.rollout.engines.chunk_stream import ChunkStream
+from services.rollout.engines.causal_lm import CheckpointLayout
 from services.rollout.engines.protocol import PauseMode
-from services.rollout.engines.request_samples import Pace
-from services.rollout.engines.sample_deltas import Delta, SamplingChoice
-from services.rollout.engines.sglang_core import SglangCore
-from services.rollout.engines.sglang_settings import SglangSettings
+from services.rollout.engines.sglang.core import SglangCore
+from services.rollout.engines.sglang.settings import SglangSettings
+from services.rollout.engines.vendor.samples import Delta, Pace, SamplingChoice
+from services.rollout.engines.vendor.thread import ChunkStream
 from sluice.errors import EngineError
 from tests.support.causal_lms import request
 

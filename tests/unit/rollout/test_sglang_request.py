@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
-from services.rollout.engines.request_samples import ModelLimits, Pace
-from services.rollout.engines.sample_deltas import Delta, SamplingChoice
-from services.rollout.engines.sglang_request import RequestRun
-from services.rollout.engines.sglang_sampler import stream_seed
+from services.rollout.engines.sglang.request import SglangRequest
+from services.rollout.engines.sglang.sampler import stream_seed
+from services.rollout.engines.vendor.samples import Delta, ModelLimits, Pace, SamplingChoice
 from sluice.errors import EngineError
 from sluice.types import FinishReason
 from tests.support.causal_lms import EOS, request
@@ -90,10 +89,10 @@ def _delta(tokens: Sequence[int], finish: str | None = None, spans: tuple[Any, .
 
 def _run(
     script: _Script, wanted: GenerationRequest, pace: Pace = _WHOLE
-) -> tuple[RequestRun, list[SampleChunk], _Client, _Serving]:
+) -> tuple[SglangRequest, list[SampleChunk], _Client, _Serving]:
     serving, chunks = _Serving(), list[SampleChunk]()
     client = _Client(script, serving)
-    run = RequestRun(client, 7, wanted, _LIMITS, pace, serving, chunks.extend)  # type: ignore[arg-type]
+    run = SglangRequest(client, 7, wanted, _LIMITS, pace, serving, chunks.extend)  # type: ignore[arg-type]
     return run, chunks, client, serving
 
 

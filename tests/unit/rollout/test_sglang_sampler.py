@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.engines.counter_random import sample_keys, uniforms
-from services.rollout.engines.sampling import plan_sampling, sample_tokens
-from services.rollout.engines.sglang_sampler import sample_rows, stream_seed, uniform_rows
+from services.rollout.engines.sampling import plan_sampling, sample_keys, sample_tokens, uniforms
+from services.rollout.engines.sglang.sampler import sample_rows, stream_seed, uniform_rows
 
 _VOCAB = 50
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.sample_deltas import SamplingChoice
-from services.rollout.engines.sglang_stream import read_delta, sampling_parameters
+from services.rollout.engines.sglang.client import read_delta, sampling_parameters
+from services.rollout.engines.vendor.samples import SamplingChoice
 from sluice.errors import EngineError
 
 

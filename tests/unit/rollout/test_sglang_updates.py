@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from services.rollout.engines import sglang_engine
-from services.rollout.engines.client_thread import ClientThread
 from services.rollout.engines.protocol import StagedVersion
-from services.rollout.engines.sglang_engine import SglangEngine
-from services.rollout.engines.sglang_handover import WeightHandover
-from services.rollout.engines.sglang_settings import SglangSettings
+from services.rollout.engines.sglang import engine as sglang_engine
+from services.rollout.engines.sglang.engine import SglangEngine, WeightHandover
+from services.rollout.engines.sglang.settings import SglangSettings
+from services.rollout.engines.vendor.thread import ClientThread
 from sluice.errors import NotReadyError, WeightSyncError
 
 

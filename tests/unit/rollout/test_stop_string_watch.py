@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.engines.stop_strings import Decode, StopStringWatch, before_stop, tellable
+from services.rollout.engines.text import Decode, StopStringWatch, before_stop, stable_prefix
 from sluice.types import TokenIds
 
 texts = st.text(st.sampled_from("abé€🙂"), max_size=30)
@@ -99,7 +99,7 @@ def test_what_is_told_of_a_growing_text_stays_and_ends_before_the_stop_string(
 ) -> None:
     reported = ""
     for size in range(len(text) + 1):
-        grown = tellable(text[:size], stops)
+        grown = stable_prefix(text[:size], stops)
         assert grown.startswith(reported)
         reported = grown
         assert before_stop(text[:size], stops).startswith(reported)

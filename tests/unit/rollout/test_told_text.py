@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.engines.settled_text import SettledText
-from services.rollout.told_text import ReportedText
+from services.rollout.engines.text import IncrementalDetokenizer
+from services.rollout.generation import ReportedText
 from sluice.types import TokenIds
 
 # Characters of one to four bytes, and bytes that are none.
@@ -47,7 +47,10 @@ def test_what_is_settled_depends_on_the_tokens_and_not_on_how_they_came(
     pieces: list[bytes], sizes: list[int]
 ) -> None:
     tokens = list(b"".join(pieces))
-    in_pieces, at_once = SettledText(Utf8().decode), SettledText(Utf8().decode)
+    in_pieces, at_once = (
+        IncrementalDetokenizer(Utf8().decode),
+        IncrementalDetokenizer(Utf8().decode),
+    )
     assert "".join(map(in_pieces.push, cut(tokens, sizes))) == at_once.push(tokens)
 
 
@@ -56,7 +59,7 @@ def test_what_is_settled_begins_the_whole_text_and_lacks_no_whole_character(
     pieces: list[bytes], sizes: list[int]
 ) -> None:
     tokens = list(b"".join(pieces))
-    text = SettledText(Utf8().decode)
+    text = IncrementalDetokenizer(Utf8().decode)
     settled = "".join(map(text.push, cut(tokens, sizes)))
     whole = Utf8().decode(np.array(tokens, np.uint32))
     assert whole.startswith(settled)

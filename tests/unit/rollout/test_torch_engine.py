@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.decoder import PrefilledPrompts, TokenRow
-from services.rollout.engines.generation_loop import GenerationLoop
+from services.rollout.engines.embedded.decoder import PrefilledPrompts, TokenRow
+from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.loop import GenerationLoop
 from services.rollout.engines.protocol import Engine, GenerationRequest, PartialSample
-from services.rollout.engines.torch_engine import TorchEngine
 from sluice.errors import (
     ConfigError,
     EngineError,

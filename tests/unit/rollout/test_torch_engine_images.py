@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from services.rollout.engines.causal_lm import build_causal_lm
-from services.rollout.engines.decoder_choice import choose_decoder
-from services.rollout.engines.generic_decoder import GenericDecoder
+from services.rollout.engines.embedded.decoder_choice import choose_decoder
+from services.rollout.engines.embedded.generic_decoder import GenericDecoder
 from services.rollout.engines.protocol import GenerationRequest, PartialSample
 from services.rollout.prompt_encoder import PromptEncoder
 from sluice.errors import ExhaustedError, InvalidRequestError

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.checkpoint_layout import CheckpointLayout
-from services.rollout.engines.chunk_stream import ChunkStream
-from services.rollout.engines.request_samples import Pace
-from services.rollout.engines.sample_deltas import Delta, SamplingChoice
-from services.rollout.engines.vllm_core import VllmCore
-from services.rollout.engines.vllm_features import PromptInputs
-from services.rollout.engines.vllm_settings import VllmSettings
+from services.rollout.engines.causal_lm import CheckpointLayout
+from services.rollout.engines.vendor.samples import Delta, Pace, SamplingChoice
+from services.rollout.engines.vendor.thread import ChunkStream
+from services.rollout.engines.vllm.client import PromptInputs
+from services.rollout.engines.vllm.core import VllmCore
+from services.rollout.engines.vllm.settings import VllmSettings
 from sluice.errors import EngineError, WeightSyncError
 from tests.support.causal_lms import request
 

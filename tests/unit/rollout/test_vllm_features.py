@@ -11,9 +11,9 @@ from typing import Any, TypedDict
 
 import pytest
 
-from services.rollout.engines import vllm_features
-from services.rollout.engines.sample_deltas import Delta, SamplingChoice
-from services.rollout.engines.vllm_features import PromptInputs, VllmClient, VllmFeatures
+from services.rollout.engines.vendor.samples import Delta, SamplingChoice
+from services.rollout.engines.vllm import client as vllm_features
+from services.rollout.engines.vllm.client import PromptInputs, VllmClient, VllmFeatures
 from sluice.errors import ConfigError, EngineError
 
 _CHOICE = SamplingChoice(1.0, 0.9, -1, 8, 3, (7,))

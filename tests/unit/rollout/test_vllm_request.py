@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
-from services.rollout.engines.request_samples import ModelLimits, Pace
-from services.rollout.engines.sample_deltas import Delta, SamplingChoice
-from services.rollout.engines.vllm_features import PromptInputs
-from services.rollout.engines.vllm_request import RequestRun
+from services.rollout.engines.vendor.samples import Delta, ModelLimits, Pace, SamplingChoice
+from services.rollout.engines.vllm.client import PromptInputs
+from services.rollout.engines.vllm.request import VllmRequest
 from sluice.errors import EngineError
 from sluice.types import FinishReason
 from tests.support.causal_lms import EOS, request
@@ -66,7 +65,7 @@ async def _run(
 ) -> tuple[list[SampleChunk], _Client, _Serving]:
     serving = _Serving()
     client, chunks = _Client(script, serving), []
-    run = RequestRun(client, 7, wanted, None, _LIMITS, pace, serving, chunks.extend)  # type: ignore[arg-type]
+    run = VllmRequest(client, 7, wanted, None, _LIMITS, pace, serving, chunks.extend)  # type: ignore[arg-type]
     await run.run()
     assert run.sampled == serving.sampled
     return chunks, client, serving

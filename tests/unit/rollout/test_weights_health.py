@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.rollout.weights_health import WeightsHealth
-from sluice.rpc.channel import open_channel
+from services.rollout.registration import WeightsHealth
+from sluice.rpc.client import open_channel
 from sluice.service_contract import WEIGHTS_HEALTH
 from tests.support.rpc_server import LIMIT_BYTES, REWARD, serving
 

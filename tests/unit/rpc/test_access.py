@@ -19,13 +19,11 @@ from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.api.weights.v1 import weights_pb2_grpc
 from sluice.errors import AccessDeniedError, HandshakeError
-from sluice.rpc.call import unary_call
-from sluice.rpc.channel import open_channel
+from sluice.rpc.auth import CLIENT_METHODS
+from sluice.rpc.client import open_channel, reward_stub, unary_call
 from sluice.rpc.credentials import OPEN, Credentials
-from sluice.rpc.method_roles import CLIENT_METHODS
 from sluice.rpc.server import RpcServer
-from sluice.rpc.stubs import reward_stub
-from sluice.security.tokens import Role, Token
+from sluice.security.token_file import Role, Token
 from tests.support.certified import (
     ACCEPTED,
     CLIENT_TOKEN,

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 import pytest
 
 from sluice.errors import ExhaustedError, InvalidRequestError
-from sluice.rpc.caller_name import CLIENT_KEY, SERVICE_KEY, as_service, caller_name, host_of
-from sluice.rpc.client_quota import ClientQuota
-from sluice.security.tokens import Role, Token
+from sluice.rpc.auth import ClientQuota
+from sluice.rpc.metadata import CLIENT_KEY, SERVICE_KEY, as_service, caller_name, host_of
+from sluice.security.token_file import Role, Token
 
 CLIENT, OTHER, SERVICE = "c" * 20, "o" * 20, "s" * 20
 

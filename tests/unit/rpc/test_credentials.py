@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sluice.config.loader import load_config
-from sluice.config.security import FILE_FIELDS, SecurityConfig
-from sluice.config.service import EndpointConfig
+from sluice.config.loading.loader import load_config
+from sluice.config.schema.security import FILE_FIELDS, SecurityConfig
+from sluice.config.schema.service import EndpointConfig
 from sluice.errors import ConfigError
 from sluice.rpc.credentials import (
     FILE_VARIABLES,
@@ -18,7 +18,7 @@ from sluice.rpc.credentials import (
     service_credentials,
 )
 from sluice.security.development_ca import LOCAL_NAMES
-from sluice.security.tokens import Role
+from sluice.security.token_file import Role
 from tests.support.certified import (
     ACCEPTED,
     CLIENT_TOKEN,

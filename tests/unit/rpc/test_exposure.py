@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from sluice.rpc.credentials import OPEN, Credentials
-from sluice.rpc.exposure import exposure, is_loopback
+from sluice.config.addresses import is_loopback
+from sluice.rpc.credentials import OPEN, Credentials, exposure
 from sluice.rpc.server import RpcServer
 from tests.support.certified import ACCEPTED, mutual, service_key
 from tests.support.rpc_server import LIMIT_BYTES

@@ -13,20 +13,18 @@ from typing import Any
 
 import pytest
 
-from sluice.config.loader import load_config
-from sluice.config.security import SecurityConfig
-from sluice.config.service import EndpointConfig, ServiceConfig
+from sluice.config.loading.loader import load_config
+from sluice.config.schema.security import SecurityConfig
+from sluice.config.schema.service import EndpointConfig, ServiceConfig
 from sluice.errors import ConfigError, EngineError, ExhaustedError, NotReadyError
-from sluice.rpc import served_metrics as module
-from sluice.rpc.certificate_ends import CERTIFICATE_ENDS
-from sluice.rpc.client_quota import ClientQuota
-from sluice.rpc.credentials import service_credentials
-from sluice.rpc.process_readings import ProcessName, process_readings
-from sluice.rpc.served_metrics import served_metrics
+from sluice.rpc import metrics as module
+from sluice.rpc.auth import ClientQuota
+from sluice.rpc.credentials import CERTIFICATE_ENDS, service_credentials
+from sluice.rpc.metrics import ProcessName, process_readings, served_metrics
 from sluice.security.development_ca import DevelopmentCa, end_of_validity
-from sluice.telemetry import disk_space
-from sluice.telemetry.disk_space import DiskSpace
-from sluice.telemetry.instrument import Reading, gauge
+from sluice.telemetry import process
+from sluice.telemetry.metrics import InstrumentReading, gauge
+from sluice.telemetry.process import DiskSpace
 from tests.support.certified import authority, write_security
 from tests.support.scraped import fetch, names, parsed, targets, value
 from tests.support.source_tree import ROOT
@@ -39,7 +37,7 @@ def settings(run_dir: Path) -> ServiceConfig:
     return load_config(None, [f"sluice.run_dir={run_dir}"]).sluice
 
 
-def level() -> list[Reading]:
+def level() -> list[InstrumentReading]:
     return [LEVEL.at(3.0)]
 
 
@@ -82,7 +80,7 @@ async def test_a_blocked_loop_leaves_a_page_that_says_so(
 
 
 async def test_without_a_port_nothing_is_served(tmp_path: Path) -> None:
-    def unread() -> list[Reading]:
+    def unread() -> list[InstrumentReading]:
         raise AssertionError("read")
 
     with served_metrics(settings(tmp_path), EndpointConfig(), WHO, unread):
@@ -91,8 +89,8 @@ async def test_without_a_port_nothing_is_served(tmp_path: Path) -> None:
 
 def test_services_without_a_port_load_no_client_of_prometheus() -> None:
     code = (
-        "import sys, services.reward.__main__, services.rollout.exported_metrics\n"
-        "import services.trainer.exported_metrics\n"
+        "import sys, services.reward.__main__, services.rollout.telemetry\n"
+        "import services.trainer.telemetry\n"
         "sys.exit('prometheus_client' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
@@ -130,7 +128,7 @@ async def test_a_service_whose_numbers_cannot_be_read_leaves_a_page_that_says_so
 ) -> None:
     pytest.importorskip("prometheus_client")
 
-    def broken() -> list[Reading]:
+    def broken() -> list[InstrumentReading]:
         raise error
 
     with served_metrics(settings(tmp_path), EndpointConfig(metrics_port=0), WHO, broken):
@@ -153,7 +151,7 @@ async def test_a_file_system_that_hangs_silences_nothing(
         go_on.wait(60)
         raise OSError
 
-    monkeypatch.setattr(disk_space.os, "statvfs", hangs)
+    monkeypatch.setattr(process.os, "statvfs", hangs)
     with served_metrics(settings(tmp_path), EndpointConfig(metrics_port=0), WHO, level):
         (address,) = targets(tmp_path).values()
         page = parsed(await asyncio.to_thread(fetch, address))

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from sluice import errors
-from sluice.rpc.status_codes import CLASS_KEY, error_of, status_of
+from sluice.rpc.status import CLASS_KEY, error_of, status_of
 
 PLAIN = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 ALL_ERRORS = [

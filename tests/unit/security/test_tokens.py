@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.errors import ConfigError
-from sluice.security.tokens import Role, Token, parse_tokens, role_of
+from sluice.security.token_file import Role, Token, parse_tokens, role_of
 
 SECRET = "0123456789abcdef"
 OTHER = "fedcba9876543210"

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from sluice.algorithm.sampling.rules import StrategyName
-from sluice.simulate.comparison import compare
-from sluice.simulate.fill_time import simulate_fill_times
-from sluice.simulate.plots import plot_comparison, plot_result, plot_sweep
+from sluice.simulate.fitting.plots import plot_comparison, plot_result, plot_sweep
+from sluice.simulate.fitting.sweep import Sweep, SweepPoint, grid_around, recommend, sweep
 from sluice.simulate.result import simulate
 from sluice.simulate.settings import TrainerSettings
-from sluice.simulate.sweep import Sweep, SweepPoint, grid_around, recommend, sweep
+from sluice.simulate.strategies import compare, simulate_fill_times
 from tests.unit.simulate.simulations import SmallWorkload, small
 
 

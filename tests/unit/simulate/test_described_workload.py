@@ -6,14 +6,15 @@ from statistics import fmean, median
 
 import pytest
 
-from sluice.simulate.described_workload import (
+from sluice.simulate.workload import (
+    MIXTURES,
     NUM_PROMPTS,
     BetaComponent,
     DescribedWorkload,
+    MixtureWorkload,
     ResponseLengths,
     WorkloadDescription,
 )
-from sluice.simulate.mixtures import MIXTURES, MixtureWorkload
 
 FLAT = ResponseLengths(1000, 3000, sigma_between_prompts=0.0, sigma_within_prompt=0.0)
 ALWAYS, NEVER = BetaComponent(1e6, 0.01), BetaComponent(0.01, 1e6)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from sluice.algorithm.sampling.attempt import Attempt
 from sluice.algorithm.sampling.rules import StrategyName
-from sluice.algorithm.sampling.visit import Attempt
 from sluice.simulate.group import SimulatedGroup
 from sluice.simulate.loop import SimulatedLoop
 from sluice.simulate.recorder import Recorder, TokenCause

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.group_filter import filter_scores
+from sluice.algorithm.groups.filter import filter_scores
+from sluice.algorithm.sampling.attempt import Attempt
 from sluice.algorithm.sampling.rules import StrategyName
-from sluice.algorithm.sampling.visit import Attempt
 from sluice.errors import ConfigError
-from sluice.simulate.comparison import compare
-from sluice.simulate.fitted_workload import FittedWorkload
+from sluice.simulate.fitting.fit import FittedWorkload
+from sluice.simulate.fitting.group_records import GroupRecord
 from sluice.simulate.group import SimulatedGroup
-from sluice.simulate.group_records import GroupRecord
 from sluice.simulate.recorder import Recorder, TokenCause
 from sluice.simulate.result import simulate
+from sluice.simulate.strategies import compare
 from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
 from sluice.types import PromptEnd, Scored
 from tests.unit.simulate.simulations import SmallWorkload, small

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from sluice.algorithm.sampling.visit import Attempt
-from sluice.simulate.event_queue import EventQueue
-from sluice.simulate.generation import SimulatedFleet
+from sluice.algorithm.sampling.attempt import Attempt
+from sluice.simulate.fleet import EventQueue, SimulatedFleet
 from sluice.simulate.group import SimulatedGroup
 from sluice.simulate.settings import FleetSettings
 from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples

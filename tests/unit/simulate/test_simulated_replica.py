@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from sluice.simulate.group import Sample
-from sluice.simulate.replica import SimulatedReplica
+from sluice.simulate.fleet import SimulatedReplica
+from sluice.simulate.group import SimulatedSample
 from sluice.simulate.settings import FleetSettings
 
 NO_PART: Any = None
 
 
-def samples(*tokens: int) -> list[Sample]:
-    return [Sample(NO_PART, count, is_right=True) for count in tokens]
+def samples(*tokens: int) -> list[SimulatedSample]:
+    return [SimulatedSample(NO_PART, count, is_right=True) for count in tokens]
 
 
 def replica(slots: int = 4, base_s: float = 1.0, per_sequence_s: float = 0.0) -> SimulatedReplica:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sluice.algorithm.sampling.admission import YieldFloor
 from sluice.algorithm.sampling.rules import OnPolicyFill, StrategyName
-from sluice.algorithm.yield_floor import YieldFloor
 from sluice.errors import BatchUnfillableError, ConfigError
 from sluice.simulate.recorder import Recorder
 from sluice.simulate.result import SimulationResult, simulate

@@ -13,15 +13,13 @@ import pytest
 
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.errors import DataError
-from sluice.simulate.calibration import calibrated
-from sluice.simulate.fit import fit_run
-from sluice.simulate.fitted_workload import FittedWorkload
-from sluice.simulate.group_records import GroupRecord, read_groups
-from sluice.simulate.mixtures import MixtureWorkload
+from sluice.simulate.fitting.fit import FittedWorkload, calibrated, fit_run
+from sluice.simulate.fitting.group_records import GroupRecord, read_groups
+from sluice.simulate.fitting.twin import TwinFigure, twin
 from sluice.simulate.recorder import Recorder
 from sluice.simulate.result import simulate
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
-from sluice.simulate.twin import TwinFigure, twin
+from sluice.simulate.workload import MixtureWorkload
 from tests.unit.simulate.simulations import RecordedRun
 
 Row = dict[str, float]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sluice.telemetry import disk_space
-from sluice.telemetry.disk_space import DiskSpace
+from sluice.telemetry import process
+from sluice.telemetry.process import DiskSpace
 
 
 def test_the_room_is_the_file_systems(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_while_the_file_system_hangs_the_last_reading_is_told(
             go_on.wait(60)
         return real(folder)
 
-    monkeypatch.setattr(disk_space.os, "statvfs", statvfs)
+    monkeypatch.setattr(process.os, "statvfs", statvfs)
     disk = DiskSpace(tmp_path, interval_s=0.001)
     disk.start()
     assert hangs.wait(20)

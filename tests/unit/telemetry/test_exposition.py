@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from sluice.errors import ConfigError
-from sluice.telemetry.exposition import PROCESS_NAMES, Exposition
-from sluice.telemetry.histogram import Histogram
-from sluice.telemetry.instrument import Reading, counter, gauge, histogram
 from sluice.telemetry.instruments import fleet
+from sluice.telemetry.metrics import Histogram, InstrumentReading, counter, gauge, histogram
+from sluice.telemetry.metrics_page import PROCESS_NAMES, Exposition
 from tests.support.scraped import names, parsed, value
 
 REPORTED = counter("sluice_told_total", "times", "How often it was told.", "who")
@@ -22,7 +21,7 @@ LEVEL = gauge("sluice_level", "metres", 'Of the "water", with a \\ in it.')
 SIZES = histogram("sluice_sizes", "metres", "Sizes.", (1.0, 2.5))
 
 
-def page(*rounds: Iterable[Reading]) -> Any:
+def page(*rounds: Iterable[InstrumentReading]) -> Any:
     pytest.importorskip("prometheus_client")
     waiting = list(rounds)
     exposition = Exposition(lambda: waiting.pop(0))

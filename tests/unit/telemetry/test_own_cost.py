@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
-from sluice.telemetry.own_cost import SPANS, TELEMETRY_CPU, Part, SpanOutcome
-from sluice.telemetry.span_names import SpanName
-from sluice.telemetry.span_queue import ExportError, SpanQueue
-from sluice.telemetry.tracing import RecordedSpan, Tracer
+from sluice.telemetry.process import SPANS, TELEMETRY_CPU, SpanOutcome, TelemetryPart
+from sluice.telemetry.span_export import ExportError, SpanQueue
+from sluice.telemetry.tracing import RecordedSpan, SpanName, Tracer
 
 SPUN_S = 0.05
 
@@ -51,20 +50,20 @@ def spans_so_far(outcome: SpanOutcome) -> int:
 def test_what_an_exporter_computes_counts_for_spans_and_waiting_does_not() -> None:
     before = TELEMETRY_CPU.seconds()
     send_one_span(takes=True)
-    with TELEMETRY_CPU.charged(Part.SCRAPES):
+    with TELEMETRY_CPU.charged(TelemetryPart.SCRAPES):
         time.sleep(SPUN_S)
     after = TELEMETRY_CPU.seconds()
-    assert after[Part.SPANS] - before[Part.SPANS] >= SPUN_S
-    assert after[Part.SCRAPES] - before[Part.SCRAPES] < SPUN_S
+    assert after[TelemetryPart.SPANS] - before[TelemetryPart.SPANS] >= SPUN_S
+    assert after[TelemetryPart.SCRAPES] - before[TelemetryPart.SCRAPES] < SPUN_S
 
 
 def test_another_thread_computes_for_itself() -> None:
-    before = TELEMETRY_CPU.seconds()[Part.SCRAPES]
-    with TELEMETRY_CPU.charged(Part.SCRAPES):
+    before = TELEMETRY_CPU.seconds()[TelemetryPart.SCRAPES]
+    with TELEMETRY_CPU.charged(TelemetryPart.SCRAPES):
         other = threading.Thread(target=spin, args=(10 * SPUN_S,))
         other.start()
         other.join()
-    assert TELEMETRY_CPU.seconds()[Part.SCRAPES] - before < 10 * SPUN_S
+    assert TELEMETRY_CPU.seconds()[TelemetryPart.SCRAPES] - before < 10 * SPUN_S
 
 
 def test_spans_are_counted_by_what_became_of_them() -> None:

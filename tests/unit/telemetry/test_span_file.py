@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 
-from sluice.telemetry.span_file import SpanFile
-from sluice.telemetry.span_names import Key, SpanKind, SpanName
-from sluice.telemetry.span_queue import ExportError
-from sluice.telemetry.trace_context import TraceContext
-from sluice.telemetry.tracing import TRACER, RecordedSpan
+from sluice.telemetry.span_export import ExportError, SpanFile
+from sluice.telemetry.tracing import TRACER, Key, RecordedSpan, SpanKind, SpanName, TraceContext
 from tests.support.seen_spans import spans_in, traced
 
 RESOURCE = {"service.name": "sluice-reward"}

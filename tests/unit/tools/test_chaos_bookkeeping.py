@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from services.reward.ledger_schema import open_ledger_file
+from services.reward.ledger.schema import open_ledger_file
 from tools.chaos.bookkeeping import (
     Dump,
     LedgerView,

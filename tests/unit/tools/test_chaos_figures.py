@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.config.service import RewardServiceConfig, ServiceConfig, TrainerServiceConfig
+from sluice.config.schema.service import RewardServiceConfig, ServiceConfig, TrainerServiceConfig
 from tools.chaos.late_waits import ObservedWait, WaitLimits, late_waits, limits_of
 from tools.chaos.observation import DigestReading, digest_mismatches
 from tools.chaos.recovery import Yield, longest_pause_s, percentile, recovery_s, tokens_per_s

@@ -8,10 +8,9 @@ from typing import TypeVar
 
 import pytest
 
-from services.trainer.bookkeeper import RunAccountant
-from services.trainer.fleet import Fleet, Load, MemberState
-from services.trainer.received_tokens import ReceivedTokens
-from services.trainer.run_state import RunPhase, RunState
+from services.trainer.fleet.members import Fleet, Load, MemberState
+from services.trainer.loop.accounting import RunAccountant, TokensAcrossRestarts
+from services.trainer.loop.run_state import RunPhase, RunState
 from sluice.errors import DeadlineError, EngineError, NotReadyError, PeerError
 from sluice.types import ReplicaInfo
 
@@ -65,7 +64,7 @@ def _next(answers: list[AnswerT | Exception]) -> AnswerT:
 
 @pytest.fixture
 def accounting(monkeypatch: pytest.MonkeyPatch) -> ScriptedCounters:
-    monkeypatch.setattr("services.trainer.bookkeeper._PAUSE_S", 0.0)
+    monkeypatch.setattr("services.trainer.loop.accounting._PAUSE_S", 0.0)
     return ScriptedCounters()
 
 
@@ -156,7 +155,7 @@ async def test_while_somebody_is_silent_the_last_whole_account_of_tokens_stands_
 async def test_who_hangs_holds_nobody_up_for_longer_than_a_take_may_last(
     accounting: ScriptedCounters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.trainer.bookkeeper._LONGEST_TAKE_S", 0.0)
+    monkeypatch.setattr("services.trainer.loop.accounting._LONGEST_TAKE_S", 0.0)
 
     async def hang(_info: ReplicaInfo) -> Load:
         await asyncio.Event().wait()
@@ -267,7 +266,7 @@ async def test_the_closed_books_hold_the_seconds_of_shutting_down(
 
 
 def test_a_service_that_starts_anew_counts_on_where_the_one_before_stopped() -> None:
-    received = ReceivedTokens()
+    received = TokensAcrossRestarts()
     assert received.by_use() is None
     received.update({"reward/other": 1.0})
     assert received.by_use() is None
@@ -282,13 +281,13 @@ def test_a_service_that_starts_anew_counts_on_where_the_one_before_stopped() -> 
 
 def test_counters_of_those_who_left_stay_in_the_books() -> None:
     fleet = Fleet("layout", 6.0)
-    for incarnation in ("a-1", "a-2"):
-        info = ReplicaInfo("a", incarnation, "a:1", 8)
+    for instance_id in ("a-1", "a-2"):
+        info = ReplicaInfo("a", instance_id, "a:1", 8)
         fleet.register(info, "layout", 0.0)
-        fleet.heartbeat("a", incarnation, load(10, running=4), draining=False, now_s=1.0)
+        fleet.heartbeat("a", instance_id, load(10, running=4), draining=False, now_s=1.0)
     counters = fleet.counters()
     assert (counters.generated_tokens, counters.running_tokens) == (20, 4)
-    assert counters.unsent_tokens == 4  # what the first incarnation had not sent
+    assert counters.unsent_tokens == 4  # what the first instance had not sent
     assert counters.wall_s == 2.0
     fleet.expire(100.0)
     assert (fleet.counters().unsent_tokens, fleet.counters().running_tokens) == (8, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.engine_progress import EngineProgress, EngineSign
+from services.trainer.fleet.members import EngineProgress, EngineSign
 
 STALL_S = 10.0
 

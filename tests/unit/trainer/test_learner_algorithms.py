@@ -12,10 +12,9 @@ import pytest
 import torch
 from msgspec import structs
 
-from services.trainer.learner.parallel import SingleProcess
+from services.trainer.learner.ranks.parallel import SingleProcess
 from services.trainer.learner.worker import Learner
-from sluice.algorithm.advantages.registry import BATCH_ESTIMATORS
-from sluice.algorithm.losses.registry import POLICY_OBJECTIVES
+from sluice.algorithm.registry import BATCH_ESTIMATORS, POLICY_OBJECTIVES
 from sluice.config.run import RunConfig
 from sluice.errors import CheckpointError, ConfigError
 from sluice.types import Rollout, Scored, TrainBatch

@@ -11,15 +11,15 @@ from msgspec import structs
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 
-from services.trainer.learner.forward import token_outputs
-from services.trainer.learner.micro_batch import (
+from services.trainer.learner.batch.micro_batch import (
     MicroBatch,
     TrainingRow,
     build_micro_batch,
     training_rows,
 )
-from services.trainer.learner.packed_attention import PACKED_ATTENTION, register_packed_attention
-from services.trainer.learner.parallel import SingleProcess
+from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.model.forward import token_outputs
+from services.trainer.learner.ranks.parallel import SingleProcess
 from services.trainer.learner.worker import Learner
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.errors import ConfigError

@@ -12,19 +12,20 @@ from pathlib import Path
 import pytest
 
 from services.rollout.engines.state_clock import EngineState
-from services.trainer.learner.parallel import SingleProcess
+from services.trainer.learner.ranks.parallel import SingleProcess
 from services.trainer.learner.worker import Learner
-from services.trainer.metrics.memory import memory_metrics
-from services.trainer.metrics.sequence_balance import balance_metrics, rank_cut
+from services.trainer.loop.run_state import RunPhase
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
     RunScale,
     StepTimes,
     account_metrics,
+    balance_metrics,
+    rank_cut,
     step_metrics,
 )
-from services.trainer.run_state import RunPhase
-from sluice.algorithm.accounts import RECEIVED, ReplicaCounters, run_accounts
+from services.trainer.telemetry import memory_metrics
+from sluice.algorithm.accounting import RECEIVED, ReplicaCounters, run_accounts
 from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
 from sluice.device.cpu import CpuDevice
 from sluice.types import Scored

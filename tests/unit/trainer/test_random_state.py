@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.trainer.learner.random_state import random_state, restore_random_state
+from services.trainer.learner.model.trained_model import random_state, restore_random_state
 
 CPU, XPU, CUDA = torch.device("cpu"), torch.device("xpu", 1), torch.device("cuda", 0)
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.trainer.metrics.step_metrics import (
-    FleetInterval,
-    RunScale,
-    StepTimes,
-    step_metrics,
-)
+from services.trainer.metrics.step_metrics import FleetInterval, RunScale, StepTimes, step_metrics
 from sluice.types import (
     DataProgress,
     FinishReason,

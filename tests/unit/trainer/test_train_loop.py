@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from services.trainer.fleet import Load
-from services.trainer.loop import TrainLoop
-from services.trainer.run_state import RunPhase
-from sluice.concurrency.exception_leaves import leaves
-from sluice.errors import BatchUnfillableError, DataExhaustedError, DeadlineError
+from services.trainer.fleet.members import Load
+from services.trainer.loop.run_state import RunPhase
+from services.trainer.loop.train_loop import TrainLoop
+from sluice.errors import BatchUnfillableError, DataExhaustedError, DeadlineError, leaves
 from sluice.types import DataProgress
 from tests.support.loop_world import WAIT_S, World, run, until
 

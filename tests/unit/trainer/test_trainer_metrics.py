@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from services.trainer.exported_metrics import TrainerMetrics
-from services.trainer.fleet import Fleet, Load
-from services.trainer.metrics.run_history import RunHistory
-from services.trainer.run_state import RunPhase, RunState
-from services.trainer.sync_counts import SyncCounts, SyncPhase
-from sluice.algorithm.accounts import ReplicaCounters, run_accounts
-from sluice.telemetry.histogram import Distribution
+from services.trainer.fleet.delivery import SyncCounts, SyncPhase
+from services.trainer.fleet.members import Fleet, Load
+from services.trainer.loop.run_state import RunPhase, RunState
+from services.trainer.telemetry import RunHistory, TrainerMetrics
+from sluice.algorithm.accounting import ReplicaCounters, run_accounts
 from sluice.telemetry.instruments import INSTRUMENTS
+from sluice.telemetry.metrics import Distribution
 from sluice.types import ReplicaInfo
 
 STEP = {"training/global_step": 3.0, "timing_s/step": 4.0, "timing_s/wait_batch": 0.2}

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from services.trainer.fleet import Fleet, Load
-from services.trainer.run_state import RunPhase, RunState, StepRecord
+from services.trainer.fleet.members import Fleet, Load
+from services.trainer.loop.run_state import RunPhase, RunState, StepRecord
 from services.trainer.servicer import TrainerServicer
-from services.trainer.watch import TrainerWork, phase_waits
+from services.trainer.telemetry import TrainerWork, phase_waits
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.concurrency.advance import advance
-from sluice.config.service import TrainerServiceConfig
+from sluice.concurrency.deadlines import advance
+from sluice.config.schema.service import TrainerServiceConfig
 from sluice.types import ReplicaInfo
 
 SERVICE = TrainerServiceConfig(replica_wait_timeout_s=11.0, batch_timeout_s=22.0)
 CONTEXT: Any = None
-REPLICA = ReplicaInfo("rollout-0", "incarnation-0", "host:1", 8)
+REPLICA = ReplicaInfo("rollout-0", "instance-0", "host:1", 8)
 
 
 class Trainer:
@@ -50,7 +50,7 @@ async def test_every_step_of_the_work_is_progress(trainer: Trainer) -> None:
     await trainer.state.record(StepRecord(3, {}))
     moved()
     load = Load(slots_busy=1, queued=0, generated_tokens=40, busy_seconds=1.0)
-    trainer.fleet.heartbeat("rollout-0", "incarnation-0", load, draining=False, now_s=1.0)
+    trainer.fleet.heartbeat("rollout-0", "instance-0", load, draining=False, now_s=1.0)
     moved()
     assert trainer.work.work_state().progress == seen[-1]
 

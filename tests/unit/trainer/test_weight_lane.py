@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.trainer.weight_lane import TransferSession
-from sluice.concurrency.exception_leaves import leaves
-from sluice.errors import DeadlineError, PeerError
+from services.trainer.fleet.delivery import TransferSession
+from sluice.errors import DeadlineError, PeerError, leaves
 from sluice.types import ReplicaInfo
 
 INFO = ReplicaInfo("rollout-0", "1", "host:1", 8)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.weights.store_seal import FRAME_HEADER, KEY_BYTES, MAC_BYTES, Conversation, FrameKind
-from sluice.weights.store_seal import signed_length as length_of
+from sluice.weights.store import FRAME_HEADER, KEY_BYTES, MAC_BYTES, Conversation, FrameKind
+from sluice.weights.store import signed_length as length_of
 
 _KEYS = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
 _NONCES = st.binary(min_size=16, max_size=16)

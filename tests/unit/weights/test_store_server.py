@@ -8,10 +8,8 @@ from contextlib import closing, suppress
 
 import pytest
 
-from sluice.weights import store_server
-from sluice.weights.store_messages import MAX_FRAME_BYTES
-from sluice.weights.store_seal import FRAME_HEADER, MAC_BYTES
-from sluice.weights.store_server import StoreServer
+from sluice.weights import store
+from sluice.weights.store import FRAME_HEADER, MAC_BYTES, MAX_FRAME_BYTES, StoreServer
 from tests.support.raw_member import KEY, WAIT_S, RawMember
 
 
@@ -93,7 +91,7 @@ def test_a_client_that_does_not_read_its_answer_keeps_nobody_waiting() -> None:
 def test_connections_are_bounded_in_number_and_a_place_becomes_free_again(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_server, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(store, "MAX_CONNECTIONS", 1)
     with _member(port) as first:
         assert first.ask(b"a") == b"a"
         with (
@@ -109,7 +107,7 @@ def test_connections_are_bounded_in_number_and_a_place_becomes_free_again(
 def test_strangers_that_take_all_places_make_room_for_members(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(store, "MAX_CONNECTIONS", 2)
     with RawMember(port) as first, RawMember(port) as second, _member(port) as member:
         assert first.is_ended()
         assert member.ask(b"a") == b"a"
@@ -123,7 +121,7 @@ def test_strangers_that_take_all_places_make_room_for_members(
 def test_a_connection_that_asks_nothing_is_ended(
     monkeypatch: pytest.MonkeyPatch, is_member: bool
 ) -> None:
-    monkeypatch.setattr(store_server, "_SILENT_S", 0.1)
+    monkeypatch.setattr(store, "_SILENT_S", 0.1)
     listener = socket.create_server(("127.0.0.1", 0))
     with _serving(listener), RawMember(listener.getsockname()[1]) as member:
         # The beginning of a proof or of a question counts for nothing.

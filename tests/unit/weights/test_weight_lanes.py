@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sluice.weights.buffer import WeightBuffer
-from sluice.weights.plan import plan_transfer, tensor_specs
+from sluice.weights.plan import WeightBuffer, plan_transfer, tensor_specs
 from sluice.weights.transfer import DirectPort, PackingPort, UnpackingPort
 
 _CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.sampling.prompt_memory import PromptHistory, RememberedAttempt, remembered
+from sluice.algorithm.sampling.attempt import PromptHistory, RememberedAttempt, remembered
 
 
 def attempt(history: PromptHistory | None, right: int, scored: int, version: int) -> PromptHistory:

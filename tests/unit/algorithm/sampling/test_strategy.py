@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from sluice.algorithm.sampling.attempt import Attempt, PromptHistory, remembered
 from sluice.algorithm.sampling.coverage_guard import Side
-from sluice.algorithm.sampling.prompt_memory import PromptHistory, remembered
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
-from sluice.algorithm.sampling.visit import Attempt
 
 N = 16
 RULES = SamplingRules(

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.sampling.pass_rates import (
-    GRID,
-    GradeCounts,
-    PassRateBelief,
-    mixed_probability,
-)
-from sluice.algorithm.sampling.worth import (
+from sluice.algorithm.sampling.choice import (
     Stakes,
     plain_price,
     rest_of_group,
     saved_by_probes,
     whole_attempt,
+)
+from sluice.algorithm.sampling.pass_rates import (
+    GRID,
+    GradeCounts,
+    PassRateBelief,
+    mixed_probability,
 )
 
 N = 16
