@@ -16,7 +16,7 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 	nodejs npm" >&2; exit 1; }; } && cd tests/support/node_client && \
 	npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 
-.PHONY: help quickstart test test-loggers test-vllm test-sglang test-clients demo-clients lint format protos \
+.PHONY: help quickstart test test-loggers test-vllm test-sglang test-clients demo-clients lint format structure protos \
 	bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-telemetry fuzz chaos \
 	compose-quickstart compose-test ray-test dashboard-test helm-test docs observability-test clean
 .DEFAULT_GOAL := help
@@ -66,6 +66,9 @@ lint: $(VENV)/.installed-dev  ## Run the checks that read only: style, types, im
 format: $(VENV)/.installed-dev  ## Format the code and fix what ruff can fix
 	@$(VENV)/bin/ruff format
 	@$(VENV)/bin/ruff check --fix
+
+structure: $(VENV)/.installed-dev  ## Print how wide, long and tangled the code is; ARGS=--details says where
+	@$(PY) -m tools.structure $(ARGS)
 
 protos: $(VENV)/.installed-dev  ## Generate sluice/api and its reference from proto/
 	@$(PY) tools/generate_protos.py

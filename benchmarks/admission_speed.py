@@ -6,15 +6,14 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, cast
 
-from services.reward.admission import Admission, AdmissionParts
-from services.reward.batcher import Batcher, BatchRules
-from services.reward.in_flight import InFlightItem, InFlightTable
-from services.reward.memory_ledger import MemoryLedger
-from services.reward.prompt_key import prompt_key
-from services.reward.quarantine import Quarantine
-from services.reward.replica_queue import ReplicaQueue
-from services.reward.settings import PipelineSettings
-from services.reward.stale_groups import StaleGroups
+from services.reward.generation.queue import ReplicaQueue
+from services.reward.generation.request import prompt_key
+from services.reward.groups.admission import GroupAdmission, GroupAdmissionParts, StaleGroups
+from services.reward.groups.batcher import Batcher, BatchRules
+from services.reward.groups.group import InFlightItem, InFlightTable
+from services.reward.groups.settings import PipelineSettings
+from services.reward.ledger.ledger import MemoryLedger
+from services.reward.prompts.quarantine import Quarantine
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.algorithm.sampling.pacing import AdmissionOrder
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
@@ -22,8 +21,8 @@ from sluice.algorithm.sampling.strategy import SamplingStrategy
 from sluice.types import ChatMessage, Prompt, PromptOrigin, ReplicaInfo, SamplingParams
 
 if TYPE_CHECKING:
-    from services.reward.outcomes import OutcomeRecorder
-    from services.reward.prompt_source import PromptSource
+    from services.reward.prompts.source import PromptSource
+    from services.reward.records.outcomes import OutcomeRecorder
 
 _BATCH, _STALENESS, _GROUP = 4096, 3, 16
 _REPLICAS, _SLOTS = 1024, 256
@@ -65,10 +64,10 @@ class _World:
         settings = PipelineSettings(rules, _GROUP, sampling, "acc")
         source, recorder = cast("PromptSource", None), cast("OutcomeRecorder", None)  # not asked
         quarantine = Quarantine(MemoryLedger(), None)
-        parts = AdmissionParts(
+        parts = GroupAdmissionParts(
             self.strategy, source, queue, batcher, self._in_flight, recorder, None, quarantine
         )
-        self._admission = Admission(settings, parts, lambda: 0)
+        self._admission = GroupAdmission(settings, parts, lambda: 0)
         replicas = [ReplicaInfo(f"r{i}", "0", f"r{i}:1", _SLOTS) for i in range(_REPLICAS)]
         queue.announce([AnnouncedReplica(replica, 0) for replica in replicas])
         self._items: deque[InFlightItem] = deque()
@@ -87,9 +86,9 @@ class _World:
         self.line_up(prompt)
         prompt = self._in_line.pop(self._order.take(0, 1_500.0))
         assert self._quarantine.reason(prompt) is None
-        visit = self.strategy.visit(prompt_key(prompt), prompt.sequence, None, 0)
-        self.strategy.started(visit)
-        item = self._in_flight.add(prompt, visit, _GROUP)
+        attempt = self.strategy.attempt(prompt_key(prompt), prompt.sequence, None, 0)
+        self.strategy.started(attempt)
+        item = self._in_flight.add(prompt, attempt, _GROUP)
         self._in_flight.asked(item)
         item.start_version = 0
         self._stale.check(0)

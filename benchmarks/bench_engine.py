@@ -39,8 +39,7 @@ from benchmarks.engine_peer import PROMPT_TOKENS, TRANSFORMERS
 from benchmarks.engine_shapes import SHAPES, Shape, bandwidth_share
 from sluice.device.cpu import CpuDevice
 from sluice.types import TensorSpec
-from sluice.weights.buffer import WeightBuffer
-from sluice.weights.plan import plan_transfer
+from sluice.weights.plan import WeightBuffer, plan_transfer
 from sluice.weights.sender import WeightSender
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -234,17 +233,17 @@ def measure(shape: Shape, pythons: Mapping[str, str], workload: Workload) -> Mea
     found = Measured()
     with _peers(shape, pythons, workload) as peers:
         found.startup_s = {peer.engine: round(peer.startup_s, 1) for peer in peers}
-        _say(f"  seconds to the first token: {found.startup_s}")
+        _print_line(f"  seconds to the first token: {found.startup_s}")
         for count in workload.counts:
             found.rates[count] = _in_turns(peers, count, workload)
-            _say(f"  {count} sequences, tokens/s: {found.tokens_per_s()[str(count)]}")
+            _print_line(f"  {count} sequences, tokens/s: {found.tokens_per_s()[str(count)]}")
         for peer in peers:
             if peer.takes_updates:
                 found.stall_ms[peer.engine] = round(1000 * median(peer.stalls(workload)), 1)
-        _say(f"  ms without a token for an update: {found.stall_ms}")
+        _print_line(f"  ms without a token for an update: {found.stall_ms}")
         if workload.device != "cpu":
             found.bandwidth = _shares(found, shape, workload, peers[0].bytes_per_s())
-            _say(f"  share of the memory's speed: {found.bandwidth}")
+            _print_line(f"  share of the memory's speed: {found.bandwidth}")
     return found
 
 
@@ -358,13 +357,13 @@ def main(arguments: Sequence[str]) -> int:
     contract = contract_record((ROOT / "docs" / "engines.md").read_text("utf-8"), ENGINES)
     found: dict[str, Measured] = {}
     for name in parsed.models:
-        _say(f"{name}: {SHAPES[name].num_parameters / 1e6:.2f} M parameters, {parsed.dtype}")
+        _print_line(f"{name}: {SHAPES[name].num_parameters / 1e6:.2f} M parameters, {parsed.dtype}")
         found[name] = measure(SHAPES[name], pythons, workload)
-    _say(json.dumps(summary(found, contract, workload)))
+    _print_line(json.dumps(summary(found, contract, workload)))
     return 0
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
     report = _report(results, generate, parsed.seeds, parsed.target, parsed.overrides)
     line = json.dumps(report)
     (parsed.output / "bench.json").write_text(line + "\n", encoding="utf-8")
-    _say(line)
+    _print_line(line)
     return 0
 
 
@@ -118,16 +118,16 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _measure_seed(seed: int, parsed: argparse.Namespace) -> SeedResult:
     run_dir = parsed.output / f"seed-{seed}"
-    _say(f"seed {seed}: sluice without a group filter, as TRL trains")
+    _print_line(f"seed {seed}: sluice without a group filter, as TRL trains")
     unfiltered = _run_sluice(seed, run_dir, [*parsed.overrides, *UNFILTERED])
     trl: Mapping[str, object] = {}
     one_process: Mapping[str, object] = {}
     if parsed.trl:
-        _say(f"seed {seed}: TRL")
+        _print_line(f"seed {seed}: TRL")
         trl = _run_trl(seed, run_dir / "assets", parsed)
-        _say(f"seed {seed}: TRL in one process")
+        _print_line(f"seed {seed}: TRL in one process")
         one_process = _run_trl(seed, run_dir / "assets", parsed, TRL_ONE_PROCESS)
-    _say(f"seed {seed}: sluice with DAPO's group filter")
+    _print_line(f"seed {seed}: sluice with DAPO's group filter")
     filtered = _run_sluice(seed, parsed.output / f"seed-{seed}-filtered", parsed.overrides)
     if (start := filtered.curve[0].accuracy) != unfiltered.curve[0].accuracy:
         raise SystemExit(
@@ -276,14 +276,14 @@ def _run(command: Sequence[str]) -> str:
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
-        _say(line.rstrip())
+        _print_line(line.rstrip())
         lines.append(line)
     if process.wait() != 0:
         raise SystemExit(f"{command[0]} {command[1]} ended with code {process.returncode}")
     return "".join(lines)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

@@ -38,12 +38,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.sync_bytes import bytes_ratios
 from benchmarks.sync_peer import NoDigest
-from sluice.config.service import WeightsConfig
+from sluice.config.schema.service import WeightsConfig
 from sluice.device.cpu import CpuDevice
 from sluice.types import TensorSpec
 from sluice.weights import transfer
-from sluice.weights.buffer import WeightBuffer
-from sluice.weights.plan import plan_transfer
+from sluice.weights.plan import WeightBuffer, plan_transfer
 from sluice.weights.sender import WeightSender
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -175,9 +174,9 @@ def main(arguments: Sequence[str]) -> int:
     ratios = bytes_ratios(
         RATES, pretrain=parsed.pretrain, warm_up=parsed.warm_up, measured=parsed.steps
     )
-    _say(f"bytes of an update over all bytes: {ratios}")
+    _print_line(f"bytes of an update over all bytes: {ratios}")
     with _fleet(parsed.replicas, parsed.layers, parsed.bucket_mb) as fleet:
-        _say(f"{fleet.weights.plan.total_bytes / 1e6:.0f} MB to {parsed.replicas} replicas")
+        _print_line(f"{fleet.weights.plan.total_bytes / 1e6:.0f} MB to {parsed.replicas} replicas")
         figures = measure(fleet, parsed.repeats)
     sys.stdout.write(json.dumps({"bytes_ratio": ratios, **figures}) + "\n")
     return 0
@@ -197,7 +196,7 @@ def measure(fleet: Fleet, repeats: int) -> dict[str, float]:
     }
     seconds = _alternate(kinds, repeats)
     stalls = _stalls(fleet, repeats)
-    _say(f"seconds: {seconds}, stalls {stalls}, joins {joins}")
+    _print_line(f"seconds: {seconds}, stalls {stalls}, joins {joins}")
     dense = median(seconds["dense"])
     return {
         "stall_ratio": median(stalls) / dense,
@@ -261,7 +260,7 @@ def _fleet(replicas: int, layers: int, bucket_mb: int) -> Iterator[Fleet]:
             dist.destroy_process_group()
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -47,8 +47,9 @@ from benchmarks.metrics_scraper import TelemetryAccount, scraped_run, telemetry_
 from benchmarks.process_cpu import cpu_seconds
 from benchmarks.span_cost import record_us
 from benchmarks.step_regression import MeasuredStep, added
-from sluice.launch.run_folder import claim_folder
-from sluice.quickstart.prepare import PrepareProgress, prepare
+from sluice.cli.run.quickstart import mark_run_folder
+from sluice.quickstart.prepare import prepare
+from sluice.quickstart.settings import PrepareProgress
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = (
@@ -138,7 +139,7 @@ def _span_sink() -> Iterator[str]:
 
 
 @contextmanager
-def told_run(folder: Path, switch: Switch) -> Iterator[Sequence[str]]:
+def reported_run(folder: Path, switch: Switch) -> Iterator[Sequence[str]]:
     """A collector and a scraper; the overrides that have a run tell both of itself."""
     with ExitStack() as stack:
         endpoint = stack.enter_context(_span_sink())
@@ -152,11 +153,11 @@ def main(arguments: Sequence[str]) -> int:
     for number in range(1, parsed.rounds + 1):
         figures = _round(parsed)
         rounds.append(figures)
-        _say(
+        _print_line(
             f"round {number}: telemetry adds {figures['overhead']:+.1%} of CPU "
             f"(standard error {figures['overhead_error']:.1%})"
         )
-    _say(json.dumps(report(rounds)))
+    _print_line(json.dumps(report(rounds)))
     return 0
 
 
@@ -198,8 +199,8 @@ def _round(parsed: argparse.Namespace) -> dict[str, float]:
     folder = parsed.output / "run"
     _share_assets(parsed.output / "assets", folder)
     switch = Switch(parsed.output / "telemetry_is_on")
-    with told_run(folder, switch) as overrides:
-        seen, told, rows = _watched(parsed, folder, switch, overrides)
+    with reported_run(folder, switch) as overrides:
+        seen, reported, rows = _watched(parsed, folder, switch, overrides)
     first = parsed.warm_up + 1
     cpu, wall = seen.steps(seen.cpu_s, rows, first), seen.steps(seen.wall_s, rows, first)
     by_cpu, by_wall = added(cpu), added(wall)
@@ -217,18 +218,18 @@ def _round(parsed: argparse.Namespace) -> dict[str, float]:
         if is_on and number >= first and {number, number - 1} <= seen.cpu_s.keys()
     )
     num_on = sum(is_on for number, is_on in seen.is_on.items() if first <= number <= len(rows))
-    return figures | shares(told, on_s, num_on, record_us())
+    return figures | shares(reported, on_s, num_on, record_us())
 
 
 def shares(
-    told: TelemetryAccount, cpu_s: float, num_steps: int, recording_us: float
+    reported: TelemetryAccount, cpu_s: float, num_steps: int, recording_us: float
 ) -> dict[str, float]:
     """What telling took of the `cpu_s` of all the steps in which it was on."""
     return {
-        "share_traces": (told.spans_cpu_s + told.spans * recording_us / 1e6) / cpu_s,
-        "share_metrics": told.scrapes_cpu_s / cpu_s,
+        "share_traces": (reported.spans_cpu_s + reported.spans * recording_us / 1e6) / cpu_s,
+        "share_metrics": reported.scrapes_cpu_s / cpu_s,
         "record_us": recording_us,
-        "spans_a_step": told.spans / num_steps,
+        "spans_a_step": reported.spans / num_steps,
     }
 
 
@@ -250,14 +251,14 @@ def _watched(
             if began is None and number >= parsed.warm_up:
                 began = telemetry_account(folder)
         assert began is not None
-        told = telemetry_account(folder).since(began)
+        reported = telemetry_account(folder).since(began)
     finally:
         run.terminate()
         try:
             run.wait(_END_TIMEOUT_S)
         finally:
             run.kill()
-    return seen, told, _rows(folder)[:last]
+    return seen, reported, _rows(folder)[:last]
 
 
 def _ended_steps(run: subprocess.Popen[bytes], folder: Path, last: int) -> Iterator[int]:
@@ -284,7 +285,7 @@ def _share_assets(assets: Path, folder: Path) -> None:
     prepare(assets, task="quickstart", seed=0, progress=_silent)
     if folder.exists():
         shutil.rmtree(folder)
-    claim_folder(folder)
+    mark_run_folder(folder)
     shutil.copytree(assets, folder / "assets")
 
 
@@ -292,7 +293,7 @@ def _silent(_progress: PrepareProgress) -> None:
     """The making of the model takes under a minute."""
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from services.rollout.engines.protocol import Engine, GenerationRequest
 from services.rollout.engines.registry import create_engine
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.types import SamplingParams, TransferGroupSpec
 
 PROMPT_TOKENS = 20
@@ -61,11 +61,11 @@ class EngineSide:
     async def draw(self, prompts: np.ndarray, new_tokens: int) -> int:
         """One call a prompt, as the reward service makes them."""
         async with asyncio.TaskGroup() as tasks:
-            drawn = [
+            sampled = [
                 tasks.create_task(self._one(str(number), prompt, new_tokens))
                 for number, prompt in enumerate(prompts)
             ]
-        return sum(task.result() for task in drawn)
+        return sum(task.result() for task in sampled)
 
     async def _one(self, name: str, prompt: np.ndarray, new_tokens: int) -> int:
         sampling = SamplingParams(1.0, 1.0, -1, new_tokens, 0, (), True)

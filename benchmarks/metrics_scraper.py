@@ -15,9 +15,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.telemetry.instruments import process
-from sluice.telemetry.metrics_server import PATH
-from sluice.telemetry.own_cost import Part
-from sluice.telemetry.scrape_target import FOLDER
+from sluice.telemetry.metrics_page import FOLDER, PATH
+from sluice.telemetry.process import TelemetryPart
 
 __all__ = ["TelemetryAccount", "scraped_run", "telemetry_account"]
 
@@ -62,19 +61,21 @@ def telemetry_account(run_dir: Path) -> TelemetryAccount:
     Raises:
         RuntimeError: none serves metrics.
     """
-    cpu_s = dict.fromkeys(Part, 0.0)
+    cpu_s = dict.fromkeys(TelemetryPart, 0.0)
     spans, processes = 0.0, set[str]()
     for name, page in _pages(run_dir):
         processes.add(name)
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
                 if sample.name == process.TELEMETRY_CPU.name:
-                    cpu_s[Part(sample.labels["part"])] += sample.value
+                    cpu_s[TelemetryPart(sample.labels["part"])] += sample.value
                 elif sample.name == process.TELEMETRY_SPANS.name:
                     spans += sample.value
     if not processes:
         raise RuntimeError(f"no process of the run in {run_dir} serves metrics")
-    return TelemetryAccount(frozenset(processes), cpu_s[Part.SPANS], cpu_s[Part.SCRAPES], spans)
+    return TelemetryAccount(
+        frozenset(processes), cpu_s[TelemetryPart.SPANS], cpu_s[TelemetryPart.SCRAPES], spans
+    )
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from functools import partial
 
 from benchmarks.sampling_simulated import BATCH, FLEET, GEN_BATCH, GROUP, TRAINER
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
-from sluice.simulate.mixtures import MIXTURES, MixtureWorkload
 from sluice.simulate.result import SimulationResult, simulate
 from sluice.simulate.settings import SimulationSettings, TrainerSettings
+from sluice.simulate.workload import MIXTURES, MixtureWorkload
 
 AHEAD_SHARES = (0.25, 0.5, 1.0)
 TRAIN_S = (60.0, 200.0, 400.0)

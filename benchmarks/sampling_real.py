@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from sluice.cli.fitted_simulation import fitted_simulation
-from sluice.launch.run_folder import claim_folder
-from sluice.quickstart.prepare import PrepareProgress, prepare
+from sluice.cli.run.quickstart import mark_run_folder
+from sluice.cli.simulate.fitted import fitted_simulation
+from sluice.quickstart.prepare import prepare
+from sluice.quickstart.settings import PrepareProgress
 from sluice.report.run_record import AccuracyPoint, RunRecord, read_run
-from sluice.simulate.twin import Twin, twin
+from sluice.simulate.fitting.twin import Twin, twin
 
 ROOT = Path(__file__).resolve().parent.parent
 TASK = "stretch"
@@ -170,7 +171,7 @@ def _share_assets(assets: Path, folder: Path, seed: int) -> None:
     prepare(assets, task=TASK, seed=seed, progress=_silent)
     if folder.exists():
         shutil.rmtree(folder)
-    claim_folder(folder)
+    mark_run_folder(folder)
     shutil.copytree(assets, folder / "assets")
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from sluice.cli.plain_table import print_table
-from sluice.cli.simulation_view import twin_row
+from sluice.cli.simulate.command import twin_row
+from sluice.cli.terminal import print_table
 
 if TYPE_CHECKING:
     from benchmarks.sampling_real import RealRun
-    from sluice.simulate.twin import Twin
+    from sluice.simulate.fitting.twin import Twin
 
 _WIDTH = 160
 

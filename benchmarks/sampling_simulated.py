@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
-from sluice.simulate.comparison import Compared, compare
-from sluice.simulate.mixtures import MIXTURES, MixtureWorkload
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
+from sluice.simulate.strategies import Compared, compare
+from sluice.simulate.workload import MIXTURES, MixtureWorkload
 
 BATCH, GROUP, STALENESS = 64, 16, 4
 GEN_BATCH = BATCH

@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass
 
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
-from sluice.simulate.mixtures import MixtureWorkload
 from sluice.simulate.result import simulate
 from sluice.simulate.settings import FleetSettings, SimulationSettings
+from sluice.simulate.workload import MixtureWorkload
 
 _BATCH, _STALENESS, _GROUP = 512, 4, 16
 _FLEET = FleetSettings(num_replicas=1024, slots=32)

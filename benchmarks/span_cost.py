@@ -19,10 +19,8 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sluice.telemetry.otlp_export import OtlpSpans
-from sluice.telemetry.span_file import SpanFile
-from sluice.telemetry.span_names import Key, SpanName
-from sluice.telemetry.span_queue import BATCH, Exporter
-from sluice.telemetry.tracing import TRACER, Moment, RecordedSpan
+from sluice.telemetry.span_export import BATCH, Exporter, SpanFile
+from sluice.telemetry.tracing import TRACER, Key, Moment, RecordedSpan, SpanName
 
 ROOT = Path(__file__).resolve().parent.parent
 RESOURCE = {"service.name": "sluice-rollout"}

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sluice.config.service import WeightsConfig
-from sluice.weights.buffer import WeightBuffer
+from sluice.config.schema.service import WeightsConfig
 from sluice.weights.delta import encode_change
-from sluice.weights.plan import TransferPlan, plan_transfer, tensor_specs
+from sluice.weights.plan import TransferPlan, WeightBuffer, plan_transfer, tensor_specs
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PRETRAIN_LR = 1e-3

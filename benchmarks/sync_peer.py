@@ -20,9 +20,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from services.rollout.engines.causal_lm import TorchEngineSettings
+from services.rollout.engines.embedded.engine import TorchEngine
 from services.rollout.engines.protocol import GenerationRequest
-from services.rollout.engines.torch_engine import TorchEngine
-from services.rollout.engines.torch_settings import TorchEngineSettings
 from sluice.types import SamplingParams, TransferGroupSpec
 from sluice.weights import transfer
 from sluice.weights.digest import DIGEST_BYTES, WeightDigests

@@ -115,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
     job = DapoJob()
     bounds = Bounds(parsed.target, parsed.max_batches, parsed.max_seconds)
     run = TrlRun(parsed.assets, job, tuning, bounds, parsed.evaluate_every, parsed.seed)
-    outcome = train(run, report=_print_line if is_first else _say_nothing)
+    outcome = train(run, report=_print_line if is_first else _print_nothing)
     settings: dict[str, object] = {"job": asdict(job), "tuning": asdict(tuning)}
     result = make_result(outcome, seed=parsed.seed, bounds=bounds, settings=settings)
     if is_first:
@@ -142,7 +142,7 @@ def _print_line(line: str) -> None:
     sys.stdout.flush()
 
 
-def _say_nothing(line: str) -> None:
+def _print_nothing(line: str) -> None:
     del line
 
 

@@ -48,17 +48,17 @@ def make_environment(directory: Path, requirements: Path = REQUIREMENTS) -> Path
     """
     python = interpreter_of(directory)
     if is_complete(directory, requirements):
-        _say(f"{directory}: complete, nothing to do")
+        _print_line(f"{directory}: complete, nothing to do")
         return python
     if not python.exists():
-        _say(f"{directory}: creating a virtual environment")
+        _print_line(f"{directory}: creating a virtual environment")
         if _run([sys.executable, "-m", "venv", str(directory)]) != 0:
             raise EnvironmentFailedError(
                 f"python -m venv {directory} failed; on Debian: apt-get install python3-venv"
             )
     _install(python, requirements)
     (directory / STAMP).write_text(_digest(requirements))
-    _say(f"{directory}: complete")
+    _print_line(f"{directory}: complete")
     return python
 
 
@@ -66,7 +66,7 @@ def _install(python: Path, requirements: Path) -> None:
     command = [str(python), "-m", "pip", "install", "--quiet", "--requirement", str(requirements)]
     if WHEELHOUSE.is_dir():
         command += ["--find-links", str(WHEELHOUSE)]
-    _say(
+    _print_line(
         f"installing {requirements.name} from pip's configured sources (about 1.5 GB on disk with "
         "the CPU build of torch)"
     )
@@ -85,7 +85,7 @@ def _digest(requirements: Path) -> str:
     return hashlib.sha256(requirements.read_bytes()).hexdigest()
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from benchmarks.training_record import AccuracyCurve, Bounds, StopReason, TrainingClock
 from benchmarks.trl_settings import DapoJob
-from services.reward.scorers.math_dapo import compute_score
+from services.reward.grading.scorers.math_dapo import compute_score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

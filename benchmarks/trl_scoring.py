@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.trl_settings import DapoJob
-from services.reward.scorers.math_dapo import compute_score
+from services.reward.grading.scorers.math_dapo import compute_score
 from sluice.algorithm.overlong import overlong_penalty
 
 

@@ -1,4 +1,4 @@
-"""The one exception tree. Domain code raises these; `sluice.rpc.status_codes` maps them to gRPC.
+"""The one exception tree. Domain code raises these; `sluice.rpc.status` maps them to gRPC.
 
 Every message names the thing, its value and the remedy; `DeadlineError` and `PeerError` name the
 peer and the phase.
@@ -105,3 +105,11 @@ class EngineError(SluiceError):
 
 class CheckpointError(SluiceError):
     """A checkpoint is missing, incomplete or of another model."""
+
+
+def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    """All errors of a group and of the groups in it, in order."""
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found

@@ -8,7 +8,9 @@ Shapes: ``[tokens]`` counts response tokens unless a name says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -239,8 +241,8 @@ class GradedGroup:
             ValueError: no sample holds a token.
         """
         greedy = self.greedy.group.rollouts if self.greedy else ()
-        drawn_by = [v for v in (rollout.oldest_version for rollout in greedy) if v is not None]
-        return min([self.group.oldest_version, *drawn_by])
+        sampled_by = [v for v in (rollout.oldest_version for rollout in greedy) if v is not None]
+        return min([self.group.oldest_version, *sampled_by])
 
 
 class PromptEnd(StrEnum):
@@ -332,13 +334,25 @@ class TransferGroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
-    """A rollout replica as the trainer knows it. `incarnation` is new at each process start.
+    """A rollout replica as the trainer knows it. `instance_id` is new at each process start.
 
     `ranks` are those it takes in a transfer group: one for each of its devices.
     """
 
     name: str
-    incarnation: str
+    instance_id: str
     address: str
     slots: int
     ranks: int = 1
+
+
+_DIGEST_BYTES = 16
+
+
+def layout_digest(tensors: Iterable[TensorSpec]) -> str:
+    """Hex digest that two processes share exactly if their weights fit each other.
+
+    The order counts, since it is the order on the wire.
+    """
+    layout = [[spec.name, spec.dtype, list(spec.shape)] for spec in tensors]
+    return hashlib.blake2b(json.dumps(layout).encode(), digest_size=_DIGEST_BYTES).hexdigest()

@@ -29,7 +29,7 @@ DEFAULT_TIME_LIMIT_S = 60
 @pytest.fixture(autouse=True)
 def _no_service_has_run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A service without TLS notes that for its process, which tests share."""
-    monkeypatch.setattr("sluice.rpc.handshake_remedy._run_has_no_tls", False)
+    monkeypatch.setattr("sluice.rpc.status._run_has_no_tls", False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from sluice.config.catalogue.entry import ABSENT, Status
+from sluice.config.catalogue.entry import ABSENT, KeyStatus
 from sluice.config.catalogue.spellings import OTHER_SPELLINGS
 from sluice.config.catalogue.table import SECTIONS, section_of
 from sluice.config.explain import KeyDescription, all_keys
@@ -70,7 +70,7 @@ def page() -> str:
 
 
 def _summary(keys: Sequence[KeyDescription]) -> str:
-    rows = [(str(status), str(sum(key.status is status for key in keys))) for status in Status]
+    rows = [(str(status), str(sum(key.status is status for key in keys))) for status in KeyStatus]
     return f"{_table(('standing', 'keys'), [*rows, ('all', str(len(keys)))])}"
 
 
@@ -102,15 +102,15 @@ def _refused(key: KeyDescription) -> tuple[str, ...]:
 
 
 _Row = Callable[[KeyDescription], tuple[str, ...]]
-_TABLES: dict[Status, tuple[str, tuple[str, ...], _Row]] = {
-    Status.HONOURED: ("", ("key", "takes", "default", "meaning"), _honoured),
-    Status.MAPPED: ("Mapped:", ("key", "takes", "default", "meaning"), _mapped),
-    Status.NOT_APPLICABLE: (
+_TABLES: dict[KeyStatus, tuple[str, tuple[str, ...], _Row]] = {
+    KeyStatus.HONOURED: ("", ("key", "takes", "default", "meaning"), _honoured),
+    KeyStatus.MAPPED: ("Mapped:", ("key", "takes", "default", "meaning"), _mapped),
+    KeyStatus.NOT_APPLICABLE: (
         "Accepted without effect:",
         ("key", "takes", "meaning, and what happens instead"),
         _inapplicable,
     ),
-    Status.REFUSED: (
+    KeyStatus.REFUSED: (
         "Refused unless left at the default:",
         ("key", "default", "meaning, and why"),
         _refused,

@@ -24,9 +24,9 @@ Rules = dict[str, list[bool]]
 def read_circumstances(path: Path) -> str:
     """Day, commit and versions of a report's run, as far as it tells them."""
     suite = next(ElementTree.parse(path).getroot().iter("testsuite"))  # noqa: S314 written by pytest
-    told = {one.get("name"): one.get("value", "") for one in suite.iter("property")}
+    reported = {one.get("name"): one.get("value", "") for one in suite.iter("property")}
     day = suite.get("timestamp", "").partition("T")[0]
-    return ", ".join(filter(None, (day, told.get("code"), told.get("versions"))))
+    return ", ".join(filter(None, (day, reported.get("code"), reported.get("versions"))))
 
 
 def read_report(path: Path) -> Rules:
@@ -101,8 +101,8 @@ def main(argv: Sequence[str]) -> int:
         for name, outcomes in read_report(Path(path)).items():
             rules.setdefault(name, []).extend(outcomes)
     page = PAGE.read_text(encoding="utf-8")
-    told = [f"* {engine}: {'; '.join(each)}" for engine, each in circumstances.items()]
-    content = "\n".join((table(reports), "", "Run with:", "", *told))
+    reported = [f"* {engine}: {'; '.join(each)}" for engine, each in circumstances.items()]
+    content = "\n".join((table(reports), "", "Run with:", "", *reported))
     PAGE.write_text(replace_table(page, content), encoding="utf-8")
     return 0
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.launch.network_layout import (
     CONFIG_FILE,
     JOBS_MOUNT,
@@ -32,8 +32,8 @@ from sluice.launch.network_layout import (
     metrics_settings,
     network_settings,
 )
+from sluice.launch.processes.supervisor import EXIT_FAILED
 from sluice.launch.service_spec import RestartPolicy, reward_service, trainer_services
-from sluice.launch.supervisor import EXIT_FAILED
 
 _ROOT = Path(__file__).resolve().parents[1]
 FILE = _ROOT / "deploy/helm/sluice/files/services.yaml"

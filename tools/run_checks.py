@@ -129,7 +129,7 @@ def read_counts(report: Path) -> dict[str, int]:
     return {"passed": passed, "failed": failed, "skipped": totals["skipped"]}
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
@@ -137,8 +137,8 @@ def _say(text: str) -> None:
 def _show(result: Result) -> None:
     skipped = result.passed and result.output.startswith("skipped:")
     if result.output and (skipped or not result.passed):
-        _say(result.output.rstrip())
-    _say(f"{'ok    ' if result.passed else 'FAILED'} {result.name}  {result.seconds:.1f} s")
+        _print_line(result.output.rstrip())
+    _print_line(f"{'ok    ' if result.passed else 'FAILED'} {result.name}  {result.seconds:.1f} s")
 
 
 def summary(results: Sequence[Result], seconds: float) -> str:
@@ -149,7 +149,9 @@ def summary(results: Sequence[Result], seconds: float) -> str:
     }
     failed = [result.name for result in results if not result.passed]
     if any(result.counts for result in results):
-        _say(f"{totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped")
+        _print_line(
+            f"{totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped"
+        )
     figures = {
         "ok": not failed,
         "failed_checks": failed,
@@ -171,12 +173,12 @@ def main() -> int:
         _show(result)
         results.append(result)
     for name, folders in () if arguments.static else pytest_runs():
-        _say(f"\n{name}")
+        _print_line(f"\n{name}")
         results.append(run_tests(name, folders))
-    _say("\nsummary")
+    _print_line("\nsummary")
     for result in results:
         _show(Result(result.name, result.passed, result.seconds))
-    _say(summary(results, time.monotonic() - start))
+    _print_line(summary(results, time.monotonic() - start))
     return 0 if all(result.passed for result in results) else 1
 
 

@@ -10,28 +10,28 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from services.reward.assembly import RewardLoop, assemble, open_prompt_sets
-from services.reward.exported_metrics import exported
-from services.reward.prompt_images import prompt_images
-from services.reward.rollout_client import RolloutClient
-from services.reward.run_files import open_run_files
-from services.reward.scorer_pool import configured_scorer_pool
+from services.reward.app import RewardLoop, assemble, open_prompt_sets, open_run_files
+from services.reward.generation.client import RolloutClient
+from services.reward.grading.pool import configured_scorer_pool
+from services.reward.ledger.sqlite import SqliteLedger
+from services.reward.metrics import exported, watching
+from services.reward.prompts.dataset import prompt_images
 from services.reward.servicer import RewardServicer
-from services.reward.sqlite_ledger import SqliteLedger
-from services.reward.watch import watching
 from sluice.api.reward.v1 import reward_pb2_grpc
-from sluice.concurrency.exit_status import exit_status
-from sluice.concurrency.garbage import exempt_start_up
-from sluice.concurrency.parent_death import end_with_supervisor
-from sluice.concurrency.shutdown import stop_on_signals
+from sluice.concurrency.process import (
+    end_with_supervisor,
+    exempt_start_up,
+    exit_status,
+    stop_on_signals,
+)
 from sluice.config.derived import message_mb
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.config.problems import raise_problems
+from sluice.config.rules.sampling import strategy_problems
 from sluice.config.run import RunConfig
-from sluice.config.strategy_rules import strategy_problems
 from sluice.rpc.credentials import Credentials, service_credentials
-from sluice.rpc.handshake_remedy import expect_no_tls
 from sluice.rpc.server import RpcServer
+from sluice.rpc.status import expect_no_tls
 from sluice.telemetry.logs import configure_logging
 from sluice.telemetry.trace_setup import traced_process
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from services.reward.scorer_messages import ScorerSetup
-from services.reward.scorer_worker import START_TIMEOUT_S, start_worker
-from sluice.config.reward import ScorerPoolConfig
+from services.reward.grading.messages import ScorerSetup
+from services.reward.grading.worker import START_TIMEOUT_S, start_worker
+from sluice.config.schema.reward import ScorerPoolConfig
 from sluice.errors import SluiceError
 
 DEFAULT_NAME = "compute_score"

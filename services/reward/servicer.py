@@ -8,28 +8,25 @@ from typing import Any, Protocol
 
 import grpc
 
-from services.reward.assembly import RewardLoop
-from services.reward.awaited import as_waits
-from services.reward.evaluation import EvaluationOrder
-from services.reward.outcomes import PromptOutcome
-from services.reward.sampling import validation_sampling
-from services.reward.scorer_messages import ScoreItem
-from services.reward.submissions import Receipt, Submission, SubmissionSession
-from services.reward.validation_results import EvaluationResult
+from services.reward.app import RewardLoop
+from services.reward.generation.request import validation_sampling
+from services.reward.grading.messages import ScorerInput
+from services.reward.groups.evaluation import EvaluationOrder, EvaluationResult
+from services.reward.groups.loop import as_waits
+from services.reward.prompts.submissions import Receipt, Submission, SubmissionSession
+from services.reward.records.outcomes import PromptOutcome
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
-from sluice.codec.batch import (
-    PROMPT_END_TO_PROTO,
-    group_images_to_proto,
-    progress_from_proto,
-    score_to_proto,
-    train_batch_to_proto,
+from sluice.codec.messages import (
+    check_submitted_images,
+    present_waits_to_proto,
+    replica_from_proto,
+    replica_to_proto,
 )
-from sluice.codec.fleet import replica_from_proto, replica_to_proto
-from sluice.codec.image_rules import check_submitted_images
-from sluice.codec.reward_rules import (
+from sluice.codec.reward import (
+    PROMPT_END_TO_PROTO,
     check_acknowledgement,
     check_announcement,
     check_evaluation,
@@ -38,15 +35,17 @@ from sluice.codec.reward_rules import (
     check_take,
     check_take_images,
     extra_info_of,
+    group_images_to_proto,
+    progress_from_proto,
+    score_to_proto,
+    train_batch_to_proto,
 )
-from sluice.codec.waits import present_waits_to_proto
 from sluice.concurrency.waits import waiting_for
-from sluice.config.actor_rollout_ref import RolloutConfig
-from sluice.config.limits import LimitsConfig
+from sluice.config.schema.limits import LimitsConfig
+from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import InvalidRequestError, SluiceError
-from sluice.rpc.call_policy import CALL_POLICIES
-from sluice.rpc.caller_name import caller_of
-from sluice.rpc.trace_metadata import caller_context
+from sluice.rpc.metadata import caller_context, caller_of
+from sluice.rpc.policy import CALL_POLICIES
 from sluice.security.token_file import TokenSource
 from sluice.telemetry.tracing import TRACER
 from sluice.types import ChatMessage, Failed, Scored
@@ -102,7 +101,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 tasks.create_task(self._write_events(session, context), name="submission events")
                 try:
                     async for request in request_iterator:
-                        await session.room()
+                        await session.capacity()
                         self._submit(request, session)
                     session.close_input()
                 except SluiceError as error:
@@ -151,7 +150,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Takes on a version and its fleet."""
         check_announcement(request)
         await self._loop.pipeline.announce(
-            request.trainer_incarnation,
+            request.trainer_instance_id,
             request.policy_version,
             [AnnouncedReplica(replica_from_proto(r), r.policy_version) for r in request.replicas],
             progress_from_proto(request.resume_from) if request.HasField("resume_from") else None,
@@ -197,11 +196,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             session.put(Receipt.refusal(request.prompt_id, error))
             return
 
-        def check_room() -> None:
-            session.check_room(limits.max_prompts_per_stream)
+        def check_capacity() -> None:
+            session.check_capacity(limits.max_prompts_per_stream)
             self._loop.submissions.check_quota(session, limits.max_client_prompts)
 
-        self._loop.submissions.submit(submission, session, check_room)
+        self._loop.submissions.submit(submission, session, check_capacity)
 
     async def _write_events(self, session: SubmissionSession, context: Context) -> None:
         while (event := await session.next_event()) is not None:
@@ -209,11 +208,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             if isinstance(event, Receipt):
                 self._loop.traces.receipt_sent(event.prompt_id)
 
-    def _item(self, item: reward.ScoreItem, index: int) -> ScoreItem:
+    def _item(self, item: reward.ScoreItem, index: int) -> ScorerInput:
         extra_info = extra_info_of(
             item.extra_info, f"items[{index}].extra_info", self._limits.max_extra_info_kb << 10
         )
-        return ScoreItem(item.data_source, item.response, item.ground_truth, extra_info)
+        return ScorerInput(item.data_source, item.response, item.ground_truth, extra_info)
 
     def _order_from_proto(self, request: reward.EvaluateRequest) -> EvaluationOrder:
         check_evaluation(request)

@@ -10,47 +10,44 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from services.rollout.engine_pulse import EnginePulse
 from services.rollout.engines.protocol import Engine
 from services.rollout.engines.registry import create_engine
-from services.rollout.exported_metrics import exported
-from services.rollout.hand_over import CountedGeneration
+from services.rollout.generation import CountedGeneration
 from services.rollout.prompt_encoder import PromptEncoder
-from services.rollout.registration import Registration
+from services.rollout.registration import EngineHeartbeat, Registration, WeightsHealth
 from services.rollout.servicer import (
     ImageRules,
     ReplicaIdentity,
     RolloutServicer,
     WeightSyncServicer,
 )
-from services.rollout.watch import watching
-from services.rollout.weights_health import WeightsHealth
+from services.rollout.telemetry import exported, watching
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.api.weights.v1 import weights_pb2_grpc
-from sluice.concurrency.exit_status import exit_status
-from sluice.concurrency.garbage import exempt_start_up
-from sluice.concurrency.parent_death import end_with_supervisor
-from sluice.concurrency.process_exit import leave
-from sluice.concurrency.shutdown import stop_on_signals
-from sluice.config.checks import group_room_problems
+from sluice.concurrency.process import (
+    end_with_supervisor,
+    exempt_start_up,
+    exit_status,
+    leave,
+    stop_on_signals,
+)
+from sluice.config.addresses import advertised_address, peer_address
 from sluice.config.derived import image_limits, message_mb, replica_devices
-from sluice.config.endpoints import advertised_address, peer_address
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.config.problems import raise_problems
+from sluice.config.rules.checks import group_capacity_problems
 from sluice.config.run import RunConfig
 from sluice.data.prompt_length import PromptLimit
-from sluice.device.ascend_host import prepare_process
-from sluice.launch.network_layout import WEIGHTS_HEALTH
-from sluice.rpc.channel import open_channel
-from sluice.rpc.client_quota import ClientQuota
+from sluice.device.host import prepare_process
+from sluice.rpc.auth import ClientQuota
+from sluice.rpc.client import open_channel, trainer_stub
 from sluice.rpc.credentials import Credentials, service_credentials
-from sluice.rpc.handshake_remedy import expect_no_tls
 from sluice.rpc.server import RpcServer
-from sluice.rpc.stubs import trainer_stub
+from sluice.rpc.status import expect_no_tls
+from sluice.service_contract import WEIGHTS_HEALTH
 from sluice.telemetry.logs import configure_logging
 from sluice.telemetry.trace_setup import traced_process
-from sluice.types import ReplicaInfo
-from sluice.weights.layout import layout_digest
+from sluice.types import ReplicaInfo, layout_digest
 
 _SERVICES = (
     "sluice.api.rollout.v1.RolloutService",
@@ -80,7 +77,7 @@ def _parse(argv: list[str]) -> _Arguments:
 
 async def _serve(arguments: _Arguments) -> None:
     config = load_config(arguments.config, arguments.overrides)
-    raise_problems([*group_room_problems(config)], f"start of replica {arguments.name}")
+    raise_problems([*group_capacity_problems(config)], f"start of replica {arguments.name}")
     configure_logging(arguments.name, config.sluice.log_level)
     with traced_process(config, "rollout", arguments.name):
         await _run_replica(config, arguments.name)
@@ -187,7 +184,7 @@ def _replica(config: RunConfig, identity: ReplicaIdentity, port: int) -> Replica
     """What the trainer is told; the port is known only after binding."""
     return ReplicaInfo(
         identity.name,
-        identity.incarnation,
+        identity.instance_id,
         advertised_address(config.sluice.rollout.endpoint, port),
         config.actor_rollout_ref.rollout.max_num_seqs,
         replica_devices(config),
@@ -207,23 +204,26 @@ async def _take_part(
     limit = message_mb(config) << 20
     async with open_channel(trainer, max_message_bytes=limit, credentials=credentials) as channel:
         digest = layout_digest(engine.weight_layout)
-        pulse = EnginePulse(engine)
+        heartbeat = EngineHeartbeat(engine)
         registration = Registration(
-            trainer_stub(channel), replica, digest, engine.load, lambda: pulse.turns
+            trainer_stub(channel), replica, digest, engine.load, lambda: heartbeat.turns
         )
-        await _until_stopped(registration, pulse, health, stop)
+        await _until_stopped(registration, heartbeat, health, stop)
         await registration.announce_drain()
 
 
 async def _until_stopped(
-    registration: Registration, pulse: EnginePulse, health: WeightsHealth, stop: asyncio.Event
+    registration: Registration,
+    heartbeat: EngineHeartbeat,
+    health: WeightsHealth,
+    stop: asyncio.Event,
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(registration.run(), name="registration")
-        beating = tasks.create_task(pulse.run(), name="engine pulse")
-        telling = tasks.create_task(health.run(), name="weights health")
+        beating = tasks.create_task(heartbeat.run(), name="engine pulse")
+        reporting = tasks.create_task(health.run(), name="weights health")
         await stop.wait()
-        for task in (running, beating, telling):
+        for task in (running, beating, reporting):
             task.cancel()
 
 

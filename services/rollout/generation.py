@@ -1,8 +1,5 @@
-"""One generation: engine chunks in, whole samples (and tokens as they come) out.
-
-Consumes chunks of one engine request; waits for the engine; unblocked by chunks, or by
-cancellation of the call, which closes the engine's iterator and so frees the slots; produces
-`GenerationEvent`s in order; a failing engine ends it with the engine's error.
+"""Turn an engine's chunks into streamed tokens, text and whole samples, and count the tokens
+handed to callers.
 """
 
 from __future__ import annotations
@@ -14,12 +11,44 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Protocol
 
-from services.rollout.engines.protocol import Engine, GenerationRequest, SampleChunk
-from services.rollout.engines.stop_strings import before_stop
-from services.rollout.told_text import ToldText
+from services.rollout.engines.protocol import Engine, GenerationRequest, SampleChunk, num_tokens
+from services.rollout.engines.text import Decode, IncrementalDetokenizer, before_stop, stable_prefix
 from sluice.algorithm.growing_sample import GrowingSample
 from sluice.errors import EngineError
 from sluice.types import FinishReason, Rollout, TokenIds
+
+
+class ReportedText:
+    """Text that stays, whatever follows: no half of a character, no beginning of a stop string.
+
+    Args:
+        stops: strings of which one may end the response.
+        decode: of the model's tokenizer.
+    """
+
+    def __init__(self, stops: Sequence[str], decode: Decode) -> None:
+        self._stops, self._settled = stops, IncrementalDetokenizer(decode)
+        self._held = ""  # settled, but perhaps the beginning of a stop string
+        self._num_reported = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Takes further tokens on; what may be told now."""
+        self._held += self._settled.push(token_ids)
+        reported = stable_prefix(self._held, self._stops)
+        self._held = self._held[len(reported) :]
+        self._num_reported += len(reported)
+        return reported
+
+    def rest_of(self, text: str) -> str:
+        """What was not told yet of the whole text of a response that has ended."""
+        return text[self._num_reported :]
+
+
+# One generation: engine chunks in, whole samples (and tokens as they come) out.
+#
+# Consumes chunks of one engine request; waits for the engine; unblocked by chunks, or by
+# cancellation of the call, which closes the engine's iterator and so frees the slots; produces
+# `GenerationEvent`s in order; a failing engine ends it with the engine's error.
 
 # Tokens that come at intervals come a little after them.
 SIGN_OF_LIFE_INTERVALS = 2
@@ -54,7 +83,7 @@ Send = Callable[[GenerationEvent], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
+class StreamOptions:
     """How samples travel.
 
     Attributes:
@@ -76,20 +105,20 @@ class Delivery:
 
 
 @dataclass(slots=True, eq=False)
-class _Sample:
+class _StreamedSample:
     """A sample under way; `told` if its text is sent as it grows."""
 
-    told: ToldText | None
+    reported: ReportedText | None
     grown: GrowingSample = field(default_factory=GrowingSample)
 
     def adopt(self, partial: Rollout) -> None:
         """Starts from an earlier part, whose text the caller has as far as it was to be told."""
         self.grown.adopt(partial)
-        if self.told is not None:
-            self.told.push(self.grown.token_ids().tolist())
+        if self.reported is not None:
+            self.reported.push(self.grown.token_ids().tolist())
 
 
-class Generation:
+class GenerationRunner:
     """Runs requests on one engine.
 
     Args:
@@ -105,7 +134,7 @@ class Generation:
         self,
         request: GenerationRequest,
         partials: Iterable[Rollout],
-        delivery: Delivery,
+        delivery: StreamOptions,
         send: Send,
     ) -> None:
         """Generates until every requested sample has finished.
@@ -124,7 +153,7 @@ class Generation:
             request = replace(request, decode=self._detokenizer.decode)
         decode = self._detokenizer.decode
         growing = {
-            index: _Sample(ToldText(stops, decode) if delivery.every_token else None)
+            index: _StreamedSample(ReportedText(stops, decode) if delivery.every_token else None)
             for index in request.sample_indexes
         }
         for partial in partials:
@@ -147,7 +176,7 @@ class Generation:
                     raise EngineError(f"the engine ended without {len(growing)} of the samples")
 
     async def _next(
-        self, inbox: asyncio.Queue[tuple[SampleChunk, ...]], delivery: Delivery, send: Send
+        self, inbox: asyncio.Queue[tuple[SampleChunk, ...]], delivery: StreamOptions, send: Send
     ) -> tuple[SampleChunk, ...]:
         """The next chunks; while there are none, tells at intervals if the engine draws tokens.
 
@@ -173,7 +202,7 @@ class Generation:
         request: GenerationRequest,
         inbox: asyncio.Queue[tuple[SampleChunk, ...]],
         ended: asyncio.Event,
-        delivery: Delivery,
+        delivery: StreamOptions,
     ) -> None:
         """Moves chunks into `inbox`, and nothing as a last item; then sets `ended`.
 
@@ -194,8 +223,8 @@ class Generation:
     def _event(
         self,
         chunks: Sequence[SampleChunk],
-        growing: dict[int, _Sample],
-        delivery: Delivery,
+        growing: dict[int, _StreamedSample],
+        delivery: StreamOptions,
         stops: Sequence[str],
     ) -> GenerationEvent:
         deltas: list[TextDelta] = []
@@ -204,15 +233,19 @@ class Generation:
         for chunk in chunks:
             index, sample = chunk.sample_index, growing[chunk.sample_index]
             sample.grown.append(chunk.token_ids, chunk.behavior_logprobs, chunk.version)
-            new_text = "" if sample.told is None else sample.told.push(chunk.token_ids.tolist())
+            new_text = (
+                "" if sample.reported is None else sample.reported.push(chunk.token_ids.tolist())
+            )
             if chunk.finish_reason is not None:
                 text = before_stop(self._detokenizer.decode(sample.grown.token_ids()), stops)
                 rollouts.append(sample.grown.rollout(index, chunk.finish_reason, text))
                 # What an aborted sample held back is told where it goes on, if at all.
-                if sample.told is not None and chunk.finish_reason is not FinishReason.ABORTED:
-                    new_text += sample.told.rest_of(text)
+                if sample.reported is not None and chunk.finish_reason is not FinishReason.ABORTED:
+                    new_text += sample.reported.rest_of(text)
                 del growing[index]
-            is_sent = sample.told is not None or (delivery.sends_tokens and index not in finished)
+            is_sent = sample.reported is not None or (
+                delivery.sends_tokens and index not in finished
+            )
             if is_sent and (new_text or chunk.token_ids.size):
                 deltas.append(TextDelta(chunk, new_text))
         return GenerationEvent(tuple(deltas), tuple(rollouts))
@@ -225,3 +258,55 @@ async def _linger(ended: asyncio.Event, seconds: float) -> None:
             await ended.wait()
     except TimeoutError:
         return
+
+
+class HandOver:
+    """Counts the tokens of one call that are new to its caller.
+
+    A sample that is sent whole repeats what was sent of it in deltas before, and what the caller
+    gave us to continue from: neither counts.
+    """
+
+    def __init__(self, partials: Iterable[Rollout]) -> None:
+        self._known = {partial.sample_index: partial.num_tokens for partial in partials}
+
+    def new_tokens(self, event: GenerationEvent) -> int:
+        """Tokens of `event` that none before it held; call it once for each, in order."""
+        known = self._known
+        found = num_tokens(delta.chunk for delta in event.deltas)
+        for delta in event.deltas:
+            sample = delta.chunk.sample_index
+            known[sample] = known.get(sample, 0) + num_tokens([delta.chunk])
+        for rollout in event.rollouts:
+            found += rollout.num_tokens - known.pop(rollout.sample_index, 0)
+        return found
+
+
+class CountedGeneration(GenerationRunner):
+    """Runs requests on one engine and enters what became of their tokens into its books."""
+
+    def __init__(self, engine: Engine, detokenizer: Detokenizer) -> None:
+        super().__init__(engine, detokenizer)
+        self._accounting = engine.accounting
+
+    async def run(
+        self,
+        request: GenerationRequest,
+        partials: Iterable[Rollout],
+        delivery: StreamOptions,
+        send: Send,
+    ) -> None:
+        """As `GenerationRunner.run`. An event counts as sent once `send` has returned."""
+        partials = tuple(partials)
+        hand_over, accounting = HandOver(partials), self._accounting.of(request)
+
+        async def send_counted(event: GenerationEvent) -> None:
+            await send(event)
+            new_tokens = hand_over.new_tokens(event)
+            request.tokens.sent += new_tokens
+            accounting.sent += new_tokens
+
+        try:
+            await super().run(request, partials, delivery, send_counted)
+        finally:
+            accounting.unsent += request.tokens.yielded - request.tokens.sent

@@ -1,12 +1,5 @@
-"""Keeps one replica registered with the trainer.
-
-Consumes the engine's load; waits for the trainer; unblocked by its answers or their deadlines;
-produces a registration and a heartbeat an interval; a lost trainer is tried again for ever (it
-may restart), a trainer that does not know the replica is registered with anew; on shutdown one
-last heartbeat says that the replica is draining.
-
-A trainer that is away for a moment is no news: it starts after its replicas and, at the end of a
-run, leaves before them.
+"""Keep one replica registered with the trainer, and report whether its engine answers and has
+weights.
 """
 
 from __future__ import annotations
@@ -14,17 +7,112 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from services.rollout.engines.protocol import EngineLoad
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
-from sluice.codec.fleet import replica_to_proto
+from sluice.codec.messages import replica_to_proto
 from sluice.concurrency.waits import Wait, waiting_for
 from sluice.errors import DeadlineError, NotFoundError, PeerError, SluiceError
-from sluice.rpc.call import unary_call
-from sluice.telemetry.process_age import process_age_s
+from sluice.rpc.client import unary_call
+from sluice.telemetry.process import process_age_s
 from sluice.types import ReplicaInfo
+
+_PROBE_INTERVAL_S = 1.0
+
+
+class ProbedEngine(Protocol):
+    """What is asked; see `Engine`."""
+
+    async def probe(self) -> EngineLoad:
+        """Answers from inside the engine's loop."""
+        ...
+
+
+class EngineHeartbeat:
+    """Asks an engine for ever.
+
+    Args:
+        engine: which.
+        interval_s: between an answer and the next question.
+    """
+
+    def __init__(self, engine: ProbedEngine, interval_s: float = _PROBE_INTERVAL_S) -> None:
+        self._engine, self._interval_s = engine, interval_s
+        self._turns = 1  # it has started
+
+    @property
+    def turns(self) -> int:
+        """Answers so far, the start included."""
+        return self._turns
+
+    async def run(self) -> None:
+        """Never returns."""
+        while True:
+            await self._engine.probe()
+            self._turns += 1
+            await asyncio.sleep(self._interval_s)
+
+
+# Has health say, under a name of its own, whether this replica has weights to draw with.
+#
+# Consumes: the engine's load. Waits for: weights, for as long as the trainer takes. Unblocked
+# by: a version that serves; it looks every so often. Produces: one named answer of health. On
+# failure: a broken engine's error ends the replica. On shutdown: cancelled; the server then
+# answers that nothing serves.
+#
+# The process as a whole is healthy before that: it has to be kept, and found, while it waits.
+
+_HEALTH_INTERVAL_S = 0.5
+
+
+class NotifyHealth(Protocol):
+    """Where the answer goes; see `RpcServer.set_named`."""
+
+    def __call__(self, *, serving: bool) -> Awaitable[None]:
+        """What health answers from now on."""
+        ...
+
+
+class WeightsHealth:
+    """Looks for ever.
+
+    Args:
+        load: the engine's latest counters.
+        tell: takes each change, the first answer included.
+        interval_s: between two looks.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], EngineLoad],
+        notify: NotifyHealth,
+        interval_s: float = _HEALTH_INTERVAL_S,
+    ) -> None:
+        self._load, self._notify, self._interval_s = load, notify, interval_s
+        self._reported: bool | None = None
+
+    async def run(self) -> None:
+        """Never returns."""
+        while True:
+            has_weights = self._load().version is not None
+            if has_weights is not self._reported:
+                await self._notify(serving=has_weights)
+                self._reported = has_weights
+            await asyncio.sleep(self._interval_s)
+
+
+# Keeps one replica registered with the trainer.
+#
+# Consumes the engine's load; waits for the trainer; unblocked by its answers or their deadlines;
+# produces a registration and a heartbeat an interval; a lost trainer is tried again for ever (it
+# may restart), a trainer that does not know the replica is registered with anew; on shutdown one
+# last heartbeat says that the replica is draining.
+#
+# A trainer that is away for a moment is no news: it starts after its replicas and, at the end of
+# a run, leaves before them.
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +153,7 @@ class Registration:
             except NotFoundError:
                 logger.info("the trainer does not know this replica; registering again")
             except (PeerError, DeadlineError) as error:
-                self._absence.go_on(error)
+                self._absence.keep_waiting(error)
                 await asyncio.sleep(_RETRY_INTERVAL_S)
 
     async def announce_drain(self) -> None:
@@ -100,7 +188,7 @@ class Registration:
             self._stub.Heartbeat,
             trainer.HeartbeatRequest(
                 name=self._replica.name,
-                incarnation=self._replica.incarnation,
+                instance_id=self._replica.instance_id,
                 policy_version=load.version,
                 slots_busy=load.slots_busy,
                 queued=load.queued,
@@ -126,20 +214,20 @@ class _Absence:
 
     def __init__(self) -> None:
         self._since_s: float | None = None
-        self._is_told = False
+        self._is_reported = False
         self._wait: Wait | None = None
 
-    def go_on(self, error: SluiceError) -> None:
+    def keep_waiting(self, error: SluiceError) -> None:
         now_s = time.monotonic()
         self._since_s = now_s if self._since_s is None else self._since_s
         self._wait = self._wait or waiting_for("trainer", "coming back into reach")
-        if now_s - self._since_s >= _NEWS_AFTER_S and not self._is_told:
+        if now_s - self._since_s >= _NEWS_AFTER_S and not self._is_reported:
             logger.warning("trainer out of reach for %g s, trying on: %s", _NEWS_AFTER_S, error)
-            self._is_told = True
+            self._is_reported = True
 
     def end(self) -> None:
-        if self._is_told:
+        if self._is_reported:
             logger.info("the trainer is back")
         if self._wait is not None:
             self._wait.end()
-        self._since_s, self._is_told, self._wait = None, False, None
+        self._since_s, self._is_reported, self._wait = None, False, None

@@ -16,41 +16,40 @@ from services.rollout.engines.protocol import (
     GenerationRequest,
     PartialSample,
 )
-from services.rollout.generation import Delivery, Generation, GenerationEvent
-from services.rollout.sample_spans import SampleSpans
+from services.rollout.generation import GenerationEvent, GenerationRunner, StreamOptions
+from services.rollout.telemetry import SampleSpans
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.api.weights.v1 import weights_pb2 as weights
 from sluice.api.weights.v1 import weights_pb2_grpc
-from sluice.codec.arrays import logprobs_to_bytes, token_ids_from_bytes, token_ids_to_bytes
-from sluice.codec.fleet import group_spec_from_proto
-from sluice.codec.image_rules import check_chat_images
+from sluice.codec.fields import logprobs_to_bytes, token_ids_from_bytes, token_ids_to_bytes
+from sluice.codec.messages import (
+    check_chat_images,
+    group_spec_from_proto,
+    present_waits_to_proto,
+    template_kwargs_from_proto,
+)
 from sluice.codec.rollout import (
+    MAX_PRIORITY,
     chat_messages_from_proto,
+    check_client_priority,
+    check_generate,
+    check_partials,
     rollout_from_proto,
     rollout_to_proto,
     sampling_from_proto,
     within_budget,
 )
-from sluice.codec.rollout_rules import (
-    MAX_PRIORITY,
-    check_client_priority,
-    check_generate,
-    check_partials,
-)
-from sluice.codec.template_kwargs import template_kwargs_from_proto
-from sluice.codec.waits import present_waits_to_proto
-from sluice.codec.weights_rules import check_abort, check_commit, check_join, check_stage
+from sluice.codec.weights import check_abort, check_commit, check_join, check_stage
 from sluice.concurrency.waits import Waiting, waiting_for
 from sluice.data.prompt_length import PromptLimit, check_context
 from sluice.errors import InvalidRequestError, NotReadyError
-from sluice.rpc.caller_name import caller_of, is_service_of_run
-from sluice.rpc.client_quota import ClientQuota
-from sluice.rpc.trace_metadata import served
+from sluice.rpc.auth import ClientQuota
+from sluice.rpc.metadata import caller_of, is_service_of_run, served
 from sluice.security.token_file import TokenSource
-from sluice.telemetry.process_age import process_age_s
-from sluice.telemetry.span_names import Key, SpanName
+from sluice.telemetry.process import process_age_s
+from sluice.telemetry.tracing import Key, SpanName
 from sluice.types import ChatMessage, Rollout, TokenIds
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
@@ -62,10 +61,10 @@ _SEED_BITS = 63
 
 @dataclass(frozen=True, slots=True)
 class ReplicaIdentity:
-    """Who answers; `incarnation` is new at each process start."""
+    """Who answers; `instance_id` is new at each process start."""
 
     name: str
-    incarnation: str
+    instance_id: str
 
 
 class Encoder(Protocol):
@@ -118,7 +117,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         identity: ReplicaIdentity,
         engine: Engine,
         encoder: Encoder,
-        generation: Generation,
+        generation: GenerationRunner,
         *,
         engine_name: str,
         max_n: int,
@@ -183,7 +182,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         load = self._engine.load() if request.without_engine else await self._engine.probe()
         return rollout.GetStatusResponse(
             name=self._identity.name,
-            incarnation=self._identity.incarnation,
+            instance_id=self._identity.instance_id,
             policy_version=load.version,
             weight_digest=load.weight_digest,
             slots=load.slots,
@@ -299,9 +298,9 @@ def _first_weights(load: EngineLoad) -> tuple[Waiting, ...]:
     return (Waiting("trainer", "sending the first weights", process_age_s()),)
 
 
-def _delivery(request: rollout.GenerateRequest) -> Delivery:
+def _delivery(request: rollout.GenerateRequest) -> StreamOptions:
     interval_s = request.partial_interval_ms / 1000
-    return Delivery(
+    return StreamOptions(
         every_token=request.stream_mode == rollout.STREAM_MODE_TOKENS,
         partial_interval_s=interval_s if interval_s > 0 else None,
         linger_s=request.linger_ms / 1000,

@@ -13,16 +13,14 @@ import signal
 import sys
 from pathlib import Path
 
-from services.trainer.follower import run_follower
 from services.trainer.leader import run_leader
-from sluice.concurrency.exit_status import exit_status
-from sluice.concurrency.parent_death import end_with_supervisor
-from sluice.concurrency.process_exit import leave
-from sluice.config.checks import check_config
+from services.trainer.learner.rank_command import run_follower
+from sluice.concurrency.process import end_with_supervisor, exit_status, leave
 from sluice.config.derived import world_size
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
+from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
-from sluice.device.ascend_host import prepare_process
+from sluice.device.host import prepare_process
 from sluice.telemetry.logs import configure_logging
 from sluice.telemetry.trace_setup import traced_process
 

@@ -17,58 +17,67 @@ from pathlib import Path
 
 import torch
 
-from services.trainer.batch_check import BatchTerms
-from services.trainer.bookkeeper import Bookkeeper
-from services.trainer.counter_calls import ReplicaCounterCalls, RewardCounterCalls
-from services.trainer.dashboard_process import live_page
-from services.trainer.exported_metrics import TrainerMetrics, exported
-from services.trainer.fleet import Fleet
-from services.trainer.follower import REWARD_START_TIMEOUT_S, join_ranks, share_total_steps
+from services.trainer.fleet.delivery import SyncCounts
+from services.trainer.fleet.members import Fleet
+from services.trainer.fleet.publisher import WeightPublisher
+from services.trainer.fleet.replica_client import (
+    ReplicaClient,
+    ReplicaCounterCalls,
+    RewardCounterCalls,
+)
 from services.trainer.learner.checkpoint import CheckpointStore
-from services.trainer.learner.parallel import DataParallel
-from services.trainer.learner.rank_command import RankLeader
+from services.trainer.learner.rank_command import (
+    REWARD_START_TIMEOUT_S,
+    RankLeader,
+    join_ranks,
+    share_total_steps,
+)
+from services.trainer.learner.ranks.parallel import DataParallel
 from services.trainer.learner.worker import Learner
-from services.trainer.learner_thread import LearnerThread
-from services.trainer.loop import LoopParts, LoopSettings, TrainLoop
-from services.trainer.metrics.memory import memory_metrics
-from services.trainer.metrics.reporter import Reporter
-from services.trainer.metrics.run_history import RunHistory
-from services.trainer.metrics.sequence_balance import balance_metrics, rank_cut
-from services.trainer.metrics.sinks import JSONL, SinkTarget, check_sinks, open_sinks
-from services.trainer.metrics.step_metrics import RunScale
-from services.trainer.own_progress import Beginning, beginning
-from services.trainer.port_reservation import PortReservation
-from services.trainer.replica_client import ReplicaClient
-from services.trainer.reward_client import RewardClient
-from services.trainer.run_state import RunState
-from services.trainer.sampling_notice import sampling_notice
+from services.trainer.loop.accounting import RunAccountant
+from services.trainer.loop.batch_check import BatchTerms
+from services.trainer.loop.learner_thread import LearnerThread
+from services.trainer.loop.reward_client import RewardClient
+from services.trainer.loop.run_state import RunState
+from services.trainer.loop.train_loop import LoopParts, LoopSettings, TrainLoop
+from services.trainer.metrics.sinks import JSONL, Reporter, SinkTarget, check_sinks, open_sinks
+from services.trainer.metrics.step_metrics import RunScale, balance_metrics, rank_cut
 from services.trainer.servicer import TrainerServicer
-from services.trainer.sync_counts import SyncCounts
-from services.trainer.watch import watching
-from services.trainer.weight_publisher import WeightPublisher
+from services.trainer.start import (
+    PortReservation,
+    StartPoint,
+    live_page,
+    sampling_notice,
+    start_point,
+)
+from services.trainer.telemetry import (
+    RunHistory,
+    TrainerMetrics,
+    exported,
+    memory_metrics,
+    watching,
+)
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2_grpc
-from sluice.concurrency.garbage import exempt_start_up
-from sluice.concurrency.shutdown import stop_on_signals
+from sluice.concurrency.process import exempt_start_up, stop_on_signals
+from sluice.config.addresses import advertised_host, peer_address
 from sluice.config.derived import (
     checkpoint_folder,
     message_mb,
+    needs_greedy_baseline,
+    needs_whole_groups,
     total_training_steps,
     world_size,
 )
-from sluice.config.dump import flat_settings
-from sluice.config.endpoints import advertised_host, peer_address
-from sluice.config.group_needs import needs_greedy_baseline, needs_whole_groups
+from sluice.config.loading.yaml_text import flat_settings
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device, transfer_device
-from sluice.rpc.channel import open_channel
+from sluice.rpc.client import open_channel, reward_stub
 from sluice.rpc.credentials import Credentials, service_credentials
-from sluice.rpc.handshake_remedy import expect_no_tls
 from sluice.rpc.server import RpcServer
-from sluice.rpc.stubs import reward_stub
-from sluice.telemetry.process_age import process_age_s
-from sluice.types import ReplicaInfo, TensorSpec, TrainBatch
-from sluice.weights.layout import layout_digest
+from sluice.rpc.status import expect_no_tls
+from sluice.telemetry.process import process_age_s
+from sluice.types import ReplicaInfo, TensorSpec, TrainBatch, layout_digest
 from sluice.weights.plan import tensor_specs
 from sluice.weights.sender import WeightSender, broadcast_deadline_s
 from sluice.weights.snapshot import SnapshotBuffers
@@ -80,7 +89,7 @@ _NUM_EXAMPLES = 16
 _LAST_ANSWERS_S = 1.0
 _LOGGERS_SHARE_OF_GRACE = 0.5
 _SERVICE = "sluice.api.trainer.v1.TrainerService"
-_BOOKS_INTERVAL_S = 10.0
+_ACCOUNTING_INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +100,7 @@ class _Trained:
     snapshots: SnapshotBuffers
     tensors: tuple[TensorSpec, ...]
     total_steps: int
-    begins: Beginning
+    begins: StartPoint
 
 
 async def run_leader(config: RunConfig) -> bool:
@@ -112,7 +121,7 @@ async def _cancel_on(stop: asyncio.Event, running: asyncio.Task[None]) -> None:
 
 
 async def _lead(config: RunConfig) -> None:
-    incarnation = str(uuid.uuid4())
+    instance_id = str(uuid.uuid4())
     check_sinks(config.trainer.logger)
     _warn(config)
     async with AsyncExitStack() as stack:
@@ -122,49 +131,49 @@ async def _lead(config: RunConfig) -> None:
             expect_no_tls()
         port = stack.enter_context(PortReservation(endpoint.host, endpoint.port))
         stub = await _connect_reward(config, credentials, stack)
-        reward = RewardClient(stub, incarnation, config.sluice.trainer.batch_timeout_s)
+        reward = RewardClient(stub, instance_id, config.sluice.trainer.batch_timeout_s)
         dataset_rows = await reward.wait_until_up(REWARD_START_TIMEOUT_S)
         # Forming the ranks and loading block; nothing else needs the loop yet.
         parallel = join_ranks(config)
         stack.callback(parallel.close)
         trained = _load(config, parallel, total_training_steps(config, dataset_rows))
         stack.push_async_callback(trained.policy.close)
-        told = _begun(config, trained, incarnation)
-        state, fleet = told.state, told.fleet
-        record = await _open_record(config, trained.begins.replaces_after, told.history)
+        reported = _begun(config, trained, instance_id)
+        state, fleet = reported.state, reported.fleet
+        record = await _open_record(config, trained.begins.replaces_after, reported.history)
         stack.push_async_callback(record.close)
-        publisher = _publisher(config, trained, credentials, told)
+        publisher = _publisher(config, trained, credentials, reported)
         stack.push_async_callback(publisher.close)
         port.release()
         await _serve(config, fleet, state, credentials, stack)
         stack.enter_context(watching(config, state, fleet))
-        stack.enter_context(exported(config, told))
+        stack.enter_context(exported(config, reported))
         exempt_start_up()
         await stack.enter_async_context(live_page(config))
         # First of all at the end: whoever watches or waits for a checkpoint gets an answer.
         stack.push_async_callback(state.finish)
         replicas = ReplicaCounterCalls(credentials)
         stack.push_async_callback(replicas.close)
-        books = Bookkeeper(
+        accounting = RunAccountant(
             fleet, state, ask_replica=replicas.ask, ask_reward=RewardCounterCalls(stub).ask
         )
-        parts = LoopParts(trained.policy, reward, publisher, record, books, fleet, state)
+        parts = LoopParts(trained.policy, reward, publisher, record, accounting, fleet, state)
         resumed = trained.begins.checkpoint
         resume_from = resumed.progress if resumed else None
         loop = TrainLoop(_loop_settings(config, dataset_rows), parts, resume_from)
-        await _run_loop(loop, fleet, books, replicas)
+        await _run_loop(loop, fleet, accounting, replicas)
     # Once more, with the seconds of shutting down.
-    record.accounts(books.close(loop.accounts))
+    record.accounts(accounting.close(loop.accounts))
 
 
-def _begun(config: RunConfig, trained: _Trained, incarnation: str) -> TrainerMetrics:
+def _begun(config: RunConfig, trained: _Trained, instance_id: str) -> TrainerMetrics:
     """State and fleet of a run that begins, with what is counted beside them."""
     trainer, service = config.trainer, config.sluice.trainer
     names = (trainer.project_name, trainer.experiment_name)
     logger.info("%s / %s: %d steps", *names, trained.total_steps)
     resumed = trained.begins.checkpoint
     step = resumed.step if resumed else 0
-    state = RunState(incarnation, trained.total_steps, step, process_age_s())
+    state = RunState(instance_id, trained.total_steps, step, process_age_s())
     digest = layout_digest(trained.tensors)
     fleet = Fleet(digest, service.replica_ttl_s, service.replica_stall_s)
     return TrainerMetrics(state, fleet, RunHistory(), SyncCounts())
@@ -177,11 +186,13 @@ def _warn(config: RunConfig) -> None:
 
 
 async def _run_loop(
-    loop: TrainLoop, fleet: Fleet, books: Bookkeeper, replicas: ReplicaCounterCalls
+    loop: TrainLoop, fleet: Fleet, accounting: RunAccountant, replicas: ReplicaCounterCalls
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
         expiry = tasks.create_task(_expire_silent(fleet), name="heartbeats")
-        bookkeeping = tasks.create_task(_keep_books(books, fleet, replicas), name="books")
+        bookkeeping = tasks.create_task(
+            _refresh_accounting(accounting, fleet, replicas), name="books"
+        )
         await loop.run()
         expiry.cancel()
         bookkeeping.cancel()
@@ -193,12 +204,14 @@ async def _expire_silent(fleet: Fleet) -> None:
         fleet.expire(time.monotonic())
 
 
-async def _keep_books(books: Bookkeeper, fleet: Fleet, replicas: ReplicaCounterCalls) -> None:
+async def _refresh_accounting(
+    accounting: RunAccountant, fleet: Fleet, replicas: ReplicaCounterCalls
+) -> None:
     """Takes the books also while a step lasts, for status calls."""
     while True:
-        await books.take()
+        await accounting.take()
         await replicas.forget_others([member.info for member in fleet.members()])
-        await asyncio.sleep(_BOOKS_INTERVAL_S)
+        await asyncio.sleep(_ACCOUNTING_INTERVAL_S)
 
 
 async def _open_record(
@@ -266,7 +279,7 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
         config.trainer.max_actor_ckpt_to_keep,
         config.trainer.max_critic_ckpt_to_keep,
     )
-    begins = beginning(config.trainer, store, folder)
+    begins = start_point(config.trainer, store, folder)
     if begins.checkpoint is not None:
         leader.load(begins.checkpoint.actor)
         logger.info("resumed from step %d", begins.checkpoint.step)
@@ -284,7 +297,7 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
 
 
 def _publisher(
-    config: RunConfig, trained: _Trained, credentials: Credentials, told: TrainerMetrics
+    config: RunConfig, trained: _Trained, credentials: Credentials, reported: TrainerMetrics
 ) -> WeightPublisher:
     weights, endpoint = config.sluice.weights, config.sluice.trainer.endpoint
     device = transfer_device(config.trainer.device, weights.backend)
@@ -314,7 +327,7 @@ def _publisher(
         )
 
     return WeightPublisher(
-        told.fleet,
+        reported.fleet,
         trained.snapshots,
         trained.tensors,
         make_sender=make_sender,
@@ -322,7 +335,7 @@ def _publisher(
         timeout_s=weights.timeout_s,
         probe_timeout_s=weights.probe_timeout_s,
         sends_changes=sends_changes,
-        counts=told.sync,
+        counts=reported.sync,
     )
 
 

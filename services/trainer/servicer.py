@@ -8,14 +8,14 @@ from typing import Any
 
 import grpc
 
-from services.trainer.counter_calls import load_from_proto
-from services.trainer.fleet import Fleet, Member
-from services.trainer.run_state import RunPhase, RunState
-from services.trainer.watch import phase_waits
+from services.trainer.fleet.members import Fleet, FleetMember
+from services.trainer.fleet.replica_client import load_from_proto
+from services.trainer.loop.run_state import RunPhase, RunState
+from services.trainer.telemetry import phase_waits
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
-from sluice.codec.fleet import replica_from_proto, replica_to_proto
-from sluice.codec.trainer_rules import (
+from sluice.codec.messages import present_waits_to_proto, replica_from_proto, replica_to_proto
+from sluice.codec.trainer import (
     check_heartbeat,
     check_pause,
     check_register,
@@ -24,8 +24,7 @@ from sluice.codec.trainer_rules import (
     check_watch,
     check_watchers,
 )
-from sluice.codec.waits import present_waits_to_proto
-from sluice.config.limits import LimitsConfig
+from sluice.config.schema.limits import LimitsConfig
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -84,7 +83,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         check_heartbeat(request)
         self._fleet.heartbeat(
             request.name,
-            request.incarnation,
+            request.instance_id,
             load_from_proto(request),
             draining=request.draining,
             turns=request.engine_turns,
@@ -98,7 +97,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """State of the run."""
         state, now_s = self._state, time.monotonic()
         return trainer.GetStatusResponse(
-            incarnation=state.incarnation,
+            instance_id=state.instance_id,
             phase=_PHASE_TO_PROTO[state.phase],
             phase_seconds=state.phase_seconds,
             step=state.step,
@@ -155,7 +154,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer.StopResponse(step=self._state.step)
 
 
-def _member_to_proto(member: Member, now_s: float) -> trainer.ReplicaStatus:
+def _member_to_proto(member: FleetMember, now_s: float) -> trainer.ReplicaStatus:
     return trainer.ReplicaStatus(
         replica=replica_to_proto(member.info, member.version),
         state=member.state.value,

@@ -1,6 +1,4 @@
-"""What DAPO is, as functions of values: no clock, socket, logger or configuration object.
-
-Files on torch: `entropy`, `masked`, `probs_diff`, and most of `advantages`, `kl`, `losses` and
-`rollout_correction`. All others need NumPy alone; this file imports nothing so that they stay
-importable without torch.
+"""The DAPO algorithm as pure functions: losses, advantages, which groups to sample and which
+batch to form. Values come in, values go out. No clock, socket, logger or configuration object;
+modules that need torch say so.
 """

@@ -1,7 +1,7 @@
 """Karmarkar-Karp largest differencing: split weights into k parts of nearly equal sum.
 
-The choice of ties follows verl's `balance_batch`, so that a run compared with verl gives each rank
-the same rows.
+Ties are broken as in verl (`verl/utils/seqlen_balancing.py`), so that equal weights are split into
+the same parts.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ class _Slot(NamedTuple):
 
 
 class _State(NamedTuple):
-    """k parts, heaviest first; the heap pops the one with the largest spread."""
+    """k parts, heaviest first.
+
+    The heap pops the least of them: the one with the largest spread, then with the greatest
+    heaviest slot. No two states share an item, so that the slots themselves are never compared.
+    """
 
     negative_spread: int
-    negative_heaviest: int
-    order: int
+    negative_heaviest: _Slot
     slots: tuple[_Slot, ...]
 
 
@@ -64,29 +67,30 @@ def balanced_partition(weights: Sequence[int], num_parts: int, *, equal_size: bo
     items = sorted(range(len(weights)), key=lambda index: (weights[index], index))
     chunk = num_parts if equal_size else 1
     heap = [
-        _state([_Slot(weights[i], 1, (i,)) for i in items[start : start + chunk]], num_parts, start)
+        _state([_Slot(weights[i], 1, (i,)) for i in items[start : start + chunk]], num_parts)
         for start in range(0, len(items), chunk)
     ]
     if not heap:
         return ((),) * num_parts
     heapify(heap)
-    order = len(items)
     while len(heap) > 1:
-        heappush(heap, _merge(heappop(heap), heappop(heap), order))
-        order += 1
+        heappush(heap, _merge(heappop(heap), heappop(heap)))
     return tuple(tuple(sorted(slot.items)) for slot in heap[0].slots)
 
 
-def _state(filled: Sequence[_Slot], num_parts: int, order: int) -> _State:
+def _state(filled: Sequence[_Slot], num_parts: int) -> _State:
     empty = [_Slot(0, 0, ())] * (num_parts - len(filled))
     slots = tuple(sorted([*filled, *empty], reverse=True))
-    return _State(slots[-1].weight - slots[0].weight, -slots[0].weight, order, slots)
+    heaviest = slots[0]
+    # Negating each number turns the order round: items are compared only where there are as many.
+    negative = _Slot(-heaviest.weight, -heaviest.num_items, tuple(-i for i in heaviest.items))
+    return _State(slots[-1].weight - heaviest.weight, negative, slots)
 
 
-def _merge(left: _State, right: _State, order: int) -> _State:
+def _merge(left: _State, right: _State) -> _State:
     """Pair the heaviest slot of one with the lightest of the other."""
     pairs = zip(left.slots, reversed(right.slots), strict=True)
     merged = [
         _Slot(a.weight + b.weight, a.num_items + b.num_items, a.items + b.items) for a, b in pairs
     ]
-    return _state(merged, len(merged), order)
+    return _state(merged, len(merged))

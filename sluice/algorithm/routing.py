@@ -1,12 +1,4 @@
-"""Which replica gets the next group: announced replicas, their load and their failures.
-
-State without a clock or I/O; the reward service and the simulator drive it. Capacity is counted in
-sequences: a replica holds up to ``slots * slack``, or one group of any size.
-
-Of replicas with the same number of slots the least loaded has the fewest sequences. They stand in
-one heap a number of slots, brought up to date when it is asked: a choice among 1,024 replicas costs
-little more than one among a few.
-"""
+"""Choose the replica of the next group, and estimate how many replicas keep the trainer fed."""
 
 from __future__ import annotations
 
@@ -31,7 +23,7 @@ class AnnouncedReplica:
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class RoutedReplica:
     """A replica in use. After a failure it pauses, then proves itself with one group.
 
     `order` is its place in the announcement.
@@ -44,7 +36,7 @@ class Member:
     paused_until: float = 0.0
     next_pause_s: float = FIRST_PAUSE_S
     on_probation: bool = False
-    withdrawn: bool = False
+    removed: bool = False
 
     @property
     def load(self) -> float:
@@ -53,15 +45,15 @@ class Member:
 
 
 @dataclass(slots=True, eq=False)
-class Grant:
+class Reservation:
     """Room on a replica for one group, of which `num_missing` sequences are still to come."""
 
-    member: Member
+    member: RoutedReplica
     num_missing: int
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReplicaRequirement:
     """What a group needs of a replica; versions are inclusive."""
 
     num_sequences: int
@@ -82,23 +74,23 @@ class _SameSlots:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._members: list[Member] = []
-        self._heap: list[tuple[int, int, Member]] = []
+        self._members: list[RoutedReplica] = []
+        self._heap: list[tuple[int, int, RoutedReplica]] = []
 
-    def add(self, member: Member) -> None:
+    def add(self, member: RoutedReplica) -> None:
         self._members.append(member)
         self.changed(member)
 
-    def changed(self, member: Member) -> None:
+    def changed(self, member: RoutedReplica) -> None:
         if len(self._heap) > 4 * len(self._members) + 16:
             self._heap = [(m.num_outstanding, m.order, m) for m in self._members]
             heapify(self._heap)
             return
         heappush(self._heap, (member.num_outstanding, member.order, member))
 
-    def first(self, wanted: Wanted, now: float) -> Member | None:
+    def first(self, wanted: ReplicaRequirement, now: float) -> RoutedReplica | None:
         """The member with the fewest sequences among those with room for the group."""
-        passed_over: list[tuple[int, int, Member]] = []
+        passed_over: list[tuple[int, int, RoutedReplica]] = []
         found = None
         while self._heap and found is None:
             num_outstanding, _, member = self._heap[0]
@@ -106,7 +98,7 @@ class _SameSlots:
                 heappop(self._heap)
             elif num_outstanding and num_outstanding + wanted.num_sequences > self.capacity:
                 break  # and so are all others
-            elif self._has_room(member, wanted, now):
+            elif self._has_capacity(member, wanted, now):
                 found = member
             else:
                 passed_over.append(heappop(self._heap))
@@ -114,7 +106,7 @@ class _SameSlots:
             heappush(self._heap, entry)
         return found
 
-    def _has_room(self, member: Member, wanted: Wanted, now: float) -> bool:
+    def _has_capacity(self, member: RoutedReplica, wanted: ReplicaRequirement, now: float) -> bool:
         if not wanted.accepts(member.announced.policy_version) or member.paused_until > now:
             return False
         if member.num_groups == 0:
@@ -124,7 +116,7 @@ class _SameSlots:
         return member.num_outstanding + wanted.num_sequences <= self.capacity
 
 
-class Fleet:
+class ReplicaRouter:
     """The replicas of the last announcement.
 
     Args:
@@ -133,11 +125,11 @@ class Fleet:
 
     def __init__(self, slack: float) -> None:
         self._slack = slack
-        self._members: dict[tuple[str, str], Member] = {}
+        self._members: dict[tuple[str, str], RoutedReplica] = {}
         self._by_slots: dict[int, _SameSlots] = {}
         self._num_serving: Counter[int] = Counter()  # replicas by policy version
         self._num_free: Counter[int] = Counter()  # sequences by policy version
-        self._paused: set[Member] = set()  # since the last announcement
+        self._paused: set[RoutedReplica] = set()  # since the last announcement
 
     @property
     def announced(self) -> tuple[AnnouncedReplica, ...]:
@@ -150,25 +142,25 @@ class Fleet:
         members = self._members.values()
         return sum(min(member.num_outstanding, member.announced.info.slots) for member in members)
 
-    def announce(self, replicas: Sequence[AnnouncedReplica]) -> tuple[Member, ...]:
+    def announce(self, replicas: Sequence[AnnouncedReplica]) -> tuple[RoutedReplica, ...]:
         """Take on a new fleet; pauses end. Returns members that are gone, marked withdrawn."""
         previous, self._members = self._members, {}
         for replica in replicas:
-            key = (replica.info.name, replica.info.incarnation)
-            member = previous.pop(key, None) or Member(replica)
+            key = (replica.info.name, replica.info.instance_id)
+            member = previous.pop(key, None) or RoutedReplica(replica)
             member.announced = replica
             member.paused_until = 0.0
             self._members[key] = member
         for gone in previous.values():
-            gone.withdrawn = True
+            gone.removed = True
         self._arrange()
         return tuple(previous.values())
 
-    def serves(self, wanted: Wanted) -> bool:
+    def serves(self, wanted: ReplicaRequirement) -> bool:
         """Whether any replica, busy or paused, is of a wanted version."""
         return any(wanted.accepts(version) for version in self._num_serving)
 
-    def choose(self, wanted: Wanted, now: float) -> Member | None:
+    def choose(self, wanted: ReplicaRequirement, now: float) -> RoutedReplica | None:
         """The least loaded replica with room for the group; ``None`` if all are full or paused."""
         if not self.serves(wanted):
             return None
@@ -185,41 +177,41 @@ class Fleet:
         if not self._paused:
             return free
         paused = sum(
-            self._room(member)
+            self._free_sequences(member)
             for member in self._paused
             if member.paused_until > now and member.announced.policy_version >= lowest_version
         )
         return free - paused
 
-    def grant(self, member: Member, num_sequences: int) -> Grant:
+    def reservation(self, member: RoutedReplica, num_sequences: int) -> Reservation:
         """Take room for a group on `member`."""
         member.num_groups += 1
         self._load(member, num_sequences)
-        return Grant(member, num_sequences)
+        return Reservation(member, num_sequences)
 
-    def sequence_ended(self, grant: Grant) -> None:
+    def sequence_ended(self, reservation: Reservation) -> None:
         """Give back the room of one finished sequence."""
-        grant.num_missing -= 1
-        self._load(grant.member, -1)
+        reservation.num_missing -= 1
+        self._load(reservation.member, -1)
 
-    def give_back(self, grant: Grant) -> None:
+    def give_back(self, reservation: Reservation) -> None:
         """Give back what room is left of a group's."""
-        grant.member.num_groups -= 1
-        self._load(grant.member, -grant.num_missing)
-        grant.num_missing = 0
+        reservation.member.num_groups -= 1
+        self._load(reservation.member, -reservation.num_missing)
+        reservation.num_missing = 0
 
-    def answered(self, member: Member) -> None:
+    def answered(self, member: RoutedReplica) -> None:
         """The replica works: end its probation."""
         member.on_probation = False
         member.next_pause_s = FIRST_PAUSE_S
 
-    def failed(self, member: Member, now: float) -> float:
+    def failed(self, member: RoutedReplica, now: float) -> float:
         """Pause a replica that failed; longer each time. Returns when the pause ends."""
         if member.paused_until <= now:
             member.paused_until = now + member.next_pause_s
             member.next_pause_s = min(2 * member.next_pause_s, LONGEST_PAUSE_S)
             member.on_probation = True
-            if not member.withdrawn:
+            if not member.removed:
                 self._paused.add(member)
         return member.paused_until
 
@@ -231,20 +223,87 @@ class Fleet:
             member.order = order
             version = member.announced.policy_version
             self._num_serving[version] += 1
-            self._num_free[version] += self._room(member)
+            self._num_free[version] += self._free_sequences(member)
             slots = member.announced.info.slots
             self._by_slots.setdefault(slots, _SameSlots(self._capacity(member))).add(member)
 
-    def _load(self, member: Member, num_sequences: int) -> None:
+    def _load(self, member: RoutedReplica, num_sequences: int) -> None:
         """Add outstanding sequences, or take some away."""
-        before = self._room(member)
+        before = self._free_sequences(member)
         member.num_outstanding += num_sequences
-        if num_sequences and not member.withdrawn:
-            self._num_free[member.announced.policy_version] += self._room(member) - before
+        if num_sequences and not member.removed:
+            self._num_free[member.announced.policy_version] += self._free_sequences(member) - before
             self._by_slots[member.announced.info.slots].changed(member)
 
-    def _room(self, member: Member) -> int:
+    def _free_sequences(self, member: RoutedReplica) -> int:
         return max(0, self._capacity(member) - member.num_outstanding)
 
-    def _capacity(self, member: Member) -> int:
+    def _capacity(self, member: RoutedReplica) -> int:
         return math.floor(member.announced.info.slots * self._slack)
+
+
+# How many replicas would keep the trainer fed: the number that an autoscaler follows.
+#
+# What the last batches cost is known: slots in use, added up over time. The trainer took them in
+# the time that passed, less the time in which it waited for generation; had it never waited, the
+# same work would have been wanted in the remaining time. So
+#
+#     slots wanted = HEADROOM * used slot seconds / (observed seconds - starved seconds)
+#
+# A trainer that never waits, with half of the slots in use, asks for about half of the fleet;
+# one that waits half of its time, with all slots in use, for twice the fleet. In synchronous
+# mode, where generation and training take turns, the same formula makes both take equally long.
+#
+# Values in, values out; `services.reward.metrics` measures.
+
+
+HEADROOM = 1.1
+"""A fleet that is exactly fast enough makes the trainer wait about every other time."""
+
+MOST_GROWTH = 4.0
+"""Times the present fleet that one measurement may ask for: far beyond it nothing is known about
+how the work would spread. The next measurement goes on from there."""
+
+_DEMAND_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class FleetUse:
+    """What was seen over some batches.
+
+    Attributes:
+        observed_s: seconds looked at.
+        starved_s: of them, with the trainer waiting for a batch and generation missing.
+        slot_seconds: slots in use, added up over them.
+    """
+
+    observed_s: float
+    starved_s: float
+    slot_seconds: float
+
+
+def slots_needed(use: FleetUse, num_slots: int) -> float:
+    """Slots that would keep the trainer fed, from 0 to `MOST_GROWTH` times `num_slots`.
+
+    Args:
+        use: of the last batches.
+        num_slots: of the fleet now; what is wanted before anything was seen.
+    """
+    if use.observed_s <= 0.0:
+        return float(num_slots)
+    most = MOST_GROWTH * num_slots
+    fed_s = use.observed_s - use.starved_s
+    wanted = HEADROOM * use.slot_seconds
+    return most if wanted >= most * fed_s else wanted / fed_s
+
+
+def replicas_needed(slots: float, *, num_slots: int, num_replicas: int) -> int:
+    """Replicas with so many slots, of the size that the present ones have; at least 1.
+
+    Args:
+        slots: see `slots_wanted`.
+        num_slots, num_replicas: of the fleet now; 0 without one.
+    """
+    if num_slots <= 0 or num_replicas <= 0:
+        return 1
+    return max(1, math.ceil(slots * num_replicas / num_slots - _DEMAND_ROUNDING))

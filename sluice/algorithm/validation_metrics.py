@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from sluice.types import Scored
 
-NUM_DRAWS = 1000
+NUM_BOOTSTRAP_SAMPLES = 1000
 BOOTSTRAP_SEED = 42
 CORE_PREFIXES = ("mean", "maj", "best")
 
@@ -36,12 +36,16 @@ def validation_metrics(prompts: Sequence[ValidationPrompt]) -> dict[str, float]:
     Variables are ``reward`` (with shaping), ``score`` and each of the scorer's metrics that all
     responses to a prompt have. Names are ``val-core/{source}/{variable}/{metric}`` for the mean,
     best and maj at the largest N of ``acc`` (of ``reward`` where there is no ``acc``), and
-    ``val-aux/...`` for all others.
+    ``val-aux/...`` for all others. A response without a prediction votes too, as in verl
+    (`verl/trainer/ppo/metric_utils.py`, `calc_maj_val`); a data source none of whose responses
+    has one has no maj.
     """
     by_source: dict[str, dict[str, dict[str, list[float]]]] = {}
+    voting = {p.data_source for p in prompts if any(s.prediction is not None for s in p.scores)}
     for prompt in prompts:
         variables = by_source.setdefault(prompt.data_source, {})
-        predictions = _predictions(prompt.scores)
+        votes = prompt.data_source in voting
+        predictions = [score.prediction for score in prompt.scores] if votes else None
         for variable, values in _variables(prompt.scores).items():
             found = variables.setdefault(variable, {})
             for name, value in prompt_metrics(values, predictions).items():
@@ -54,12 +58,13 @@ def validation_metrics(prompts: Sequence[ValidationPrompt]) -> dict[str, float]:
     }
 
 
-def prompt_metrics(values: Values, predictions: Sequence[str] | None) -> dict[str, float]:
+def prompt_metrics(values: Values, predictions: Sequence[str | None] | None) -> dict[str, float]:
     """All metrics of one variable over the responses to one prompt.
 
     Args:
         values: float64 [N].
-        predictions: the N extracted answers to vote with, or ``None`` for no maj@k.
+        predictions: the N extracted answers to vote with, or ``None`` for no maj@k. An answer that
+            is ``None`` is a vote like any other.
 
     Returns:
         ``mean@N`` and for N > 1 ``std@N`` (population) and, for k = 2, 4, 8, ... below N and for
@@ -71,9 +76,9 @@ def prompt_metrics(values: Values, predictions: Sequence[str] | None) -> dict[st
         return metrics
     metrics[f"std@{num}"] = float(values.std())
     for size in bootstrap_sizes(num):
-        draws = bootstrap_draws(num, size)
-        drawn = values[draws]
-        estimates = {"best": drawn.max(axis=1), "worst": drawn.min(axis=1)}
+        draws = bootstrap_indices(num, size)
+        sampled = values[draws]
+        estimates = {"best": sampled.max(axis=1), "worst": sampled.min(axis=1)}
         if predictions is not None:
             estimates["maj"] = majority_values(values, predictions, draws)
         for name, estimate in estimates.items():
@@ -89,25 +94,26 @@ def bootstrap_sizes(num_responses: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def bootstrap_draws(num_responses: int, size: int) -> npt.NDArray[np.int64]:
+def bootstrap_indices(num_responses: int, size: int) -> npt.NDArray[np.int64]:
     """Response indices drawn with replacement, int64 [1000, size], read-only."""
     state = np.random.RandomState(BOOTSTRAP_SEED)
     draws: npt.NDArray[np.int64] = state.randint(
-        0, num_responses, size=(NUM_DRAWS, size), dtype=np.int64
+        0, num_responses, size=(NUM_BOOTSTRAP_SAMPLES, size), dtype=np.int64
     )
     draws.setflags(write=False)
     return draws
 
 
 def majority_values(
-    values: Values, predictions: Sequence[str], draws: npt.NDArray[np.int64]
+    values: Values, predictions: Sequence[str | None], draws: npt.NDArray[np.int64]
 ) -> Values:
     """Value of the most frequent prediction of each draw, float64 [draws].
 
     Among equally frequent predictions the one drawn first wins. Its value is that of its first
     member drawn (members of one prediction may differ in reward through their length).
     """
-    codes = np.unique(np.asarray(predictions), return_inverse=True)[1][draws]
+    numbers = {prediction: number for number, prediction in enumerate(predictions)}
+    codes = np.asarray([numbers[prediction] for prediction in predictions])[draws]
     votes = (codes[:, :, None] == codes[:, None, :]).sum(axis=2)
     # argmax returns the first maximum: first member of the first-drawn winner.
     winners = votes.argmax(axis=1)
@@ -121,11 +127,6 @@ def _variables(scores: Sequence[Scored]) -> dict[str, Values]:
     columns["reward"] = [s.reward for s in scores]
     columns["score"] = [s.score for s in scores]
     return {name: np.asarray(column, dtype=np.float64) for name, column in columns.items()}
-
-
-def _predictions(scores: Sequence[Scored]) -> list[str] | None:
-    predictions = [s.prediction for s in scores if s.prediction is not None]
-    return predictions if len(predictions) == len(scores) else None
 
 
 def _section(variable: str, name: str, variables: Mapping[str, Mapping[str, object]]) -> str:

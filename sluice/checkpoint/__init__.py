@@ -1,1 +1,3 @@
-"""Turning a trainer's checkpoint into an ordinary Hugging Face model directory."""
+"""A trainer's checkpoint as an ordinary Hugging Face model directory. A folder of sluice or
+verl comes in; safetensors files and a `config.json` go out.
+"""

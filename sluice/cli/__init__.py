@@ -1,1 +1,3 @@
-"""The `sluice` command, one file for each of its commands."""
+"""The `sluice` command. A module holds one command with what it prints. In: words of a command
+line. Out: text for people, or JSON, and an exit status.
+"""

@@ -8,24 +8,24 @@ from typing import Annotated
 
 import typer
 
-from sluice.cli.certs import certs
-from sluice.cli.config_command import config_commands
-from sluice.cli.dashboard import dashboard
-from sluice.cli.data_command import data_commands
+from sluice.cli.config import config_commands
+from sluice.cli.data import data_commands
 from sluice.cli.doctor import doctor
-from sluice.cli.evaluate import evaluate
-from sluice.cli.generate import generate
-from sluice.cli.merge_command import merge
-from sluice.cli.prepare import prepare
-from sluice.cli.quickstart import quickstart
-from sluice.cli.scale import scale
-from sluice.cli.score import score
-from sluice.cli.serve_openai import serve_openai
-from sluice.cli.simulate import simulate
-from sluice.cli.status import status
-from sluice.cli.submit import submit
-from sluice.cli.up import train, up
-from sluice.concurrency.exit_status import exit_status
+from sluice.cli.merge import merge
+from sluice.cli.policy.evaluate import evaluate
+from sluice.cli.policy.generate import generate
+from sluice.cli.policy.score import score
+from sluice.cli.policy.serve_openai import serve_openai
+from sluice.cli.policy.submit import submit
+from sluice.cli.run.certificates import certs
+from sluice.cli.run.prepare import prepare
+from sluice.cli.run.quickstart import quickstart
+from sluice.cli.run.scale import scale
+from sluice.cli.run.up import train, up
+from sluice.cli.simulate.command import simulate
+from sluice.cli.watch.dashboard import dashboard
+from sluice.cli.watch.status import status
+from sluice.concurrency.process import exit_status
 
 commands = typer.Typer(
     name="sluice", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None

@@ -1,4 +1,4 @@
-"""Commands that need a run which is going on, and what they say of one that is not."""
+"""Find a run by its folder, and ask it while it runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sluice.cli.run_location import RunLocation, locate_run
+from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.errors import DeadlineError, HandshakeError, NotReadyError, PeerError
 from sluice.report.run_record import read_progress

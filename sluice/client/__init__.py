@@ -5,6 +5,7 @@
 
 from sluice.client.async_client import AsyncClient
 from sluice.client.generation_types import (
+    ChatWithImages,
     GenerateOptions,
     Generation,
     GenerationEvent,
@@ -14,12 +15,11 @@ from sluice.client.generation_types import (
     SampleFinished,
     Sampling,
 )
-from sluice.client.images import ChatWithImages
 from sluice.client.policy_client import NewPrompt, PromptEvent
-from sluice.client.retries import RetryPolicy
 from sluice.client.run_address import RunAddress, address_of_run, credentials_from_environment
 from sluice.client.scoring import ScoreItem
 from sluice.client.sync_client import Client
+from sluice.rpc.retries import RetryPolicy
 from sluice.types import ChatMessage
 
 __all__ = [

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from sluice.client.fleet import Fleet, FleetReplica
-from sluice.client.fleet_lookup import FleetLookup
+from sluice.client.channels import ServiceChannels
+from sluice.client.fleet import ClientFleet, FleetLookup, FleetReplica
+from sluice.client.generation import ResumableGeneration
 from sluice.client.generation_types import (
     GenerateOptions,
     Generation,
@@ -20,14 +21,12 @@ from sluice.client.generation_types import (
     SampleFinished,
 )
 from sluice.client.policy_client import NewPrompt, PromptEvent
-from sluice.client.resumable_generation import ResumableGeneration
-from sluice.client.retries import RetryPolicy
 from sluice.client.run_address import RunAddress, address_of_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.client.scoring import MOST_CALLS, ScoreItem, score_items
-from sluice.client.service_channels import ServiceChannels
 from sluice.client.submission import submit_prompts
 from sluice.errors import ConfigError
+from sluice.rpc.retries import RetryPolicy
 from sluice.types import Failed, Rollout, Scored, TokenIds
 
 _DEFAULT_OPTIONS = GenerateOptions()
@@ -55,7 +54,7 @@ class AsyncClient:
         self._monitors = set[RunMonitor]()
         self._score_calls = asyncio.Semaphore(MOST_CALLS)
         self._lookup = FleetLookup(address, self._channels)
-        self._generation = ResumableGeneration(Fleet(self._lookup), self._channels, policy)
+        self._generation = ResumableGeneration(ClientFleet(self._lookup), self._channels, policy)
 
     @classmethod
     def connect(

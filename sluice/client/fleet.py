@@ -1,8 +1,4 @@
-"""Which replicas generate for a client, and which of them takes the next request.
-
-Loads are what the trainer heard last, some seconds old, corrected by what this client has under way
-itself: of each replica, what it had under way when the load was heard is taken for part of it.
-"""
+"""Find the replicas of a run, and choose the one that takes a client's next request."""
 
 from __future__ import annotations
 
@@ -13,7 +9,22 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from sluice.errors import NotReadyError, SluiceError
+from sluice.api.reward.v1 import reward_pb2
+from sluice.api.rollout.v1 import rollout_pb2
+from sluice.api.trainer.v1 import trainer_pb2
+from sluice.client.channels import ServiceChannels
+from sluice.client.run_address import RunAddress
+from sluice.errors import (
+    ConfigError,
+    DeadlineError,
+    HandshakeError,
+    NotReadyError,
+    PeerError,
+    SluiceError,
+    leaves,
+)
+from sluice.rpc.client import reward_stub, rollout_stub, trainer_stub, unary_call
+from sluice.rpc.retries import own_deadline_is_failure
 
 _FRESH_S = 2.0
 _SUSPECT_S = 10.0
@@ -57,7 +68,7 @@ def choose_replica(
     return min(replicas, key=rank, default=None)
 
 
-class Fleet:
+class ClientFleet:
     """The replicas of a run as one client uses them.
 
     Args:
@@ -133,3 +144,100 @@ class Fleet:
         """A replica failed: others come first for a while, and the fleet is asked for anew."""
         self._failed_s[address] = self._clock()
         self._heard_s = None
+
+
+_PHASE = "asking for the replicas that serve"
+
+
+class FleetLookup:
+    """Finds the replicas of a run. Calling it asks anew.
+
+    Args:
+        address: of the run; with `replicas`, these alone are asked, each for itself.
+        channels: to its services.
+    """
+
+    def __init__(self, address: RunAddress, channels: ServiceChannels) -> None:
+        self._address, self._channels = address, channels
+
+    async def __call__(self) -> Sequence[FleetReplica]:
+        """Those that serve, with their loads.
+
+        Raises:
+            ConfigError: nothing is known that could be asked.
+            PeerError: nobody answers, or not in time.
+        """
+        with own_deadline_is_failure():
+            return await self._asked()
+
+    async def _asked(self) -> Sequence[FleetReplica]:
+        if self._address.replicas:
+            return await self._of_themselves()
+        if self._address.trainer is None:
+            return await self._of_reward_service()
+        try:
+            return await self._of_trainer(self._address.trainer)
+        except HandshakeError:
+            raise
+        except (PeerError, DeadlineError):
+            if self._address.reward is None:
+                raise
+            return await self._of_reward_service()
+
+    async def _of_themselves(self) -> Sequence[FleetReplica]:
+        """All at once: one that hangs keeps nobody from hearing of the others."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asked = [
+                    tasks.create_task(self._itself(address), name=f"asking {address}")
+                    for address in self._address.replicas
+                ]
+        except ExceptionGroup as group:
+            raise leaves(group)[0] from group
+        return [found for task in asked if (found := task.result()) is not None]
+
+    async def _of_trainer(self, trainer: str) -> Sequence[FleetReplica]:
+        answer = await unary_call(
+            trainer_stub(self._channels.to(trainer)).GetStatus,
+            trainer_pb2.GetStatusRequest(),
+            name="TrainerService/GetStatus",
+            peer="trainer",
+            phase=_PHASE,
+        )
+        return [
+            FleetReplica(each.replica.address, each.replica.slots, each.slots_busy + each.queued)
+            for each in answer.replicas
+            if each.state == "serving"
+        ]
+
+    async def _of_reward_service(self) -> Sequence[FleetReplica]:
+        if self._address.reward is None:
+            raise ConfigError(
+                "client: no address of a trainer, a reward service or a replica; give the run's "
+                "folder, or one of them"
+            )
+        answer = await unary_call(
+            reward_stub(self._channels.to(self._address.reward)).GetStatus,
+            reward_pb2.GetStatusRequest(),
+            name="RewardService/GetStatus",
+            peer="reward service",
+            phase=_PHASE,
+        )
+        return [FleetReplica(each.address, each.slots, 0) for each in answer.replicas]
+
+    async def _itself(self, address: str) -> FleetReplica | None:
+        try:
+            answer = await unary_call(
+                rollout_stub(self._channels.to(address)).GetStatus,
+                rollout_pb2.GetStatusRequest(without_engine=True),
+                name="RolloutService/GetStatus",
+                peer=address,
+                phase=_PHASE,
+            )
+        except HandshakeError:
+            raise
+        except (PeerError, DeadlineError):
+            return None
+        if not answer.HasField("policy_version"):
+            return None
+        return FleetReplica(address, answer.slots, answer.slots_busy + answer.queued)

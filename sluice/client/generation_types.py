@@ -1,19 +1,63 @@
-"""What a client asks to be generated, and what it is told while that goes on."""
+"""Requests to generate, with or without images, and the events of their progress."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
-from sluice.client.images import ChatWithImages
-from sluice.codec.field_rules import check_range
-from sluice.codec.rollout_rules import MAX_SAMPLE_INDEX, check_stops
+from sluice.codec.fields import check_range
+from sluice.codec.rollout import MAX_SAMPLE_INDEX, check_stops
+from sluice.data.image_sources import read_image
 from sluice.errors import InvalidRequestError
-from sluice.telemetry.trace_context import parse_traceparent
+from sluice.telemetry.tracing import parse_traceparent
 from sluice.types import ChatMessage, Logprobs, Rollout, TokenIds
+from sluice.vision.image_header import read_image_header
+from sluice.vision.image_limits import check_marks
+
+Image = bytes | str | Path
+"""An encoded file (PNG, JPEG or WebP), or the path of one."""
+
+_LARGEST_FILE_BYTES = 1 << 30
+"""More than any service takes; it only keeps a wrong path from filling the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatWithImages:
+    """Turns for the chat template, with as many images as their texts hold ``<image>``, in order.
+
+    What a run takes at most is its own setting (`sluice.limits`); it refuses more by name.
+    """
+
+    messages: Sequence[ChatMessage]
+    images: Sequence[Image]
+
+
+def encoded_images(owner: str, chat: ChatWithImages) -> list[bytes]:
+    """The images as they are sent; paths are relative to the current folder.
+
+    Args:
+        owner: whose they are, for errors.
+        chat: with the images.
+
+    Raises:
+        InvalidRequestError: they are not as many as marks, or one is no whole image.
+        DataError: a file cannot be read.
+    """
+    field = f"{owner}: images"
+    check_marks(field, len(chat.images), (turn.content for turn in chat.messages))
+    return [_encoded(f"{field}[{index}]", image) for index, image in enumerate(chat.images)]
+
+
+def _encoded(field: str, image: Image) -> bytes:
+    source = str(image) if isinstance(image, Path) else image
+    data = read_image(field, source, Path(), _LARGEST_FILE_BYTES)
+    read_image_header(field, data)
+    return data
+
 
 Prompt = str | Sequence[ChatMessage] | Sequence[int] | TokenIds | ChatWithImages
 """A text that goes on, a conversation for the chat template with or without images, token ids."""

@@ -7,8 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
 
 from sluice.api.launch.v1 import launch_pb2, launch_pb2_grpc
-from sluice.rpc.call import unary_call
-from sluice.rpc.channel import open_channel
+from sluice.rpc.client import open_channel, unary_call
 from sluice.rpc.credentials import OPEN, Credentials
 
 if TYPE_CHECKING:

@@ -11,14 +11,12 @@ from typing import Any, Self, cast
 from google.protobuf import struct_pb2
 
 from sluice.api.reward.v1 import reward_pb2
-from sluice.client.images import ChatWithImages, Image, encoded_images
+from sluice.client.generation_types import ChatWithImages, Image, encoded_images
 from sluice.codec.rollout import chat_prompt_to_proto
-from sluice.concurrency.progress_deadline import while_progressing
+from sluice.concurrency.deadlines import while_progressing
 from sluice.errors import DeadlineError, InvalidRequestError, PeerError
-from sluice.rpc.call import stream_call, unary_call
-from sluice.rpc.channel import open_channel
+from sluice.rpc.client import open_channel, reward_stub, stream_call, unary_call
 from sluice.rpc.credentials import OPEN, Credentials
-from sluice.rpc.stubs import reward_stub
 from sluice.types import ChatMessage
 
 # A group of the longest responses may take this long; a service that has died is noticed at once.

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from sluice.config.addresses import peer_address
 from sluice.config.derived import message_mb
-from sluice.config.endpoints import peer_address
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.config.security import SecurityConfig
+from sluice.config.schema.security import SecurityConfig
 from sluice.errors import ConfigError
 from sluice.rpc.credentials import FILE_VARIABLES, OPEN, Credentials, client_credentials
 

@@ -13,12 +13,19 @@ from typing import Self
 
 from sluice.api.reward.v1 import reward_pb2
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.concurrency.deadline import deadline
+from sluice.concurrency.deadlines import deadline
 from sluice.errors import DeadlineError, NotReadyError, PeerError
-from sluice.rpc.call import RequestT, ResponseT, UnaryMethod, stream_call, unary_call
-from sluice.rpc.channel import open_channel
+from sluice.rpc.client import (
+    RequestT,
+    ResponseT,
+    UnaryMethod,
+    open_channel,
+    reward_stub,
+    stream_call,
+    trainer_stub,
+    unary_call,
+)
 from sluice.rpc.credentials import OPEN, Credentials
-from sluice.rpc.stubs import reward_stub, trainer_stub
 
 _HELD, _FINISHED = "paused", "finished"
 _POLL_S = 0.2
@@ -41,7 +48,7 @@ class ReplicaSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited:
+class AwaitedPeer:
     """Something the reward service waits for."""
 
     peer: str
@@ -65,7 +72,7 @@ class RunSnapshot:
     replicas: tuple[ReplicaSnapshot, ...]
     metrics: Mapping[str, float]
     prompts: Mapping[str, int]
-    awaited: tuple[Awaited, ...]
+    awaited: tuple[AwaitedPeer, ...]
     accounts: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -235,7 +242,7 @@ class RunMonitor:
             phase="watching steps",
         )
 
-    async def _prompts(self) -> tuple[Mapping[str, int], tuple[Awaited, ...]]:
+    async def _prompts(self) -> tuple[Mapping[str, int], tuple[AwaitedPeer, ...]]:
         try:
             status = await unary_call(
                 self._reward.GetStatus,
@@ -251,7 +258,7 @@ class RunMonitor:
             "pending": status.prompts_pending,
             **status.prompts_by_end,
         }
-        return prompts, tuple(Awaited(a.peer, a.phase, a.seconds) for a in status.awaited)
+        return prompts, tuple(AwaitedPeer(a.peer, a.phase, a.seconds) for a in status.awaited)
 
 
 def _replica(status: trainer_pb2.ReplicaStatus) -> ReplicaSnapshot:

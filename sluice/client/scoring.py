@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sluice.api.reward.v1 import reward_pb2
+from sluice.client.channels import ServiceChannels
 from sluice.client.policy_client import extra_info_to_proto
-from sluice.client.retries import Retries, RetryPolicy
-from sluice.client.service_channels import ServiceChannels
-from sluice.codec.batch import score_from_proto
-from sluice.concurrency.exception_leaves import leaves
+from sluice.codec.reward import score_from_proto
 from sluice.errors import (
     DeadlineError,
     ExhaustedError,
@@ -22,12 +20,13 @@ from sluice.errors import (
     PeerDefectError,
     PeerError,
     SluiceError,
+    leaves,
 )
-from sluice.rpc.call import unary_call
-from sluice.rpc.stubs import reward_stub
+from sluice.rpc.client import reward_stub, unary_call
+from sluice.rpc.retries import Retries, RetryPolicy
 from sluice.types import Failed, FailureKind, Scored
 
-# The deadline of a call in sluice.rpc.call_policy follows from these two.
+# The deadline of a call in sluice.rpc.policy follows from these two.
 ITEMS_PER_CALL = 16
 CALLS_UNDER_WAY = 4
 MOST_CALLS = 16

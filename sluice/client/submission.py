@@ -1,31 +1,141 @@
-"""Prompts submitted for training, each told of until its end, through restarts of the service.
-
-A prompt may be sent again as often as needed: the reward service knows it by its id and its
-content, accepts it once, and repeats its receipt and outcome. One that is refused for want of room
-is sent again once there may be some.
-"""
+"""Submit prompts for training and report on each until its end, across restarts of the service."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing
-from typing import TYPE_CHECKING, NamedTuple
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from sluice.api.reward.v1 import reward_pb2
+from sluice.client.channels import ServiceChannels
 from sluice.client.generation_types import check_traceparent
-from sluice.client.held_prompts import HeldPrompts
-from sluice.client.own_deadlines import own_deadline_is_failure
+from sluice.client.held_prompts import RefusedPrompts
 from sluice.client.policy_client import NewPrompt, PromptEvent, prompt_event, prompt_to_proto
-from sluice.client.prompt_draws import DrawsHere, DrawsInThread, PromptDraws
-from sluice.client.retries import Retries, RetryPolicy
-from sluice.client.service_channels import ServiceChannels
 from sluice.errors import PeerError, SluiceError
-from sluice.rpc.call import stream_call
-from sluice.rpc.stubs import reward_stub
+from sluice.rpc.client import reward_stub, stream_call
+from sluice.rpc.retries import Retries, RetryPolicy, own_deadline_is_failure
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
+
+
+class PromptReader(Protocol):
+    """Gives one prompt after another."""
+
+    def is_ready(self) -> bool:
+        """Whether `take` has something to give; if not, it is seen to that it will."""
+
+    def take(self) -> NewPrompt | None:
+        """The next prompt; ``None`` at the end. Raises what the iterable raised."""
+
+    def close(self) -> None:
+        """No more are taken."""
+
+
+class InlinePromptReader:
+    """Draws in the thread that takes: what the iterable waits for, the event loop waits for."""
+
+    def __init__(self, prompts: Iterable[NewPrompt]) -> None:
+        self._prompts = iter(prompts)
+
+    def is_ready(self) -> bool:
+        """Always."""
+        return True
+
+    def take(self) -> NewPrompt | None:
+        """Draws it."""
+        return next(self._prompts, None)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _ReadPrompt(NamedTuple):
+    prompt: NewPrompt | None
+    failure: Exception | None = None
+
+
+class ThreadedPromptReader:
+    """Draws in a thread of its own, so that the iterable may wait, also for the event loop.
+
+    One prompt is drawn at a time, when it is asked for. Nobody waits for the thread: a draw that
+    never ends outlives `close`, and keeps no process from ending.
+
+    Args:
+        prompts: iterated by that thread alone.
+        on_ready: called in the event loop when a prompt has come, or the end.
+    """
+
+    def __init__(self, prompts: Iterable[NewPrompt], on_ready: Callable[[], None]) -> None:
+        self._prompts, self._on_ready = prompts, on_ready
+        self._asks: SimpleQueue[bool] = SimpleQueue()
+        self._has_started, self._is_asked = False, False
+        self._pending: _ReadPrompt | None = None
+
+    def is_ready(self) -> bool:
+        """Whether one has come; it is asked for if it was not yet."""
+        if self._pending is None and not self._is_asked:
+            self._start()
+            self._is_asked = True
+            self._asks.put(True)
+        return self._pending is not None
+
+    def take(self) -> NewPrompt | None:
+        """The one that has come, after `is_ready`."""
+        assert self._pending is not None
+        sampled, self._pending = self._pending, None
+        if sampled.failure is not None:
+            raise sampled.failure
+        return sampled.prompt
+
+    def close(self) -> None:
+        """The thread ends, at once or after the draw that it is in."""
+        self._asks.put(False)
+
+    def _start(self) -> None:
+        if self._has_started:
+            return
+        self._has_started = True
+        loop = asyncio.get_running_loop()
+        threading.Thread(
+            target=self._read, args=(loop,), name="sluice prompts", daemon=True
+        ).start()
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        prompts: Iterator[NewPrompt] | None = None
+        while self._asks.get():
+            try:
+                prompts = iter(self._prompts) if prompts is None else prompts
+                sampled = _ReadPrompt(next(prompts, None))
+            except BaseException as error:  # noqa: BLE001 - it belongs to who waits
+                sampled = _ReadPrompt(None, _chained(error))
+            try:
+                loop.call_soon_threadsafe(self._put, sampled)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                return
+
+    def _put(self, sampled: _ReadPrompt) -> None:
+        self._pending, self._is_asked = sampled, False
+        self._on_ready()
+
+
+def _chained(error: BaseException) -> Exception:
+    """What ends a program must not end the event loop of those who wait."""
+    if isinstance(error, Exception):
+        return error
+    reported = RuntimeError(f"the iterable of prompts raised {type(error).__name__}: {error}")
+    reported.__cause__ = error
+    return reported
+
+
+# Prompts submitted for training, each told of until its end, through restarts of the service.
+#
+# A prompt may be sent again as often as needed: the reward service knows it by its id and its
+# content, accepts it once, and repeats its receipt and outcome. One that is refused for want of
+# room is sent again once there may be some.
 
 RECEIPTS = ("accepted", "refused")
 _WINDOW = 1024
@@ -74,23 +184,25 @@ class OpenPrompts:
         in_thread: bool = False,
     ) -> None:
         self._changed = asyncio.Event()
-        self._draws: PromptDraws = (
-            DrawsInThread(prompts, self._changed.set) if in_thread else DrawsHere(prompts)
+        self._prompts: PromptReader = (
+            ThreadedPromptReader(prompts, self._changed.set)
+            if in_thread
+            else InlinePromptReader(prompts)
         )
         self._until_outcome, self._check_size = until_outcome, check_size
         self._open: dict[str, _Encoded] = {}
         self._image_bytes = 0
-        self._drawn: NewPrompt | None = None
-        self._drawing = asyncio.Lock()
+        self._pending: NewPrompt | None = None
+        self._reading = asyncio.Lock()
         self._accepted: set[str] = set()
         self._unanswered: set[str] = set()  # sent in this call, without a receipt
-        self._held = HeldPrompts(policy, gives_up=not until_outcome)
+        self._held = RefusedPrompts(policy, gives_up=not until_outcome)
         self._is_exhausted, self._num_calls = False, 0
         self.failure: Exception | None = None
 
     def close(self) -> None:
         """No more prompts are drawn."""
-        self._draws.close()
+        self._prompts.close()
 
     def are_done(self) -> bool:
         """Whether nothing is left to send or to wait for."""
@@ -142,16 +254,16 @@ class OpenPrompts:
 
     def _takes_more(self) -> bool:
         """Fresh ones would be refused, too, while others are held."""
-        has_room = len(self._open) < _WINDOW and self._image_bytes < _IMAGE_WINDOW_BYTES
-        return has_room and not self._is_exhausted and not self._held
+        has_capacity = len(self._open) < _WINDOW and self._image_bytes < _IMAGE_WINDOW_BYTES
+        return has_capacity and not self._is_exhausted and not self._held
 
     def _has_fresh(self) -> bool:
-        return self._drawn is not None or self._draws.is_ready()
+        return self._pending is not None or self._prompts.is_ready()
 
     async def _fresh_one(self, call: int) -> reward_pb2.SubmitPromptsRequest | None:
         """The next fresh prompt as it is sent; ``None`` where there is none, which ends the input,
         and for a call that is not the latest."""
-        async with self._drawing:
+        async with self._reading:
             if call != self._num_calls:
                 return None
             try:
@@ -163,7 +275,7 @@ class OpenPrompts:
                 return None
             if call != self._num_calls:
                 return None  # the latest call draws it
-            prompt_id, self._drawn = encoded.request.prompt_id[:_ECHOED_CHARACTERS], None
+            prompt_id, self._pending = encoded.request.prompt_id[:_ECHOED_CHARACTERS], None
             if prompt_id not in self._open:
                 self._open[prompt_id] = encoded
                 self._image_bytes += encoded.image_bytes
@@ -172,9 +284,9 @@ class OpenPrompts:
 
     async def _encoded_next(self) -> _Encoded | None:
         """Files are read once, beside the event loop: what is sent again is what was sent."""
-        if self._drawn is None:
-            self._drawn = self._draws.take()
-        prompt = self._drawn
+        if self._pending is None:
+            self._pending = self._prompts.take()
+        prompt = self._pending
         if prompt is None:
             return None
         found = await asyncio.to_thread(_encode, prompt) if prompt.images else _encode(prompt)

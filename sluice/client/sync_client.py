@@ -13,11 +13,11 @@ from sluice.client.async_client import AsyncClient
 from sluice.client.fleet import FleetReplica
 from sluice.client.generation_types import GenerateOptions, Generation, GenerationEvent, Prompt
 from sluice.client.policy_client import NewPrompt, PromptEvent
-from sluice.client.retries import RetryPolicy
 from sluice.client.run_address import RunAddress, address_of_run
 from sluice.client.run_monitor import RunSnapshot
 from sluice.client.scoring import ScoreItem
 from sluice.errors import ConfigError
+from sluice.rpc.retries import RetryPolicy
 from sluice.types import Failed, Scored
 
 ValueT = TypeVar("ValueT")

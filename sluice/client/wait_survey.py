@@ -16,20 +16,12 @@ from typing import TYPE_CHECKING
 from sluice.api.reward.v1 import reward_pb2
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.codec.waits import WaitReport, wait_report_from_proto
-from sluice.concurrency.process_mark import ProcessMark, process_marks
+from sluice.codec.messages import WaitReport, wait_report_from_proto
+from sluice.concurrency.process import ProcessMark, process_marks
 from sluice.concurrency.waits import Waiting
-from sluice.errors import (
-    AccessDeniedError,
-    DeadlineError,
-    HandshakeError,
-    PeerError,
-    SluiceError,
-)
-from sluice.rpc.call import unary_call
-from sluice.rpc.channel import open_channel
+from sluice.errors import AccessDeniedError, DeadlineError, HandshakeError, PeerError, SluiceError
+from sluice.rpc.client import open_channel, reward_stub, rollout_stub, trainer_stub, unary_call
 from sluice.rpc.credentials import OPEN, Credentials
-from sluice.rpc.stubs import reward_stub, rollout_stub, trainer_stub
 
 if TYPE_CHECKING:
     import grpc
@@ -128,11 +120,11 @@ def _replicas(
     }
     for answer in answers:
         if isinstance(answer, _Answer):
-            for name, told in answer.replicas.items():
+            for name, reported in answer.replicas.items():
                 earlier = known.get(name)
                 # Only the trainer knows when it heard of a replica; it comes first.
-                unheard_s = told.unheard_s if earlier is None else earlier.unheard_s
-                known[name] = replace(told, unheard_s=told.unheard_s or unheard_s)
+                unheard_s = reported.unheard_s if earlier is None else earlier.unheard_s
+                known[name] = replace(reported, unheard_s=reported.unheard_s or unheard_s)
     return dict(sorted(known.items()))
 
 

@@ -1,1 +1,3 @@
-"""Domain values to protobuf and back: the only place that does it."""
+"""Domain values to protobuf and back, and the checks of incoming requests: the only place that
+does either. One module a proto package, and `fields` for what they share.
+"""

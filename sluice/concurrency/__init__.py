@@ -1,1 +1,3 @@
-"""How waits and processes end: deadlines, stop signals, supervisors, exit codes."""
+"""How waits, threads and processes begin and end: deadlines, the registry of waits, the
+watchdog, stop signals, exit statuses. Knows no service and no gRPC.
+"""

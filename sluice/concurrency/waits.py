@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-MOST_TOLD = 32
+MAX_REPORTED = 32
 """Lines a status answer holds at most."""
 
 
@@ -90,15 +90,15 @@ class WaitRegistry:
         """A wait that begins here; a context manager that ends it."""
         return Wait(peer, phase, self._clock(), self._open)
 
-    def snapshot(self, most: int = MOST_TOLD) -> tuple[Waiting, ...]:
+    def snapshot(self, most: int = MAX_REPORTED) -> tuple[Waiting, ...]:
         """Waits by peer and phase, the longest first, `most` lines at most."""
         now_s = self._clock()
-        return told_together(
+        return merged_waits(
             (Waiting(w.peer, w.phase, now_s - w.since_s, 1, w.task) for w in list(self._open)), most
         )
 
 
-def told_together(waits: Iterable[Waiting], most: int = MOST_TOLD) -> tuple[Waiting, ...]:
+def merged_waits(waits: Iterable[Waiting], most: int = MAX_REPORTED) -> tuple[Waiting, ...]:
     """One line a peer and phase, the longest wait first, `most` lines at most."""
     by_purpose: dict[tuple[str, str], list[Waiting]] = {}
     for wait in waits:

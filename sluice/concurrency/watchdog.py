@@ -1,34 +1,244 @@
-"""Watches from a thread of its own whether this process gets on, its event loop included.
-
-Consumes: sightings, taken in the event loop at intervals. Waits for: the time of the next look.
-Produces: after `stall_s` without progress what is waited for, as a warning, and the stacks of all
-threads and tasks in a file of the run's logs; after `give_up_s` the same and the end of the
-process with the exit code `EXIT_STALLED`, so that whoever supervises it can start it again. Where
-no thread can look any more because one keeps the interpreter's lock, SIGPROF ends the process
-(`cpu_deadline`, which also says what is not seen).
-On failure: a report that cannot be written or told in `REPORT_TIMEOUT_S` is left out; a stuck log
-must not keep the process from its end.
-On shutdown: the block ends, and the thread with it.
+"""Watch from a separate thread whether this process makes progress, its event loop included;
+end it when it stalls.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import TextIO
 
-from sluice.concurrency.cpu_deadline import CpuDeadline
-from sluice.concurrency.process_mark import marked_process
-from sluice.concurrency.stacks import write_stacks
-from sluice.concurrency.stall import Sighting, StallJudge, Verdict
+from sluice.concurrency.process import marked_process
 from sluice.concurrency.waits import WAITS, Waiting
-from sluice.config.service import ServiceConfig
+from sluice.config.schema.service import ServiceConfig
 from sluice.errors import SluiceError
+
+_MOST_TASKS = 500
+
+
+def write_stacks(file: TextIO, loop: asyncio.AbstractEventLoop | None) -> None:
+    """Writes them; callable from any thread, while the loop runs or hangs.
+
+    Args:
+        file: one with a file descriptor.
+        loop: whose tasks; ``None``: only threads.
+    """
+    file.write("threads:\n")
+    file.flush()
+    faulthandler.dump_traceback(file, all_threads=True)
+    if loop is None:
+        return
+    tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
+    file.write(f"{len(tasks)} tasks:\n")
+    for task in tasks[:_MOST_TASKS]:
+        file.write(f"  {task.get_name()}\n")
+        for line in _frames(task.get_coro()):
+            file.write(f"    {line}\n")
+    file.flush()
+
+
+def _frames(waiting: object) -> Iterator[str]:
+    """From the task's coroutine down to what it awaits in the end."""
+    while waiting is not None:
+        frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)
+        if frame is not None:
+            code = frame.f_code
+            yield f"{code.co_filename}:{frame.f_lineno} in {code.co_qualname}"
+        waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "gi_yieldfrom", None)
+
+
+# When work that stands still is told of, and when it is given up; a function of what was seen.
+#
+# Time counts only while this process runs: one that a signal stopped, or whose machine slept, is
+# not blamed for the time in which it could not move.
+
+_MOST_LOOKS_MISSED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class WorkState:
+    """The state of a process's work.
+
+    Attributes:
+        progress: a value that differs whenever something moved.
+        has_work: whether something should move; a paused or idle process has none.
+        patience_s: how long the present wait may last by its own deadline, seconds; that one is
+            left to end it.
+    """
+
+    progress: object
+    has_work: bool = True
+    patience_s: float = 0.0
+
+
+class StallVerdict(StrEnum):
+    """What a look found."""
+
+    FINE = "fine"
+    STALLED = "stalled"
+    HOPELESS = "hopeless"
+
+
+class StallJudge:
+    """Sees sightings, which come as long as the event loop runs, and judges.
+
+    `beat` belongs to the event loop, all else to one other thread.
+
+    Args:
+        stall_s: seconds without progress that are told of; ``None``: none are.
+        give_up_s: seconds without progress after which there is no hope; ``None``: there always is.
+        interval_s: seconds between two looks, and between two beats.
+    """
+
+    def __init__(self, stall_s: float | None, give_up_s: float | None, interval_s: float) -> None:
+        self._stall_s, self._give_up_s, self._interval_s = stall_s, give_up_s, interval_s
+        self._beat: tuple[int, WorkState] | None = None
+        self._seen: tuple[int, WorkState] | None = None
+        self._looked_s: float | None = None
+        # Seconds that count, in sum; and where they stood when something moved, or a beat came.
+        self._lived_s = self._moved_at_s = self._beaten_at_s = 0.0
+        self._is_reported = False
+
+    def beat(self, work_state: WorkState) -> None:
+        """The event loop runs and finds this."""
+        self._beat = (0 if self._beat is None else self._beat[0] + 1, work_state)
+
+    def look(self, now_s: float) -> StallVerdict:
+        """Judges; `STALLED` once in each stall."""
+        self._live_until(now_s)
+        beat, seen = self._beat, self._seen
+        if beat is None:
+            return StallVerdict.FINE
+        if seen is None or beat[0] != seen[0]:
+            self._seen, self._beaten_at_s = beat, self._lived_s
+            if seen is None or not beat[1].has_work or beat[1].progress != seen[1].progress:
+                self._moved_at_s, self._is_reported = self._lived_s, False
+        return self._judge()
+
+    @property
+    def still_s(self) -> float:
+        """Seconds that count since something moved or there was nothing to do."""
+        return self._lived_s - self._moved_at_s
+
+    @property
+    def still_at_work_s(self) -> float | None:
+        """The same, or ``None`` while there is nothing to do."""
+        seen = self._seen
+        return self.still_s if seen is not None and seen[1].has_work else None
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds that count since the event loop ran; about 0 while it does."""
+        missed_s = self._lived_s - self._beaten_at_s
+        return missed_s if missed_s > _MOST_LOOKS_MISSED * self._interval_s else 0.0
+
+    def _live_until(self, now_s: float) -> None:
+        if self._looked_s is not None:
+            most_s = _MOST_LOOKS_MISSED * self._interval_s
+            self._lived_s += min(now_s - self._looked_s, most_s)
+        self._looked_s = now_s
+
+    def _judge(self) -> StallVerdict:
+        seen = self._seen
+        assert seen is not None
+        patience_s = 0.0 if self.blocked_s else seen[1].patience_s
+        if self._give_up_s is not None and self.still_s >= max(
+            self._give_up_s, patience_s + (self._stall_s or 0.0) if patience_s else 0.0
+        ):
+            return StallVerdict.HOPELESS
+        if self._stall_s is not None and self.still_s >= self._stall_s and not self._is_reported:
+            self._is_reported = True
+            return StallVerdict.STALLED
+        return StallVerdict.FINE
+
+
+# Ends this process when it burns CPU time while no thread of Python's can run.
+#
+# A call that keeps the interpreter's lock, such as a regular expression that backtracks without
+# end, stops every thread, the one that would notice included. The kernel's timer of the
+# process's CPU time (``ITIMER_PROF``) needs no lock, and hardly moves while the process is
+# stopped, its machine sleeps, or weights are written to a slow disk, which keeps the lock for
+# minutes and is no fault. What keeps the lock without using CPU, such as a read of a dead disk
+# in C code, is not seen.
+
+MOST_CPUS = 8
+"""CPUs that are reckoned to be busy at once while the lock is kept: one that is kept alone on a
+machine of many is found that many times later, but not never."""
+
+
+class CpuDeadline:
+    """A limit of CPU time from one sign of life to the next; beyond it SIGPROF ends the process.
+
+    The stacks of all threads are written first. There is one such timer in a process: where
+    somebody else uses it, a profiler for one, nothing is limited.
+
+    Args:
+        seconds: wall-clock time that a block may last at least, whatever number of threads (up to
+            `MOST_CPUS`) uses the CPU beside it; the limit is this times the CPUs.
+        stacks_file: where stacks are added; ``None``, or one that cannot be written: nowhere.
+    """
+
+    def __init__(self, seconds: float, stacks_file: Path | None = None) -> None:
+        self._cpu_s = seconds * min(os.cpu_count() or 1, MOST_CPUS)
+        self._stacks_file = stacks_file
+        self._file: TextIO | None = None
+        self._is_ours = False
+
+    @property
+    def cpu_s(self) -> float:
+        """The limit, CPU seconds of all threads together."""
+        return self._cpu_s
+
+    def start(self) -> None:
+        """Counts from here."""
+        is_free = signal.getsignal(signal.SIGPROF) is signal.SIG_DFL
+        self._is_ours = is_free and signal.getitimer(signal.ITIMER_PROF)[0] == 0
+        if not self._is_ours:
+            return
+        if self._stacks_file is not None:
+            with suppress(OSError):
+                self._stacks_file.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._stacks_file.open("a", encoding="utf-8")
+                faulthandler.register(signal.SIGPROF, self._file, all_threads=True, chain=True)
+        self.push_back()
+
+    def push_back(self) -> None:
+        """A sign of life: counts anew. Callable from any thread."""
+        if self._is_ours:
+            signal.setitimer(signal.ITIMER_PROF, self._cpu_s)
+
+    def stop(self) -> None:
+        """Counts no longer."""
+        if not self._is_ours:
+            return
+        self._is_ours = False
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        if self._file is not None:
+            faulthandler.unregister(signal.SIGPROF)
+            self._file.close()
+            self._file = None
+
+
+# Watches from a thread of its own whether this process gets on, its event loop included.
+#
+# Consumes: sightings, taken in the event loop at intervals. Waits for: the time of the next
+# look. Produces: after `stall_s` without progress what is waited for, as a warning, and the
+# stacks of all threads and tasks in a file of the run's logs; after `give_up_s` the same and the
+# end of the process with the exit code `EXIT_STALLED`, so that whoever supervises it can start
+# it again. Where no thread can look any more because one keeps the interpreter's lock, SIGPROF
+# ends the process (`cpu_deadline`, which also says what is not seen). On failure: a report that
+# cannot be written or told in `REPORT_TIMEOUT_S` is left out; a stuck log must not keep the
+# process from its end. On shutdown: the block ends, and the thread with it.
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +269,7 @@ class Watchdog:
     def __init__(
         self,
         judge: StallJudge,
-        sight: Callable[[], Sighting],
+        work_state: Callable[[], WorkState],
         *,
         waits: Waits = WAITS.snapshot,
         stacks_file: Path | None = None,
@@ -67,7 +277,7 @@ class Watchdog:
         end: Callable[[int], object] = os._exit,
         cpu_deadline: CpuDeadline | None = None,
     ) -> None:
-        self._judge, self._sight, self._waits = judge, sight, waits
+        self._judge, self._work_state, self._waits = judge, work_state, waits
         self._stacks_file, self._interval_s, self._end = stacks_file, interval_s, end
         self._cpu_deadline = cpu_deadline
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -102,16 +312,16 @@ class Watchdog:
         assert self._loop is not None
         self._next = self._loop.call_later(self._interval_s, self._beat)
         with suppress(SluiceError):
-            self._judge.beat(self._sight())
+            self._judge.beat(self._work_state())
 
     def _watch(self) -> None:
         while not self._over.wait(self._interval_s):
             if self._cpu_deadline is not None:
                 self._cpu_deadline.push_back()
             verdict = self._judge.look(time.monotonic())
-            if verdict is Verdict.STALLED:
+            if verdict is StallVerdict.STALLED:
                 self._within_bounds(lambda: logger.warning("%s", self._report()))
-            elif verdict is Verdict.HOPELESS:
+            elif verdict is StallVerdict.HOPELESS:
                 self._within_bounds(lambda: logger.error(_LAST_WORDS, self._report(), EXIT_STALLED))
                 self._end(EXIT_STALLED)
                 return
@@ -163,7 +373,7 @@ def still_seconds() -> float | None:
 def watched_service(
     name: str,
     service: ServiceConfig,
-    sight: Callable[[], Sighting],
+    work_state: Callable[[], WorkState],
     *,
     address: str = "",
     waits: Waits = WAITS.snapshot,
@@ -185,7 +395,7 @@ def watched_service(
     give_up_s = limits.give_up_s
     watchdog = Watchdog(
         judge,
-        sight,
+        work_state,
         waits=waits,
         stacks_file=stacks_file,
         interval_s=interval_s,

@@ -1,14 +1,17 @@
-"""Numbers that follow from the configuration, each with its formula, each in one place."""
+"""Numbers and needs that follow from the configuration, each with its formula, each in one
+place.
+"""
 
 from __future__ import annotations
 
 import math
 
+from sluice.algorithm.registry import GROUP_LOSSES
 from sluice.algorithm.rollout_correction.plan import BYPASS_LOSS_MODE
 from sluice.algorithm.sampling.rules import OnPolicyFill
-from sluice.config.actor_rollout_ref import ActorConfig, OptimConfig
-from sluice.config.data import DataConfig
 from sluice.config.run import RunConfig
+from sluice.config.schema.actor import ActorConfig, OptimConfig
+from sluice.config.schema.data import DataConfig
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
 DEFAULT_MESSAGE_MB = 64
@@ -169,3 +172,38 @@ def largest_batch_mb(config: RunConfig) -> int:
     per_group = 4 * data.max_prompt_length
     per_group += 12 * data.max_response_length * config.actor_rollout_ref.rollout.n
     return math.ceil(per_group * data.train_batch_size / (1 << 20))
+
+
+GREEDY_BASELINE_ESTIMATORS = frozenset({"remax"})
+"""Advantage estimators whose baseline is the reward of a greedy response to the prompt."""
+
+OLD_LOGPROB_ESTIMATORS = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
+"""Advantage estimators that read the old policy's logprobs and squared probabilities."""
+
+MASK_ESTIMATORS = OLD_LOGPROB_ESTIMATORS | {
+    "gae",
+    "gdpo",
+    "opo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+}
+"""Advantage estimators by which the tokens that count change the advantage of other tokens.
+
+They read which tokens rollout correction rejects; the others give a row one number, whatever its
+mask.
+"""
+
+
+def needs_greedy_baseline(config: RunConfig) -> bool:
+    """Whether every group carries the reward of a greedy response."""
+    return config.algorithm.adv_estimator in GREEDY_BASELINE_ESTIMATORS
+
+
+def needs_whole_groups(config: RunConfig) -> bool:
+    """Whether no sample of a group may be missing: the loss compares all ``rollout.n`` of them.
+
+    Bypass mode has a loss of its own, which compares none.
+    """
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    return loss_mode in GROUP_LOSSES and not config.algorithm.rollout_correction.bypass_mode

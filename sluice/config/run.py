@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from sluice.config.actor_rollout_ref import ActorRolloutRefConfig
-from sluice.config.algorithm import AlgorithmConfig
-from sluice.config.critic import CriticConfig
-from sluice.config.data import DataConfig
-from sluice.config.reward import RewardConfig
-from sluice.config.section import Section
-from sluice.config.service import ServiceConfig
-from sluice.config.trainer import TrainerConfig
+from sluice.config.schema.actor_rollout_ref import ActorRolloutRefConfig
+from sluice.config.schema.algorithm import AlgorithmConfig
+from sluice.config.schema.critic import CriticConfig
+from sluice.config.schema.data import DataConfig
+from sluice.config.schema.reward import RewardConfig
+from sluice.config.schema.section import Section
+from sluice.config.schema.service import ServiceConfig
+from sluice.config.schema.trainer import TrainerConfig
 
 
 class RunConfig(Section, frozen=True):

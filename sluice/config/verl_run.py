@@ -1,10 +1,132 @@
-"""What verl would make of a configuration: the values its checks compare, as plain numbers."""
+"""Read a configuration as verl does: batch and parallel sizes, and every number that follows
+from them.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from sluice.config.batch_plan import BatchPlan
+from sluice.config.derived import max_row_tokens, uses_critic
+from sluice.config.loading.loader import KeySettings
+from sluice.config.run import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelSplit:
+    """How trainer ranks are divided. `megatron` decides which sizes cut the data-parallel size.
+
+    Args:
+        nodes: machines of the trainer.
+        ranks_per_node: trainer ranks on each.
+        sp: Ulysses sequence parallel size (FSDP).
+        fsdp_size: ranks of a shard group; below 1: all.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    megatron: bool = False
+    sp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    fsdp_size: int = -1
+
+    @property
+    def world(self) -> int:
+        """Trainer ranks."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that work on the same rows: sp, or TP·PP·CP."""
+        return self.tp * self.pp * self.cp if self.megatron else self.sp
+
+    @property
+    def data_parallel(self) -> int | None:
+        """D: replicas that train different rows."""
+        return quotient(self.world, self.ranks_per_replica)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Batch sizes of one run.
+
+    Args:
+        train_prompts: prompts of a train batch (data.train_batch_size).
+        mini_prompts: prompts of a mini-batch (ppo_mini_batch_size).
+        responses: responses of a prompt (rollout.n).
+        epochs: passes over a train batch (ppo_epochs).
+        gen_prompts: prompts of one generation round (data.gen_batch_size).
+        micro_rows: rows of a micro-batch on one replica; `None` with a token budget.
+        split: the trainer's ranks.
+    """
+
+    train_prompts: int
+    mini_prompts: int
+    responses: int
+    epochs: int
+    gen_prompts: int
+    micro_rows: int | None
+    split: ParallelSplit
+
+    @property
+    def rows(self) -> int:
+        """Responses of a train batch: P·n."""
+        return self.train_prompts * self.responses
+
+    @property
+    def rows_per_replica(self) -> int | None:
+        """Rows of a train batch on one data-parallel rank: P·n / D."""
+        return quotient(self.rows, self.split.data_parallel)
+
+    @property
+    def mini_rows(self) -> int:
+        """Rows of a mini-batch over all ranks: M·n."""
+        return self.mini_prompts * self.responses
+
+    @property
+    def mini_rows_per_replica(self) -> int | None:
+        """The normalised mini-batch: M·n / D."""
+        return quotient(self.mini_rows, self.split.data_parallel)
+
+    @property
+    def accumulation_steps(self) -> int | None:
+        """Micro-batches of a mini-batch: (M·n / D) / b; `None` with a token budget too."""
+        return quotient(self.mini_rows_per_replica, self.micro_rows)
+
+    @property
+    def optimizer_steps(self) -> int | None:
+        """Optimizer steps from a train batch: (P / M)·epochs."""
+        mini_batches = quotient(self.train_prompts, self.mini_prompts)
+        return None if mini_batches is None else mini_batches * self.epochs
+
+    @property
+    def gen_rows(self) -> int:
+        """Responses of one generation round."""
+        return self.gen_prompts * self.responses
+
+    def steps_per_epoch(self, dataset_rows: int) -> int:
+        """Generation rounds in one pass over the data, which is steps where nothing is filtered."""
+        return dataset_rows // self.gen_prompts
+
+
+def quotient(numerator: int | None, denominator: int | None) -> int | None:
+    """numerator / denominator if both are known and it is whole."""
+    if numerator is None or not denominator or numerator % denominator:
+        return None
+    return numerator // denominator
+
+
+def largest_divisor(number: int, at_most: int) -> int:
+    """The largest divisor of `number` that is no larger than `at_most`, at least 1."""
+    return next((d for d in range(min(at_most, number), 0, -1) if number % d == 0), 1)
+
+
+def next_multiple(number: int, step: int) -> int:
+    """The smallest multiple of `step` that is no smaller than `number`."""
+    return math.ceil(number / step) * step
+
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
@@ -105,3 +227,170 @@ class VerlRun:
     temperature: float
     num_generations: int | None
     adpo: bool
+
+
+VERL_MAX_BATCHED_TOKENS = 8192
+
+
+def verl_run(config: RunConfig, settings: KeySettings) -> VerlRun:
+    """The run as verl would normalise and check it."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    batch = verl_batch(config, settings)
+    return VerlRun(
+        batch=batch,
+        longest_row=max_row_tokens(config.data),
+        dynamic=actor.use_dynamic_bsz,
+        token_budget=actor.ppo_max_token_len_per_gpu,
+        micro_rows=_rows_per_device(settings, f"{ACTOR}.ppo_micro_batch_size"),
+        global_micro_rows=settings.whole_or_none(f"{ACTOR}.ppo_micro_batch_size"),
+        log_prob_passes=_passes(config, settings),
+        critic=_critic(config, settings) if uses_critic(config) else None,
+        engine=_engine(config, settings),
+        ep=settings.whole(f"{MEGATRON}.expert_model_parallel_size", otherwise=1),
+        etp=expert_tensor_parallel(settings),
+        remove_padding=settings.flag(f"{MODEL}.use_remove_padding", otherwise=True),
+        filters_groups=config.algorithm.filter_groups.enable,
+        val_do_sample=settings.flag(f"{ROLLOUT}.val_kwargs.do_sample", otherwise=False),
+        temperature=rollout.temperature,
+        num_generations=settings.whole_or_none("algorithm.num_generations"),
+        adpo=actor.policy_loss.loss_mode == "adpo",
+    )
+
+
+def verl_batch(config: RunConfig, settings: KeySettings) -> BatchPlan:
+    """Batch sizes with verl's data-parallel size."""
+    return _batch(config, settings, parallel_split(config, settings))
+
+
+def own_batch(config: RunConfig, settings: KeySettings) -> BatchPlan:
+    """Batch sizes as sluice runs them: every trainer rank trains rows of its own."""
+    split = ParallelSplit(config.trainer.nnodes, config.trainer.n_gpus_per_node)
+    return _batch(config, settings, split)
+
+
+def parallel_split(config: RunConfig, settings: KeySettings) -> ParallelSplit:
+    """The trainer's parallel sizes, of FSDP or of Megatron."""
+    return ParallelSplit(
+        nodes=config.trainer.nnodes,
+        ranks_per_node=config.trainer.n_gpus_per_node,
+        megatron=is_megatron(settings),
+        sp=sequence_parallel(settings, ACTOR, otherwise=1),
+        tp=_megatron_size(settings, "tensor"),
+        pp=_megatron_size(settings, "pipeline"),
+        cp=settings.whole(f"{MEGATRON}.context_parallel_size", otherwise=1),
+        fsdp_size=settings.whole(f"{ACTOR}.fsdp_config.fsdp_size", otherwise=-1),
+    )
+
+
+def is_megatron(settings: KeySettings) -> bool:
+    """Whether the trainer is Megatron's.
+
+    verl also says so with the name of its base configuration, which a list of overrides lacks; so
+    without a strategy a size that cuts Megatron's model decides.
+    """
+    strategy = settings.value(f"{ACTOR}.strategy")
+    if strategy is not None and settings.is_set(f"{ACTOR}.strategy"):
+        return strategy == "megatron"
+    cuts = [_megatron_size(settings, "tensor"), _megatron_size(settings, "pipeline")]
+    return max(cuts) > 1
+
+
+def sequence_parallel(settings: KeySettings, section: str, *, otherwise: int) -> int:
+    """Ulysses' size of a section, in either spelling."""
+    name = "ulysses_sequence_parallel_size"
+    return settings.whole(f"{section}.{name}", f"{section}.fsdp_config.{name}", otherwise=otherwise)
+
+
+def expert_tensor_parallel(settings: KeySettings) -> int:
+    """Ranks that share one expert; unset it follows the dense layers' tensor parallelism."""
+    key = f"{MEGATRON}.expert_tensor_parallel_size"
+    return settings.whole(key, otherwise=_megatron_size(settings, "tensor"))
+
+
+def has_reference(config: RunConfig, settings: KeySettings) -> bool:
+    """Whether the run holds a frozen reference model."""
+    keys = (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward")
+    return any(settings.flag(key, otherwise=False) for key in keys)
+
+
+def _megatron_size(settings: KeySettings, kind: str) -> int:
+    return settings.whole(f"{MEGATRON}.{kind}_model_parallel_size", otherwise=1)
+
+
+def _batch(config: RunConfig, settings: KeySettings, split: ParallelSplit) -> BatchPlan:
+    actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
+    return BatchPlan(
+        train_prompts=prompts,
+        mini_prompts=actor.ppo_mini_batch_size,
+        responses=config.actor_rollout_ref.rollout.n,
+        epochs=actor.ppo_epochs,
+        gen_prompts=settings.whole("data.gen_batch_size", otherwise=prompts),
+        micro_rows=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
+        split=split,
+    )
+
+
+def _passes(config: RunConfig, settings: KeySettings) -> tuple[LogProbPass, ...]:
+    sections = (ROLLOUT, REF) if has_reference(config, settings) else (ROLLOUT,)
+    return tuple(_log_prob_pass(config, settings, section) for section in sections)
+
+
+def _log_prob_pass(config: RunConfig, settings: KeySettings, section: str) -> LogProbPass:
+    actor, size = config.actor_rollout_ref.actor, f"{section}.log_prob_micro_batch_size"
+    split = parallel_split(config, settings)
+    shared = split.cp if split.megatron else split.sp
+    if section == REF and not split.megatron:
+        shared = sequence_parallel(settings, REF, otherwise=shared)
+    return LogProbPass(
+        section,
+        micro_rows=_rows_per_device(settings, size),
+        global_micro_rows=settings.whole_or_none(size),
+        dynamic=settings.flag(
+            f"{section}.log_prob_use_dynamic_bsz", otherwise=actor.use_dynamic_bsz
+        ),
+        token_budget=settings.whole(
+            f"{section}.log_prob_max_token_len_per_gpu", otherwise=actor.ppo_max_token_len_per_gpu
+        ),
+        sp=shared,
+    )
+
+
+def _critic(config: RunConfig, settings: KeySettings) -> CriticPass:
+    critic, name = config.critic, "ulysses_sequence_parallel_size"
+    dynamic = critic.use_dynamic_bsz
+    shared = (
+        settings.whole(f"{CRITIC}.megatron.context_parallel_size", otherwise=1)
+        if is_megatron(settings)
+        else settings.whole(f"{CRITIC}.{name}", f"{CRITIC}.fsdp.{name}", otherwise=1)
+    )
+    return CriticPass(
+        dynamic=config.actor_rollout_ref.actor.use_dynamic_bsz if dynamic is None else dynamic,
+        token_budget=critic.ppo_max_token_len_per_gpu,
+        sp=shared,
+        remove_padding=settings.flag(f"{CRITIC}.model.use_remove_padding", otherwise=True),
+    )
+
+
+def _rows_per_device(settings: KeySettings, key: str) -> int | None:
+    """A micro-batch's rows on one device, unless they only follow from the deprecated `key`."""
+    per_device = f"{key}_per_gpu"
+    if settings.is_set(key) and not settings.is_set(per_device):
+        return None
+    return settings.whole_or_none(per_device)
+
+
+def _engine(config: RunConfig, settings: KeySettings) -> EnginePlan:
+    rollout = config.actor_rollout_ref.rollout
+    return EnginePlan(
+        name=rollout.name,
+        mode=settings.text(f"{ROLLOUT}.mode", otherwise="async"),
+        tp=settings.whole(f"{ROLLOUT}.tensor_model_parallel_size", otherwise=1),
+        dp=settings.whole(f"{ROLLOUT}.data_parallel_size", otherwise=1),
+        ep=settings.whole(f"{ROLLOUT}.expert_parallel_size", otherwise=1),
+        pp=settings.whole(f"{ROLLOUT}.pipeline_model_parallel_size", otherwise=1),
+        chunked_prefill=settings.flag(f"{ROLLOUT}.enable_chunked_prefill", otherwise=True),
+        batched_tokens=settings.whole(
+            f"{ROLLOUT}.max_num_batched_tokens", otherwise=VERL_MAX_BATCHED_TOKENS
+        ),
+        context=rollout.max_model_len or max_row_tokens(config.data),
+    )

@@ -1,1 +1,4 @@
-"""The live page of a run: curves, composition of groups, fleet, books and samples in a browser."""
+"""The live page of a run. In: the files that the run writes, and answers of its services. Out:
+curves, composition of groups, fleet, accounting and samples, as JSON and one page. Only
+`web_app` imports aiohttp.
+"""

@@ -38,7 +38,7 @@ class Taken:
     """
 
     lines: list[Line] = field(default_factory=list)
-    is_anew: bool = False
+    is_reset: bool = False
     has_more: bool = False
 
 
@@ -73,13 +73,13 @@ class LineTail:
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
-            return Taken(is_anew=self._forget())
+            return Taken(is_reset=self._forget())
         with file:
-            is_anew = self._is_other(file) and self._forget()
+            is_reset = self._is_other(file) and self._forget()
             self._inode = _inode(file)
             before = self._offset
             lines = self._lines(file)
-            return Taken(lines, is_anew, has_more=self._offset > before)
+            return Taken(lines, is_reset, has_more=self._offset > before)
 
     def _forget(self) -> bool:
         """Begins at the start; whether anything had been given."""

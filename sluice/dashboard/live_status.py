@@ -13,10 +13,8 @@ from typing import Protocol
 from sluice.client.run_address import CONFIG_NAME, RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.client.wait_survey import ServiceWaits, survey_waits
-from sluice.concurrency.deadline import deadline
+from sluice.concurrency.deadlines import deadline
 from sluice.errors import ConfigError, SluiceError
-
-__all__ = ["Explain", "LiveAnswer", "LiveStatus", "Wait"]
 
 ASK_EVERY_S = 1.0
 SURVEY_EVERY_S = 4.0
@@ -42,7 +40,7 @@ Explain = Callable[[Sequence[ServiceWaits]], Explained]
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitCause:
     """Who is behind what the run waits for.
 
     Attributes:
@@ -66,7 +64,7 @@ class LiveAnswer:
     """
 
     run: RunSnapshot | None
-    wait: Wait | None
+    wait: WaitCause | None
 
 
 class LiveStatus:
@@ -95,7 +93,7 @@ class LiveStatus:
         self._monitor: RunMonitor | None = None
         self._config_stamp: int | None = None
         self._answer: LiveAnswer | None = None
-        self._wait: Wait | None = None
+        self._wait: WaitCause | None = None
         self._asked_s = self._surveyed_s = float("-inf")
 
     async def ask(self) -> LiveAnswer | None:
@@ -128,7 +126,7 @@ class LiveStatus:
             self._surveyed_s = self._clock()
         return None if run is None and self._wait is None else LiveAnswer(run, self._wait)
 
-    async def _survey(self, location: RunLocation) -> Wait | None:
+    async def _survey(self, location: RunLocation) -> WaitCause | None:
         config_file = location.run_dir / CONFIG_NAME
         try:
             services = await survey_waits(
@@ -144,7 +142,7 @@ class LiveStatus:
             return None
         found = self._explain(services)
         longest = max((w.seconds for service in services for w in service.waits), default=0.0)
-        return Wait(found.cause, found.root, longest if found.root else 0.0)
+        return WaitCause(found.cause, found.root, longest if found.root else 0.0)
 
     async def _connected(self) -> tuple[RunMonitor, RunLocation]:
         """Where the run listens; looked up again when it is started anew.

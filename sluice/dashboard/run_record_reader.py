@@ -1,28 +1,77 @@
-"""Reads a run's folder as it grows, beside the event loop, only while somebody looks."""
+"""Read a run's folder as it grows, in a thread beside the event loop, only while somebody looks."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sluice.dashboard.curve_points import curve_points
+from sluice.dashboard.curves import curve_points
 from sluice.dashboard.live_status import LiveAnswer
-from sluice.dashboard.reading_thread import ReadingThread
-from sluice.dashboard.run_overview import RunAtRest, overview, read_final_accounts
-from sluice.dashboard.sample_browser import FoundGroup, Page, SampleBrowser
+from sluice.dashboard.overview import RunAtRest, overview, read_final_accounts
+from sluice.dashboard.sample_browser import Cursor, FoundGroup, Page, SampleBrowser, SampleFilter
 from sluice.dashboard.sample_files import SampleFolders
-from sluice.dashboard.sample_index import Cursor, SampleFilter
-from sluice.dashboard.staleness_counts import StalenessCounts
-from sluice.dashboard.step_history import StepHistory
+from sluice.dashboard.step_history import StalenessCounts, StepHistory
 
-__all__ = ["RunRecordReader"]
+logger = logging.getLogger(__name__)
+
+_ResultT = TypeVar("_ResultT")
+
+
+class ReadingThread:
+    """One thread for all of it, so that what waits for it holds no other.
+
+    Args:
+        name: of what is read.
+        read: takes in a piece; whether there is more at once.
+
+    Attributes:
+        is_behind: whether the last piece left more to read.
+    """
+
+    def __init__(self, name: str, read: Callable[[], bool]) -> None:
+        self.name, self._read = name, read
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._is_broken = False
+        self.is_behind = True
+
+    async def ask(self, question: Callable[[], _ResultT]) -> _ResultT:
+        """The answer, after all that was asked before."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, question)
+
+    async def resume_reading(self) -> None:
+        """Reads a piece; what goes wrong is told once, and tried again the next time."""
+        self.is_behind = await self.ask(self._piece)
+
+    def close(self) -> None:
+        """Ends the thread after what it does at the moment; questions that wait are cancelled."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _piece(self) -> bool:
+        try:
+            has_more = self._read()
+        except OSError as error:
+            self._note_broken("cannot be read", error)
+            return False
+        except Exception as error:  # noqa: BLE001 - it is logged, and must not end the page
+            self._note_broken("is not understood, a defect of the page", error)
+            return False
+        self._is_broken = False
+        return has_more
+
+    def _note_broken(self, problem: str, error: Exception) -> None:
+        if not self._is_broken:
+            is_defect = not isinstance(error, OSError)
+            logger.warning("%s of the run %s: %s", self.name, problem, error, exc_info=is_defect)
+        self._is_broken = True
+
 
 LOOK_EVERY_S = 1.0
 LOOKED_AT_S = 15.0
-_ResultT = TypeVar("_ResultT")
 
 
 class RunRecordReader:
@@ -71,7 +120,7 @@ class RunRecordReader:
     async def _follow(self, reading: ReadingThread) -> None:
         while True:
             if self._clock() - self._asked_s < LOOKED_AT_S:
-                await reading.go_on()
+                await reading.resume_reading()
             await asyncio.sleep(0 if reading.is_behind else LOOK_EVERY_S)
 
     async def overview(self, live: LiveAnswer | None) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sluice.dashboard.line_tail import Line, LineTail
-from sluice.dashboard.sample_lines import Kind
-from sluice.telemetry.sample_archive import FOLDER_NAME
+from sluice.dashboard.sample_lines import SampleSource
+from sluice.telemetry.samples import FOLDER_NAME
 
 __all__ = ["FileNews", "SampleFiles", "SampleFolders", "folders_of_run"]
 
@@ -43,7 +43,7 @@ class FileNews:
     """
 
     number: int
-    kind: Kind
+    kind: SampleSource
     is_gone: bool = False
     lines: list[Line] = field(default_factory=list)
     is_whole: bool = False
@@ -77,8 +77,8 @@ class SampleFiles:
     def __init__(self, folders: SampleFolders, clock: Callable[[], float] = time.monotonic) -> None:
         self._folders, self._clock = folders, clock
         self._num_left_out_of_gone = 0
-        self._known: dict[tuple[Kind, Path], _Known] = {}
-        self._paths: dict[int, tuple[Kind, Path]] = {}
+        self._known: dict[tuple[SampleSource, Path], _Known] = {}
+        self._paths: dict[int, tuple[SampleSource, Path]] = {}
         self._folder_stamps: dict[Path, _FolderStamp] = {}
         self._next = 0
 
@@ -91,14 +91,14 @@ class SampleFiles:
             OSError: a folder or file is there and cannot be read.
         """
         has_archive = self._folders.archive.is_dir()
-        yield from self._folder(Kind.ARCHIVE, self._folders.archive, grows=True)
+        yield from self._folder(SampleSource.ARCHIVE, self._folders.archive, grows=True)
         if self._folders.trained is not None:
             if has_archive:
-                yield from self._forget_folder(Kind.TRAINED, set())
+                yield from self._forget_folder(SampleSource.TRAINED, set())
             else:
-                yield from self._folder(Kind.TRAINED, self._folders.trained, grows=False)
+                yield from self._folder(SampleSource.TRAINED, self._folders.trained, grows=False)
         if self._folders.validation is not None:
-            yield from self._folder(Kind.VALIDATION, self._folders.validation, grows=False)
+            yield from self._folder(SampleSource.VALIDATION, self._folders.validation, grows=False)
 
     @property
     def num_left_out(self) -> int:
@@ -106,11 +106,11 @@ class SampleFiles:
         present = (known.tail.num_left_out for known in self._known.values())
         return self._num_left_out_of_gone + sum(present)
 
-    def place(self, number: int) -> tuple[Kind, Path] | None:
+    def place(self, number: int) -> tuple[SampleSource, Path] | None:
         """Kind and path of a file by its number; ``None``: it is gone."""
         return self._paths.get(number)
 
-    def _folder(self, kind: Kind, folder: Path, *, grows: bool) -> Iterator[FileNews]:
+    def _folder(self, kind: SampleSource, folder: Path, *, grows: bool) -> Iterator[FileNews]:
         seen = None if grows else self._seen(folder)
         if seen is not None and seen.is_settled:
             return
@@ -131,7 +131,7 @@ class SampleFiles:
             seen = self._folder_stamps[folder] = _FolderStamp(changed_ns, self._clock())
         return seen
 
-    def _file(self, kind: Kind, path: Path, stamp: tuple[int, int]) -> Iterator[FileNews]:
+    def _file(self, kind: SampleSource, path: Path, stamp: tuple[int, int]) -> Iterator[FileNews]:
         known = self._known.get((kind, path))
         if known is None:
             known = self._known[kind, path] = _Known(self._next, LineTail(path))
@@ -143,12 +143,12 @@ class SampleFiles:
         while has_more:
             taken = known.tail.take()
             has_more = taken.has_more
-            if taken.is_anew or taken.lines:
-                yield FileNews(known.number, kind, taken.is_anew, taken.lines)
+            if taken.is_reset or taken.lines:
+                yield FileNews(known.number, kind, taken.is_reset, taken.lines)
         known.stamp = stamp
         yield FileNews(known.number, kind, is_whole=True)
 
-    def _forget_folder(self, kind: Kind, present: set[Path]) -> Iterator[FileNews]:
+    def _forget_folder(self, kind: SampleSource, present: set[Path]) -> Iterator[FileNews]:
         gone = [(k, path) for k, path in self._known if k is kind and path not in present]
         for key in gone:
             known = self._known.pop(key)

@@ -10,16 +10,14 @@ from typing import Any
 import msgspec
 
 from sluice.dashboard.line_tail import UNREADABLE, Line
-from sluice.telemetry.sampled_group import SampledGroup, SampledResponse
+from sluice.telemetry.samples import SampledGroup, SampledResponse
 from sluice.types import PromptEnd
-
-__all__ = ["GroupLines", "GroupReader", "Kind", "ShownOutcome", "shown_group"]
 
 MOST_STEP = (1 << 31) - 1
 MOST_GROUP_BYTES = 256 << 20
 
 
-class Kind(StrEnum):
+class SampleSource(StrEnum):
     """What wrote a file of samples."""
 
     ARCHIVE = "archive"
@@ -53,7 +51,7 @@ _OWN_COLUMNS = frozenset({"input", "output", "gts", "score", "step", "reward", "
 
 
 class _DumpRow(msgspec.Struct):
-    """A row of `sluice.telemetry.sample_dump`, or of verl's own dumps."""
+    """A row of `sluice.telemetry.samples`, or of verl's own dumps."""
 
     input: str
     output: str
@@ -127,7 +125,7 @@ class GroupReader:
         num_unread: lines that are no groups, and were passed over.
     """
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: SampleSource) -> None:
         self._kind = kind
         self._open: _OpenGroup | None = None
         self.num_unread = 0
@@ -135,7 +133,9 @@ class GroupReader:
     def take(self, lines: Sequence[Line]) -> Iterator[GroupLines]:
         """The groups that further lines complete."""
         for line in lines:
-            found = self._archived(line) if self._kind is Kind.ARCHIVE else self._dumped(line)
+            found = (
+                self._archived(line) if self._kind is SampleSource.ARCHIVE else self._dumped(line)
+            )
             if found is not None:
                 yield found
 
@@ -154,7 +154,7 @@ class GroupReader:
             line.offset,
             len(line.text),
             step_of(group),
-            outcome_of(Kind.ARCHIVE, group),
+            outcome_of(SampleSource.ARCHIVE, group),
             len(group.responses),
             mean_score(group.responses),
         )
@@ -176,9 +176,9 @@ class GroupReader:
         self.num_unread += bool(line.text.strip())
 
 
-def shown_group(kind: Kind, text: bytes) -> SampledGroup | None:
+def shown_group(kind: SampleSource, text: bytes) -> SampledGroup | None:
     """A group whole, from the bytes that `GroupLines` names; ``None``: they hold no such thing."""
-    if kind is Kind.ARCHIVE:
+    if kind is SampleSource.ARCHIVE:
         return _group(text)
     rows = [(line, row) for line in text.split(b"\n") if (row := _row(line)) is not None]
     if not rows:
@@ -190,15 +190,15 @@ def shown_group(kind: Kind, text: bytes) -> SampledGroup | None:
         version=first.step,
         ended_at=0.0,
         prompt=first.input,
-        step=first.step if kind is Kind.TRAINED else None,
+        step=first.step if kind is SampleSource.TRAINED else None,
         ground_truth="" if first.gts is None else str(first.gts),
         responses=[_dumped_response(line, row) for line, row in rows],
     )
 
 
-def outcome_of(kind: Kind, group: SampledGroup) -> ShownOutcome:
+def outcome_of(kind: SampleSource, group: SampledGroup) -> ShownOutcome:
     """How a group of a file is called."""
-    if kind is Kind.ARCHIVE:
+    if kind is SampleSource.ARCHIVE:
         return _BY_END.get(group.end, ShownOutcome.FAILED)
     return ShownOutcome(kind.value)
 

@@ -10,14 +10,14 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from sluice.client.run_address import RunLocation
-from sluice.config.host_port import is_loopback, join_host_port
-from sluice.config.security import SecurityConfig
-from sluice.config.security_checks import TOKEN_KEY
+from sluice.config.addresses import is_loopback, join_host_port
+from sluice.config.rules.security import TOKEN_KEY
+from sluice.config.schema.security import SecurityConfig
 from sluice.dashboard.live_status import Explain, LiveStatus, check_location
 from sluice.dashboard.run_record_reader import RunRecordReader
 from sluice.dashboard.sample_files import folders_of_run
 from sluice.errors import ConfigError
-from sluice.rpc.bound_socket import check_bindable
+from sluice.rpc.ports import check_bindable
 from sluice.security.token_file import TokenFile, TokenSource
 
 __all__ = ["URL_NAME", "serve_page"]

@@ -1,9 +1,10 @@
-"""The numbers of all steps that the page draws, read from `metrics.jsonl` as it grows."""
+"""The numbers of all steps and the staleness of trained groups, read from files as they grow."""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,8 +14,6 @@ import numpy.typing as npt
 
 from sluice.dashboard.line_tail import UNREADABLE, LineTail
 from sluice.report.run_record import METRICS_NAME, accuracy_of
-
-__all__ = ["COLUMNS", "StepHistory"]
 
 COLUMNS = (
     "critic/rewards/mean",
@@ -35,7 +34,7 @@ COLUMNS = (
 """What is kept of each step: 8 bytes a number."""
 
 _ACCOUNTS = "accounts/"
-_decode = msgspec.json.Decoder(dict[str, float | None]).decode
+_decode_step = msgspec.json.Decoder(dict[str, float | None]).decode
 _NAN = float("nan")
 _MOST_STEP = (1 << 31) - 1
 
@@ -67,7 +66,7 @@ class StepHistory:
             OSError: the file cannot be read.
         """
         taken = self._tail.take()
-        if taken.is_anew:
+        if taken.is_reset:
             self._clear()
         for line in taken.lines:
             self._note(line.text)
@@ -93,7 +92,7 @@ class StepHistory:
 
     def _note(self, text: bytes) -> None:
         try:
-            row = _decode(text)
+            row = _decode_step(text)
             step = int(row["step"] or 0)
         except (*UNREADABLE, KeyError):
             self._num_undecoded += bool(text.strip())
@@ -119,9 +118,72 @@ class StepHistory:
             else:
                 column.insert(place, number)
         self.newest = row
-        books = {
+        accounting = {
             name.removeprefix(_ACCOUNTS): value
             for name, value in row.items()
             if name.startswith(_ACCOUNTS) and value is not None
         }
-        self.accounts = books or self.accounts
+        self.accounts = accounting or self.accounts
+
+
+_GROUPS_NAME = "groups.jsonl"
+_TRAINED = "trained"
+MOST_BARS = 64
+
+
+class _Ended(msgspec.Struct):
+    end: str
+    step: int | None = None
+    oldest_version: int | None = None
+
+
+_decode_group_end = msgspec.json.Decoder(_Ended).decode
+
+
+class StalenessCounts:
+    """Trained groups by staleness: the version that was updated minus the oldest that drew a token.
+
+    The step that trains a group updates version ``step - 1``. Lines without a step, as of groups
+    that an earlier service trained, are not counted.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._tail = LineTail(run_dir / _GROUPS_NAME)
+        self._counts: Counter[int] = Counter()
+        self._num_undecoded = 0
+
+    @property
+    def num_unread(self) -> int:
+        """Lines that are no ended groups, or too long."""
+        return self._num_undecoded + self._tail.num_left_out
+
+    def read(self) -> bool:
+        """Takes in a bounded number of lines; whether there may be more at once.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        taken = self._tail.take()
+        if taken.is_reset:
+            self._counts.clear()
+            self._num_undecoded = 0
+        for line in taken.lines:
+            try:
+                group = _decode_group_end(line.text)
+            except UNREADABLE:
+                self._num_undecoded += bool(line.text.strip())
+                continue
+            if (
+                group.end == _TRAINED
+                and group.step is not None
+                and group.oldest_version is not None
+            ):
+                # An age beyond the last bar goes into it, which bounds the memory.
+                age = max(group.step - 1 - group.oldest_version, 0)
+                self._counts[min(age, MOST_BARS - 1)] += 1
+        return taken.has_more
+
+    def bars(self) -> dict[str, list[int]]:
+        """``versions`` (each from 0 to the oldest) and ``groups`` (how many)."""
+        versions = list(range(max(self._counts, default=-1) + 1))
+        return {"versions": versions, "groups": [self._counts[version] for version in versions]}

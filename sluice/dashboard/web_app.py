@@ -14,21 +14,27 @@ import msgspec
 from aiohttp import web
 
 from sluice.dashboard.live_status import LiveStatus
-from sluice.dashboard.page_answers import group_object, page_object
-from sluice.dashboard.page_files import PageFile, etag_of, page_files
-from sluice.dashboard.page_request import (
-    asked_cursor,
-    asked_filter,
-    asked_ordinal,
-    asked_page_size,
-    asked_points,
-    asked_text,
+from sluice.dashboard.page import (
+    HEADERS,
+    PageFile,
+    admits,
+    etag_of,
+    group_object,
+    is_cross_site,
+    is_loopback_name,
+    page_files,
+    page_object,
+    parse_cursor,
+    parse_filter,
+    parse_ordinal,
+    parse_page_size,
+    parse_points,
+    parse_search_text,
 )
-from sluice.dashboard.page_security import HEADERS, admits, is_cross_site, is_loopback_name
 from sluice.dashboard.run_record_reader import RunRecordReader
 from sluice.errors import InvalidRequestError
-from sluice.openai_front.connections import Connections
 from sluice.security.token_file import TokenSource
+from sluice.web.connections import Connections
 
 logger = logging.getLogger(__name__)
 
@@ -111,17 +117,20 @@ class DashboardPage:
         return _json(request, await self._record.overview(await self._live.ask()))
 
     async def _curves(self, request: web.Request) -> web.StreamResponse:
-        return _json(request, await self._record.curves(asked_points(request.query)))
+        return _json(request, await self._record.curves(parse_points(request.query)))
 
     async def _samples(self, request: web.Request) -> web.StreamResponse:
         query = request.query
         page, counts = await self._record.page(
-            asked_filter(query), asked_text(query), asked_cursor(query), asked_page_size(query)
+            parse_filter(query),
+            parse_search_text(query),
+            parse_cursor(query),
+            parse_page_size(query),
         )
         return _json(request, page_object(page, counts))
 
     async def _group(self, request: web.Request) -> web.StreamResponse:
-        found = await self._record.group(asked_ordinal(request.match_info["ordinal"]))
+        found = await self._record.group(parse_ordinal(request.match_info["ordinal"]))
         if found is None:
             return _refused(404, "this group is not kept any more; go back to the list")
         return _json(request, group_object(found))

@@ -1,1 +1,3 @@
-"""Rows of prompts in files: reading, checking, converting; no torch, no service."""
+"""Rows of prompts in files: read, check, convert. Parquet and JSON-lines files come in; checked
+rows in verl's format go out. No torch, no service.
+"""

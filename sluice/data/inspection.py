@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from sluice.data.duplicates import digest_of
-from sluice.data.prompt_files import PromptFiles, SlabReader
+from sluice.data.prompt_files import PromptFiles, SlabReader, digest_of
 from sluice.data.prompt_rows import PromptRow
 from sluice.errors import SluiceError
 from sluice.types import ChatMessage

@@ -11,8 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sluice.data.duplicates import digest_of
 from sluice.data.image_sources import usable_images
+from sluice.data.prompt_files import digest_of
 from sluice.data.prompt_rows import GROUND_TRUTH
 from sluice.data.published_rows import PUBLISHED_SETS, PublishedSet, Row, VerlRow, Wishes
 from sluice.data.raw_rows import RawRow, check_raw_file, raw_rows

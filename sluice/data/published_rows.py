@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from reprlib import repr as short_repr
 
-from sluice.data.prompt_rows import GROUND_TRUTH, IMAGE_MARK
+from sluice.data.prompt_rows import GROUND_TRUTH
 from sluice.errors import DataError
+from sluice.types import IMAGE_MARK
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 BOXED_INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."

@@ -9,9 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sluice.data.json_lines import lines_of, parse_line
-from sluice.data.parquet_rows import open_parquet
 from sluice.data.prompt_files import JSON_SUFFIXES, PARQUET_SUFFIX
+from sluice.data.row_files import lines_of, open_parquet, parse_line
 from sluice.errors import DataError
 
 ROWS_PER_READ = 256

@@ -1,1 +1,4 @@
-"""CPU, CUDA and Ascend NPU behind one small protocol."""
+"""CPU, CUDA and Ascend NPU behind one small protocol. A name or a host comes in; a device, its
+environment or a list of what is wrong goes out. `host`, `protocol` and `ascend_*` load no
+torch.
+"""

@@ -16,7 +16,7 @@ _RANGES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class AscendFinding:
     """One thing that is wrong.
 
     Attributes:
@@ -35,7 +35,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class AscendHost:
-    """Facts about the host; `sluice.device.ascend_host` gathers them.
+    """Facts about the host; `sluice.device.host` gathers them.
 
     Attributes:
         environment: of the process.
@@ -71,7 +71,7 @@ class AscendDemand:
     runs_vllm: bool = False
 
 
-def ascend_findings(host: AscendHost, demand: AscendDemand) -> tuple[Finding, ...]:
+def ascend_findings(host: AscendHost, demand: AscendDemand) -> tuple[AscendFinding, ...]:
     """Everything wrong, the fatal ones first."""
     found = [*_package(host), *_cann(host.environment), *_devices(host, demand)]
     found += _ranges(host.environment)
@@ -82,18 +82,18 @@ def ascend_findings(host: AscendHost, demand: AscendDemand) -> tuple[Finding, ..
     return tuple(sorted(found, key=lambda finding: not finding.is_fatal))
 
 
-def vllm_findings(host: AscendHost) -> Iterator[Finding]:
+def vllm_findings(host: AscendHost) -> Iterator[AscendFinding]:
     """What keeps vLLM from computing on this host's NPUs."""
     version = host.vllm_version
     if host.vllm_ascend_version is None:
-        yield Finding(
+        yield AscendFinding(
             "vllm_ascend is not installed, and vLLM alone knows no NPU",
             f"install the vllm-ascend wheel made for vllm {version or 'of this host'}, use an "
             "image that has it, or set actor_rollout_ref.rollout.name=torch",
             is_fatal=True,
         )
     elif version is not None and _minor(version) != _minor(host.vllm_ascend_version):
-        yield Finding(
+        yield AscendFinding(
             f"vllm_ascend {host.vllm_ascend_version} is made for vllm "
             f"{_minor(host.vllm_ascend_version)}, and vllm is {version}",
             f"install vllm-ascend {_minor(version)}, or the vllm it is made for",
@@ -109,16 +109,16 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...] | None:
     return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
-def _package(host: AscendHost) -> Iterator[Finding]:
+def _package(host: AscendHost) -> Iterator[AscendFinding]:
     if host.torch_npu_version is None:
-        yield Finding(
+        yield AscendFinding(
             "torch_npu is not installed",
             f"install the torch-npu wheel made for torch {host.torch_version}, or use an image "
             "that has it",
             is_fatal=True,
         )
     elif _minor(host.torch_npu_version) != _minor(host.torch_version):
-        yield Finding(
+        yield AscendFinding(
             f"torch_npu {host.torch_npu_version} is made for torch "
             f"{_minor(host.torch_npu_version)}, and torch is {host.torch_version}",
             f"install torch-npu {_minor(host.torch_version)}, or the torch it is made for",
@@ -126,9 +126,9 @@ def _package(host: AscendHost) -> Iterator[Finding]:
         )
 
 
-def _cann(environment: Mapping[str, str]) -> Iterator[Finding]:
+def _cann(environment: Mapping[str, str]) -> Iterator[AscendFinding]:
     if not (environment.get("ASCEND_HOME_PATH") or environment.get("ASCEND_TOOLKIT_HOME")):
-        yield Finding(
+        yield AscendFinding(
             "CANN's environment is not set (neither ASCEND_HOME_PATH nor ASCEND_TOOLKIT_HOME)",
             "source set_env.sh of the toolkit (usually "
             "/usr/local/Ascend/ascend-toolkit/set_env.sh) in the shell that starts the run",
@@ -136,10 +136,10 @@ def _cann(environment: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
-def _devices(host: AscendHost, demand: AscendDemand) -> Iterator[Finding]:
+def _devices(host: AscendHost, demand: AscendDemand) -> Iterator[AscendFinding]:
     visible = visible_devices(host.environment)
     if host.num_devices == 0:
-        yield Finding(
+        yield AscendFinding(
             "there is no /dev/davinci0 or any other NPU's device file",
             "install the driver, or hand the devices to the container (--device /dev/davinci0 "
             "with davinci_manager, devmm_svm and hisi_hdc)",
@@ -149,7 +149,7 @@ def _devices(host: AscendHost, demand: AscendDemand) -> Iterator[Finding]:
     count = host.num_devices if visible is None else len(visible)
     if count < demand.num_devices:
         given = "not set" if visible is None else repr(host.environment[variables.VISIBLE_VARIABLE])
-        yield Finding(
+        yield AscendFinding(
             f"{demand.num_devices} NPUs are wanted and {count} are visible "
             f"({variables.VISIBLE_VARIABLE} is {given})",
             "make more visible, or lower trainer.n_gpus_per_node or sluice.rollout.replicas",
@@ -157,7 +157,7 @@ def _devices(host: AscendHost, demand: AscendDemand) -> Iterator[Finding]:
         )
     for entry in visible or ():
         if not entry.isdecimal() or len(set(visible or ())) != len(visible or ()):
-            yield Finding(
+            yield AscendFinding(
                 f"{variables.VISIBLE_VARIABLE}="
                 f"{host.environment[variables.VISIBLE_VARIABLE]!r} is no list of different numbers",
                 "write the numbers of `npu-smi info`, with commas: 0,1,2",
@@ -166,25 +166,25 @@ def _devices(host: AscendHost, demand: AscendDemand) -> Iterator[Finding]:
             return
 
 
-def _ranges(environment: Mapping[str, str]) -> Iterator[Finding]:
+def _ranges(environment: Mapping[str, str]) -> Iterator[AscendFinding]:
     for name, unit, (lowest, highest) in _RANGES:
         value = environment.get(name)
         if value is not None and not (value.isdecimal() and lowest <= int(value) <= highest):
-            yield Finding(
+            yield AscendFinding(
                 f"{name}={value!r} is no whole number from {lowest} to {highest} {unit}",
                 "correct it, or leave it out: it then follows from the configuration",
                 is_fatal=True,
             )
 
 
-def _network(host: AscendHost) -> Iterator[Finding]:
+def _network(host: AscendHost) -> Iterator[AscendFinding]:
     environment = host.environment
     for name in (variables.HOST_INTERFACE_VARIABLE, variables.GLOO_INTERFACE_VARIABLE):
         value = environment.get(name, "")
         is_hccl = name == variables.HOST_INTERFACE_VARIABLE
         interface = variables.single_interface(value) if is_hccl else value
         if interface and host.interfaces and interface not in host.interfaces:
-            yield Finding(
+            yield AscendFinding(
                 f"{name}={value!r}: there is no such interface, only "
                 f"{', '.join(sorted(host.interfaces))}",
                 "name the one that the other hosts reach (`ip addr`)",
@@ -192,7 +192,7 @@ def _network(host: AscendHost) -> Iterator[Finding]:
             )
     enabled = environment.get(variables.WHITELIST_VARIABLE) == "0"
     if enabled and not environment.get(variables.WHITELIST_FILE_VARIABLE):
-        yield Finding(
+        yield AscendFinding(
             f"{variables.WHITELIST_VARIABLE}=0 has HCCL ask a list of allowed addresses, and "
             f"{variables.WHITELIST_FILE_VARIABLE} names none",
             f"name one, or set {variables.WHITELIST_VARIABLE}=1",
@@ -200,10 +200,10 @@ def _network(host: AscendHost) -> Iterator[Finding]:
         )
 
 
-def _watchdog(environment: Mapping[str, str]) -> Iterator[Finding]:
+def _watchdog(environment: Mapping[str, str]) -> Iterator[AscendFinding]:
     value = environment.get(variables.ASYNC_ERRORS_VARIABLE)
     if value not in (None, "0", "2"):
-        yield Finding(
+        yield AscendFinding(
             f"{variables.ASYNC_ERRORS_VARIABLE}={value} ends this process when a collective is "
             "late, also one of a transfer group that only lost a replica",
             "set it to 0, or leave it out",

@@ -12,9 +12,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sluice.config.endpoints import advertised_host
+from sluice.config.addresses import advertised_host
 from sluice.config.run import RunConfig
-from sluice.config.service import EndpointConfig
+from sluice.config.schema.service import EndpointConfig
 
 AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 ASYNC_ERRORS_VARIABLE = "HCCL_ASYNC_ERROR_HANDLING"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sluice.device.collective import BACKENDS, local_index
-from sluice.device.cuda_host import VISIBLE_VARIABLE
-from sluice.device.protocol import MemoryInfo
+from sluice.device.host import CUDA_VISIBLE_VARIABLE
+from sluice.device.protocol import BACKENDS, MemoryInfo, local_index
 from sluice.errors import ConfigError
 
 
@@ -21,7 +20,7 @@ class CudaDevice:
     """
 
     collective_backend = BACKENDS["cuda"]
-    visible_devices_variable: str | None = VISIBLE_VARIABLE
+    visible_devices_variable: str | None = CUDA_VISIBLE_VARIABLE
 
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():

@@ -17,8 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from sluice.device.ascend_environment import VISIBLE_VARIABLE
-from sluice.device.collective import BACKENDS, local_index
-from sluice.device.protocol import MemoryInfo
+from sluice.device.protocol import BACKENDS, MemoryInfo, local_index
 from sluice.errors import ConfigError
 
 _PACKAGE = "torch_npu"

@@ -1,4 +1,4 @@
-"""Runs checks beside each other, each with a deadline; a broken one hides no other."""
+"""Run every check in parallel, each with a deadline; one that breaks hides no other."""
 
 from __future__ import annotations
 
@@ -8,8 +8,26 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sluice.doctor.examined import Examined
-from sluice.doctor.finding import Finding, fine, problem, problem_of_sentence
+from sluice.doctor import configuration, files, packages
+from sluice.doctor.configuration import check_certificates, check_configuration
+from sluice.doctor.files import check_disk
+from sluice.doctor.finding import Examined, Finding, fine, problem, problem_of_sentence
+from sluice.doctor.machine import (
+    check_gpu_count,
+    check_memory,
+    check_npus,
+    check_open_files,
+    check_shared_memory,
+    check_threads,
+)
+from sluice.doctor.network import check_clock, check_network, check_ports
+from sluice.doctor.packages import (
+    check_engine,
+    check_extras,
+    check_generated_code,
+    check_python,
+    check_requirements,
+)
 from sluice.errors import SluiceError
 
 Examine = Callable[[Examined], Iterable[Finding]]
@@ -86,3 +104,51 @@ def _late(check: Check) -> Finding:
         NOT_EXAMINED,
         "look for a file system, driver or peer that hangs, and repeat when the machine is idle",
     )
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("python", "the interpreter", check_python),
+    Check("packages", "what every process imports", check_requirements),
+    Check("generated-code", "gRPC and protobuf", check_generated_code),
+    Check(
+        "torch",
+        "torch, the driver and the GPUs",
+        packages.check_torch,
+        deadline_s=packages.TORCH_DEADLINE_S,
+    ),
+    Check("npu", "NPUs, CANN and their variables", check_npus),
+    Check("open-files", "the limit of open files", check_open_files),
+    Check("network", "the networks of collectives", check_network),
+    Check("clock", "this machine's clock", check_clock),
+    Check("configuration", "the configuration's rules", check_configuration, needs_run=True),
+    Check("extras", "optional packages", check_extras, needs_run=True),
+    Check("gpus", "GPUs for every process", check_gpu_count, needs_run=True),
+    Check("engine", "the inference engine", check_engine, needs_run=True),
+    Check(
+        "model",
+        "the model's folder",
+        files.check_model,
+        needs_run=True,
+        deadline_s=files.MODEL_DEADLINE_S,
+    ),
+    Check(
+        "data",
+        "the files of prompts",
+        files.check_data,
+        needs_run=True,
+        deadline_s=files.DATA_DEADLINE_S,
+    ),
+    Check(
+        "reward",
+        "what grades responses",
+        configuration.check_reward,
+        needs_run=True,
+        deadline_s=configuration.REWARD_DEADLINE_S,
+    ),
+    Check("memory", "the host's memory", check_memory, needs_run=True),
+    Check("cpus", "CPUs for every thread", check_threads, needs_run=True),
+    Check("shared-memory", "shared memory (/dev/shm)", check_shared_memory, needs_run=True),
+    Check("disk", "room for checkpoints", check_disk, needs_run=True),
+    Check("ports", "fixed ports", check_ports, needs_run=True),
+    Check("security", "certificates and tokens", check_certificates, needs_run=True),
+)

@@ -24,13 +24,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sluice.concurrency.exit_status import exit_status
-from sluice.config.endpoints import peer_address
-from sluice.config.host_port import split_host_port
-from sluice.config.loader import load_config
+from sluice.concurrency.process import exit_status
+from sluice.config.addresses import peer_address, split_host_port
+from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.launch.network_layout import KINDS, Kind, launcher_grace_s
 from sluice.launch.own_address import own_address_within
+from sluice.launch.processes.supervisor import EXIT_FAILED, EXIT_INTERRUPTED, RunEnd, Supervisor
 from sluice.launch.service_spec import (
     TRAINER,
     ServiceSpec,
@@ -39,7 +39,6 @@ from sluice.launch.service_spec import (
     trainer_services,
 )
 from sluice.launch.shared_run import Ending, SharedRun
-from sluice.launch.supervisor import EXIT_FAILED, EXIT_INTERRUPTED, RunEnd, Supervisor
 from sluice.telemetry.logs import configure_logging
 
 logger = logging.getLogger(__name__)

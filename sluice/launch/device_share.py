@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from sluice.config.derived import replica_devices
 from sluice.config.run import RunConfig
-from sluice.device import cuda_host
+from sluice.device import host
 from sluice.device.ascend_environment import VISIBLE_VARIABLE
-from sluice.device.ascend_host import device_numbers, launch_environment, wants_npu
+from sluice.device.host import device_numbers, launch_environment, wants_npu
 from sluice.errors import ConfigError
 
 
@@ -55,11 +55,11 @@ def device_share(config: RunConfig, given: Mapping[str, str]) -> DeviceShare:
 
 def gpu_share(config: RunConfig, given: Mapping[str, str]) -> DeviceShare:
     """How they share its GPUs; not at all if one is named, which another could get as well."""
-    wants_gpu = cuda_host.wants_gpu
+    wants_gpu = host.wants_gpu
     if any((key or "").startswith("cuda:") for key in (config.trainer.device, _rollout(config))):
         return DeviceShare((), 0, 0)
     return DeviceShare(
-        cuda_host.gpu_numbers(given),
+        host.gpu_numbers(given),
         config.trainer.n_gpus_per_node if wants_gpu(config.trainer.device, given) else 0,
         replica_devices(config) if wants_gpu(_rollout(config), given) else 0,
     )
@@ -127,4 +127,4 @@ def _gpus(
     is_enough = gpu_share(config, given).is_enough_for(config.sluice.rollout.replicas)
     if not taken or len(taken) < count or not is_enough:
         return {}
-    return {cuda_host.VISIBLE_VARIABLE: ",".join(taken)}
+    return {host.CUDA_VISIBLE_VARIABLE: ",".join(taken)}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import grpc
 
-from sluice.launch.network_layout import PLACES
+from sluice.launch.network_layout import SERVICE_PORTS
 
 _CHECK = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
@@ -31,7 +31,7 @@ def health_problem(address: str, timeout_s: float = _TIMEOUT_S) -> str | None:
 
 def main(arguments: Sequence[str]) -> int:
     """0: serving; 1: not; 2: no such service."""
-    ports = {str(kind): place.health_port for kind, place in PLACES.items()}
+    ports = {str(kind): place.health_port for kind, place in SERVICE_PORTS.items()}
     port = ports.get(arguments[0]) if len(arguments) == 1 else None
     if port is None:
         sys.stderr.write(

@@ -2,7 +2,7 @@
 
 Compose, Kubernetes and whoever starts services by hand on several hosts take ports, names, paths
 and commands from here; `sluice up` has ports drawn instead, on the machines where services are.
-This file imports nothing of the project, since health probes load it every few seconds.
+This file imports next to nothing of the project, since health probes load it every few seconds.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+from sluice.service_contract import WEIGHTS_HEALTH
 
 Kind = Literal["trainer", "reward", "rollout"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -23,8 +25,6 @@ CONFIG_FILE = f"{RUN_FOLDER}/{CONFIG_NAME}"
 COMPUTE_IMAGE, REWARD_IMAGE = "sluice", "sluice-reward"
 LAUNCHER = ("python", "-m", "sluice.launch.container")
 HEALTH_PROBE = ("python", "-m", "sluice.launch.health_probe")
-# A replica's health by this name: whether it has weights. The whole process is healthy before.
-WEIGHTS_HEALTH = "sluice.rollout.Weights"
 PREPARE = ("sluice", "prepare")
 PREPARED_FOLDER = ("--run-dir", RUN_FOLDER)  # the last words of that command
 USER_ID = 10001  # of the images
@@ -36,7 +36,7 @@ _ENGINE_MARGIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ServicePorts:
     """Ports of one service.
 
     `health_port` answers health unencrypted, and nothing else. `metrics_port` is where it is
@@ -48,10 +48,10 @@ class Place:
     metrics_port: int = 0
 
 
-PLACES: dict[Kind, Place] = {
-    "trainer": Place(7000, 7100, 7200),
-    "rollout": Place(7001, 7101, 7201),
-    "reward": Place(7002, 7102, 7202),
+SERVICE_PORTS: dict[Kind, ServicePorts] = {
+    "trainer": ServicePorts(7000, 7100, 7200),
+    "rollout": ServicePorts(7001, 7101, 7201),
+    "reward": ServicePorts(7002, 7102, 7202),
 }
 # Of the live page, which a process beside the trainer's rank 0 serves where it is asked for.
 DASHBOARD_PORT = 8080
@@ -82,7 +82,7 @@ class ContainerLayout:
     arguments: tuple[str, ...]
     health: tuple[str, ...]
     readiness: str
-    place: Place
+    place: ServicePorts
     mounts: tuple[tuple[str, bool], ...]
     takes_devices: bool
     stop_grace_s: int
@@ -103,7 +103,7 @@ def container_layout(kind: Kind, shutdown_grace_s: float = 15.0) -> ContainerLay
         arguments=(kind, "--config", CONFIG_FILE),
         health=(*HEALTH_PROBE, kind),
         readiness=WEIGHTS_HEALTH if kind == "rollout" else "",
-        place=PLACES[kind],
+        place=SERVICE_PORTS[kind],
         mounts=((RUNS_MOUNT, True), (JOBS_MOUNT, False)),
         takes_devices=kind != "reward",
         stop_grace_s=engine_grace_s(shutdown_grace_s),
@@ -134,7 +134,7 @@ def metrics_settings() -> tuple[str, ...]:
     """Overrides (``key=value``) that have every service scraped at its port of the layout."""
     return tuple(
         f"sluice.{kind}.endpoint.metrics_port={place.metrics_port}"
-        for kind, place in PLACES.items()
+        for kind, place in SERVICE_PORTS.items()
     )
 
 
@@ -147,7 +147,7 @@ def dashboard_settings() -> tuple[str, ...]:
 
 
 def _endpoint_settings() -> Iterator[str]:
-    for kind, place in PLACES.items():
+    for kind, place in SERVICE_PORTS.items():
         key = f"sluice.{kind}.endpoint"
         yield f"{key}.host={_EVERY_INTERFACE}"
         yield f"{key}.advertise={kind}"

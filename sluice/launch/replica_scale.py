@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sluice.errors import InvalidRequestError, NotFoundError
+from sluice.launch.processes.supervisor import ServiceState
 from sluice.launch.service_spec import ServiceSpec, replica_name
-from sluice.launch.supervisor import ServiceState
 
 MOST_REPLICAS = 1024
 _NAME = re.compile(re.escape(replica_name(0)).replace("0", r"(\d+)"))

@@ -1,25 +1,83 @@
-"""Which processes make up a run: one specification for every launcher."""
+"""Which processes make up a run: one specification for every launcher, and free ports for
+services that start later.
+"""
 
 from __future__ import annotations
 
 import os
+import random
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
+from sluice.config.addresses import split_host_port
 from sluice.config.derived import checkpoint_folder, world_size
-from sluice.config.host_port import split_host_port
 from sluice.config.run import RunConfig
-from sluice.device.ascend_host import launch_environment
-from sluice.launch.checkpoint_mark import MARK_VARIABLE, checkpoint_mark
+from sluice.device.host import launch_environment
+from sluice.errors import ConfigError
 from sluice.launch.device_share import rank_environment, replica_environment
-from sluice.launch.free_ports import free_ports
+from sluice.rpc.ports import bound_socket, check_bindable
+from sluice.service_contract import MARK_VARIABLE, checkpoint_mark
 
-# Tells a process how often it was started before in this run.
-RESTARTS_VARIABLE = "SLUICE_RESTARTS"
+_LOWEST, _BEHIND_HIGHEST = 20_000, 30_000
+_TRIES = 32
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+# Not the interpreter's own generator, which runs seed to be repeatable: two would choose alike.
+_random = random.SystemRandom()
+
+
+def free_ports(hosts: list[str], besides: Container[int] = ()) -> list[int]:
+    """One free port per host, which differ: all are held until all are known.
+
+    Args:
+        hosts: addresses of this machine.
+        besides: ports that others are going to take.
+
+    Raises:
+        ConfigError: one of them is none.
+    """
+    for host in dict.fromkeys(hosts):
+        check_bindable(host, 0)
+    with ExitStack() as held:
+        sockets = [held.enter_context(_listening(host, besides)) for host in hosts]
+        return [listening.getsockname()[1] for listening in sockets]
+
+
+def _listening(host: str, besides: Container[int]) -> socket.socket:
+    choice = range(_LOWEST, min(_BEHIND_HIGHEST, _first_ephemeral()))
+    for port in _random.sample(choice, min(_TRIES, len(choice))):
+        if port in besides:
+            continue
+        try:
+            return _listening_at(host, port)
+        except (ConfigError, OSError):
+            continue  # taken
+    return _listening_at(host, 0)
+
+
+def _listening_at(host: str, port: int) -> socket.socket:
+    server = bound_socket(host, port)
+    try:
+        server.listen()
+    except OSError:
+        server.close()
+        raise
+    return server
+
+
+def _first_ephemeral() -> int:
+    """The lowest port that the system chooses by itself."""
+    try:
+        return int(_EPHEMERAL.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):  # not Linux
+        return _BEHIND_HIGHEST
+
+
 TRAINER = "trainer"
 REWARD = "reward"
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sluice.errors import ConfigError
-from sluice.launch.checkpoint_mark import checkpoint_mark
+from sluice.service_contract import checkpoint_mark
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class SharedRun:
         self._is_unreadable = False
 
     @property
-    def goes_on(self) -> bool:
+    def is_active(self) -> bool:
         """Whether a run has begun and not ended."""
         return (self._folder / _BEGINNING).is_file() and self.ending() is None
 
@@ -66,7 +66,7 @@ class SharedRun:
         Returns:
             whether it begins.
         """
-        if self.goes_on:
+        if self.is_active:
             return False
         self._folder.mkdir(parents=True, exist_ok=True)
         for counted in self._folder.glob("*.starts"):

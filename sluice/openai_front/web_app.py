@@ -1,13 +1,14 @@
-"""The HTTP server. The only file that imports aiohttp (the extra `openai-front`)."""
+"""The HTTP server. The only file here that imports aiohttp (the extra `openai-front`)."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
@@ -15,35 +16,91 @@ import msgspec
 from aiohttp import web
 
 from sluice.client.async_client import AsyncClient
-from sluice.codec.field_rules import shortened
-from sluice.concurrency.deadline import deadline
-from sluice.concurrency.exception_leaves import leaves
-from sluice.errors import DeadlineError, PeerError, SluiceError
-from sluice.openai_front.answers import Answer
-from sluice.openai_front.asked import (
-    MAX_CHOICES,
-    Asked,
-    Bounds,
-    ChatRequest,
-    CompletionRequest,
-    asked_of_chat,
-    asked_of_completion,
-    decode,
-)
-from sluice.openai_front.callers import Callers
-from sluice.openai_front.choices import Piece, PromptTaken, draw_choices
-from sluice.openai_front.connections import Connections
-from sluice.openai_front.refusals import (
+from sluice.codec.fields import shortened
+from sluice.concurrency.deadlines import deadline
+from sluice.errors import DeadlineError, PeerError, SluiceError, leaves
+from sluice.openai_front.answers import AnswerBuilder, Piece, PromptAccepted, generate_choices
+from sluice.openai_front.errors import (
     CROSS_SITE,
     DEFECT,
     NO_KEY,
-    Refusal,
+    ErrorAnswer,
     RefusedError,
-    refusal_of,
+    error_answer,
 )
-from sluice.rpc.trace_metadata import TRACEPARENT
-from sluice.security.token_file import TokenSource
-from sluice.telemetry.trace_context import parse_traceparent
+from sluice.openai_front.requests import (
+    MAX_CHOICES,
+    Bounds,
+    ChatRequest,
+    CompletionRequest,
+    ParsedRequest,
+    decode,
+    parse_chat,
+    parse_completion,
+)
+from sluice.rpc.auth import ClientQuota
+from sluice.rpc.metadata import TRACEPARENT
+from sluice.security.token_file import TokenSource, role_of
+from sluice.telemetry.tracing import parse_traceparent
+from sluice.web.connections import Connections
+
+KEYLESS = "HTTP callers"
+"""All callers of a front that asks for no key: nothing tells them apart."""
+_SCHEME = "bearer "
+_DIGEST_BYTES = 8
+
+
+class Callers:
+    """The callers of one front. Used from one event loop.
+
+    Args:
+        keys: that are accepted; none: nobody is asked for one.
+        max_choices: most choices that are drawn at once, of all requests.
+        max_key_choices: the same for the requests of one key.
+    """
+
+    def __init__(self, keys: TokenSource | None, max_choices: int, max_key_choices: int) -> None:
+        self._keys = keys
+        self._of_all = ClientQuota(max_choices, "choices", "--max-choices")
+        self._of_each = ClientQuota(max_key_choices, "choices", "--max-key-choices")
+        self._limit = (max_choices, "--max-choices")
+        if keys is not None and max_key_choices < max_choices:
+            self._limit = (max_key_choices, "--max-key-choices")
+
+    @property
+    def limit(self) -> tuple[int, str]:
+        """Most choices of a request that are ever drawn, and the option that says so."""
+        return self._limit
+
+    def name(self, authorization: str) -> str | None:
+        """The caller of a header ``Authorization``; none: it holds no key that is accepted.
+
+        A digest stands for the key, which is told to nobody.
+        """
+        if self._keys is None:
+            return KEYLESS
+        if not authorization.lower().startswith(_SCHEME):
+            return None
+        key = authorization[len(_SCHEME) :].strip()
+        if role_of(self._keys.tokens(), key) is None:
+            return None
+        digest = hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=_DIGEST_BYTES)
+        return f"key {digest.hexdigest()}"
+
+    @contextmanager
+    def generating(self, name: str, num_choices: int) -> Iterator[None]:
+        """Counts choices as drawn for a caller for the length of the block.
+
+        Raises:
+            ExhaustedError: too many are drawn for it, or for all callers.
+        """
+        of_key = None if name == KEYLESS else name
+        with (
+            self._of_each.held(of_key, num_choices),
+            self._of_all.held(KEYLESS, num_choices),
+        ):
+            yield
+
 
 logger = logging.getLogger(__name__)
 
@@ -122,9 +179,9 @@ class OpenAIFront:
         try:
             return await handler(request)
         except SluiceError as error:
-            return _refused(refusal_of(error))
+            return _refused(error_answer(error))
         except web.HTTPException as error:
-            return _refused(Refusal(error.status, error.reason, "invalid_request_error"))
+            return _refused(ErrorAnswer(error.status, error.reason, "invalid_request_error"))
         except Exception:
             logger.exception("%s %s", request.method, request.path)
             return _refused(DEFECT)
@@ -146,11 +203,11 @@ class OpenAIFront:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = decode(await _body_of(request), ChatRequest)
-        return await self._answer(request, asked_of_chat(body, self._bounds))
+        return await self._answer(request, parse_chat(body, self._bounds))
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         body = decode(await _body_of(request), CompletionRequest)
-        return await self._answer(request, asked_of_completion(body, self._bounds))
+        return await self._answer(request, parse_completion(body, self._bounds))
 
     def _check_model(self, name: str) -> None:
         if name != self._settings.model_name:
@@ -161,39 +218,39 @@ class OpenAIFront:
                 code="model_not_found",
             )
 
-    async def _answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, asked: ParsedRequest) -> web.StreamResponse:
         self._check_model(asked.model)
         asked = _in_trace(asked, request)
         prefix = "chatcmpl" if asked.kind == "chat" else "cmpl"
-        answer = Answer(asked, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
-        with self._callers.drawing(_NAME.get(), asked.num_choices):
+        answer = AnswerBuilder(asked, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
+        with self._callers.generating(_NAME.get(), asked.num_choices):
             if asked.stream:
-                return await _Stream(request, asked, answer).run(self._client)
+                return await _EventStream(request, asked, answer).run(self._client)
 
             async def take(piece: Piece) -> None:
                 answer.take(piece)
 
-            await _drawn(self._client, asked, take)
+            await _sampled(self._client, asked, take)
         return _json(answer.whole())
 
 
-class _Stream:
+class _EventStream:
     """One answer as server-sent events; its status waits for the first piece."""
 
-    def __init__(self, request: web.Request, asked: Asked, answer: Answer) -> None:
+    def __init__(self, request: web.Request, asked: ParsedRequest, answer: AnswerBuilder) -> None:
         self._request, self._asked, self._answer = request, asked, answer
         self._response: web.StreamResponse | None = None
         self._starting = asyncio.Lock()
         self._begun: set[int] = set()  # choices that something was sent of
-        self._is_gone = False
+        self._is_closed = False
 
     async def run(self, client: AsyncClient) -> web.StreamResponse:
         try:
-            await _drawn(client, self._asked, self._take)
+            await _sampled(client, self._asked, self._take)
         except SluiceError as error:
             if self._response is None:
                 raise
-            await self._end(refusal_of(error).body())
+            await self._end(error_answer(error).body())
         except Exception:
             if self._response is None:
                 raise
@@ -206,14 +263,14 @@ class _Stream:
     async def _end(self, last: dict[str, object] | None) -> None:
         """Sends the end, if somebody is there to take it."""
         with suppress(PeerError, DeadlineError):
-            if not self._is_gone and last is not None:
+            if not self._is_closed and last is not None:
                 await self._send(last)
-            if not self._is_gone:
+            if not self._is_closed:
                 await self._write(_END)
 
     async def _take(self, piece: Piece) -> None:
         self._answer.take(piece)
-        if isinstance(piece, PromptTaken):
+        if isinstance(piece, PromptAccepted):
             return
         chunk = self._answer.chunk(piece)  # before anything else is taken on
         if piece.index not in self._begun:
@@ -235,12 +292,12 @@ class _Stream:
             async with deadline(_WRITE_S, peer=_CALLER, phase=_TAKING):
                 await (await self._started()).write(data)
         except DeadlineError:
-            self._is_gone = True
+            self._is_closed = True
             if self._request.transport is not None:
                 self._request.transport.abort()
             raise
         except ConnectionError as error:
-            self._is_gone = True
+            self._is_closed = True
             raise PeerError(_CALLER, _TAKING, "it has gone") from error
 
     async def _started(self) -> web.StreamResponse:
@@ -252,8 +309,8 @@ class _Stream:
             return self._response
 
 
-async def _drawn(
-    client: AsyncClient, asked: Asked, take: Callable[[Piece], Awaitable[None]]
+async def _sampled(
+    client: AsyncClient, asked: ParsedRequest, take: Callable[[Piece], Awaitable[None]]
 ) -> None:
     """Draws the choices; the first error of ours stands for all of a group.
 
@@ -261,7 +318,7 @@ async def _drawn(
         SluiceError: as of `AsyncClient.stream`.
     """
     try:
-        await draw_choices(client, asked, take)
+        await generate_choices(client, asked, take)
     except BaseExceptionGroup as group:
         known = next((error for error in leaves(group) if isinstance(error, SluiceError)), None)
         if known is None:
@@ -269,7 +326,7 @@ async def _drawn(
         raise known from known.__cause__ or group
 
 
-def _in_trace(asked: Asked, request: web.Request) -> Asked:
+def _in_trace(asked: ParsedRequest, request: web.Request) -> ParsedRequest:
     """Below the caller's span. A header that cannot be read is none, as the standard asks."""
     caller = parse_traceparent(request.headers.get(TRACEPARENT))
     if caller is None:
@@ -296,7 +353,7 @@ def _json(content: object, status: int = 200) -> web.Response:
     )
 
 
-def _refused(refusal: Refusal) -> web.Response:
+def _refused(refusal: ErrorAnswer) -> web.Response:
     return _json(refusal.body(), refusal.status)
 
 

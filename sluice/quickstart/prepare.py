@@ -1,37 +1,103 @@
-"""Makes everything the quickstart job trains on, once: tokenizer, data, warm-started model.
-
-Consumes nothing but settings and needs no network. A directory that holds a complete set of the
-same settings is used as it is, without importing torch; anything else is made anew in place.
+"""Make everything the quickstart trains on, once: tokenizer, data, warm-started model, and the
+stamp that it is complete.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sluice.errors import ConfigError
-from sluice.quickstart.dataset import write_dataset
-from sluice.quickstart.problems import TASKS, Task, deal_problems, split_problems
-from sluice.quickstart.progress import PrepareProgress, QuickstartFacts
-from sluice.quickstart.settings import SHAPES_SETTINGS, PrepareSettings, WarmStartSettings
+from sluice.quickstart.arithmetic import (
+    TASKS,
+    Dialogue,
+    Task,
+    deal_problems,
+    make_dialogues,
+    split_problems,
+    write_dataset,
+)
+from sluice.quickstart.settings import (
+    SHAPES_SETTINGS,
+    PrepareProgress,
+    PrepareSettings,
+    QuickstartFacts,
+    WarmStartSettings,
+)
 from sluice.quickstart.shapes import SHAPES, ShapesTask
-from sluice.quickstart.stamp import read_facts, remove_stamp, write_stamp
 from sluice.quickstart.tokenizer import encode_dialogue, save_tokenizer, train_tokenizer
-from sluice.quickstart.worked_answers import Dialogue, make_dialogues
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from sluice.quickstart.warm_start import WarmStartResult
+    from sluice.quickstart.model import WarmStartResult
 
-__all__ = ["PrepareProgress", "QuickstartAssets", "QuickstartFacts", "prepare"]
+
+STAMP_NAME = "prepared.json"
+
+
+def settings_digest(settings: dict[str, Any]) -> str:
+    """SHA-256 over the settings as canonical JSON."""
+    canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def write_stamp(
+    directory: Path, settings: dict[str, Any], files: Iterable[Path], facts: dict[str, Any]
+) -> None:
+    """Record the settings, a digest of each file and the facts found while making them."""
+    stamp = {
+        "settings_digest": settings_digest(settings),
+        "settings": settings,
+        "files": {str(path.relative_to(directory)): _file_digest(path) for path in files},
+        "facts": facts,
+    }
+    draft = directory / f"{STAMP_NAME}.draft"
+    draft.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
+    os.replace(draft, directory / STAMP_NAME)
+
+
+def read_facts(directory: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The recorded facts, or ``None`` unless every file is there, unchanged, of these settings."""
+    try:
+        stamp = json.loads((directory / STAMP_NAME).read_text(encoding="utf-8"))
+        if stamp["settings_digest"] != settings_digest(settings):
+            return None
+        for name, digest in stamp["files"].items():
+            if _file_digest(directory / name) != digest:
+                return None
+        facts: dict[str, Any] = stamp["facts"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        # A stamp that cannot be read is no stamp: the files are made anew.
+        return None
+    return facts
+
+
+def remove_stamp(directory: Path) -> None:
+    """Take the stamp away before any stamped file changes."""
+    (directory / STAMP_NAME).unlink(missing_ok=True)
+
+
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# Makes everything the quickstart job trains on, once: tokenizer, data, warm-started model.
+#
+# Consumes nothing but settings and needs no network. A directory that holds a complete set of
+# the same settings is used as it is, without importing torch; anything else is made anew in
+# place.
+
 
 logger = logging.getLogger(__name__)
 
@@ -156,8 +222,13 @@ def _make_model(
 ) -> tuple[int, WarmStartResult]:
     """Write the warm-started model with its tokenizer; its parameter count and result."""
     # Only here, so that finding everything made costs no import of torch.
-    from sluice.quickstart.model import MAX_POSITIONS, make_model, save_model
-    from sluice.quickstart.warm_start import one_torch_thread, warm_start
+    from sluice.quickstart.model import (
+        MAX_POSITIONS,
+        make_model,
+        one_torch_thread,
+        save_model,
+        warm_start,
+    )
 
     def report(step: int, total: int, loss: float) -> None:
         progress(PrepareProgress("warm-start", step, total, loss))

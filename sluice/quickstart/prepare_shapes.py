@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sluice.quickstart.progress import PrepareProgress, QuickstartFacts
-from sluice.quickstart.settings import PrepareSettings
-from sluice.quickstart.shapes import ShapeQuestion, answer_text, questions
-from sluice.quickstart.shapes_dataset import write_shapes
-from sluice.quickstart.tokenizer import TURN_END, render_prompt, save_tokenizer, train_on_texts
-from sluice.quickstart.vision_tokens import (
+from sluice.quickstart.settings import PrepareProgress, PrepareSettings, QuickstartFacts
+from sluice.quickstart.shapes import ShapeQuestion, answer_text, questions, write_shapes
+from sluice.quickstart.tokenizer import (
     IMAGE_PAD,
+    TURN_END,
     VISION_CHAT_TEMPLATE,
     VISION_END,
     VISION_START,
     VISION_TOKENS,
+    render_prompt,
+    save_tokenizer,
+    train_on_texts,
 )
 from sluice.types import IMAGE_MARK, TokenIds
 from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
@@ -30,7 +31,7 @@ from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from sluice.quickstart.warm_start import WarmStartResult
+    from sluice.quickstart.model import WarmStartResult
 
 _SHOWN = f"{VISION_START}{IMAGE_PAD}{VISION_END}"
 
@@ -76,9 +77,15 @@ def _make_model(
 ) -> tuple[int, WarmStartResult, int, int]:
     """Parameters, the warm start's result, and the longest prompt and answer of a sample."""
     # Only here, so that finding everything made costs no import of torch.
-    from sluice.quickstart.vision_model import MAX_POSITIONS, make_model, save_model, save_processor
-    from sluice.quickstart.vision_warm_start import picture_dialogues, warm_start_on_pictures
-    from sluice.quickstart.warm_start import one_torch_thread
+    from sluice.quickstart.model import one_torch_thread
+    from sluice.quickstart.vision_model import (
+        MAX_POSITIONS,
+        make_model,
+        picture_dialogues,
+        save_model,
+        save_processor,
+        warm_start_on_pictures,
+    )
 
     def ids(text: str) -> TokenIds:
         return np.asarray(tokenizer.encode(text).ids, dtype=np.uint32)

@@ -1,17 +1,21 @@
-"""Questions about coloured shapes in small pictures: what is shown, asked and answered.
-
-Pure and seeded: the same seed gives the same scenes on every machine. A scene is a board of three
-by three cells, one to four of which hold a shape.
+"""The task with pictures: coloured shapes, questions about them, and their parquet files in
+Geometry3k's row format.
 """
 
 from __future__ import annotations
 
+import io
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
-from sluice.quickstart.problems import ANSWER_REQUEST
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image, ImageDraw
+
+from sluice.quickstart.arithmetic import ANSWER_REQUEST, DATA_SOURCE, ROW_GROUP_ROWS
 from sluice.types import IMAGE_MARK
 
 BOARD = 3
@@ -127,3 +131,75 @@ def _question(
 ) -> ShapeQuestion:
     slip = answers[(answers.index(answer) + 1) % len(answers)]
     return ShapeQuestion(scene, text, answer, slip)
+
+
+CELL_PIXELS = 16
+SIDE_PIXELS = BOARD * CELL_PIXELS
+_HALF = 5
+_PAINT = {
+    Colour.RED: (220, 40, 40),
+    Colour.GREEN: (30, 160, 60),
+    Colour.BLUE: (40, 70, 220),
+    Colour.YELLOW: (240, 200, 30),
+}
+
+
+def picture(scene: Scene) -> bytes:
+    """The scene on white, as an encoded PNG of 48 by 48 pixels."""
+    image = Image.new("RGB", (SIDE_PIXELS, SIDE_PIXELS), "white")
+    draw = ImageDraw.Draw(image)
+    for shape in scene.shapes:
+        _draw(draw, shape, _PAINT[scene.colour])
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def _draw(draw: ImageDraw.ImageDraw, shape: PlacedShape, paint: tuple[int, int, int]) -> None:
+    x = shape.column * CELL_PIXELS + CELL_PIXELS // 2 + shape.dx
+    y = shape.row * CELL_PIXELS + CELL_PIXELS // 2 + shape.dy
+    box = (x - _HALF, y - _HALF, x + _HALF, y + _HALF)
+    match shape.outline:
+        case Outline.CIRCLE:
+            draw.ellipse(box, fill=paint)
+        case Outline.SQUARE:
+            draw.rectangle(box, fill=paint)
+        case Outline.TRIANGLE:
+            draw.polygon([(x, y - _HALF), (x - _HALF, y + _HALF), (x + _HALF, y + _HALF)], paint)
+
+
+# Questions about pictures as parquet files in the row format of Geometry3k for verl.
+#
+# The columns of `sluice.quickstart.arithmetic`, and `images`: a list of structs with an encoded
+# file in `bytes`. The user's message holds ``<image>`` where the picture belongs.
+
+SCHEMA = pa.schema(
+    [
+        ("data_source", pa.string()),
+        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("images", pa.list_(pa.struct([("bytes", pa.binary())]))),
+        ("ability", pa.string()),
+        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
+        ("extra_info", pa.struct([("index", pa.int64()), ("split", pa.string())])),
+    ]
+)
+
+
+def to_row(question: ShapeQuestion, index: int, split: str) -> dict[str, object]:
+    """One row: the picture and the question as a single user message."""
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": question.question}],
+        "images": [{"bytes": picture(question.scene)}],
+        "ability": "shapes",
+        "reward_model": {"ground_truth": question.answer, "style": "rule"},
+        "extra_info": {"index": index, "split": split},
+    }
+
+
+def write_shapes(path: Path, asked: Iterable[ShapeQuestion], split: str) -> None:
+    """Write the questions in order, in row groups small enough to stream."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [to_row(question, index, split) for index, question in enumerate(asked)]
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    pq.write_table(table, path, row_group_size=ROW_GROUP_ROWS)

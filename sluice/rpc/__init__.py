@@ -1,1 +1,3 @@
-"""gRPC as sluice uses it: servers, channels, deadlines, retries, statuses."""
+"""gRPC as sluice uses it: servers and channels with limits, deadlines, retries, tokens and one
+table of statuses. Stubs and servicers come in; calls that raise sluice's own errors go out.
+"""

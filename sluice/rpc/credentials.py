@@ -1,30 +1,76 @@
-"""What a process shows to its peers and asks of them, from `sluice.security.*`."""
+"""Until when the certificates hold that this process has loaded: it reads no file again."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
 import msgspec
 
-from sluice.config.endpoints import advertised_host
+from sluice.config.addresses import advertised_host, is_loopback
 from sluice.config.problems import raise_problems
-from sluice.config.security import SecurityConfig
-from sluice.config.security_checks import (
+from sluice.config.rules.security import (
     TOKEN_KEY,
     client_problems,
     exposed_secrets,
     server_problems,
 )
-from sluice.config.service import EndpointConfig
-from sluice.rpc.certificate_ends import CERTIFICATE_ENDS
+from sluice.config.schema.security import SecurityConfig
+from sluice.config.schema.service import EndpointConfig
+from sluice.security.certificates import SOON, validities
 from sluice.security.token_file import GivenToken, TokenFile, TokenSource
 
 logger = logging.getLogger(__name__)
+
+CERT_FILE, CA_FILE = "cert_file", "ca_file"
+
+
+class CertificateEnds:
+    """What a service loaded at its start.
+
+    Attributes:
+        by_file: the end by the field of `sluice.security` that names the file; of `cert_file`, a
+            chain, that of the first certificate to end, and of `ca_file` that of the last, since
+            each of several authorities may be the one that counts.
+    """
+
+    def __init__(self) -> None:
+        self.by_file: Mapping[str, datetime] = {}
+
+    def note(self, certificate: bytes | None, authority: bytes | None) -> None:
+        """Takes the place of what was noted before; warns of what ends soon.
+
+        Args:
+            certificate, authority: PEM; none: there is none.
+        """
+        found = ((CERT_FILE, _end(certificate, min)), (CA_FILE, _end(authority, max)))
+        self.by_file = {name: end for name, end in found if end is not None}
+        now = datetime.now(UTC)
+        for name, end in self.by_file.items():
+            if end - now < SOON:
+                logger.warning(
+                    "sluice.security.%s ends on %s, in %d days, and no connection is made after "
+                    "that; replace the file and start this process again before",
+                    *(name, end.strftime("%Y-%m-%d %H:%M UTC"), (end - now).days),
+                )
+
+
+CERTIFICATE_ENDS = CertificateEnds()
+"""Of this process."""
+
+
+def _end(pem: bytes | None, of: Callable[[Iterable[datetime]], datetime]) -> datetime | None:
+    try:
+        ends = [one.ends for one in validities(pem or b"")]
+    except ValueError:  # TLS can read it, or the service would not start
+        return None
+    return of(ends) if ends else None
+
 
 TOKEN_VARIABLE = "SLUICE_TOKEN"
 FILE_VARIABLES = {
@@ -154,3 +200,21 @@ def _load(security: SecurityConfig, token: str | None) -> Credentials:
 
 def _read(path: str | None) -> bytes | None:
     return Path(path).read_bytes() if path else None
+
+
+def exposure(host: str, credentials: Credentials) -> str | None:
+    """What to warn of when a server listens on `host`; none if there is nothing."""
+    if is_loopback(host):
+        return None
+    if not credentials.identify_callers:
+        return (
+            "other machines may reach this port, and whoever does can steer the run and read its "
+            "data; set sluice.security.tls=mtls or sluice.security.token_file (`sluice certs` "
+            "makes the files), or keep the network private"
+        )
+    if not credentials.is_encrypted:
+        return (
+            "other machines may reach this port, and tokens and data travel unencrypted; set "
+            "sluice.security.tls=mtls, or keep the network private"
+        )
+    return None

@@ -1,6 +1,7 @@
-"""The server interceptor that turns exceptions into status codes."""
+"""The server interceptor that turns exceptions into statuses, and malformed requests into
+errors of the caller.
+"""
 
-# ruff: noqa: ANN401
 from __future__ import annotations
 
 import asyncio
@@ -8,15 +9,58 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from sluice.concurrency.exception_leaves import leaves
-from sluice.errors import SluiceError
-from sluice.rpc.error_tally import RPC_ERRORS, short_method
-from sluice.rpc.malformed_request import checked, checked_stream, lenient
-from sluice.rpc.status_codes import status_of
+from sluice.errors import InvalidRequestError, SluiceError, leaves
+from sluice.rpc.status import RPC_ERRORS, short_method, status_of
+
+Decoder = Callable[[bytes], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedRequest:
+    """Stands for bytes that are no message."""
+
+    num_bytes: int
+    reason: str
+
+
+def lenient(decode: Decoder | None) -> Decoder | None:
+    """A decoder that gives a `MalformedRequest` for bytes that `decode` refuses."""
+    if decode is None:
+        return None
+
+    def decoded(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except (DecodeError, ValueError, RecursionError) as error:
+            return MalformedRequest(len(data), str(error)[:200])
+
+    return decoded
+
+
+def checked(request: Any) -> Any:
+    """The message itself. Raises InvalidRequestError if there is none."""
+    if isinstance(request, MalformedRequest):
+        raise InvalidRequestError(
+            f"request: its {request.num_bytes} bytes are no message of this method "
+            f"({request.reason}); use the protocol files of the service's version"
+        )
+    return request
+
+
+async def checked_stream(requests: Any) -> AsyncIterator[Any]:
+    """The messages one by one, as `checked`."""
+    async for message in requests:
+        yield checked(message)
+
+
+# ruff: noqa: ANN401
+
 
 logger = logging.getLogger(__name__)
 

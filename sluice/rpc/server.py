@@ -1,28 +1,74 @@
-"""A gRPC server with health, reflection, limits and a clear answer to a port in use."""
+"""A gRPC server with health, reflection, limits, a probe port and a clear answer to a port in
+use.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from sluice.config.host_port import join_host_port
-from sluice.rpc.bound_socket import check_bindable, port_in_use
-from sluice.rpc.channel import message_limits
-from sluice.rpc.credentials import OPEN, Credentials
-from sluice.rpc.exposure import exposure
+from sluice.config.addresses import join_host_port
+from sluice.rpc.auth import OpenCallInterceptor, TokenInterceptor
+from sluice.rpc.client import message_limits
+from sluice.rpc.credentials import OPEN, Credentials, exposure
+from sluice.rpc.health import ChecksOnly
 from sluice.rpc.interceptors import ErrorInterceptor
-from sluice.rpc.open_calls import OpenCallInterceptor
-from sluice.rpc.probe_server import ProbeServer
-from sluice.rpc.token_interceptor import TokenInterceptor
+from sluice.rpc.ports import check_bindable, port_in_use
+
+_LONGEST_MESSAGE_BYTES = 4096
+_PROBE_STREAMS = 16
+_KEEPALIVE_MS, _PING_TIMEOUT_MS = 30_000, 10_000
+
+
+class ProbeServer:
+    """Serves `Check` unencrypted, with limits that suit probes.
+
+    Args:
+        health: the servicer that knows the answers.
+        host: interface to listen on.
+        port: where.
+    """
+
+    def __init__(self, health: Any, host: str, port: int) -> None:  # noqa: ANN401  untyped in grpc
+        self._host, self._port = host, port
+        self._server = grpc.aio.server(
+            options=[
+                *message_limits(_LONGEST_MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),
+                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+                ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+                ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
+                ("grpc.max_concurrent_streams", _PROBE_STREAMS),
+            ],
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(ChecksOnly(health), self._server)
+
+    async def start(self) -> None:
+        """Binds and serves.
+
+        Raises:
+            ConfigError: the port is taken or the interface does not exist.
+        """
+        check_bindable(self._host, self._port)
+        try:
+            self._server.add_insecure_port(join_host_port(self._host, self._port))
+        except RuntimeError as error:
+            raise port_in_use(self._host, self._port) from error
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Ends at once."""
+        await self._server.stop(0)
+
 
 logger = logging.getLogger(__name__)
 
-_KEEPALIVE_MS, _PING_TIMEOUT_MS = 30_000, 10_000
 _STREAMS_PER_CONNECTION = 1_024
 
 Registration = Callable[[grpc.aio.Server], None]

@@ -1,15 +1,95 @@
-"""The tokens of a process: a file that is read again when it changes, or one that was given."""
+"""Bearer tokens: their file, the role of each, and files that only their owner can read."""
 
 from __future__ import annotations
 
+import hmac
 import logging
+import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
 from sluice.errors import ConfigError
-from sluice.security.tokens import Role, Token, check_secret, parse_tokens
+
+MIN_CHARACTERS = 16
+# RFC 6750, section 2.1: the characters of a bearer token.
+_B64TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
+
+
+class Role(StrEnum):
+    """What a caller may do; see `sluice.rpc.auth`."""
+
+    CLIENT = "client"
+    SERVICE = "service"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A secret and what it admits to. The secret appears in no repr."""
+
+    role: Role
+    secret: str = field(repr=False)
+
+
+def parse_tokens(text: str, source: str) -> tuple[Token, ...]:
+    """Reads a file of tokens.
+
+    Args:
+        source: names the file in errors, which never quote a token.
+
+    Raises:
+        ConfigError: a line is no token, a token is there twice, or there is none.
+    """
+    tokens: list[Token] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        if words and not words[0].startswith("#"):
+            tokens.append(_parse_line(words, f"{source}, line {number}"))
+    if not tokens:
+        raise ConfigError(f"{source} holds no token; write one a line, or let `sluice certs` do it")
+    if len({token.secret for token in tokens}) < len(tokens):
+        raise ConfigError(f"{source} holds a token twice; take one of the lines out")
+    return tuple(tokens)
+
+
+def check_secret(secret: str, source: str) -> None:
+    """Raises ConfigError if `secret` cannot be a bearer token, without quoting it."""
+    if len(secret) < MIN_CHARACTERS:
+        raise ConfigError(
+            f"{source}: a token of {len(secret)} characters can be guessed; take {MIN_CHARACTERS} "
+            "or more, as from `openssl rand -hex 32`"
+        )
+    if not _B64TOKEN.fullmatch(secret):
+        raise ConfigError(
+            f"{source}: a token has characters that cannot travel in a header; use letters, "
+            "digits and - . _ ~ + /"
+        )
+
+
+def role_of(tokens: Sequence[Token], presented: str) -> Role | None:
+    """The role of a presented token; none: it is not among `tokens`.
+
+    Compares with all of them, each in a time that does not depend on where they differ.
+    """
+    given = presented.encode(errors="surrogateescape")
+    roles = [token.role for token in tokens if hmac.compare_digest(token.secret.encode(), given)]
+    return roles[0] if roles else None
+
+
+def _parse_line(words: list[str], place: str) -> Token:
+    role, secret = (Role.SERVICE.value, words[0]) if len(words) == 1 else (words[0], words[1])
+    if len(words) > 2 or role not in set(Role):
+        raise ConfigError(
+            f"{place}: is neither a token nor a role and a token; write `client TOKEN` or "
+            "`service TOKEN`"
+        )
+    check_secret(secret, place)
+    return Token(Role(role), secret)
+
 
 logger = logging.getLogger(__name__)
 
@@ -106,3 +186,37 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return seen.st_mtime_ns, seen.st_ino, seen.st_size
+
+
+_OWNER_ONLY, _OWNER_ONLY_FOLDER = 0o600, 0o700
+
+
+def write_private(folder: Path, files: Mapping[str, bytes], *, replace: bool) -> None:
+    """Writes `files` by name into `folder`, which is made if it is missing.
+
+    Raises:
+        ConfigError: one of them is there and `replace` is not given, or the folder cannot be
+            written; nothing was replaced.
+    """
+    there = [name for name in files if os.path.lexists(folder / name)]
+    if there and not replace:
+        raise ConfigError(
+            f"{folder} holds {', '.join(there)} already, which a run may use; name another folder "
+            "with --out, or replace all of them with --force"
+        )
+    try:
+        folder.mkdir(mode=_OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
+        for name, content in files.items():
+            _write(folder / f"{name}.{os.getpid()}.partial", content)
+        for name in files:
+            (folder / f"{name}.{os.getpid()}.partial").replace(folder / name)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error}; name another folder") from error
+
+
+def _write(path: Path, content: bytes) -> None:
+    # A process with this number that was killed may have left one, and others could read it.
+    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with os.fdopen(os.open(path, flags, _OWNER_ONLY), "wb") as file:
+        file.write(content)

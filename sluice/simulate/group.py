@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sluice.algorithm.group_completeness import LEAST_SAMPLES
-from sluice.algorithm.group_filter import filter_values
-from sluice.algorithm.routing import Grant
-from sluice.algorithm.sampling.visit import Visit
-from sluice.simulate.workload import DrawnSamples, SimulatedPrompt
+from sluice.algorithm.groups.filter import LEAST_SAMPLES, filter_values
+from sluice.algorithm.routing import Reservation
+from sluice.algorithm.sampling.attempt import Attempt
+from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
 from sluice.types import PromptEnd
 
 
 @dataclass(slots=True, eq=False)
-class Sample:
+class SimulatedSample:
     """One sequence at a replica. `start_clock` is ``None`` while it waits for a slot."""
 
     part: GroupPart
@@ -30,9 +29,9 @@ class GroupPart:
 
     group: SimulatedGroup
     replica: int
-    grant: Grant
+    reservation: Reservation
     num_missing: int
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[SimulatedSample] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,10 +58,10 @@ class SimulatedGroup:
     position: int
     prompt: SimulatedPrompt
     issued_version: int
-    visit: Visit
-    samples: DrawnSamples
-    attempt: int = 0
-    num_wanted: int = 0
+    attempt: Attempt
+    samples: SimulatedSamples
+    num_restarts: int = 0
+    num_needed: int = 0
     num_asked: int = 0
     num_finished: int = 0
     start_version: int | None = None
@@ -75,10 +74,10 @@ class SimulatedGroup:
     parts: list[GroupPart] = field(default_factory=list)
     replicas: list[int] = field(default_factory=list)
     is_cancelled: bool = False
-    drawn_as: Visit = field(init=False)
+    admitted_as: Attempt = field(init=False)
 
     def __post_init__(self) -> None:
-        self.drawn_as = self.visit
+        self.admitted_as = self.attempt
 
     @property
     def name(self) -> str:

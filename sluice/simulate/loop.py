@@ -1,33 +1,165 @@
-"""The simulated loop: prompts in, kept groups out, versions back.
-
-The reward service's decisions are taken by the same functions, in the same order, as its pipeline
-takes them: `SamplingStrategy` for what to start, `Fleet` for where, `filter_values` for what to
-keep, `staleness` for when a batch may be formed and what to break off, `YieldFloor` for when to
-give up. Only the waiting is replaced by a queue of events.
-"""
+"""The simulated loop: prompts in, kept groups out, versions back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from heapq import heappop, heappush
 
 import numpy as np
 
-from sluice.algorithm.room import groups_with_room
-from sluice.algorithm.sampling.prompt_memory import PromptHistory, remembered
+from sluice.algorithm.groups.staleness import BatchDecision, GroupAges, OnStale, Preemptions
+from sluice.algorithm.sampling.admission import (
+    LastGroups,
+    YieldEstimate,
+    YieldFloor,
+    groups_with_capacity,
+    kept_upper_bound,
+)
+from sluice.algorithm.sampling.attempt import PromptHistory, remembered
+from sluice.algorithm.sampling.pacing import AdmissionOrder, FinishForecast
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
-from sluice.algorithm.withdrawals import Withdrawals
-from sluice.algorithm.yield_floor import LastGroups, YieldFloor
 from sluice.errors import BatchUnfillableError
-from sluice.simulate.batching import Batching
-from sluice.simulate.event_queue import EventQueue
-from sluice.simulate.generation import SimulatedFleet
+from sluice.simulate.fleet import EventQueue, SimulatedFleet
 from sluice.simulate.group import SimulatedGroup
-from sluice.simulate.prompt_feed import PromptFeed
-from sluice.simulate.recorder import LeaseMark, Recorder, StepTimes, TokenCause
+from sluice.simulate.recorder import LeaseMark, Recorder, SimulatedStepTimes, TokenCause
 from sluice.simulate.settings import SimulationSettings
-from sluice.simulate.workload import DrawnSamples, SimulatedPrompt, Workload
+from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples, Workload
+
+
+class Batching:
+    """Kept and running groups, and the batches leased.
+
+    Args:
+        batch_size: B.
+        max_staleness: S.
+        on_stale: what happens to groups that would grow stale.
+    """
+
+    def __init__(self, batch_size: int, max_staleness: int, on_stale: OnStale) -> None:
+        self._batch_size = batch_size
+        self._ages = GroupAges(batch_size, max_staleness, on_stale)
+        self._kept: dict[str, SimulatedGroup] = {}
+        self._started: dict[str, SimulatedGroup] = {}
+        self._unpublished: list[int] = []
+
+    @property
+    def kept(self) -> tuple[SimulatedGroup, ...]:
+        """Groups that wait for a batch."""
+        return tuple(self._kept.values())
+
+    @property
+    def num_kept(self) -> int:
+        """Groups that wait for a batch."""
+        return len(self._kept)
+
+    @property
+    def num_in_training(self) -> int:
+        """Groups leased under a version whose successor is not announced yet."""
+        return len(self._unpublished) * self._batch_size
+
+    def reserve(self, group: SimulatedGroup, version: int) -> None:
+        """A group is issued whose place in the batch for `version` is certain."""
+        self._started[group.name] = group
+        self._ages.reserve(group.name, version)
+
+    def started(self, group: SimulatedGroup) -> None:
+        """A replica draws tokens for a group from now on."""
+        assert group.start_version is not None
+        self._started[group.name] = group
+        self._ages.runs(group.name, group.start_version)
+
+    def left(self, group: SimulatedGroup) -> None:
+        """A group runs no more; harmless if it never started."""
+        self._started.pop(group.name, None)
+        self._ages.left(group.name)
+
+    def keep(self, group: SimulatedGroup) -> None:
+        """Take on a kept group."""
+        self._kept[group.name] = group
+        self._ages.keep(group.name, group.oldest_version, group.position)
+
+    def remove(self, group: SimulatedGroup) -> None:
+        """Give up a kept group."""
+        del self._kept[group.name]
+        self._ages.remove(group.name)
+
+    def lease(self, groups: Sequence[SimulatedGroup], version: int) -> None:
+        """The trainer takes a batch."""
+        for group in groups:
+            self.remove(group)
+        self._unpublished.append(version)
+
+    def published(self, version: int) -> None:
+        """A version was announced."""
+        self._unpublished = [leased for leased in self._unpublished if leased >= version]
+
+    def next_version(self, announced: int) -> int:
+        """Version of the next batch to be formed while `announced` is."""
+        return max((announced, *(leased + 1 for leased in self._unpublished)))
+
+    def decide(self, version: int, estimate: YieldEstimate) -> BatchDecision:
+        """What to do towards the batch for `version`."""
+        return self._ages.decide(version, partial(kept_upper_bound, estimate=estimate))
+
+    def expired(self, announced: int) -> list[SimulatedGroup]:
+        """Running groups that no batch will have a place for."""
+        return self.running(self._ages.expired(self.next_version(announced)))
+
+    def running(self, names: Sequence[str]) -> list[SimulatedGroup]:
+        """Running groups by name."""
+        return [self._started[name] for name in names]
+
+    def kept_groups(self, names: Sequence[str]) -> list[SimulatedGroup]:
+        """Kept groups by name."""
+        return [self._kept[name] for name in names]
+
+    def drops(self, group: SimulatedGroup, next_version: int) -> bool:
+        """Whether a doomed group is dropped, not begun again."""
+        return self._ages.drops(group.name, next_version)
+
+
+class PromptFeed:
+    """Positions of the data set, and groups that wait to begin again.
+
+    Args:
+        num_in_line: positions that are weighed against each other, see `pacing`; 1: none.
+        key: names the prompt at a position.
+        forecast: how long groups take.
+    """
+
+    def __init__(
+        self, num_in_line: int, key: Callable[[int], str], forecast: FinishForecast
+    ) -> None:
+        self._num_in_line, self._key, self._forecast = num_in_line, key, forecast
+        self._waiting: list[tuple[int, SimulatedGroup]] = []
+        self._order = AdmissionOrder()
+        self._next_position = 0
+
+    def put(self, group: SimulatedGroup) -> None:
+        """A group begins again before any later one."""
+        heappush(self._waiting, (group.position, group))
+
+    def waiting(self) -> SimulatedGroup | None:
+        """The first group that waits to begin again."""
+        return heappop(self._waiting)[1] if self._waiting else None
+
+    def next_position(self, version: int, now_s: float) -> int:
+        """The next position of the data set to start under `version`."""
+        while len(self._order) < self._num_in_line:
+            expected = self._forecast.tokens(self._key(self._next_position))
+            self._order.add(self._next_position, expected, version)
+            self._next_position += 1
+        return self._order.take(version, self._forecast.tokens_in_time(now_s))
+
+
+# The simulated loop: prompts in, kept groups out, versions back.
+#
+# The reward service's decisions are taken by the same functions, in the same order, as its
+# pipeline takes them: `SamplingStrategy` for what to start, `Fleet` for where, `filter_values`
+# for what to keep, `staleness` for when a batch may be formed and what to break off,
+# `YieldFloor` for when to give up. Only the waiting is replaced by a queue of events.
 
 _REMEDY = (
     "simulate prompts that are solved sometimes (--mixture, --workload), or larger groups "
@@ -71,7 +203,7 @@ class SimulatedLoop:
         self._histories: dict[str, PromptHistory] = {}
         self._in_flight: dict[int, SimulatedGroup] = {}
         self._sure: set[int] = set()  # of those, which have a place as if they were kept
-        self._withdrawals = Withdrawals(rules.train_batch_size)
+        self._preemptions = Preemptions(rules.train_batch_size)
         self._train_times = np.random.default_rng([settings.seed, 3])
         self._version = 0
         self._asked_s: float | None = 0.0
@@ -112,7 +244,7 @@ class SimulatedLoop:
 
     def num_pending_tokens(self) -> float:
         """Tokens of groups that run or wait for a batch."""
-        running = (g.finished_tokens + self._fleet.num_drawn(g) for g in self._in_flight.values())
+        running = (g.finished_tokens + self._fleet.num_sampled(g) for g in self._in_flight.values())
         return sum(running) + sum(group.finished_tokens for group in self._batching.kept)
 
     def _settle(self) -> None:
@@ -121,29 +253,31 @@ class SimulatedLoop:
         while self._has_changed:
             self._has_changed = False
             if not self._strategy.discards_surplus:  # else a wave is awaited whole
-                self._cancel_doomed(self._batching.doomed(self._version))
+                self._cancel_expired(self._batching.expired(self._version))
             self._admit()
             self._form()
 
     # ------------------------------------------------------------------------------ admission
 
-    def _room(self) -> int:
+    def _capacity(self) -> int:
         free = self._fleet.num_free(self._version - self._rules.max_staleness)
         uses_probes = self._rules.strategy.uses_probes
         first = self._rules.probe_samples if uses_probes else self._rules.samples_per_group
-        return groups_with_room(free, first_sequences=first, is_idle=not self._in_flight)
+        return groups_with_capacity(free, first_sequences=first, is_idle=not self._in_flight)
 
-    def _load(self, room: int) -> LoopLoad:
+    def _load(self, capacity: int) -> LoopLoad:
         return LoopLoad(
             num_in_flight=len(self._in_flight),
             num_kept=self._batching.num_kept,
             num_in_training=self._batching.num_in_training,
-            room=room,
+            capacity=capacity,
             num_sure=len(self._sure),
         )
 
     def _admit(self) -> None:
-        while (room := self._room()) and self._strategy.num_to_start(self._load(room)) > 0:
+        while (capacity := self._capacity()) and self._strategy.num_to_start(
+            self._load(capacity)
+        ) > 0:
             self._issue(self._feed.waiting())
 
     def _issue(self, again: SimulatedGroup | None) -> None:
@@ -154,27 +288,29 @@ class SimulatedLoop:
             position = again.position
         prompt = self._workload.prompt(position, self._version)
         history = self._histories.get(prompt.key)
-        visit = self._strategy.visit(prompt.key, position, history, self._version)
-        if visit.is_skipped:
-            self._strategy.skipped(visit)
+        attempt = self._strategy.attempt(prompt.key, position, history, self._version)
+        if attempt.is_skipped:
+            self._strategy.skipped(attempt)
             return
-        attempt, issued_version = 0, self._version
+        num_restarts, issued_version = 0, self._version
         if again is not None:
-            attempt, issued_version = again.attempt + 1, again.issued_version
-        samples = self._samples(prompt, position, attempt)
-        group = SimulatedGroup(position, prompt, issued_version, visit, samples, attempt)
+            num_restarts, issued_version = again.num_restarts + 1, again.issued_version
+        samples = self._samples(prompt, position, num_restarts)
+        group = SimulatedGroup(position, prompt, issued_version, attempt, samples, num_restarts)
         group.issued_s = self._events.now
-        if self._withdrawals.grants_claim(group.name):
+        if self._preemptions.reserves_slot(group.name):
             self._sure.add(position)
-            self._batching.claim(group, self._version)
-        self._strategy.started(visit)
+            self._batching.reserve(group, self._version)
+        self._strategy.started(attempt)
         self._recorder.issued(group)
         self._in_flight[position] = group
-        self._ask(group, visit.first_samples)
+        self._ask(group, attempt.first_samples)
 
-    def _samples(self, prompt: SimulatedPrompt, position: int, attempt: int) -> DrawnSamples:
+    def _samples(
+        self, prompt: SimulatedPrompt, position: int, num_restarts: int
+    ) -> SimulatedSamples:
         num_samples = self._rules.samples_per_group
-        samples = self._workload.samples(prompt, position, attempt, num_samples)
+        samples = self._workload.samples(prompt, position, num_restarts, num_samples)
         return samples if self._settings.filters_groups else replace(samples, is_filtered=False)
 
     def _ask(self, group: SimulatedGroup, num_samples: int) -> None:
@@ -194,7 +330,7 @@ class SimulatedLoop:
             graded()
 
     def _sample_ended(self, group: SimulatedGroup, is_right: bool) -> None:
-        if group.num_wanted < self._rules.samples_per_group:
+        if group.num_needed < self._rules.samples_per_group:
             self._after_grading(partial(self._sample_graded, group, is_right=is_right))
 
     def _sample_graded(self, group: SimulatedGroup, *, is_right: bool) -> None:
@@ -202,7 +338,7 @@ class SimulatedLoop:
         if group.is_cancelled:
             return
         group.graded(is_right=is_right)
-        rest = self._rules.samples_per_group - group.num_wanted
+        rest = self._rules.samples_per_group - group.num_needed
         if rest and group.differs:
             self._sure.add(group.position)
             self._has_changed = True
@@ -210,23 +346,23 @@ class SimulatedLoop:
 
     def _generated(self, group: SimulatedGroup) -> None:
         group.generated_s = self._events.now
-        self._after_grading(partial(self._graded, group, group.num_wanted))
+        self._after_grading(partial(self._graded, group, group.num_needed))
 
     def _graded(self, group: SimulatedGroup, num_samples: int) -> None:
         """Judge a group, unless more samples than these were asked for while they were graded."""
-        if group.is_cancelled or group.num_wanted > num_samples:
+        if group.is_cancelled or group.num_needed > num_samples:
             return
         self._has_changed = True
-        rest = self._rules.samples_per_group - group.num_wanted
+        rest = self._rules.samples_per_group - group.num_needed
         if rest:
-            goes_on = self._strategy.after_probes(
-                group.visit,
+            continued = self._strategy.after_probes(
+                group.attempt,
                 num_right=group.num_right,
                 num_scored=group.num_asked,
                 version=self._version,
             )
-            if goes_on is not None:
-                group.visit = goes_on
+            if continued is not None:
+                group.attempt = continued
                 if group.is_sure:
                     self._sure.add(group.position)
                 self._ask(group, rest)
@@ -243,10 +379,10 @@ class SimulatedLoop:
             self._break_off(group)
             return
         self._left(group)
-        self._withdrawals.ended(group.name)
+        self._preemptions.ended(group.name)
         is_kept = group.end is None
         self._strategy.ended(
-            group.visit,
+            group.attempt,
             num_right=group.num_right,
             num_scored=group.num_asked,
             mean_tokens=group.finished_tokens / group.num_asked,
@@ -269,28 +405,28 @@ class SimulatedLoop:
 
     def _has_no_place(self, group: SimulatedGroup) -> bool:
         """Whether another group, kept at the same instant, has taken the last place."""
-        return self._rules.withdraws and group in self._batching.doomed(self._version)
+        return self._rules.preempts and group in self._batching.expired(self._version)
 
-    def _cancel_doomed(self, doomed: list[SimulatedGroup]) -> None:
-        for group in doomed:
+    def _cancel_expired(self, expired: list[SimulatedGroup]) -> None:
+        for group in expired:
             self._break_off(group)
-        if doomed:
+        if expired:
             self._fleet.serve()
 
     def _break_off(self, group: SimulatedGroup) -> None:
-        withdraws, next_version = self._rules.withdraws, self._batching.next_version(self._version)
-        is_dropped = not withdraws and self._batching.drops(group, next_version)
+        preempts, next_version = self._rules.preempts, self._batching.next_version(self._version)
+        is_dropped = not preempts and self._batching.drops(group, next_version)
         group.is_cancelled = self._has_changed = True
         self._left(group)
         tokens = group.finished_tokens + self._fleet.cancel(group)
-        if withdraws:
-            self._recorder.withdrawn(tokens)
-            self._withdrawals.withdrawn(group.name)
+        if preempts:
+            self._recorder.preempted(tokens)
+            self._preemptions.preempted(group.name)
         else:
             self._recorder.broken_off(tokens, restarts=not is_dropped)
         if is_dropped:
             return
-        self._strategy.restarted(group.drawn_as)
+        self._strategy.restarted(group.admitted_as)
         self._feed.put(group)
 
     # ------------------------------------------------------------------------------ the trainer
@@ -306,7 +442,7 @@ class SimulatedLoop:
         chosen = self._batching.kept_groups(decision.chosen)
         for group in self._batching.kept_groups(decision.dropped):
             self._discard(group, TokenCause.STALE)
-        self._cancel_doomed(self._batching.running(decision.doomed))
+        self._cancel_expired(self._batching.running(decision.expired))
         if chosen:
             self._lease(chosen, self._asked_s)
         else:
@@ -350,7 +486,9 @@ class SimulatedLoop:
     def _published(self, asked_s: float, leased_s: float, trained_s: float) -> None:
         generated, busy_s, _ = self._fleet.totals
         now = self._events.now
-        self._recorder.steps.append(StepTimes(asked_s, leased_s, trained_s, now, generated, busy_s))
+        self._recorder.steps.append(
+            SimulatedStepTimes(asked_s, leased_s, trained_s, now, generated, busy_s)
+        )
         self._is_over = len(self._recorder.steps) == self._settings.num_steps
         self._version += 1
         for key, seen in self._strategy.new_version():

@@ -17,12 +17,12 @@ class TokenCause(StrEnum):
     ALL_RIGHT = "filtered_all_right"
     ALL_WRONG = "filtered_all_wrong"
     STALE = "stale"
-    WITHDRAWN = "withdrawn"
+    PREEMPTED = "withdrawn"
     SURPLUS = "surplus"
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class SimulatedStepTimes:
     """When the parts of a step happened, seconds; `generated` and `busy_s` are the fleet's so far.
 
     `published_s` is when the version that the step made was announced.
@@ -71,10 +71,10 @@ class Recorder:
     on_end: Callable[[SimulatedGroup, TokenCause, float], None] | None = None
     tokens: Counter[TokenCause] = field(default_factory=Counter)
     stale_tokens: float = 0.0  # of running groups that were cancelled
-    withdrawn_tokens: float = 0.0  # likewise, by a full batch that was expected to
+    preempted_tokens: float = 0.0  # likewise, by a full batch that was expected to
     staleness: Counter[int] = field(default_factory=Counter)
     marks: list[LeaseMark] = field(default_factory=list)
-    steps: list[StepTimes] = field(default_factory=list)
+    steps: list[SimulatedStepTimes] = field(default_factory=list)
     num_trained: list[int] = field(default_factory=list)  # groups, by step
     num_hard: list[int] = field(default_factory=list)
     issues: dict[int, Issue] = field(default_factory=dict)
@@ -111,9 +111,9 @@ class Recorder:
         self.stale_tokens += num_tokens
         self.num_restarted += restarts
 
-    def withdrawn(self, num_tokens: float) -> None:
+    def preempted(self, num_tokens: float) -> None:
         """A running group was cancelled by a full batch, and starts again."""
-        self.withdrawn_tokens += num_tokens
+        self.preempted_tokens += num_tokens
         self.num_restarted += 1
 
     def kept_discarded(self, group: SimulatedGroup, cause: TokenCause, now: float) -> None:

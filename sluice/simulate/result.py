@@ -178,7 +178,7 @@ def _hard_share(settings: SimulationSettings, recorder: Recorder) -> float:
 def _accounts(recorder: Recorder, loop: SimulatedLoop) -> dict[str, float]:
     by_cause = {cause.value: float(recorder.tokens[cause]) for cause in TokenCause}
     by_cause[TokenCause.STALE.value] += recorder.stale_tokens
-    by_cause[TokenCause.WITHDRAWN.value] += recorder.withdrawn_tokens
+    by_cause[TokenCause.PREEMPTED.value] += recorder.preempted_tokens
     return {
         **by_cause,
         "pending": loop.num_pending_tokens(),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from sluice.algorithm.groups.staleness import OnStale
+from sluice.algorithm.sampling.admission import YieldFloor
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
-from sluice.algorithm.staleness import OnStale
-from sluice.algorithm.yield_floor import YieldFloor
 from sluice.errors import ConfigError
 
 DEFAULT_STEPS = 240

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from sluice.config.structure import shown
-from sluice.config.yaml_values import parse_document
+from sluice.config.loading.field_checks import shown
+from sluice.config.loading.yaml_text import parse_document
 from sluice.errors import ConfigError
-from sluice.simulate.described_workload import ResponseLengths, WorkloadDescription
+from sluice.simulate.workload import ResponseLengths, WorkloadDescription
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,4 @@
-"""What processes tell about themselves; at present their log lines."""
+"""What a process reports: log lines, metrics for Prometheus, spans for OpenTelemetry, samples
+for readers. Readings and events come in; files and pages go out. Nothing here may slow the work
+down.
+"""

@@ -12,10 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sluice.errors import ConfigError
-from sluice.telemetry.span_file import SCOPE
-from sluice.telemetry.span_queue import ExportError
-from sluice.telemetry.trace_context import TraceContext
-from sluice.telemetry.tracing import Attributes, RecordedSpan
+from sluice.telemetry.span_export import SCOPE, ExportError
+from sluice.telemetry.tracing import Attributes, RecordedSpan, TraceContext
 
 try:
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter

@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
-from sluice.telemetry.span_file import SpanFile
-from sluice.telemetry.span_queue import Exporter, SpanQueue
+from sluice.telemetry.span_export import Exporter, SpanFile, SpanQueue
 from sluice.telemetry.tracing import TRACER, Attributes
 
 logger = logging.getLogger(__name__)

@@ -1,24 +1,150 @@
-"""Spans of this process: what is timed, under which parent, and whether at all.
-
-Off, which is the default, every function here answers with `NOTHING`, a span that keeps nothing,
-and no package of OpenTelemetry is imported. On, an ended span goes into the sinks' queues, and
-nobody waits for it.
-
-The current span is a context variable: tasks inherit it from whoever starts them. Enter a span in
-coroutines and functions only; an asynchronous generator would leave its own to its consumer.
+"""Spans of this process: their names, their parents across processes, and whether they are
+recorded.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar, Token
+from enum import IntEnum, StrEnum
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
-from sluice.telemetry.span_names import SpanKind, SpanName
-from sluice.telemetry.trace_context import TraceContext, is_chosen, new_span_id, new_trace_id
+
+class SpanName(StrEnum):
+    """What a span times."""
+
+    # A prompt's trace, in the reward service.
+    PROMPT = "prompt"
+    SUBMIT = "submit"
+    READ = "draw"
+    ADMIT = "admit"
+    GENERATE = "generate"
+    ATTEMPT = "attempt"
+    GRADE = "grade"
+    FILTER = "filter"
+    WAIT = "wait"
+    # In a replica.
+    SERVE = "serve"
+    SAMPLE = "sample"
+    RECEIVE_WEIGHTS = "receive weights"
+    SWAP_WEIGHTS = "swap weights"
+    # A step's trace, in the trainer; the first two are in the prompts' traces as well.
+    TRAIN_STEP = "train step"
+    PUBLISH = "publish"
+    STEP = "step"
+    TAKE_BATCH = "take batch"
+    EVALUATE = "evaluate"
+    SAVE = "save"
+
+
+class Key(StrEnum):
+    """Attributes."""
+
+    PROMPT_ID = "sluice.prompt.id"
+    PROMPT_ORIGIN = "sluice.prompt.origin"
+    PROMPT_SEQUENCE = "sluice.prompt.sequence"
+    PROMPT_PLACE = "sluice.prompt.place"
+    PROMPT_END = "sluice.prompt.end"
+    DATA_SOURCE = "sluice.data_source"
+    DETAIL = "sluice.detail"
+    NUM_SAMPLES = "sluice.samples"
+    NUM_SCORED = "sluice.samples.scored"
+    NUM_TOKENS = "sluice.tokens"
+    SAMPLE_INDEX = "sluice.sample.index"
+    FINISH_REASON = "sluice.sample.finish_reason"
+    REPLICA = "sluice.replica"
+    REQUEST_ID = "sluice.request.id"
+    VERSION = "sluice.policy.version"
+    OLDEST_VERSION = "sluice.policy.version.oldest"
+    BATCH_ID = "sluice.batch.id"
+    NUM_GROUPS = "sluice.groups"
+    STEP = "sluice.step"
+
+
+class SpanKind(IntEnum):
+    """A span's side of a call, by OTLP's numbers."""
+
+    INTERNAL = 1
+    SERVER = 2
+    CLIENT = 3
+
+
+# Which trace and span something belongs to, as it crosses processes: W3C Trace Context.
+#
+# https://www.w3.org/TR/trace-context/, version 00. `tracestate` is not carried on.
+
+_TRACE_BITS, _SPAN_BITS = 128, 64
+_LONGEST = 256
+_SAMPLED = 1
+_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+# Not the interpreter's own generator, which runs seed to be repeatable.
+_random = random.Random()
+
+
+class TraceContext(NamedTuple):
+    """A span as others name it: 128 bits of trace, 64 bits of span, neither 0.
+
+    `is_sampled`: it is recorded, and so is what follows from it. A tuple, since one is made for
+    every span, in half the time of a frozen dataclass.
+    """
+
+    trace_id: int
+    span_id: int
+    is_sampled: bool
+
+    @property
+    def traceparent(self) -> str:
+        """The header's value."""
+        return f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.is_sampled:02x}"
+
+
+def parse_traceparent(value: object) -> TraceContext | None:
+    """The context in a header's value; ``None`` where it holds none, as the standard asks.
+
+    Later versions may add fields after the four that are known, which are read all the same.
+    """
+    found = _FORM.fullmatch(value) if isinstance(value, str) and len(value) <= _LONGEST else None
+    if found is None:
+        return None
+    version, trace, span, flags, more = found.groups()
+    trace_id, span_id = int(trace, 16), int(span, 16)
+    if version == "ff" or (version == "00" and more) or not trace_id or not span_id:
+        return None
+    return TraceContext(trace_id, span_id, bool(int(flags, 16) & _SAMPLED))
+
+
+def new_trace_id() -> int:
+    """A trace nobody has used before."""
+    return _random.getrandbits(_TRACE_BITS) or 1
+
+
+def new_span_id() -> int:
+    """A span nobody has used before in its trace."""
+    return _random.getrandbits(_SPAN_BITS) or 1
+
+
+def is_chosen(trace_id: int, ratio: float) -> bool:
+    """Whether a trace is among the share `ratio` that is recorded.
+
+    Every process chooses alike: by the lower 64 bits, as OpenTelemetry's ``TraceIdRatioBased``.
+    """
+    return (trace_id & (1 << _SPAN_BITS) - 1) < round(ratio * (1 << _SPAN_BITS))
+
+
+# Spans of this process: what is timed, under which parent, and whether at all.
+#
+# Off, which is the default, every function here answers with `NOTHING`, a span that keeps
+# nothing, and no package of OpenTelemetry is imported. On, an ended span goes into the sinks'
+# queues, and nobody waits for it.
+#
+# The current span is a context variable: tasks inherit it from whoever starts them. Enter a span
+# in coroutines and functions only; an asynchronous generator would leave its own to its
+# consumer.
 
 Attributes = Mapping[str, str | int | float | bool]
 

@@ -1,1 +1,3 @@
-"""Images of prompts: what a file says of itself, limits, and what models make of them."""
+"""Images of prompts. Encoded files come in; checked bytes, pixels, placeholder tokens and
+positions go out. Only `torch_inputs` needs torch.
+"""

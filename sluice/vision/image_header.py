@@ -1,29 +1,174 @@
-"""Format and size of an encoded image, read from its headers; no pixel is decoded.
+"""The parts that an image file is made of: PNG's chunks, JPEG's segments, WebP's chunks.
 
-What a decoder would trust is what is looked at: every header that names a size counts, and a file
-that names two is measured by the larger one.
-
-Formats: PNG (ISO/IEC 15948, section 11.2), JPEG (ITU-T T.81, annex B), WebP (RFC 9649).
+Formats: PNG (ISO/IEC 15948, section 5), JPEG (ITU-T T.81, annex B), WebP (RFC 9649, section 2).
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from struct import unpack_from
 from typing import Literal
 
 from sluice.errors import InvalidRequestError
-from sluice.vision.exif_orientation import MAX_EXIF_BYTES, UPRIGHT, exif_orientation
-from sluice.vision.image_parts import (
-    PNG_SIGNATURE,
-    BadImageError,
-    Part,
-    jpeg_segments,
-    png_chunks,
-    webp_chunks,
-)
 
-__all__ = ["FORMATS", "ImageHeader", "read_image_header"]
+MAX_PARTS = 4096
+"""Chunks or markers of a file that are looked at; no camera writes as many before the pixels."""
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+JPEG_SCAN = 0xDA
+_JPEG_MARKER_END, _JPEG_LONE = 0xD9, frozenset((0x01, *range(0xD0, 0xD9)))
+_WEBP_FIRST = 12
+
+
+class BadImageError(ValueError):
+    """What is wrong with a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """One chunk or segment.
+
+    Attributes:
+        name: of a chunk, 4 bytes; of a segment its marker's second byte.
+        place: of its first byte in the file, headers and all.
+        start: of its content.
+        end: behind its content.
+    """
+
+    name: bytes
+    place: int
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        """Bytes of content."""
+        return self.end - self.start
+
+
+def png_chunks(data: bytes) -> Iterator[ImagePart]:
+    """The chunks of a PNG, up to the end of the file; those of pixels may be very many.
+
+    Raises:
+        BadImageError: one is cut short, or there are too many.
+    """
+    place, others = len(PNG_SIGNATURE), 0
+    while others < MAX_PARTS:
+        if place + 12 > len(data):
+            raise BadImageError("a PNG that is cut short")
+        (length,) = unpack_from(">I", data, place)
+        if place + 12 + length > len(data):
+            raise BadImageError("a PNG that is cut short")
+        name = data[place + 4 : place + 8]
+        others += name != b"IDAT"
+        yield ImagePart(name, place, place + 8, place + 8 + length)
+        place += 12 + length
+    raise BadImageError(f"a PNG of more than {MAX_PARTS} chunks before its pixels")
+
+
+def jpeg_segments(data: bytes) -> Iterator[ImagePart]:
+    """The segments of a JPEG up to its first scan's header, which is the last.
+
+    Raises:
+        BadImageError: one is cut short, there are too many, or no scan comes.
+    """
+    place = 2
+    for _ in range(MAX_PARTS):
+        if place + 4 > len(data):
+            raise BadImageError("a JPEG that is cut short")
+        if data[place] != 0xFF:
+            raise BadImageError("a JPEG with bytes between its segments")
+        marker = data[place + 1]
+        if marker == 0xFF:  # fill bytes may stand before a marker
+            place += 1
+        elif marker in _JPEG_LONE:
+            place += 2
+        elif marker == _JPEG_MARKER_END:
+            raise BadImageError("a JPEG without pixels")
+        else:
+            (length,) = unpack_from(">H", data, place + 2)
+            if length < 2 or place + 2 + length > len(data):
+                raise BadImageError("a JPEG that is cut short")
+            yield ImagePart(bytes((marker,)), place, place + 4, place + 2 + length)
+            if marker == JPEG_SCAN:
+                return
+            place += 2 + length
+    raise BadImageError(f"a JPEG of more than {MAX_PARTS} segments before its pixels")
+
+
+def webp_chunks(data: bytes) -> Iterator[ImagePart]:
+    """The chunks of a WebP, up to the end that it names itself.
+
+    Raises:
+        BadImageError: one is cut short, or there are too many.
+    """
+    if len(data) < _WEBP_FIRST + 8:
+        raise BadImageError("a WebP that is cut short")
+    end = unpack_from("<I", data, 4)[0] + 8
+    if end > len(data):
+        raise BadImageError("a WebP that is cut short")
+    place = _WEBP_FIRST
+    for _ in range(MAX_PARTS):
+        if place + 8 > end:
+            return
+        name, (length,) = data[place : place + 4], unpack_from("<I", data, place + 4)
+        start = place + 8
+        if start + length > end:
+            raise BadImageError("a WebP that is cut short")
+        yield ImagePart(name, place, start, start + length)
+        place = start + length + length % 2
+    raise BadImageError(f"a WebP of more than {MAX_PARTS} chunks")
+
+
+# How a photograph is to be turned, read from its EXIF part without any EXIF library.
+#
+# A general reader of EXIF copies what every entry points at, and many entries may point at the
+# same bytes. Here one entry of two bytes is looked for (EXIF 2.32, section 4.6; TIFF 6.0,
+# section 2).
+
+
+MAX_EXIF_BYTES = 1 << 16
+"""A longer part is not read; JPEG cannot hold a longer one."""
+UPRIGHT = 1
+
+_PREFIX = b"Exif\0\0"
+_BYTE_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
+_TAG, _SHORT, _ENTRY_BYTES = 0x0112, 3, 12
+
+
+def exif_orientation(exif: bytes) -> int:
+    """The orientation, 1 to 8; 1 (upright) where none can be read.
+
+    Args:
+        exif: a TIFF header and its directories, with or without ``Exif`` and two zeros before it.
+    """
+    tiff = exif.removeprefix(_PREFIX)
+    order = _BYTE_ORDERS.get(tiff[:4])
+    if order is None or len(exif) > MAX_EXIF_BYTES:
+        return UPRIGHT
+    try:
+        (directory,) = unpack_from(f"{order}I", tiff, 4)
+        (entries,) = unpack_from(f"{order}H", tiff, directory)
+        for entry in range(entries):
+            place = directory + 2 + entry * _ENTRY_BYTES
+            tag, kind, count, value = unpack_from(f"{order}HHIH", tiff, place)
+            if tag == _TAG:
+                is_one = kind == _SHORT and count == 1 and 1 <= value <= 8
+                return int(value) if is_one else UPRIGHT
+    except struct.error:  # it points beyond its end
+        return UPRIGHT
+    return UPRIGHT
+
+
+# Format and size of an encoded image, read from its headers; no pixel is decoded.
+#
+# What a decoder would trust is what is looked at: every header that names a size counts, and a
+# file that names two is measured by the larger one.
+#
+# Formats: PNG (ISO/IEC 15948, section 11.2), JPEG (ITU-T T.81, annex B), WebP (RFC 9649).
+
 
 ImageFormat = Literal["PNG", "JPEG", "WebP"]
 FORMATS = "PNG, JPEG or WebP"
@@ -158,7 +303,7 @@ def _webp_header(data: bytes) -> ImageHeader:
     return ImageHeader("WebP", width, height, orientation or UPRIGHT)
 
 
-def _webp_size(data: bytes, chunk: Part) -> tuple[int, int] | None:
+def _webp_size(data: bytes, chunk: ImagePart) -> tuple[int, int] | None:
     start = chunk.start
     if chunk.name == b"VP8X" and chunk.length >= 10:
         if data[start] & _ANIMATED:

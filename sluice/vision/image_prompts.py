@@ -1,4 +1,4 @@
-"""Images and prompts made ready for one model, by the image processor that comes with it."""
+"""From one placeholder token an image to one token for each of its merged patches."""
 
 from __future__ import annotations
 
@@ -12,15 +12,33 @@ import numpy.typing as npt
 
 from sluice.errors import ConfigError, InvalidRequestError
 from sluice.types import TokenIds
-from sluice.vision.image_files import image_size, read_image
-from sluice.vision.placeholders import expand_placeholders
+from sluice.vision.image_files import decode_image, image_size
 from sluice.vision.rope_positions import Grid, RopePositions, find_images, rope_positions
 from sluice.vision.vision_shape import VisionShape, read_vision_shape
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["ImagePrompt", "ImagePromptReader", "load_image_prompts"]
+
+def expand_placeholders(
+    token_ids: TokenIds, image_token_id: int, num_tokens: Sequence[int]
+) -> TokenIds:
+    """`token_ids` with the i-th `image_token_id` repeated ``num_tokens[i]`` times.
+
+    Raises:
+        InvalidRequestError: there are not as many of them as images.
+    """
+    is_image = token_ids == image_token_id
+    found = int(is_image.sum())
+    if found != len(num_tokens):
+        raise InvalidRequestError(
+            f"prompt: {len(num_tokens)} images, but {found} places for them after the chat "
+            "template; use a template that shows images, and leave the model's own image tokens "
+            "out of the text"
+        )
+    repeats = np.ones(token_ids.size, dtype=np.int64)
+    repeats[is_image] = num_tokens
+    return np.repeat(token_ids, repeats)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +100,7 @@ class ImagePromptReader:
         """
         # One after the other: decoded, an image takes far more memory than its patches.
         patches = [
-            self._patches(read_image(encoded, f"images[{number}]"), number)
+            self._patches(decode_image(encoded, f"images[{number}]"), number)
             for number, encoded in enumerate(images)
         ]
         pixel_values = np.concatenate([values for values, _ in patches])
@@ -113,7 +131,7 @@ class ImagePromptReader:
             InvalidRequestError: it cannot be read or resized, or the processor would resize the
                 result again, as it does with long stripes.
         """
-        decoded = read_image(encoded, f"images[{number}]")
+        decoded = decode_image(encoded, f"images[{number}]")
         resized = self._resized(decoded, number)
         wanted = self._num_patches(decoded.height, decoded.width, number)
         # Of multiples of a patch the rule changes only those with too many or too few in all.

@@ -1,4 +1,4 @@
-"""What must be known of a vision-language model to lay out prompts with images for it."""
+"""Whether a model reads images, and what the layout of a prompt must know of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from sluice.errors import ConfigError
+import msgspec
 
-__all__ = ["FAMILIES", "VisionShape", "read_vision_shape"]
+from sluice.errors import ConfigError
 
 FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Values of ``model_type`` whose images this package understands."""
@@ -55,3 +55,21 @@ def read_vision_shape(model_path: Path | str) -> VisionShape | None:
         int(config.get("image_token_id", _IMAGE_TOKEN)),
         int(vision.get("spatial_merge_size", _MERGE[family])),
     )
+
+
+def reads_images(model_path: str | Path) -> bool | None:
+    """Whether the model in a folder is of a family whose images this package understands.
+
+    Args:
+        model_path: a folder in the form of Hugging Face's.
+
+    Returns:
+        ``None`` where no `config.json` can be read: this machine cannot tell, another one may.
+    """
+    try:
+        data = (Path(model_path).expanduser() / "config.json").read_bytes()
+        found = msgspec.json.decode(data, type=dict[str, object])
+    except (OSError, ValueError, RecursionError):
+        return None
+    family = found.get("model_type")
+    return isinstance(family, str) and family in FAMILIES

@@ -1,4 +1,3 @@
-"""The weight wire, both ends: plan, snapshot, process group per epoch, broadcast, digest.
-
-Everything here blocks, runs in threads and ends by a deadline; services wrap it for asyncio.
+"""The weight wire, both ends. A trainer's tensors come in; a version with verified digests goes
+out on every replica. One process group an epoch, given up at its first failure.
 """

@@ -1,10 +1,4 @@
-"""The change of one bucket, bit-exact: which elements differ from those before, and what they are.
-
-The stretches of a bucket with elements of one size are cut into blocks of `BLOCK_ELEMENTS`, so that
-memory beside the code itself is small. A block is a header, then its gaps (`gap_code`), its steps
-(`step_code`) and the values that are no small steps. A block that would become longer than its
-plain bytes holds these, so a code is never much longer than its bucket.
-"""
+"""Where two tensors of one shape and dtype differ, as bits."""
 
 from __future__ import annotations
 
@@ -15,12 +9,136 @@ from enum import IntEnum
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from sluice.weights.dtypes import torch_dtype
-from sluice.weights.gap_code import decode_gaps, encode_gaps
-from sluice.weights.plan import Bucket, TransferPlan
-from sluice.weights.step_code import Bits, decode_steps, encode_steps
+from sluice.weights.plan import Bucket, TransferPlan, torch_dtype
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def changed_positions(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """int64 ``[changed]``, rising positions in the flattened tensors.
+
+    Bits are compared, not numbers: NaN equals itself, and -0.0 differs from 0.0.
+
+    Args:
+        old: contiguous, any shape, any dtype of at most 8 bytes.
+        new: the same.
+    """
+    bits = _BITS[new.element_size()]
+    return (old.view(-1).view(bits) != new.view(-1).view(bits)).nonzero().view(-1)
+
+
+# Rising positions in few bytes: the gaps between them.
+#
+# The gap of a position is the number of places skipped since the one before. A gap is written in
+# words of one or two bytes: as often as it fits in, the largest word, which skips that many
+# places and marks none; then the rest, which marks a place. With a share p of places marked,
+# words of one byte cost about p + 1/255 bytes a place at most, words of two bytes 2p.
+
+Positions: TypeAlias = NDArray[np.int64]
+Words: TypeAlias = NDArray[np.unsignedinteger[Any]]
+
+
+def encode_gaps(positions: Positions) -> Words:
+    """The gaps of `positions` in words of the width that takes fewer bytes.
+
+    Args:
+        positions: int64 ``[marked]``, rising, none below 0.
+
+    Returns:
+        uint8 or uint16 ``[words]``, at least one word a position.
+    """
+    gaps = np.diff(positions, prepend=-1) - 1
+    narrow_bytes = gaps.size + int((gaps // 0xFF).sum())
+    wide_bytes = 2 * (gaps.size + int((gaps // 0xFFFF).sum()))
+    return _words(gaps, np.uint8) if narrow_bytes <= wide_bytes else _words(gaps, np.uint16)
+
+
+def decode_gaps(words: Words, num_positions: int, length: int) -> Positions:
+    """The positions back, int64 ``[num_positions]``, rising and each in ``[0, length)``.
+
+    Raises:
+        ValueError: the words do not mark `num_positions` places, or one beyond `length`.
+    """
+    skip = np.iinfo(words.dtype).max
+    marks = words != skip
+    if (marked := int(np.count_nonzero(marks))) != num_positions:
+        raise ValueError(f"the gap code marks {marked} places instead of {num_positions}")
+    if words.size and not marks[-1]:
+        raise ValueError("the gap code ends in a skip")
+    ends = np.cumsum(words + marks.astype(np.int64))
+    positions: Positions = ends[marks] - 1
+    if num_positions and positions[-1] >= length:
+        raise ValueError(f"the gap code marks place {positions[-1]} of {length}")
+    return positions
+
+
+def _words(gaps: Positions, width: type[np.uint8 | np.uint16]) -> Words:
+    skip = np.iinfo(width).max
+    skips, rest = np.divmod(gaps, skip)
+    last = np.cumsum(skips + 1) - 1
+    words = np.full(int(last[-1]) + 1 if gaps.size else 0, skip, dtype=width)
+    words[last] = rest
+    return words
+
+
+# New bits in few bytes: how far they are from the old ones, read as integers.
+#
+# An optimizer step moves most weights by one unit in the last place or by none, and the bits of
+# neighbouring floating-point numbers are neighbouring integers. The step from old to new bits
+# (modulo 2 to the number of bits; 1, -1, 2, -2, ... become 1, 0, 3, 2, ... less the 0 that never
+# occurs) is a byte if it fits; 255 says that the new bits follow as they are. Bits, not numbers:
+# NaN and -0.0 are like any others.
+
+Bits: TypeAlias = NDArray[np.unsignedinteger[Any]]
+
+_WHOLE = 255
+
+
+def encode_steps(old: Bits, new: Bits) -> tuple[NDArray[np.uint8], Bits]:
+    """The steps from `old` to `new`, unsigned of one width, ``[changed]``, nowhere equal.
+
+    Returns:
+        uint8 ``[changed]``, and the new bits of those whose step is 255, in their order.
+    """
+    step = new - old
+    backwards = step > np.iinfo(step.dtype).max // 2
+    size = np.where(backwards, -step, step) - np.array(1, dtype=step.dtype)
+    far = size > (_WHOLE - 2) // 2
+    steps = np.where(far, 0, size).astype(np.uint8) * 2 + ~backwards
+    steps[far] = _WHOLE
+    return steps.astype(np.uint8), new[far]
+
+
+def decode_steps(old: Bits, steps: NDArray[np.uint8], whole: Bits) -> Bits:
+    """The new bits.
+
+    Args:
+        old: unsigned ``[changed]``.
+        steps: uint8 ``[changed]``.
+        whole: of the dtype of `old`, one for each step of 255.
+
+    Raises:
+        ValueError: more or fewer steps are 255 than `whole` has.
+    """
+    far = steps == _WHOLE
+    if (count := int(np.count_nonzero(far))) != whole.size:
+        raise ValueError(f"{count} values are not coded as steps, and {whole.size} are given whole")
+    size = (steps >> 1).astype(old.dtype) + np.array(1, dtype=old.dtype)
+    new = np.where(steps & 1, old + size, old - size)
+    new[far] = whole
+    return new
+
+
+# The change of one bucket, bit-exact: which elements differ from those before, and what they
+# are.
+#
+# The stretches of a bucket with elements of one size are cut into blocks of `BLOCK_ELEMENTS`, so
+# that memory beside the code itself is small. A block is a header, then its gaps (`gap_code`),
+# its steps (`step_code`) and the values that are no small steps. A block that would become
+# longer than its plain bytes holds these, so a code is never much longer than its bucket.
 
 BLOCK_ELEMENTS = 1 << 18
 

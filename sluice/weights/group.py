@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from sluice.concurrency.threads import OwnerThread, StopReason
 from sluice.device.protocol import Device
 from sluice.errors import NotReadyError, WeightSyncError
 from sluice.types import TransferGroupSpec
@@ -29,10 +30,7 @@ from sluice.weights.backend import (
     create_process_group,
     wait_a_little,
 )
-from sluice.weights.epoch_store import EpochStore
-from sluice.weights.owner_thread import OwnerThread, StopReason
-from sluice.weights.rendezvous import gather
-from sluice.weights.store_link import StoreLink
+from sluice.weights.rendezvous import EpochStore, StoreLink, gather
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)

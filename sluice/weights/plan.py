@@ -1,9 +1,5 @@
-"""How weights lie on the wire: one stream of bytes, cut into buckets, the same on both ends.
-
-The stream holds the tensors in their given order, each starting at a multiple of 64 bytes, with
-zeros between them. A bucket is one collective: a slice of the stream. Buckets end at the border
-of a tensor where they can; only a tensor larger than a bucket is split. Memory laid out like the
-stream (`sluice.weights.buffer`) is therefore sent and received without any copy.
+"""The layout of weights on the wire and in memory: one stream of bytes, cut into buckets, the
+same on both ends.
 """
 
 from __future__ import annotations
@@ -11,17 +7,59 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+
+import torch
 
 from sluice.errors import InvalidRequestError
 from sluice.types import TensorSpec
-from sluice.weights.dtypes import dtype_name, torch_dtype
 
-if TYPE_CHECKING:
-    import torch
+_WIRE_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+_BY_NAME = {dtype_name(dtype): dtype for dtype in _WIRE_DTYPES}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of that name.
+
+    Raises:
+        InvalidRequestError: the name is unknown or the dtype does not travel.
+    """
+    if name not in _BY_NAME:
+        raise InvalidRequestError(
+            f'dtype "{name}" does not travel on the weight wire; use one of '
+            f"{', '.join(sorted(_BY_NAME))}"
+        )
+    return _BY_NAME[name]
+
+
+# How weights lie on the wire: one stream of bytes, cut into buckets, the same on both ends.
+#
+# The stream holds the tensors in their given order, each starting at a multiple of 64 bytes,
+# with zeros between them. A bucket is one collective: a slice of the stream. Buckets end at the
+# border of a tensor where they can; only a tensor larger than a bucket is split. Memory laid out
+# like the stream (`sluice.weights.plan`) is therefore sent and received without any copy.
 
 ALIGNMENT_BYTES = 64
 """Where tensors start: models compute from memory laid out like the stream, and the speed and last
@@ -206,3 +244,25 @@ def _buckets(offsets: Sequence[int], sizes: Sequence[int], bucket_bytes: int) ->
                 index, start, pieces = index + 1, stop, []
     if pieces:
         yield Bucket(index, start, stop, tuple(pieces))
+
+
+class WeightBuffer:
+    """CPU memory in the layout of a plan's stream.
+
+    `tensors` are views into it, by name and in the order of the plan; a bucket is a slice of it.
+    """
+
+    def __init__(self, plan: TransferPlan) -> None:
+        self.plan = plan
+        # Zeros, so that the padding between tensors is the same in every process.
+        self._stream = torch.zeros(plan.total_bytes, dtype=torch.uint8)
+        self.tensors: Mapping[str, torch.Tensor] = {
+            spec.name: self._stream[offset : offset + size]
+            .view(torch_dtype(spec.dtype))
+            .view(spec.shape)
+            for spec, offset, size in zip(plan.tensors, plan.offsets, plan.sizes, strict=True)
+        }
+
+    def bucket(self, bucket: Bucket) -> torch.Tensor:
+        """The bucket's bytes: uint8 ``[bucket.num_bytes]``, a view."""
+        return self._stream[bucket.start : bucket.stop]

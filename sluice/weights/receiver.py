@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING
 from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError, WeightSyncError
 from sluice.types import TransferGroupSpec
-from sluice.weights.buffer import WeightBuffer
 from sluice.weights.digest import WeightDigests
 from sluice.weights.group import SENDER_NAME, TransferGroup
-from sluice.weights.plan import TransferPlan, plan_transfer
-from sluice.weights.sparse_update import ChangeReceivingLane
-from sluice.weights.trailer import Trailer
+from sluice.weights.plan import TransferPlan, WeightBuffer, plan_transfer
+from sluice.weights.sparse_update import ChangeReceivingPort
 from sluice.weights.transfer import (
     NUM_FRAMING_COLLECTIVES,
-    DirectLane,
-    Lane,
-    UnpackingLane,
+    Base,
+    BucketPort,
+    DirectPort,
+    Trailer,
+    UnpackingPort,
+    UpdateHeader,
     broadcast_buckets,
     receive_header,
     receive_trailer,
 )
-from sluice.weights.update_header import Base, UpdateHeader
 
 if TYPE_CHECKING:
     import torch
@@ -219,8 +219,8 @@ class WeightReceiver:
 
         def receive() -> UpdateHeader:
             header = _read_header(receive_header(group, plan, phase, stop), plan, version, phase)
-            lane = self._lane_for(header, buffer, phase)
-            digests.append(broadcast_buckets(group, plan, lane, phase, stop))
+            bucket_port = self._port_for(header, buffer, phase)
+            digests.append(broadcast_buckets(group, plan, bucket_port, phase, stop))
             content = receive_trailer(group, plan, phase, stop)
             _check_trailer(content, version, plan, digests[0], phase)
             return header
@@ -242,23 +242,23 @@ class WeightReceiver:
         spare, self._spare = self._spare, None
         return spare if spare is not None and spare.plan == plan else WeightBuffer(plan)
 
-    def _lane_for(self, header: UpdateHeader, buffer: WeightBuffer, phase: str) -> Lane:
+    def _port_for(self, header: UpdateHeader, buffer: WeightBuffer, phase: str) -> BucketPort:
         if header.base is None:
-            return self._lane(buffer)
+            return self._port(buffer)
         try:
-            return self._changes_lane(header, buffer, self._base(header.base), phase)
+            return self._changes_port(header, buffer, self._base(header.base), phase)
         except ValueError as error:
             raise WeightSyncError(SENDER_NAME, phase, str(error)) from error
 
-    def _lane(self, buffer: WeightBuffer) -> Lane:
+    def _port(self, buffer: WeightBuffer) -> BucketPort:
         device = self._device.torch_device
-        return DirectLane(buffer) if device.type == "cpu" else UnpackingLane(buffer, device)
+        return DirectPort(buffer) if device.type == "cpu" else UnpackingPort(buffer, device)
 
-    def _changes_lane(
+    def _changes_port(
         self, header: UpdateHeader, buffer: WeightBuffer, base: WeightBuffer, phase: str
-    ) -> Lane:
+    ) -> BucketPort:
         device = self._device.torch_device
-        return ChangeReceivingLane(buffer, base, header.sizes, device, phase)
+        return ChangeReceivingPort(buffer, base, header.sizes, device, phase)
 
     def _base(self, wanted: Base) -> WeightBuffer:
         held = self._held

@@ -21,24 +21,29 @@ from typing import TYPE_CHECKING
 from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError
 from sluice.types import TensorSpec, TransferGroupSpec
-from sluice.weights.buffer import WeightBuffer
-from sluice.weights.dtypes import dtype_name
 from sluice.weights.group import SENDER_NAME, TransferGroup
-from sluice.weights.plan import TransferPlan, hiding_bucket_bytes, plan_transfer
+from sluice.weights.plan import (
+    TransferPlan,
+    WeightBuffer,
+    dtype_name,
+    hiding_bucket_bytes,
+    plan_transfer,
+)
 from sluice.weights.rendezvous import RendezvousStore
-from sluice.weights.sparse_update import ChangeSendingLane, SparseUpdate, encode_update
-from sluice.weights.store_seal import KEY_BYTES
-from sluice.weights.trailer import Trailer
+from sluice.weights.sparse_update import ChangeSendingPort, SparseUpdate, encode_update
+from sluice.weights.store import KEY_BYTES
 from sluice.weights.transfer import (
     NUM_FRAMING_COLLECTIVES,
-    DirectLane,
-    Lane,
-    PackingLane,
+    Base,
+    BucketPort,
+    DirectPort,
+    PackingPort,
+    Trailer,
+    UpdateHeader,
     broadcast_buckets,
     send_header,
     send_trailer,
 )
-from sluice.weights.update_header import Base, UpdateHeader
 
 if TYPE_CHECKING:
     import torch
@@ -218,13 +223,13 @@ class WeightSender:
             DeadlineError: the whole took longer than all its collectives may together.
         """
         group, plan = self._current()
-        lane = self._lane(plan, weights, update)
+        bucket_port = self._port(plan, weights, update)
         header = self._header(plan, version, update)
         phase = f"broadcasting version {version} in epoch {group.spec.epoch}"
 
         def send() -> str:
             send_header(group, header, phase, should_stop)
-            digests = broadcast_buckets(group, plan, lane, phase, should_stop)
+            digests = broadcast_buckets(group, plan, bucket_port, phase, should_stop)
             trailer = Trailer(version, plan.total_bytes, digests.tensors)
             send_trailer(group, trailer, phase, should_stop)
             return digests.combined
@@ -268,22 +273,22 @@ class WeightSender:
         sizes, base = (whole, None) if update is None else (update.sizes, update.base)
         return UpdateHeader(version, sizes, base, keep=self._keeps_base)
 
-    def _lane(
+    def _port(
         self,
         plan: TransferPlan,
         weights: WeightBuffer | Mapping[str, torch.Tensor],
         update: SparseUpdate | None,
-    ) -> Lane:
+    ) -> BucketPort:
         wire_device = self._device.torch_device
         tensors = weights.tensors if isinstance(weights, WeightBuffer) else weights
         _check_weights(plan, tensors)
         if update is not None and isinstance(weights, WeightBuffer):
-            return ChangeSendingLane(update, weights, wire_device)
+            return ChangeSendingPort(update, weights, wire_device)
         if not isinstance(weights, WeightBuffer) or wire_device.type != "cpu":
-            return PackingLane(plan, tensors, wire_device)
+            return PackingPort(plan, tensors, wire_device)
         # The same tensors in another order lie differently.
         same_layout = weights.plan.tensors == plan.tensors
-        return DirectLane(weights) if same_layout else PackingLane(plan, tensors, wire_device)
+        return DirectPort(weights) if same_layout else PackingPort(plan, tensors, wire_device)
 
 
 def _plan(tensors: Sequence[TensorSpec], most_bucket_bytes: int) -> TransferPlan:

@@ -16,8 +16,7 @@ import torch
 
 from sluice.errors import DeadlineError, InvalidRequestError, NotReadyError
 from sluice.types import TensorSpec
-from sluice.weights.buffer import WeightBuffer
-from sluice.weights.plan import MIN_BUCKET_BYTES, plan_transfer
+from sluice.weights.plan import MIN_BUCKET_BYTES, WeightBuffer, plan_transfer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,8 +44,8 @@ class SnapshotBuffers:
     def __init__(self, tensors: Iterable[TensorSpec]) -> None:
         # The layout in memory is that of the wire whatever the size of the buckets.
         plan = plan_transfer(tuple(tensors), MIN_BUCKET_BYTES)
-        self._slots = (_Slot(WeightBuffer(plan)), _Slot(WeightBuffer(plan)))
-        self._newest: _Slot | None = None
+        self._slots = (_SnapshotSlot(WeightBuffer(plan)), _SnapshotSlot(WeightBuffer(plan)))
+        self._newest: _SnapshotSlot | None = None
         self._serial = 0
         self._released = threading.Condition()
 
@@ -113,12 +112,12 @@ class SnapshotBuffers:
             if slot is not None:
                 self._release(slot)
 
-    def _release(self, slot: _Slot) -> None:
+    def _release(self, slot: _SnapshotSlot) -> None:
         with self._released:
             slot.readers -= 1
             self._released.notify_all()
 
-    def _back_slot(self, timeout_s: float) -> _Slot:
+    def _back_slot(self, timeout_s: float) -> _SnapshotSlot:
         """The slot that is not the newest, once nobody reads it; nobody will before it is full."""
         deadline = time.monotonic() + timeout_s
         with self._released:
@@ -135,7 +134,7 @@ class SnapshotBuffers:
             return slot
 
 
-class _Slot:
+class _SnapshotSlot:
     """One buffer, what it holds, and how many read it."""
 
     def __init__(self, weights: WeightBuffer) -> None:

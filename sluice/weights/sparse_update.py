@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from sluice.errors import InvalidRequestError, WeightSyncError
-from sluice.weights.buffer import WeightBuffer
 from sluice.weights.delta import apply_change, encode_change, max_code_bytes
 from sluice.weights.group import SENDER_NAME
-from sluice.weights.plan import Bucket, TransferPlan
-from sluice.weights.update_header import Base
+from sluice.weights.plan import Bucket, TransferPlan, WeightBuffer
+from sluice.weights.transfer import Base
 
 WORTHWHILE_SHARE = 0.25
 """Of the bytes of all weights. Above it, coding takes longer than a fast network needs to carry the
@@ -70,7 +69,7 @@ def encode_update(
     return SparseUpdate(base, tuple(codes))
 
 
-class ChangeSendingLane:
+class ChangeSendingPort:
     """Sends the changes; the digest is taken from the weights that they lead to."""
 
     def __init__(self, update: SparseUpdate, new: WeightBuffer, device: torch.device) -> None:
@@ -85,7 +84,7 @@ class ChangeSendingLane:
         return self._new.bucket(bucket)
 
 
-class ChangeReceivingLane:
+class ChangeReceivingPort:
     """Receives changes and applies each bucket's to a copy of the base in staging memory.
 
     Args:

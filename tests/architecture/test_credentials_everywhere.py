@@ -16,8 +16,7 @@ RAW = {
 # The port for probes answers health to everybody.
 HOMES = {
     "sluice/launch/health_probe.py",  # asks the probe server of its own host, and loads no more
-    "sluice/rpc/channel.py",
-    "sluice/rpc/probe_server.py",
+    "sluice/rpc/client.py",
     "sluice/rpc/server.py",
 }
 

@@ -10,8 +10,8 @@ from typer.main import get_command
 
 from sluice.cli.main import commands as application
 from sluice.config.explain import all_keys, explain_key
-from sluice.config.loader import load_config
-from sluice.config.unknown_keys import is_known
+from sluice.config.loading.keys import is_known
+from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
 from tests.support.documents import DOCUMENTS, blocks, code_words, commands
 from tests.support.source_tree import ROOT, name_of

@@ -6,11 +6,11 @@ import ast
 
 import pytest
 
-from sluice.config.catalogue.entry import Status
+from sluice.config.catalogue.entry import KeyStatus
 from sluice.config.explain import explain_key
+from sluice.config.loading.keys import field_types, section_type
 from sluice.config.run import RunConfig
-from sluice.config.schema import field_types, section_type
-from sluice.config.section import Section
+from sluice.config.schema.section import Section
 from tests.support.attribute_reads import attribute_reads
 from tests.support.source_tree import ROOT, python_files, syntax_tree
 
@@ -72,7 +72,7 @@ def test_every_field_of_the_configuration_is_read_by_a_service() -> None:
 @pytest.mark.parametrize("key", EXCEPTIONS)
 def test_a_key_that_no_service_reads_says_what_happens_instead(key: str) -> None:
     described = explain_key(key)
-    assert described.status in (Status.MAPPED, Status.NOT_APPLICABLE)
+    assert described.status in (KeyStatus.MAPPED, KeyStatus.NOT_APPLICABLE)
     assert described.instead
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from sluice.rpc.call_policy import CALL_POLICIES
+from sluice.rpc.policy import CALL_POLICIES
 from tests.support.source_tree import ROOT
 
 ROW = re.compile(r"^\| `(\w+/\w+)` \| [^|]+ \| (\d+) \| (\d+) \| ([^|]+) \|$", re.MULTILINE)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from services.rollout.engines.sglang_features import installed_sglang
+from services.rollout.engines.sglang.client import installed_sglang
 
 collect_ignore_glob = [] if installed_sglang() else ["test_*.py"]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.rollout.engines.sglang_engine import SglangEngine
-from services.rollout.engines.sglang_settings import SglangSettings
+from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.sglang.settings import SglangSettings
 from tests.support.engine_contract_suite import RunningContract
 from tests.support.engine_contract_weights import LifecycleContract
 from tests.support.engine_contract_world import (

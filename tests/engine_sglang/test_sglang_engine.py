@@ -18,10 +18,10 @@ import pytest
 import pytest_asyncio
 import zmq
 
-from services.rollout.engines.sglang_engine import SglangEngine
-from services.rollout.engines.sglang_settings import SglangSettings
-from services.rollout.engines.torch_engine import TorchEngine
-from services.rollout.engines.torch_settings import TorchEngineSettings
+from services.rollout.engines.causal_lm import TorchEngineSettings
+from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.sglang.settings import SglangSettings
 from sluice.errors import ConfigError, EngineError, InvalidRequestError
 from sluice.types import SamplingParams
 from tests.support.causal_lms import expected_logprobs, request, weights_of
@@ -43,8 +43,8 @@ _ROOT = Path(__file__).parents[2]
 _PLAIN = SamplingParams(1.0, 1.0, -1, 1, 0)
 _OWNER = """
 import asyncio, sys
-from services.rollout.engines.sglang_engine import SglangEngine
-from services.rollout.engines.sglang_settings import SglangSettings
+from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.sglang.settings import SglangSettings
 
 async def main():
     engine = SglangEngine(SglangSettings(sys.argv[1], slots=4, max_model_len=128))

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from services.rollout.engines.vllm_features import installed_vllm
+from services.rollout.engines.vllm.client import installed_vllm
 
 collect_ignore_glob = [] if installed_vllm() else ["test_*.py"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.rollout.engines.vllm_engine import VllmEngine
+from services.rollout.engines.vllm.engine import VllmEngine
 
 
 async def serve_saved(engine: VllmEngine, _: Path, version: int) -> None:

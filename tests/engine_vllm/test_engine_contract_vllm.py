@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.rollout.engines.vllm_engine import VllmEngine
-from services.rollout.engines.vllm_settings import VllmSettings
+from services.rollout.engines.vllm.engine import VllmEngine
+from services.rollout.engines.vllm.settings import VllmSettings
 from tests.engine_vllm.saved_weights import serve_saved
 from tests.support.engine_contract_suite import RunningContract
 from tests.support.engine_contract_weights import LifecycleContract

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from services.rollout.engines.vllm_engine import VllmEngine
-from services.rollout.engines.vllm_settings import VllmSettings
+from services.rollout.engines.vllm.engine import VllmEngine
+from services.rollout.engines.vllm.settings import VllmSettings
 from sluice.errors import ConfigError, EngineError
 from sluice.types import SamplingParams
 from tests.support.causal_lms import expected_logprobs, request
@@ -39,8 +39,8 @@ _PLAIN = SamplingParams(1.0, 1.0, -1, 1, 0)
 _OWNER = """
 import asyncio, sys
 from pathlib import Path
-from services.rollout.engines.vllm_engine import VllmEngine
-from services.rollout.engines.vllm_settings import VllmSettings
+from services.rollout.engines.vllm.engine import VllmEngine
+from services.rollout.engines.vllm.settings import VllmSettings
 
 async def main():
     engine = VllmEngine(VllmSettings(sys.argv[1], slots=4, max_model_len=128))

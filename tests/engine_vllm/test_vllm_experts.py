@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 from transformers import AutoConfig
 
-from services.rollout.engines.vllm_engine import VllmEngine
-from services.rollout.engines.vllm_settings import VllmSettings
+from services.rollout.engines.vllm.engine import VllmEngine
+from services.rollout.engines.vllm.settings import VllmSettings
 from tests.engine_vllm.saved_weights import serve_saved
 from tests.support.causal_lms import EOS, VOCABULARY, reference_model, request
 from tests.support.engine_contract_calls import PROMPTS, generate

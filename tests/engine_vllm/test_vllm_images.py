@@ -15,8 +15,8 @@ import pytest_asyncio
 from transformers import PreTrainedModel
 
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
-from services.rollout.engines.vllm_engine import VllmEngine
-from services.rollout.engines.vllm_settings import VllmSettings
+from services.rollout.engines.vllm.engine import VllmEngine
+from services.rollout.engines.vllm.settings import VllmSettings
 from sluice.device.cpu import CpuDevice
 from sluice.errors import InvalidRequestError
 from sluice.vision.image_prompts import load_image_prompts
@@ -209,10 +209,10 @@ async def _publish_meanwhile(
     """Has the model serve as soon as tokens have come of the request, which goes on to its end."""
     digest = await trainer.stage(model)
     async with asyncio.TaskGroup() as tasks:
-        drawing = tasks.create_task(chunks_of(engine, wanted, every_token=True))
+        generating = tasks.create_task(chunks_of(engine, wanted, every_token=True))
         await until(lambda: wanted.tokens.yielded > 0)
         await engine.commit(trainer.epoch, trainer.version, digest)
-    chunks = drawing.result()
+    chunks = generating.result()
     assert len({chunk.version for chunk in chunks}) == 2
     assert {chunk.sample_index for chunk in chunks} == set(wanted.sample_indexes)
     return chunks

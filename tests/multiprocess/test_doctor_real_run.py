@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from sluice.doctor import torch_build
-from sluice.doctor.registry import CHECKS
-from sluice.doctor.reward_function import check_reward
-from sluice.doctor.torch_build import torch_facts
+from sluice.doctor import packages
+from sluice.doctor.configuration import check_reward
+from sluice.doctor.examination import CHECKS
+from sluice.doctor.packages import torch_facts
 from tests.support.certified import authority, write_pair, write_security
 from tests.support.doctor_findings import only, run_of, write_model
 from tests.support.prompt_parquet import prompt_rows, write_prompts
@@ -95,8 +95,8 @@ def test_a_sound_run_has_no_problem_and_nothing_of_it_is_made(tmp_path: Path) ->
 def test_the_command_tells_of_every_check_in_order_and_makes_nothing(tmp_path: Path) -> None:
     # What it says of this machine, and whether it is late here, is the machine's.
     code, found = answered(["-m", "sluice.cli.main", "doctor"], sound_run(tmp_path))
-    told = list(dict.fromkeys(one["check"] for one in found["findings"]))
-    assert told == [check.name for check in CHECKS]
+    reported = list(dict.fromkeys(one["check"] for one in found["findings"]))
+    assert reported == [check.name for check in CHECKS]
     assert code == (0 if found["ok"] else 1)
     assert found["ok"] == (not problems(found))
     assert not (tmp_path / "run").exists()
@@ -111,16 +111,16 @@ def test_a_taken_port_a_cut_shard_and_an_expired_certificate_are_each_told(
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         code, found = examined([*arguments, f"sluice.reward.endpoint.port={port}"])
-    told = problems(found)
-    assert set(told) == {"model", "ports", "security"}, told
-    assert shard.name in told["model"]
-    assert f"sluice.reward.endpoint.port = {port}" in told["ports"]
-    assert "has expired" in told["security"]
+    reported = problems(found)
+    assert set(reported) == {"model", "ports", "security"}, reported
+    assert shard.name in reported["model"]
+    assert f"sluice.reward.endpoint.port = {port}" in reported["ports"]
+    assert "has expired" in reported["security"]
     assert (code, found["ok"]) == (1, False)
 
 
 def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_build, "_PROBE_S", 3600.0)
+    monkeypatch.setattr(packages, "_PROBE_S", 3600.0)
     facts = torch_facts(run_of("trainer.device=cuda"))
     assert facts.import_error == ""
     assert facts.keys == ("trainer.device",)

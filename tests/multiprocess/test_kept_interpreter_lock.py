@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from sluice.concurrency.cpu_deadline import CpuDeadline
+from sluice.concurrency.watchdog import CpuDeadline
 
 TIMEOUT_S = 120.0
 REPOSITORY = Path(__file__).resolve().parents[2]
 WATCHED = """
 import asyncio, re, sys, time
-from sluice.concurrency.stall import Sighting
+from sluice.concurrency.watchdog import WorkState
 from sluice.concurrency.watchdog import watched_service
-from sluice.config.service import ServiceConfig, WatchdogConfig
+from sluice.config.schema.service import ServiceConfig, WatchdogConfig
 
 def backtrack():
     re.match(r"(a+)+$", "a" * 60 + "b")
@@ -36,7 +36,7 @@ async def main():
     moved = iter(range(10**9))
     limits = WatchdogConfig(stall_s=None, give_up_s=float(sys.argv[3]))
     service = ServiceConfig(run_dir=sys.argv[1], watchdog=limits)
-    with watched_service("reward", service, lambda: Sighting(next(moved))):
+    with watched_service("reward", service, lambda: WorkState(next(moved))):
         await asyncio.sleep(0.3)
         print("begins", flush=True)
         await asyncio.to_thread(globals()[sys.argv[2]])

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.launch.network_layout import WEIGHTS_HEALTH
+from sluice.service_contract import WEIGHTS_HEALTH
 from tests.support.small_run import (
     GROUPS,
     WAIT_S,
@@ -131,15 +131,15 @@ async def lose_a_replica(run: LiveRun, seen: Observed) -> None:
     seen.killed, seen.step_at_kill = before["rollout-1"], (await run.status()).step
     run.send("rollout-1", signal.SIGKILL)
 
-    async def has_gone_on() -> bool:
+    async def has_continued() -> bool:
         status = await run.status()
-        gone = seen.killed not in {r.replica.incarnation for r in status.replicas}
+        gone = seen.killed not in {r.replica.instance_id for r in status.replicas}
         if gone and status.step >= seen.step_at_kill + 3:
             names = {r.replica.name for r in status.replicas if r.state == "serving"}
             seen.without_the_killed = (status.step, names)
         return bool(seen.without_the_killed[0])
 
-    await run.until(has_gone_on, "steps without the killed replica")
+    await run.until(has_continued, "steps without the killed replica")
 
 
 async def pause_and_grow(run: LiveRun, seen: Observed) -> None:
@@ -232,7 +232,7 @@ def test_a_killed_replica_is_dropped_and_its_samples_come_from_others(
     assert "replica rollout-1 dropped" in record.log("trainer")
 
 
-def test_a_killed_replica_that_is_started_again_joins_under_a_new_incarnation(
+def test_a_killed_replica_that_is_started_again_joins_under_a_new_instance(
     eventful: tuple[Record, Observed],
 ) -> None:
     _, seen = eventful
@@ -267,7 +267,7 @@ def test_a_policy_is_announced_once_for_each_change(eventful: tuple[Record, Obse
     lines = [
         line.rsplit(": ", 1)[1]
         for line in eventful[0].log("reward").splitlines()
-        if "services.reward.pipeline: version" in line
+        if "services.reward.groups.loop: version" in line
     ]
     repeated = [line for line, after in pairwise(lines) if line == after]
     assert len(lines) > last_step(eventful[0])

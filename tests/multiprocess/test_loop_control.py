@@ -55,11 +55,11 @@ async def starve(run: LiveRun, steps: list[int]) -> None:
         assert (await run.status()).phase == trainer_pb2.RUN_PHASE_WAITING_FOR_BATCH
         await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
 
-        async def has_said_so() -> bool:
+        async def has_reported() -> bool:
             log = Path(run.config.sluice.run_dir) / "logs" / "trainer.log"
             return "the run ends at step" in log.read_text(encoding="utf-8")
 
-        await run.until(has_said_so, "the end of the run")
+        await run.until(has_reported, "the end of the run")
     finally:
         run.send("rollout-0", signal.SIGCONT)
 

@@ -31,11 +31,11 @@ def test_remax_trains_against_a_greedy_baseline(small_assets: Assets, tmp_path: 
     # Only a baseline makes an advantage of a reward of 0 negative.
     assert min(row["critic/advantages/min"] for row in rows) == -1.0
     assert max(row["actor/grad_norm"] for row in rows) > 0.0
-    drawn, greedy, trained = (
+    sampled, greedy, trained = (
         sum(row[f"train/{name}_tokens"] for row in rows)
         for name in ("generated", "greedy", "trained")
     )
-    assert drawn - greedy >= trained > 0.0
+    assert sampled - greedy >= trained > 0.0
     assert greedy > 0.0
     assert sum(row["train/samples_graded"] for row in rows) >= 2 * STEPS * PROMPTS
     assert record.accounts["trained"] == STEPS * PROMPTS

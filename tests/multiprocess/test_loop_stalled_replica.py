@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from sluice.api.trainer.v1 import trainer_pb2
+from sluice.launch.processes.supervisor import Supervisor
 from sluice.launch.service_spec import NO_RESTARTS, rollout_service
-from sluice.launch.supervisor import Supervisor
 from tests.support.gated_replica import GATE_VARIABLE
 from tests.support.small_run import Assets, LiveRun, Record, run_to_end
 
@@ -30,7 +30,7 @@ class Seen:
     states_while_hung: set[str] = field(default_factory=set)
     steps_while_hung: int = 0
     steps_while_stopped: int = 0
-    incarnations: set[str] = field(default_factory=set)
+    instance_ids: set[str] = field(default_factory=set)
     versions: list[tuple[int, int]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
@@ -50,7 +50,7 @@ async def until_state(run: LiveRun, state: str | None) -> None:
     await run.until(is_there, f"{NAME} {state or 'gone'}")
 
 
-async def until_it_draws(run: LiveRun, seen: Seen) -> None:
+async def until_it_samples(run: LiveRun, seen: Seen) -> None:
     """Waits until the replica serves and has work; notes who it is, and its version."""
 
     async def draws() -> bool:
@@ -60,7 +60,7 @@ async def until_it_draws(run: LiveRun, seen: Seen) -> None:
     await run.until(draws, f"{NAME} at work")
     status = await run.status()
     (replica,) = (r.replica for r in status.replicas if r.replica.name == NAME)
-    seen.incarnations.add(replica.incarnation)
+    seen.instance_ids.add(replica.instance_id)
     seen.versions.append((replica.policy_version, status.policy_version))
 
 
@@ -96,12 +96,12 @@ async def gated_replica(run: LiveRun, gate: Path, lines: list[str]) -> AsyncIter
 async def hang_then_stop(run: LiveRun, gate: Path, seen: Seen) -> None:
     await run.until_step(1)
     async with gated_replica(run, gate, seen.lines) as supervisor:
-        await until_it_draws(run, seen)
+        await until_it_samples(run, seen)
         gate.touch()
         await until_state(run, "stalled")
         seen.steps_while_hung = await steps_without(run, seen.states_while_hung)
         gate.unlink()
-        await until_it_draws(run, seen)
+        await until_it_samples(run, seen)
         pid = supervisor.pid_of(NAME)
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
@@ -110,7 +110,7 @@ async def hang_then_stop(run: LiveRun, gate: Path, seen: Seen) -> None:
             seen.steps_while_stopped = await steps_without(run, set())
         finally:
             os.kill(pid, signal.SIGCONT)
-        await until_it_draws(run, seen)
+        await until_it_samples(run, seen)
     await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
 
 
@@ -157,7 +157,7 @@ def test_what_gets_on_again_comes_back_as_the_same_process_with_present_weights(
 ) -> None:
     record, seen = stalled
     assert (record.end.exit_code, record.end.failures) == (0, ())
-    assert len(seen.incarnations) == 1
+    assert len(seen.instance_ids) == 1
     assert len(seen.versions) == 3
     assert all(newest - served <= 1 for served, newest in seen.versions)
     assert f"replica {NAME} gets on again" in record.log("trainer")

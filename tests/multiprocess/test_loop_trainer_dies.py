@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.launch.checkpoint_mark import TRACKER_NAME
 from sluice.report.run_record import read_progress
+from sluice.service_contract import TRACKER_NAME
 from tests.support.small_run import GROUPS, WAIT_S, Assets, LiveRun, Record, run_to_end
 
 MANY_STEPS, SAVE_FREQ, KILL_AT = 1_000_000, 2, 3
@@ -38,19 +38,19 @@ async def until_recorded(run: LiveRun, step: int) -> None:
             return
 
 
-async def end_after_restart(run: LiveRun, pids: Pids, incarnation: str) -> None:
-    """Ends the run once the next incarnation is beyond every step that the killed one recorded."""
+async def end_after_restart(run: LiveRun, pids: Pids, instance_id: str) -> None:
+    """Ends the run once the next instance is beyond every step that the killed one recorded."""
 
     async def another() -> bool:
-        return (await run.status()).incarnation != incarnation
+        return (await run.status()).instance_id != instance_id
 
-    await run.until(another, "another incarnation of the trainer")
+    await run.until(another, "another instance of the trainer")
     reached = [int(row["step"] or 0) for row in read_progress(run.run_dir).steps][-1]
 
     async def goes_on() -> bool:
         return (await run.status()).step > reached
 
-    await run.until(goes_on, "steps of another incarnation of the trainer")
+    await run.until(goes_on, "steps of another instance of the trainer")
     pids.after = {name: run.pid_of(name) for name in pids.before}
     await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
 
@@ -68,9 +68,11 @@ def recorded_steps(record: Record) -> list[int]:
 
 def resumed_at(record: Record) -> int:
     """The step of the checkpoint from which the trainer went on."""
-    told = re.search(r"started again \(1 times so far\): .* from step (\d+)", record.log("trainer"))
-    assert told is not None
-    return int(told[1])
+    reported = re.search(
+        r"started again \(1 times so far\): .* from step (\d+)", record.log("trainer")
+    )
+    assert reported is not None
+    return int(reported[1])
 
 
 def assert_complete(record: Record) -> None:
@@ -108,10 +110,10 @@ def killed(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> tu
 
     async def kill(run: LiveRun) -> None:
         await until_recorded(run, KILL_AT)
-        incarnation = (await run.status()).incarnation
+        instance_id = (await run.status()).instance_id
         pids.before = {name: run.pid_of(name) for name in ("trainer", "reward", *REPLICAS)}
         run.send("trainer", signal.SIGKILL)
-        await end_after_restart(run, pids, incarnation)
+        await end_after_restart(run, pids, instance_id)
 
     return run_to_end(
         small_assets, run_dir, overrides("trainer.logger=[jsonl,tensorboard]"), kill
@@ -176,12 +178,12 @@ def test_a_run_outlives_the_death_of_trainer_reward_service_and_a_replica_at_one
 
     async def kill(run: LiveRun) -> None:
         await until_recorded(run, KILL_AT)
-        incarnation = (await run.status()).incarnation
+        instance_id = (await run.status()).instance_id
         names = ("trainer", "reward", *REPLICAS)
         pids.before = {name: run.pid_of(name) for name in names}
         for name in ("trainer", "reward", "rollout-1"):
             run.send(name, signal.SIGKILL)
-        await end_after_restart(run, pids, incarnation)
+        await end_after_restart(run, pids, instance_id)
 
     record = run_to_end(small_assets, tmp_path / "run", overrides(), kill)
     assert_complete(record)
@@ -196,11 +198,11 @@ def test_when_one_trainer_rank_is_killed_all_are_started_again_together(
 
     async def kill(run: LiveRun) -> None:
         await until_recorded(run, KILL_AT)
-        incarnation = (await run.status()).incarnation
+        instance_id = (await run.status()).instance_id
         names = ("trainer", "trainer-1", "reward", "rollout-0")
         pids.before = {name: run.pid_of(name) for name in names}
         run.send("trainer-1", signal.SIGKILL)
-        await end_after_restart(run, pids, incarnation)
+        await end_after_restart(run, pids, instance_id)
 
     record = run_to_end(
         small_assets, tmp_path / "run", overrides("trainer.n_gpus_per_node=2", *ONE_REPLICA), kill

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.telemetry.exposition import PROCESS_NAMES
 from sluice.telemetry.instruments import INSTRUMENTS
-from sluice.telemetry.scrape_target import FOLDER
+from sluice.telemetry.metrics_page import FOLDER, PROCESS_NAMES
 from tests.support.scraped import Page, fetch, names, parsed, targets, value
 from tests.support.small_run import Assets, LiveRun, Record, run_to_end
 
@@ -45,7 +44,7 @@ def trained(page: Page) -> float:
     return page.get(("sluice_tokens_total", (("fate", "trained"),)), 0.0)
 
 
-def drawn(page: Page) -> float:
+def sampled(page: Page) -> float:
     """Tokens by the replicas' latest heartbeats, which come after the tokens."""
     return sum(v for (name, _), v in page.items() if name == "sluice_fleet_replica_tokens_total")
 
@@ -62,7 +61,7 @@ async def scrape(run: LiveRun, into: dict[str, Page]) -> None:
 async def something_is_trained(run: LiveRun, seen: Seen) -> bool:
     await scrape(run, seen.early)
     page = seen.early["trainer"]
-    return trained(page) > 0 and drawn(page) > 0
+    return trained(page) > 0 and sampled(page) > 0
 
 
 async def all_is_known(run: LiveRun, seen: Seen) -> bool:
@@ -119,7 +118,7 @@ def test_counters_rise_and_agree_between_the_processes(observed: tuple[Record, S
     assert trained(late) <= record.accounts["tokens/trained"]
     assert value(late, "sluice_trainer_steps_total") >= 5
     for page in (early, late):
-        assert 0 < drawn(page) <= value(page, "sluice_fleet_tokens_total")
+        assert 0 < sampled(page) <= value(page, "sluice_fleet_tokens_total")
     fleet = value(late, "sluice_fleet_replicas", state="serving")
     assert fleet == value(seen.late["reward"], "sluice_reward_replicas") == 2
 

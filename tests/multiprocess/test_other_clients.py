@@ -96,22 +96,22 @@ async def test_node_samples_submits_and_is_refused_from_the_protos_alone() -> No
     async with services() as address:
         script = str(NODE_CLIENT / "client.mjs")
         printed = await output_of("node", script, address, str(ROOT / "proto"))
-    told = [json.loads(line) for line in printed.splitlines()]
-    assert told[0] == {"prompt": [7, 8, 9], "version": 3}
-    tokens = [each for each in told if "tokens" in each]
+    reported = [json.loads(line) for line in printed.splitlines()]
+    assert reported[0] == {"prompt": [7, 8, 9], "version": 3}
+    tokens = [each for each in reported if "tokens" in each]
     for index in (0, 1):
         mine = [each for each in tokens if each["sample"] == index]
         assert [each["tokens"] for each in mine] == [[100 * index + place] for place in range(6)]
         assert mine[3]["logprobs"] == [-(100 * index + 3) / 8]
-    ended = [each for each in told if "ended" in each]
+    ended = [each for each in reported if "ended" in each]
     assert [each["reason"] for each in ended] == ["FINISH_REASON_STOP"] * 2
     assert ended[0]["text"] == "".join(each["text"] for each in tokens if each["sample"] == 0)
-    assert told[-4:-1] == [
+    assert reported[-4:-1] == [
         {"prompt_id": "a", "refused": ""},
         {"prompt_id": "bad", "refused": "the id is taken"},
         {"prompt_id": "a", "end": "PROMPT_END_TRAINED", "step": 1},
     ]
-    assert told[-1] == {
+    assert reported[-1] == {
         "code": "INVALID_ARGUMENT",
         "kind": "InvalidRequestError",
         "details": "sample_indexes: 0 given",

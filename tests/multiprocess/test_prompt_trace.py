@@ -13,8 +13,8 @@ import pytest
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client import AsyncClient, ChatMessage, GenerateOptions, NewPrompt, Sampling
 from sluice.client.submission import RECEIPTS
-from sluice.telemetry.trace_context import TraceContext
-from tests.support.seen_spans import Collector, SeenSpan, collector, spans_in, tree
+from sluice.telemetry.tracing import TraceContext
+from tests.support.seen_spans import Collector, ReadSpan, collector, spans_in, tree
 from tests.support.small_run import SAMPLES, Assets, LiveRun, Record, run_to_end
 
 MANY_STEPS = 1_000_000
@@ -41,12 +41,12 @@ class Traced:
     """A run that was traced."""
 
     record: Record
-    spans: Sequence[SeenSpan]
+    spans: Sequence[ReadSpan]
     collected: Collector | None
     trained: dict[str, int] = field(default_factory=dict)  # step by client's prompt
     silent: list[str] = field(default_factory=list)
 
-    def of_prompt(self, prompt_id: str) -> list[SeenSpan]:
+    def of_prompt(self, prompt_id: str) -> list[ReadSpan]:
         """All spans of the trace of one prompt."""
         (root,) = (
             span
@@ -122,7 +122,7 @@ async def sample(live: LiveRun) -> None:
         await client.generate("1 + 1 = ?", options)
 
 
-def trained_rows(run: Traced) -> list[SeenSpan]:
+def trained_rows(run: Traced) -> list[ReadSpan]:
     """Spans of data-set prompts that were trained."""
     return [
         span
@@ -169,8 +169,8 @@ def test_a_clients_own_trace_goes_on_to_the_gradient(run: Traced) -> None:
 def test_what_a_client_does_not_record_is_recorded_nowhere(run: Traced) -> None:
     assert run.silent
     assert f"{SILENT_CLIENT.trace_id:032x}" not in {span.trace for span in run.spans}
-    told = {span.attributes.get("sluice.prompt.id") for span in run.spans}
-    assert not told & set(run.silent)
+    reported = {span.attributes.get("sluice.prompt.id") for span in run.spans}
+    assert not reported & set(run.silent)
 
 
 def test_a_clients_samples_are_in_its_trace(run: Traced) -> None:
@@ -219,8 +219,8 @@ def test_a_validation_leaves_no_spans_of_its_samples(run: Traced) -> None:
 
 def lost(run: Traced, destination: str) -> int:
     """Spans that processes had no time left for at their ends, as they told."""
-    told = re.compile(rf"(\d+) spans never reached \S*{re.escape(destination)},")
-    found = (told.search(line) for _, line in run.record.lines)
+    reported = re.compile(rf"(\d+) spans never reached \S*{re.escape(destination)},")
+    found = (reported.search(line) for _, line in run.record.lines)
     return sum(int(match[1]) for match in found if match)
 
 
@@ -251,11 +251,11 @@ def test_a_run_whose_collector_is_dead_trains_all_the_same(
     async def outlast_an_export(live: LiveRun) -> None:
         await live.until_step(3)
 
-        async def told() -> bool:
+        async def reported() -> bool:
             logs = [live.run_dir / "logs" / f"{process}.log" for process in processes]
             return all("spans do not reach" in log.read_text(encoding="utf-8") for log in logs)
 
-        await live.until(told, "an export that failed in every process")
+        await live.until(reported, "an export that failed in every process")
         await live.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
 
     record = run_to_end(small_assets, tmp_path / "run", [*many, dead], outlast_an_export)

@@ -152,7 +152,7 @@ async def test_another_trainer_takes_over_what_is_pending_and_resumes_the_data(
         first = (await train(service, [replica], 1))[0]
         lost = await service.take(2, 1)
         # Trained, checkpointed after step 1, and then killed with the second batch in hand.
-        await service.announce(1, [replica], incarnation="trainer-2", resume_from=first.progress)
+        await service.announce(1, [replica], instance_id="trainer-2", resume_from=first.progress)
         again = await service.take(2, 1)
         status = await service.status()
         assert [g.prompt_id for g in again.groups] == [g.prompt_id for g in lost.groups]

@@ -81,8 +81,8 @@ async def test_a_data_set_without_the_filters_metric_stops_the_run_and_names_the
     config = elegant(data__train_files=str(rows))
     async with scripted_replicas(replica), reward_process(config) as service:
         await service.announce(0, [replica])
-        told = r"prompt data-\d+ of data source 'plain'.*no 'elegance'"
-        with pytest.raises(grpc.aio.AioRpcError, match=told):
+        reported = r"prompt data-\d+ of data source 'plain'.*no 'elegance'"
+        with pytest.raises(grpc.aio.AioRpcError, match=reported):
             await service.take(1, 0)
 
 

@@ -144,7 +144,7 @@ async def test_a_client_that_asks_again_after_a_restart_learns_what_became_of_it
             batch = await service.take(1, 0)
             await service.acknowledge(batch, 1)
             await service.announce(1, [replica])
-            told = {(await call.read()).outcome.prompt_id for _ in range(2)}
+            reported = {(await call.read()).outcome.prompt_id for _ in range(2)}
             await submit(service, asked[2])
             service.process.kill()
             await service.wait()
@@ -159,7 +159,7 @@ async def test_a_client_that_asks_again_after_a_restart_learns_what_became_of_it
             events.append(await call.read())
             assert await call.read() is grpc.aio.EOF
             status = await service.status()
-    assert told == {"kept", "wrong"}
+    assert reported == {"kept", "wrong"}
     receipts = {e.receipt.prompt_id: e.receipt for e in events if e.HasField("receipt")}
     outcomes = {e.outcome.prompt_id: e.outcome for e in events if e.HasField("outcome")}
     assert [receipts[r.prompt_id].sequence for r in before] == [r.sequence for r in before]
@@ -230,13 +230,13 @@ async def resume(
 ) -> None:
     """Another trainer goes on from the checkpoint of step 1."""
     checkpoint = batches[0].progress
-    await service.announce(1, [replica], incarnation="trainer-2", resume_from=checkpoint)
+    await service.announce(1, [replica], instance_id="trainer-2", resume_from=checkpoint)
     again: list[str] = []
     for step in range(2, 7):
         batch = await service.take(step, step - 1)
         await service.acknowledge(batch, step)
         again += ids(batch)
-        await service.announce(step, [replica], incarnation="trainer-2", resume_from=batch.progress)
+        await service.announce(step, [replica], instance_id="trainer-2", resume_from=batch.progress)
     await service.status()
     clients = {f"step-{step}-{i}" for step in (1, 2, 3) for i in range(2)}
     assert sorted([*ids(batches[0]), *again]) == sorted(clients | {f"data-{i}" for i in range(42)})
@@ -257,7 +257,7 @@ async def test_a_run_from_scratch_in_the_folder_of_an_old_one_draws_the_same_bat
             service.process.kill()
             await service.wait()
         async with reward_process(config) as service:
-            await service.announce(0, [replica], incarnation="trainer-2")
+            await service.announce(0, [replica], instance_id="trainer-2")
             again = await service.take(1, 0)
             await service.status()
     assert identity(again) == identity(first)
@@ -277,7 +277,7 @@ async def test_a_trainer_that_begins_again_without_a_checkpoint_gets_every_promp
             await service.announce(step, [replica])
         again: list[str] = []
         for step in range(1, 6):
-            await service.announce(step - 1, [replica], incarnation="trainer-2")
+            await service.announce(step - 1, [replica], instance_id="trainer-2")
             batch = await service.take(step, step - 1)
             await service.acknowledge(batch, step)
             again += ids(batch)

@@ -70,11 +70,11 @@ async def test_a_trainer_that_dies_in_that_step_gets_its_prompts_again_after_its
             await service.announce(2, [replica], resume_from=in_hand.progress)
             # The step is never finished: another trainer goes on from the checkpoint of step 2.
             checkpoint: DataProgress = before[-1].progress
-            await service.announce(2, [replica], incarnation="trainer-2", resume_from=checkpoint)
+            await service.announce(2, [replica], instance_id="trainer-2", resume_from=checkpoint)
             again = await service.take(3, 2)
             await service.acknowledge(again, 3)
             await service.announce(
-                3, [replica], incarnation="trainer-2", resume_from=again.progress
+                3, [replica], instance_id="trainer-2", resume_from=again.progress
             )
             after = [await service.take(4, 3)]
             status = await service.status()

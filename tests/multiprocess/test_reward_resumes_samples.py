@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.received_tokens import ReceivedTokens
+from services.trainer.loop.accounting import TokensAcrossRestarts
 from sluice.types import DataProgress
 from tests.support.growing_replica import GrowingReplica
 from tests.support.reward_process import RewardProcess, reward_process
@@ -56,12 +56,12 @@ def settings(configure: Callable[..., Path], **further: Any) -> Path:
 async def test_samples_of_a_killed_service_continue_from_their_tokens_and_the_books_balance(
     configure: Callable[..., Path],
 ) -> None:
-    replica, config, books = GrowingReplica(), settings(configure), ReceivedTokens()
+    replica, config, accounting = GrowingReplica(), settings(configure), TokensAcrossRestarts()
     async with scripted_replicas(replica):
         async with reward_process(config) as service:
             await service.announce(0, [replica])
             await until(lambda: saved(service, PART))
-            books.update(dict((await service.status()).statistics))
+            accounting.update(dict((await service.status()).statistics))
             await kill(service, 0, replica)
         assert (replica.num_sent, replica.partials.total()) == (PART, 0)
         replica.may_end.set()
@@ -70,7 +70,7 @@ async def test_samples_of_a_killed_service_continue_from_their_tokens_and_the_bo
             batch = await service.take(1, 0)
             await service.acknowledge(batch, 1)
             status = await service.status()
-            books.update(dict(status.statistics))
+            accounting.update(dict(status.statistics))
     assert replica.partials.total() == PART
     assert replica.num_sent == WHOLE
     assert all(
@@ -81,10 +81,10 @@ async def test_samples_of_a_killed_service_continue_from_their_tokens_and_the_bo
     assert status.statistics["reward/reused_tokens"] == PART
     tokens = tokens_of(status)
     assert (tokens["trained"], tokens["received"]) == (WHOLE, WHOLE - PART)
-    by_fate = books.by_fate()
-    assert by_fate is not None
-    assert sum(by_fate.values()) == replica.num_sent
-    assert (by_fate["trained"], by_fate["aborted"]) == (WHOLE, 0)
+    by_use = accounting.by_use()
+    assert by_use is not None
+    assert sum(by_use.values()) == replica.num_sent
+    assert (by_use["trained"], by_use["aborted"]) == (WHOLE, 0)
 
 
 async def test_whole_groups_of_a_killed_service_are_graded_again_and_not_generated(
@@ -124,7 +124,7 @@ async def test_a_trainer_that_was_killed_too_goes_on_from_tokens_of_versions_it_
         version, progress = resumed_at or 0, None if resumed_at is None else DataProgress(0)
         async with reward_process(config) as service:
             await service.announce(
-                version, [replica], incarnation="trainer-2", resume_from=progress
+                version, [replica], instance_id="trainer-2", resume_from=progress
             )
             batch = await service.take(version + 1, version)
             await service.acknowledge(batch, version + 1)

@@ -47,7 +47,7 @@ def positions(batch: TrainBatch) -> list[int]:
     return [int(group.prompt_id.removeprefix("data-")) for group in batch.groups]
 
 
-def drawn(replica: ScriptedReplica) -> list[tuple[str, tuple[int, ...]]]:
+def sampled(replica: ScriptedReplica) -> list[tuple[str, tuple[int, ...]]]:
     return [(call.content, call.sample_indexes) for call in replica.calls]
 
 
@@ -171,7 +171,7 @@ async def test_staged_groups_draw_a_few_samples_and_the_others_where_they_differ
         assert [r.sample_index for r in group.rollouts] == list(range(16))
         assert [s.score for s in group.scores] == [1.0] * 2 + [-1.0] * 14
     first, rest = tuple(range(4)), tuple(range(4, 16))
-    calls = drawn(replica)
+    calls = sampled(replica)
     assert [indexes for content, indexes in calls if "right=2" in content].count(rest) == 8
     assert [indexes for content, indexes in calls if "right=2" in content].count(first) == 8
     stopped = status.statistics["sampling/stopped_easy"]
@@ -210,8 +210,8 @@ async def test_memory_passes_known_prompts_by_in_the_second_epoch(
     async with scripted_replicas(replica), reward_process(config) as service:
         batches = await train(service, [replica], 4)
         status = await service.status()
-    assert len([1 for content, _ in drawn(replica) if "right=1" in content]) == 32
-    assert len([1 for content, _ in drawn(replica) if f"right={SAMPLES}" in content]) == 16
+    assert len([1 for content, _ in sampled(replica) if "right=1" in content]) == 32
+    assert len([1 for content, _ in sampled(replica) if f"right={SAMPLES}" in content]) == 16
     ends = dict(status.prompts_by_end)
     assert (ends["trained"], ends["filtered_all_right"], ends["skipped"]) == (32, 16, 16)
     assert sum(batch.statistics["train/prompts_skipped"] for batch in batches) == 16
@@ -234,7 +234,7 @@ async def test_memory_survives_a_killed_service(configure: Callable[..., Path]) 
             status = await service.status()
             assert await service.stop() == 0  # the last lines of its log are written
     assert positions(batch) == list(range(33, 48, 2))
-    assert all("right=1" in content for content, _ in drawn(replica))
+    assert all("right=1" in content for content, _ in sampled(replica))
     assert dict(status.prompts_by_end)["skipped"] >= 7
 
 

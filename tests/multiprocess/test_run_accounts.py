@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from sluice.algorithm.accounts import RECEIVED
+from sluice.algorithm.accounting import RECEIVED
 from sluice.api.common.v1 import common_pb2
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2
@@ -105,9 +105,9 @@ def test_every_step_has_the_books_of_its_moment(quiet: Quiet) -> None:
     # No row shows the tokens of an earlier one: those of its own batch have been received.
     trained = accumulate(step["train/trained_tokens"] for step in steps)
     for step, trained_by_then in zip(steps, trained, strict=True):
-        books = {n.removeprefix("accounts/"): value for n, value in step.items()}
-        assert max(residual_shares(books).values()) < MOST
-        assert books["tokens/trained"] + books["tokens/pending"] >= trained_by_then
+        accounting = {n.removeprefix("accounts/"): value for n, value in step.items()}
+        assert max(residual_shares(accounting).values()) < MOST
+        assert accounting["tokens/trained"] + accounting["tokens/pending"] >= trained_by_then
     for name in SHARES:
         assert max(step[f"accounts/{name}"] for step in steps) < MOST
 
@@ -125,7 +125,7 @@ def test_tokens_of_direct_clients_have_a_part_of_their_own(
 ) -> None:
     """Those that a client gave up on while they were drawn too."""
     others: list[Any] = []
-    drawn: list[float] = []
+    sampled: list[float] = []
 
     async def generate(run: LiveRun) -> None:
         await run.until_step(1)
@@ -142,7 +142,7 @@ def test_tokens_of_direct_clients_have_a_part_of_their_own(
             request.sampling.max_tokens = 50
             request.stream_mode = rollout_pb2.STREAM_MODE_TOKENS
 
-            async def told() -> rollout_pb2.GetStatusResponse:
+            async def reported() -> rollout_pb2.GetStatusResponse:
                 return await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=10)
 
             async def is_given_up_in_time() -> bool:
@@ -150,12 +150,12 @@ def test_tokens_of_direct_clients_have_a_part_of_their_own(
                 await call.read()
                 await call.read()
                 call.cancel()
-                return bool((await told()).direct_unsent_tokens)
+                return bool((await reported()).direct_unsent_tokens)
 
             async def is_shown() -> bool:
-                counters = await told()
-                drawn[:] = [counters.direct_sent_tokens + counters.direct_unsent_tokens]
-                return (await run.status()).accounts["tokens/direct_clients"] == drawn[0]
+                counters = await reported()
+                sampled[:] = [counters.direct_sent_tokens + counters.direct_unsent_tokens]
+                return (await run.status()).accounts["tokens/direct_clients"] == sampled[0]
 
             await run.until(is_given_up_in_time, "a call that was given up with tokens unsent")
             await run.until(is_shown, "tokens of direct clients in the live books")
@@ -165,8 +165,8 @@ def test_tokens_of_direct_clients_have_a_part_of_their_own(
     record = run_to_end(small_assets, tmp_path / "run", overrides, generate)
     assert record.end.exit_code == 0, record.end
     assert len(others) == 3
-    assert drawn[0] > 15
-    assert record.accounts["tokens/direct_clients"] == drawn[0]
+    assert sampled[0] > 15
+    assert record.accounts["tokens/direct_clients"] == sampled[0]
     assert record.accounts["tokens_residual"] == 0
 
 

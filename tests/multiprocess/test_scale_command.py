@@ -14,10 +14,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from sluice.cli.run_location import locate_run
+from sluice.client.run_address import locate_run
 from sluice.client.run_monitor import RunMonitor
 from sluice.errors import SluiceError
-from sluice.launch.launcher_address import LAUNCHER_NAME, launcher_of
+from sluice.launch.servicer import LAUNCHER_NAME, launcher_of
 from tests.support.small_run import WAIT_S, Assets, processes_naming
 
 SLUICE = (sys.executable, "-m", "sluice.cli.main")

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from services.reward import scorer_idleness
-from services.reward.scorer_messages import ScoreItem
-from services.reward.scorer_offspring import ProcessKey, cpu_by_mark
-from services.reward.scorer_pool import running_scorer_pool
-from services.reward.scorer_worker import ScorerWorker
-from sluice.config.reward import CustomRewardFunctionConfig, ScorerPoolConfig
+from services.reward.grading import containment
+from services.reward.grading.containment import ProcessKey, cpu_by_mark
+from services.reward.grading.messages import ScorerInput
+from services.reward.grading.pool import running_scorer_pool
+from services.reward.grading.worker import ScorerWorker
+from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.small_run import is_running
 
@@ -183,11 +183,11 @@ def bombs(tmp_path: Path) -> CustomRewardFunctionConfig:
     return CustomRewardFunctionConfig(path=str(path))
 
 
-def items(*responses: str) -> list[ScoreItem]:
-    return [ScoreItem("mine", response, "A") for response in responses]
+def items(*responses: str) -> list[ScorerInput]:
+    return [ScorerInput("mine", response, "A") for response in responses]
 
 
-def told(outcomes: tuple[Scored | Failed, ...]) -> list[object]:
+def reported(outcomes: tuple[Scored | Failed, ...]) -> list[object]:
     return [o.kind if isinstance(o, Failed) else o.score for o in outcomes]
 
 
@@ -207,10 +207,10 @@ async def test_a_bomb_is_killed_with_all_it_started_and_costs_its_own_sample(
     bombs: CustomRewardFunctionConfig, bomb: str
 ) -> None:
     async with running_scorer_pool(LIMITS, bombs) as pool:
-        outcomes = told(await pool.score(items("a", bomb, "b")))
+        outcomes = reported(await pool.score(items("a", bomb, "b")))
         await until_reclaimed(bombs)
         assert outcomes == [1.0, FailureKind.SCORER_TIMEOUT, 1.0]
-        assert told(await pool.score(items("c"))) == [1.0]
+        assert reported(await pool.score(items("c"))) == [1.0]
     assert pids_of(bombs)
 
 
@@ -218,7 +218,7 @@ async def test_what_a_scorer_left_in_other_sessions_ends_when_the_scorer_does(
     bombs: CustomRewardFunctionConfig,
 ) -> None:
     async with running_scorer_pool(LIMITS, bombs) as pool:
-        outcomes = told(await pool.score(items("orphans_of_a_scorer_that_ends")))
+        outcomes = reported(await pool.score(items("orphans_of_a_scorer_that_ends")))
         await until_reclaimed(bombs)
     assert outcomes == [FailureKind.SCORER_CRASH]
     assert len(pids_of(bombs)) == 4
@@ -233,10 +233,13 @@ async def test_what_spins_on_after_an_answer_is_ended_and_others_are_scored_mean
         async with asyncio.TaskGroup() as tasks:
             exploding = tasks.create_task(pool.score(items(bomb)))
             other = tasks.create_task(pool.score(items("a")))
-        assert [told(exploding.result()), told(other.result())] == [[LEAVES_BEHIND[bomb]], [1.0]]
-        assert told(await pool.score(items("b"))) == [1.0]
+        assert [reported(exploding.result()), reported(other.result())] == [
+            [LEAVES_BEHIND[bomb]],
+            [1.0],
+        ]
+        assert reported(await pool.score(items("b"))) == [1.0]
         await until_reclaimed(bombs)
-        assert told(await pool.score(items("c", "d"))) == [1.0, 1.0]
+        assert reported(await pool.score(items("c", "d"))) == [1.0, 1.0]
         assert (pool.num_ended_idle, pool.num_replaced) == (1, 1)
     assert "data_source 'mine'" in caplog.text
 
@@ -244,11 +247,11 @@ async def test_what_spins_on_after_an_answer_is_ended_and_others_are_scored_mean
 async def test_cpu_of_a_busy_scorer_and_a_helper_that_sleeps_are_borne(
     bombs: CustomRewardFunctionConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scorer_idleness, "LOOK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(containment, "LOOK_INTERVAL_S", 0.1)
     limits = ScorerPoolConfig(num_workers=1, timeout_s=30.0, memory_mb=600)
     looks = watched_looks(monkeypatch)
     async with running_scorer_pool(limits, bombs) as pool:
-        assert told(await pool.score(items("works_with_a_helper"))) == [1.0]
+        assert reported(await pool.score(items("works_with_a_helper"))) == [1.0]
         async with asyncio.timeout(RECLAIMED_WITHIN_S):
             while [num for num in looks if num == 2][3:] == []:
                 await asyncio.sleep(0.01)
@@ -265,7 +268,7 @@ def watched_looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(sum(map(len, found.values())))
         return found
 
-    monkeypatch.setattr(scorer_idleness, "cpu_by_mark", look)
+    monkeypatch.setattr(containment, "cpu_by_mark", look)
     return seen
 
 
@@ -281,8 +284,8 @@ async def test_a_request_that_comes_while_an_idle_process_is_ended_gets_another(
     monkeypatch.setattr(ScorerWorker, "kill", kill)
     limits = ScorerPoolConfig(num_workers=1, timeout_s=30.0, memory_mb=600)
     async with running_scorer_pool(limits, bombs) as pool:
-        assert told(await pool.score(items("threads_left_behind"))) == [1.0]
+        assert reported(await pool.score(items("threads_left_behind"))) == [1.0]
         async with asyncio.timeout(RECLAIMED_WITHIN_S):
             await asked.wait()
-        assert told(await pool.score(items("a"))) == [1.0]
+        assert reported(await pool.score(items("a"))) == [1.0]
         assert (pool.num_ended_idle, pool.num_replaced) == (1, 1)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.scorer_messages import ScoreItem
-from services.reward.scorer_pool import running_scorer_pool
-from sluice.config.reward import CustomRewardFunctionConfig, ScorerPoolConfig
+from services.reward.grading.messages import ScorerInput
+from services.reward.grading.pool import running_scorer_pool
+from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.types import Failed, FailureKind
 
 LIMITS = ScorerPoolConfig(num_workers=1, timeout_s=1.0)
@@ -36,9 +36,9 @@ async def test_forged_progress_fails_the_sample_and_leaves_the_pool_at_work(
     path = tmp_path / "forger.py"
     path.write_text(FORGER)
     async with running_scorer_pool(LIMITS, CustomRewardFunctionConfig(path=str(path))) as pool:
-        asked = [ScoreItem("mine", "a", end), ScoreItem("mine", note, end)]
+        asked = [ScorerInput("mine", "a", end), ScorerInput("mine", note, end)]
         outcomes = await pool.score(asked)
-        (after,) = await pool.score([ScoreItem("mine", "b", end)])
+        (after,) = await pool.score([ScorerInput("mine", "b", end)])
     assert isinstance(outcomes[1], Failed)
     assert outcomes[1].kind is ENDS[end]
     assert not isinstance(after, Failed)

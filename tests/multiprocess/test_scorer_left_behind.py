@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.scorer_messages import ScoreItem
-from services.reward.scorer_pool import running_scorer_pool
-from sluice.config.reward import CustomRewardFunctionConfig, ScorerPoolConfig
+from services.reward.grading.messages import ScorerInput
+from services.reward.grading.pool import running_scorer_pool
+from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.types import Failed, FailureKind
 from tests.support.small_run import is_running
 
@@ -56,14 +56,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 SERVICE = """
 import asyncio, sys
 from pathlib import Path
-from services.reward.scorer_messages import ScoreItem
-from services.reward.scorer_pool import running_scorer_pool
-from sluice.config.reward import CustomRewardFunctionConfig, ScorerPoolConfig
+from services.reward.grading.messages import ScorerInput
+from services.reward.grading.pool import running_scorer_pool
+from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 
 async def main():
     custom, limits = CustomRewardFunctionConfig(path=sys.argv[1]), ScorerPoolConfig(num_workers=1)
     async with running_scorer_pool(limits, custom, run_dir=Path(sys.argv[2])) as pool:
-        await pool.score([ScoreItem("mine", "leaves", "A")])
+        await pool.score([ScorerInput("mine", "leaves", "A")])
         print("left", flush=True)
         await asyncio.sleep(1000)
 
@@ -138,7 +138,7 @@ async def test_a_process_that_replaces_itself_again_and_again_is_caught(
 ) -> None:
     async with running_scorer_pool(LIMITS, custom) as pool:
         for _ in range(NUM_CHAINS):
-            (outcome,) = await pool.score([ScoreItem("mine", "hops", "A")])
+            (outcome,) = await pool.score([ScorerInput("mine", "hops", "A")])
             await until_none_is_left(custom)
             assert isinstance(outcome, Failed)
             assert outcome.kind is FailureKind.SCORER_TIMEOUT
@@ -151,7 +151,7 @@ async def test_a_scorer_has_no_key_to_the_services(
     for name in (*secrets, "SLUICE_OF_NO_SECRET"):
         monkeypatch.setenv(name, "x")
     async with running_scorer_pool(LIMITS, custom) as pool:
-        (outcome,) = await pool.score([ScoreItem("mine", "environment", "A")])
+        (outcome,) = await pool.score([ScorerInput("mine", "environment", "A")])
     assert not isinstance(outcome, Failed)
     seen = set((outcome.prediction or "").split())
     assert not seen & secrets

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.scorer_messages import ScoreItem
-from services.reward.scorer_pool import running_scorer_pool
-from services.reward.scorers.registry import RULES
-from sluice.config.reward import CustomRewardFunctionConfig, ScorerPoolConfig
+from services.reward.grading.messages import ScorerInput
+from services.reward.grading.pool import running_scorer_pool
+from services.reward.grading.scorers.registry import RULES
+from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.types import Failed, FailureKind, Scored
 
 SCORER = """
@@ -118,11 +118,11 @@ def custom(tmp_path: Path) -> CustomRewardFunctionConfig:
     return CustomRewardFunctionConfig(path=str(path))
 
 
-def items(*responses: str) -> list[ScoreItem]:
-    return [ScoreItem("mine", response, "A") for response in responses]
+def items(*responses: str) -> list[ScorerInput]:
+    return [ScorerInput("mine", response, "A") for response in responses]
 
 
-def told(outcomes: tuple[Scored | Failed, ...]) -> list[object]:
+def reported(outcomes: tuple[Scored | Failed, ...]) -> list[object]:
     return [o.kind if isinstance(o, Failed) else o.score for o in outcomes]
 
 
@@ -149,17 +149,17 @@ async def test_a_misdeed_costs_its_own_sample_and_no_other(
 ) -> None:
     # Only a deed without an end has to wait for the limit.
     async with running_scorer_pool(LIMITS if kinds == TIMEOUT else PATIENT, custom) as pool:
-        outcomes = told(await pool.score(items("a", deed, "ccc")))
+        outcomes = reported(await pool.score(items("a", deed, "ccc")))
         assert [outcomes[0], outcomes[2]] == [1.0, 3.0]
         assert outcomes[1] in kinds
-        assert told(await pool.score(items("dddd"))) == [4.0]
+        assert reported(await pool.score(items("dddd"))) == [4.0]
 
 
 async def test_what_a_scorer_prints_beyond_its_share_is_dropped(
     custom: CustomRewardFunctionConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with running_scorer_pool(LIMITS, custom) as pool:
-        assert told(await pool.score(items("print_much", "a"))) == [0.25, 1.0]
+        assert reported(await pool.score(items("print_much", "a"))) == [0.25, 1.0]
         printed = capfd.readouterr()
         assert not printed.out
         assert len(printed.err) < 70_000
@@ -170,14 +170,14 @@ async def test_a_fork_that_comes_back_does_not_answer_for_another_request(
     custom: CustomRewardFunctionConfig,
 ) -> None:
     async with running_scorer_pool(LIMITS, custom) as pool:
-        assert told(await pool.score(items("fork_and_both_return", "a"))) == [0.75, 1.0]
+        assert reported(await pool.score(items("fork_and_both_return", "a"))) == [0.75, 1.0]
         for length in range(1, 6):
-            assert told(await pool.score(items("x" * length))) == [float(length)]
+            assert reported(await pool.score(items("x" * length))) == [float(length)]
 
 
 async def test_a_fork_that_comes_back_grades_nothing(custom: CustomRewardFunctionConfig) -> None:
     async with running_scorer_pool(LIMITS, custom) as pool:
-        assert told(await pool.score(items("fork_and_both_return", "note"))) == [0.75, 0.125]
+        assert reported(await pool.score(items("fork_and_both_return", "note"))) == [0.75, 0.125]
         async with asyncio.timeout(10):
             while sum(map(_is_running, _sessions_of(_children()))) > 1:
                 await asyncio.sleep(0.01)
@@ -188,7 +188,7 @@ async def test_a_process_left_behind_does_not_hide_that_the_scorer_ended(
     custom: CustomRewardFunctionConfig,
 ) -> None:
     async with running_scorer_pool(LIMITS, custom) as pool:
-        outcomes = told(await pool.score(items("fork_and_leave_one_behind", "end")))
+        outcomes = reported(await pool.score(items("fork_and_leave_one_behind", "end")))
         assert outcomes == [0.5, FailureKind.SCORER_CRASH]
 
 
@@ -196,7 +196,7 @@ async def test_a_process_that_a_scorer_left_behind_ends_with_the_pool(
     custom: CustomRewardFunctionConfig,
 ) -> None:
     async with running_scorer_pool(LIMITS, custom) as pool:
-        assert told(await pool.score(items("fork_and_leave_one_behind", "a"))) == [0.5, 1.0]
+        assert reported(await pool.score(items("fork_and_leave_one_behind", "a"))) == [0.5, 1.0]
         groups = _sessions_of(_children())
         assert len(groups) == 2
     async with asyncio.timeout(10):
@@ -209,8 +209,8 @@ async def test_a_scorer_that_meddles_with_the_pipes_gets_no_score(
     custom: CustomRewardFunctionConfig, deed: str
 ) -> None:
     async with running_scorer_pool(LIMITS, custom) as pool:
-        assert told(await pool.score(items(deed))) == [FailureKind.SCORER_CRASH]
-        assert told(await pool.score(items(*GOOD))) == [1.0, 2.0, 3.0, 4.0]
+        assert reported(await pool.score(items(deed))) == [FailureKind.SCORER_CRASH]
+        assert reported(await pool.score(items(*GOOD))) == [1.0, 2.0, 3.0, 4.0]
 
 
 REPETITIVE = (
@@ -230,7 +230,7 @@ async def test_repetition_without_end_is_wrong_and_not_slow(name: str) -> None:
     limits = ScorerPoolConfig(num_workers=1, timeout_s=20.0)
     routes = {"mine": name}
     async with running_scorer_pool(limits, CustomRewardFunctionConfig(), routes) as pool:
-        outcomes = told(await pool.score(items(*REPETITIVE)))
+        outcomes = reported(await pool.score(items(*REPETITIVE)))
     assert outcomes == [worst] * len(REPETITIVE)
 
 

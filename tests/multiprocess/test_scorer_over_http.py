@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.scorer_messages import ScoreItem
-from services.reward.scorer_pool import ScorerPool, running_scorer_pool
-from services.reward.scorers.reward_model_settings import RewardModelSettings
-from sluice.config.reward import CustomRewardFunctionConfig, ScorerPoolConfig
+from services.reward.grading.messages import ScorerInput
+from services.reward.grading.pool import ScorerPool, running_scorer_pool
+from services.reward.grading.scorers.reward_model_settings import RewardModelSettings
+from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.errors import ConfigError
 from sluice.types import Failed, FailureKind, Scored
 
@@ -77,7 +77,7 @@ def served(behaviour: Behaviour) -> Iterator[tuple[RewardModelSettings, list[Any
         thread.join()
 
 
-ITEM = ScoreItem("mine", "It is 4.", "4", {}, "2+2?")
+ITEM = ScorerInput("mine", "It is 4.", "4", {}, "2+2?")
 
 
 async def outcome_of(settings: RewardModelSettings) -> tuple[Scored | Failed, int]:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.scorer_messages import ScoreItem
-from services.reward.scorer_pool import ScorerPool, running_scorer_pool
-from services.reward.scorer_worker import ScorerWorker
-from sluice.config.reward import CustomRewardFunctionConfig, ScorerPoolConfig
+from services.reward.grading.messages import ScorerInput
+from services.reward.grading.pool import ScorerPool, running_scorer_pool
+from services.reward.grading.worker import ScorerWorker
+from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.errors import ConfigError
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.reward_process import children_of
@@ -47,8 +47,8 @@ def custom(tmp_path: Path) -> CustomRewardFunctionConfig:
     return CustomRewardFunctionConfig(path=str(path), reward_kwargs=kwargs)
 
 
-def items(*responses: str) -> list[ScoreItem]:
-    return [ScoreItem("mine", response, "") for response in responses]
+def items(*responses: str) -> list[ScorerInput]:
+    return [ScorerInput("mine", response, "") for response in responses]
 
 
 def kinds(outcomes: tuple[Scored | Failed, ...]) -> list[object]:
@@ -87,7 +87,7 @@ def nested(depth: int) -> object:
 async def test_an_item_that_cannot_be_sent_is_unscorable_and_the_others_are_graded(
     custom: CustomRewardFunctionConfig, value: object
 ) -> None:
-    asked = [*items("a", "bb"), ScoreItem("mine", "ccc", "", {"id": value}), *items("dddd")]
+    asked = [*items("a", "bb"), ScorerInput("mine", "ccc", "", {"id": value}), *items("dddd")]
     async with running_scorer_pool(LIMITS, custom) as pool:
         outcomes = await pool.score(asked)
         assert kinds(outcomes) == [1.0, 2.0, FailureKind.UNSCORABLE, 4.0]
@@ -180,9 +180,9 @@ async def test_routes_lead_any_data_source_to_a_built_in_scorer() -> None:
     routes = {"mine": "gsm8k_flexible"}
     async with running_scorer_pool(LIMITS, CustomRewardFunctionConfig(), routes) as pool:
         asked = [
-            ScoreItem("mine", "x" * 100 + " 7", "7"),
-            ScoreItem("openai/gsm8k", "#### 8", "7"),
-            ScoreItem("unknown", "7", "7"),
+            ScorerInput("mine", "x" * 100 + " 7", "7"),
+            ScorerInput("openai/gsm8k", "#### 8", "7"),
+            ScorerInput("unknown", "7", "7"),
         ]
         outcomes = await pool.score(asked)
         assert kinds(outcomes) == [1.0, 0.0, FailureKind.UNSCORABLE]
@@ -198,10 +198,10 @@ async def test_a_route_to_no_scorer_is_known_before_the_first_sample() -> None:
 
 
 async def test_only_what_the_scorer_looks_at_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[ScoreItem] = []
+    sent: list[ScorerInput] = []
     real = ScorerWorker.score
 
-    async def watched(worker: ScorerWorker, asked: Sequence[ScoreItem]) -> object:
+    async def watched(worker: ScorerWorker, asked: Sequence[ScorerInput]) -> object:
         sent.extend(asked)
         return await real(worker, asked)
 
@@ -209,6 +209,6 @@ async def test_only_what_the_scorer_looks_at_is_sent(monkeypatch: pytest.MonkeyP
     limits = ScorerPoolConfig(num_workers=1)
     long = "x" * 5000 + " Answer: 7"
     async with running_scorer_pool(limits, CustomRewardFunctionConfig()) as pool:
-        asked = [ScoreItem("aime24", long, "7"), ScoreItem("hiyouga/geometry3k", long, "7")]
+        asked = [ScorerInput("aime24", long, "7"), ScorerInput("hiyouga/geometry3k", long, "7")]
         assert kinds(await pool.score(asked)) == [1.0, 0.0]
     assert [item.response for item in sent] == [long[-300:], long]

@@ -17,10 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client.run_monitor import RunMonitor
-from sluice.config.endpoints import peer_address
-from sluice.config.security import SecurityConfig
+from sluice.config.addresses import peer_address
+from sluice.config.schema.security import SecurityConfig
 from sluice.errors import AccessDeniedError, HandshakeError
-from sluice.rpc.channel import open_channel
+from sluice.rpc.client import open_channel
 from sluice.rpc.credentials import OPEN, client_credentials
 from tests.support.certified import (
     CLIENT_TOKEN,

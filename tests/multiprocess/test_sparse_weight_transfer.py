@@ -14,15 +14,14 @@ from contextlib import closing, contextmanager, suppress
 import pytest
 import torch
 
+from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
 from sluice.errors import SluiceError, WeightSyncError
 from sluice.types import TensorSpec
-from sluice.weights.buffer import WeightBuffer
-from sluice.weights.owner_thread import wait_for_retired_threads
-from sluice.weights.plan import plan_transfer
+from sluice.weights.plan import WeightBuffer, plan_transfer
 from sluice.weights.sender import WeightSender
 from sluice.weights.sparse_update import SparseUpdate
-from sluice.weights.update_header import Base
+from sluice.weights.transfer import Base
 from tests.support.weight_digest import plain_digest
 from tests.support.weight_fleet import PeerProcess, peer_processes
 

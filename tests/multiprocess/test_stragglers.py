@@ -48,7 +48,7 @@ class Run:
     replicas: dict[str, ReplicaProcess]
     batch: TrainBatch | None = None
     status: Any = None
-    drawn: dict[str, int] = field(default_factory=dict)
+    sampled: dict[str, int] = field(default_factory=dict)
 
     async def announce(self, *names: str) -> None:
         await self.service.announce(0, [self.replicas[name] for name in names])
@@ -57,7 +57,7 @@ class Run:
         """Take the batch, and see what was needed for it."""
         self.batch = await self.service.take(1, 0, timeout_s=60)
         self.status = await self.service.status()
-        self.drawn["two"] = await self.replicas["two"].generated_tokens()
+        self.sampled["two"] = await self.replicas["two"].generated_tokens()
 
     @property
     def tokens(self) -> list[tuple[str, list[list[int]]]]:
@@ -141,12 +141,12 @@ async def test_samples_go_on_elsewhere_token_for_token(
         await misfortune(run)
         await run.take()
 
-        async def is_told() -> bool:
-            told = run.lines("WARNING", "replica one: streams of", "samples continue elsewhere")
-            return 1 <= len(told) < GROUPS
+        async def is_reported() -> bool:
+            reported = run.lines("WARNING", "replica one: streams of", "samples continue elsewhere")
+            return 1 <= len(reported) < GROUPS
 
         if misfortune is not drained:
-            await until(is_told)
+            await until(is_reported)
     assert run.tokens == unbroken
     for group in range(GROUPS):
         assert run.lines(f"prompt data-{group}: ", *words)
@@ -156,7 +156,7 @@ async def test_samples_go_on_elsewhere_token_for_token(
     assert run.status.statistics["reward/samples_failed"] == 0
     # Without the tokens of replica one the other one would have had to draw all of them.
     in_all = sum(len(tokens) for _, samples in run.tokens for tokens in samples)
-    assert 0 < run.drawn["two"] < 0.9 * in_all
+    assert 0 < run.sampled["two"] < 0.9 * in_all
 
 
 async def test_samples_of_a_slow_replica_move_to_a_faster_one(
@@ -190,6 +190,8 @@ async def test_a_group_with_a_stuck_sample_is_trained_with_the_others_at_its_dea
     }
     assert status.statistics["reward/samples_failed"] == 1
     assert status.prompts_by_end["trained"] == 8
-    told = [line for line in service.log if "prompt data-3" in line]
-    assert any("replica sticky" in line and "nothing for" in line for line in told)
-    assert any("group_deadline_s" in line and "3 of 4 samples finished" in line for line in told)
+    reported = [line for line in service.log if "prompt data-3" in line]
+    assert any("replica sticky" in line and "nothing for" in line for line in reported)
+    assert any(
+        "group_deadline_s" in line and "3 of 4 samples finished" in line for line in reported
+    )

@@ -75,6 +75,6 @@ def test_ranks_that_start_in_any_order_meet_at_an_address_of_either_family(host:
             return process
 
         ranks = {rank: start(rank) for rank in (2, 1, 0)}
-        told, _ = ranks[0].communicate(timeout=ALL_S)
+        reported, _ = ranks[0].communicate(timeout=ALL_S)
         assert [process.wait(ALL_S) for process in ranks.values()] == [0, 0, 0]
-    assert json.loads(told)["gathered"] == [[0.0], [1.0], [2.0]]
+    assert json.loads(reported)["gathered"] == [[0.0], [1.0], [2.0]]

@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from sluice.types import TensorSpec
-from sluice.weights.buffer import WeightBuffer
-from sluice.weights.plan import plan_transfer
+from sluice.weights.plan import WeightBuffer, plan_transfer
 from tests.support.weight_digest import plain_digest
 from tests.support.weight_fault_fleet import FaultFleet, Replica, fault_fleet
 from tests.support.weight_fleet import PeerProcess, peer_processes

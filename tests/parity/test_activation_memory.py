@@ -15,9 +15,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from sluice.config.memory.model_shape import ModelShape
-from sluice.config.memory.training_layout import TrainingLayout
-from sluice.config.memory.training_memory import activation_values, training_memory
+from sluice.config.memory.shape import ModelShape
+from sluice.config.memory.training import TrainingLayout, activation_values, training_memory
 
 TOKENS, VOCAB = 128, 64
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sluice.algorithm.losses.adpo import adpo_objective
-from sluice.algorithm.losses.adpo_scores import adaptive_tau
+from sluice.algorithm.losses.adpo import adaptive_tau, adpo_objective
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
 from sluice.algorithm.losses.settings import AdaptiveTauSettings, AdpoSettings, PolicyLossSettings
 from tests.parity.adpo_formulas import batch_loss, softmax

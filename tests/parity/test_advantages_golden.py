@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sluice.algorithm.advantages.inputs import AdvantageInputs, AdvantageSettings
-from sluice.algorithm.advantages.registry import batch_estimator
+from sluice.algorithm.registry import batch_estimator
 
 
 def one_token_rows(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sluice.algorithm.advantages.inputs import AdvantageInputs, AdvantageSettings
-from sluice.algorithm.advantages.registry import BATCH_ESTIMATORS, batch_estimator
+from sluice.algorithm.registry import BATCH_ESTIMATORS, batch_estimator
 from tests.support import advantage_formulas as formulas
 from tests.support.advantage_formulas import NumpyBatch, Pair, random_batch
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from services.reward.scorers.exact_match import compute_score, targets
+from services.reward.grading.scorers.exact_match import compute_score, targets
 
 VERDICTS = [
     ("<answer>Paris</answer>", ["Paris"], 1.0),

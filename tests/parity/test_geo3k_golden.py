@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.scorers.geo3k import compute_score
-from services.reward.scorers.math_answer import same_value
-from services.reward.scorers.math_expression import NotAnExpressionError, tokens, value
+from services.reward.grading.scorers.geo3k import compute_score
+from services.reward.grading.scorers.math_answer import same_value
+from services.reward.grading.scorers.math_expression import NotAnExpressionError, tokens, value
 
 SCORES = [
     (r"<think>so</think> \boxed{7}", "7", 1.0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.reward.scorers.gsm8k import compute_score, final_number
+from services.reward.grading.scorers.gsm8k import compute_score, final_number
 
 # response, reference, strict score, flexible score
 VERDICTS = [

@@ -1,4 +1,4 @@
-"""Partitions against verl's, ties included (reference sheet 5.4)."""
+"""Partitions against verl's, ties included (`verl/utils/seqlen_balancing.py`)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from sluice.algorithm.karmarkar_karp import balanced_partition
         ([100, 1, 1, 1, 1, 1, 1, 1], 2, True, [{0, 5, 3, 1}, {7, 6, 4, 2}]),
         ([100, 1, 1, 1, 1, 1, 1, 1], 2, False, [{0}, {1, 2, 3, 4, 5, 6, 7}]),
         ([8, 7, 6, 5, 4], 2, False, [{4, 1, 3}, {0, 2}]),
+        ([2, 2, 2], 2, False, [{0, 1}, {2}]),
+        ([1, 4, 4, 4], 2, False, [{1, 2}, {0, 3}]),
+        ([1, 1, 2, 1], 3, False, [{0, 1}, {2}, {3}]),
+        ([3, 3, 3, 3], 2, True, [{0, 3}, {1, 2}]),
     ],
 )
 def test_partition_equals_verls(

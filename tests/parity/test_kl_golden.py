@@ -9,9 +9,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from sluice.algorithm.kl.controller import KlController
-from sluice.algorithm.kl.estimator import kl_estimate
-from sluice.algorithm.kl.reward_penalty import penalize_rewards
+from sluice.algorithm.advantages.rewards import KlController, penalize_rewards
+from sluice.algorithm.kl_estimator import kl_estimate
 
 Floats = npt.NDArray[np.float64]
 

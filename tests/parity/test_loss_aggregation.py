@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.algorithm.entropy import entropy_from_logits
-from sluice.algorithm.losses.aggregate import aggregate
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
-from sluice.algorithm.losses.objective import PolicyObjective
+from sluice.algorithm.losses.objective import PolicyObjective, aggregate
 from sluice.algorithm.losses.settings import PolicyLossSettings
 from sluice.algorithm.losses.total_loss import total_loss
 

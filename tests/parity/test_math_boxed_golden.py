@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.reward.scorers.latex_normal_form import (
-    MalformedLatexError,
-    normal_form,
-    same_answer,
-)
-from services.reward.scorers.math_boxed import compute_score
+from services.reward.grading.scorers.latex import MalformedLatexError, normal_form, same_answer
+from services.reward.grading.scorers.math_boxed import compute_score
 
 VERDICTS = [
     (r"\boxed{\frac12}", r"\frac{1}{2}", 1.0),

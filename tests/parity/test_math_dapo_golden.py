@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.reward.scorers.boxed import last_boxed
-from services.reward.scorers.math_dapo import compute_score, normalize_answer
+from services.reward.grading.scorers.latex import last_boxed
+from services.reward.grading.scorers.math_dapo import compute_score, normalize_answer
 
 VERDICTS = [
     ("Answer: 34", "34", True, "34"),
@@ -57,6 +57,11 @@ def test_strict_box_verify_reads_the_last_box_only() -> None:
     both = r"Answer: 34 \boxed{1} \boxed{34}"
     assert compute_score(both, "34", strict_box_verify=True)["acc"]
     assert not compute_score("Answer: 34", "34", strict_box_verify=True)["acc"]
+
+
+def test_without_the_required_box_there_is_no_prediction() -> None:
+    found = compute_score("Answer: 34", "34", strict_box_verify=True)
+    assert found == {"score": -1.0, "acc": False, "pred": None}
 
 
 def test_boxes_nest_and_unclosed_boxes_count_for_nothing() -> None:

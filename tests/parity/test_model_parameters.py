@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sluice.config.memory.shape_reading import read_shape
+from sluice.config.memory.shape import read_shape
 
 SIZES = {
     "num_hidden_layers": 3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.reward.scorers.multiple_choice import compute_score
+from services.reward.grading.scorers.multiple_choice import compute_score
 from sluice.errors import DataError
 
 VERDICTS = [

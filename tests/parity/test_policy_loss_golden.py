@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sluice.algorithm.losses.aggregate import aggregate
+from sluice.algorithm.losses.objective import aggregate
 from sluice.algorithm.losses.vanilla import vanilla_policy_loss
 
 TWO_ROWS_LOSS = torch.tensor([1.0, 1.0, 2.0, 2.0, 2.0, 2.0])

@@ -7,8 +7,8 @@ import torch
 
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
 from sluice.algorithm.losses.objective import PolicyObjective
-from sluice.algorithm.losses.registry import policy_objective
 from sluice.algorithm.losses.settings import PolicyLossSettings
+from sluice.algorithm.registry import policy_objective
 
 SETTINGS = PolicyLossSettings(clip_low=0.2, clip_high=0.28, clip_c=10.0, dro_beta=0.7)
 

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.grading import Grader, overlong_shaping
-from services.reward.scorer_answer import answer_of
-from services.reward.scorer_messages import ScoreItem, ScorerNumber
-from sluice.config.reward import RewardConfig
+from services.reward.grading.grader import Grader, overlong_shaping
+from services.reward.grading.messages import ScorerInput, ScorerNumber
+from services.reward.grading.process import answer_of
+from sluice.config.schema.reward import RewardConfig
 from sluice.types import ChatMessage, Prompt, PromptOrigin, RolloutGroup, Scored
 from tests.support.scripted_rollout import PROMPT_TOKENS, rollout_of
 
@@ -29,7 +29,7 @@ class Returns:
         assert isinstance(answer, ScorerNumber)
         self.scored = Scored(answer.score, answer.score, answer.metrics, answer.prediction)
 
-    async def score(self, items: Sequence[ScoreItem]) -> tuple[Scored, ...]:
+    async def score(self, items: Sequence[ScorerInput]) -> tuple[Scored, ...]:
         """The same for every item."""
         return (self.scored,) * len(items)
 

@@ -11,9 +11,8 @@ from sluice.algorithm.rollout_correction.correction import (
     normalized_weights,
     rollout_correction,
 )
-from sluice.algorithm.rollout_correction.plan import RolloutCorrectionSettings
+from sluice.algorithm.rollout_correction.plan import REJECTION_OPTIONS, RolloutCorrectionSettings
 from sluice.algorithm.rollout_correction.statistics import metrics_of
-from sluice.algorithm.rollout_correction.thresholds import REJECTION_OPTIONS
 from tests.support import rollout_correction_formulas as formulas
 from tests.support.rollout_correction_formulas import Floats, Mask, random_logprobs
 

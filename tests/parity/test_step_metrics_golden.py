@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.trainer.metrics.sequence_balance import RankCut, rank_rows, row_tokens
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
+    RankCut,
     RunScale,
     StepTimes,
+    rank_rows,
+    row_tokens,
     step_metrics,
 )
 from sluice.algorithm.advantages.grpo import grpo_advantages
@@ -18,8 +20,8 @@ from sluice.algorithm.batch_metrics import (
     batch_metrics,
     batch_rows,
     sequence_balance_metrics,
+    throughput_metrics,
 )
-from sluice.algorithm.throughput_metrics import throughput_metrics
 from sluice.types import (
     DataProgress,
     FinishReason,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sluice.algorithm.validation_metrics import bootstrap_draws, prompt_metrics
+from sluice.algorithm.validation_metrics import bootstrap_indices, prompt_metrics
 
 
 def test_best_and_worst_of_k_equal_verls() -> None:
@@ -29,4 +29,4 @@ def test_majority_of_k_equals_verls() -> None:
 def test_draws_are_those_of_a_thousand_choices_after_seeding_with_42() -> None:
     state = np.random.RandomState(42)
     expected = [state.choice(7, size=4, replace=True) for _ in range(1000)]
-    np.testing.assert_array_equal(bootstrap_draws(7, 4), expected)
+    np.testing.assert_array_equal(bootstrap_indices(7, 4), expected)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sluice.algorithm.losses.aggregate import aggregate
+from sluice.algorithm.losses.objective import aggregate
 from sluice.algorithm.losses.value_loss import ValueLoss, value_loss
 from sluice.errors import ConfigError
 

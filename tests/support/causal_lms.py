@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from services.rollout.engines.causal_lm import TorchEngineSettings
+from services.rollout.engines.embedded.engine import TorchEngine
 from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
-from services.rollout.engines.torch_engine import TorchEngine
-from services.rollout.engines.torch_settings import TorchEngineSettings
 from sluice.types import SamplingParams
 
 if TYPE_CHECKING:

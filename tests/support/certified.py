@@ -9,7 +9,7 @@ from typing import Any
 
 from sluice.rpc.credentials import Credentials
 from sluice.security.development_ca import LOCAL_NAMES, CertifiedKey, DevelopmentCa
-from sluice.security.tokens import Role, Token
+from sluice.security.token_file import Role, Token
 
 SERVICE_TOKEN, CLIENT_TOKEN = "service-token-0123456789", "client-token-0123456789"
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from sluice.config.dump import write_config
-from sluice.config.loader import load_config
-from sluice.telemetry.sample_archive import SampleArchive
-from sluice.telemetry.sampled_group import SampledGroup, SampledResponse
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
+from sluice.telemetry.samples import SampleArchive, SampledGroup, SampledResponse
 
 HOSTILE = '<img src=x onerror="document.title=1"><script>alert(1)</script>'
 # Nobody listens there.

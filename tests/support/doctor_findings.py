@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from sluice.doctor.examined import Examined, examined_run
-from sluice.doctor.finding import Finding, Severity
+from sluice.doctor.finding import Examined, Finding, Severity, examined_run
 
 
 def severities(findings: Iterable[Finding]) -> list[str]:

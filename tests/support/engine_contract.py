@@ -39,7 +39,7 @@ from tests.support.engine_contract_calls import (
 from tests.support.engine_contract_world import MAX_MODEL_LEN, SLOTS, ContractWorld
 
 
-class DrawingContract:
+class SamplingContract:
     """Rules that one running engine can be asked for in any order."""
 
     async def test_greedy_tokens_and_logprobs_are_those_of_a_plain_forward(
@@ -192,14 +192,14 @@ class DrawingContract:
         alone = await generate(world.engine, other)
         async with asyncio.TaskGroup() as tasks:
             before = world.engine.load().generated_tokens
-            doomed = tasks.create_task(
+            expired = tasks.create_task(
                 generate(world.engine, request(samples=4, max_tokens=ENDLESS))
             )
-            await until(lambda: world.engine.load().generated_tokens > before or doomed.done())
+            await until(lambda: world.engine.load().generated_tokens > before or expired.done())
             kept = tasks.create_task(generate(world.engine, other))
             await until(lambda: world.engine.load().slots_busy == 8 or kept.done())
-            doomed.cancel()
-        assert doomed.cancelled()
+            expired.cancel()
+        assert expired.cancelled()
         assert {i: t for i, (t, _) in kept.result().items()} == {
             i: t for i, (t, _) in alone.items()
         }
@@ -314,14 +314,14 @@ class DrawingContract:
         wanted = request(samples=4, max_tokens=10)
         chunks = await chunks_of(world.engine, wanted)
         assert wanted.tokens.yielded == num_tokens(chunks) == 40
-        world.engine.books.services.sent += 40
+        world.engine.accounting.services.sent += 40
         stream = world.engine.generate(request(max_tokens=ENDLESS), every_token=True)
         async with asyncio.timeout(WAIT_S), aclosing(stream) as parts:
-            world.engine.books.services.unsent += num_tokens(await anext(parts))
+            world.engine.accounting.services.unsent += num_tokens(await anext(parts))
         after = await settled(world.engine, before)
-        drawn = after.generated_tokens - before.generated_tokens
-        assert drawn > 40
-        assert drawn == 40 + after.unsent_tokens - before.unsent_tokens
+        sampled = after.generated_tokens - before.generated_tokens
+        assert sampled > 40
+        assert sampled == 40 + after.unsent_tokens - before.unsent_tokens
         assert after.busy_seconds > before.busy_seconds
 
     async def test_what_a_direct_client_did_not_take_is_entered_for_direct_clients(
@@ -332,14 +332,14 @@ class DrawingContract:
         wanted = replace(request(max_tokens=ENDLESS), for_direct_client=True)
         stream = world.engine.generate(wanted, every_token=True)
         async with asyncio.timeout(WAIT_S), aclosing(stream) as parts:
-            world.engine.books.direct.sent += num_tokens(await anext(parts))
+            world.engine.accounting.direct.sent += num_tokens(await anext(parts))
             enough = before.generated_tokens + wanted.tokens.yielded + 5
             while world.engine.load().generated_tokens < enough:
                 await asyncio.sleep(0)
         after = await settled(world.engine, before)
-        drawn = after.generated_tokens - before.generated_tokens
+        sampled = after.generated_tokens - before.generated_tokens
         sent = after.direct_sent_tokens - before.direct_sent_tokens
         unsent = after.direct_unsent_tokens - before.direct_unsent_tokens
-        assert drawn == sent + unsent > 0
+        assert sampled == sent + unsent > 0
         assert unsent == after.unsent_tokens - before.unsent_tokens
         assert after.running_tokens == before.running_tokens

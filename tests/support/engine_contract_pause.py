@@ -39,11 +39,11 @@ async def _paused(engine: Engine, mode: PauseMode) -> AsyncIterator[None]:
     """Pauses, sees that nothing is drawn for as long as the block, and resumes."""
     async with asyncio.timeout(WAIT_S):
         await engine.pause(mode)
-        drawn = (await engine.probe()).generated_tokens
+        sampled = (await engine.probe()).generated_tokens
         try:
             yield
             await asyncio.sleep(_STANDSTILL_S)
-            assert (await engine.probe()).generated_tokens == drawn
+            assert (await engine.probe()).generated_tokens == sampled
         finally:
             await engine.resume()
 
@@ -142,8 +142,8 @@ class PauseContract:
             await until(lambda: len(_indexes(seen)) == BATCH or running.done())
             assert not running.done()
             async with _paused(world.engine, PauseMode.DRAIN):
-                drawn = (await world.engine.probe()).generated_tokens - before
-                assert drawn == SLOTS * 150
+                sampled = (await world.engine.probe()).generated_tokens - before
+                assert sampled == SLOTS * 150
                 assert len((await running)[0][0]) == 150
                 await until(lambda: len(_ended(seen)) == BATCH)
                 assert _indexes(seen) == _ended(seen)

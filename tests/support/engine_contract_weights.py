@@ -129,13 +129,13 @@ def check_versions(
         assert versions == sorted(versions)
         assert set(versions) <= {old, old + 1}
         assert len(tokens) == 400
-        drawn_by_old = versions.count(old)
-        both += 0 < drawn_by_old < 400
+        sampled_by_old = versions.count(old)
+        both += 0 < sampled_by_old < 400
         if index > 1:
             continue  # two will do
         # With the cache recomputed, each part has the exact logprobs of its version.
-        exact = expected_logprobs(world.first, prompt, tokens, PLAIN)[:drawn_by_old]
-        exact += expected_logprobs(world.second, prompt, tokens, PLAIN)[drawn_by_old:]
+        exact = expected_logprobs(world.first, prompt, tokens, PLAIN)[:sampled_by_old]
+        exact += expected_logprobs(world.second, prompt, tokens, PLAIN)[sampled_by_old:]
         np.testing.assert_allclose(logprobs, exact, atol=TOLERANCE)
     assert both == 4
 

@@ -19,17 +19,16 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedModel
 
-from services.rollout.engines.checkpoint_layout import checkpoint_layout
-from services.trainer.replica_client import ReplicaClient
+from services.rollout.engines.causal_lm import checkpoint_layout
+from services.trainer.fleet.replica_client import ReplicaClient
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from sluice.client import AsyncClient, GenerateOptions, RunAddress, Sampling
-from sluice.codec.arrays import token_ids_to_bytes
+from sluice.codec.fields import token_ids_to_bytes
 from sluice.device.cpu import CpuDevice
 from sluice.quickstart.tokenizer import save_tokenizer
-from sluice.rpc.channel import open_channel
-from sluice.rpc.stubs import rollout_stub
+from sluice.rpc.client import open_channel, rollout_stub
 from sluice.types import ReplicaInfo
 from sluice.weights.sender import WeightSender
 from tests.support.causal_lms import VOCABULARY, expected_logprobs, reference_model
@@ -82,7 +81,7 @@ class _Trainer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def RegisterReplica(self, request: Any, context: Any) -> Any:
         one = request.replica
-        self.replica.set_result(ReplicaInfo(one.name, one.incarnation, one.address, one.slots))
+        self.replica.set_result(ReplicaInfo(one.name, one.instance_id, one.address, one.slots))
         return trainer_pb2.RegisterReplicaResponse(
             heartbeat_interval_seconds=1, time_to_live_seconds=60
         )
@@ -160,13 +159,13 @@ async def _check_samples(replica: ReplicaInfo, model: PreTrainedModel) -> str:
     sampling = Sampling(max_tokens=_RESPONSE_TOKENS, seed=5, ignore_eos=True)
     options = GenerateOptions(n=2, sampling=sampling)
     async with AsyncClient(RunAddress(replicas=(replica.address,))) as client:
-        drawn = await client.generate(list(_PROMPT), options)
-    for sample in drawn.rollouts:
+        sampled = await client.generate(list(_PROMPT), options)
+    for sample in sampled.rollouts:
         tokens = sample.token_ids.tolist()
         exact = expected_logprobs(model, _PROMPT, tokens, PLAIN)
         np.testing.assert_allclose(sample.behavior_logprobs, exact, atol=TOLERANCE)
         assert (len(tokens), len(sample.text)) == (_RESPONSE_TOKENS, _RESPONSE_TOKENS)
-    return drawn.rollouts[0].text
+    return sampled.rollouts[0].text
 
 
 async def _check_stop_string(replica: ReplicaInfo, text: str) -> None:

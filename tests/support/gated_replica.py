@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from services.rollout import __main__ as replica
-from services.rollout.engines.generation_loop import GenerationLoop
-from sluice.concurrency.process_exit import leave
+from services.rollout.engines.embedded.loop import GenerationLoop
+from sluice.concurrency.process import leave
 
 GATE_VARIABLE = "SLUICE_TEST_GATE"
 _POLL_S = 0.02

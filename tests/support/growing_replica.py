@@ -11,7 +11,7 @@ import numpy as np
 
 from sluice.algorithm.growing_sample import GrowingSample, NewTokens
 from sluice.api.rollout.v1 import rollout_pb2
-from sluice.codec.arrays import logprobs_to_bytes, token_ids_to_bytes
+from sluice.codec.fields import logprobs_to_bytes, token_ids_to_bytes
 from sluice.codec.rollout import rollout_from_proto, rollout_to_proto
 from sluice.types import FinishReason
 from tests.support.scripted_rollout import PROMPT_TOKENS, ScriptedReplica, answer_text

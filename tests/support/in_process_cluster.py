@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from sluice.errors import PeerError
-from sluice.launch.cluster import HostGoneError, Seat
-from sluice.launch.placement import NodeRoom, PlacementPlan, Resources
-from sluice.launch.service_host import ServiceHost
+from sluice.launch.cluster.placement import (
+    HostLostError,
+    NodeCapacity,
+    Placement,
+    PlacementPlan,
+    Resources,
+)
+from sluice.launch.cluster.service_host import ServiceHost
 
 POLL_S = 0.01
 
@@ -40,7 +45,7 @@ class InProcessHost:
                 raise PeerError(self.name, method, "it is being started anew")
             await asyncio.sleep(POLL_S)
         if self.is_dead:
-            raise HostGoneError(self.name, method, "it is dead")
+            raise HostLostError(self.name, method, "it is dead")
         lost = self._lost
         async with asyncio.TaskGroup() as tasks:
             work = tasks.create_task(getattr(self._host, method)(*arguments))
@@ -82,8 +87,8 @@ class InProcessCluster:
         rooms: of each node; a group takes a whole one per bundle.
     """
 
-    def __init__(self, rooms: Sequence[NodeRoom]) -> None:
-        self.rooms = list(rooms)
+    def __init__(self, node_capacities: Sequence[NodeCapacity]) -> None:
+        self.node_capacities = list(node_capacities)
         self.hosts: dict[str, InProcessHost] = {}
         self.plans: dict[str, PlacementPlan] = {}
         self.given_back: list[str] = []
@@ -91,21 +96,28 @@ class InProcessCluster:
 
     def resources(self) -> Resources:
         """Of all nodes."""
-        names = {name for room in self.rooms for name in room.total}
-        return {name: sum(room.total.get(name, 0.0) for room in self.rooms) for name in names}
+        names = {name for capacity in self.node_capacities for name in capacity.total}
+        return {
+            name: sum(capacity.total.get(name, 0.0) for capacity in self.node_capacities)
+            for name in names
+        }
 
-    def nodes(self) -> Sequence[NodeRoom]:
+    def nodes(self) -> Sequence[NodeCapacity]:
         """All."""
-        return self.rooms
+        return self.node_capacities
 
-    def reserve(self, plan: PlacementPlan) -> Sequence[Seat]:
+    def reserve(self, plan: PlacementPlan) -> Sequence[Placement]:
         """On the next node; without room the hosts wait for `come_back`."""
-        address = self.rooms[self._taken].address if self._taken < len(self.rooms) else None
+        address = (
+            self.node_capacities[self._taken].address
+            if self._taken < len(self.node_capacities)
+            else None
+        )
         self._taken += 1
         self.plans[plan.name] = plan
         for member in plan.members:
             self.hosts[member.name] = InProcessHost(member.name, address)
-        return [Seat(member.name, plan, self.hosts[member.name]) for member in plan.members]
+        return [Placement(member.name, plan, self.hosts[member.name]) for member in plan.members]
 
     async def is_reserved(self, plan: PlacementPlan, seconds: float) -> bool:
         """Whether it has a node; a claim that was given back has none."""

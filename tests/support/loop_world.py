@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from services.trainer.batch_check import BatchTerms
-from services.trainer.bookkeeper import Bookkeeper
-from services.trainer.fleet import Fleet, Load, MemberState
-from services.trainer.loop import LoopParts, LoopSettings, TrainLoop
+from services.trainer.fleet.members import Fleet, Load, MemberState
+from services.trainer.fleet.publisher import PublishReport
+from services.trainer.loop.accounting import RunAccountant
+from services.trainer.loop.batch_check import BatchTerms
+from services.trainer.loop.reward_client import ValidationReport
+from services.trainer.loop.run_state import RunState
+from services.trainer.loop.train_loop import LoopParts, LoopSettings, TrainLoop
 from services.trainer.metrics.step_metrics import RunScale
-from services.trainer.reward_client import Evaluation
-from services.trainer.run_state import RunState
-from services.trainer.weight_publisher import PublishReport
 from sluice.types import (
     DataProgress,
     FinishReason,
@@ -75,16 +75,16 @@ class World:
         self.prompts = {"submitted": 9.0, "trained": 4.0, "pending": 5.0}
         # What replicas and the reward service tell of themselves when they are asked.
         self.loads: dict[str, Load] = {}
-        self.told: dict[str, float] = {}
+        self.reported: dict[str, float] = {}
         self.published: int | None = None
         # What a reward service that starts anew would be told.
-        self.told_progress: Callable[[], DataProgress | None] = lambda: None
+        self.reported_progress: Callable[[], DataProgress | None] = lambda: None
 
     def loop(self, resume_from: DataProgress | None = None, **settings: Any) -> TrainLoop:
-        books = Bookkeeper(
+        accounting = RunAccountant(
             self.fleet, self.state, ask_replica=self.load_of, ask_reward=self.statistics
         )
-        parts = LoopParts(self, self, self, Record(self), books, self.fleet, self.state)
+        parts = LoopParts(self, self, self, Record(self), accounting, self.fleet, self.state)
         return TrainLoop(replace(SETTINGS, **settings), parts, resume_from)
 
     def register(self, name: str) -> ReplicaInfo:
@@ -124,7 +124,7 @@ class World:
         /,
     ) -> None:
         names = "".join(info.name for info in replicas)
-        self.told_progress, stands_at = progress, progress()
+        self.reported_progress, stands_at = progress, progress()
         resuming = f" from {stands_at.low_water}" if stands_at else ""
         await self.happens(f"announce {version} on {names}{resuming}")
 
@@ -145,18 +145,18 @@ class World:
 
     async def evaluate(
         self, version: int, examples: int, generated_tokens: Callable[[], int], /
-    ) -> Evaluation:
+    ) -> ValidationReport:
         assert generated_tokens() >= 0
         await self.happens(f"evaluate {version}")
         self.events.append(f"evaluated {version} under {self.published}")
-        return Evaluation({"val-core/s/acc/mean@1": 0.5}, (), 7)
+        return ValidationReport({"val-core/s/acc/mean@1": 0.5}, (), 7)
 
     async def accounts(self) -> Mapping[str, float]:
         await self.happens("accounts")
         return dict(self.prompts)
 
     async def statistics(self) -> Mapping[str, float]:
-        return self.told
+        return self.reported
 
     # the replicas
 
@@ -188,7 +188,7 @@ class Record:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._world.recorded[f"step {step}"] = dict(metrics)
 
-    def evaluation(self, step: int, evaluation: Evaluation, seconds: float) -> None:
+    def evaluation(self, step: int, evaluation: ValidationReport, seconds: float) -> None:
         self._world.recorded[f"evaluation {step}"] = dict(evaluation.metrics)
 
     def evaluation_failed(self, step: int, seconds: float) -> None:

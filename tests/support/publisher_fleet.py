@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from services.trainer.fleet import Fleet, MemberState
-from services.trainer.weight_publisher import WeightPublisher
+from services.trainer.fleet.members import Fleet, MemberState
+from services.trainer.fleet.publisher import WeightPublisher
 from sluice.device.cpu import CpuDevice
 from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
 from sluice.weights.plan import tensor_specs
@@ -32,8 +32,8 @@ class Replica:
     A fault is awaited before the phase's work: it may raise, or wait.
     """
 
-    def __init__(self, name: str, incarnation: str = "1") -> None:
-        self.info = ReplicaInfo(name, f"{name}-{incarnation}", f"{name}:1", 8)
+    def __init__(self, name: str, instance_id: str = "1") -> None:
+        self.info = ReplicaInfo(name, f"{name}-{instance_id}", f"{name}:1", 8)
         self.faults: dict[str, Callable[[], Any]] = {}
         self.calls: list[str] = []
         self.epochs: list[int] = []
@@ -123,15 +123,15 @@ class Trainer:
                 timeout_s=timeout_s,
                 keeps_base=sends_changes,
             ),
-            connect=lambda info: self.replicas[info.incarnation],
+            connect=lambda info: self.replicas[info.instance_id],
             timeout_s=5.0,
             probe_timeout_s=1.0,
             sends_changes=sends_changes,
         )
 
-    def add(self, name: str, incarnation: str = "1") -> Replica:
-        replica = Replica(name, incarnation)
-        self.replicas[replica.info.incarnation] = replica
+    def add(self, name: str, instance_id: str = "1") -> Replica:
+        replica = Replica(name, instance_id)
+        self.replicas[replica.info.instance_id] = replica
         self.register(replica)
         return replica
 

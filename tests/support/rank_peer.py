@@ -26,10 +26,9 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from services.trainer.learner import worker
-from services.trainer.learner.gathering import gather_whole
-from services.trainer.learner.holding import Holding
-from services.trainer.learner.parallel import DataParallel, SingleProcess, TorchDistributed
 from services.trainer.learner.rank_command import RankLeader, follow
+from services.trainer.learner.ranks.gathering import TensorSet, gather_whole
+from services.trainer.learner.ranks.parallel import DataParallel, SingleProcess, TorchDistributed
 from services.trainer.learner.worker import Learner
 from sluice.device.select import select_device
 from sluice.errors import SluiceError
@@ -67,7 +66,7 @@ class Publishing:
         self._replica = self._trainer.add("replica")
 
     def publish(self, leader: RankLeader, version: int) -> dict[str, object]:
-        with leader.whole(Holding.WIRE_WEIGHTS) as whole:
+        with leader.whole(TensorSet.WIRE_WEIGHTS) as whole:
             self._trainer.snapshots.write(whole, version, TIMEOUT_S)
         report = self._runner.run(self._trainer.publisher.publish(version))
         served = self._replica.served
@@ -112,14 +111,14 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
         step = int(argument)
         return leader.train_step(uniform(batch_of(model, step), UNIFORM), step)
     if command == "weights":
-        with leader.whole(Holding.WEIGHTS) as whole:
+        with leader.whole(TensorSet.WEIGHTS) as whole:
             save_file({n: w.clone() for n, w in whole}, argument)
     elif command == "save":
         leader.save(Path(argument))
     elif command == "load":
         leader.load(Path(argument))
     elif command == "fail":
-        with suppress(OSError), leader.whole(Holding(argument)) as whole:
+        with suppress(OSError), leader.whole(TensorSet(argument)) as whole:
             next(whole)
             raise OSError("no space left")
     return "done"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Self
 
-from sluice.weights.store_seal import FRAME_HEADER, NONCE_BYTES, Conversation, Seals
+from sluice.weights.store import FRAME_HEADER, NONCE_BYTES, Conversation, FrameKind
 
 WAIT_S = 10.0
 KEY = bytes(range(32))
@@ -37,13 +37,13 @@ class RawMember:
         """What proves the key."""
         return NONCE + self.conversation.proof(self.key)
 
-    def sealed(self, body: bytes) -> bytes:
+    def signed_frame(self, body: bytes) -> bytes:
         """The frame of a question."""
-        return self.conversation.seal(self.key, Seals.QUESTION, body)
+        return self.conversation.sign(self.key, FrameKind.QUESTION, body)
 
-    def open(self, sealed: bytes) -> bytes:
+    def open(self, signed_frame: bytes) -> bytes:
         """The body of an answer; ends the exchange."""
-        return self.conversation.open(self.key, Seals.ANSWER, sealed)
+        return self.conversation.open(self.key, FrameKind.ANSWER, signed_frame)
 
     def greet(self) -> Self:
         """Prove the key."""
@@ -52,7 +52,7 @@ class RawMember:
 
     def ask(self, body: bytes) -> bytes:
         """One exchange; the answer's body."""
-        self.link.sendall(self.sealed(body))
+        self.link.sendall(self.signed_frame(body))
         return self.open(self.read_frame())
 
     def read_frame(self) -> bytes:

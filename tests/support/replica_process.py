@@ -23,8 +23,8 @@ from uuid import uuid4
 import grpc
 import numpy as np
 
-from services.rollout.engines.generation_loop import GenerationLoop
-from services.rollout.hand_over import CountedGeneration
+from services.rollout.engines.embedded.loop import GenerationLoop
+from services.rollout.generation import CountedGeneration
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.rpc.server import RpcServer
@@ -62,13 +62,13 @@ class ReplicaProcess:
     name: str
     process: asyncio.subprocess.Process
     address: str
-    incarnation: str
+    instance_id: str
     version: int = 0
 
     @property
     def info(self) -> ReplicaInfo:
         """How the trainer would announce it."""
-        return ReplicaInfo(self.name, self.incarnation, self.address, SLOTS)
+        return ReplicaInfo(self.name, self.instance_id, self.address, SLOTS)
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to this process."""
@@ -94,8 +94,8 @@ async def replica_process(folder: Path, name: str, step_s: float) -> AsyncIterat
     try:
         assert process.stdout is not None
         async with asyncio.timeout(START_TIMEOUT_S):
-            address, incarnation = json.loads(await process.stdout.readline())
-        yield ReplicaProcess(name, process, address, incarnation)
+            address, instance_id = json.loads(await process.stdout.readline())
+        yield ReplicaProcess(name, process, address, instance_id)
     finally:
         if process.returncode is None:
             process.kill()
@@ -125,7 +125,7 @@ async def _serve(folder: Path, name: str, step_s: float) -> None:
             max_message_bytes=1 << 24,
         )
         await server.start()
-        sys.stdout.write(json.dumps([server.address, identity.incarnation]) + "\n")
+        sys.stdout.write(json.dumps([server.address, identity.instance_id]) + "\n")
         sys.stdout.flush()
         await asyncio.Event().wait()
 

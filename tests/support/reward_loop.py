@@ -7,12 +7,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from services.reward.assembly import PromptSets, RewardLoop, assemble
-from services.reward.dispatcher import GenerateEvent, GroupRequest
-from services.reward.run_files import RunFiles
-from services.reward.scorer_messages import ScoreItem
-from services.reward.scorers.math_dapo import compute_score
-from services.reward.submissions import Submission, SubmissionSession
+from services.reward.app import PromptSets, RewardLoop, RunFiles, assemble
+from services.reward.generation.request import GenerateEvent, GroupRequest
+from services.reward.grading.messages import ScorerInput
+from services.reward.grading.scorers.math_dapo import compute_score
+from services.reward.prompts.submissions import Submission, SubmissionSession
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.config.run import RunConfig
 from sluice.types import ChatMessage, Failed, ReplicaInfo, Rollout, Scored, TrainBatch
@@ -71,11 +70,11 @@ class InlineScorer:
 
     busy_seconds = 0.0
 
-    async def score(self, items: Sequence[ScoreItem]) -> tuple[Scored | Failed, ...]:
+    async def score(self, items: Sequence[ScorerInput]) -> tuple[Scored | Failed, ...]:
         """Grade."""
         return tuple(self._score(item) for item in items)
 
-    def _score(self, item: ScoreItem) -> Scored:
+    def _score(self, item: ScorerInput) -> Scored:
         graded = compute_score(item.response, item.ground_truth)
         score = graded["score"]
         return Scored(score, score, {"acc": float(graded["acc"])}, graded["pred"])

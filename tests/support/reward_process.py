@@ -18,12 +18,8 @@ import msgspec
 
 from sluice.api.common.v1 import common_pb2
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
-from sluice.codec.batch import (
-    progress_to_proto,
-    train_batch_from_proto,
-    with_group_images,
-)
-from sluice.codec.fleet import replica_to_proto
+from sluice.codec.messages import replica_to_proto
+from sluice.codec.reward import progress_to_proto, train_batch_from_proto, with_group_images
 from sluice.types import DataProgress, ReplicaInfo, TrainBatch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -82,7 +78,7 @@ class RewardProcess:
         version: int,
         replicas: Sequence[Announced],
         *,
-        incarnation: str = "trainer-1",
+        instance_id: str = "trainer-1",
         resume_from: DataProgress | None = None,
     ) -> None:
         """Publish `version` to the replicas and announce it."""
@@ -90,7 +86,7 @@ class RewardProcess:
             replica.version = version
         await self.stub.AnnouncePolicy(
             reward_pb2.AnnouncePolicyRequest(
-                trainer_incarnation=incarnation,
+                trainer_instance_id=instance_id,
                 policy_version=version,
                 replicas=[replica_to_proto(r.info, version) for r in replicas],
                 resume_from=progress_to_proto(resume_from) if resume_from else None,

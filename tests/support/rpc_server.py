@@ -10,7 +10,7 @@ import grpc
 
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2_grpc
-from sluice.rpc.channel import open_channel
+from sluice.rpc.client import open_channel
 from sluice.rpc.server import RpcServer
 
 REWARD = "sluice.api.reward.v1.RewardService"

@@ -61,7 +61,7 @@ ACCOUNTS: Mapping[str, float] = {
     "trainer_s/waiting_for_batch": 1.5,
 }
 # The rest of 4 trainer seconds is residual.
-BOOKS: Mapping[str, float] = {
+ACCOUNTING: Mapping[str, float] = {
     "tokens/trained": 1800.0,
     "tokens/filtered_all_right": 750.0,
     "tokens/pending": 450.0,

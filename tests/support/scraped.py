@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.telemetry.scrape_target import FOLDER
+from sluice.telemetry.metrics_page import FOLDER
 
 Labels = tuple[tuple[str, str], ...]
 Page = Mapping[tuple[str, Labels], float]

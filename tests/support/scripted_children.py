@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sluice.launch.processes.supervisor import RunEnd, Supervisor
 from sluice.launch.service_spec import RestartPolicy, ServiceSpec
-from sluice.launch.supervisor import RunEnd, Supervisor
 
 WAIT_S = 20.0
 

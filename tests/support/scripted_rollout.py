@@ -15,10 +15,10 @@ import grpc
 import numpy as np
 
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from sluice.codec.arrays import token_ids_to_bytes
+from sluice.codec.fields import token_ids_to_bytes
 from sluice.codec.rollout import rollout_to_proto
 from sluice.errors import SluiceError
-from sluice.rpc.status_codes import status_of
+from sluice.rpc.status import status_of
 from sluice.types import FinishReason, ReplicaInfo, Rollout, VersionSpan
 
 PROMPT_TOKENS = np.arange(3, dtype=np.uint32)
@@ -74,7 +74,7 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer):
     num_tokens: int = 8
     before_sample: BeforeSample | None = None
     calls: list[Call] = field(default_factory=list)
-    incarnation: str = field(default_factory=lambda: str(uuid4()))
+    instance_id: str = field(default_factory=lambda: str(uuid4()))
     address: str = ""
     server: Any = None
     num_running: int = 0
@@ -83,7 +83,7 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer):
     @property
     def info(self) -> ReplicaInfo:
         """How the trainer would announce it."""
-        return ReplicaInfo(self.name, self.incarnation, self.address, self.slots)
+        return ReplicaInfo(self.name, self.instance_id, self.address, self.slots)
 
     async def start(self) -> None:
         """Listen on a free port."""
@@ -118,7 +118,7 @@ class ScriptedReplica(rollout_pb2_grpc.RolloutServiceServicer):
         """Identity and load."""
         return rollout_pb2.GetStatusResponse(
             name=self.name,
-            incarnation=self.incarnation,
+            instance_id=self.instance_id,
             policy_version=self.version,
             slots=self.slots,
             slots_busy=min(self.num_running, self.slots),

@@ -13,7 +13,7 @@ from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from sluice.client.run_monitor import RunMonitor
 from tests.support.rpc_server import serving
-from tests.support.run_folder import BOOKS, STEPS
+from tests.support.run_folder import ACCOUNTING, STEPS
 
 WAITING = trainer_pb2.RUN_PHASE_WAITING_FOR_BATCH
 PAUSED = trainer_pb2.RUN_PHASE_PAUSED
@@ -45,7 +45,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             policy_version=self.step,
             replicas=[trainer_pb2.ReplicaStatus(replica=replica, state="serving")],
             metrics=_numbers(self.step),
-            accounts=BOOKS,
+            accounts=ACCOUNTING,
         )
 
     async def WatchSteps(self, request: Any, context: Any) -> AsyncIterator[Any]:

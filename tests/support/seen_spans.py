@@ -16,7 +16,7 @@ from sluice.telemetry.tracing import TRACER, RecordedSpan
 
 
 @dataclass(frozen=True, slots=True)
-class SeenSpan:
+class ReadSpan:
     """One span, with its ids in hexadecimal digits; `parent` is empty without one."""
 
     name: str
@@ -31,18 +31,18 @@ class SeenSpan:
     error: str | None
 
 
-def spans_in(path: Path) -> list[SeenSpan]:
+def spans_in(path: Path) -> list[ReadSpan]:
     """All spans of a file."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [span for line in lines for span in _spans_of(json.loads(line))]
 
 
-def _spans_of(batch: dict[str, Any]) -> Iterator[SeenSpan]:
+def _spans_of(batch: dict[str, Any]) -> Iterator[ReadSpan]:
     for resource in batch["resourceSpans"]:
         service = _attributes(resource["resource"])["service.name"]
         for scope in resource["scopeSpans"]:
             for span in scope["spans"]:
-                yield SeenSpan(
+                yield ReadSpan(
                     span["name"],
                     span["traceId"],
                     span["spanId"],
@@ -65,7 +65,7 @@ def _value(value: dict[str, Any]) -> Any:
     return int(given) if kind == "intValue" else given
 
 
-def tree(spans: Iterable[SeenSpan]) -> dict[str, set[str]]:
+def tree(spans: Iterable[ReadSpan]) -> dict[str, set[str]]:
     """Names of the spans of one trace, each with the names of its parents."""
     spans = list(spans)
     names = {span.id: span.name for span in spans}

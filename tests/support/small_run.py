@@ -25,18 +25,17 @@ import yaml
 
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from sluice.config.checks import check_config
-from sluice.config.dump import write_config
-from sluice.config.endpoints import peer_address
-from sluice.config.loader import load_config
+from sluice.config.addresses import peer_address
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
+from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
+from sluice.launch.processes.supervisor import RunEnd, Supervisor
 from sluice.launch.service_spec import NO_RESTARTS, local_services, rollout_service, with_ports
-from sluice.launch.supervisor import RunEnd, Supervisor
+from sluice.quickstart.arithmetic import draw_problem, make_dialogues, task_named
 from sluice.quickstart.model import MAX_POSITIONS, make_model, save_model
-from sluice.quickstart.problems import draw_problem, task_named
 from sluice.quickstart.tokenizer import save_tokenizer, train_tokenizer
-from sluice.quickstart.worked_answers import make_dialogues
-from sluice.rpc.channel import open_channel
+from sluice.rpc.client import open_channel
 from sluice.rpc.credentials import client_credentials
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 
@@ -209,9 +208,9 @@ class LiveRun:
         return await self.reward.GetStatus(reward_pb2.GetStatusRequest(), timeout=10)
 
     async def serving(self) -> dict[str, str]:
-        """Incarnation by name of the replicas that serve."""
+        """Instance by name of the replicas that serve."""
         replicas = (await self.status()).replicas
-        return {r.replica.name: r.replica.incarnation for r in replicas if r.state == "serving"}
+        return {r.replica.name: r.replica.instance_id for r in replicas if r.state == "serving"}
 
     async def until(self, condition: Callable[[], Awaitable[bool]], what: str) -> None:
         """Polls `condition`; an unreachable service counts as not yet."""

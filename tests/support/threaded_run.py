@@ -12,8 +12,8 @@ from typing import Any
 from sluice.api.common.v1 import common_pb2
 from sluice.api.reward.v1 import reward_pb2
 from sluice.client import RunAddress
-from sluice.config.dump import write_config
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
 from tests.support.rpc_server import serving
 from tests.support.scripted_trainer import ScriptedReward, ScriptedTrainer
 from tests.support.token_replica import TokenReplica, token_replicas

@@ -14,7 +14,7 @@ from msgspec import structs
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from services.trainer.learner.model import load_policy
+from services.trainer.learner.model.loading import load_policy
 from sluice.config.run import RunConfig
 from sluice.types import (
     DataProgress,
@@ -139,8 +139,8 @@ def freezing(name: str) -> Callable[..., PreTrainedModel]:
 def make_group(seed: int, lengths: tuple[int, ...] | None = None) -> TrainGroup:
     """One prompt with samples of mixed rewards; response lengths as given, or drawn."""
     random = np.random.default_rng(seed)
-    drawn = random.integers(1, MAX_RESPONSE_TOKENS + 1, NUM_SAMPLES).tolist()
-    chosen = drawn if lengths is None else list(lengths)
+    sampled = random.integers(1, MAX_RESPONSE_TOKENS + 1, NUM_SAMPLES).tolist()
+    chosen = sampled if lengths is None else list(lengths)
     prompt = random.integers(VOCABULARY, size=random.integers(2, MAX_PROMPT_TOKENS + 1))
     rewards = [1.0, *random.choice([-1.0, 1.0], len(chosen) - 2), -1.0]
     return TrainGroup(

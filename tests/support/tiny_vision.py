@@ -20,11 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from sluice.quickstart.vision_tokens import (
-    VISION_CHAT_TEMPLATE,
-    VISION_TOKENS,
-    save_image_processor,
-)
+from sluice.quickstart.tokenizer import VISION_CHAT_TEMPLATE, VISION_TOKENS, save_image_processor
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *VISION_TOKENS)
@@ -187,5 +183,5 @@ class FullForward:
     ) -> np.ndarray:
         """Of each response token."""
         found = self.logprobs_tensor(prompt, response, images, temperature)
-        drawn: np.ndarray = found.detach().numpy()
-        return drawn
+        sampled: np.ndarray = found.detach().numpy()
+        return sampled

@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from sluice.codec.arrays import logprobs_to_bytes, token_ids_to_bytes
+from sluice.codec.fields import logprobs_to_bytes, token_ids_to_bytes
 from sluice.codec.rollout import rollout_from_proto, rollout_to_proto
 from sluice.types import FinishReason, Rollout, VersionSpan
 
@@ -70,27 +70,27 @@ class TokenReplica(rollout_pb2_grpc.RolloutServiceServicer):
             for number in range(self.signs):
                 await asyncio.sleep(self.sign_pause_s)
                 await context.write(rollout_pb2.GenerateResponse(engine_tokens=number))
-            await self._draw(request, context)
+            await self._sample(request, context)
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
 
-    async def _draw(self, request: Any, context: Any) -> None:
+    async def _sample(self, request: Any, context: Any) -> None:
         had = {p.sample_index: rollout_from_proto(p).num_tokens for p in request.partials}
         budget = request.token_budget // len(request.sample_indexes) or self.length
-        length, drawn = min(self.length, budget), 0
+        length, sampled = min(self.length, budget), 0
         every_token = request.stream_mode == rollout_pb2.STREAM_MODE_TOKENS
         for index in request.sample_indexes:
             for place in range(had.get(index, 0), length):
-                if drawn == self.breaks_after:
+                if sampled == self.breaks_after:
                     await context.abort(self.code, "the replica is gone")
-                if drawn == self.hangs_after:
+                if sampled == self.hangs_after:
                     await asyncio.Event().wait()
-                if drawn == self.aborts_after:
+                if sampled == self.aborts_after:
                     aborted = whole_sample(index, place, 3, FinishReason.ABORTED)
                     await _finished(context, aborted)
                     return
-                drawn += 1
+                sampled += 1
                 if every_token or request.partial_interval_ms:
                     await context.write(_one_token(index, place, with_text=every_token))
             await _finished(context, whole_sample(index, length, 3, FinishReason.STOP))

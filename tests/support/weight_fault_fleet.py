@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
-from services.trainer.fleet import Fleet, MemberState
-from services.trainer.weight_publisher import WeightPublisher
+from services.trainer.fleet.members import Fleet, MemberState
+from services.trainer.fleet.publisher import WeightPublisher
 from sluice.device.cpu import CpuDevice
 from sluice.errors import DeadlineError, InvalidRequestError, SluiceError, WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec

@@ -30,30 +30,28 @@ import torch
 from sluice.device.cpu import CpuDevice
 from sluice.errors import SluiceError, WeightSyncError
 from sluice.types import TransferGroupSpec
-from sluice.weights.buffer import WeightBuffer
-from sluice.weights.plan import Bucket
+from sluice.weights.plan import Bucket, WeightBuffer
 from sluice.weights.receiver import StagedWeights, WeightReceiver
-from sluice.weights.transfer import Lane
-from sluice.weights.update_header import UpdateHeader
+from sluice.weights.transfer import BucketPort, UpdateHeader
 from tests.support.weight_digest import plain_digest
 
 _FAULTS = ("bucket", "signal", "flip", "cut", "wait")
 
 
-class _FaultyLane:
+class _FaultyPort:
     """Receives like any other until a given bucket; there it signals its own process, waits, or
     damages what arrived."""
 
-    def __init__(self, lane: Lane, fault: dict[str, float]) -> None:
-        self._lane, self._fault = lane, fault
+    def __init__(self, bucket_port: BucketPort, fault: dict[str, float]) -> None:
+        self._port, self._fault = bucket_port, fault
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        return self._lane.load(bucket)
+        return self._port.load(bucket)
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
         if bucket.index == self._fault.get("bucket"):
             self._go_wrong(wire)
-        return self._lane.unload(bucket, wire)
+        return self._port.unload(bucket, wire)
 
     def _go_wrong(self, wire: torch.Tensor) -> None:
         match self._fault:
@@ -82,8 +80,8 @@ class _Peer(WeightReceiver):
     def held(self) -> StagedWeights | None:
         return self._held
 
-    def _lane_for(self, header: UpdateHeader, buffer: WeightBuffer, phase: str) -> Lane:
-        return _FaultyLane(super()._lane_for(header, buffer, phase), self.fault)
+    def _port_for(self, header: UpdateHeader, buffer: WeightBuffer, phase: str) -> BucketPort:
+        return _FaultyPort(super()._port_for(header, buffer, phase), self.fault)
 
 
 def _run(peer: _Peer, command: dict[str, Any]) -> dict[str, Any]:

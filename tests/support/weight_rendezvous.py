@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from sluice.concurrency.threads import StopReason
 from sluice.types import TransferGroupSpec
-from sluice.weights.owner_thread import StopReason
-from sluice.weights.rendezvous import RendezvousStore
-from sluice.weights.store_link import StoreLink
+from sluice.weights.rendezvous import RendezvousStore, StoreLink
 from tests.support.raw_member import KEY
 
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from services.rollout.__main__ import _encoder, _server
 from services.rollout.servicer import ReplicaIdentity
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.quickstart.tokenizer import save_tokenizer
 from sluice.rpc.credentials import OPEN
 from tests.support.causal_lms import VOCABULARY, reference_model, running_engine, save_config

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
-    "BooksVerdict",
+    "AccountingVerdict",
     "Dump",
     "LedgerView",
     "TrainerRestart",
     "ended_as",
-    "judge_books",
+    "judge_accounting",
     "read_dumps",
     "read_ledger",
     "surviving_steps",
@@ -55,7 +55,7 @@ class LedgerView:
 
 
 @dataclass(frozen=True, slots=True)
-class BooksVerdict:
+class AccountingVerdict:
     """Ids at fault, each with what is wrong. `unseen_steps` left no dump that counts."""
 
     lost: Mapping[str, str]
@@ -78,12 +78,12 @@ def surviving_steps(
     }
 
 
-def judge_books(
+def judge_accounting(
     surviving: Mapping[int, Collection[str]],
     ledger: LedgerView,
     accepted: Collection[str],
     last_step: int,
-) -> BooksVerdict:
+) -> AccountingVerdict:
     """What is lost or doubled.
 
     Args:
@@ -102,7 +102,7 @@ def judge_books(
             doubled[prompt_id] = f"trained in steps {steps}"
         elif prompt_id in ledger.pending:
             doubled[prompt_id] = f"trained in step {steps[0]}, and pending"
-    return BooksVerdict(lost, doubled, last_step - len(surviving))
+    return AccountingVerdict(lost, doubled, last_step - len(surviving))
 
 
 def _lost(

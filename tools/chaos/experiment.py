@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pyarrow.parquet as pq
 
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.config.endpoints import peer_address
+from sluice.config.addresses import peer_address
 from sluice.config.run import RunConfig
 from sluice.errors import DataError, SluiceError
 from sluice.report.run_record import read_run
-from sluice.rpc.call import unary_call
-from sluice.rpc.channel import open_channel
-from sluice.rpc.stubs import trainer_stub
+from sluice.rpc.client import open_channel, trainer_stub, unary_call
 from tools.chaos.bookkeeping import (
     ended_as,
-    judge_books,
+    judge_accounting,
     read_dumps,
     read_ledger,
     surviving_steps,
@@ -103,7 +101,7 @@ async def _go(
     console.print(f"step {seen.last_step}: {plan.calm_s:g} s of calm", highlight=False)
     await asyncio.sleep(plan.calm_s)
     faults_from_s = time.monotonic()
-    async with _beside(_tell(observer, injector, faults_from_s, plan, console)):
+    async with _beside(_notify(observer, injector, faults_from_s, plan, console)):
         await injector.follow(plan.schedule)
         failure = await _recover(run, observer, injector)
         await asyncio.sleep(0.0 if failure else plan.quiet_s)
@@ -123,22 +121,22 @@ async def _recover(run: LaunchedRun, observer: Observer, injector: Injector) -> 
     return ""
 
 
-async def _tell(
+async def _notify(
     observer: Observer, injector: Injector, from_s: float, plan: Plan, console: Console
 ) -> None:
     """Progress: each fault as it comes, and where the run stands."""
-    told, news_s = 0, 0.0
+    reported, news_s = 0, 0.0
     total_s = plan.schedule[-1].at_s + plan.quiet_s if plan.schedule else plan.quiet_s
     while True:
         now_s = time.monotonic()
-        for one in injector.done[told:]:
+        for one in injector.done[reported:]:
             what = f"not possible: {one.skipped}" if one.skipped else one.target
             console.print(
                 f"{one.at_s - from_s:7.1f} s  {one.fault.kind}: {what}",
                 markup=False,
                 highlight=False,
             )
-        told = len(injector.done)
+        reported = len(injector.done)
         if now_s - news_s > _NEWS_S:
             left_s = max(0.0, total_s - (now_s - from_s))
             console.print(
@@ -207,7 +205,7 @@ def _findings(folder: Path, config: RunConfig, known: _Seen) -> Findings:
         steps_s=seen.steps_s,
         groups=seen.groups,
         times=known.times,
-        books=judge_books(surviving, ledger, accepted, seen.last_step),
+        accounting=judge_accounting(surviving, ledger, accepted, seen.last_step),
         lost_by_service=max(lost, seen.most_lost),
         digest_mismatches=digest_mismatches(seen.digests),
         late=late_waits(seen.waits, limits_of(config.sluice), known.injector.stopped),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sluice.client.launcher import Launcher
 from sluice.errors import SluiceError
-from sluice.launch.launcher_address import launcher_of
+from sluice.launch.servicer import launcher_of
 from tools.chaos.cable import Cable
 from tools.chaos.launched_run import FAR, LaunchedRun, Process
 from tools.chaos.schedule import Fault, FaultKind
@@ -207,7 +207,7 @@ def _kill_all(processes: dict[str, Process]) -> str:
 
 def _kill_scorer(fault: Fault, processes: dict[str, Process]) -> str:
     reward = processes.get("reward")
-    scorers = [] if reward is None else _children(reward.pid, b"services.reward.scorer_process")
+    scorers = [] if reward is None else _children(reward.pid, b"services.reward.grading.process")
     if not scorers:
         raise _Impossible("no scorer process runs")
     os.kill(scorers[int(fault.choice * len(scorers))], signal.SIGKILL)

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sluice.config.service import ServiceConfig
+from sluice.config.schema.service import ServiceConfig
 
-__all__ = ["LateWait", "SeenWait", "WaitLimits", "late_waits", "limits_of"]
+__all__ = ["LateWait", "ObservedWait", "WaitLimits", "late_waits", "limits_of"]
 
 # A look takes a second, a busy machine some more.
 GRACE_S = 10.0
@@ -17,7 +17,7 @@ _BUCKETS = 3  # of a small model: one of weights, two that frame them
 
 
 @dataclass(frozen=True, slots=True)
-class SeenWait:
+class ObservedWait:
     """A wait as a service told of it at `at_s`."""
 
     at_s: float
@@ -31,7 +31,7 @@ class SeenWait:
 class LateWait:
     """The worst sight of a wait, and what it was allowed."""
 
-    wait: SeenWait
+    wait: ObservedWait
     allowed_s: float
 
 
@@ -77,7 +77,7 @@ def limits_of(service: ServiceConfig) -> WaitLimits:
 
 
 def late_waits(
-    seen: Iterable[SeenWait],
+    seen: Iterable[ObservedWait],
     limits: WaitLimits,
     stopped: Sequence[tuple[str, float, float]] = (),
     *,

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import cast
 
 from sluice.api.launch.v1 import launch_pb2, launch_pb2_grpc
-from sluice.concurrency.parent_death import SUPERVISOR_VARIABLE
+from sluice.concurrency.process import SUPERVISOR_VARIABLE
 from sluice.config.run import RunConfig
 from sluice.errors import SluiceError
-from sluice.launch.launcher_address import launcher_of
-from sluice.rpc.call import unary_call
-from sluice.rpc.channel import open_channel
+from sluice.launch.servicer import launcher_of
+from sluice.rpc.client import open_channel, unary_call
 from tools.chaos.cable import Cable
 
 __all__ = ["FAR", "LaunchedRun", "Process", "launched_run"]

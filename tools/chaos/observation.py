@@ -15,26 +15,24 @@ from typing import Any
 from sluice.api.reward.v1 import reward_pb2
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.codec.waits import wait_report_from_proto
-from sluice.concurrency.process_mark import process_marks
-from sluice.config.endpoints import peer_address
+from sluice.codec.messages import wait_report_from_proto
+from sluice.concurrency.process import process_marks
+from sluice.config.addresses import peer_address
 from sluice.config.run import RunConfig
 from sluice.errors import SluiceError
-from sluice.rpc.call import unary_call
-from sluice.rpc.channel import open_channel
-from sluice.rpc.stubs import reward_stub, rollout_stub, trainer_stub
+from sluice.rpc.client import open_channel, reward_stub, rollout_stub, trainer_stub, unary_call
 from tools.chaos.bookkeeping import TrainerRestart
-from tools.chaos.late_waits import SeenWait
+from tools.chaos.late_waits import ObservedWait
 from tools.chaos.recovery import Yield
 
-__all__ = ["DigestSight", "Observation", "Observer", "digest_mismatches"]
+__all__ = ["DigestReading", "Observation", "Observer", "digest_mismatches"]
 
 _LOOK_S, _TAIL_S, _ANSWER_S = 1.0, 0.2, 2.0
 _RESUMED = re.compile(r"the run goes on from step (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class DigestSight:
+class DigestReading:
     """A replica that a trainer counts as serving, and the weights it says it serves."""
 
     trainer: str
@@ -54,8 +52,8 @@ class Observation:
     steps_s: list[float] = field(default_factory=list)
     groups: list[Yield] = field(default_factory=list)
     restarts: list[TrainerRestart] = field(default_factory=list)
-    digests: set[DigestSight] = field(default_factory=set)
-    waits: list[SeenWait] = field(default_factory=list)
+    digests: set[DigestReading] = field(default_factory=set)
+    waits: list[ObservedWait] = field(default_factory=list)
     starts: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
     last_step: int = 0
     serving: int = 0
@@ -63,11 +61,11 @@ class Observation:
     tracebacks: Counter[str] = field(default_factory=Counter)
 
 
-def digest_mismatches(sights: Iterable[DigestSight]) -> list[tuple[str, int]]:
+def digest_mismatches(sights: Iterable[DigestReading]) -> list[tuple[str, int]]:
     """Versions of a trainer that were seen with more than one digest."""
     by_version: dict[tuple[str, int], set[str]] = {}
-    for sight in sights:
-        by_version.setdefault((sight.trainer, sight.version), set()).add(sight.digest)
+    for reading in sights:
+        by_version.setdefault((reading.trainer, reading.version), set()).add(reading.digest)
     return sorted(key for key, digests in by_version.items() if len(digests) > 1)
 
 
@@ -154,7 +152,7 @@ class Observer:
         self.seen.serving = len(serving)
         async with asyncio.TaskGroup() as tasks:
             for replica in serving:
-                tasks.create_task(self._ask_replica(status.incarnation, replica))
+                tasks.create_task(self._ask_replica(status.instance_id, replica))
 
     async def _ask_replica(self, trainer: str, replica: Any) -> None:  # noqa: ANN401 - untyped
         request = rollout_pb2.GetStatusRequest(without_engine=True)
@@ -162,14 +160,14 @@ class Observer:
         if status is None:
             return
         self._note_waits(status.name, status)
-        if status.incarnation == replica.incarnation and status.weight_digest:
-            sight = (trainer, status.policy_version, status.name, status.weight_digest)
-            self.seen.digests.add(DigestSight(*sight))
+        if status.instance_id == replica.instance_id and status.weight_digest:
+            reading = (trainer, status.policy_version, status.name, status.weight_digest)
+            self.seen.digests.add(DigestReading(*reading))
 
     def _note_waits(self, service: str, status: Any) -> None:  # noqa: ANN401 - any status
         now_s = time.monotonic()
         self.seen.waits.extend(
-            SeenWait(now_s, service, wait.peer, wait.phase, wait.seconds)
+            ObservedWait(now_s, service, wait.peer, wait.phase, wait.seconds)
             for wait in wait_report_from_proto(status.wait_report).waits
         )
 

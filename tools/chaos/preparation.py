@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from sluice.config.checks import check_config
-from sluice.config.dump import write_config
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
+from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
 from sluice.launch.service_spec import with_ports
-from sluice.quickstart.prepare import PrepareProgress, prepare
-from sluice.quickstart.settings import PrepareSettings, WarmStartSettings
+from sluice.quickstart.prepare import prepare
+from sluice.quickstart.settings import PrepareProgress, PrepareSettings, WarmStartSettings
 
 __all__ = ["SIZES", "Size", "prepare_run"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from tools.chaos.bookkeeping import BooksVerdict
+from tools.chaos.bookkeeping import AccountingVerdict
 from tools.chaos.injection import Injected
 from tools.chaos.late_waits import LateWait
 from tools.chaos.recovery import Yield, longest_pause_s, percentile, recovery_s, tokens_per_s
@@ -39,7 +39,7 @@ class Findings:
     steps_s: Sequence[float]
     groups: Sequence[Yield]
     times: Times
-    books: BooksVerdict
+    accounting: AccountingVerdict
     lost_by_service: float
     digest_mismatches: Sequence[tuple[str, int]]
     late: Sequence[LateWait]
@@ -53,7 +53,7 @@ class Findings:
     @property
     def prompts_lost(self) -> int:
         """By the books, and by the service's own count."""
-        return len(self.books.lost) + int(self.lost_by_service)
+        return len(self.accounting.lost) + int(self.lost_by_service)
 
     @property
     def full_rate(self) -> float:
@@ -65,7 +65,7 @@ class Findings:
         """Whether everything that has to be zero is."""
         wrong = (
             self.prompts_lost,
-            len(self.books.doubled),
+            len(self.accounting.doubled),
             len(self.digest_mismatches),
             len(self.late),
             self.exit_code,
@@ -102,7 +102,7 @@ def json_report(findings: Findings, *, minutes: float, seed: int) -> dict[str, o
         "faults": dict(sorted(Counter(str(kind) for kind, _ in recoveries).items())),
         "skipped": _skipped(findings.injected),
         "prompts_lost": findings.prompts_lost,
-        "prompts_doubled": len(findings.books.doubled),
+        "prompts_doubled": len(findings.accounting.doubled),
         "digest_mismatches": len(findings.digest_mismatches),
         "late_waits": len(findings.late),
         "recovery_s": {
@@ -114,7 +114,7 @@ def json_report(findings: Findings, *, minutes: float, seed: int) -> dict[str, o
         "tokens_per_s_before": _rounded(findings.full_rate),
         "final_accuracy": findings.final_accuracy,
         "steps_trained": len(findings.steps_s),
-        "steps_without_dump": findings.books.unseen_steps,
+        "steps_without_dump": findings.accounting.unseen_steps,
         "client_prompts": dict(findings.client_prompts),
         "starts": dict(sorted(findings.starts.items())),
         "tracebacks": dict(findings.tracebacks),
@@ -150,15 +150,15 @@ def print_tables(findings: Findings, console: Console) -> None:
 
 
 def _zeros(findings: Findings) -> list[tuple[str, int, list[str]]]:
-    books = findings.books
+    accounting = findings.accounting
     late = [
         f"{one.wait.service} for {one.wait.peer} ({one.wait.phase}) "
         f"{one.wait.seconds:.0f} s of {one.allowed_s:.0f}"
         for one in findings.late
     ]
     return [
-        ("prompts lost", findings.prompts_lost, _told(books.lost)),
-        ("prompts trained twice", len(books.doubled), _told(books.doubled)),
+        ("prompts lost", findings.prompts_lost, _reported(accounting.lost)),
+        ("prompts trained twice", len(accounting.doubled), _reported(accounting.doubled)),
         (
             "digests that differ",
             len(findings.digest_mismatches),
@@ -168,7 +168,7 @@ def _zeros(findings: Findings) -> list[tuple[str, int, list[str]]]:
     ]
 
 
-def _told(found: Mapping[str, str]) -> list[str]:
+def _reported(found: Mapping[str, str]) -> list[str]:
     return [f"{prompt_id}: {what}" for prompt_id, what in found.items()]
 
 

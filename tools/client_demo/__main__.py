@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from sluice.config.endpoints import peer_address
+from sluice.config.addresses import peer_address
 from sluice.config.run import RunConfig
 from tools.chaos.launched_run import launched_run
 from tools.chaos.preparation import SIZES, prepare_run
@@ -86,13 +86,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 async def _demo(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     began_s = time.monotonic()
     size = demo_size(options.run, options.slots, options.max_queued)
-    _say("making model and data")
+    _print_line("making model and data")
     config, file = prepare_run(folder, size, seed=options.seed, host="127.0.0.1")
     async with launched_run(config, file, None) as launched:
         run = RunUnderClients(launched)
         await run.until_step(3)
         before = await run.pace(options.calm)
-        _say(f"training alone: {before.steps_per_minute:.1f} steps a minute")
+        _print_line(f"training alone: {before.steps_per_minute:.1f} steps a minute")
         task = ClientTask(
             launched.run_dir,
             peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint"),
@@ -104,7 +104,7 @@ async def _demo(folder: Path, options: argparse.Namespace) -> dict[str, object]:
         records = await _clients(_plan(config, options), task)
         seconds = time.monotonic() - clients_from_s
         during = Pace(await run.step() - step, seconds)
-        _say(f"with clients: {during.steps_per_minute:.1f} steps a minute")
+        _print_line(f"with clients: {during.steps_per_minute:.1f} steps a minute")
         slots_left = await run.slots_left()
         after = await run.pace(options.calm)
         code = await run.stop()
@@ -148,7 +148,9 @@ async def _clients(clients: Sequence[ClientProcess], task: ClientTask) -> list[C
         records.append(record)
         left = client.left()
         if record.vanished and left:
-            _say(f"{client.name} has vanished with {len(record.under_way)} answers under way")
+            _print_line(
+                f"{client.name} has vanished with {len(record.under_way)} answers under way"
+            )
             heir = ClientProcess(f"{client.name}-heir", client.language, left)
             records.append(await heir.run(task))
 
@@ -163,7 +165,7 @@ def _report(records: Sequence[ClientRecord], options: argparse.Namespace) -> dic
     answered = [one for record in records for one in record.answered]
     for record in records:
         for prompt, error in list(record.failed.items())[:_SHOWN_ERRORS]:
-            _say(f"{record.name}: prompt {prompt}: {error}")
+            _print_line(f"{record.name}: prompt {prompt}: {error}")
     heirs = {record.name for record in records if record.name.endswith("-heir")}
     vanished = [record for record in records if record.vanished]
     return {
@@ -199,7 +201,7 @@ def _of_language(records: Sequence[ClientRecord], language: str) -> dict[str, ob
     }
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     sys.stderr.write(text + "\n")
 
 

@@ -87,7 +87,7 @@ class ClientProcess:
         try:
             assert process.stdin is not None
             assert process.stdout is not None
-            process.stdin.write(self._told(task))
+            process.stdin.write(self._reported(task))
             if "ready" not in json.loads(await process.stdout.readline() or b"{}"):
                 raise RuntimeError(f"client {self.name} did not start; its error is above")
             if ready is not None:
@@ -127,8 +127,8 @@ class ClientProcess:
         script = Path(__file__).with_name("node_client.mjs")
         return ("node", str(script), str(ROOT / "proto"), str(node_packages()))
 
-    def _told(self, task: ClientTask) -> bytes:
-        told = {
+    def _reported(self, task: ClientTask) -> bytes:
+        reported = {
             "run": str(task.run),
             "trainer": task.trainer,
             "name": self.name,
@@ -139,7 +139,7 @@ class ClientProcess:
             "vanish_after": self._vanish_after,
             "prompts": self.prompts,
         }
-        return json.dumps(told).encode() + b"\n"
+        return json.dumps(reported).encode() + b"\n"
 
     def _take(self, line: dict[str, float | str], process: asyncio.subprocess.Process) -> None:
         if "began" in line:

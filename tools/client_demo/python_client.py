@@ -34,7 +34,7 @@ from sluice.errors import SluiceError
 Turns = list[dict[str, str]]
 
 
-def _tell(**what: object) -> None:
+def _notify(**what: object) -> None:
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 
@@ -57,11 +57,11 @@ async def _one(client: AsyncClient, number: int, turns: Turns, task: dict[str, A
                 retries += bool(event.moved_because)
             elif isinstance(event, SampleDelta) and first_s is None:
                 first_s = time.monotonic() - began_s
-                _tell(began=number)
+                _notify(began=number)
                 _perhaps_stop(task)
             elif isinstance(event, SampleFinished):
                 seconds = time.monotonic() - began_s
-                _tell(
+                _notify(
                     done=number,
                     seconds=seconds,
                     first_s=seconds if first_s is None else first_s,
@@ -79,7 +79,7 @@ async def _work(
         try:
             await _one(client, number, turns, task)
         except SluiceError as error:
-            _tell(failed=number, error=f"{type(error).__name__}: {error}")
+            _notify(failed=number, error=f"{type(error).__name__}: {error}")
 
 
 async def main() -> None:
@@ -89,7 +89,7 @@ async def main() -> None:
     policy = RetryPolicy(patience_s=task["patience_s"])
     async with AsyncClient.connect(task["run"], name=task["name"], policy=policy) as client:
         await client.replicas()
-        _tell(ready=True)
+        _notify(ready=True)
         await asyncio.to_thread(sys.stdin.readline)
         waiting = deque((number, turns) for number, turns in task["prompts"])
         async with asyncio.TaskGroup() as tasks:

@@ -15,9 +15,7 @@ from sluice.client.run_address import address_of_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.config.run import RunConfig
 from sluice.errors import SluiceError
-from sluice.rpc.call import unary_call
-from sluice.rpc.channel import open_channel
-from sluice.rpc.stubs import trainer_stub
+from sluice.rpc.client import open_channel, trainer_stub, unary_call
 from tools.chaos.launched_run import LaunchedRun
 from tools.chaos.preparation import SIZES, Size
 

@@ -94,8 +94,8 @@ def _await_answer(started: subprocess.Popen[bytes], log: Path) -> None:
 
 def _causes(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    told = [line for line in lines if not any(word in line for word in _NOISE)]
-    return "".join(f"\n  {line}" for line in told[-8:])
+    reported = [line for line in lines if not any(word in line for word in _NOISE)]
+    return "".join(f"\n  {line}" for line in reported[-8:])
 
 
 def _end(started: subprocess.Popen[bytes]) -> None:

@@ -82,7 +82,7 @@ async def _fuzz(folder: Path, options: argparse.Namespace) -> dict[str, object]:
         for number in range(ROUNDS):
             if time.monotonic() - started_s < 60 * options.minutes:
                 await traffic.send(per_round, options.in_flight)
-                _say(f"{number + 1}/{ROUNDS}: {traffic.tally.requests} requests")
+                _print_line(f"{number + 1}/{ROUNDS}: {traffic.tally.requests} requests")
         died = [name for name, pid in pids.items() if run.pid(name) != pid]
         await control.restore(traffic.tally.holders)
         leaks = {"slots": await control.slots_leaked()}
@@ -93,7 +93,7 @@ async def _fuzz(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     found = {name: text for name, text in leaks.items() if text is not None}
     tally = traffic.tally
     for example in tally.examples:
-        _say(example)
+        _print_line(example)
     return {
         "requests": tally.requests,
         "missing": max(options.requests - tally.requests, 0),
@@ -114,7 +114,7 @@ def _sizes(run: FuzzedRun) -> dict[str, ProcessSize]:
     return {name: measure(pid) for name in PROCESSES if (pid := run.pid(name)) is not None}
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     sys.stderr.write(text + "\n")
 
 

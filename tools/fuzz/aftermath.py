@@ -13,7 +13,7 @@ import grpc
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
-from sluice.rpc.stubs import reward_stub, rollout_stub, trainer_stub
+from sluice.rpc.client import reward_stub, rollout_stub, trainer_stub
 from tools.fuzz.live_run import FuzzedRun
 from tools.fuzz.process_size import ProcessSize
 from tools.fuzz.valid_requests import DATA_SOURCE, generate_request
@@ -80,7 +80,7 @@ class RunControl:
                 await self._trainer.Resume(trainer.ResumeRequest(holder=holder), timeout=20)
         status = await self._status()
         announcement = reward.AnnouncePolicyRequest(
-            trainer_incarnation=status.incarnation,
+            trainer_instance_id=status.instance_id,
             policy_version=status.policy_version,
             replicas=[r.replica for r in status.replicas if r.state == "serving"],
         )
@@ -99,7 +99,7 @@ class RunControl:
     async def prompts_leaked(self) -> str | None:
         """Waits until every prompt that the attack got accepted has ended."""
 
-        async def has_room() -> str | None:
+        async def has_capacity() -> str | None:
             status = await self._reward.GetStatus(reward.GetStatusRequest(), timeout=20)
             lost = status.statistics["reward/prompts_lost"]
             ended = sum(status.prompts_by_end.values())
@@ -108,7 +108,7 @@ class RunControl:
             waiting = status.statistics.get("reward/clients_pending", 0)
             return f"{waiting} client prompts unfinished" if waiting else None
 
-        return await found(has_room, "the end of all accepted prompts")
+        return await found(has_capacity, "the end of all accepted prompts")
 
     async def correctness_lost(self) -> str | None:
         """Generate, Score and SubmitPrompts answer correctly, and a further step is trained."""

@@ -15,19 +15,17 @@ import pyarrow.parquet as pq
 import yaml
 
 from sluice.api.rollout.v1 import rollout_pb2
-from sluice.config.checks import check_config
-from sluice.config.dump import write_config
-from sluice.config.endpoints import peer_address
-from sluice.config.loader import load_config
+from sluice.config.addresses import peer_address
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
+from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
+from sluice.launch.processes.supervisor import Supervisor
 from sluice.launch.service_spec import local_services, with_ports
-from sluice.launch.supervisor import Supervisor
+from sluice.quickstart.arithmetic import draw_problem, make_dialogues, task_named
 from sluice.quickstart.model import MAX_POSITIONS, make_model, save_model
-from sluice.quickstart.problems import draw_problem, task_named
 from sluice.quickstart.tokenizer import save_tokenizer, train_tokenizer
-from sluice.quickstart.worked_answers import make_dialogues
-from sluice.rpc.channel import open_channel
-from sluice.rpc.stubs import rollout_stub
+from sluice.rpc.client import open_channel, rollout_stub
 from tools.fuzz.valid_requests import DATA_SOURCE
 
 if TYPE_CHECKING:

@@ -86,8 +86,8 @@ def _mutate_map(message: Any, field: FieldDescriptor, rng: random.Random) -> Non
 def _mutate_repeated(message: Any, field: FieldDescriptor, rng: random.Random, deep: int) -> None:
     values = getattr(message, field.name)
     if field.message_type is None:
-        drawn = nasty_scalar(field, rng)
-        values.extend([drawn] * rng.choice(_REPEATS))
+        sampled = nasty_scalar(field, rng)
+        values.extend([sampled] * rng.choice(_REPEATS))
         values.append(nasty_scalar(field, rng))
     elif values and deep > 0 and rng.random() < 0.7:
         _mutate(values[rng.randrange(len(values))], rng, deep - 1)

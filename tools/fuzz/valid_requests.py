@@ -103,14 +103,14 @@ def _of_tokens() -> rollout.GenerateRequest:
 
 def _replica() -> common.Replica:
     return common.Replica(
-        name="ghost", incarnation="1", address="127.0.0.1:9", slots=8, policy_version=0
+        name="ghost", instance_id="1", address="127.0.0.1:9", slots=8, policy_version=0
     )
 
 
 def _heartbeat() -> trainer.HeartbeatRequest:
     return trainer.HeartbeatRequest(
         name="ghost",
-        incarnation="1",
+        instance_id="1",
         slots_busy=1,
         busy_seconds=1.0,
         seconds_by_state={"idle": 1.0},
@@ -150,7 +150,7 @@ def _prompt_with_images() -> reward.SubmitPromptsRequest:
 
 def _announcement() -> reward.AnnouncePolicyRequest:
     return reward.AnnouncePolicyRequest(
-        trainer_incarnation="somebody",
+        trainer_instance_id="somebody",
         policy_version=1,
         replicas=[_replica()],
         resume_from=common.DataProgress(low_water=1, ended_above=[3, 5]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sluice.launch.network_layout import KINDS, PLACES
+from sluice.launch.network_layout import KINDS, SERVICE_PORTS
 from tools.helm_test.documents import END_OF_RUN, Document, Rendered
 
 # (from, to, first port, last port)
@@ -18,7 +18,7 @@ _CALLS = (
 )
 # Members of a transfer group connect with each other; there is one trainer.
 _TRANSFERS = (("trainer", "rollout"), ("rollout", "trainer"), ("rollout", "rollout"))
-_PORTS = {str(kind): place.port for kind, place in PLACES.items()}
+_PORTS = {str(kind): place.port for kind, place in SERVICE_PORTS.items()}
 
 
 def services_talk_to_each_other_and_to_nobody_else(rendered: Rendered) -> Iterator[str]:
@@ -94,11 +94,11 @@ def _wanted_ingress(rendered: Rendered, component: str) -> list[Document]:
     if kind is None:
         return []
     if clients := values["networkPolicy"]["clients"]:
-        port = {"protocol": "TCP", "port": PLACES[kind].port}
+        port = {"protocol": "TCP", "port": SERVICE_PORTS[kind].port}
         wanted.append({"from": clients, "ports": [port]})
     if values["metrics"]["enabled"]:
         space = {"kubernetes.io/metadata.name": values["networkPolicy"]["monitoringNamespace"]}
-        port = {"protocol": "TCP", "port": PLACES[kind].metrics_port}
+        port = {"protocol": "TCP", "port": SERVICE_PORTS[kind].metrics_port}
         peer = {"namespaceSelector": {"matchLabels": space}}
         wanted.append({"from": [peer], "ports": [port]})
     return wanted

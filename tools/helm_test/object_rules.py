@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from sluice.launch.network_layout import KINDS, RUNS_MOUNT, container_layout
+from sluice.launch.processes.supervisor import EXIT_FAILED
 from sluice.launch.service_spec import RESTARTS_AFTER_SIGNALS
-from sluice.launch.supervisor import EXIT_FAILED
 from tools.helm_test.documents import COMPONENT, END_OF_RUN, Document, Rendered
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import yaml
 
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.launch.network_layout import (
     CONFIG_NAME,
-    PLACES,
     RUNS_MOUNT,
+    SERVICE_PORTS,
     USER_ID,
     container_layout,
     launcher_grace_s,
@@ -21,7 +21,7 @@ from tools.helm_test.value_sets import CHART
 _PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 _HOST = ("hostNetwork", "hostPID", "hostIPC")
 _CHART = CHART / "Chart.yaml"
-_KINDS = {str(kind): kind for kind in PLACES}
+_KINDS = {str(kind): kind for kind in SERVICE_PORTS}
 _DEVICES = {"gpu": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
 
 
@@ -43,7 +43,7 @@ def ports_and_probes_are_the_specifications(rendered: Rendered) -> Iterator[str]
     """
     with_metrics = rendered.values["metrics"]["enabled"]
     for pod in rendered.services():
-        place, readiness = PLACES[_KINDS[pod.component]], _readiness(pod)
+        place, readiness = SERVICE_PORTS[_KINDS[pod.component]], _readiness(pod)
         wanted = {"grpc": place.port, "health": place.health_port}
         if with_metrics:
             wanted["metrics"] = place.metrics_port

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from sluice.config.checks import check_config
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
+from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
-from sluice.launch.network_layout import PLACES, PREPARE, RUNS_MOUNT, network_settings
+from sluice.launch.network_layout import PREPARE, RUNS_MOUNT, SERVICE_PORTS, network_settings
 from tools.helm_test.documents import Rendered
 
 # Options of `sluice prepare`, which a test of the command compares: the command itself needs
@@ -87,7 +87,7 @@ def the_configuration_is_taken_and_says_what_the_chart_says(rendered: Rendered) 
         return
     values, service = rendered.values, config.sluice
     prefix = values["fullnameOverride"] or rendered.release
-    for kind, place in PLACES.items():
+    for kind, place in SERVICE_PORTS.items():
         endpoint = getattr(service, kind).endpoint
         found = (endpoint.advertise, endpoint.port, endpoint.health_port)
         if found != (f"{prefix}-{kind}", place.port, place.health_port):
@@ -135,7 +135,7 @@ def _security(rendered: Rendered, config: RunConfig) -> Iterator[str]:
 
 def _metrics(rendered: Rendered, config: RunConfig) -> Iterator[str]:
     is_on = rendered.values["metrics"]["enabled"]
-    for kind, place in PLACES.items():
+    for kind, place in SERVICE_PORTS.items():
         found = getattr(getattr(config.sluice, kind).endpoint, "metrics_port", None)
         if found != (place.metrics_port if is_on else None):
             yield f"{kind}: scraped at {found}"

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from sluice.telemetry.instruments import INSTRUMENTS
-from sluice.telemetry.scrape_target import FOLDER
+from sluice.telemetry.metrics_page import FOLDER
 from tools.compose_test.commands import CommandError, output_of
 from tools.compose_test.phases import PhaseError, Phases, say, until
 from tools.fuzz.live_run import FuzzedRun, live_run
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         except (CommandError, PhaseError) as error:
             problems.append(str(error))
         except ExceptionGroup as group:  # of the run's tasks
-            problems += _told(group)
+            problems += _reported(group)
     for problem in problems:
         say(f"FAILED: {problem}")
     report = {"passed": not problems, "phases": phases.seconds, "problems": problems}
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if problems else 0
 
 
-def _told(group: ExceptionGroup) -> list[str]:
+def _reported(group: ExceptionGroup) -> list[str]:
     """What failed, in words; anything else than a failed phase is raised on."""
     phases, others = group.split((CommandError, PhaseError))
     if others is not None:
@@ -93,7 +93,7 @@ def _told(group: ExceptionGroup) -> list[str]:
     return [
         problem
         for one in inner
-        for problem in (_told(one) if isinstance(one, ExceptionGroup) else [str(one)])
+        for problem in (_reported(one) if isinstance(one, ExceptionGroup) else [str(one)])
     ]
 
 

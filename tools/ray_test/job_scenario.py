@@ -19,7 +19,7 @@ SUCCEEDED = "SUCCEEDED"
 
 
 @dataclass(frozen=True, slots=True)
-class JobSeen:
+class JobReading:
     """What was seen of it: Ray's word for it, steps trained, services that it left."""
 
     status: str
@@ -42,7 +42,7 @@ async def run_job(
     phases: Phases,
     folder: Path,
     deadline_s: float,
-) -> JobSeen:
+) -> JobReading:
     """Starts a cluster with a job server, has it train and looks at what is left.
 
     Args:
@@ -75,7 +75,7 @@ async def run_job(
     }
     with phases.phase("job: submitted, trained, succeeded"):
         done = await submit_and_wait(sent, settings, PLACES, environment, deadline_s)
-    return JobSeen(done.status, done.steps, processes.left_after(_GONE_S, is_service))
+    return JobReading(done.status, done.steps, processes.left_after(_GONE_S, is_service))
 
 
 def _prepare(folder: Path) -> Path:

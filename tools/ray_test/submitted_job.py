@@ -56,10 +56,10 @@ async def submit_and_wait(
         environment={**environment, "WORKING_DIR": str(folder), "RESOURCES": " ".join(places)},
     )
     job = _found(_SUBMITTED, said)
-    told = await asyncio.to_thread(
+    reported = await asyncio.to_thread(
         output_of, "ray", "job", "status", job, timeout_s=_ASK_S, environment=environment
     )
-    return JobOutcome(_found(_STATUS.format(job=job), told).upper(), _steps(settings))
+    return JobOutcome(_found(_STATUS.format(job=job), reported).upper(), _steps(settings))
 
 
 def _steps(settings: Sequence[str]) -> int:

@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sluice.cli.run_location import locate_run
+from sluice.client.run_address import locate_run
 from sluice.client.run_monitor import ReplicaSnapshot, RunMonitor
-from sluice.config.host_port import split_host_port
-from sluice.config.loader import load_config
+from sluice.config.addresses import split_host_port
+from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import SluiceError
 from tools.chaos.launched_run import LaunchedRun

@@ -1,1 +1,5 @@
-"""Inference engines behind one protocol; `registry` names them."""
+"""Inference engines behind one Protocol (`protocol.Engine`); `registry` finds one by its
+configured name. Requests as token ids and weight versions come in; chunks of sampled tokens
+with logprobs and counters go out. Modules at this level serve all engines; each engine has a
+package of its own.
+"""

@@ -1,10 +1,12 @@
-"""A Hugging Face language model, with or without a vision tower, built from its configuration."""
+"""Build a Hugging Face language model, with or without a vision tower, and read its checkpoint
+layout.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -15,14 +17,74 @@ from transformers import (
     PreTrainedModel,
 )
 
-from services.rollout.engines.torch_settings import TorchEngineSettings
+from sluice.config.derived import batch_invariant, max_model_len
+from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 from sluice.types import TensorSpec
 from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
 from sluice.vision.vision_shape import FAMILIES
-from sluice.weights.dtypes import dtype_name
+from sluice.weights.plan import dtype_name
 
-__all__ = ["CausalLM", "build_causal_lm"]
+
+@dataclass(frozen=True, slots=True)
+class TorchEngineSettings:
+    """Settings of one `TorchEngine`.
+
+    Attributes:
+        model_path: directory with a Hugging Face configuration; weight files are not needed.
+        trust_remote_code: run model code that ships with it.
+        device: ``cpu``, ``cuda``, ``cuda:N``, ``npu`` ...; ``None`` for what is there.
+        dtype: of weights, cache and activations. Probabilities are always float32.
+        slots: samples generated at once.
+        max_model_len: prompt plus response tokens of a sample.
+        max_queued: samples that may wait for a slot.
+        torch_threads: intra-op threads of the step loop; more than 1 slows tiny models down.
+        batch_invariant: a sample's tokens and logprobs do not depend on what else runs, to the bit.
+        weights_backend: collectives that weights arrive by; ``None`` is the device's own.
+        recompute_kv: after a weight swap, recompute the cache of running samples.
+    """
+
+    model_path: str
+    trust_remote_code: bool = False
+    device: str | None = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    slots: int = 256
+    max_model_len: int = 2048
+    max_queued: int = 4096
+    torch_threads: int = 1
+    batch_invariant: bool = False
+    weights_backend: str | None = None
+    recompute_kv: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "max_queued", "torch_threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"torch engine: {name} is {getattr(self, name)}; give at least 1")
+        if self.max_model_len < 2:
+            raise ConfigError(
+                f"torch engine: max_model_len is {self.max_model_len}; give at least 2, room for "
+                "a prompt token and a response token"
+            )
+
+
+def torch_settings(config: RunConfig) -> TorchEngineSettings:
+    """The part of a run configuration that concerns this engine."""
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    service = config.sluice.rollout
+    return TorchEngineSettings(
+        model_path=model.path,
+        trust_remote_code=model.trust_remote_code,
+        device=service.device,
+        dtype=rollout.dtype,
+        slots=rollout.max_num_seqs,
+        max_model_len=max_model_len(config),
+        max_queued=service.max_queued,
+        torch_threads=service.torch_threads,
+        batch_invariant=batch_invariant(config),
+        weights_backend=config.sluice.weights.backend,
+        recompute_kv=config.sluice.weights.recompute_kv,
+    )
+
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -124,3 +186,54 @@ def _layout(model: PreTrainedModel) -> tuple[TensorSpec, ...]:
         seen.add(identity)
     order = {name: index for index, name in enumerate(state)}
     return tuple(sorted(specs, key=lambda spec: order[spec.name]))
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointLayout:
+    """What a checkpoint of the model holds.
+
+    Attributes:
+        vocab_size: width of the logits.
+        eos_token_ids: tokens that end a response.
+        tensors: in the model's order; of tied ones only the first.
+    """
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tensors: tuple[TensorSpec, ...]
+
+
+def checkpoint_layout(
+    model_path: str,
+    *,
+    trust_remote_code: bool = False,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+) -> CheckpointLayout:
+    """The layout of the model at `model_path`, as the trainer computes it.
+
+    Raises:
+        ConfigError: `model_path` holds no causal language model that transformers knows.
+    """
+    described = TorchEngineSettings(
+        model_path=model_path,
+        trust_remote_code=trust_remote_code,
+        dtype=dtype,
+    )
+    built = build_causal_lm(described, torch.device("meta"))
+    model = built.model
+    # Tensors without memory have no address: the same parameter is the same object.
+    own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    own |= dict(model.named_buffers(remove_duplicate=False))
+    state, tied = model.state_dict(), model.all_tied_weights_keys
+    seen: set[int] = set()
+    kept = set()
+    for name in sorted(state, key=lambda name: name in tied):
+        if id(own[name]) not in seen:
+            kept.add(name)
+        seen.add(id(own[name]))
+    tensors = tuple(
+        TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+        for name, tensor in state.items()
+        if name in kept
+    )
+    return CheckpointLayout(built.vocab_size, built.eos_token_ids, tensors)

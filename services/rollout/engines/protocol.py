@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from services.rollout.engines.stop_strings import Decode, StopStringWatch
+from services.rollout.engines.text import Decode, StopStringWatch
 from sluice.types import (
     FinishReason,
     Logprobs,
@@ -34,7 +34,7 @@ __all__ = [
     "SampleChunk",
     "SentTokens",
     "StagedVersion",
-    "TokenBooks",
+    "UnsentTokens",
     "num_tokens",
 ]
 
@@ -123,7 +123,7 @@ class SentTokens:
 
 
 @dataclass(slots=True, eq=False)
-class TokenBooks:
+class UnsentTokens:
     """What became of the tokens that calls have got out of an engine, or left in it.
 
     Used from the event loop only. `Engine.generate` enters what it was left with, whoever sends
@@ -207,7 +207,7 @@ class Engine(Protocol):
     """One replica's engine."""
 
     @property
-    def books(self) -> TokenBooks:
+    def accounting(self) -> UnsentTokens:
         """Where whoever sends the tokens on enters what became of them."""
         ...
 

@@ -16,9 +16,9 @@ from sluice.errors import ConfigError
 __all__ = ["ENGINES", "create_engine", "find_engine"]
 
 ENGINES: Mapping[str, str] = {
-    "sglang": "services.rollout.engines.sglang_engine:create",
-    "torch": "services.rollout.engines.torch_engine:create",
-    "vllm": "services.rollout.engines.vllm_engine:create",
+    "sglang": "services.rollout.engines.sglang.engine:create",
+    "torch": "services.rollout.engines.embedded.engine:create",
+    "vllm": "services.rollout.engines.vllm.engine:create",
 }
 """Engine name to the ``module:function`` that makes one for a run configuration."""
 

@@ -1,12 +1,15 @@
-"""What a generation request must fulfil before it enters an engine."""
+"""Check a request before it enters an engine, and decode the images of one prompt at a time."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
 from services.rollout.engines.protocol import GenerationRequest
+from sluice.concurrency.waits import waiting_for
 from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.types import SamplingParams
-
-__all__ = ["MAX_STOP_TOKEN_IDS", "check_request", "check_room"]
 
 # Every slot holds as many as the longest list of any request.
 MAX_STOP_TOKEN_IDS = 64
@@ -42,7 +45,7 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
             )
 
 
-def check_room(request: GenerationRequest, under_way: int, slots: int, max_queued: int) -> None:
+def check_capacity(request: GenerationRequest, under_way: int, slots: int, max_queued: int) -> None:
     """Whether an engine with `under_way` open samples takes those of a request.
 
     Args:
@@ -98,3 +101,43 @@ def _check_samples(request: GenerationRequest) -> None:
             f"request {request.request_id}: partials of samples {continued}; give at most one for "
             f"each of the requested {indexes}"
         )
+
+
+ResultT = TypeVar("ResultT")
+
+
+class ImageTurn:
+    """Whose images are decoded; of one event loop.
+
+    Attributes:
+        samples: of the prompts whose images are being decoded, or wait for it.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._turn = asyncio.Semaphore(1)
+
+    async def read(self, samples: int, decode: Callable[[], ResultT]) -> ResultT:
+        """What `decode` returns, from a thread, as soon as no other one runs.
+
+        A caller that goes away gives its turn up when its thread has ended, which nothing can end
+        earlier: callers that come and go never have two decoders at work.
+
+        Args:
+            samples: that wait for it.
+            decode: called in a thread, while neither event loop nor step loop waits.
+        """
+        self.samples += samples
+        try:
+            with waiting_for("image decoder", "decoding a prompt's images"):
+                await self._turn.acquire()
+                decoding = asyncio.get_running_loop().run_in_executor(None, decode)
+                decoding.add_done_callback(self._has_ended)
+                return await asyncio.shield(decoding)
+        finally:
+            self.samples -= samples
+
+    def _has_ended(self, decoding: asyncio.Future[ResultT]) -> None:
+        self._turn.release()
+        if not decoding.cancelled():
+            decoding.exception()  # of a caller that went away: nobody else asks for it

@@ -1,13 +1,10 @@
-"""Draws one token per row and tells the logprob of the distribution it was drawn from.
-
-A row's distribution is softmax(logits / temperature), cut to its `top_k` most probable tokens, then
-to the smallest set of those that holds `top_p` of their mass (Holtzman et al., "The curious case of
-neural text degeneration", 2020), and renormalised. Tokens tied with the last one kept are kept, so
-the set does not depend on a sort's order. Drawing is by inversion of the cumulative distribution.
+"""Sample one token per row from counter-based random numbers, with its logprob under the
+sampled distribution.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +12,44 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-__all__ = ["UNRESTRICTED", "SamplingPlan", "draw", "plan_sampling"]
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MASK = (1 << 64) - 1
+_UNIT = 2.0**-52
+
+
+def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def sample_keys(seed: int, sample_indexes: Sequence[int]) -> npt.NDArray[np.uint64]:
+    """One stream key per sample. Shape [samples]; any integers are accepted, modulo 2^64."""
+    root = _mix(np.array([seed & _MASK], dtype=np.uint64) + _GAMMA)
+    index = np.array([i & _MASK for i in sample_indexes], dtype=np.uint64)
+    return _mix(root + (index + np.uint64(1)) * _GAMMA)
+
+
+def uniforms(
+    keys: npt.NDArray[np.uint64], token_indexes: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1 - 2^-52]; the arguments' shapes are broadcast.
+
+    52 bits, not 53: a total mass times the largest of them is then strictly below that mass in
+    float64, which the inverse-CDF sampler relies on.
+    """
+    counter = token_indexes.astype(np.uint64) + np.uint64(1)
+    bits: npt.NDArray[np.uint64] = _mix(keys + counter * _GAMMA) >> np.uint64(12)
+    return bits.astype(np.float64) * _UNIT
+
+
+# Draws one token per row and tells the logprob of the distribution it was drawn from.
+#
+# A row's distribution is softmax(logits / temperature), cut to its `top_k` most probable tokens,
+# then to the smallest set of those that holds `top_p` of their mass (Holtzman et al., "The
+# curious case of neural text degeneration", 2020), and renormalised. Tokens tied with the last
+# one kept are kept, so the set does not depend on a sort's order. Drawing is by inversion of the
+# cumulative distribution.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,13 +150,13 @@ def _invert(probs: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, t
     start = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
     # The quotient may be rounded up to 1, which is beyond the block's last token.
     share = ((point - start) / (end - start)).clamp(max=_BELOW_ONE)
-    drawn = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
-    inside = torch.cumsum(drawn, -1, dtype=torch.float64)
+    sampled = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
+    inside = torch.cumsum(sampled, -1, dtype=torch.float64)
     token = torch.searchsorted(inside, share * inside[:, -1:], right=True)
     return block * _BLOCK + token, cumulative[:, -1:]
 
 
-def draw(
+def sample_tokens(
     logits: torch.Tensor, plan: SamplingPlan, uniform: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws a token per row.

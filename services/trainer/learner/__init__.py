@@ -1,1 +1,4 @@
-"""What each trainer rank computes: model, packed batches, update, checkpoints. On torch."""
+"""What each trainer rank computes, on torch. Train batches and commands of rank 0 come in;
+updated weights, checkpoints and update metrics go out. Layers: worker, update, model, batch,
+ranks.
+"""

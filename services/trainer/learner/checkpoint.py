@@ -1,10 +1,4 @@
-"""Checkpoints on disk: written aside and renamed when complete, so that none is ever half there.
-
-<root>/latest_checkpointed_iteration.txt   step of the newest, replaced after the rename
-<root>/global_step_<N>/actor/, critic/     what `Learner.save` writes
-<root>/global_step_<N>/data.json           data progress, counters, and the size of every file
-<root>/.global_step_<N>.partial            under way, or being deleted; removed at the next save
-"""
+"""Which parts of old checkpoints go when a new one is complete."""
 
 from __future__ import annotations
 
@@ -13,23 +7,74 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.trainer.learner.checkpoint_retention import (
-    ACTOR_FOLDER,
-    CRITIC_FOLDER,
-    StoredCheckpoint,
-    delete_folder,
-    delete_roles,
-    superfluous_roles,
-)
-from sluice.concurrency.advance import advance
-from sluice.config.trainer import TrainerConfig
+from sluice.concurrency.deadlines import advance
+from sluice.config.schema.trainer import TrainerConfig
 from sluice.errors import CheckpointError, ConfigError
 from sluice.types import DataProgress
+
+ACTOR_FOLDER, CRITIC_FOLDER = "actor", "critic"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    """A complete checkpoint on disk and the models in it (``actor``, ``critic``)."""
+
+    folder: Path
+    roles: frozenset[str]
+
+
+def superfluous_roles(
+    newest_first: Sequence[StoredCheckpoint], keep: Mapping[str, int | None]
+) -> dict[Path, frozenset[str]]:
+    """The models that go, by folder: of each role all but the newest `keep`.
+
+    Args:
+        newest_first: all complete checkpoints.
+        keep: by role, at least 1; ``None``, or a role that is not named, keeps all.
+    """
+    found: dict[Path, frozenset[str]] = {}
+    for role, count in keep.items():
+        holders = [one.folder for one in newest_first if role in one.roles]
+        for folder in holders[count:] if count is not None else ():
+            found[folder] = found.get(folder, frozenset()) | {role}
+    return found
+
+
+def delete_folder(folder: Path) -> None:
+    """Remove a checkpoint so that a crash on the way leaves none that looks complete."""
+    expired = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(expired, ignore_errors=True)
+    folder.rename(expired)
+    shutil.rmtree(expired, ignore_errors=True)
+
+
+def delete_roles(
+    stored: StoredCheckpoint, roles: frozenset[str], unlist: Callable[[Path, frozenset[str]], None]
+) -> None:
+    """Remove models from a checkpoint that keeps another one.
+
+    Args:
+        stored: the checkpoint.
+        roles: what goes; not all of its models.
+        unlist: takes their files off the checkpoint's list, which comes first: files that are
+            listed must be there, those that are not do no harm.
+    """
+    unlist(stored.folder, roles)
+    for role in roles:
+        shutil.rmtree(stored.folder / role, ignore_errors=True)
+
+
+# Checkpoints on disk: written aside and renamed when complete, so that none is ever half there.
+#
+# <root>/latest_checkpointed_iteration.txt step of the newest, replaced after the rename
+# <root>/global_step_<N>/actor/, critic/ what `Learner.save` writes
+# <root>/global_step_<N>/data.json data progress, counters, and the size of every file
+# <root>/.global_step_<N>.partial under way, or being deleted; removed at the next save
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,5 @@
-"""How rank 0 drives the other trainer ranks: commands broadcast over the ranks' own group.
-
-A command is a JSON header and a body: four bytes with the header's length (little-endian), the
-header, the body. Ranks above 0 wait for the next one in `follow`. As every wait has a deadline, a
-thread of rank 0 sends a sign of life while no command is under way, for as long as that takes:
-while it waits for a batch, publishes weights or writes a checkpoint.
+"""Drive the trainer ranks above 0: rank 0 broadcasts commands, the others follow them to the
+end of the run.
 """
 
 from __future__ import annotations
@@ -18,15 +14,22 @@ from inspect import GEN_SUSPENDED, getgeneratorstate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.trainer.learner.holding import Holding
-from services.trainer.learner.parallel import DataParallel
+import torch
+
+from services.trainer.learner.ranks.gathering import TensorSet
+from services.trainer.learner.ranks.parallel import DataParallel, SingleProcess, TorchDistributed
 from services.trainer.learner.worker import Learner, NamedTensors
-from sluice.codec.batch import train_batch_from_bytes, train_batch_to_bytes
+from sluice.codec.reward import train_batch_from_bytes, train_batch_to_bytes
+from sluice.concurrency.process import exempt_start_up
+from sluice.config.derived import world_size
+from sluice.config.run import RunConfig
+from sluice.device.select import select_device
 from sluice.errors import PeerError, SluiceError
 from sluice.types import TrainBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +84,7 @@ class RankLeader:
             self._learner.load(directory)
 
     @contextmanager
-    def whole(self, holding: Holding) -> Iterator[NamedTensors]:
+    def whole(self, holding: TensorSet) -> Iterator[NamedTensors]:
         """Whole tensors that ranks hold in shards; all help while they are read.
 
         They are asked to at the first tensor. What is not read inside the block is gathered after
@@ -112,7 +115,7 @@ class RankLeader:
         if self._signs.is_alive():
             self._signs.join()
 
-    def _gather(self, holding: Holding) -> Generator[tuple[str, Tensor], None, None]:
+    def _gather(self, holding: TensorSet) -> Generator[tuple[str, Tensor], None, None]:
         if not self._learner.is_sharded:
             yield from self._learner.gather(holding)
             return
@@ -164,5 +167,36 @@ def follow(learner: Learner, parallel: DataParallel) -> None:
         elif kind is CommandKind.LOAD:
             learner.load(Path(header["directory"]))
         elif kind is CommandKind.GATHER:
-            for _ in learner.gather(Holding(header["holding"])):
+            for _ in learner.gather(TensorSet(header["holding"])):
                 pass
+
+
+REWARD_START_TIMEOUT_S = 120.0
+
+
+def join_ranks(config: RunConfig) -> DataParallel:
+    """This rank's place among all trainer ranks."""
+    torch.set_num_threads(config.sluice.trainer.torch_threads)
+    if world_size(config) == 1:
+        return SingleProcess()
+    device = select_device(config.trainer.device)
+    timeout_s = config.sluice.trainer.command_timeout_s
+    # Rank 0 comes only when the reward service has answered.
+    return TorchDistributed(device, timeout_s, REWARD_START_TIMEOUT_S + timeout_s)
+
+
+def share_total_steps(parallel: DataParallel, total_steps: int | None) -> int:
+    """Tells all ranks how long the run is; rank 0 gives the number, the others None. Collective."""
+    payload = None if total_steps is None else json.dumps(total_steps).encode()
+    return int(json.loads(parallel.broadcast_bytes(payload, "sharing the length of the run")))
+
+
+def run_follower(config: RunConfig) -> None:
+    """Follows rank 0 to the end of the run."""
+    parallel = join_ranks(config)
+    try:
+        learner = Learner(config, parallel, share_total_steps(parallel, None))
+        exempt_start_up()
+        follow(learner, parallel)
+    finally:
+        parallel.close()

@@ -1,4 +1,4 @@
-"""The learner of one rank: model, optimizer and the update, used the same way on every rank."""
+"""The learner of one rank: model, optimizer and update, used the same way on every rank."""
 
 from __future__ import annotations
 
@@ -14,25 +14,53 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from services.trainer.learner.critic import Critic
-from services.trainer.learner.critic_settings import critic_settings, uses_critic
-from services.trainer.learner.device_precision import check_precision
-from services.trainer.learner.gathering import gather_whole
-from services.trainer.learner.holding import Holding
-from services.trainer.learner.model import freeze_vision_tower, load_policy
-from services.trainer.learner.packing_probe import check_packing
-from services.trainer.learner.parallel import DataParallel
-from services.trainer.learner.policy_state import load_policy_state, save_policy_state
-from services.trainer.learner.reference import ReferencePolicy
-from services.trainer.learner.trained_model import TrainedModel, trained_model
-from services.trainer.learner.update import PolicyUpdate, Replica
-from services.trainer.learner.update_settings import update_settings
+from services.trainer.learner.model.forward import check_packing
+from services.trainer.learner.model.loading import freeze_vision_tower, load_policy
+from services.trainer.learner.model.trained_model import (
+    TrainedModel,
+    load_policy_state,
+    save_policy_state,
+    trained_model,
+)
+from services.trainer.learner.ranks.gathering import TensorSet, gather_whole
+from services.trainer.learner.ranks.parallel import DataParallel
+from services.trainer.learner.update.critic import Critic, critic_settings
+from services.trainer.learner.update.policy_update import PolicyUpdate, Replica
+from services.trainer.learner.update.reference import ReferencePolicy
+from services.trainer.learner.update.settings import update_settings
+from sluice.config.derived import uses_critic
 from sluice.config.run import RunConfig
+from sluice.config.schema.actor import FsdpConfig
 from sluice.device.protocol import Device
 from sluice.device.select import select_device
 from sluice.errors import CheckpointError, ConfigError
 from sluice.types import TrainBatch
 from sluice.vision.image_prompts import load_image_prompts
+
+
+def check_precision(key: str, precision: FsdpConfig, device: Device) -> None:
+    """Refuse bfloat16 where no kernel computes with it.
+
+    Args:
+        key: where the precision is set.
+        precision: of a model that is trained.
+        device: that it is trained on.
+
+    Raises:
+        ConfigError: names key, value and remedy.
+    """
+    found = [
+        f"{key}.{field}={dtype}"
+        for field, dtype in (("dtype", precision.dtype), ("model_dtype", precision.model_dtype))
+        if dtype == "bfloat16"
+    ]
+    if found and not device.supports_bfloat16():
+        remedy = " and ".join(setting.replace("bfloat16", "float32") for setting in found)
+        raise ConfigError(
+            f"{' and '.join(found)}: {device.name} does not compute with bfloat16; set {remedy}, "
+            "or train on another device"
+        )
+
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +73,7 @@ _CRITIC_SHARDING = "critic.fsdp"
 
 
 NamedTensors: TypeAlias = Iterator[tuple[str, Tensor]]
-OpenHolding: TypeAlias = Callable[[Holding], AbstractContextManager[NamedTensors]]
+OpenTensorSet: TypeAlias = Callable[[TensorSet], AbstractContextManager[NamedTensors]]
 """Opens a stream of whole tensors on rank 0, wherever the shards are."""
 
 
@@ -143,26 +171,26 @@ class Learner:
         for name, parameter in self._policy.parameters.items():
             yield name, parameter.detach()
 
-    def gather(self, holding: Holding) -> NamedTensors:
+    def gather(self, holding: TensorSet) -> NamedTensors:
         """Whole tensors on rank 0, nothing on the others; collective to its end if sharded.
 
         Raises:
             DeadlineError, PeerError: a rank did not take part.
         """
         trained = self._policy
-        if self._critic and holding in (Holding.CRITIC_WEIGHTS, Holding.CRITIC_MOMENTS):
+        if self._critic and holding in (TensorSet.CRITIC_WEIGHTS, TensorSet.CRITIC_MOMENTS):
             trained = self._critic.trained
-        is_moments = holding in (Holding.MOMENTS, Holding.CRITIC_MOMENTS)
+        is_moments = holding in (TensorSet.MOMENTS, TensorSet.CRITIC_MOMENTS)
         held = trained.optimizer.state_tensors() if is_moments else trained.parameters
         wire_dtype: torch.dtype = getattr(torch, self._config.actor_rollout_ref.rollout.dtype)
         return gather_whole(
             held.items(),
             self._parallel,
             f"gathering {holding.replace('_', ' ')}",
-            dtype=wire_dtype if holding is Holding.WIRE_WEIGHTS else None,
+            dtype=wire_dtype if holding is TensorSet.WIRE_WEIGHTS else None,
         )
 
-    def save(self, directory: Path, whole: OpenHolding | None = None) -> None:
+    def save(self, directory: Path, whole: OpenTensorSet | None = None) -> None:
         """Write model, tokenizer, optimizer and random state into `directory` (``actor/``).
 
         A critic goes into ``critic/`` beside it. On rank 0 only.
@@ -207,16 +235,16 @@ class Learner:
     def _trained(self) -> list[TrainedModel]:
         return [self._policy, *([self._critic.trained] if self._critic else [])]
 
-    def _holdings(self, actor: Path) -> list[tuple[TrainedModel, Path, Holding, Holding]]:
+    def _holdings(self, actor: Path) -> list[tuple[TrainedModel, Path, TensorSet, TensorSet]]:
         """What goes into a checkpoint, and where."""
-        found = [(self._policy, actor, Holding.WEIGHTS, Holding.MOMENTS)]
+        found = [(self._policy, actor, TensorSet.WEIGHTS, TensorSet.MOMENTS)]
         if self._critic is not None:
             folder = actor.parent / CRITIC_FOLDER
-            kinds = Holding.CRITIC_WEIGHTS, Holding.CRITIC_MOMENTS
+            kinds = TensorSet.CRITIC_WEIGHTS, TensorSet.CRITIC_MOMENTS
             found.append((self._critic.trained, folder, *kinds))
         return found
 
-    def _own(self, holding: Holding) -> AbstractContextManager[NamedTensors]:
+    def _own(self, holding: TensorSet) -> AbstractContextManager[NamedTensors]:
         assert not self.is_sharded, "the other ranks were not told to gather"
         return nullcontext(self.gather(holding))
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from services.trainer.metrics.generations import TABLE_COLUMNS, Generation
-from services.trainer.metrics.mlflow_names import mlflow_name
+from services.trainer.metrics.sinks import TABLE_COLUMNS, ValidationSample, mlflow_name
 
 if TYPE_CHECKING:
     from services.trainer.metrics.sinks import SinkTarget
@@ -55,7 +54,7 @@ class MlflowSink:
         for start in range(0, len(rows), _METRICS_A_CALL):
             self._client.log_batch(self._run_id, metrics=rows[start : start + _METRICS_A_CALL])
 
-    def write_generations(self, step: int, generations: Sequence[Generation]) -> None:
+    def write_generations(self, step: int, generations: Sequence[ValidationSample]) -> None:
         """Keeps a table as the artifact ``val_generations/<step>.json``."""
         rows = [[step, one.input, one.output, one.score] for one in generations]
         table = {"columns": list(TABLE_COLUMNS), "data": rows}

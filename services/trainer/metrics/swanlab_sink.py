@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import swanlab
 
-from services.trainer.metrics.generations import Generation
+from services.trainer.metrics.sinks import ValidationSample
 
 if TYPE_CHECKING:
     from services.trainer.metrics.sinks import SinkTarget
@@ -42,7 +42,7 @@ class SwanlabSink:
         """Logs the step."""
         self._run.log({_key(name): value for name, value in metrics.items()}, step=step)
 
-    def write_generations(self, step: int, generations: Sequence[Generation]) -> None:
+    def write_generations(self, step: int, generations: Sequence[ValidationSample]) -> None:
         """Logs a list of texts ``val/generations``, captioned with the score."""
         texts = [
             swanlab.Text(f"input: {one.input}\n\noutput: {one.output}", caption=f"{one.score:g}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch.utils.tensorboard import SummaryWriter
 
-from services.trainer.metrics.generations import TABLE_COLUMNS, Generation
+from services.trainer.metrics.sinks import TABLE_COLUMNS, ValidationSample
 
 if TYPE_CHECKING:
     from services.trainer.metrics.sinks import SinkTarget
@@ -34,7 +34,7 @@ class TensorBoardSink:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def write_generations(self, step: int, generations: Sequence[Generation]) -> None:
+    def write_generations(self, step: int, generations: Sequence[ValidationSample]) -> None:
         """Adds them as one Markdown table."""
         rows = [(str(step), _cell(g.input), _cell(g.output), f"{g.score:g}") for g in generations]
         lines = [TABLE_COLUMNS, ("---",) * len(TABLE_COLUMNS), *rows]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from services.trainer.metrics.generations import TABLE_COLUMNS, Generation
+from services.trainer.metrics.sinks import TABLE_COLUMNS, ValidationSample
 
 if TYPE_CHECKING:
     from services.trainer.metrics.sinks import SinkTarget
@@ -36,7 +36,7 @@ class TrackioSink:
         """Logs the step; Trackio's own column names get an underscore."""
         self._run.log({f"{n}_" if n in _RESERVED else n: v for n, v in metrics.items()}, step=step)
 
-    def write_generations(self, step: int, generations: Sequence[Generation]) -> None:
+    def write_generations(self, step: int, generations: Sequence[ValidationSample]) -> None:
         """Logs a table ``val/generations``."""
         rows = [[step, one.input, one.output, one.score] for one in generations]
         table = self._trackio.Table(columns=list(TABLE_COLUMNS), data=rows)

@@ -12,7 +12,7 @@ from urllib.parse import urlparse
 
 import wandb
 
-from services.trainer.metrics.generations import TABLE_COLUMNS, Generation
+from services.trainer.metrics.sinks import TABLE_COLUMNS, ValidationSample
 
 if TYPE_CHECKING:
     from services.trainer.metrics.sinks import SinkTarget
@@ -49,7 +49,7 @@ class WandbSink:
         """Logs the step; several writes of one step become one row."""
         self._run.log(dict(metrics), step=step)
 
-    def write_generations(self, step: int, generations: Sequence[Generation]) -> None:
+    def write_generations(self, step: int, generations: Sequence[ValidationSample]) -> None:
         """Logs a table ``val/generations``."""
         rows = [[step, one.input, one.output, one.score] for one in generations]
         table = wandb.Table(columns=list(TABLE_COLUMNS), data=rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from sluice.algorithm.advantages.groups import Groups
 from sluice.algorithm.advantages.grpo import group_relative
 from sluice.algorithm.advantages.inputs import (
     AdvantageInputs,
@@ -12,7 +11,7 @@ from sluice.algorithm.advantages.inputs import (
     AdvantageSettings,
     missing_field,
 )
-from sluice.algorithm.masked import masked_whiten
+from sluice.algorithm.advantages.statistics import Groups, masked_whiten
 from sluice.errors import ConfigError
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sluice.algorithm.advantages.groups import Groups
 from sluice.algorithm.advantages.inputs import AdvantageInputs, Advantages, AdvantageSettings
+from sluice.algorithm.advantages.statistics import Groups
 
 STD_EPSILON = 1e-6
 

@@ -1,16 +1,13 @@
-"""The optimal token baseline: one variance-minimising baseline for each position of a group.
-
-With G_t the reward to go and ``w_t = 1 - 2 pi_t + sum(pi^2)``, the squared norm of the score
-function in logits, path energy is ``W_t = w_1 + ... + w_t`` and the baseline at t the mean of G_t
-over the group weighted by W_t (verl's optimal_token_baseline).
+"""The optimal token baseline, for plain responses and for responses with tool observations
+between turns.
 """
 
 from __future__ import annotations
 
 import torch
 
-from sluice.algorithm.advantages.groups import Groups
 from sluice.algorithm.advantages.inputs import AdvantageInputs, Advantages, AdvantageSettings
+from sluice.algorithm.advantages.statistics import Groups
 
 WEIGHT_EPSILON = 1e-8
 
@@ -66,3 +63,32 @@ def _without_tail(
 ) -> torch.Tensor:
     tail = lone_tail(inputs.mask.sum(-1), groups, returns.shape[1])
     return (returns - torch.where(tail, 0.0, baselines)) * inputs.mask
+
+
+_NAME = "tir_optimal_token_baseline"
+
+
+@torch.no_grad()
+def tir_optimal_token_baseline(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """`optimal_token_baseline` on rows from which unmasked positions were taken out.
+
+    The k-th token that the policy chose is compared with the k-th of the group's other rows,
+    wherever observations stand. Needs `group_index`, `old_logprobs` and `sum_pi_squared`.
+    """
+    # A stable sort by "not chosen" moves the chosen positions to the front, in their order.
+    order = torch.argsort((~inputs.mask).to(torch.int8), dim=-1, stable=True)
+    found = optimal_token_baseline(_reordered(inputs, order), settings)
+    advantages = torch.zeros_like(inputs.rewards).scatter(-1, order, found.advantages)
+    return Advantages(advantages, inputs.reward_to_go())
+
+
+def _reordered(inputs: AdvantageInputs, order: torch.Tensor) -> AdvantageInputs:
+    weights = inputs.importance_weights
+    return AdvantageInputs(
+        rewards=inputs.rewards.gather(-1, order),
+        mask=inputs.mask.gather(-1, order),
+        group_index=inputs.required("group_index", estimator=_NAME),
+        old_logprobs=inputs.required("old_logprobs", estimator=_NAME).gather(-1, order),
+        sum_pi_squared=inputs.required("sum_pi_squared", estimator=_NAME).gather(-1, order),
+        importance_weights=None if weights is None else weights.gather(-1, order),
+    )

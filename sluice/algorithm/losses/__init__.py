@@ -1,4 +1,4 @@
-"""Policy losses, one a file, and their aggregation; `registry` names them.
-
-All on torch but `registry`, `settings`, `policy_loss` and `adpo_groups`.
+"""Policy and value losses, one paper a file. The response tokens of one micro-batch and global
+counts come in; a scalar to differentiate and its metrics go out. `sluice.algorithm.registry`
+names them.
 """

@@ -2,17 +2,182 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from sluice.algorithm.losses.adpo_metrics import AdpoTerms, adpo_metrics
-from sluice.algorithm.losses.adpo_scores import GroupScores, group_scores
-from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
+from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, MetricMean, row_means, row_sums
 from sluice.algorithm.losses.objective import PolicyObjective
-from sluice.algorithm.losses.plackett_luce import plackett_luce_loss
-from sluice.algorithm.losses.settings import AdpoSettings, PolicyLossSettings
+from sluice.algorithm.losses.settings import AdaptiveTauSettings, AdpoSettings, PolicyLossSettings
 from sluice.errors import ConfigError
+
+MAX_POSITION_LOSS = 20.0
+
+
+def plackett_luce_loss(
+    scores: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    top_k: int = 0,
+    label_smoothing: float = 0.0,
+    poly_epsilon: float = 0.0,
+) -> torch.Tensor:
+    """Mean over positions of how unlikely the next best row was among those left.
+
+    With rows by falling advantage, position k loses ``e_k = -u_k + logsumexp(u_k, u_k+1, ...)``
+    (Plackett-Luce; Xia et al. 2008). Smoothing replaces it by ``(1 - s) e_k + s (logsumexp -
+    mean)`` of the same suffix, and the poly term adds ``epsilon (1 - exp(-min(e_k, 20)))``.
+
+    Args:
+        scores: float [P, G], carries the gradient.
+        advantages: float [P, G]; equal ones keep the order of their columns.
+        top_k: leading positions counted; 0 or more than G - 2 for all G - 1.
+        label_smoothing: s, in 0..1.
+        poly_epsilon: epsilon.
+
+    Returns:
+        float [P].
+    """
+    order = advantages.argsort(dim=-1, descending=True, stable=True)
+    backward = scores.gather(-1, order).flip(-1)
+    sizes = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
+    # The last position has one row left to choose from, and loses nothing.
+    log_partition = backward.logcumsumexp(-1).flip(-1)[:, :-1]
+    uniform = log_partition - (backward.cumsum(-1) / sizes).flip(-1)[:, :-1]
+    loss = log_partition - backward.flip(-1)[:, :-1]
+    loss = (1.0 - label_smoothing) * loss + label_smoothing * uniform
+    loss = loss + poly_epsilon * (1.0 - (-loss.clamp(max=MAX_POSITION_LOSS)).exp())
+    return (loss[:, :top_k] if top_k > 0 else loss).mean(dim=-1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupScores:
+    """P prompts of G rows each. Only `anchored` carries a gradient."""
+
+    anchored: torch.Tensor  # [P, G], bounded (l - l_old) / tau
+    log_ratio: torch.Tensor  # [P, G], bounded l - l_old, detached
+    old: torch.Tensor  # [P, G], l_old
+    advantages: torch.Tensor  # [P, G]
+    tau: torch.Tensor  # 0-d
+
+    def general(self, targets: torch.Tensor, adpo: AdpoSettings) -> torch.Tensor:
+        """``(l - A l_old - B q - C) / tau`` [P, G], with l restored from the bounded scores."""
+        removed = (
+            (adpo.anchor_coef - 1.0) * self.old + adpo.target_coef * targets + adpo.constant_coef
+        )
+        return self.anchored - removed / self.tau
+
+
+def group_scores(inputs: LossInputs, order: Sequence[int], adpo: AdpoSettings) -> GroupScores:
+    """Scores of rows, taken in `order`; consecutive runs of G rows are a prompt's.
+
+    l is the mean over a row's tokens (`length_normalised`) or their sum, 0 without tokens. A row's
+    advantage is ``inputs.row_advantages`` or the mean over its tokens.
+    """
+    rows = (inputs.row_index, inputs.num_rows)
+    reduce = row_means if adpo.length_normalised else row_sums
+    new, old = reduce(inputs.logprobs, *rows), reduce(inputs.old_logprobs, *rows).detach()
+    advantages = inputs.row_advantages
+    if advantages is None:
+        advantages = row_means(inputs.advantages, *rows)
+    tau = torch.full_like(old.sum(), adpo.tau)
+    if adpo.adaptive_tau is not None:
+        tau = adaptive_tau(new.detach(), old, advantages, adpo.tau, adpo.adaptive_tau)
+    log_ratio = _bounded(new - old, adpo.clip_log_ratio)
+    anchored = _bounded(log_ratio / tau, adpo.clip_anchored_score)
+    taken = torch.tensor(order, dtype=torch.int64, device=old.device)
+    shape = (-1, adpo.num_generations)
+    return GroupScores(
+        anchored[taken].view(shape),
+        log_ratio.detach()[taken].view(shape),
+        old[taken].view(shape),
+        advantages[taken].view(shape),
+        tau,
+    )
+
+
+def adaptive_tau(
+    new: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
+    base: float,
+    settings: AdaptiveTauSettings,
+) -> torch.Tensor:
+    """``clamp(base (1 + alpha h - beta c s), minimum, maximum)``, 0-d, without gradient.
+
+    verlm's rule, over the rows of the micro-batch: h the mean of ``-l_old / ln vocab_size``, c one
+    less the same of l, both terms within 0..1; s twice the mean of the advantages scaled to 0..1,
+    less 1. (The paper and verlm's first version have other rules.)
+
+    Args:
+        new: float [rows], l by row, length-normalised.
+        old: float [rows], l_old.
+        advantages: float [rows].
+        base: tau.
+        settings: the rest.
+    """
+    if not new.numel():
+        return torch.full((), base, dtype=new.dtype, device=new.device)
+    scale = math.log(settings.vocab_size)
+    entropy = (-old / scale).clamp(0.0, 1.0).mean()
+    confidence = 1.0 - (-new / scale).clamp(0.0, 1.0).mean()
+    spread = (advantages.max() - advantages.min()).clamp(min=1e-6)
+    signal = 2.0 * ((advantages - advantages.min()) / spread).mean() - 1.0
+    factor = 1.0 + settings.alpha * entropy - settings.beta * confidence * signal
+    return (base * factor).clamp(settings.minimum, settings.maximum)
+
+
+def _bounded(values: torch.Tensor, bound: float) -> torch.Tensor:
+    return values.clamp(-bound, bound) if bound > 0.0 else values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdpoTerms:
+    """By prompt, float [P] each; `group_losses` and `log_partition` carry gradients."""
+
+    group_losses: torch.Tensor
+    alignment: torch.Tensor  # sum q u
+    partition: torch.Tensor  # mean exp(u)
+    log_partition: torch.Tensor
+    center: torch.Tensor
+
+
+def adpo_metrics(
+    scores: GroupScores, terms: AdpoTerms, regulariser: torch.Tensor
+) -> Mapping[str, MetricMean]:
+    """verlm's metrics; standard deviations are those of the micro-batch, weighed by its rows.
+
+    ``adpo/effective_alpha`` is left out: it belongs to a variant that is not supported.
+    """
+    num_groups, num_rows = terms.group_losses.numel(), scores.anchored.numel()
+    loss = terms.group_losses.detach() + regulariser.detach()
+    by_group = {
+        "adpo/loss": loss,
+        "adpo/logit_reg_loss": regulariser.detach().expand(num_groups),
+        "adpo/term_alignment": terms.alignment,
+        "adpo/term_logsumexp": terms.partition,
+        "adpo/u_center": terms.center,
+        "adpo/effective_tau": scores.tau.expand(num_groups),
+    }
+    distance = scores.log_ratio.abs()
+    by_row = {
+        "adpo/advantage_mean": scores.advantages,
+        "adpo/advantage_std": _deviation(scores.advantages),
+        "adpo/anchored_score_mean": scores.anchored.detach(),
+        "adpo/anchored_score_std": _deviation(scores.anchored.detach()),
+        "adpo/log_ratio_mean": distance,
+        "actor/ppo_kl": distance,
+        "actor/pg_clipfrac": torch.zeros_like(distance),
+    }
+    found = {name: MetricMean(values.sum(), num_groups) for name, values in by_group.items()}
+    return found | {name: MetricMean(values.sum(), num_rows) for name, values in by_row.items()}
+
+
+def _deviation(values: torch.Tensor) -> torch.Tensor:
+    """The unbiased standard deviation of all values, once for each of them."""
+    return values.std().expand(values.shape) if values.numel() > 1 else values * 0.0
 
 
 def adpo_objective(

@@ -2,46 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import replace
 
-from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
-from sluice.algorithm.losses.objective import (
-    MetricMean,
-    PolicyObjective,
-    token_metric,
-    token_objective,
-)
+from sluice.algorithm.losses.inputs import Correction, GlobalCounts, LossInputs
+from sluice.algorithm.losses.objective import PolicyObjective, token_metric, token_objective
 from sluice.algorithm.losses.settings import PolicyLossSettings
 from sluice.algorithm.losses.vanilla import vanilla_objective
 from sluice.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Correction:
-    """What rollout correction says about N tokens; metrics by full names (``rollout_corr/...``)."""
-
-    weights: torch.Tensor | None = None  # float [N], without gradient
-    keep: torch.Tensor | None = None  # bool [N], false at rejected tokens
-    metrics: Mapping[str, MetricMean] = field(default_factory=dict)
-
-
-class Corrector(Protocol):
-    """Importance weights and rejections of one micro-batch."""
-
-    def __call__(
-        self,
-        logprobs: torch.Tensor,
-        rollout_logprobs: torch.Tensor,
-        row_index: torch.Tensor,
-        num_rows: int,
-    ) -> Correction:
-        """Compare the policy being updated (detached) with the engine, flat float [N] each."""
-        ...
 
 
 def bypass_objective(

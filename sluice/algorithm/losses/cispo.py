@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from sluice.algorithm.losses.clipped_surrogate import bounded_log_ratio
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
 from sluice.algorithm.losses.objective import (
     PolicyObjective,
+    bounded_log_ratio,
     token_metric,
     token_objective,
     zero_metric,

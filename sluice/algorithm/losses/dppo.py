@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from sluice.algorithm.losses.clipped_surrogate import bounded_log_ratio
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
-from sluice.algorithm.losses.objective import PolicyObjective, token_metric, token_objective
+from sluice.algorithm.losses.objective import (
+    PolicyObjective,
+    bounded_log_ratio,
+    token_metric,
+    token_objective,
+)
 from sluice.algorithm.losses.settings import PolicyLossSettings
 
 LOG_GUARD = 1e-8

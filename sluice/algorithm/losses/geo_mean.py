@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
+from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, row_means
 from sluice.algorithm.losses.objective import PolicyObjective, token_metric
-from sluice.algorithm.losses.row_reduction import row_means
 from sluice.algorithm.losses.settings import PolicyLossSettings
 
 WEIGHT_GUARD = 1e-10

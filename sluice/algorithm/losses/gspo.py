@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from sluice.algorithm.losses.aggregate import LossAggregation
-from sluice.algorithm.losses.clipped_surrogate import surrogate_terms
-from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
+from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, row_means
 from sluice.algorithm.losses.objective import (
+    LossAggregation,
     PolicyObjective,
+    surrogate_terms,
     token_metric,
     token_objective,
     zero_metric,
 )
-from sluice.algorithm.losses.row_reduction import row_means
 from sluice.algorithm.losses.settings import PolicyLossSettings
 
 MAX_LOG_SEQUENCE_RATIO = 10.0

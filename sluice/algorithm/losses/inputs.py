@@ -1,14 +1,44 @@
-"""What a policy loss reads: the response tokens of one micro-batch, flat, and global counts."""
+"""The inputs of a policy loss: flat response tokens of one micro-batch, sums over its rows, and
+global counts.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
 
 from sluice.errors import ConfigError
 
-if TYPE_CHECKING:
-    import torch
+
+def row_index_of_offsets(offsets: torch.Tensor) -> torch.Tensor:
+    """The row of each token, int64 [N], from segment offsets.
+
+    Args:
+        offsets: int64 [rows + 1], ascending from 0 to N: row i holds tokens
+            ``offsets[i]..offsets[i + 1] - 1``.
+    """
+    lengths = offsets.diff()
+    return torch.repeat_interleave(torch.arange(lengths.numel(), device=offsets.device), lengths)
+
+
+def row_sums(values: torch.Tensor, row_index: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Sum of each row's tokens, [rows]; 0 for a row without tokens."""
+    zeros = torch.zeros(num_rows, dtype=values.dtype, device=values.device)
+    return zeros.index_add(0, row_index, values)
+
+
+def row_lengths(row_index: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Tokens of each row, int64 [rows]."""
+    return torch.bincount(row_index, minlength=num_rows)
+
+
+def row_means(values: torch.Tensor, row_index: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Mean of each row's tokens, [rows]; 0 for a row without tokens."""
+    lengths = row_lengths(row_index, num_rows).clamp(min=1)
+    return row_sums(values, row_index, num_rows) / lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +145,44 @@ def padded_inputs(
 
 def _chosen(values: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor | None:
     return None if values is None else values[mask]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MetricMean:
+    """A mean kept as `total` and `count`.
+
+    Add both over micro-batches and ranks, then divide: the exact mean over the mini-batch,
+    however it was cut. (verl averages the means of micro-batches, which depends on the cut; for
+    one micro-batch both are the same.)
+    """
+
+    total: torch.Tensor  # 0-d, detached
+    count: int
+
+    @property
+    def mean(self) -> float:
+        """``total / count``, 0 for nothing."""
+        return float(self.total) / max(self.count, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Correction:
+    """What rollout correction says about N tokens; metrics by full names (``rollout_corr/...``)."""
+
+    weights: torch.Tensor | None = None  # float [N], without gradient
+    keep: torch.Tensor | None = None  # bool [N], false at rejected tokens
+    metrics: Mapping[str, MetricMean] = field(default_factory=dict)
+
+
+class Corrector(Protocol):
+    """Importance weights and rejections of one micro-batch."""
+
+    def __call__(
+        self,
+        logprobs: torch.Tensor,
+        rollout_logprobs: torch.Tensor,
+        row_index: torch.Tensor,
+        num_rows: int,
+    ) -> Correction:
+        """Compare the policy being updated (detached) with the engine, flat float [N] each."""
+        ...

@@ -1,34 +1,114 @@
-"""What every policy objective returns, and the rule that token losses share."""
+"""What policy losses share: the importance ratio, the aggregation (loss_agg_mode) and the
+result.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 import torch
 
-from sluice.algorithm.losses.aggregate import aggregate
-from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
+from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, MetricMean
 from sluice.algorithm.losses.settings import PolicyLossSettings
+from sluice.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MetricMean:
-    """A mean kept as `total` and `count`.
+class LossAggregation(StrEnum):
+    """How tokens and rows are weighted against each other."""
 
-    Add both over micro-batches and ranks, then divide: the exact mean over the mini-batch,
-    however it was cut. (verl averages the means of micro-batches, which depends on the cut; for
-    one micro-batch both are the same.)
+    TOKEN_MEAN = "token-mean"
+    TOKEN_SUM = "token-sum"
+    SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
+    SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"
+    SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
+
+
+def aggregate(
+    loss: torch.Tensor,
+    row_index: torch.Tensor,
+    *,
+    mode: str,
+    global_tokens: float,
+    global_rows: float,
+    loss_scale_factor: float | None = None,
+    averaged_ranks: int = 1,
+) -> torch.Tensor:
+    """This micro-batch's share of the mini-batch's loss.
+
+    With sums over the given tokens, T `global_tokens`, S `global_rows` and length(row) the number
+    of tokens of a row: ``token-mean`` sum / T (DAPO §3.3); ``token-sum`` sum;
+    ``seq-mean-token-sum`` sum / S; ``seq-mean-token-sum-norm`` sum / S / `loss_scale_factor`
+    (Dr.GRPO); ``seq-mean-token-mean`` sum(loss / length(row)) / S (GRPO). Rows without tokens add
+    nothing but count in S.
+
+    Args:
+        loss: float [tokens].
+        row_index: int64 [tokens], values >= 0; all tokens of a row are in the same call.
+        mode: a `LossAggregation`.
+        global_tokens: T.
+        global_rows: S.
+        loss_scale_factor: divisor of ``seq-mean-token-sum-norm``, by verl's default the response
+            limit in tokens.
+        averaged_ranks: D where the backend averages gradients over D ranks, 1 where it sums them.
+
+    Returns:
+        scalar (0-d) in float32, or float64 for such a loss; 0 for no tokens.
+
+    Raises:
+        ConfigError: unknown mode, or no scale factor where the mode needs one.
     """
+    if mode not in set(LossAggregation):
+        raise ConfigError(
+            f"actor.loss_agg_mode: unknown value '{mode}'; known: {', '.join(LossAggregation)}"
+        )
+    needs_factor = mode == LossAggregation.SEQ_MEAN_TOKEN_SUM_NORM
+    if needs_factor and (loss_scale_factor is None or loss_scale_factor <= 0):
+        raise ConfigError(
+            f"actor.loss_scale_factor must be positive with loss_agg_mode={mode}, got "
+            f"{loss_scale_factor}; data.max_response_length is verl's default"
+        )
+    values = loss.to(torch.promote_types(loss.dtype, torch.float32))
+    if mode == LossAggregation.SEQ_MEAN_TOKEN_MEAN:
+        values = values / _row_lengths(row_index)
+    divisors = {
+        LossAggregation.TOKEN_MEAN: global_tokens,
+        LossAggregation.TOKEN_SUM: 1.0,
+        LossAggregation.SEQ_MEAN_TOKEN_SUM: global_rows,
+        LossAggregation.SEQ_MEAN_TOKEN_SUM_NORM: global_rows * (loss_scale_factor or 1.0),
+        LossAggregation.SEQ_MEAN_TOKEN_MEAN: global_rows,
+    }
+    share = values.sum() / divisors[LossAggregation(mode)]
+    return share if averaged_ranks == 1 else share * averaged_ranks
 
-    total: torch.Tensor  # 0-d, detached
-    count: int
 
-    @property
-    def mean(self) -> float:
-        """``total / count``, 0 for nothing."""
-        return float(self.total) / max(self.count, 1)
+def _row_lengths(row_index: torch.Tensor) -> torch.Tensor:
+    """Length of each token's row, int64 [tokens]."""
+    return torch.bincount(row_index)[row_index]
+
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are kept within +- this where a loss says so; float32 stays finite."""
+
+
+def bounded_log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
+    """``logprobs - old_logprobs`` within +-`MAX_LOG_RATIO`, beyond which no gradient flows."""
+    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def surrogate_terms(
+    ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``-A r`` and ``-A clip(r, 1 - low, 1 + high)``; PPO's loss is their maximum.
+
+    Schulman et al. 2017, equation 7, with the decoupled bounds of DAPO §3.1. All tensors have the
+    same shape.
+    """
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return unclipped, clipped
 
 
 @dataclass(frozen=True, slots=True, eq=False)

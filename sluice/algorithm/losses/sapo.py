@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from sluice.algorithm.losses.aggregate import LossAggregation
-from sluice.algorithm.losses.clipped_surrogate import bounded_log_ratio
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
 from sluice.algorithm.losses.objective import (
+    LossAggregation,
     PolicyObjective,
+    bounded_log_ratio,
     token_metric,
     token_objective,
     zero_metric,

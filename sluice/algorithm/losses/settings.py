@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sluice.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sluice.algorithm.losses.bypass import Corrector
+    from sluice.algorithm.losses.inputs import Corrector
 
 ADPO_VARIANTS = ("softmax", "scaled", "plackett_luce")
 ADPO_UNSUPPORTED = ("decoupled", "alphapo", "gopo", "wgopo", "opo", "cltr", "direct")

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 
-from sluice.algorithm.losses.clipped_surrogate import bounded_log_ratio, surrogate_terms
-from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
+from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, MetricMean
 from sluice.algorithm.losses.objective import (
-    MetricMean,
     PolicyObjective,
+    bounded_log_ratio,
+    surrogate_terms,
     token_metric,
     token_objective,
 )
-from sluice.algorithm.losses.policy_loss import PolicyLoss
 from sluice.algorithm.losses.settings import PolicyLossSettings, check_clip_bounds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyLoss:
+    """Per-token loss and the metrics that go with it.
+
+    `metric_sums` holds, by metric name, detached 0-d sums over tokens. Add them and `num_tokens`
+    over micro-batches and ranks, then divide: the exact token mean of the mini-batch, however it
+    was cut. (verl averages the means of micro-batches, which depends on the cut.)
+    """
+
+    loss: torch.Tensor  # [tokens]
+    metric_sums: Mapping[str, torch.Tensor]
+    num_tokens: int
 
 
 def vanilla_objective(

@@ -1,5 +1,4 @@
-"""Correction for the gap between the policy that drew the tokens and the one that trains.
-
-Tokens are flat: tensors [tokens] of all response tokens without padding, and `row_index` [tokens],
-which says whose they are. `thresholds` and `plan` need no torch.
+"""Correction for the gap between the policy that sampled the tokens and the one that trains.
+Log probabilities of both come in; importance weights, a rejection mask and metrics go out. Only
+`plan` loads without torch.
 """

@@ -7,9 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from sluice.algorithm.rollout_correction.statistics import Moments, Reading, Statistic, Statistics
-from sluice.algorithm.rollout_correction.thresholds import RejectionRule
-from sluice.algorithm.rollout_correction.token_rows import TokenRows
+from sluice.algorithm.rollout_correction.plan import RejectionRule
+from sluice.algorithm.rollout_correction.statistics import (
+    Moments,
+    Reading,
+    Statistic,
+    Statistics,
+    TokenRows,
+)
 
 MAX_LOG_RATIO = 20.0
 

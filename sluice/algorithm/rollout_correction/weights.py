@@ -9,10 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from sluice.algorithm.rollout_correction.plan import check_level
-from sluice.algorithm.rollout_correction.statistics import Moments, Reading, Statistic, Statistics
-from sluice.algorithm.rollout_correction.thresholds import WeightBounds
-from sluice.algorithm.rollout_correction.token_rows import TokenRows
+from sluice.algorithm.rollout_correction.plan import WeightBounds, check_level
+from sluice.algorithm.rollout_correction.statistics import (
+    Moments,
+    Reading,
+    Statistic,
+    Statistics,
+    TokenRows,
+)
 
 MAX_LOG_WEIGHT = 20.0
 

@@ -1,26 +1,127 @@
-"""The choices of strategies with probes or memory: pass by, stop, or go on."""
+"""Choose whether to skip a prompt, stop after its probes or sample the rest of its group."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from sluice.algorithm.sampling.attempt import Attempt, AttemptEnd
 from sluice.algorithm.sampling.coverage_guard import CoverageGuard, Side
 from sluice.algorithm.sampling.pass_rates import (
+    GradeCounts,
     PassRateBelief,
     Weights,
+    all_right_probability,
+    all_wrong_probability,
     hard_probability,
     mean_pass_rate,
+    mixed_probability,
     posterior,
 )
 from sluice.algorithm.sampling.rules import SamplingRules
-from sluice.algorithm.sampling.visit import Visit, VisitEnd
-from sluice.algorithm.sampling.worth import (
-    plain_price,
-    rest_of_group,
-    saved_by_probes,
-    whole_visit,
-)
+
+CERTAIN_GROUPS_PRICE = 1.0
+
+
+def plain_price(population: Weights, samples_per_group: int) -> float:
+    """Samples drawn for each that is trained when prompts are drawn as they come; at least 1."""
+    mixed = mixed_probability(population, samples_per_group)
+    return max(CERTAIN_GROUPS_PRICE, 1.0 / max(mixed, 1e-6))
+
+
+@dataclass(frozen=True, slots=True)
+class Stakes:
+    """What may still come of a visit, in samples."""
+
+    cost: float
+    gain: float
+
+    def value(self, price: float) -> float:
+        """What is expected to be trained, times the price, over what is expected to be drawn.
+
+        From 1 on the samples to be trained are had at no more than `price` each.
+        """
+        return self.gain * price / self.cost
+
+
+def rest_of_group(
+    before_probes: Weights,
+    *,
+    num_right: int,
+    num_probes: int,
+    num_rest: int,
+    samples_per_group: int,
+) -> Stakes:
+    """The rest of a group whose probes were all right or all wrong.
+
+    Args:
+        before_probes: weights of the grid for its prompt before them.
+        num_right: right probes: all or none.
+        num_probes: graded probes.
+        num_rest: samples that are not drawn yet.
+        samples_per_group: n.
+    """
+    grade_counts = GradeCounts(float(num_right), float(num_probes - num_right))
+    after = posterior(before_probes, grade_counts)
+    stays_uniform = all_right_probability if num_right else all_wrong_probability
+    mixed = 1.0 - stays_uniform(after, num_rest)
+    return Stakes(float(num_rest), samples_per_group * mixed)
+
+
+def whole_attempt(
+    weights: Weights, *, probe_samples: int | None, samples_per_group: int, price: float
+) -> Stakes:
+    """A visit to a prompt, its probes included.
+
+    Args:
+        weights: weights of the grid for the prompt.
+        probe_samples: samples drawn first; ``None``: all at once.
+        samples_per_group: n.
+        price: decides whether groups with uniform probes go on.
+    """
+    n = samples_per_group
+    if probe_samples is None:
+        return Stakes(float(n), n * mixed_probability(weights, n))
+    rest = n - probe_samples
+    is_mixed = mixed_probability(weights, probe_samples)
+    cost, gain = probe_samples + rest * is_mixed, n * is_mixed
+    for chance, stakes in _uniform_probes(weights, probe_samples, n):
+        if stakes.value(price) >= 1.0:
+            cost, gain = cost + chance * stakes.cost, gain + chance * stakes.gain
+    return Stakes(cost, gain)
+
+
+def saved_by_probes(
+    weights: Weights, *, probe_samples: int, samples_per_group: int, price: float
+) -> float:
+    """Samples that probes are expected to save, by stopping groups whose rest is not worth them."""
+    return sum(
+        chance * stakes.cost
+        for chance, stakes in _uniform_probes(weights, probe_samples, samples_per_group)
+        if stakes.value(price) < 1.0
+    )
+
+
+def _uniform_probes(
+    weights: Weights, probe_samples: int, samples_per_group: int
+) -> Iterator[tuple[float, Stakes]]:
+    """How likely probes are all right, and what is then at stake; then the same for all wrong."""
+    for num_right, chance in (
+        (probe_samples, all_right_probability(weights, probe_samples)),
+        (0, all_wrong_probability(weights, probe_samples)),
+    ):
+        yield (
+            chance,
+            rest_of_group(
+                weights,
+                num_right=num_right,
+                num_probes=probe_samples,
+                num_rest=samples_per_group - probe_samples,
+                samples_per_group=samples_per_group,
+            ),
+        )
+
 
 _EASY_FROM = 0.5
 _LEAST_SAVING = 1.0
@@ -41,60 +142,62 @@ class Knowledge:
         population = belief.population
         return cls(belief, guard, population, plain_price(population, samples_per_group))
 
-    def after(self, ends: list[VisitEnd], samples_per_group: int) -> Knowledge:
+    def after(self, ends: list[AttemptEnd], samples_per_group: int) -> Knowledge:
         """What is known once these groups have ended."""
         guard = self.guard
         seen = []
         for end in ends:
-            evidence = end.visit.known(end.version) + end.evidence
-            seen.append((evidence, 1.0 / end.visit.draw_probability))
+            grade_counts = end.attempt.known(end.version) + end.grade_counts
+            seen.append((grade_counts, 1.0 / end.attempt.admission_probability))
             if end.kept:
-                hardness = hard_probability(posterior(self.population, evidence))
-                visit = end.visit
+                hardness = hard_probability(posterior(self.population, grade_counts))
+                attempt = end.attempt
                 guard = guard.kept(
-                    visit.side,
+                    attempt.side,
                     hardness=hardness,
-                    worth=visit.worth,
-                    probability=visit.probability,
+                    value=attempt.value,
+                    probability=attempt.probability,
                 )
         return Knowledge.of(self.belief.learn(seen), guard, samples_per_group)
 
 
-def choose_visit(knowledge: Knowledge, rules: SamplingRules, visit: Visit, version: int) -> Visit:
+def choose_attempt(
+    knowledge: Knowledge, rules: SamplingRules, attempt: Attempt, version: int
+) -> Attempt:
     """Draw a known prompt or pass it by, by what earlier visits showed; with probes or without.
 
     Probes cost time, since the rest of a group starts later. They are left out where they would
     save fewer than `_LEAST_SAVING` samples.
     """
-    weights = posterior(knowledge.population, visit.known(version))
+    weights = posterior(knowledge.population, attempt.known(version))
     n = rules.samples_per_group
     if rules.strategy.uses_probes and _saved(knowledge, rules, weights) < _LEAST_SAVING:
-        visit = replace(visit, first_samples=n)
-    stakes = whole_visit(
+        attempt = replace(attempt, first_samples=n)
+    stakes = whole_attempt(
         weights,
-        probe_samples=None if visit.first_samples == n else rules.probe_samples,
+        probe_samples=None if attempt.first_samples == n else rules.probe_samples,
         samples_per_group=n,
         price=knowledge.price,
     )
-    worth = stakes.worth(knowledge.price)
-    side = _side(knowledge, weights, worth)
+    value = stakes.value(knowledge.price)
+    side = _side(knowledge, weights, value)
     if side is Side.SURE:
-        return visit
-    probability = knowledge.guard.probability(side, worth)
-    chosen = replace(_passed(visit, side, worth, probability), draw_probability=probability)
-    is_drawn = _uniform(rules.seed, visit, "visit") < probability
-    return chosen if is_drawn else replace(chosen, first_samples=0)
+        return attempt
+    probability = knowledge.guard.probability(side, value)
+    chosen = replace(_passed(attempt, side, value, probability), admission_probability=probability)
+    is_admitted = _uniform(rules.seed, attempt, "visit") < probability
+    return chosen if is_admitted else replace(chosen, first_samples=0)
 
 
 def choose_rest(
     knowledge: Knowledge,
     rules: SamplingRules,
-    visit: Visit,
+    attempt: Attempt,
     *,
     num_right: int,
     num_scored: int,
     version: int,
-) -> Visit | None:
+) -> Attempt | None:
     """Draw the rest of a group or stop it, by its first samples.
 
     Args:
@@ -109,28 +212,28 @@ def choose_rest(
         the visit that goes on, or ``None``: the group ends here, all right or all wrong.
     """
     if num_scored == 0 or 0 < num_right < num_scored:
-        return visit
-    before = posterior(knowledge.population, visit.known(version))
+        return attempt
+    before = posterior(knowledge.population, attempt.known(version))
     stakes = rest_of_group(
         before,
         num_right=num_right,
         num_probes=num_scored,
-        num_rest=rules.samples_per_group - visit.first_samples,
+        num_rest=rules.samples_per_group - attempt.first_samples,
         samples_per_group=rules.samples_per_group,
     )
-    worth = stakes.worth(knowledge.price)
-    if worth >= 1.0:
-        return visit
+    value = stakes.value(knowledge.price)
+    if value >= 1.0:
+        return attempt
     side = Side.EASY if num_right else Side.HARD
     # Exploration bounds what comes of both choices, or a group might stand for a hundred others.
-    least = min(1.0, rules.exploration / visit.probability)
-    probability = max(least, knowledge.guard.probability(side, worth))
-    is_drawn = _uniform(rules.seed, visit, "rest") < probability
-    return _passed(visit, side, worth, probability) if is_drawn else None
+    least = min(1.0, rules.exploration / attempt.probability)
+    probability = max(least, knowledge.guard.probability(side, value))
+    is_admitted = _uniform(rules.seed, attempt, "rest") < probability
+    return _passed(attempt, side, value, probability) if is_admitted else None
 
 
-def _side(knowledge: Knowledge, weights: Weights, worth: float) -> Side:
-    if worth >= 1.0:
+def _side(knowledge: Knowledge, weights: Weights, value: float) -> Side:
+    if value >= 1.0:
         keeps_up = hard_probability(weights) >= knowledge.guard.plain_share
         return Side.SURE if keeps_up else Side.PLAIN
     return Side.EASY if mean_pass_rate(weights) >= _EASY_FROM else Side.HARD
@@ -145,21 +248,21 @@ def _saved(knowledge: Knowledge, rules: SamplingRules, weights: Weights) -> floa
     )
 
 
-def _passed(visit: Visit, side: Side, worth: float, probability: float) -> Visit:
+def _passed(attempt: Attempt, side: Side, value: float, probability: float) -> Attempt:
     """A group that passed two choices counts for the harder side.
 
     Its worth there is taken times the probability of the other choice: so what the guard expects
     of w is what comes of both. It is exact where w enters one of the two; of two choices of the
     hard side the first is with w as it was then.
     """
-    before, together = visit.probability, visit.probability * probability
-    if visit.side is Side.HARD and side is Side.EASY:
-        return replace(visit, worth=visit.worth * probability, probability=together)
-    return replace(visit, side=side, worth=worth * before, probability=together)
+    before, together = attempt.probability, attempt.probability * probability
+    if attempt.side is Side.HARD and side is Side.EASY:
+        return replace(attempt, value=attempt.value * probability, probability=together)
+    return replace(attempt, side=side, value=value * before, probability=together)
 
 
-def _uniform(seed: int, visit: Visit, purpose: str) -> float:
+def _uniform(seed: int, attempt: Attempt, purpose: str) -> float:
     """A number in [0, 1) of the visit alone, so that a run repeats whatever the timing."""
-    text = f"{seed}/{visit.key}/{visit.sequence}/{purpose}".encode()
+    text = f"{seed}/{attempt.key}/{attempt.sequence}/{purpose}".encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64

@@ -64,24 +64,24 @@ class Side(StrEnum):
 class _Class:
     plain: float = 0.0  # groups of plain drawing that the kept ones stand for
     plain_hard: float = 0.0
-    worth: float = 0.0  # the same, weighted by their worth
-    worth_hard: float = 0.0
+    value: float = 0.0  # the same, weighted by their worth
+    value_hard: float = 0.0
     real: float = 0.0
     real_hard: float = 0.0
 
-    def plus(self, hardness: float, worth: float, probability: float) -> _Class:
+    def plus(self, hardness: float, value: float, probability: float) -> _Class:
         stands_for = 1.0 / probability
         return _Class(
             self.plain + stands_for,
             self.plain_hard + hardness * stands_for,
-            self.worth + worth * stands_for,
-            self.worth_hard + hardness * worth * stands_for,
+            self.value + value * stands_for,
+            self.value_hard + hardness * value * stands_for,
             self.real + 1.0,
             self.real_hard + hardness,
         )
 
     def decayed(self) -> _Class:
-        counts = (self.plain, self.plain_hard, self.worth, self.worth_hard)
+        counts = (self.plain, self.plain_hard, self.value, self.value_hard)
         return _Class(*(DECAY_PER_GROUP * count for count in (*counts, self.real, self.real_hard)))
 
 
@@ -100,7 +100,7 @@ class CoverageGuard:
     classes: dict[Side, _Class] = field(default_factory=lambda: {side: _Class() for side in Side})
 
     def kept(
-        self, side: Side, *, hardness: float, worth: float, probability: float
+        self, side: Side, *, hardness: float, value: float, probability: float
     ) -> CoverageGuard:
         """After one more kept group.
 
@@ -112,7 +112,7 @@ class CoverageGuard:
             probability: with which it was drawn.
         """
         classes = {other: counted.decayed() for other, counted in self.classes.items()}
-        classes[side] = classes[side].plus(hardness, worth, probability)
+        classes[side] = classes[side].plus(hardness, value, probability)
         return replace(self, classes=classes)
 
     @property
@@ -132,7 +132,7 @@ class CoverageGuard:
         """`share` over `plain_share`; 1 while nothing is known."""
         return self.share / self.plain_share if self.plain_share else 1.0
 
-    def probability(self, side: Side, worth: float = 1.0) -> float:
+    def probability(self, side: Side, value: float = 1.0) -> float:
         """With which a draw is made, in (0, 1]; 1 for `Side.SURE`.
 
         Args:
@@ -147,7 +147,7 @@ class CoverageGuard:
         easy, plain, hard = self._solved()
         if side is Side.PLAIN:
             return plain
-        return easy if side is Side.EASY else min(1.0, max(self.exploration, hard * worth))
+        return easy if side is Side.EASY else min(1.0, max(self.exploration, hard * value))
 
     def _solved(self) -> tuple[float, float, float]:
         """e, s and w; w has no upper bound."""
@@ -156,7 +156,7 @@ class CoverageGuard:
             return e, 1.0, math.inf
         aim = h * (AIM + GAIN * (AIM - self.ratio))
         w = self._hard_factor(aim, 1.0)
-        if not w or not self.classes[Side.HARD].worth:
+        if not w or not self.classes[Side.HARD].value:
             return self._easy_probability(MOST * h), 1.0, w
         if w <= MOST_HARD_FACTOR:
             return e, 1.0, w
@@ -172,7 +172,7 @@ class CoverageGuard:
 
     def _steer(self, aim: float) -> float:
         """Hard groups beyond a share of `aim` that w = 1 brings."""
-        return self.classes[Side.HARD].worth_hard - aim * self.classes[Side.HARD].worth
+        return self.classes[Side.HARD].value_hard - aim * self.classes[Side.HARD].value
 
     def _hard_factor(self, aim: float, s: float) -> float:
         """w for a share of `aim` with the easy side at its rarest."""
@@ -197,5 +197,5 @@ class CoverageGuard:
         e = self.exploration
         surplus = sum(c.plain_hard - most * c.plain for c in others)
         surplus += e * (hard.plain_hard - most * hard.plain)
-        room = most * easy.plain - easy.plain_hard
-        return min(1.0, max(e, surplus / room)) if room > 0.0 else e
+        capacity = most * easy.plain - easy.plain_hard
+        return min(1.0, max(e, surplus / capacity)) if capacity > 0.0 else e

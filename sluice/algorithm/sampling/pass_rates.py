@@ -39,7 +39,7 @@ _PRIOR = np.full(GRID.size, 1.0 / GRID.size)
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class GradeCounts:
     """Graded samples of one prompt. Counts may be fractions: what is old counts less."""
 
     num_right: float = 0.0
@@ -49,8 +49,8 @@ class Evidence:
         if self.num_right < 0.0 or self.num_wrong < 0.0:
             raise ConfigError(f"counts of samples must not be negative: {self}")
 
-    def __add__(self, other: Evidence) -> Evidence:
-        return Evidence(self.num_right + other.num_right, self.num_wrong + other.num_wrong)
+    def __add__(self, other: GradeCounts) -> GradeCounts:
+        return GradeCounts(self.num_right + other.num_right, self.num_wrong + other.num_wrong)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,11 +65,11 @@ class PassRateBelief:
         total = self.counts + PRIOR_WEIGHT * _PRIOR
         return np.asarray(total / total.sum(), dtype=np.float64)
 
-    def posterior(self, evidence: Evidence) -> Weights:
+    def posterior(self, grade_counts: GradeCounts) -> Weights:
         """Weights of the grid for a prompt with some graded samples."""
-        return posterior(self.population, evidence)
+        return posterior(self.population, grade_counts)
 
-    def learn(self, seen: list[tuple[Evidence, float]]) -> PassRateBelief:
+    def learn(self, seen: list[tuple[GradeCounts, float]]) -> PassRateBelief:
         """The belief after some more groups ended, in any order.
 
         Args:
@@ -80,15 +80,15 @@ class PassRateBelief:
             return self
         population = self.population
         added = sum(
-            (weight * posterior(population, evidence) for evidence, weight in seen),
+            (weight * posterior(population, grade_counts) for grade_counts, weight in seen),
             start=np.zeros(GRID.size),
         )
         return PassRateBelief(self.counts * DECAY_PER_GROUP ** len(seen) + added)
 
 
-def posterior(population: Weights, evidence: Evidence) -> Weights:
+def posterior(population: Weights, grade_counts: GradeCounts) -> Weights:
     """Weights of the grid given a prior and some graded samples of one prompt."""
-    log_likelihood = evidence.num_right * _LOG_RIGHT + evidence.num_wrong * _LOG_WRONG
+    log_likelihood = grade_counts.num_right * _LOG_RIGHT + grade_counts.num_wrong * _LOG_WRONG
     weights = population * np.exp(log_likelihood - log_likelihood.max())
     return np.asarray(weights / weights.sum(), dtype=np.float64)
 

@@ -29,28 +29,28 @@ class Rounds:
     train_batch_size: int
     max_num_gen_batches: int
     num_waves: int = 0
-    num_drawn: int = 0
+    num_issued: int = 0
 
     def drew(self) -> Rounds:
         """One more prompt of the wave was drawn; the first one begins a wave."""
-        if self.num_waves == 0 or self.num_drawn >= self.gen_batch_size:
-            return replace(self, num_waves=self.num_waves + 1, num_drawn=1)
-        return replace(self, num_drawn=self.num_drawn + 1)
+        if self.num_waves == 0 or self.num_issued >= self.gen_batch_size:
+            return replace(self, num_waves=self.num_waves + 1, num_issued=1)
+        return replace(self, num_issued=self.num_issued + 1)
 
     def gave_back(self) -> Rounds:
         """A prompt of the wave was broken off and will be drawn again."""
-        return replace(self, num_drawn=max(0, self.num_drawn - 1))
+        return replace(self, num_issued=max(0, self.num_issued - 1))
 
     def batch_formed(self) -> Rounds:
         """The batch is full: the next wave is another batch's first."""
-        return replace(self, num_waves=0, num_drawn=0)
+        return replace(self, num_waves=0, num_issued=0)
 
     def has_ended(self, num_in_flight: int) -> bool:
         """Whether the last wave is drawn and all of its groups have ended."""
-        is_drawn = self.num_waves > 0 and self.num_drawn == self.gen_batch_size
-        return is_drawn and num_in_flight == 0
+        is_admitted = self.num_waves > 0 and self.num_issued == self.gen_batch_size
+        return is_admitted and num_in_flight == 0
 
-    def num_to_draw(self, *, num_in_flight: int, num_kept: int, num_in_training: int) -> int:
+    def num_to_issue(self, *, num_in_flight: int, num_kept: int, num_in_training: int) -> int:
         """Prompts of the wave that are still to be drawn; of a new wave where one is due.
 
         Raises:
@@ -58,8 +58,8 @@ class Rounds:
         """
         if num_in_training:
             return 0
-        if self.num_waves and self.num_drawn < self.gen_batch_size:
-            return self.gen_batch_size - self.num_drawn
+        if self.num_waves and self.num_issued < self.gen_batch_size:
+            return self.gen_batch_size - self.num_issued
         if num_in_flight or num_kept >= self.train_batch_size:
             return 0
         if 0 < self.max_num_gen_batches <= self.num_waves:

@@ -88,7 +88,7 @@ class SamplingRules:
         return math.ceil(wanted - _ROUNDING)
 
     @property
-    def withdraws(self) -> bool:
+    def preempts(self) -> bool:
         """Whether a full batch withdraws what still runs, to be drawn anew."""
         carries_over = self.strategy is not StrategyName.ROUNDS
         return carries_over and self.max_staleness == 0 and self.on_policy_fill == "expected"

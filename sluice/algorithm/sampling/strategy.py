@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from sluice.algorithm.admission import YieldEstimate, groups_to_admit
-from sluice.algorithm.sampling.choice import Knowledge, choose_rest, choose_visit
+from sluice.algorithm.sampling.admission import YieldEstimate, groups_to_admit
+from sluice.algorithm.sampling.attempt import Attempt, AttemptEnd, PromptHistory, RememberedAttempt
+from sluice.algorithm.sampling.choice import Knowledge, choose_attempt, choose_rest
 from sluice.algorithm.sampling.coverage_guard import CoverageGuard, Side
 from sluice.algorithm.sampling.pacing import FinishForecast
-from sluice.algorithm.sampling.pass_rates import Evidence, PassRateBelief
-from sluice.algorithm.sampling.prompt_memory import PromptHistory, SeenVisit
+from sluice.algorithm.sampling.pass_rates import GradeCounts, PassRateBelief
 from sluice.algorithm.sampling.rounds import Rounds
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
-from sluice.algorithm.sampling.visit import Visit, VisitEnd
 
 _EXPLORED = (Side.EASY, Side.HARD)
 
@@ -36,7 +35,7 @@ class LoopLoad(NamedTuple):
     num_in_flight: int
     num_kept: int
     num_in_training: int
-    room: int
+    capacity: int
     num_sure: int = 0
 
 
@@ -60,7 +59,7 @@ class SamplingStrategy:
         )
         guard = CoverageGuard(rules.exploration, is_on=rules.coverage_guard)
         self._knowledge = Knowledge.of(PassRateBelief(), guard, rules.samples_per_group)
-        self._ends: list[VisitEnd] = []
+        self._ends: list[AttemptEnd] = []
         self._counts: Counter[str] = Counter()
         self.estimate = YieldEstimate()
         self.forecast = FinishForecast(rules.max_staleness)
@@ -92,13 +91,13 @@ class SamplingStrategy:
             BatchUnfillableError: ``rounds`` used up its waves.
         """
         if self.discards_surplus:
-            wanted = self._rounds.num_to_draw(
+            wanted = self._rounds.num_to_issue(
                 num_in_flight=load.num_in_flight,
                 num_kept=load.num_kept,
                 num_in_training=load.num_in_training,
             )
-            return min(wanted, load.room)
-        num_in_flight, num_kept, num_in_training, room, num_sure = load
+            return min(wanted, load.capacity)
+        num_in_flight, num_kept, num_in_training, capacity, num_sure = load
         num_unsure = num_in_flight - num_sure
         return groups_to_admit(
             train_batch_size=self._rules.train_batch_size,
@@ -108,11 +107,13 @@ class SamplingStrategy:
             num_kept=num_kept + num_sure,
             num_in_training=num_in_training,
             estimate=self.estimate,
-            max_in_flight=num_unsure + room,
-            fills_on_average=self._rules.withdraws,
+            max_in_flight=num_unsure + capacity,
+            fills_on_average=self._rules.preempts,
         )
 
-    def visit(self, key: str, sequence: int, history: PromptHistory | None, version: int) -> Visit:
+    def attempt(
+        self, key: str, sequence: int, history: PromptHistory | None, version: int
+    ) -> Attempt:
         """Decide about a prompt that was drawn; `started` or `skipped` has to follow.
 
         Args:
@@ -122,49 +123,49 @@ class SamplingStrategy:
             version: announced now.
         """
         if history is None or not self._uses_memory:
-            return Visit(key, sequence, None, self._first_samples)
-        visit = Visit(key, sequence, history, self._first_samples)
-        return choose_visit(self._knowledge, self._rules, visit, version)
+            return Attempt(key, sequence, None, self._first_samples)
+        attempt = Attempt(key, sequence, history, self._first_samples)
+        return choose_attempt(self._knowledge, self._rules, attempt, version)
 
-    def started(self, visit: Visit) -> None:
+    def started(self, attempt: Attempt) -> None:
         """The group of a visit starts."""
         if self.discards_surplus:
             self._rounds = self._rounds.drew()
         self._counts["visits"] += 1
-        self._counts["explored"] += visit.side in _EXPLORED
+        self._counts["explored"] += attempt.side in _EXPLORED
 
-    def skipped(self, visit: Visit) -> None:
+    def skipped(self, attempt: Attempt) -> None:
         """A prompt was passed by."""
         self._counts["skipped"] += 1
-        self._counts[f"skipped_{visit.side}"] += 1
+        self._counts[f"skipped_{attempt.side}"] += 1
 
-    def restarted(self, visit: Visit) -> None:
+    def restarted(self, attempt: Attempt) -> None:
         """A group was broken off and its prompt waits again, to be visited anew."""
         if self.discards_surplus:
             self._rounds = self._rounds.gave_back()
         self._counts["visits"] -= 1
-        self._counts["explored"] -= visit.side in _EXPLORED
+        self._counts["explored"] -= attempt.side in _EXPLORED
 
     def after_probes(
-        self, visit: Visit, *, num_right: int, num_scored: int, version: int
-    ) -> Visit | None:
+        self, attempt: Attempt, *, num_right: int, num_scored: int, version: int
+    ) -> Attempt | None:
         """Decide about the rest of a group; ``None``: it ends here as filtered."""
-        goes_on = choose_rest(
+        continued = choose_rest(
             self._knowledge,
             self._rules,
-            visit,
+            attempt,
             num_right=num_right,
             num_scored=num_scored,
             version=version,
         )
-        if goes_on is None:
+        if continued is None:
             self._counts["stopped"] += 1
             self._counts["stopped_easy" if num_right else "stopped_hard"] += 1
-        return goes_on
+        return continued
 
     def ended(
         self,
-        visit: Visit,
+        attempt: Attempt,
         *,
         num_right: int,
         num_scored: int,
@@ -186,9 +187,9 @@ class SamplingStrategy:
         """
         self.estimate = self.estimate.observe(kept)
         if num_scored == self._rules.samples_per_group:
-            self.forecast.ended(visit.key, mean_tokens=mean_tokens, seconds=seconds)
-        evidence = Evidence(float(num_right), float(num_scored - num_right))
-        self._ends.append(VisitEnd(visit, evidence, mean_tokens, kept, version))
+            self.forecast.ended(attempt.key, mean_tokens=mean_tokens, seconds=seconds)
+        grade_counts = GradeCounts(float(num_right), float(num_scored - num_right))
+        self._ends.append(AttemptEnd(attempt, grade_counts, mean_tokens, kept, version))
 
     def may_form(self, load: LoopLoad) -> bool:
         """Whether a full batch may be taken from the kept groups."""
@@ -198,19 +199,19 @@ class SamplingStrategy:
         """A batch was taken from the kept groups."""
         self._rounds = self._rounds.batch_formed()
 
-    def new_version(self) -> list[tuple[str, SeenVisit]]:
+    def new_version(self) -> list[tuple[str, RememberedAttempt]]:
         """Learn from the groups that ended since the version before.
 
         Returns:
             what to add to the histories (`remembered`), by key and in order; none without memory.
         """
-        ends, self._ends = sorted(self._ends, key=lambda end: end.visit.sequence), []
+        ends, self._ends = sorted(self._ends, key=lambda end: end.attempt.sequence), []
         if not (self._rules.strategy.uses_probes or self._rules.strategy.uses_memory):
             return []
         self._knowledge = self._knowledge.after(ends, self._rules.samples_per_group)
         if not self._rules.strategy.uses_memory:
             return []
-        return [(end.visit.key, _seen(end)) for end in ends]
+        return [(end.attempt.key, _seen(end)) for end in ends]
 
     def statistics(self) -> dict[str, float]:
         """Gauges and counts since the start, by metric name."""
@@ -228,9 +229,9 @@ class SamplingStrategy:
         return gauges
 
 
-def _seen(end: VisitEnd) -> SeenVisit:
-    num_right, num_wrong = int(end.evidence.num_right), int(end.evidence.num_wrong)
-    return SeenVisit(num_right, num_right + num_wrong, end.mean_tokens, end.version)
+def _seen(end: AttemptEnd) -> RememberedAttempt:
+    num_right, num_wrong = int(end.grade_counts.num_right), int(end.grade_counts.num_wrong)
+    return RememberedAttempt(num_right, num_right + num_wrong, end.mean_tokens, end.version)
 
 
 def _of_knowledge(knowledge: Knowledge) -> dict[str, float]:

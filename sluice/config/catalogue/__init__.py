@@ -1,1 +1,3 @@
-"""What every key of verl's (and sluice's own) configuration means here, one table per section."""
+"""What every key of verl's (and sluice's own) configuration means here, one table a section. A
+key is honoured, mapped, without effect, or refused with its reason.
+"""

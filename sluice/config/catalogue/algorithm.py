@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sluice.config.catalogue.entry import (
     Entry,
-    Status,
+    KeyStatus,
     group,
     honoured,
     inapplicable,
@@ -15,7 +15,7 @@ from sluice.config.catalogue.entry import (
 _KEY = "algorithm"
 _CORRECTION = f"{_KEY}.rollout_correction"
 _FILTER = f"{_KEY}.filter_groups"
-_NOT_DRAWN_ANEW = "every row of a batch is trained on; rows are not drawn anew by their rewards"
+_NOT_RESAMPLED = "every row of a batch is trained on; rows are not drawn anew by their rewards"
 
 ENTRIES: tuple[Entry, ...] = (
     honoured(
@@ -53,7 +53,7 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(f"{_FILTER}.metric", verl_default="null", advice="acc"),
     Entry(
         f"{_FILTER}.max_num_gen_batches",
-        Status.MAPPED,
+        KeyStatus.MAPPED,
         instead="sets min_yield and min_yield_groups: give up when fewer than train_batch_size of "
         "the last max_num_gen_batches * gen_batch_size groups were kept. With "
         "sluice.sampling.strategy=rounds it is what it is in verl. Left out, a run whose last 2000 "
@@ -117,13 +117,13 @@ ENTRIES: tuple[Entry, ...] = (
         bool,
         False,
         "gae: draw the batch's rows anew by their rewards.",
-        f"{_NOT_DRAWN_ANEW}; leave the key out",
+        f"{_NOT_RESAMPLED}; leave the key out",
     ),
     *group(
         f"{_KEY}.pf_ppo",
         {"reweight_method": "pow", "weight_pow": 2.0},
         "Policy filtration (Shen & Zhang 2024): which rows are drawn for the update.",
-        _NOT_DRAWN_ANEW,
+        _NOT_RESAMPLED,
     ),
     mapped(
         f"{_KEY}.scale_rewards",

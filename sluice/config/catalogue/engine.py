@@ -80,7 +80,7 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     _tuning(
         "quantization",
-        effect="fp8: rollouts 12 to 18 % faster on Hopper and later",
+        effect="fp8: faster rollouts on Hopper and later",
         advice="Set algorithm.rollout_correction.rollout_is=token with it",
     ),
     _tuning(

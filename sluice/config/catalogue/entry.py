@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TypedDict, Unpack
 
 
-class Status(StrEnum):
+class KeyStatus(StrEnum):
     """What becomes of a key's value."""
 
     HONOURED = "honoured"
@@ -56,7 +56,7 @@ class Entry:
     """
 
     path: str
-    status: Status = Status.HONOURED
+    status: KeyStatus = KeyStatus.HONOURED
     meaning: str = ""
     annotation: object = None
     default: object = ABSENT
@@ -119,7 +119,7 @@ def honoured(path: str, **more: Unpack[Texts]) -> Entry:
 
 def unread(path: str, instead: str, **more: Unpack[Texts]) -> Entry:
     """A key of the schema that no service reads; its value is checked, and kept for estimates."""
-    return Entry(path, Status.NOT_APPLICABLE, instead=instead, **more)
+    return Entry(path, KeyStatus.NOT_APPLICABLE, instead=instead, **more)
 
 
 def inapplicable(
@@ -131,7 +131,9 @@ def inapplicable(
     **more: Unpack[Texts],
 ) -> Entry:
     """A key outside the schema that has no effect here."""
-    return Entry(path, Status.NOT_APPLICABLE, meaning, annotation, default, instead=instead, **more)
+    return Entry(
+        path, KeyStatus.NOT_APPLICABLE, meaning, annotation, default, instead=instead, **more
+    )
 
 
 def mapped(
@@ -143,14 +145,14 @@ def mapped(
     **more: Unpack[Texts],
 ) -> Entry:
     """A key outside the schema whose value is turned into those of other keys."""
-    return Entry(path, Status.MAPPED, meaning, annotation, default, instead=instead, **more)
+    return Entry(path, KeyStatus.MAPPED, meaning, annotation, default, instead=instead, **more)
 
 
 def refused(path: str, annotation: object, default: object, meaning: str, instead: str) -> Entry:
     """A key outside the schema that may only keep its default; `instead` is the reason."""
     return Entry(
         path,
-        Status.REFUSED,
+        KeyStatus.REFUSED,
         meaning,
         annotation,
         default,
@@ -162,7 +164,9 @@ def refused(path: str, annotation: object, default: object, meaning: str, instea
 
 def block(path: str, meaning: str, instead: str) -> Entry:
     """A subtree of keys, all without effect here, that are not looked at one by one."""
-    return Entry(path, Status.NOT_APPLICABLE, meaning, object, {}, instead=instead, is_block=True)
+    return Entry(
+        path, KeyStatus.NOT_APPLICABLE, meaning, object, {}, instead=instead, is_block=True
+    )
 
 
 def group(

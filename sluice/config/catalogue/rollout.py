@@ -15,7 +15,7 @@ from sluice.config.catalogue.entry import (
     mapped,
     refused,
 )
-from sluice.config.rollout import ENGINES
+from sluice.config.schema.rollout import ENGINES
 
 _KEY = "actor_rollout_ref.rollout"
 _NO_SUCH_ENGINE = (

@@ -120,7 +120,7 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     honoured(
         f"{_KEY}.reward.ledger",
-        effect="A client's receipt, a batch and its acknowledgement wait for the disk, 1 to 10 ms",
+        effect="A client's receipt, a batch and its acknowledgement wait for the disk",
         advice="sqlite",
     ),
     honoured(
@@ -180,7 +180,7 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     honoured(
         f"{_KEY}.security.tls",
-        effect="mtls costs about 0.1 ms of CPU a call on each side",
+        effect="mtls costs CPU time on each side of a call",
         advice="mtls wherever a service listens on more than loopback",
     ),
     honoured(f"{_KEY}.security.ca_file"),

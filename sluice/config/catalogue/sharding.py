@@ -31,7 +31,7 @@ def _precision(prefix: str, *, in_schema: bool) -> tuple[Entry, ...]:
             ),
             honoured(
                 f"{prefix}.dtype",
-                effect="bfloat16 halves activations and is several times faster on accelerators",
+                effect="bfloat16 halves activations and is faster on accelerators",
             ),
         )
     actors = "the reference is computed in the actor's precision"

@@ -1,1 +1,3 @@
-"""What a run needs of device memory, from the model's shape and the configuration alone."""
+"""Estimate the device memory of a run. In: the model's shape and the configuration. Out: bytes
+for trainer and engine, and the settings that would fit.
+"""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from sluice.telemetry.instrument import Instrument
 from sluice.telemetry.instruments import fleet, process, reward, rollout, trainer
+from sluice.telemetry.metrics import Instrument
 
 __all__ = ["INSTRUMENTS", "declared_in"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice.telemetry.instrument import counter, gauge
+from sluice.telemetry.metrics import counter, gauge
 
 __all__ = [
     "CERTIFICATE_END",

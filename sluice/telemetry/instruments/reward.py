@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice.telemetry.instrument import counter, gauge, histogram
+from sluice.telemetry.metrics import counter, gauge, histogram
 
 __all__ = [
     "AWAITED",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from sluice.telemetry.instrument import Instrument, counter, gauge, histogram
+from sluice.telemetry.metrics import Instrument, counter, gauge, histogram
 
 __all__ = [
+    "ACCOUNTING_AGE",
+    "ACCOUNTING_MOVED",
+    "ACCOUNTING_RESIDUAL",
+    "ACCOUNTING_RESIDUAL_SHARE",
     "BATCH_WAIT",
-    "BOOKS_AGE",
-    "BOOKS_MOVED",
-    "BOOKS_RESIDUAL",
-    "BOOKS_RESIDUAL_SHARE",
     "BY_ROW",
     "OPEN_TOKENS",
     "PHASE",
@@ -81,21 +81,21 @@ OPEN_TOKENS = gauge(
     "Those of groups that have not ended (pending), and those that are not sent yet (under_way).",
     "fate",
 )
-BOOKS_RESIDUAL = gauge(
+ACCOUNTING_RESIDUAL = gauge(
     "sluice_books_residual",
     "tokens or seconds",
     "What of an account's total no part of it explains.",
     "account",
 )
-BOOKS_RESIDUAL_SHARE = gauge(
+ACCOUNTING_RESIDUAL_SHARE = gauge(
     "sluice_books_residual_ratio", "share", "Size of that residual over the total.", "account"
 )
-BOOKS_AGE = gauge(
+ACCOUNTING_AGE = gauge(
     "sluice_books_tokens_age_seconds",
     "seconds",
     "Time since all were asked for the counters in the account of tokens.",
 )
-BOOKS_MOVED = gauge(
+ACCOUNTING_MOVED = gauge(
     "sluice_books_tokens_moved",
     "tokens",
     "Tokens that came in meanwhile: the residual may be off by so many at most.",

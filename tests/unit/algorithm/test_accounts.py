@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.accounts import (
+from sluice.algorithm.accounting import (
     RECEIVED,
     Account,
     ReplicaCounters,
     fleet_counters,
-    run_books,
+    run_accounts,
 )
 
 ENDS = [name for name in RECEIVED if name != "pending"]
@@ -95,16 +95,18 @@ def test_every_generated_token_is_in_exactly_one_category(
             else:
                 replica.running += moved
     fleet = fleet_counters(replica.counters() for replica in replicas)
-    books = run_books(fleet, received, {"training": 3.0, "saving": 1.0}, 4.0)
-    assert books.tokens is not None
-    assert books.tokens.residual == 0
-    assert books.tokens.total == sum(replica.generated for replica in replicas)
-    assert min(books.tokens.parts.values()) >= 0
-    assert books.tokens.parts["under_way"] == sum(r.running for r in replicas if not r.has_left)
+    accounting = run_accounts(fleet, received, {"training": 3.0, "saving": 1.0}, 4.0)
+    assert accounting.tokens is not None
+    assert accounting.tokens.residual == 0
+    assert accounting.tokens.total == sum(replica.generated for replica in replicas)
+    assert min(accounting.tokens.parts.values()) >= 0
+    assert accounting.tokens.parts["under_way"] == sum(
+        r.running for r in replicas if not r.has_left
+    )
     direct = sum(replica.direct_sent + replica.direct_unsent for replica in replicas)
-    assert books.tokens.parts["direct_clients"] == direct
-    assert books.rollout.residual == pytest.approx(0)
-    assert books.trainer.residual == 0
+    assert accounting.tokens.parts["direct_clients"] == direct
+    assert accounting.rollout.residual == pytest.approx(0)
+    assert accounting.trainer.residual == 0
     assert fleet.sent_tokens == received.total()
 
 
@@ -120,7 +122,7 @@ def test_a_token_that_one_side_forgets_is_in_the_residual(where: str, forgotten:
         fleet = replace(fleet, direct_sent_tokens=200 - forgotten)
     else:
         received[where] -= forgotten
-    named = run_books(fleet, received, {}, 0.0).as_mapping()
+    named = run_accounts(fleet, received, {}, 0.0).as_mapping()
     assert named["tokens_residual"] == forgotten
     assert named["tokens_residual_share"] == forgotten / fleet.generated_tokens
 
@@ -130,7 +132,7 @@ def test_what_a_replica_that_left_had_not_sent_counts_as_aborted() -> None:
         [ReplicaCounters(10, 1, 2), ReplicaCounters(20, 3, 4).abandoned(), ReplicaCounters()]
     )
     assert (fleet.generated_tokens, fleet.unsent_tokens, fleet.running_tokens) == (30, 8, 2)
-    named = run_books(fleet, {"aborted": 5.0, "trained": 15.0}, {}, 0.0).as_mapping()
+    named = run_accounts(fleet, {"aborted": 5.0, "trained": 15.0}, {}, 0.0).as_mapping()
     assert named["tokens/aborted"] == 13.0
     assert named["tokens/under_way"] == 2.0
     assert named["tokens_residual"] == 0.0
@@ -139,14 +141,14 @@ def test_what_a_replica_that_left_had_not_sent_counts_as_aborted() -> None:
 def test_tokens_of_direct_clients_are_a_part_of_their_own_and_not_aborted() -> None:
     fleet = ReplicaCounters(100, 12, 5, direct_sent_tokens=30, direct_unsent_tokens=7)
     assert fleet.sent_tokens == 53
-    named = run_books(fleet, {"trained": 53.0}, {}, 0.0).as_mapping()
+    named = run_accounts(fleet, {"trained": 53.0}, {}, 0.0).as_mapping()
     assert named["tokens/direct_clients"] == 37.0
     assert named["tokens/aborted"] == 5.0
     assert named["tokens_residual"] == 0.0
 
 
 def test_without_the_reward_services_counts_there_is_no_account_of_tokens() -> None:
-    named = run_books(ReplicaCounters(10), None, {"training": 1.0}, 2.0).as_mapping()
+    named = run_accounts(ReplicaCounters(10), None, {"training": 1.0}, 2.0).as_mapping()
     assert named == {
         "trainer_s/training": 1.0,
         "trainer_wall_s": 2.0,

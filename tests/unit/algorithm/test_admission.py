@@ -9,11 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.algorithm.admission import (
-    YieldEstimate,
-    groups_to_admit,
-    kept_upper_bound,
-)
+from sluice.algorithm.sampling.admission import YieldEstimate, groups_to_admit, kept_upper_bound
 from sluice.errors import ConfigError
 
 counts = st.integers(0, 300)
@@ -164,14 +160,14 @@ def test_admission_is_the_largest_number_within_all_bounds(
         max_in_flight=limit,
         num_ahead=ahead,
     )
-    room = (max_staleness + 1) * batch - in_training - kept
+    capacity = (max_staleness + 1) * batch - in_training - kept
 
     def fits(number: int) -> bool:
         total = in_flight + number
         bound = float(total) if max_staleness == 0 else kept_upper_bound(total, estimate)
         # One group more may start than the mean allows: the one that reaches what is wanted.
         wanted = math.inf if ahead is None else batch + ahead - in_training - kept
-        return bound <= room and total <= limit and (total - 1) * estimate.mean < wanted
+        return bound <= capacity and total <= limit and (total - 1) * estimate.mean < wanted
 
     assert admitted >= 0
     assert admitted == 0 or fits(admitted)

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.losses.adpo_groups import (
+from sluice.algorithm.packing import (
+    MicroBatchPlan,
+    RowSize,
     assign_groups_to_ranks,
     plan_whole_group_micro_batches,
 )
-from sluice.algorithm.packing import MicroBatchPlan, RowSize
 from sluice.errors import ConfigError
 
 G = 3

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sluice.algorithm.advantages.gdpo import gdpo_metrics
 from sluice.algorithm.advantages.inputs import AdvantageInputs, AdvantageSettings
 from sluice.algorithm.advantages.pf_ppo import pf_ppo_rows, pf_ppo_weights
-from sluice.algorithm.advantages.registry import BATCH_ESTIMATORS, batch_estimator
-from sluice.algorithm.advantages.token_rewards import last_token_rewards
+from sluice.algorithm.advantages.rewards import last_token_rewards
+from sluice.algorithm.registry import BATCH_ESTIMATORS, batch_estimator
 from sluice.errors import ConfigError
 
 NEEDS = {

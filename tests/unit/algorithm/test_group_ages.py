@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.algorithm.group_ages import GroupAges
-from sluice.algorithm.staleness import BatchDecision, OnStale
+from sluice.algorithm.groups.staleness import BatchDecision, GroupAges, OnStale
 
 MANY = 10_000
 
@@ -25,7 +24,9 @@ class PlainAges:
     on_stale: OnStale
     kept: dict[str, tuple[int, int]] = field(default_factory=dict)  # oldest version, sequence
     running: dict[str, int] = field(default_factory=dict)  # start version
-    claimed: dict[str, int] = field(default_factory=dict)  # likewise; they have a place for certain
+    reserved: dict[str, int] = field(
+        default_factory=dict
+    )  # likewise; they have a place for certain
 
     def places(self, version: int, next_version: int) -> int:
         """For groups of `version` or older, in the batches from `next_version` on."""
@@ -34,7 +35,7 @@ class PlainAges:
 
     def has_place(self, start_version: int, next_version: int) -> bool:
         oldest_allowed = next_version - self.max_staleness
-        placed = [*(v for v, _ in self.kept.values()), *self.claimed.values()]
+        placed = [*(v for v, _ in self.kept.values()), *self.reserved.values()]
         usable = [v for v in placed if v >= oldest_allowed]
         younger = {start_version, *usable, *self.running.values()}
         return start_version >= oldest_allowed and all(
@@ -43,9 +44,9 @@ class PlainAges:
             if version >= start_version
         )
 
-    def doomed(self, next_version: int) -> set[str]:
+    def expired(self, next_version: int) -> set[str]:
         oldest_allowed = next_version - self.max_staleness
-        too_old = {name for name, v in self.claimed.items() if v < oldest_allowed}
+        too_old = {name for name, v in self.reserved.items() if v < oldest_allowed}
         return too_old | {
             name for name, v in self.running.items() if not self.has_place(v, next_version)
         }
@@ -55,12 +56,12 @@ class PlainAges:
         ages = sorted((v, sequence, name) for name, (v, sequence) in self.kept.items())
         dropped = tuple(name for v, _, name in ages if v < oldest_allowed)
         eligible = [(v, name) for v, _, name in ages if oldest_allowed <= v <= version]
-        chosen, doomed = eligible[: self.batch_size], self.doomed(version)
+        chosen, expired = eligible[: self.batch_size], self.expired(version)
         num_missing = self.batch_size - len(chosen)
         waiting: list[int] = []
         if not num_missing and self.on_stale == "wait":
-            under_way = {**self.running, **self.claimed}
-            alive = [v for name, v in under_way.items() if name not in doomed]
+            under_way = {**self.running, **self.reserved}
+            alive = [v for name, v in under_way.items() if name not in expired]
             waiting = [v for v in alive if v == oldest_allowed]
             for limit in range(oldest_allowed + 1, chosen[-1][0]):
                 older = [v for v in alive if v <= limit]
@@ -69,7 +70,7 @@ class PlainAges:
                     waiting = older
         names = () if waiting or num_missing else tuple(name for _, name in chosen)
         return BatchDecision(
-            names, dropped, tuple(sorted(set(waiting))), tuple(sorted(doomed)), num_missing
+            names, dropped, tuple(sorted(set(waiting))), tuple(sorted(expired)), num_missing
         )
 
 
@@ -91,11 +92,11 @@ class Both:
         self.num_issued += 1
         self._runs(name)
 
-    def claim(self) -> None:
+    def reserve(self) -> None:
         name = f"p{self.num_issued}"
         self.num_issued += 1
-        self.plain.claimed[name] = self.version
-        self.counted.claim(name, self.version)
+        self.plain.reserved[name] = self.version
+        self.counted.reserve(name, self.version)
 
     def start_over(self) -> None:
         name = self._any(self._under_way())
@@ -109,12 +110,12 @@ class Both:
             self.plain.running.pop(name, None)
 
     def _under_way(self) -> dict[str, int]:
-        return {**self.plain.running, **self.plain.claimed}
+        return {**self.plain.running, **self.plain.reserved}
 
     def _runs(self, name: str) -> None:
         version = self.version + self.rng.choice((-2, -1, 0, 0, 0, 1))
         self.counted.runs(name, version)
-        ages = self.plain.claimed if name in self.plain.claimed else self.plain.running
+        ages = self.plain.reserved if name in self.plain.reserved else self.plain.running
         ages[name] = version
 
     def end(self) -> None:
@@ -127,7 +128,7 @@ class Both:
             oldest = version + self.rng.choice((0, 0, 1))
             self.counted.keep(name, oldest, int(name[1:]))
             self.plain.kept[name] = (oldest, int(name[1:]))
-            self.plain.claimed.pop(name, None)  # it takes one place, not two
+            self.plain.reserved.pop(name, None)  # it takes one place, not two
         if self.rng.random() < 0.9:  # else its task has not ended yet
             self._leave(name)
 
@@ -151,30 +152,30 @@ class Both:
             del self.plain.kept[name]
 
     def cancel(self) -> None:
-        for name in self.counted.doomed(self.version):
+        for name in self.counted.expired(self.version):
             self._leave(name)
 
     def _leave(self, name: str) -> None:
         self.counted.left(name)
         self.plain.running.pop(name, None)
-        self.plain.claimed.pop(name, None)
+        self.plain.reserved.pop(name, None)
 
     def check(self) -> tuple[str, ...]:
         """Both decide alike; returns the kept groups that would leave."""
         bound: Callable[[int], float] = self.rng.choice([float, lambda number: 0.4 * number])
         found, plain = self.counted.decide(self.version, bound), self.plain
         expected = plain.decide(self.version, bound)
-        order = [plain.running[name] for name in found.doomed if name in plain.running]
+        order = [plain.running[name] for name in found.expired if name in plain.running]
         assert order == sorted(order)
         assert expected == BatchDecision(
             found.chosen,
             tuple(sorted(found.dropped, key=lambda name: (*plain.kept[name], name))),
             found.waiting_for,
-            tuple(sorted(found.doomed)),
+            tuple(sorted(found.expired)),
             found.num_missing,
         )
         for next_version in (self.version, self.version + 1):
-            assert set(self.counted.doomed(next_version)) == plain.doomed(next_version)
+            assert set(self.counted.expired(next_version)) == plain.expired(next_version)
         for name, version in plain.running.items():
             is_too_old = self.version - version > plain.max_staleness
             drops = plain.on_stale == "drop" and is_too_old
@@ -198,7 +199,7 @@ def test_any_sequence_of_events_is_decided_as_by_the_rules_read_group_by_group(
         random.Random(seed),
     )
     events = [both.start, both.start_over, both.end, both.give_up_kept, both.take_over]
-    events += [both.publish, both.form, both.cancel, both.claim, both.pause]
+    events += [both.publish, both.form, both.cancel, both.reserve, both.pause]
     for _ in range(80):
         both.rng.choices(events, weights=[10, 2, 8, 1, 1, 2, 4, 1, 3, 1])[0]()
         both.check()
@@ -253,14 +254,14 @@ def crowd(on_stale: OnStale = "wait") -> GroupAges:
 
 def test_the_count_sees_every_group_walked_over() -> None:
     ages = crowd()
-    assert len(ages.doomed(6)) > MANY / 4  # those of version 4
+    assert len(ages.expired(6)) > MANY / 4  # those of version 4
     assert CountedDict.num_walked > MANY / 4
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "drop"])
 def test_nothing_to_decide_is_seen_without_a_look_at_any_group(on_stale: OnStale) -> None:
     ages = crowd(on_stale)
-    assert ages.doomed(5) == ()
+    assert ages.expired(5) == ()
     assert ages.decide(5) == BatchDecision((), (), (), (), 1)
     assert CountedDict.num_walked <= 50  # versions, several times each
 

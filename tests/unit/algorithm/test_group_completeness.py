@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.algorithm.group_completeness import fewest_samples
+from sluice.algorithm.groups.filter import fewest_samples
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.group_filter import filter_group, filter_scores, filter_values
+from sluice.algorithm.groups.filter import filter_group, filter_scores, filter_values
 from sluice.errors import ConfigError, DataError
 from sluice.types import (
     Failed,

@@ -7,26 +7,14 @@ import sys
 from pathlib import Path
 
 ALGORITHM = Path(__file__).resolve().parents[3] / "sluice" / "algorithm"
-ON_TORCH = {
-    "entropy",
-    "masked",
-    "probs_diff",
-}
+ON_TORCH = {"entropy"}
 # All other files of these packages are on torch.
 PLAIN_IN_TORCH_PACKAGES = {
     "advantages",
-    "advantages.registry",
-    "kl",
-    "kl.controller",
-    "kl.estimator",
     "losses",
-    "losses.adpo_groups",
-    "losses.policy_loss",
-    "losses.registry",
     "losses.settings",
     "rollout_correction",
     "rollout_correction.plan",
-    "rollout_correction.thresholds",
 }
 
 

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.kl.controller import KlController
-from sluice.algorithm.kl.estimator import KL_ESTIMATORS, kl_estimate
-from sluice.algorithm.kl.reward_penalty import penalize_rewards
+from sluice.algorithm.advantages.rewards import KlController, penalize_rewards
+from sluice.algorithm.kl_estimator import KL_ESTIMATORS, kl_estimate
 from sluice.errors import ConfigError
 
 LOGPROBS = torch.tensor([-0.5, -1.0, -2.0, -0.1])

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from sluice.algorithm.masked import masked_mean, masked_sum, masked_var, masked_whiten
+from sluice.algorithm.advantages.statistics import (
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+)
 
 VALUES = torch.tensor([[1.0, 2.0, float("nan")], [4.0, float("inf"), -1.0]])
 MASK = torch.tensor([[1, 1, 0], [1, 0, 1]], dtype=torch.bool)

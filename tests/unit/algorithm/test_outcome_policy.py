@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.outcome_policy import (
+from sluice.algorithm.groups.outcomes import (
     FINAL_ACTIONS,
     RESPONDED,
     STRIKING_KINDS,
@@ -52,9 +52,9 @@ def test_a_scored_sample_is_never_tried_again_and_no_sample_in_two_ways(
     policy: OutcomePolicy, outcomes: list[Outcome], attempts: int
 ) -> None:
     scored_again = set(policy.to_score_again(outcomes, attempts))
-    drawn_again = set(policy.to_generate_again(outcomes, attempts))
-    assert not scored_again & drawn_again
-    for place in scored_again | drawn_again:
+    regenerated = set(policy.to_generate_again(outcomes, attempts))
+    assert not scored_again & regenerated
+    for place in scored_again | regenerated:
         outcome = outcomes[place]
         assert isinstance(outcome, Failed)
         assert outcome.kind in RESPONDED

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.algorithm.losses.aggregate import LossAggregation, aggregate
-from sluice.algorithm.losses.policy_loss import PolicyLoss
-from sluice.algorithm.losses.vanilla import vanilla_policy_loss
+from sluice.algorithm.losses.objective import LossAggregation, aggregate
+from sluice.algorithm.losses.vanilla import PolicyLoss, vanilla_policy_loss
 from sluice.errors import ConfigError
 
 MODES = [str(mode) for mode in LossAggregation]

@@ -12,17 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.algorithm.losses.aggregate import LossAggregation
-from sluice.algorithm.losses.bypass import Correction
-from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, padded_inputs
-from sluice.algorithm.losses.objective import MetricMean, PolicyObjective
-from sluice.algorithm.losses.registry import (
-    POLICY_OBJECTIVES,
-    SILENT_AT_ZERO_ADVANTAGE,
-    policy_objective,
+from sluice.algorithm.losses.inputs import (
+    Correction,
+    GlobalCounts,
+    LossInputs,
+    MetricMean,
+    padded_inputs,
+    row_index_of_offsets,
+    row_means,
 )
-from sluice.algorithm.losses.row_reduction import row_index_of_offsets, row_means
+from sluice.algorithm.losses.objective import LossAggregation, PolicyObjective
 from sluice.algorithm.losses.settings import AdpoSettings, PolicyLossSettings
+from sluice.algorithm.registry import POLICY_OBJECTIVES, SILENT_AT_ZERO_ADVANTAGE, policy_objective
 from sluice.errors import ConfigError
 
 NAMES = sorted(POLICY_OBJECTIVES)

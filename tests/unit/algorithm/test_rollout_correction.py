@@ -10,28 +10,26 @@ import torch
 from sluice.algorithm.losses.bypass import bypass_objective
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
 from sluice.algorithm.losses.settings import PolicyLossSettings
-from sluice.algorithm.rollout_correction.bypass_corrector import bypass_corrector
 from sluice.algorithm.rollout_correction.correction import (
     RolloutCorrection,
+    bypass_corrector,
     normalized_weights,
     rollout_correction,
 )
 from sluice.algorithm.rollout_correction.plan import (
     OldLogprobs,
+    RejectionRule,
     RolloutCorrectionSettings,
+    WeightBounds,
     correction_plan,
+    rejection_rules,
+    weight_bounds,
 )
 from sluice.algorithm.rollout_correction.statistics import (
     merge_statistics,
     metrics_of,
     statistics_from_vector,
     statistics_to_vector,
-)
-from sluice.algorithm.rollout_correction.thresholds import (
-    RejectionRule,
-    WeightBounds,
-    rejection_rules,
-    weight_bounds,
 )
 from sluice.errors import ConfigError
 

@@ -7,7 +7,13 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.routing import AnnouncedReplica, Fleet, Grant, Member, Wanted
+from sluice.algorithm.routing import (
+    AnnouncedReplica,
+    ReplicaRequirement,
+    ReplicaRouter,
+    Reservation,
+    RoutedReplica,
+)
 from sluice.types import ReplicaInfo
 
 SLACK = 1.5
@@ -17,11 +23,11 @@ def announced(number: int, slots: int, version: int) -> AnnouncedReplica:
     return AnnouncedReplica(ReplicaInfo(f"r{number}", "i", f"h:{number}", slots), version)
 
 
-def capacity(member: Member) -> int:
+def capacity(member: RoutedReplica) -> int:
     return math.floor(member.announced.info.slots * SLACK)
 
 
-def has_room(member: Member, wanted: Wanted, now: float) -> bool:
+def has_capacity(member: RoutedReplica, wanted: ReplicaRequirement, now: float) -> bool:
     if not wanted.accepts(member.announced.policy_version) or member.paused_until > now:
         return False
     if member.num_groups == 0:
@@ -30,12 +36,14 @@ def has_room(member: Member, wanted: Wanted, now: float) -> bool:
     return fits and not member.on_probation
 
 
-def expected(members: list[Member], wanted: Wanted, now: float) -> Member | None:
-    candidates = [m for m in members if has_room(m, wanted, now)]
+def expected(
+    members: list[RoutedReplica], wanted: ReplicaRequirement, now: float
+) -> RoutedReplica | None:
+    candidates = [m for m in members if has_capacity(m, wanted, now)]
     return min(candidates, key=lambda m: m.load, default=None)
 
 
-def expected_free(members: list[Member], lowest: int, now: float) -> int:
+def expected_free(members: list[RoutedReplica], lowest: int, now: float) -> int:
     return sum(
         max(0, capacity(m) - m.num_outstanding)
         for m in members
@@ -44,7 +52,9 @@ def expected_free(members: list[Member], lowest: int, now: float) -> int:
 
 
 FLEETS = st.lists(st.tuples(st.sampled_from([2, 4, 8]), st.integers(0, 2)), min_size=1, max_size=6)
-WANTED = st.builds(Wanted, st.integers(1, 9), st.integers(0, 2), st.sampled_from([None, 0, 1, 2]))
+WANTED = st.builds(
+    ReplicaRequirement, st.integers(1, 9), st.integers(0, 2), st.sampled_from([None, 0, 1, 2])
+)
 ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(
@@ -61,9 +71,9 @@ ACTIONS = st.lists(
 def test_the_least_loaded_replica_with_room_is_chosen_whatever_happened_before(
     fleet_of: list[tuple[int, int]], then: list[tuple[int, int]], actions: list[tuple]
 ) -> None:
-    fleet = Fleet(SLACK)
-    members: list[Member] = []
-    grants: list[Grant] = []
+    fleet = ReplicaRouter(SLACK)
+    members: list[RoutedReplica] = []
+    reservations: list[Reservation] = []
 
     def announce(replicas: list[tuple[int, int]]) -> None:
         fleet.announce([announced(i, slots, v) for i, (slots, v) in enumerate(replicas)])
@@ -81,11 +91,11 @@ def test_the_least_loaded_replica_with_room_is_chosen_whatever_happened_before(
         )
         match action:
             case "grant" if chosen is not None:
-                grants.append(fleet.grant(chosen, wanted.num_sequences))
-            case "end" if grants and grants[pick % len(grants)].num_missing:
-                fleet.sequence_ended(grants[pick % len(grants)])
-            case "give_back" if grants:
-                fleet.give_back(grants.pop(pick % len(grants)))
+                reservations.append(fleet.reservation(chosen, wanted.num_sequences))
+            case "end" if reservations and reservations[pick % len(reservations)].num_missing:
+                fleet.sequence_ended(reservations[pick % len(reservations)])
+            case "give_back" if reservations:
+                fleet.give_back(reservations.pop(pick % len(reservations)))
             case "fail":
                 fleet.failed(members[pick % len(members)], now)
             case "answer":
@@ -95,13 +105,13 @@ def test_the_least_loaded_replica_with_room_is_chosen_whatever_happened_before(
 
 
 def test_room_of_a_withdrawn_replica_never_comes_back() -> None:
-    fleet = Fleet(1.0)
+    fleet = ReplicaRouter(1.0)
     fleet.announce([announced(0, 4, 0), announced(1, 4, 0)])
-    wanted = Wanted(4, 0)
+    wanted = ReplicaRequirement(4, 0)
     first = fleet.choose(wanted, 0.0)
     assert first is not None
-    grant = fleet.grant(first, 4)
+    reservation = fleet.reservation(first, 4)
     fleet.announce([announced(1, 4, 0)])
-    fleet.give_back(grant)
+    fleet.give_back(reservation)
     assert fleet.num_free(0, 0.0) == 4
     assert fleet.choose(wanted, 0.0) is not first

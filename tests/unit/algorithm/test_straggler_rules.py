@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.stragglers import LEAST_ARRIVALS, RateTable, StragglerRules, StreamPace
+from sluice.algorithm.groups.stragglers import LEAST_ARRIVALS, RateTable, StragglerRules, StreamPace
 
 RULES = StragglerRules(stall_timeout_s=30, slow_factor=4, group_deadline_s=100)
 
@@ -32,17 +32,17 @@ def test_a_stream_is_stalled_when_nothing_came_since_its_last_token() -> None:
 def test_samples_that_wait_for_a_slot_are_not_stalled_while_the_engine_draws_tokens() -> None:
     pace = begun(0, 1)
     pace.arrived({0: 3}, (), 10.0)
-    for seconds, drawn in ((20.0, 500), (40.0, 900)):  # sample 1 still waits
-        pace.engine_drew(drawn, seconds)
+    for seconds, sampled in ((20.0, 500), (40.0, 900)):  # sample 1 still waits
+        pace.engine_progressed(sampled, seconds)
         assert RULES.stalled_at(pace) == seconds + 30
-    pace.engine_drew(900, 60.0)  # the engine stands still
+    pace.engine_progressed(900, 60.0)  # the engine stands still
     assert RULES.stalled_at(pace) == 70
 
 
 def test_an_engine_that_works_for_others_is_no_sign_of_life_for_samples_with_a_slot() -> None:
     pace = begun(0, 1)
     pace.arrived({0: 3, 1: 3}, (), 10.0)
-    pace.engine_drew(500, 39.0)
+    pace.engine_progressed(500, 39.0)
     assert RULES.stalled_at(pace) == 40
 
 

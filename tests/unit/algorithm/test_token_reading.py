@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.accounts import ReplicaCounters
-from sluice.algorithm.token_reading import TokenReading
+from sluice.algorithm.accounting import ReplicaCounters, TokenReading
 
 counts = st.integers(0, 1000)
 
@@ -18,16 +17,16 @@ class Flow:
     """One replica and one reward service, with tokens drawn, sent, and lost on the way."""
 
     def __init__(self) -> None:
-        self.drawn = self.sent = self.lost = 0
+        self.sampled = self.sent = self.lost = 0
 
-    def go_on(self, drawn: int, sent: int, lost: int = 0) -> None:
-        self.drawn += drawn
-        sent = min(sent, self.drawn - self.sent)
+    def go_on(self, sampled: int, sent: int, lost: int = 0) -> None:
+        self.sampled += sampled
+        sent = min(sent, self.sampled - self.sent)
         self.sent += sent
         self.lost += min(lost, sent)
 
     def fleet(self) -> ReplicaCounters:
-        return ReplicaCounters(self.drawn, running_tokens=self.drawn - self.sent)
+        return ReplicaCounters(self.sampled, running_tokens=self.sampled - self.sent)
 
     def received(self) -> dict[str, float]:
         return {"pending": float(self.sent - self.lost)}
@@ -47,7 +46,7 @@ def test_tokens_that_flow_while_all_are_asked_leave_no_residual(
     assert account.residual == 0
     assert account.parts["pending"] == flow.sent
     assert min(account.parts.values()) >= 0
-    assert fleet.generated_tokens <= account.total <= flow.drawn
+    assert fleet.generated_tokens <= account.total <= flow.sampled
 
 
 @given(st.lists(st.tuples(counts, counts), min_size=3, max_size=3), counts)

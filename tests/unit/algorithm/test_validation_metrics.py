@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sluice.algorithm.validation_metrics import (
     ValidationPrompt,
-    bootstrap_draws,
+    bootstrap_indices,
     bootstrap_sizes,
     majority_values,
     prompt_metrics,
@@ -26,6 +26,13 @@ def prompt(
         for i, acc in enumerate(accuracies)
     )
     return ValidationPrompt(source, scores)
+
+
+def voting(source: str, *predictions: str | None) -> ValidationPrompt:
+    scores = (
+        Scored(float(i), float(i), {"acc": float(i)}, one) for i, one in enumerate(predictions)
+    )
+    return ValidationPrompt(source, tuple(scores))
 
 
 def test_one_response_a_prompt_gives_its_mean_only() -> None:
@@ -65,9 +72,16 @@ def test_sources_are_averaged_apart() -> None:
     assert found["val-core/b/acc/mean@1"] == 0.0
 
 
-def test_a_majority_needs_every_prediction() -> None:
-    scores = (Scored(1.0, 1.0, {"acc": 1.0}, "a"), Scored(0.0, 0.0, {"acc": 0.0}, None))
-    assert not any("maj" in name for name in validation_metrics([ValidationPrompt("s", scores)]))
+def test_a_response_without_a_prediction_is_a_vote_of_its_own() -> None:
+    found = validation_metrics([voting("s", "a", None, None), voting("s", None, None, None)])
+    lettered = validation_metrics([voting("s", "a", "b", "b"), voting("s", "b", "b", "b")])
+    assert any("maj@3" in name for name in found)
+    assert found == lettered
+
+
+def test_a_source_without_any_prediction_has_no_majority() -> None:
+    found = validation_metrics([voting("with", "a", None), voting("without", None, None)])
+    assert {name.split("/")[1] for name in found if "maj" in name} == {"with"}
 
 
 def test_a_metric_some_responses_lack_is_left_out() -> None:
@@ -92,7 +106,7 @@ def test_ties_go_to_the_prediction_drawn_first_and_its_first_member() -> None:
 @given(st.lists(st.sampled_from("abc"), min_size=2, max_size=8))
 def test_the_majority_is_what_counting_each_draw_by_hand_gives(predictions: list[str]) -> None:
     values = np.arange(len(predictions), dtype=np.float64)
-    draws = bootstrap_draws(len(predictions), 4)[:50]
+    draws = bootstrap_indices(len(predictions), 4)[:50]
     expected = []
     for draw in draws:
         votes = [predictions[i] for i in draw]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.yield_floor import LastGroups, YieldFloor
-from sluice.config.algorithm import FilterGroupsConfig
+from sluice.algorithm.sampling.admission import LastGroups, YieldFloor
+from sluice.config.schema.algorithm import FilterGroupsConfig
 
 MANY = st.lists(st.booleans(), max_size=60)
 

@@ -11,9 +11,9 @@ from benchmarks.sampling_real import RealRun, twin_errors, twin_idle_errors
 from benchmarks.sampling_real_tables import print_strategies, print_synchrony, print_twin_errors
 from benchmarks.simulator_speed import measure_simulator
 from sluice.report.run_record import RunRecord
-from sluice.simulate.fill_time import simulate_fill_times
+from sluice.simulate.fitting.twin import Twin, TwinFigure
 from sluice.simulate.result import simulate
-from sluice.simulate.twin import Twin, TwinFigure
+from sluice.simulate.strategies import simulate_fill_times
 from tests.unit.simulate.simulations import SmallWorkload, small
 
 

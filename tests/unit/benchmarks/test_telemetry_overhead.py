@@ -13,16 +13,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.bench_telemetry import ROOT, RoundFigures, Switch, main, report, shares, told_run
+from benchmarks.bench_telemetry import (
+    ROOT,
+    RoundFigures,
+    Switch,
+    main,
+    report,
+    reported_run,
+    shares,
+)
 from benchmarks.metrics_scraper import TelemetryAccount, telemetry_account
 from benchmarks.process_cpu import cpu_seconds
 from benchmarks.step_regression import MeasuredStep, added
-from sluice.config.loader import load_config
-from sluice.config.service import EndpointConfig
-from sluice.rpc.process_readings import ProcessName
-from sluice.rpc.served_metrics import served_metrics
-from sluice.telemetry.instrument import Reading
-from sluice.telemetry.own_cost import SPANS, TELEMETRY_CPU, Part, SpanFate
+from sluice.config.loading.loader import load_config
+from sluice.config.schema.service import EndpointConfig
+from sluice.rpc.metrics import ProcessName, served_metrics
+from sluice.telemetry.metrics import InstrumentReading
+from sluice.telemetry.process import SPANS, TELEMETRY_CPU, SpanOutcome, TelemetryPart
 
 SPUN_S, SHORT_S = 0.3, 0.05
 NAMES = frozenset({"trainer", "reward"})
@@ -135,9 +142,9 @@ def test_overheads_are_means_of_rounds_with_their_error_and_other_figures_median
 
 
 def test_shares_are_of_the_cpu_of_steps_with_telemetry_and_count_the_recording_of_spans() -> None:
-    told = TelemetryAccount(NAMES, spans_cpu_s=10.0, scrapes_cpu_s=1.0, spans=3000.0)
+    reported = TelemetryAccount(NAMES, spans_cpu_s=10.0, scrapes_cpu_s=1.0, spans=3000.0)
     began = TelemetryAccount(NAMES, spans_cpu_s=9.9, scrapes_cpu_s=0.8, spans=1000.0)
-    found = shares(told.since(began), cpu_s=20.0, num_steps=10, recording_us=50.0)
+    found = shares(reported.since(began), cpu_s=20.0, num_steps=10, recording_us=50.0)
     assert found["share_traces"] == pytest.approx(0.01)  # (0.1 + 2000 * 50e-6) / 20
     assert found["share_metrics"] == pytest.approx(0.01)
     assert found["spans_a_step"] == 200
@@ -156,7 +163,7 @@ async def test_a_run_tells_what_its_scrapes_and_spans_took(tmp_path: Path) -> No
         while time.thread_time() < ends_s:
             pass
 
-    def spinning() -> list[Reading]:
+    def spinning() -> list[InstrumentReading]:
         spin()
         return []
 
@@ -164,8 +171,8 @@ async def test_a_run_tells_what_its_scrapes_and_spans_took(tmp_path: Path) -> No
     who = ProcessName("reward", "reward")
     with served_metrics(service, EndpointConfig(metrics_port=0), who, spinning):
         began = await asyncio.to_thread(telemetry_account, tmp_path)
-        SPANS.add(SpanFate.SENT, count=7)
-        with TELEMETRY_CPU.charged(Part.SPANS):
+        SPANS.add(SpanOutcome.SENT, count=7)
+        with TELEMETRY_CPU.charged(TelemetryPart.SPANS):
             spin()
         ended = await asyncio.to_thread(telemetry_account, tmp_path)
     between = ended.since(began)
@@ -181,7 +188,7 @@ def test_a_run_that_serves_no_metrics_is_refused(tmp_path: Path) -> None:
 
 def test_a_measured_run_is_traced_and_served_while_its_switch_is_on(tmp_path: Path) -> None:
     switch = Switch(tmp_path / "on")
-    with told_run(tmp_path, switch) as overrides:
+    with reported_run(tmp_path, switch) as overrides:
         keys = {override.partition("=")[0] for override in overrides}
     assert "sluice.telemetry.traces.endpoint" in keys
     assert "sluice.trainer.endpoint.metrics_port" in keys

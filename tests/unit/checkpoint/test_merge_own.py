@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from sluice.checkpoint.compare import compare_weights
 from sluice.checkpoint.merge import MergeOptions, merge_checkpoint
+from sluice.checkpoint.safetensors_files import compare_weights
 from sluice.checkpoint.source import find_source
 from sluice.cli.main import commands
 from sluice.errors import CheckpointError, ConfigError
@@ -73,8 +73,8 @@ def test_every_kind_of_difference_is_told(checkpoint: Path, tmp_path: Path) -> N
     with torch.no_grad():
         changed.get_input_embeddings().weight[3, 0] += 0.5
     changed.save_pretrained(tmp_path / "changed")
-    (told,) = compare_weights(tmp_path / "changed", source.huggingface, nothing)
-    assert told == "model.embed_tokens.weight: 1 of 1952 values differ, by up to 0.5"
+    (reported,) = compare_weights(tmp_path / "changed", source.huggingface, nothing)
+    assert reported == "model.embed_tokens.weight: 1 of 1952 values differ, by up to 0.5"
 
 
 def test_an_output_matrix_is_left_out_only_if_it_equals_the_embedding(

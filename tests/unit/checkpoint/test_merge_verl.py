@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import Replicate, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from sluice.checkpoint.compare import compare_weights
 from sluice.checkpoint.merge import MergeOptions, merge_checkpoint
+from sluice.checkpoint.safetensors_files import compare_weights
 from sluice.checkpoint.source import find_source
 from sluice.checkpoint.verl_shards import join_parts
 from sluice.errors import CheckpointError

@@ -12,12 +12,12 @@ import yaml
 from typer.testing import CliRunner
 
 from sluice.cli.main import commands
-from sluice.config.loader import load_config
-from sluice.config.security import SecurityConfig
-from sluice.config.security_checks import client_problems, exposed_secrets, server_problems
+from sluice.config.loading.loader import load_config
+from sluice.config.rules.security import client_problems, exposed_secrets, server_problems
+from sluice.config.schema.security import SecurityConfig
 from sluice.errors import ConfigError
 from sluice.rpc.credentials import client_credentials
-from sluice.security.tokens import Role
+from sluice.security.token_file import Role
 
 FILES = {
     *("ca.pem", "ca.key", "service.pem", "service.key", "client.pem", "client.key"),

@@ -12,7 +12,7 @@ import typer
 from pyarrow import parquet
 from typer.testing import CliRunner
 
-from sluice.cli.config_command import config_commands
+from sluice.cli.config import config_commands
 from sluice.cli.main import app, commands
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

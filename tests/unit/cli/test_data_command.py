@@ -11,13 +11,12 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from sluice.cli.data_command import SetName, data_commands
+from sluice.cli.data import SetName, data_commands
 from sluice.data.inspection import histogram, quantiles
 from sluice.data.published_rows import PUBLISHED_SETS
 from sluice.errors import ConfigError, DataError
-from sluice.quickstart.problems import draw_problem, task_named
+from sluice.quickstart.arithmetic import draw_problem, make_dialogues, task_named
 from sluice.quickstart.tokenizer import save_tokenizer, train_tokenizer
-from sluice.quickstart.worked_answers import make_dialogues
 from tests.support.image_files import png
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 from sluice.cli import doctor as command
 from sluice.cli.main import commands
 from sluice.doctor.examination import Check
-from sluice.doctor.examined import Examined
-from sluice.doctor.finding import Finding, fine, problem, warning
+from sluice.doctor.finding import Examined, Finding, fine, problem, warning
 
 
 def invoke(*arguments: str) -> tuple[int, str]:

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from sluice.cli.evaluate import until_signal
+from sluice.cli.policy.evaluate import until_signal
 from sluice.errors import NotReadyError
 from tests.support.scripted_children import end_self
 from tests.support.scripted_trainer import ScriptedTrainer, monitored

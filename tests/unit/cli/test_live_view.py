@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sluice.cli import live_view
-from sluice.cli.accuracy_tail import AccuracyTail
-from sluice.cli.live_view import LiveView
+from sluice.cli.watch import live_view
+from sluice.cli.watch.live_view import AccuracyTail, LiveView
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.errors import SluiceError
 from sluice.report.run_record import AccuracyPoint

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from sluice.cli.main import commands
 from sluice.cli.running_run import ask_run
-from sluice.config.dump import write_config
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError, NotReadyError
 from tests.support.run_folder import ACCOUNTS, STEPS, VALIDATIONS, run_folder
 

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from sluice.cli.plain_table import output_console, print_table
+from sluice.cli.terminal import output_console, print_table
 
 ROWS = [("short", "1"), ("a key that is longer than the terminal is wide", "20,000")]
 

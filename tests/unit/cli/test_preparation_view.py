@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from sluice.cli.preparation_view import PreparationView
-from sluice.quickstart.prepare import PrepareProgress
+from sluice.cli.run.quickstart import PreparationView
+from sluice.quickstart.settings import PrepareProgress
 
 
 def shown(*progress: tuple[float, PrepareProgress], terminal: bool = False) -> str:

@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sluice.cli import prepare as prepare_module
 from sluice.cli.main import commands
-from sluice.cli.run_location import CONFIG_NAME as NAME_FOR_COMMANDS
-from sluice.cli.run_location import locate_run
-from sluice.config.loader import load_config
-from sluice.launch.network_layout import CONFIG_NAME, KINDS, PLACES
+from sluice.cli.run import prepare as prepare_module
+from sluice.client.run_address import CONFIG_NAME as NAME_FOR_COMMANDS
+from sluice.client.run_address import locate_run
+from sluice.config.loading.loader import load_config
+from sluice.launch.network_layout import CONFIG_NAME, KINDS, SERVICE_PORTS
 from sluice.launch.shared_run import Ending, SharedRun
-from sluice.quickstart.prepare import QuickstartAssets, QuickstartFacts
-from sluice.quickstart.problems import task_named
+from sluice.quickstart.arithmetic import task_named
+from sluice.quickstart.prepare import QuickstartAssets
+from sluice.quickstart.settings import QuickstartFacts
 from sluice.report.run_record import ACCOUNTS_NAME
 
 FACTS = QuickstartFacts(1, 1, 1, 1, 1, 1, 1, 0.0, 0.0)
@@ -47,8 +48,8 @@ def test_commands_find_the_run_by_the_file_that_is_written(tmp_path: Path) -> No
     prepare("--run-dir", run_dir, *model_and_data(tmp_path / "job"), "data.train_batch_size=8")
     assert CONFIG_NAME == NAME_FOR_COMMANDS
     location = locate_run(run_dir)
-    assert location.trainer == f"trainer:{PLACES['trainer'].port}"
-    assert location.reward == f"reward:{PLACES['reward'].port}"
+    assert location.trainer == f"trainer:{SERVICE_PORTS['trainer'].port}"
+    assert location.reward == f"reward:{SERVICE_PORTS['reward'].port}"
     assert location.config.data.train_batch_size == 8
     assert location.config.sluice.run_dir == str(run_dir)
 
@@ -81,9 +82,9 @@ def test_a_run_that_goes_on_keeps_its_configuration_and_anew_begins_another(
     job, run_dir = model_and_data(tmp_path / "job"), tmp_path / "run"
     prepare("--run-dir", run_dir, *job, "data.train_batch_size=8")
     assert "stays" not in prepare("--run-dir", run_dir, *job, "data.train_batch_size=8")
-    told = prepare("--run-dir", run_dir, *job, "data.train_batch_size=16")
-    assert "stays as it is" in told
-    assert "--anew" in told
+    reported = prepare("--run-dir", run_dir, *job, "data.train_batch_size=16")
+    assert "stays as it is" in reported
+    assert "--anew" in reported
     assert locate_run(run_dir).config.data.train_batch_size == 8
     again = prepare("--anew", "--run-dir", run_dir, *job, "data.train_batch_size=16")
     assert "the run begins" in again
@@ -138,6 +139,9 @@ def test_settings_of_the_deployment_that_replace_the_files_are_named(tmp_path: P
         "data: {train_batch_size: 4}\nsluice: {shutdown_grace_s: 60}\n", encoding="utf-8"
     )
     words = [*model_and_data(tmp_path / "job"), "sluice.shutdown_grace_s=15"]
-    told = prepare(job, *words, "--run-dir", tmp_path / "run")
-    assert f"notice: sluice.shutdown_grace_s=60 of {job} is not heeded: the command says 15" in told
-    assert "train_batch_size" not in told
+    reported = prepare(job, *words, "--run-dir", tmp_path / "run")
+    assert (
+        f"notice: sluice.shutdown_grace_s=60 of {job} is not heeded: the command says 15"
+        in reported
+    )
+    assert "train_batch_size" not in reported

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sluice.cli import quickstart as quickstart_module
-from sluice.cli.quickstart import quickstart
+from sluice.cli.run import quickstart as quickstart_module
+from sluice.cli.run.quickstart import quickstart
 from sluice.errors import ConfigError
 
 

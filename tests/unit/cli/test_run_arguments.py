@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sluice.cli.run_location import locate_run
-from sluice.cli.up import split_arguments
-from sluice.config.dump import write_config
-from sluice.config.loader import load_config
+from sluice.cli.run.up import split_arguments
+from sluice.client.run_address import locate_run
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError
 
 

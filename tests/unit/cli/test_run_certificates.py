@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sluice.cli.certs import write_certificates
 from sluice.cli.main import commands
-from sluice.cli.run_certificates import (
+from sluice.cli.run.certificates import (
     CERTIFICATES,
     ensure_certificates,
     renew_certificates,
     security_settings,
+    write_certificates,
 )
-from sluice.config.loader import load_config
-from sluice.config.security_checks import server_problems
+from sluice.config.loading.loader import load_config
+from sluice.config.rules.security import server_problems
 from sluice.errors import ConfigError
 from sluice.launch.shared_run import Ending, SharedRun
 from sluice.security.development_ca import DevelopmentCa, end_of_validity, was_issued_by
@@ -28,17 +28,17 @@ from tests.unit.cli.test_prepare_command import model_and_data, prepare
 FOR_CLIENTS = ("ca.pem", "client.pem", "client.key", "client.token")
 
 
-def looked_after(folder: Path, *, run_goes_on: bool) -> str:
+def looked_after(folder: Path, *, run_is_active: bool) -> str:
     """What `sluice prepare` does to a folder, before and after its checks; returns what it said."""
     said = list[str]()
     ensure_certificates(folder, said.append)
-    renew_certificates(folder, said.append, run_goes_on=run_goes_on)
+    renew_certificates(folder, said.append, run_is_active=run_is_active)
     return "\n".join(said)
 
 
 def made(folder: Path, days: int | None = None) -> Path:
     """Certificates as the command makes them; those of services valid for `days`, if given."""
-    looked_after(folder, run_goes_on=False)
+    looked_after(folder, run_is_active=False)
     if days is not None:
         authority = DevelopmentCa(365)
         pair = authority.service(("sluice",), days)
@@ -70,7 +70,7 @@ def test_an_authoritys_key_that_lies_there_is_taken_away_and_prepare_says_so(
     before = contents(folder)
     (folder / "ca.key").write_bytes(b"of an earlier run")
     (folder / "ca.key.7.partial").write_bytes(b"of a process that was killed")
-    assert "ca.key was deleted" in looked_after(folder, run_goes_on=True)
+    assert "ca.key was deleted" in looked_after(folder, run_is_active=True)
     assert contents(folder) == before
 
 
@@ -104,31 +104,31 @@ def test_the_authoritys_key_is_at_no_time_in_the_folder(
 
 
 def test_the_first_time_prepare_says_where_the_files_of_clients_are(tmp_path: Path) -> None:
-    told = looked_after(tmp_path / "certs", run_goes_on=False)
-    assert str(tmp_path / "certs") in told
-    assert all(name in told for name in FOR_CLIENTS)
-    assert looked_after(tmp_path / "certs", run_goes_on=True) == ""
+    reported = looked_after(tmp_path / "certs", run_is_active=False)
+    assert str(tmp_path / "certs") in reported
+    assert all(name in reported for name in FOR_CLIENTS)
+    assert looked_after(tmp_path / "certs", run_is_active=True) == ""
 
 
 @pytest.mark.parametrize("days", [-1, 0, 29])
 def test_certificates_that_end_within_a_month_are_all_made_again(tmp_path: Path, days: int) -> None:
     folder = made(tmp_path / "certs", days)
     before = contents(folder)
-    told = looked_after(folder, run_goes_on=False)
+    reported = looked_after(folder, run_is_active=False)
     after = contents(folder)
     assert set(after) == set(before)
     assert not [name for name in after if after[name] == before[name]]
     ends = end_of_validity(after["service.pem"])
     assert ends > datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=300)
-    assert "service.pem" in told
-    assert "client.token" in told
+    assert "service.pem" in reported
+    assert "client.token" in reported
 
 
 def test_certificates_with_more_time_left_stay(tmp_path: Path) -> None:
     folder = tmp_path / "certs"
     write_certificates(folder, [], 31, replace=False, with_authority_key=False)
     before = contents(folder)
-    assert looked_after(folder, run_goes_on=False) == ""
+    assert looked_after(folder, run_is_active=False) == ""
     assert contents(folder) == before
 
 
@@ -149,7 +149,7 @@ def spoil(folder: Path, name: str, content: bytes | None) -> None:
         (folder / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("run_goes_on", [True, False])
+@pytest.mark.parametrize("run_is_active", [True, False])
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -158,13 +158,13 @@ def spoil(folder: Path, name: str, content: bytes | None) -> None:
     ],
 )
 def test_files_that_services_refuse_are_made_again_also_while_a_run_goes_on(
-    tmp_path: Path, name: str, content: bytes | None, run_goes_on: bool
+    tmp_path: Path, name: str, content: bytes | None, run_is_active: bool
 ) -> None:
     folder = made(tmp_path / "certs")
     spoil(folder, name, content)
-    told = looked_after(folder, run_goes_on=run_goes_on)
-    assert "made again" in told
-    assert name in told
+    reported = looked_after(folder, run_is_active=run_is_active)
+    assert "made again" in reported
+    assert name in reported
     assert_consistent(folder)
 
 
@@ -173,24 +173,24 @@ def test_clients_files_are_made_again_only_when_no_run_goes_on(tmp_path: Path, n
     folder = made(tmp_path / "certs")
     spoil(folder, name, b"no certificate" if name == "client.pem" else None)
     before = contents(folder)
-    assert name in looked_after(folder, run_goes_on=True)
+    assert name in looked_after(folder, run_is_active=True)
     assert contents(folder) == before
-    assert "made again" in looked_after(folder, run_goes_on=False)
+    assert "made again" in looked_after(folder, run_is_active=False)
     assert_consistent(folder)
 
 
-@pytest.mark.parametrize("run_goes_on", [True, False])
+@pytest.mark.parametrize("run_is_active", [True, False])
 @pytest.mark.parametrize("days", [-1, 5, 365])
 def test_files_of_the_users_own_are_never_replaced(
-    tmp_path: Path, days: int, run_goes_on: bool
+    tmp_path: Path, days: int, run_is_active: bool
 ) -> None:
     folder = made(tmp_path / "certs", days)
     (folder / "client.pem").unlink()
     (folder / "ca.key").write_bytes(b"the user's")
     before = contents(folder)
-    told = looked_after(folder, run_goes_on=run_goes_on)
-    assert "client.pem" in told
-    assert "ca.key signs certificates" in told
+    reported = looked_after(folder, run_is_active=run_is_active)
+    assert "client.pem" in reported
+    assert "ca.key signs certificates" in reported
     assert contents(folder) == before
 
 
@@ -201,15 +201,15 @@ def test_files_of_another_authority_than_ours_are_never_replaced(
     write_certificates(tmp_path / "certs", [], 5, replace=False)
     monkeypatch.undo()
     before = contents(tmp_path / "certs")
-    assert "not replaced" in looked_after(tmp_path / "certs", run_goes_on=False)
+    assert "not replaced" in looked_after(tmp_path / "certs", run_is_active=False)
     assert contents(tmp_path / "certs") == before
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
 @pytest.mark.parametrize("name", ["ca.pem", "service.pem", "client.pem"])
-@pytest.mark.parametrize("run_goes_on", [True, False])
+@pytest.mark.parametrize("run_is_active", [True, False])
 def test_a_file_system_that_fails_for_a_moment_has_nothing_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int, run_goes_on: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int, run_is_active: bool
 ) -> None:
     folder, read = made(tmp_path / "certs", -1), Path.read_bytes
     before = contents(folder)
@@ -219,7 +219,10 @@ def test_a_file_system_that_fails_for_a_moment_has_nothing_replaced(
             raise OSError(code, "fails")
         return read(file)
 
-    for look in (ensure_certificates, lambda *a: renew_certificates(*a, run_goes_on=run_goes_on)):
+    for look in (
+        ensure_certificates,
+        lambda *a: renew_certificates(*a, run_is_active=run_is_active),
+    ):
         monkeypatch.setattr(Path, "read_bytes", fail)
         with pytest.raises(ConfigError, match=rf"{name} cannot be read .* nothing was replaced"):
             look(folder, pytest.fail)
@@ -247,9 +250,9 @@ def test_a_process_that_was_killed_between_two_files_is_made_up_for(
 
     monkeypatch.setattr(Path, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        looked_after(folder, run_goes_on=False)
+        looked_after(folder, run_is_active=False)
     monkeypatch.undo()
-    looked_after(folder, run_goes_on=False)
+    looked_after(folder, run_is_active=False)
     assert_consistent(folder)
 
 
@@ -269,7 +272,7 @@ def test_without_the_package_certificates_that_are_there_are_used_and_prepare_sa
     before = contents(folder)
     monkeypatch.delitem(sys.modules, "sluice.security.development_ca")
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    assert "needs the package cryptography" in looked_after(folder, run_goes_on=False)
+    assert "needs the package cryptography" in looked_after(folder, run_is_active=False)
     assert contents(folder) == before
     with pytest.raises(ConfigError, match="needs the package cryptography"):
         ensure_certificates(tmp_path / "others", pytest.fail)
@@ -296,9 +299,9 @@ def test_an_interrupted_run_whose_certificates_have_ended_is_given_others_to_go_
     folder = made(run_dir / CERTIFICATES, -1)
     if content is not None:
         (folder / "service.pem").write_bytes(content)
-    told = prepare("--secure", "--run-dir", run_dir, *job)
-    assert "made again" in told
-    assert "the run goes on" in told
+    reported = prepare("--secure", "--run-dir", run_dir, *job)
+    assert "made again" in reported
+    assert "the run goes on" in reported
 
 
 def test_a_run_that_is_begun_anew_has_its_certificates_made_again(tmp_path: Path) -> None:

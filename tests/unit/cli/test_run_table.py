@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from sluice.cli.run_table import run_table, step_line
-from sluice.client.run_monitor import Awaited, ReplicaSnapshot, RunSnapshot
+from sluice.cli.watch.live_view import run_table, step_line
+from sluice.client.run_monitor import AwaitedPeer, ReplicaSnapshot, RunSnapshot
 from sluice.report.run_record import AccuracyPoint
-from tests.support.run_folder import ACCOUNTS, BOOKS, STEPS
+from tests.support.run_folder import ACCOUNTING, ACCOUNTS, STEPS
 
 REPLICA = ReplicaSnapshot("rollout-0", "127.0.0.1:7", "serving", 3, 256, 120, 6412.2, 0.3)
 
 
 def snapshot(
-    metrics: Mapping[str, float], *, version: int | None = 3, awaited: tuple[Awaited, ...] = ()
+    metrics: Mapping[str, float], *, version: int | None = 3, awaited: tuple[AwaitedPeer, ...] = ()
 ) -> RunSnapshot:
     replicas = (REPLICA,) if version is not None else ()
     return RunSnapshot("waiting for batch", 7.2, 3, 60, version, replicas, metrics, {}, awaited)
@@ -55,8 +55,8 @@ def test_the_table_shows_all_that_the_run_is_watched_for_within_80_columns() -> 
 
 
 def test_the_books_stand_below_within_80_columns() -> None:
-    books = {**ACCOUNTS, **BOOKS}
-    words = " ".join(rendered(replace(snapshot(METRICS), accounts=books)).split())
+    accounting = {**ACCOUNTS, **ACCOUNTING}
+    words = " ".join(rendered(replace(snapshot(METRICS), accounts=accounting)).split())
     assert "tokens 3,000 trained 60.0 %, filtered all right 25.0 %, pending 15.0 %" in words
     assert "trainer 4 s training 50.0 %, waiting for batch 37.5 %; residual 12.5 %" in words
     assert "rollout 10 s generating 90.0 %, idle 10.0 %; residual 0.0 %" in words
@@ -71,7 +71,7 @@ def test_before_the_first_step_there_are_dashes_and_no_replicas() -> None:
 
 
 def test_only_long_waits_are_told() -> None:
-    awaited = (Awaited("replica a", "generating", 11.0), Awaited("scorers", "grading", 0.5))
+    awaited = (AwaitedPeer("replica a", "generating", 11.0), AwaitedPeer("scorers", "grading", 0.5))
     text = rendered(snapshot(METRICS, awaited=awaited))
     assert "waiting for replica a: generating (11 s)" in text
     assert "scorers" not in text

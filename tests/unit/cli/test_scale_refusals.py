@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from sluice.api.launch.v1 import launch_pb2_grpc
 from sluice.cli.main import commands
-from sluice.cli.run_location import locate_run
-from sluice.cli.scale import scale_rollout
-from sluice.config.dump import write_config
-from sluice.config.loader import load_config
+from sluice.cli.run.scale import scale_rollout
+from sluice.client.run_address import locate_run
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError, InvalidRequestError, NotReadyError
-from sluice.launch.launcher_address import LAUNCHER_NAME, LauncherAddress, write_launcher
 from sluice.launch.service_spec import with_ports
+from sluice.launch.servicer import LAUNCHER_NAME, LauncherAddress, write_launcher
 
 
 @pytest.fixture

@@ -12,16 +12,16 @@ from rich.console import Console
 
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from sluice.cli.run_location import locate_run
-from sluice.cli.scale import scale_rollout
+from sluice.cli.run.scale import scale_rollout
 from sluice.client.launcher import LaunchedProcess, Launcher
-from sluice.config.dump import write_config
-from sluice.config.loader import load_config
+from sluice.client.run_address import locate_run
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
 from sluice.errors import DeadlineError
+from sluice.launch.processes.supervisor import ServiceState
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import ServiceSpec, replica_name
 from sluice.launch.servicer import launch_service
-from sluice.launch.supervisor import ServiceState
 
 
 class Trainer(trainer_pb2_grpc.TrainerServiceServicer):

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sluice.cli.main import commands
-from sluice.cli.serve_openai import KEY_VARIABLE
+from sluice.cli.policy.serve_openai import KEY_VARIABLE
 from tests.support.threaded_run import folder_of, threaded_run
 from tests.support.token_replica import TokenReplica
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from sluice.cli.main import commands
-from sluice.cli.simulation_options import Model
-from sluice.cli.simulation_subject import of_model
+from sluice.cli.simulate.options import Model
+from sluice.cli.simulate.subject import of_model
 from sluice.errors import ConfigError, DataError
 from sluice.simulate.result import simulate
 from tests.unit.simulate.simulations import FLEET, TRAINER, RecordedRun, SmallWorkload, small

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from sluice.cli.main import commands
-from sluice.cli.simulation_options import Model
-from sluice.cli.simulation_subject import changed, of_model
+from sluice.cli.simulate.options import Model
+from sluice.cli.simulate.subject import changed, of_model
 from sluice.errors import ConfigError
 from sluice.simulate.result import simulate
 from sluice.simulate.settings import TrainerSettings

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sluice.cli.fitted_simulation import fitted_simulation
 from sluice.cli.main import commands
+from sluice.cli.simulate.fitted import fitted_simulation
 from sluice.errors import ConfigError
 from sluice.simulate.result import simulate
 from tests.unit.simulate.simulations import FLEET, TRAINER, RecordedRun, SmallWorkload, small

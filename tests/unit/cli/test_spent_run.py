@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from sluice.cli.spent_run import spent_notice
+from sluice.cli.run.prepare import spent_notice
 from sluice.config.derived import checkpoint_folder
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.launch.checkpoint_mark import TRACKER_NAME
 from sluice.launch.network_layout import CONFIG_NAME
 from sluice.launch.shared_run import Ending, SharedRun
+from sluice.service_contract import TRACKER_NAME
 from tests.unit.cli.test_prepare_command import model_and_data, prepare
 
 AUTO = "trainer.resume_mode=auto"

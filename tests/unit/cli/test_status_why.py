@@ -8,9 +8,9 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from sluice.cli.main import commands
-from sluice.concurrency.process_mark import marked_process
-from sluice.config.dump import write_config
-from sluice.config.loader import load_config
+from sluice.concurrency.process import marked_process
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
 
 # Ports on which nothing of ours can listen.
 NOWHERE = ("sluice.trainer.endpoint.port=1", "sluice.reward.endpoint.port=1")

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sluice.cli.submitted_prompts import read_prompts
+from sluice.cli.policy.submit import read_prompts
 from sluice.client.policy_client import prompt_to_proto
 from sluice.errors import DataError
 from tests.support.image_files import png

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.cli import generate as generate_module
-from sluice.cli.terminal_text import printable
+from sluice.cli.policy import generate as generate_module
+from sluice.cli.terminal import printable
 from sluice.types import FinishReason, Rollout, VersionSpan
 
 

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sluice.cli import up
-from sluice.cli.run_location import CONFIG_NAME
-from sluice.config.loader import load_config
+from sluice.cli.run import up
+from sluice.client.run_address import CONFIG_NAME
+from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
-from sluice.launch.launch_plan import LaunchPlan
-from sluice.launch.process_host import ThisMachine
-from sluice.launch.ray_run import RayOptions
+from sluice.launch.cluster.ray_run import RayOptions
+from sluice.launch.plan import LaunchPlan
+from sluice.launch.processes.child import ThisMachine
+from sluice.launch.processes.supervisor import ServiceState
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import ServiceSpec, replica_name
 from sluice.launch.servicer import launch_service
-from sluice.launch.supervisor import ServiceState
 from sluice.report.run_record import ACCOUNTS_NAME
-from sluice.telemetry.scrape_target import FOLDER
+from sluice.telemetry.metrics_page import FOLDER
 
 
 class Processes:
@@ -72,10 +72,10 @@ async def test_a_folder_where_a_run_goes_on_is_refused_and_stays_as_it_is(
 def test_a_run_that_finds_no_room_leaves_targets_of_another_alone(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(*_: object) -> None:
+    def no_capacity(*_: object) -> None:
         raise ConfigError("no room")
 
-    monkeypatch.setattr(up, "ray_plan", no_room)
+    monkeypatch.setattr(up, "ray_plan", no_capacity)
     monkeypatch.setattr(up, "check_config", lambda _: None)  # files and the rest are there
     with pytest.raises(ConfigError, match="no room"):
         up.start_run(config, Console(file=StringIO()), logs=False, ray=RayOptions())

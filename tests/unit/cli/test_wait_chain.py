@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sluice.cli.wait_chain import FLEET, explain
-from sluice.cli.wait_view import wait_object, wait_table
+from sluice.cli.watch.waits import FLEET, explain, wait_object, wait_table
 from sluice.client.wait_survey import REWARD, TRAINER, ServiceWaits
 from sluice.concurrency.waits import Waiting
 
@@ -93,16 +92,16 @@ def test_silence_lasts_since_the_last_heartbeat_where_nobody_waits_longer() -> N
 
 
 def test_a_service_that_refuses_the_caller_is_the_cause_and_not_silent() -> None:
-    told = "trainer: refused while saying what it waits for: the bearer token is unknown"
+    reported = "trainer: refused while saying what it waits for: the bearer token is unknown"
     found = explain(
         [
-            trainer(failure=told, is_refused=True),
+            trainer(failure=reported, is_refused=True),
             reward(Waiting("rollout-0", "generating", 9.0, 3), failure="x", is_refused=True),
             replica(0, failure=LATE),
         ]
     )
     assert found.root == TRAINER
-    assert found.cause == f"{told}; refused by {REWARD} as well"
+    assert found.cause == f"{reported}; refused by {REWARD} as well"
 
 
 def test_while_all_answer_the_longest_chain_is_followed_to_its_end() -> None:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from sluice.api.common.v1 import common_pb2
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from sluice.client import RunAddress
-from sluice.client.fleet import Fleet, FleetReplica, choose_replica
-from sluice.client.fleet_lookup import FleetLookup
-from sluice.client.service_channels import ServiceChannels
+from sluice.client.channels import ServiceChannels
+from sluice.client.fleet import ClientFleet, FleetLookup, FleetReplica, choose_replica
 from sluice.errors import NotReadyError
 from tests.support.rpc_server import serving
 
@@ -73,7 +72,7 @@ class Lookup:
 
 async def test_a_failed_replica_comes_last_for_a_while_and_the_fleet_is_asked_for_anew() -> None:
     clock, lookup = Clock(), Lookup([FleetReplica("a", 8, 0), FleetReplica("b", 8, 5)])
-    fleet = Fleet(lookup, clock)
+    fleet = ClientFleet(lookup, clock)
     assert (await fleet.choose()).address == "a"
     assert (await fleet.choose()).address == "a"
     assert lookup.looks == 1
@@ -86,7 +85,7 @@ async def test_a_failed_replica_comes_last_for_a_while_and_the_fleet_is_asked_fo
 
 async def test_a_fleet_without_replicas_says_so_and_is_asked_again() -> None:
     lookup = Lookup([])
-    fleet = Fleet(lookup, Clock())
+    fleet = ClientFleet(lookup, Clock())
     for looks in (1, 2):
         with pytest.raises(NotReadyError, match="no replica serves"):
             await fleet.choose()
@@ -95,7 +94,7 @@ async def test_a_fleet_without_replicas_says_so_and_is_asked_again() -> None:
 
 async def test_clients_of_one_request_each_do_not_all_go_to_the_same_of_even_replicas() -> None:
     replicas = [FleetReplica(name, 8, 8) for name in "abcd"]
-    chosen = {(await Fleet(Lookup(replicas)).choose()).address for _ in range(64)}
+    chosen = {(await ClientFleet(Lookup(replicas)).choose()).address for _ in range(64)}
     assert len(chosen) > 1
 
 
@@ -122,7 +121,7 @@ async def test_samples_that_wait_at_a_replica_for_a_slot_are_part_of_its_load() 
         channels = ServiceChannels(address, "")
         try:
             for _ in range(8):
-                chosen = await Fleet(FleetLookup(address, channels)).choose()
+                chosen = await ClientFleet(FleetLookup(address, channels)).choose()
                 assert chosen.address == "b:1"
         finally:
             await channels.close()

@@ -21,17 +21,11 @@ from sluice.client import (
     SampleFinished,
     Sampling,
 )
-from sluice.client.client_name import default_client_name
+from sluice.client.channels import default_client_name
 from sluice.client.generation_types import Prompt
-from sluice.client.retries import is_transient
-from sluice.errors import (
-    DeadlineError,
-    ExhaustedError,
-    InvalidRequestError,
-    PeerError,
-    SluiceError,
-)
-from sluice.rpc.caller_name import MAX_NAME_LENGTH
+from sluice.errors import DeadlineError, ExhaustedError, InvalidRequestError, PeerError, SluiceError
+from sluice.rpc.metadata import MAX_NAME_LENGTH
+from sluice.rpc.retries import is_transient
 from tests.support.token_replica import PROMPT, TokenReplica, text_of, token_replicas
 
 QUICK = RetryPolicy(first_s=0.01, most_s=0.02, patience_s=5.0)

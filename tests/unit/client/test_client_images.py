@@ -22,7 +22,7 @@ from sluice.client import (
     Sampling,
     submission,
 )
-from sluice.client.images import encoded_images
+from sluice.client.generation_types import encoded_images
 from sluice.client.policy_client import prompt_to_proto
 from sluice.client.submission import OpenPrompts
 from sluice.errors import DataError, InvalidRequestError

@@ -19,10 +19,10 @@ from sluice.client import (
     SampleFinished,
     Sampling,
 )
-from sluice.client.fleet import Fleet, FleetReplica
-from sluice.client.retries import Retries
+from sluice.client.fleet import ClientFleet, FleetReplica
 from sluice.client.submission import OpenPrompts
 from sluice.errors import InvalidRequestError, PeerError
+from sluice.rpc.retries import Retries
 from sluice.types import ChatMessage
 from tests.support.token_replica import TokenReplica, token_replicas
 
@@ -90,7 +90,7 @@ class CountedLookup:
 
 async def test_many_requests_at_once_ask_for_the_fleet_once() -> None:
     lookup = CountedLookup()
-    fleet = Fleet(lookup)
+    fleet = ClientFleet(lookup)
     async with asyncio.TaskGroup() as tasks:
         chosen = [tasks.create_task(fleet.choose()) for _ in range(50)]
     assert {task.result().address for task in chosen} == {"a"}
@@ -99,7 +99,7 @@ async def test_many_requests_at_once_ask_for_the_fleet_once() -> None:
 
 async def test_a_failure_to_ask_is_that_of_all_who_waited_and_of_nobody_later() -> None:
     lookup = CountedLookup(failures=1)
-    fleet = Fleet(lookup)
+    fleet = ClientFleet(lookup)
     failures: list[PeerError] = []
 
     async def ask() -> None:
@@ -135,13 +135,13 @@ async def test_a_call_that_has_failed_takes_no_prompt_from_the_next() -> None:
     for _ in range(WINDOW):
         await anext(dead)
     async with asyncio.TaskGroup() as tasks:
-        drawn = tasks.create_task(anext(dead, None))  # gRPC still waits for the dead call's next
+        sampled = tasks.create_task(anext(dead, None))  # gRPC still waits for the dead call's next
         await asyncio.sleep(0)
         alive = under_way.requests()
         again = [(await anext(alive)).prompt_id for _ in range(WINDOW)]
         under_way.news(PromptEvent("0", "trained", 1, (), ""))
         fresh = await anext(alive)
-    assert drawn.result() is None
+    assert sampled.result() is None
     assert again == [str(n) for n in range(WINDOW)]
     assert fresh.prompt_id == "1024"
 

@@ -46,7 +46,7 @@ def in_own_thread(client: Client, work: Callable[[], object]) -> list[BaseExcept
     return raised
 
 
-def until_no_thread_draws() -> None:
+def until_no_thread_reads() -> None:
     for _ in range(2000):
         if "sluice prompts" not in [thread.name for thread in threading.enumerate()]:
             return
@@ -61,10 +61,12 @@ def test_an_iterable_of_prompts_may_ask_the_client_itself(address: RunAddress) -
             yield prompt(f"of {len(client.replicas())} replicas")
             yield prompt(client.generate("text").texts[0])
 
-        told = [(event.prompt_id, event.event) for event in client.submit(prompts())]
+        reported = [(event.prompt_id, event.event) for event in client.submit(prompts())]
     sent = ["of 1 replicas", "[0][1][2][3][4][5]"]
-    assert sorted(told) == sorted((name, what) for name in sent for what in ("accepted", "trained"))
-    until_no_thread_draws()
+    assert sorted(reported) == sorted(
+        (name, what) for name in sent for what in ("accepted", "trained")
+    )
+    until_no_thread_reads()
 
 
 def test_an_iterable_that_waits_keeps_no_other_call_from_its_answer(address: RunAddress) -> None:
@@ -76,15 +78,15 @@ def test_an_iterable_that_waits_keeps_no_other_call_from_its_answer(address: Run
         yield prompt("a")
 
     with Client(address, policy=IMPATIENT) as client:
-        told: list[str] = []
+        reported: list[str] = []
         events = client.submit(prompts())
-        thread = threading.Thread(target=lambda: told.extend(event.event for event in events))
+        thread = threading.Thread(target=lambda: reported.extend(event.event for event in events))
         thread.start()
         assert is_drawn.wait(WAIT_S)
         assert client.status().step == 2
         go_on.set()
         thread.join(WAIT_S)
-    assert told == ["accepted", "trained"]
+    assert reported == ["accepted", "trained"]
 
 
 def test_a_client_is_closed_while_an_iterable_waits(address: RunAddress) -> None:
@@ -102,7 +104,7 @@ def test_a_client_is_closed_while_an_iterable_waits(address: RunAddress) -> None
     events.close()
     client.close()
     go_on.set()
-    until_no_thread_draws()
+    until_no_thread_reads()
 
 
 @pytest.mark.parametrize("failure", [ValueError("line 2"), SystemExit(3)])
@@ -117,7 +119,7 @@ def test_a_failure_of_an_iterable_in_its_thread_is_the_callers(
         with pytest.raises((ValueError, RuntimeError), match=r"line 2|SystemExit: 3"):
             list(client.submit(prompts()))
         assert client.status().step == 2
-    until_no_thread_draws()
+    until_no_thread_reads()
 
 
 def test_a_client_that_is_called_in_its_own_thread_says_so(address: RunAddress) -> None:

@@ -42,7 +42,7 @@ class LastingReward(reward_pb2_grpc.RewardServiceServicer):
 
 
 async def test_a_submission_ends_with_its_client_and_is_not_made_again() -> None:
-    reward, told, is_told = LastingReward(), list[PromptEvent](), asyncio.Event()
+    reward, reported, is_reported = LastingReward(), list[PromptEvent](), asyncio.Event()
     async with (
         serving(reward=reward) as server,
         asyncio.timeout(10),
@@ -52,19 +52,19 @@ async def test_a_submission_ends_with_its_client_and_is_not_made_again() -> None
 
         async def submit() -> None:
             async for event in client.submit(PROMPTS):
-                told.append(event)
-                is_told.set()
+                reported.append(event)
+                is_reported.set()
 
         submitting = tasks.create_task(submit())
-        await is_told.wait()
+        await is_reported.wait()
         await client.close()
     assert submitting.cancelled()
-    assert [event.event for event in told] == ["accepted"]
+    assert [event.event for event in reported] == ["accepted"]
     assert reward.num_calls == 1
 
 
 async def test_watching_the_steps_ends_with_its_client() -> None:
-    told, is_told = list[int](), asyncio.Event()
+    reported, is_reported = list[int](), asyncio.Event()
     async with (
         serving(trainer=LastingTrainer()) as server,
         asyncio.timeout(10),
@@ -74,14 +74,14 @@ async def test_watching_the_steps_ends_with_its_client() -> None:
 
         async def watch() -> None:
             async for step, _ in client.steps():
-                told.append(step)
-                is_told.set()
+                reported.append(step)
+                is_reported.set()
 
         watching = tasks.create_task(watch())
-        await is_told.wait()
+        await is_reported.wait()
         await client.close()
     assert watching.cancelled()
-    assert told == [1]
+    assert reported == [1]
 
 
 @pytest.mark.parametrize("asks", ["submit", "score"])

@@ -9,7 +9,7 @@ import pytest
 
 from sluice.client import AsyncClient, RetryPolicy, RunAddress
 from sluice.errors import PeerError
-from sluice.rpc.call_policy import CALL_POLICIES, CallPolicy
+from sluice.rpc.policy import CALL_POLICIES, CallPolicy
 from tests.support.rpc_server import serving
 from tests.support.threaded_run import FleetTrainer
 from tests.support.token_replica import TokenReplica, token_replicas

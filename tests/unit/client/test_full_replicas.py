@@ -10,11 +10,11 @@ import grpc
 import pytest
 
 from sluice.client import GenerateOptions, RetryPolicy, RunAddress
-from sluice.client.fleet import Fleet, FleetReplica, choose_replica
-from sluice.client.resumable_generation import ResumableGeneration
-from sluice.client.service_channels import ServiceChannels
+from sluice.client.channels import ServiceChannels
+from sluice.client.fleet import ClientFleet, FleetReplica, choose_replica
+from sluice.client.generation import ResumableGeneration
 from sluice.errors import DeadlineError, ExhaustedError
-from sluice.rpc.status_codes import CLASS_KEY
+from sluice.rpc.status import CLASS_KEY
 from tests.support.token_replica import TokenReplica, token_replicas
 
 QUICK = RetryPolicy(first_s=0.01, most_s=0.01, patience_s=5.0)
@@ -38,7 +38,7 @@ class Client:
     channels: ServiceChannels = field(default_factory=lambda: ServiceChannels(RunAddress(), "test"))
 
     def __post_init__(self) -> None:
-        fleet = Fleet(self._look_up, lambda: 0.0)
+        fleet = ClientFleet(self._look_up, lambda: 0.0)
         self._generation = ResumableGeneration(fleet, self.channels, self.policy)
 
     async def _look_up(self) -> Sequence[FleetReplica]:

@@ -26,7 +26,7 @@ class SmallReward(reward_pb2_grpc.RewardServiceServicer):
         breaks_after: requests after which the first call breaks off.
     """
 
-    room: int
+    capacity: int
     ends_after_s: float | None = 0.01
     tells: bool = True
     breaks_after: int | None = None
@@ -38,8 +38,8 @@ class SmallReward(reward_pb2_grpc.RewardServiceServicer):
         receipt = reward_pb2.PromptReceipt(prompt_id=name)
         if name in open_here:
             receipt.refused_because = "was used before"
-        elif name not in self.pending and len(self.pending) >= self.room:
-            receipt.refused_because = f"{self.room} prompts are unfinished"
+        elif name not in self.pending and len(self.pending) >= self.capacity:
+            receipt.refused_because = f"{self.capacity} prompts are unfinished"
             receipt.retryable = self.tells
         else:
             self.pending.add(name)
@@ -48,7 +48,7 @@ class SmallReward(reward_pb2_grpc.RewardServiceServicer):
 
     async def SubmitPrompts(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
         self.num_calls += 1
-        told: asyncio.Queue[Any] = asyncio.Queue()
+        reported: asyncio.Queue[Any] = asyncio.Queue()
         open_here: set[str] = set()
 
         async def end(prompt_id: str) -> None:
@@ -60,26 +60,26 @@ class SmallReward(reward_pb2_grpc.RewardServiceServicer):
             outcome = reward_pb2.PromptOutcome(
                 prompt_id=prompt_id, end=reward_pb2.PROMPT_END_TRAINED, step=1
             )
-            await told.put(reward_pb2.SubmitPromptsResponse(outcome=outcome))
+            await reported.put(reward_pb2.SubmitPromptsResponse(outcome=outcome))
 
         async def read(tasks: asyncio.TaskGroup) -> None:
             async for request in request_iterator:
                 name = request.prompt_id
                 self.sent[name] += 1
                 if sum(self.sent.values()) == self.breaks_after:
-                    await told.put(None)
+                    await reported.put(None)
                     return
                 receipt = self._receipt(name, open_here)
-                await told.put(reward_pb2.SubmitPromptsResponse(receipt=receipt))
+                await reported.put(reward_pb2.SubmitPromptsResponse(receipt=receipt))
                 if not receipt.refused_because:
                     tasks.create_task(end(name))
             while open_here:
                 await asyncio.sleep(0.01)
-            await told.put(None)
+            await reported.put(None)
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(read(tasks))
-            while (event := await told.get()) is not None:
+            while (event := await reported.get()) is not None:
                 yield event
 
 
@@ -102,14 +102,14 @@ async def submitted(
         return [event async for event in events]
 
 
-def told(events: list[PromptEvent]) -> Counter[tuple[str, str]]:
+def reported(events: list[PromptEvent]) -> Counter[tuple[str, str]]:
     return Counter((event.prompt_id, event.event) for event in events)
 
 
 async def test_prompts_beyond_the_room_wait_and_each_is_told_of_once() -> None:
-    reward = SmallReward(room=5)
+    reward = SmallReward(capacity=5)
     events = await submitted(reward, 60)
-    assert told(events) == Counter(
+    assert reported(events) == Counter(
         (str(n), event) for n in range(60) for event in ("accepted", "trained")
     )
     assert reward.num_calls == 1
@@ -117,23 +117,23 @@ async def test_prompts_beyond_the_room_wait_and_each_is_told_of_once() -> None:
 
 async def test_an_outcome_lets_the_next_follow_without_a_pause() -> None:
     policy = RetryPolicy(first_s=120.0, most_s=120.0)
-    events = await submitted(SmallReward(room=5), 30, policy=policy)
+    events = await submitted(SmallReward(capacity=5), 30, policy=policy)
     assert Counter(event.event for event in events) == {"accepted": 30, "trained": 30}
 
 
 async def test_without_outcomes_prompts_wait_for_those_before_them_too() -> None:
-    events = await submitted(SmallReward(room=5), 60, until_outcome=False)
-    assert told(events) == Counter((str(n), "accepted") for n in range(60))
+    events = await submitted(SmallReward(capacity=5), 60, until_outcome=False)
+    assert reported(events) == Counter((str(n), "accepted") for n in range(60))
 
 
 async def test_prompts_wait_longer_than_the_patience_for_their_outcomes() -> None:
     policy = RetryPolicy(first_s=0.01, most_s=0.05, patience_s=0.02)
-    events = await submitted(SmallReward(room=1, ends_after_s=0.2), 4, policy=policy)
+    events = await submitted(SmallReward(capacity=1, ends_after_s=0.2), 4, policy=policy)
     assert Counter(event.event for event in events) == {"accepted": 4, "trained": 4}
 
 
 async def test_without_outcomes_prompts_are_refused_with_the_reason_when_patience_ends() -> None:
-    reward = SmallReward(room=5, ends_after_s=None)
+    reward = SmallReward(capacity=5, ends_after_s=None)
     events = await submitted(reward, 60, until_outcome=False)
     assert Counter(event.event for event in events) == {"accepted": 5, "refused": 55}
     assert len({event.prompt_id for event in events}) == 60
@@ -143,7 +143,7 @@ async def test_without_outcomes_prompts_are_refused_with_the_reason_when_patienc
 
 
 async def test_a_service_that_does_not_tell_refuses_for_good() -> None:
-    reward = SmallReward(room=5, tells=False)
+    reward = SmallReward(capacity=5, tells=False)
     events = await submitted(reward, 60)
     refused = [event for event in events if event.event == "refused"]
     assert len(refused) >= 1
@@ -152,8 +152,8 @@ async def test_a_service_that_does_not_tell_refuses_for_good() -> None:
 
 
 async def test_held_prompts_outlive_a_broken_call() -> None:
-    events = await submitted(SmallReward(room=5, breaks_after=30), 40)
-    assert told(events) == Counter(
+    events = await submitted(SmallReward(capacity=5, breaks_after=30), 40)
+    assert reported(events) == Counter(
         (str(n), event) for n in range(40) for event in ("accepted", "trained")
     )
 
@@ -169,7 +169,7 @@ async def test_a_prompt_whose_id_is_too_long_to_be_echoed_is_told_of() -> None:
 
     prompts = [NewPrompt("x" * 200, (ChatMessage("user", "2 + 2?"),), "math_dapo", "4")]
     async with (
-        serving(reward=Refusing(room=1)) as server,
+        serving(reward=Refusing(capacity=1)) as server,
         AsyncClient(RunAddress(reward=server.address), policy=QUICK) as client,
         asyncio.timeout(10),
     ):

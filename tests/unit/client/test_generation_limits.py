@@ -20,11 +20,10 @@ from sluice.client import (
     Sampling,
     ScoreItem,
 )
-from sluice.client.generation_progress import GenerationProgress
+from sluice.client.generation import GenerationProgress
 from sluice.client.generation_types import Prompt
-from sluice.codec.arrays import token_ids_to_bytes
-from sluice.codec.rollout import rollout_to_proto
-from sluice.codec.rollout_rules import check_generate
+from sluice.codec.fields import token_ids_to_bytes
+from sluice.codec.rollout import check_generate, rollout_to_proto
 from sluice.errors import InvalidRequestError, PeerDefectError
 from sluice.types import FinishReason
 from tests.support.rpc_server import serving

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sluice.client import PromptEvent, RetryPolicy
-from sluice.client.held_prompts import HeldPrompts
+from sluice.client.held_prompts import RefusedPrompts
 
 POLICY = RetryPolicy(first_s=1.0, most_s=4.0, patience_s=60.0)
 
@@ -26,15 +26,15 @@ def refusal(prompt_id: str) -> PromptEvent:
 
 def holding(
     names: str, *, policy: RetryPolicy = POLICY, gives_up: bool = False
-) -> tuple[HeldPrompts, Clock]:
+) -> tuple[RefusedPrompts, Clock]:
     clock = Clock()
-    held = HeldPrompts(policy, gives_up=gives_up, clock=clock)
+    held = RefusedPrompts(policy, gives_up=gives_up, clock=clock)
     for name in names:
         assert not held.hold(refusal(name))
     return held, clock
 
 
-def due(held: HeldPrompts) -> str:
+def due(held: RefusedPrompts) -> str:
     """All that are due at this time."""
     found = ""
     while (name := held.take_due()) is not None:
@@ -149,7 +149,7 @@ def test_prompts_whose_outcomes_are_waited_for_are_never_given_up() -> None:
 
 def test_without_patience_a_refusal_is_one() -> None:
     clock = Clock()
-    held = HeldPrompts(RetryPolicy(patience_s=0.0), gives_up=False, clock=clock)
+    held = RefusedPrompts(RetryPolicy(patience_s=0.0), gives_up=False, clock=clock)
     assert list(held.hold(refusal("a"))) == [refusal("a")]
 
 
@@ -182,5 +182,5 @@ def test_a_warning_tells_how_many_wait_how_long_and_why(caplog: pytest.LogCaptur
 def test_what_is_given_up_is_told_as_an_event_and_not_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    HeldPrompts(RetryPolicy(patience_s=0.0), gives_up=True).hold(refusal("a"))
+    RefusedPrompts(RetryPolicy(patience_s=0.0), gives_up=True).hold(refusal("a"))
     assert not caplog.records

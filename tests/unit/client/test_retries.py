@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.client.retries import Retries, RetryPolicy, is_transient
 from sluice.errors import (
     AccessDeniedError,
     DeadlineError,
@@ -14,6 +13,7 @@ from sluice.errors import (
     PeerError,
     SluiceError,
 )
+from sluice.rpc.retries import Retries, RetryPolicy, is_transient
 
 
 class Clock:
@@ -46,7 +46,7 @@ async def test_no_patience_is_no_second_try() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "is_worth_it"),
+    ("error", "is_retried"),
     [
         (GONE, True),
         (NotReadyError("no replica"), True),
@@ -56,8 +56,8 @@ async def test_no_patience_is_no_second_try() -> None:
         (DeadlineError("reward", "scoring", 1.0), False),
     ],
 )
-def test_only_absence_is_worth_another_try(error: SluiceError, is_worth_it: bool) -> None:
-    assert is_transient(error) is is_worth_it
+def test_only_absence_is_worth_another_try(error: SluiceError, is_retried: bool) -> None:
+    assert is_transient(error) is is_retried
 
 
 def test_a_passed_deadline_names_the_whole_time() -> None:
@@ -118,20 +118,20 @@ async def test_a_failure_that_something_came_after_is_not_told_at_the_deadline()
     await retries.wait_after(FULL)
     retries.got_on()
     clock.now_s = 5.0
-    with pytest.raises(DeadlineError) as told:
+    with pytest.raises(DeadlineError) as reported:
         retries.remaining_s("fleet", "generating", 5.0)
-    assert "4352" not in str(told.value)
+    assert "4352" not in str(reported.value)
 
 
-@pytest.mark.parametrize("taken_up", [False, True])
+@pytest.mark.parametrize("resumed", [False, True])
 async def test_a_deadline_that_passed_before_a_try_was_taken_up_is_caused_by_the_failure_before(
-    taken_up: bool,
+    resumed: bool,
 ) -> None:
     full, late = ExhaustedError("the queue is full"), DeadlineError("replica", "generating", 1.0)
     retries = Retries(RetryPolicy(first_s=0.0))
     await retries.wait_after(full)
-    if taken_up:
+    if resumed:
         retries.answered()
     with pytest.raises(DeadlineError) as caught:
         await retries.wait_after(late)
-    assert caught.value.__cause__ is (None if taken_up else full)
+    assert caught.value.__cause__ is (None if resumed else full)

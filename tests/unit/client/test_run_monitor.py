@@ -13,8 +13,8 @@ from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client import run_monitor
 from sluice.client.run_monitor import RunMonitor
 from sluice.errors import DeadlineError, NotReadyError, PeerError
-from sluice.rpc.call_policy import CALL_POLICIES, CallPolicy
-from tests.support.run_folder import BOOKS
+from sluice.rpc.policy import CALL_POLICIES, CallPolicy
+from tests.support.run_folder import ACCOUNTING
 from tests.support.scripted_trainer import PAUSED, ScriptedTrainer, monitored
 
 
@@ -24,7 +24,7 @@ async def test_a_snapshot_joins_what_trainer_and_reward_service_say() -> None:
     assert (shot.phase, shot.step, shot.total_steps, shot.version) == ("waiting for batch", 2, 2, 2)
     assert [replica.name for replica in shot.replicas] == ["rollout-0"]
     assert shot.prompts == {"submitted": 3, "pending": 1}
-    assert shot.accounts == BOOKS
+    assert shot.accounts == ACCOUNTING
 
 
 async def test_without_a_trainer_there_is_no_snapshot() -> None:

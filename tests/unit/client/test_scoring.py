@@ -15,7 +15,7 @@ from sluice.api.common.v1 import common_pb2
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.client import AsyncClient, RetryPolicy, RunAddress, ScoreItem
 from sluice.errors import DeadlineError, ExhaustedError, InvalidRequestError
-from sluice.rpc.call_policy import CALL_POLICIES, CallPolicy
+from sluice.rpc.policy import CALL_POLICIES, CallPolicy
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.rpc_server import serving
 
@@ -42,7 +42,7 @@ class Scorers(reward_pb2_grpc.RewardServiceServicer):
     takes_s: float = 0.0
     hangs: bool = False
     num_away: int = 0
-    room: int = 1000
+    capacity: int = 1000
     sizes: list[int] = field(default_factory=list)
     num_cancelled: int = 0
     num_refused: int = 0
@@ -52,7 +52,7 @@ class Scorers(reward_pb2_grpc.RewardServiceServicer):
 
     async def Score(self, request: Any, context: Any) -> Any:
         self.is_asked.set()
-        if self.num_open >= self.room:
+        if self.num_open >= self.capacity:
             self.num_refused += 1
             raise ExhaustedError("calls are running")
         self.sizes.append(len(request.items))
@@ -122,24 +122,24 @@ async def test_scores_come_in_order_from_several_calls_at_once() -> None:
 
 
 async def test_a_service_without_room_gets_fewer_calls_at_once_and_grades_all() -> None:
-    service = Scorers(room=1, takes_s=0.1)
+    service = Scorers(capacity=1, takes_s=0.1)
     async with client_of(service) as client:
         assert scores(await client.score(items(320))) == list(range(320))
     assert service.num_refused == 3
 
 
 async def test_a_service_that_is_full_of_others_calls_is_asked_again() -> None:
-    service = Scorers(room=0)
+    service = Scorers(capacity=0)
     async with client_of(service) as client, asyncio.TaskGroup() as tasks:
         scoring = tasks.create_task(client.score(items(20)))
         while service.num_refused < 4:
             await asyncio.sleep(0.01)
-        service.room = 1
+        service.capacity = 1
     assert scores(scoring.result()) == list(range(20))
 
 
 async def test_one_client_makes_no_more_calls_than_a_service_takes_of_it() -> None:
-    service = Scorers(takes_s=0.02, room=16)
+    service = Scorers(takes_s=0.02, capacity=16)
     async with client_of(service) as client, asyncio.TaskGroup() as tasks:
         for _ in range(8):
             tasks.create_task(client.score(items(128)))

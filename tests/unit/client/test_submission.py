@@ -13,19 +13,12 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
-from sluice.client import (
-    AsyncClient,
-    NewPrompt,
-    PromptEvent,
-    RetryPolicy,
-    RunAddress,
-    submission,
-)
+from sluice.client import AsyncClient, NewPrompt, PromptEvent, RetryPolicy, RunAddress, submission
 from sluice.client.submission import OpenPrompts
 from sluice.errors import ConfigError, InvalidRequestError, PeerError
-from sluice.rpc import call_policy
-from sluice.rpc.call import stream_call
-from sluice.rpc.call_policy import CallPolicy
+from sluice.rpc import policy as call_policy
+from sluice.rpc.client import stream_call
+from sluice.rpc.policy import CallPolicy
 from sluice.types import ChatMessage
 from tests.support.rpc_server import serving
 

@@ -31,8 +31,11 @@ def test_everything_an_asynchronous_client_does() -> None:
         assert sum(isinstance(event, SampleDelta) for event in events) == 6
         assert isinstance(events[-1], SampleFinished)
         turn = (ChatMessage("user", "2 + 2?"),)
-        told = list(client.submit([NewPrompt("a", turn, "math_dapo", "4")]))
-        assert [(event.event, event.step) for event in told] == [("accepted", None), ("trained", 1)]
+        reported = list(client.submit([NewPrompt("a", turn, "math_dapo", "4")]))
+        assert [(event.event, event.step) for event in reported] == [
+            ("accepted", None),
+            ("trained", 1),
+        ]
         assert client.status().step == 2
         assert [step for step, _ in client.steps(1)] == [1, 2]
     client.close()

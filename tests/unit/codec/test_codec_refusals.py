@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.weights.v1 import weights_pb2 as weights
-from sluice.codec.arrays import logprobs_from_bytes, token_ids_from_bytes
-from sluice.codec.batch import train_batch_from_bytes, train_batch_from_proto
-from sluice.codec.fleet import group_spec_from_proto, replica_from_proto
+from sluice.codec.fields import logprobs_from_bytes, token_ids_from_bytes
+from sluice.codec.messages import group_spec_from_proto, replica_from_proto
+from sluice.codec.reward import train_batch_from_bytes, train_batch_from_proto
 from sluice.codec.rollout import chat_messages_from_proto, rollout_from_proto, sampling_from_proto
 from sluice.errors import InvalidRequestError
 
@@ -115,9 +115,9 @@ def test_a_group_with_a_score_too_few_is_refused_by_its_prompt() -> None:
         train_batch_from_proto(reward.TrainBatch(groups=[group]))
 
 
-@pytest.mark.parametrize("field", ["name", "incarnation", "address", "slots"])
+@pytest.mark.parametrize("field", ["name", "instance_id", "address", "slots"])
 def test_a_replica_without_one_of_its_fields_is_refused_by_it(field: str) -> None:
-    message = common.Replica(name="r", incarnation="i", address="a", slots=1)
+    message = common.Replica(name="r", instance_id="i", address="a", slots=1)
     message.ClearField(field)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match=rf"replica\.{field}: missing"):
         replica_from_proto(message)

@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.codec import arrays, batch, fleet, rollout
+from sluice.codec import fields as arrays
+from sluice.codec import messages, reward, rollout
 from sluice.types import (
     ChatMessage,
     PromptEnd,
@@ -49,7 +50,7 @@ def test_a_rollout_comes_back(value: Rollout) -> None:
 
 @given(train_batches)
 def test_a_train_batch_comes_back_from_its_bytes(value: TrainBatch) -> None:
-    assert same(batch.train_batch_from_bytes(batch.train_batch_to_bytes(value)), value)
+    assert same(reward.train_batch_from_bytes(reward.train_batch_to_bytes(value)), value)
 
 
 @given(train_groups(), st.none() | finite)
@@ -57,7 +58,7 @@ def test_a_group_comes_back_with_its_baseline_or_without_one(
     value: TrainGroup, baseline: float | None
 ) -> None:
     group = replace(value, baseline_reward=baseline)
-    found = batch.train_group_from_proto(batch.train_group_to_proto(group))
+    found = reward.train_group_from_proto(reward.train_group_to_proto(group))
     assert same(found, group)
 
 
@@ -69,14 +70,14 @@ def test_sampling_parameters_come_back_whatever_the_defaults(value: SamplingPara
 
 @given(replicas, st.integers(0, 2**63 - 1))
 def test_a_replica_comes_back(value: ReplicaInfo, version: int) -> None:
-    message = fleet.replica_to_proto(value, version)
-    assert fleet.replica_from_proto(message) == value
+    message = messages.replica_to_proto(value, version)
+    assert messages.replica_from_proto(message) == value
     assert message.policy_version == version
 
 
 @given(transfer_groups())
 def test_a_transfer_group_comes_back(value: TransferGroupSpec) -> None:
-    assert fleet.group_spec_from_proto(fleet.group_spec_to_proto(value)) == value
+    assert messages.group_spec_from_proto(messages.group_spec_to_proto(value)) == value
 
 
 @given(st.lists(st.builds(ChatMessage, st.sampled_from(["system", "user"]), words), min_size=1))
@@ -86,8 +87,8 @@ def test_a_conversation_comes_back(turns: list[ChatMessage]) -> None:
 
 
 def test_every_end_of_a_prompt_has_its_own_number() -> None:
-    assert set(batch.PROMPT_END_TO_PROTO) == set(PromptEnd)
-    assert len(set(batch.PROMPT_END_TO_PROTO.values())) == len(PromptEnd)
+    assert set(reward.PROMPT_END_TO_PROTO) == set(PromptEnd)
+    assert len(set(reward.PROMPT_END_TO_PROTO.values())) == len(PromptEnd)
 
 
 def test_arrays_travel_as_little_endian_32_bit_values_and_are_read_only() -> None:

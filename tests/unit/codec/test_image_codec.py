@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
-from sluice.codec.batch import (
+from sluice.codec.messages import check_chat_images, check_submitted_images
+from sluice.codec.reward import (
     group_images_to_proto,
     train_batch_from_bytes,
     train_batch_from_proto,
@@ -17,7 +18,6 @@ from sluice.codec.batch import (
     train_batch_to_proto,
     with_group_images,
 )
-from sluice.codec.image_rules import check_chat_images, check_submitted_images
 from sluice.codec.rollout import chat_prompt_to_proto
 from sluice.errors import InvalidRequestError
 from sluice.types import ChatMessage, DataProgress, TrainBatch, TrainGroup
@@ -119,7 +119,7 @@ def test_a_model_that_reads_text_alone_takes_no_image() -> None:
 
 
 def test_a_batch_that_no_message_can_hold_names_its_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sluice.codec import batch as codec
+    from sluice.codec import reward as codec
     from sluice.errors import DataError
 
     class TooLarge:

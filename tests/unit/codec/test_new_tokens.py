@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sluice.api.rollout.v1 import rollout_pb2
-from sluice.codec.arrays import logprobs_to_bytes, token_ids_to_bytes
+from sluice.codec.fields import logprobs_to_bytes, token_ids_to_bytes
 from sluice.codec.rollout import new_tokens_from_proto
 from sluice.errors import InvalidRequestError
 

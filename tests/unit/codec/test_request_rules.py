@@ -17,8 +17,19 @@ from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.weights.v1 import weights_pb2 as weights
-from sluice.codec import reward_rules, rollout_rules, trainer_rules, weights_rules
-from sluice.codec.field_rules import check_text, shortened
+from sluice.codec import (
+    reward as reward_rules,
+)
+from sluice.codec import (
+    rollout as rollout_rules,
+)
+from sluice.codec import (
+    trainer as trainer_rules,
+)
+from sluice.codec import (
+    weights as weights_rules,
+)
+from sluice.codec.fields import check_text, shortened
 from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.types import FinishReason, Rollout, TensorSpec, VersionSpan
 
@@ -27,7 +38,7 @@ HUGE, NAN = 2**62, math.nan
 
 
 def replica(**changes: Any) -> common.Replica:
-    valid = {"name": "r", "incarnation": "1", "address": "host:1", "slots": 8}
+    valid = {"name": "r", "instance_id": "1", "address": "host:1", "slots": 8}
     return common.Replica(**{**valid, **changes})
 
 
@@ -38,11 +49,11 @@ def register(**changes: Any) -> trainer.RegisterReplicaRequest:
 
 
 def heartbeat(**changes: Any) -> trainer.HeartbeatRequest:
-    return trainer.HeartbeatRequest(**{"name": "r", "incarnation": "1", **changes})
+    return trainer.HeartbeatRequest(**{"name": "r", "instance_id": "1", **changes})
 
 
 def announce(**changes: Any) -> reward.AnnouncePolicyRequest:
-    valid = {"trainer_incarnation": "t", "policy_version": 1, "replicas": [replica()]}
+    valid = {"trainer_instance_id": "t", "policy_version": 1, "replicas": [replica()]}
     return reward.AnnouncePolicyRequest(**{**valid, **changes})
 
 
@@ -120,7 +131,7 @@ REFUSED: list[tuple[Check, Any, str]] = [
         (trainer_rules.check_register, register(name=n), "replica.name")
         for n in ("", "a\n", "é" * 65)
     ),
-    (trainer_rules.check_register, register(incarnation="\0"), "replica.incarnation"),
+    (trainer_rules.check_register, register(instance_id="\0"), "replica.instance_id"),
     *((trainer_rules.check_register, register(slots=s), "replica.slots") for s in (0, 65537)),
     *(
         (trainer_rules.check_register, register(address=address), "replica.address")
@@ -151,7 +162,7 @@ REFUSED: list[tuple[Check, Any, str]] = [
     (check_pause, trainer.PauseRequest(holder="x" * 129), "holder"),
     (trainer_rules.check_resume, trainer.ResumeRequest(holder="\x1b[2J"), "holder"),
     (trainer_rules.check_stop, trainer.StopRequest(reason="x" * 2001), "reason"),
-    (reward_rules.check_announcement, announce(trainer_incarnation=""), "trainer_incarnation"),
+    (reward_rules.check_announcement, announce(trainer_instance_id=""), "trainer_instance_id"),
     (reward_rules.check_announcement, announce(policy_version=HUGE), "policy_version"),
     (reward_rules.check_announcement, announce(replicas=[replica(), replica()]), "twice"),
     (reward_rules.check_announcement, announce(replicas=[replica(slots=2**31)]), "slots"),

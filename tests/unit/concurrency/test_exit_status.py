@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.concurrency.exception_leaves import leaves
-from sluice.concurrency.exit_status import exit_status
-from sluice.errors import ConfigError, DataError
+from sluice.concurrency.process import exit_status
+from sluice.errors import ConfigError, DataError, leaves
 
 
 def raising(error: BaseException) -> object:

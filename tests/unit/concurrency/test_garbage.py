@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sluice.concurrency.garbage import exempt_start_up
+from sluice.concurrency.process import exempt_start_up
 
 
 class _Held:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.concurrency.process_mark import ProcessMark, marked_process, process_marks
+from sluice.concurrency.process import ProcessMark, marked_process, process_marks
 
 WAIT_S = 30.0
 
@@ -23,7 +23,7 @@ def sleeper(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], ProcessMa
     """A process that has marked itself and sleeps."""
     code = (
         "import pathlib, time\n"
-        "from sluice.concurrency.process_mark import marked_process\n"
+        "from sluice.concurrency.process import marked_process\n"
         f"with marked_process(pathlib.Path({str(tmp_path)!r}), 'rollout-1', '127.0.0.1:7'):\n"
         "    time.sleep(600)\n"
     )

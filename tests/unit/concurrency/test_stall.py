@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.concurrency.stall import Sighting, StallJudge, Verdict
+from sluice.concurrency.watchdog import StallJudge, StallVerdict, WorkState
 
 INTERVAL_S = 1.0
-FINE, STALLED, HOPELESS = Verdict.FINE, Verdict.STALLED, Verdict.HOPELESS
+FINE, STALLED, HOPELESS = StallVerdict.FINE, StallVerdict.STALLED, StallVerdict.HOPELESS
 
 
 class Watched:
@@ -18,11 +18,11 @@ class Watched:
 
     def __init__(self, stall_s: float | None = 5.0, give_up_s: float | None = 20.0) -> None:
         self.judge = StallJudge(stall_s, give_up_s, INTERVAL_S)
-        self.now_s, self.verdicts = 0.0, list[Verdict]()
+        self.now_s, self.verdicts = 0.0, list[StallVerdict]()
 
-    def see(self, *sightings: Sighting) -> Watched:
-        for sighting in sightings:
-            self.judge.beat(sighting)
+    def see(self, *work_states: WorkState) -> Watched:
+        for work_state in work_states:
+            self.judge.beat(work_state)
             self.look(1)
         return self
 
@@ -33,8 +33,8 @@ class Watched:
         return self
 
 
-def times(count: int, *, progress: object = 0, **more: object) -> Iterable[Sighting]:
-    return [Sighting(progress, **more)] * count  # type: ignore[arg-type]
+def times(count: int, *, progress: object = 0, **more: object) -> Iterable[WorkState]:
+    return [WorkState(progress, **more)] * count  # type: ignore[arg-type]
 
 
 def test_a_stall_is_told_of_once_and_given_up_in_the_end() -> None:
@@ -45,7 +45,7 @@ def test_a_stall_is_told_of_once_and_given_up_in_the_end() -> None:
 
 
 def test_what_moves_is_never_told_of() -> None:
-    watched = Watched().see(*(Sighting(second // 4) for second in range(100)))
+    watched = Watched().see(*(WorkState(second // 4) for second in range(100)))
     assert set(watched.verdicts) == {FINE}
 
 
@@ -70,7 +70,7 @@ def test_a_wait_with_a_deadline_of_its_own_is_told_of_but_left_to_it() -> None:
 
 
 def test_an_event_loop_that_is_blocked_is_given_up_whatever_it_saw_last() -> None:
-    for last in (Sighting(0, has_work=False), Sighting(0, patience_s=1000.0)):
+    for last in (WorkState(0, has_work=False), WorkState(0, patience_s=1000.0)):
         watched = Watched().see(last).look(21)
         assert watched.judge.blocked_s > 0
         assert STALLED in watched.verdicts
@@ -100,7 +100,7 @@ def test_limits_that_are_off_do_nothing() -> None:
 def test_nothing_is_given_up_that_moved_or_rested_within_the_limit(
     seen: list[tuple[int, bool]],
 ) -> None:
-    watched = Watched(5.0, 10.0).see(*(Sighting(value, has_work=work) for value, work in seen))
+    watched = Watched(5.0, 10.0).see(*(WorkState(value, has_work=work) for value, work in seen))
     for index, verdict in enumerate(watched.verdicts):
         last = seen[max(0, index - 10) : index + 1]
         stood_still = all(work and value == last[0][0] for value, work in last)

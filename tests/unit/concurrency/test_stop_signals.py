@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from sluice.concurrency.shutdown import stop_on_signals
+from sluice.concurrency.process import stop_on_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.concurrency.deadline import deadline
-from sluice.concurrency.waits import WAITS, Waiting, WaitRegistry, told_together
+from sluice.concurrency.deadlines import deadline
+from sluice.concurrency.waits import WAITS, Waiting, WaitRegistry, merged_waits
 from sluice.errors import DeadlineError
 
 
@@ -137,8 +137,12 @@ WAITINGS = st.builds(
 
 @given(st.lists(WAITINGS))
 def test_telling_waits_together_keeps_their_number_and_the_longest(found: list[Waiting]) -> None:
-    told = told_together(found)
-    assert sum(wait.count for wait in told) == sum(wait.count for wait in found)
-    assert len({(wait.peer, wait.phase) for wait in told}) == len(told)
-    assert [wait.seconds for wait in told] == sorted((w.seconds for w in told), reverse=True)
-    assert max((w.seconds for w in told), default=0) == max((w.seconds for w in found), default=0)
+    reported = merged_waits(found)
+    assert sum(wait.count for wait in reported) == sum(wait.count for wait in found)
+    assert len({(wait.peer, wait.phase) for wait in reported}) == len(reported)
+    assert [wait.seconds for wait in reported] == sorted(
+        (w.seconds for w in reported), reverse=True
+    )
+    assert max((w.seconds for w in reported), default=0) == max(
+        (w.seconds for w in found), default=0
+    )

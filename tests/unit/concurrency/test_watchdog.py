@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from sluice.concurrency.stall import Sighting, StallJudge, Verdict
 from sluice.concurrency.waits import Waiting
 from sluice.concurrency.watchdog import (
     EXIT_STALLED,
+    StallJudge,
+    StallVerdict,
     Watchdog,
+    WorkState,
     still_seconds,
     watched_service,
 )
-from sluice.config.service import ServiceConfig
+from sluice.config.schema.service import ServiceConfig
 from sluice.errors import EngineError
 
 WAITS = (Waiting("rollout-1", "generating", 34.0, 12, "prompt data-3"),)
@@ -27,16 +29,16 @@ WAIT_S = 30.0
 class Scripted(StallJudge):
     """Finds what it is told to, look by look, then nothing any more."""
 
-    def __init__(self, *verdicts: Verdict) -> None:
+    def __init__(self, *verdicts: StallVerdict) -> None:
         super().__init__(1.0, 2.0, 0.01)
         self._script = list(verdicts)
         self.is_through = threading.Event()
 
-    def look(self, now_s: float) -> Verdict:
+    def look(self, now_s: float) -> StallVerdict:
         super().look(now_s)
         if not self._script:
             self.is_through.set()
-            return Verdict.FINE
+            return StallVerdict.FINE
         return self._script.pop(0)
 
 
@@ -51,7 +53,7 @@ def dog(judge: StallJudge, ends: list[int], ended: threading.Event, file: Path |
 
     return Watchdog(
         judge,
-        lambda: Sighting(0),
+        lambda: WorkState(0),
         waits=lambda: WAITS,
         stacks_file=file,
         interval_s=0.01,
@@ -62,7 +64,7 @@ def dog(judge: StallJudge, ends: list[int], ended: threading.Event, file: Path |
 async def test_a_stall_is_told_with_what_is_awaited_and_the_process_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    judge, ends, ended = Scripted(Verdict.STALLED), list[int](), threading.Event()
+    judge, ends, ended = Scripted(StallVerdict.STALLED), list[int](), threading.Event()
     file = tmp_path / "logs" / "reward.stacks.txt"
 
     async def a_group() -> None:
@@ -87,7 +89,7 @@ async def test_what_is_hopeless_ends_with_the_exit_code_for_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ends, ended = list[int](), threading.Event()
-    with dog(Scripted(Verdict.HOPELESS), ends, ended, None).watching():
+    with dog(Scripted(StallVerdict.HOPELESS), ends, ended, None).watching():
         await until_set(ended)
     assert ends == [EXIT_STALLED]
     assert f"the process ends with exit code {EXIT_STALLED}" in caplog.text
@@ -106,7 +108,7 @@ async def test_a_log_that_hangs_does_not_keep_the_process_from_its_end(
     handler = Hanging()
     logging.getLogger("sluice.concurrency.watchdog").addHandler(handler)
     try:
-        with dog(Scripted(Verdict.HOPELESS), ends, ended, None).watching():
+        with dog(Scripted(StallVerdict.HOPELESS), ends, ended, None).watching():
             await until_set(ended)
             assert not released.is_set()
     finally:
@@ -119,7 +121,7 @@ async def test_stacks_that_cannot_be_written_are_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "logs").write_text("no folder", encoding="utf-8")
-    judge = Scripted(Verdict.STALLED)
+    judge = Scripted(StallVerdict.STALLED)
     with dog(judge, [], threading.Event(), tmp_path / "logs" / "x.txt").watching():
         await until_set(judge.is_through)
     assert "rollout-1: generating" in caplog.text
@@ -135,12 +137,12 @@ async def test_its_thread_ends_with_its_block() -> None:
 async def test_a_look_that_fails_has_seen_nothing() -> None:
     judge = Scripted()
 
-    def broken() -> Sighting:
+    def broken() -> WorkState:
         raise EngineError("the engine broke")
 
     with Watchdog(judge, broken, interval_s=0.01).watching():
         await until_set(judge.is_through)
-    assert judge.look(1e9) is Verdict.FINE
+    assert judge.look(1e9) is StallVerdict.FINE
     assert judge.still_at_work_s is None
 
 
@@ -148,7 +150,7 @@ async def test_a_watched_service_is_marked_in_the_runs_folder_and_tells_how_long
     tmp_path: Path,
 ) -> None:
     assert still_seconds() is None
-    with watched_service("reward", ServiceConfig(run_dir=str(tmp_path)), lambda: Sighting(0)):
+    with watched_service("reward", ServiceConfig(run_dir=str(tmp_path)), lambda: WorkState(0)):
         assert (tmp_path / "processes" / "reward.json").is_file()
         async with asyncio.timeout(WAIT_S):
             while still_seconds() is None:

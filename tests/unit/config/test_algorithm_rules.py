@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.algorithm.advantages.registry import BATCH_ESTIMATORS
-from sluice.config.algorithm_rules import algorithm_problems
-from sluice.config.checks import relation_problems
-from sluice.config.loader import load_config
-from sluice.config.remarks import remarks
+from sluice.algorithm.registry import BATCH_ESTIMATORS
+from sluice.config.check import remarks
+from sluice.config.loading.loader import load_config
+from sluice.config.rules.algorithm import algorithm_problems
+from sluice.config.rules.checks import relation_problems
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 CORRECTION = "algorithm.rollout_correction"
@@ -88,6 +88,15 @@ def problems(*overrides: str) -> list[str]:
             ],
             "or rollout_is_batch_normalize=false",
         ),
+        (
+            [
+                SKIPPING,
+                "algorithm.adv_estimator=opo",
+                f"{CORRECTION}.rollout_rs=token_k2",
+                f"{CORRECTION}.rollout_rs_threshold=1",
+            ],
+            "rollout_rs = token_k2 and algorithm.adv_estimator = opo: advantages or weights come",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_named_with_its_remedy(
@@ -125,7 +134,7 @@ def test_the_groups_of_adpo_are_those_that_are_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "reported"),
     [
         ([], []),
         ([KL_IN_LOSS], ["a reference model is kept"]),
@@ -137,10 +146,10 @@ def test_the_groups_of_adpo_are_those_that_are_drawn() -> None:
         ([LONE, "algorithm.adv_estimator=rloo_vectorized"], []),
     ],
 )
-def test_what_a_configuration_leads_to_is_told(overrides: list[str], told: list[str]) -> None:
+def test_what_a_configuration_leads_to_is_told(overrides: list[str], reported: list[str]) -> None:
     found = remarks(load_config(None, [*SOUND, *overrides]))
-    assert len(found) == len(told)
-    assert all(words in remark for words, remark in zip(told, found, strict=True))
+    assert len(found) == len(reported)
+    assert all(words in remark for words, remark in zip(reported, found, strict=True))
 
 
 NEEDS = {"gdpo": ["algorithm.gdpo_reward_keys=[a]"], "gae": ["critic.enable=true"]}
@@ -153,6 +162,6 @@ def test_an_estimator_over_groups_either_refuses_groups_of_one_or_says_what_they
     one = [*SOUND, LONE, f"algorithm.adv_estimator={estimator}", *NEEDS.get(estimator, [])]
     config = load_config(None, one)
     refused = any("a group of one has no" in text for text in relation_problems(config))
-    told = any("nothing to be compared with" in text for text in remarks(config))
+    reported = any("nothing to be compared with" in text for text in remarks(config))
     over_rows = {"gae", "remax", "reinforce_plus_plus"}
-    assert (refused, told).count(True) == (0 if estimator in over_rows else 1)
+    assert (refused, reported).count(True) == (0 if estimator in over_rows else 1)

@@ -7,16 +7,21 @@ import json
 import msgspec
 import pytest
 
-from sluice.config.catalogue.entry import ABSENT, Entry, Status
+from sluice.config.catalogue.entry import ABSENT, Entry, KeyStatus
 from sluice.config.catalogue.spellings import OTHER_SPELLINGS
 from sluice.config.catalogue.table import CATALOGUE
 from sluice.config.explain import all_keys
-from sluice.config.key_lookup import find_key, is_section
-from sluice.config.loader import defaults, load_config
+from sluice.config.loading.keys import (
+    annotation_at,
+    canonical,
+    find_key,
+    is_section,
+    known_keys,
+    section_type,
+)
+from sluice.config.loading.loader import defaults, load_config
+from sluice.config.loading.settings_tree import value_at
 from sluice.config.run import RunConfig
-from sluice.config.schema import annotation_at, known_keys, section_type
-from sluice.config.settings_tree import value_at
-from sluice.config.spelling import canonical
 
 LEAVES = [key for key in known_keys() if section_type(annotation_at(key.split("."))) is None]
 BESIDE = [entry for entry in CATALOGUE.values() if not entry.in_schema]
@@ -45,8 +50,8 @@ def test_every_key_is_described_with_its_values() -> None:
 
 def test_what_is_not_honoured_says_what_happens_instead() -> None:
     for key in all_keys():
-        assert bool(key.instead) == (key.status is not Status.HONOURED), key.path
-        assert bool(key.targets) == (key.status is Status.MAPPED), key.path
+        assert bool(key.instead) == (key.status is not KeyStatus.HONOURED), key.path
+        assert bool(key.targets) == (key.status is KeyStatus.MAPPED), key.path
 
 
 def test_mapped_keys_set_keys_of_the_schema() -> None:
@@ -69,7 +74,7 @@ def test_every_other_spelling_leads_to_a_key_or_section(other: str) -> None:
 def test_a_refused_key_may_be_set_to_its_default_and_to_nothing_else() -> None:
     for key in all_keys():
         refusals = CATALOGUE[key.path].refusals
-        if key.status is Status.REFUSED:
+        if key.status is KeyStatus.REFUSED:
             assert refusals, key.path
             assert not any(refusal.applies(key.default) for refusal in refusals), key.path
 

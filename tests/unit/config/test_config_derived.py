@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sluice.config import derived
-from sluice.config.check_report import check_report
-from sluice.config.key_settings import KeySettings, keys_as_set
-from sluice.config.loader import load_config
+from sluice.config.check import check_report
+from sluice.config.loading.loader import KeySettings, keys_as_set, load_config
 from sluice.config.run import RunConfig
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -77,10 +76,10 @@ def test_batches_on_policy_are_filled_exactly_where_the_engine_repeats_its_sampl
 
 
 def test_an_engine_need_not_repeat_its_samples_for_batches_that_do_not() -> None:
-    told = "sluice.sampling.on_policy_fill=expected"
+    reported = "sluice.sampling.on_policy_fill=expected"
     assert derived.batch_invariant(config_with())
-    assert not derived.batch_invariant(config_with(told))
-    assert derived.batch_invariant(config_with(told, "sluice.rollout.batch_invariant=true"))
+    assert not derived.batch_invariant(config_with(reported))
+    assert derived.batch_invariant(config_with(reported, "sluice.rollout.batch_invariant=true"))
 
 
 def test_the_length_of_the_run_counts_full_batches_over_all_epochs() -> None:

@@ -10,12 +10,11 @@ import hypothesis.strategies as st
 import msgspec
 from hypothesis import given
 
-from sluice.config.dump import dump_config, flat_settings, write_config
-from sluice.config.loader import load_config
-from sluice.config.overrides import value_at
+from sluice.config.loading.keys import known_keys
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.settings_tree import value_at
+from sluice.config.loading.yaml_text import dump_config, flat_settings, parse_document, write_config
 from sluice.config.run import RunConfig
-from sluice.config.schema import known_keys
-from sluice.config.yaml_values import parse_document
 
 _ABSENT = object()
 WORDS = st.one_of(
@@ -56,8 +55,11 @@ def test_the_dump_writes_out_every_key_of_the_schema() -> None:
 def test_loading_a_configuration_imports_no_torch() -> None:
     code = (
         "import sys\n"
-        "import sluice.config.loader, sluice.config.checks, sluice.config.dump\n"
-        "sluice.config.checks.relation_problems(sluice.config.loader.load_config(None, []))\n"
+        "import sluice.config.loading.loader, sluice.config.rules.checks, "
+        "sluice.config.loading.yaml_text\n"
+        "from sluice.config.rules import checks\n"
+        "from sluice.config.loading import loader\n"
+        "checks.relation_problems(loader.load_config(None, []))\n"
         "heavy = {'torch', 'transformers', 'tokenizers', 'grpc', 'pyarrow'} & set(sys.modules)\n"
         "sys.exit(f'imported {sorted(heavy)}' if heavy else 0)\n"
     )

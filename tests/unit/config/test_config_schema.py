@@ -7,10 +7,9 @@ from typing import Annotated, get_args, get_origin
 import msgspec
 import pytest
 
-from sluice.config.expectation import expectation
+from sluice.config.loading.field_checks import expectation
+from sluice.config.loading.keys import annotation_at, known_keys, nearest_keys, section_type
 from sluice.config.run import RunConfig
-from sluice.config.schema import annotation_at, known_keys, section_type
-from sluice.config.unknown_keys import nearest_keys
 
 LEAVES = [key for key in known_keys() if section_type(annotation_at(key.split("."))) is None]
 

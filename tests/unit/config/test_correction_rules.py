@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.config.correction_rules import correction_violations
-from sluice.config.loader import load_config
-from sluice.config.remarks import remarks
+from sluice.config.check import remarks
+from sluice.config.loading.loader import load_config
+from sluice.config.rules.algorithm import correction_violations
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 STALE = "sluice.asynchrony.max_staleness=1"
@@ -127,6 +127,6 @@ def test_a_correction_of_logprobs_that_are_the_same_is_refused_and_its_remedy_me
 def test_how_stale_samples_are_corrected_for_is_told_at_the_start(
     overrides: tuple[str, ...], means: str
 ) -> None:
-    told = "\n".join(remarks(load_config(None, [STALE, *overrides])))
-    assert f"samples may be 1 versions old; {means}" in told
+    reported = "\n".join(remarks(load_config(None, [STALE, *overrides])))
+    assert f"samples may be 1 versions old; {means}" in reported
     assert "versions old" not in "\n".join(remarks(load_config(None, [*overrides])))

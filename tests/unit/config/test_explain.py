@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from sluice.config.catalogue.entry import ABSENT, Status
-from sluice.config.coverage import coverage
-from sluice.config.diff import Difference, diff_configs
-from sluice.config.explain import all_keys, explain_key, launch_notices, notices
-from sluice.config.loader import load_config
+from sluice.config.catalogue.entry import ABSENT, KeyStatus
+from sluice.config.explain import (
+    Difference,
+    all_keys,
+    coverage,
+    diff_configs,
+    explain_key,
+    launch_notices,
+    notices,
+)
+from sluice.config.loading.keys import is_known
+from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.config.unknown_keys import is_known
 from sluice.errors import ConfigError
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -92,7 +99,7 @@ def test_a_notice_is_one_line_with_the_key_as_written_and_what_happens_instead()
     )
     (other,) = notices([], {"critic": {"grad_clip": 0.5}})
     assert (other.status, other.text) == (
-        Status.MAPPED,
+        KeyStatus.MAPPED,
         "critic.grad_clip=0.5 is read as critic.optim.clip_grad",
     )
 
@@ -104,7 +111,7 @@ def test_an_engine_that_replicas_cannot_run_is_noticed(engine: str, expected: in
     found = notices([f"{ROLLOUT}.name={engine}"])
     assert len(found) == expected
     for one in found:
-        assert one.status is Status.NOT_APPLICABLE
+        assert one.status is KeyStatus.NOT_APPLICABLE
         assert "run torch, vllm, sglang only" in one.text
         assert one.text.endswith(f"set {ROLLOUT}.name=torch")
 
@@ -127,16 +134,35 @@ def test_coverage_counts_by_status_and_reports_unknown_keys_without_ending(tmp_p
     ]
     path.write_text("\n".join(lines), encoding="utf-8")
     found = coverage([path])
-    assert found.counts == dict.fromkeys(Status, 1)
+    assert found.counts == dict.fromkeys(KeyStatus, 1)
     assert found.files[0].keys == {
-        "data.seed": Status.HONOURED,
-        "critic.grad_clip": Status.MAPPED,
-        "critic.strategy": Status.NOT_APPLICABLE,
-        "data.tool_config_path": Status.REFUSED,
+        "data.seed": KeyStatus.HONOURED,
+        "critic.grad_clip": KeyStatus.MAPPED,
+        "critic.strategy": KeyStatus.NOT_APPLICABLE,
+        "data.tool_config_path": KeyStatus.REFUSED,
     }
     assert found.num_unknown == 1
     assert "did you mean trainer.device?" in found.files[0].unknown[0]
     assert "line 5" in found.files[0].unknown[0]
+
+
+def test_a_value_that_changes_nothing_is_not_counted_as_honoured(tmp_path: Path) -> None:
+    path = tmp_path / "launch.overrides"
+    lines = [
+        "data.seed=null",
+        "actor_rollout_ref.actor.use_torch_compile=false",
+        "data.tool_config_path=null",
+        "actor_rollout_ref.actor.ppo_micro_batch_size=null",
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    found = coverage([path]).files[0].keys
+    assert list(found.values()) == [KeyStatus.HONOURED, *[KeyStatus.NOT_APPLICABLE] * 3]
+    assert notices(lines) == []
+
+
+def test_no_effect_on_speed_or_memory_is_a_figure_that_nobody_here_measured() -> None:
+    figure = re.compile(r"\d ?(%|ms\b)|\ba (tenth|third|quarter)\b|several times faster")
+    assert [key.path for key in all_keys() if figure.search(key.effect)] == []
 
 
 def test_coverage_takes_bare_keys_by_their_usual_standing(tmp_path: Path) -> None:
@@ -145,9 +171,9 @@ def test_coverage_takes_bare_keys_by_their_usual_standing(tmp_path: Path) -> Non
     path.write_text("\n".join(lines), encoding="utf-8")
     found = coverage([path]).files[0]
     assert found.keys == {
-        "data.seed": Status.HONOURED,
-        "reward_model.reward_manager": Status.MAPPED,
-        f"{ROLLOUT}.engine_kwargs.vllm": Status.HONOURED,
+        "data.seed": KeyStatus.HONOURED,
+        "reward_model.reward_manager": KeyStatus.MAPPED,
+        f"{ROLLOUT}.engine_kwargs.vllm": KeyStatus.HONOURED,
     }
     assert len(found.unknown) == 1
 
@@ -157,7 +183,7 @@ def test_coverage_of_a_yaml_file_names_its_unknown_keys(tmp_path: Path) -> None:
     path.write_text("data: {sed: 1, seed: 2}\nreward_model: {overlong_buffer: {len: 3}}\n")
     found = coverage([path])
     assert found.files[0].unknown == ("data.sed: unknown key; did you mean data.seed?",)
-    assert found.counts[Status.HONOURED] == found.counts[Status.MAPPED] == 1
+    assert found.counts[KeyStatus.HONOURED] == found.counts[KeyStatus.MAPPED] == 1
 
 
 def test_differences_are_the_keys_with_other_values_in_the_order_of_the_schema() -> None:

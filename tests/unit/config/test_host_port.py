@@ -8,9 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.config.endpoints import advertised_address, advertised_host, peer_address
-from sluice.config.host_port import join_host_port, split_host_port
-from sluice.config.service import EndpointConfig
+from sluice.config.addresses import (
+    advertised_address,
+    advertised_host,
+    join_host_port,
+    peer_address,
+    split_host_port,
+)
+from sluice.config.schema.service import EndpointConfig
 from sluice.errors import ConfigError
 
 HOSTS = st.one_of(

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.checks import violations
-from sluice.config.key_settings import KeySettings, keys_as_set
-from sluice.config.loader import load_config
-from sluice.config.memory.published_shapes import published_shape
-from sluice.config.verl_reading import verl_batch
+from sluice.config.loading.loader import KeySettings, keys_as_set, load_config
+from sluice.config.memory.shape import published_shape
+from sluice.config.rules.checks import violations
+from sluice.config.verl_run import verl_batch
 
 LAUNCHES = Path(__file__).parents[2] / "data" / "launches"
 DATA_PARALLEL = {

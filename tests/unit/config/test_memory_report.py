@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.config.key_settings import KeySettings, keys_as_set
-from sluice.config.loader import load_config
-from sluice.config.memory.fit_rules import memory_violations
-from sluice.config.memory.layout_reading import (
-    own_training_layout,
-    rollout_layout,
-    verl_training_layout,
-)
-from sluice.config.memory.memory_report import MemoryReport, memory_report
-from sluice.config.memory.published_shapes import PUBLISHED_SHAPES
-from sluice.config.memory.rollout_memory import GIB
+from sluice.config.loading.loader import KeySettings, keys_as_set, load_config
+from sluice.config.memory.fit import memory_violations
+from sluice.config.memory.layouts import own_training_layout, rollout_layout, verl_training_layout
+from sluice.config.memory.report import MemoryReport, memory_report
+from sluice.config.memory.rollout import GIB
+from sluice.config.memory.shape import PUBLISHED_SHAPES
+from sluice.config.problems import Violation
 from sluice.config.run import RunConfig
-from sluice.config.violation import Violation
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL, MEGATRON = "actor_rollout_ref.model", "actor_rollout_ref.actor.megatron"

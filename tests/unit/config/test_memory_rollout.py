@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from sluice.config.memory.model_shape import ModelShape
-from sluice.config.memory.published_shapes import PUBLISHED_SHAPES
-from sluice.config.memory.rollout_memory import (
+from sluice.config.memory.report import rollout_variants
+from sluice.config.memory.rollout import (
     GIB,
     RolloutLayout,
     fits,
@@ -16,7 +15,7 @@ from sluice.config.memory.rollout_memory import (
     rollout_memory,
     smallest_tensor_parallel,
 )
-from sluice.config.memory.variants import rollout_variants
+from sluice.config.memory.shape import PUBLISHED_SHAPES, ModelShape
 
 SHAPE = ModelShape(2, 8, 2, 1, 4, 16, 32)  # 1704 parameters
 EXPERTS = replace(

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.memory.model_shape import ModelShape
-from sluice.config.memory.published_shapes import PUBLISHED_SHAPES, published_shape
-from sluice.config.memory.shape_reading import find_shape, read_shape, unknown_shape
+from sluice.config.memory.shape import (
+    PUBLISHED_SHAPES,
+    ModelShape,
+    find_shape,
+    published_shape,
+    read_shape,
+    unknown_shape,
+)
 from sluice.errors import ConfigError
 
 TINY = {

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.config.memory.model_shape import ModelShape
-from sluice.config.memory.training_layout import TrainingLayout
-from sluice.config.memory.training_memory import activation_values, training_memory
-from sluice.config.memory.variants import training_variants
+from sluice.config.memory.report import training_variants
+from sluice.config.memory.shape import ModelShape
+from sluice.config.memory.training import TrainingLayout, activation_values, training_memory
 
 # 1704 parameters: 1192 in layers and last norm, 2 vocabulary matrices of 256; 592 a layer.
 SHAPE = ModelShape(2, 8, 2, 1, 4, 16, 32)

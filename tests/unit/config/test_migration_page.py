@@ -11,17 +11,16 @@ from typer.testing import CliRunner
 
 from services.rollout.engines.registry import ENGINES
 from sluice.cli.main import commands
-from sluice.config.catalogue.entry import Status
-from sluice.config.coverage import coverage
-from sluice.config.explain import explain_key, notices
-from sluice.config.loader import load_config
+from sluice.config.catalogue.entry import KeyStatus
+from sluice.config.explain import coverage, explain_key, notices
+from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
 from tests.support.documents import blocks, table_rows
 from tests.support.source_tree import ROOT
 
 PAGE = ROOT / "docs" / "migrating-from-verl.md"
 ALGORITHMS = ROOT / "docs" / "algorithms.md"
-OUTSIDE = {"not applicable": Status.NOT_APPLICABLE, "refused": Status.REFUSED}
+OUTSIDE = {"not applicable": KeyStatus.NOT_APPLICABLE, "refused": KeyStatus.REFUSED}
 NAMES = re.compile(r"`([a-z0-9_]+)`")
 
 
@@ -84,7 +83,7 @@ def test_every_key_of_the_list_of_what_does_not_work_has_the_standing_it_says() 
     for setting, named, _ in rows:
         key, _, value = setting.strip("`").partition("=")
         if value:
-            assert OUTSIDE[named] is Status.NOT_APPLICABLE
+            assert OUTSIDE[named] is KeyStatus.NOT_APPLICABLE
             assert any(notice.path == key for notice in notices([f"{key}={value}"])), setting
         else:
             assert explain_key(key).status is OUTSIDE[named], setting
@@ -149,8 +148,8 @@ def test_what_the_page_of_algorithms_calls_refused_is(overrides: tuple[str, ...]
 @pytest.mark.parametrize(
     ("heading", "registry"),
     [
-        ("## Advantages", "sluice.algorithm.advantages.registry:BATCH_ESTIMATORS"),
-        ("## Policy losses", "sluice.algorithm.losses.registry:POLICY_OBJECTIVES"),
+        ("## Advantages", "sluice.algorithm.registry:BATCH_ESTIMATORS"),
+        ("## Policy losses", "sluice.algorithm.registry:POLICY_OBJECTIVES"),
     ],
 )
 def test_the_page_of_algorithms_has_a_row_for_every_name(heading: str, registry: str) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.loader import load_config
-from sluice.config.override_files import expand_overrides, read_override_file
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.overrides import expand_overrides, read_override_file
 from sluice.errors import ConfigError
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.config.catalogue.entry import Entry, Status
+from sluice.config.catalogue.entry import Entry, KeyStatus
 from sluice.config.catalogue.table import CATALOGUE
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-REFUSED = [entry for entry in CATALOGUE.values() if entry.status is Status.REFUSED]
+REFUSED = [entry for entry in CATALOGUE.values() if entry.status is KeyStatus.REFUSED]
 
 
 def message(*overrides: str) -> str:

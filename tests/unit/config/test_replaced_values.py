@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.replaced_values import replaced_values
+from sluice.config.explain import replaced_values
 
 FILES = {
     "job.yaml": "trainer:\n  n_gpus_per_node: 8\n  save_freq: 5\nsluice: {shutdown_grace_s: 60}\n",

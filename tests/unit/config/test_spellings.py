@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 

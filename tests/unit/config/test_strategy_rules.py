@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.config.checks import relation_problems
+from sluice.config.check import remarks
 from sluice.config.explain import notices
-from sluice.config.loader import load_config
-from sluice.config.remarks import remarks
+from sluice.config.loading.loader import load_config
+from sluice.config.rules.checks import relation_problems
 from sluice.config.run import RunConfig
 
 FILTER = "algorithm.filter_groups"

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.catalogue.entry import Status
-from sluice.config.coverage import coverage
-from sluice.config.explain import Notice, launch_notices, notices
-from sluice.config.loader import load_config
+from sluice.config.catalogue.entry import KeyStatus
+from sluice.config.explain import Notice, coverage, launch_notices, notices
+from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 
@@ -22,7 +21,7 @@ def load(name: str) -> RunConfig:
     return load_config(None, [f"@{LAUNCHES / name}.overrides"])
 
 
-def told(name: str) -> dict[str, Notice]:
+def reported(name: str) -> dict[str, Notice]:
     return {one.spelled: one for one in launch_notices(LAUNCHES / f"{name}.overrides", [])}
 
 
@@ -35,14 +34,14 @@ def test_a_launch_loads_and_holds_no_unknown_key(path: Path) -> None:
     load_config(path, [])
     found = coverage([path])
     assert found.num_unknown == 0
-    assert found.counts[Status.REFUSED] == 0
+    assert found.counts[KeyStatus.REFUSED] == 0
     assert sum(found.counts.values()) == len(found.files[0].keys)
 
 
 def test_the_counts_of_all_launches_are_over_distinct_keys() -> None:
     found = coverage(FILES)
     assert sum(found.counts.values()) >= max(len(file.keys) for file in found.files)
-    assert found.counts[Status.HONOURED] > found.counts[Status.NOT_APPLICABLE]
+    assert found.counts[KeyStatus.HONOURED] > found.counts[KeyStatus.NOT_APPLICABLE]
 
 
 def test_the_settings_of_dapo_arrive_in_our_keys() -> None:
@@ -98,12 +97,12 @@ def test_adpo_is_asked_for_by_its_own_keys() -> None:
 
 
 def test_notices_name_what_has_no_effect_and_what_was_turned_into_something_else() -> None:
-    notices = told("dapo-qwen3-235b-megatron")
+    notices = reported("dapo-qwen3-235b-megatron")
     parallel = notices["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"]
-    assert parallel.status is Status.NOT_APPLICABLE
+    assert parallel.status is KeyStatus.NOT_APPLICABLE
     assert "=4 has no effect: ranks are data parallel and share the model" in parallel.text
     old = notices["reward_model.overlong_buffer.len"]
-    assert old.status is Status.MAPPED
+    assert old.status is KeyStatus.MAPPED
     assert old.path == "reward.reward_kwargs.overlong_buffer_cfg.len"
     assert old.text.endswith("is read as reward.reward_kwargs.overlong_buffer_cfg.len")
     assert "actor_rollout_ref.actor.megatron.context_parallel_size" not in notices

@@ -6,15 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.config.batch_plan import BatchPlan, ParallelSplit
-from sluice.config.checks import violations
-from sluice.config.key_settings import KeySettings, keys_as_set
-from sluice.config.loader import load_config
-from sluice.config.memory.model_shape import ModelShape
-from sluice.config.memory.published_shapes import PUBLISHED_SHAPES
-from sluice.config.verl_rules import verl_violations
-from sluice.config.verl_run import EnginePlan, LogProbPass, VerlRun
-from sluice.config.violation import Violation
+from sluice.config.loading.loader import KeySettings, keys_as_set, load_config
+from sluice.config.memory.shape import PUBLISHED_SHAPES, ModelShape
+from sluice.config.problems import Violation
+from sluice.config.rules.batch import verl_violations
+from sluice.config.rules.checks import violations
+from sluice.config.verl_run import BatchPlan, EnginePlan, LogProbPass, ParallelSplit, VerlRun
 from sluice.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -15,8 +15,8 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
-from sluice.cli.wait_chain import explain
-from sluice.dashboard.page_security import HEADERS
+from sluice.cli.watch.waits import explain
+from sluice.dashboard.page import HEADERS
 from sluice.dashboard.run_record_reader import RunRecordReader
 from sluice.dashboard.sample_browser import SampleBrowser
 from sluice.dashboard.sample_files import SampleFolders
@@ -66,16 +66,16 @@ class Server:
 @asynccontextmanager
 async def serving(run_dir: Path) -> AsyncIterator[Server]:
     stop = asyncio.Event()
-    told: asyncio.Queue[str] = asyncio.Queue()
+    reported: asyncio.Queue[str] = asyncio.Queue()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(
             serve_page(
-                run_dir, "127.0.0.1", 0, explain=explain, stop=stop, on_address=told.put_nowait
+                run_dir, "127.0.0.1", 0, explain=explain, stop=stop, on_address=reported.put_nowait
             )
         )
         try:
             async with asyncio.timeout(LONG_S):
-                server = Server(await told.get())
+                server = Server(await reported.get())
             yield server
         finally:
             stop.set()

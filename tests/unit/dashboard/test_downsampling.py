@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.dashboard.downsampling import bucket_edges, bucket_sums, kept_points
+from sluice.dashboard.curves import bucket_edges, bucket_sums, kept_points
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=False, width=32)
 CURVES = st.lists(NUMBERS, max_size=300).map(lambda values: np.array(values, dtype=np.float64))

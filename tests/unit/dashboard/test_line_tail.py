@@ -79,7 +79,7 @@ def test_a_file_that_is_another_is_read_from_its_beginning(tmp_path: Path, how: 
     else:
         file.unlink()
     one = tail.take()
-    assert one.is_anew
+    assert one.is_reset
     assert [line.text for line in one.lines] == (
         file.read_bytes().splitlines() if file.exists() else []
     )

@@ -68,8 +68,8 @@ def asked(tmp_path: Path, steps: str) -> list[dict[str, list[str]]]:
     for script in STATIC.glob("*.js"):
         shutil.copy(script, tmp_path)
     (tmp_path / "package.json").write_text('{"type": "module"}')
-    told = "console.log(JSON.stringify(asked));\n"
-    (tmp_path / "page.js").write_text(f"{_PAGE}{steps}\n{told}", encoding="utf-8")
+    reported = "console.log(JSON.stringify(asked));\n"
+    (tmp_path / "page.js").write_text(f"{_PAGE}{steps}\n{reported}", encoding="utf-8")
     ran = subprocess.run(
         ["node", "page.js"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from sluice.cli.wait_chain import Explanation, explain
+from sluice.cli.watch.waits import Explanation, explain
 from sluice.client.wait_survey import ServiceWaits
-from sluice.concurrency.process_mark import marked_process
+from sluice.concurrency.process import marked_process
 from sluice.dashboard.live_status import ASK_EVERY_S, SURVEY_EVERY_S, LiveStatus
-from sluice.dashboard.run_overview import RunAtRest, overview
+from sluice.dashboard.overview import RunAtRest, overview
 from sluice.dashboard.step_history import StepHistory
 from tests.support.dashboard_run import make_run
 from tests.support.rpc_server import serving

@@ -93,9 +93,9 @@ def test_tables_have_captions_and_heads_with_scope(outline: Outline) -> None:
 def test_every_chart_is_an_image_with_words_a_caption_and_a_table(outline: Outline) -> None:
     figures = outline.all("figure")
     assert len(figures) == len(outline.all("figcaption")) >= 8
-    drawn = SCRIPTS["curves.js"]
+    sampled = SCRIPTS["curves.js"]
     for figure in figures:
-        assert re.search(rf"\b{str(figure['id']).removeprefix('chart-')}\b", drawn)
+        assert re.search(rf"\b{str(figure['id']).removeprefix('chart-')}\b", sampled)
     assert 'role: "img"' in SCRIPTS["axes.js"]
     assert 'setAttribute("aria-label"' in SCRIPTS["chart.js"]
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from sluice.cli.wait_chain import explain
+from sluice.cli.watch.waits import explain
 from sluice.dashboard import serving
 from sluice.dashboard.live_status import check_location
 from sluice.dashboard.serving import serve_page
@@ -35,15 +35,15 @@ async def test_it_is_encrypted_and_asks_for_a_token(tmp_path: Path) -> None:
     settings = [f"sluice.security.{name}={value}" for name, value in security.items()]
     run_dir = make_run(tmp_path / "run", *settings)
     fill_run(run_dir)
-    stop, told = asyncio.Event(), asyncio.Queue[str]()
+    stop, reported = asyncio.Event(), asyncio.Queue[str]()
     async with asyncio.TaskGroup() as tasks:
         served = serve_page(
-            run_dir, "0.0.0.0", 0, explain=explain, stop=stop, on_address=told.put_nowait
+            run_dir, "0.0.0.0", 0, explain=explain, stop=stop, on_address=reported.put_nowait
         )
         tasks.create_task(served)
         try:
             async with asyncio.timeout(LONG_S):
-                address = urlsplit(await told.get())
+                address = urlsplit(await reported.get())
             assert address.scheme == "https"
             url, ca_file = f"https://127.0.0.1:{address.port}", security["ca_file"]
             overview = f"{url}/api/overview"

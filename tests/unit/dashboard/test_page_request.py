@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.dashboard.page_request import (
-    asked_cursor,
-    asked_filter,
-    asked_ordinal,
-    asked_page_size,
-    asked_points,
-    asked_text,
+from sluice.dashboard.page import (
+    HEADERS,
+    admits,
     cursor_text,
+    is_cross_site,
+    is_loopback_name,
+    parse_cursor,
+    parse_filter,
+    parse_ordinal,
+    parse_page_size,
+    parse_points,
+    parse_search_text,
 )
-from sluice.dashboard.page_security import HEADERS, admits, is_cross_site, is_loopback_name
-from sluice.dashboard.sample_index import Cursor, SampleFilter
+from sluice.dashboard.sample_browser import Cursor, SampleFilter
 from sluice.dashboard.sample_lines import ShownOutcome
 from sluice.errors import InvalidRequestError
 from sluice.security.token_file import GivenToken
@@ -23,10 +26,10 @@ TOKEN = "a-token-of-32-characters-or-more-0"
 
 
 def test_without_a_query_everything_is_asked_for() -> None:
-    assert asked_filter({}) == SampleFilter()
-    assert asked_cursor({}) is None
-    assert asked_text({}) == ""
-    assert (asked_points({}), asked_page_size({})) == (400, 25)
+    assert parse_filter({}) == SampleFilter()
+    assert parse_cursor({}) is None
+    assert parse_search_text({}) == ""
+    assert (parse_points({}), parse_page_size({})) == (400, 25)
 
 
 def test_a_query_is_read() -> None:
@@ -38,27 +41,27 @@ def test_a_query_is_read() -> None:
         "most_score": "1",
     }
     outcomes = frozenset({ShownOutcome.ALL_WRONG, ShownOutcome.STALE})
-    assert asked_filter(query) == SampleFilter(outcomes, 2, 9, -0.5, 1.0)
+    assert parse_filter(query) == SampleFilter(outcomes, 2, 9, -0.5, 1.0)
     cursor = Cursor(3, 41)
-    assert asked_cursor({"after": cursor_text(cursor) or ""}) == cursor
+    assert parse_cursor({"after": cursor_text(cursor) or ""}) == cursor
 
 
 @pytest.mark.parametrize(
     ("ask", "query", "name"),
     [
-        (asked_filter, {"outcome": "kept,<b>"}, "outcome"),
-        (asked_filter, {"first_step": "-1"}, "first_step"),
-        (asked_filter, {"last_step": "9" * 30}, "last_step"),
-        (asked_filter, {"least_score": "nan"}, "least_score"),
-        (asked_filter, {"most_score": "inf"}, "most_score"),
-        (asked_filter, {"most_score": "one"}, "most_score"),
-        (asked_points, {"points": "3"}, "points"),
-        (asked_points, {"points": "1000000"}, "points"),
-        (asked_page_size, {"most": "0"}, "most"),
-        (asked_cursor, {"after": "1"}, "after"),
-        (asked_cursor, {"after": "1.²"}, "after"),
-        (asked_cursor, {"after": f"1.{'9' * 99}"}, "after"),
-        (asked_text, {"text": "x" * 201}, "text"),
+        (parse_filter, {"outcome": "kept,<b>"}, "outcome"),
+        (parse_filter, {"first_step": "-1"}, "first_step"),
+        (parse_filter, {"last_step": "9" * 30}, "last_step"),
+        (parse_filter, {"least_score": "nan"}, "least_score"),
+        (parse_filter, {"most_score": "inf"}, "most_score"),
+        (parse_filter, {"most_score": "one"}, "most_score"),
+        (parse_points, {"points": "3"}, "points"),
+        (parse_points, {"points": "1000000"}, "points"),
+        (parse_page_size, {"most": "0"}, "most"),
+        (parse_cursor, {"after": "1"}, "after"),
+        (parse_cursor, {"after": "1.²"}, "after"),
+        (parse_cursor, {"after": f"1.{'9' * 99}"}, "after"),
+        (parse_search_text, {"text": "x" * 201}, "text"),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_name(ask: object, query: object, name: str) -> None:
@@ -69,7 +72,7 @@ def test_what_cannot_be_is_refused_by_its_name(ask: object, query: object, name:
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "../1", "1" * 16])
 def test_a_groups_number_is_a_number(text: str) -> None:
     with pytest.raises(InvalidRequestError):
-        asked_ordinal(text)
+        parse_ordinal(text)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sluice.client.run_monitor import ReplicaSnapshot
-from sluice.dashboard.run_health import RunFacts, Verdict, health_of
+from sluice.dashboard.overview import RunFacts, RunVerdict, health_of
 
 REPLICA = ReplicaSnapshot("rollout-0", "127.0.0.1:1", "serving", 3, 8, 4, 100.0, 0.1)
 WELL = RunFacts(
@@ -24,51 +24,51 @@ WELL = RunFacts(
 
 def test_a_run_that_gets_on_is_healthy() -> None:
     assert health_of(WELL) == health_of(replace(WELL, phase="waiting for batch"))
-    assert health_of(WELL).verdict is Verdict.HEALTHY
+    assert health_of(WELL).verdict is RunVerdict.HEALTHY
     assert health_of(WELL).reasons == ()
 
 
 @pytest.mark.parametrize(
     ("facts", "verdict", "words"),
     [
-        (replace(WELL, answers=False), Verdict.NOT_RUNNING, "does not answer"),
+        (replace(WELL, answers=False), RunVerdict.NOT_RUNNING, "does not answer"),
         (
             replace(WELL, answers=False, wait="its process 7 is stopped by a signal"),
-            Verdict.TROUBLE,
+            RunVerdict.TROUBLE,
             "the trainer does not answer; its process 7 is stopped",
         ),
         (
             replace(WELL, phase_seconds=61.0, wait="the reward service is stopped"),
-            Verdict.ATTENTION,
+            RunVerdict.ATTENTION,
             "training for 61 s; the reward service is stopped",
         ),
-        (replace(WELL, phase="paused", phase_seconds=5.0), Verdict.ATTENTION, "held between"),
+        (replace(WELL, phase="paused", phase_seconds=5.0), RunVerdict.ATTENTION, "held between"),
         (
             replace(WELL, replicas=(REPLICA, replace(REPLICA, name="b", state="stalled"))),
-            Verdict.ATTENTION,
+            RunVerdict.ATTENTION,
             "replica b is stalled",
         ),
         (
             replace(WELL, replicas=(replace(REPLICA, state="stalled"),)),
-            Verdict.TROUBLE,
+            RunVerdict.TROUBLE,
             "no replica serves",
         ),
-        (replace(WELL, prompts={"prompts_lost": 2.0}), Verdict.TROUBLE, "2 prompts are lost"),
-        (replace(WELL, recent={"kept": 1.0, "failed": 1.0}), Verdict.ATTENTION, "50% of the"),
-        (replace(WELL, recent={"kept": 1.0, "all_right": 99.0}), Verdict.ATTENTION, "only 1.0%"),
-        (replace(WELL, residual_share=-0.05), Verdict.ATTENTION, "5.0% of all tokens"),
+        (replace(WELL, prompts={"prompts_lost": 2.0}), RunVerdict.TROUBLE, "2 prompts are lost"),
+        (replace(WELL, recent={"kept": 1.0, "failed": 1.0}), RunVerdict.ATTENTION, "50% of the"),
+        (replace(WELL, recent={"kept": 1.0, "all_right": 99.0}), RunVerdict.ATTENTION, "only 1.0%"),
+        (replace(WELL, residual_share=-0.05), RunVerdict.ATTENTION, "5.0% of all tokens"),
     ],
 )
-def test_what_is_wrong_is_said(facts: RunFacts, verdict: Verdict, words: str) -> None:
+def test_what_is_wrong_is_said(facts: RunFacts, verdict: RunVerdict, words: str) -> None:
     found = health_of(facts)
     assert found.verdict is verdict
     assert words in "; ".join(found.reasons)
 
 
 def test_slow_steps_are_no_stall() -> None:
-    assert health_of(replace(WELL, step_s=100.0, phase_seconds=400.0)).verdict is Verdict.HEALTHY
+    assert health_of(replace(WELL, step_s=100.0, phase_seconds=400.0)).verdict is RunVerdict.HEALTHY
 
 
 def test_a_run_that_reached_its_end_is_finished_whether_it_still_answers_or_not() -> None:
     for facts in (replace(WELL, answers=False, is_finished=True), replace(WELL, phase="finished")):
-        assert health_of(facts).verdict is Verdict.FINISHED
+        assert health_of(facts).verdict is RunVerdict.FINISHED

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from sluice.dashboard import sample_files
 from sluice.dashboard.line_tail import LineTail
-from sluice.dashboard.sample_browser import Page, SampleBrowser
+from sluice.dashboard.sample_browser import Cursor, Page, SampleBrowser, SampleFilter, SampleIndex
 from sluice.dashboard.sample_files import SampleFolders
-from sluice.dashboard.sample_index import Cursor, SampleFilter, SampleIndex
-from sluice.dashboard.sample_lines import GroupLines, GroupReader, Kind, ShownOutcome
-from sluice.telemetry.sample_dump import DumpedSample, write_dump
+from sluice.dashboard.sample_lines import GroupLines, GroupReader, SampleSource, ShownOutcome
+from sluice.telemetry.samples import DumpedSample, write_dump
 from tests.support.dashboard_run import a_group, add_groups
 
 ALL = SampleFilter()
@@ -217,7 +216,7 @@ def test_groups_of_a_dump_are_whole_in_whatever_pieces_it_is_read(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "1.jsonl"
         file.write_bytes(content)
-        tail, reader = LineTail(file, chunk_bytes=chunk_bytes), GroupReader(Kind.TRAINED)
+        tail, reader = LineTail(file, chunk_bytes=chunk_bytes), GroupReader(SampleSource.TRAINED)
         found: list[GroupLines] = []
         while (taken := tail.take()).has_more:
             found += reader.take(taken.lines)

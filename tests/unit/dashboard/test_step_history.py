@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sluice.dashboard import staleness_counts, step_history
-from sluice.dashboard.curve_points import curve_points
+from sluice.dashboard import step_history
+from sluice.dashboard import step_history as staleness_counts
+from sluice.dashboard.curves import curve_points
 from sluice.dashboard.line_tail import LineTail
-from sluice.dashboard.staleness_counts import MOST_BARS, StalenessCounts
-from sluice.dashboard.step_history import StepHistory
+from sluice.dashboard.step_history import MOST_BARS, StalenessCounts, StepHistory
 from tests.support.dashboard_run import add_lines, step_row
 
 REWARD = "critic/rewards/mean"
@@ -95,9 +95,9 @@ def test_a_hundred_thousand_steps_are_drawn_in_few_points_with_their_peak(tmp_pa
         ],
     )
     read(history)
-    drawn = curve_points(history, 400)
-    assert drawn["num_steps"] == 100_000
-    reward, composition = drawn["curves"]["reward"], drawn["composition"]
+    sampled = curve_points(history, 400)
+    assert sampled["num_steps"] == 100_000
+    reward, composition = sampled["curves"]["reward"], sampled["composition"]
     assert len(reward["x"]) <= 400
     assert reward["x"][reward["y"].index(99.0)] == 54_321
     assert len(composition["kept"]) <= 400

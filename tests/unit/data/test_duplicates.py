@@ -10,10 +10,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sluice.data.duplicates import digest_of, first_rows, row_digests, without_duplicates
 from sluice.data.inspection import inspect_files
 from sluice.data.prepare import Preparation, prepare
-from sluice.data.prompt_files import PromptFiles, open_prompt_files
+from sluice.data.prompt_files import (
+    PromptFiles,
+    digest_of,
+    first_rows,
+    open_prompt_files,
+    row_digests,
+    without_duplicates,
+)
 from sluice.data.prompt_rows import PromptColumns
 from sluice.data.published_rows import Wishes
 from tests.support.prompt_parquet import prompt_rows, write_prompts

@@ -9,8 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sluice.data.image_columns import first_row_with_images
-from sluice.data.prompt_files import SlabReader, open_prompt_files
+from sluice.data.prompt_files import SlabReader, first_row_with_images, open_prompt_files
 from sluice.data.prompt_rows import PromptColumns
 from sluice.errors import DataError
 from tests.support.prompt_parquet import prompt_rows

@@ -12,7 +12,7 @@ import pytest
 from sluice.data.inspection import inspect_files
 from sluice.data.prompt_files import SlabReader, open_prompt_files
 from sluice.data.prompt_rows import PromptColumns
-from sluice.data.row_blocks import ROWS_PER_READ
+from sluice.data.row_files import ROWS_PER_READ
 from sluice.errors import DataError
 from tests.support.prompt_parquet import prompt_rows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.reward.scorers import registry
+from services.reward.grading.scorers import registry
 from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from sluice.data.image_sources import ImageSource
 from sluice.data.prompt_files import SlabReader, open_prompt_files
-from sluice.data.prompt_rows import ImageSource, PromptColumns
+from sluice.data.prompt_rows import PromptColumns
 from sluice.errors import DataError
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 

@@ -21,8 +21,8 @@ BOUND_MIB = 120
 PROGRAM = """
 import sys
 from pathlib import Path
-from services.reward.prompts import training_files, training_stream
-from sluice.config.data import DataConfig
+from services.reward.prompts.dataset import training_files, training_stream
+from sluice.config.schema.data import DataConfig
 from sluice.types import DataProgress
 
 def peak_mib():
@@ -92,8 +92,8 @@ def test_memory_is_bounded_by_the_window_not_by_the_rows(
         text=True,
         check=True,
     )
-    drawn, rows_per_epoch, grown_mib = done.stdout.split()
+    sampled, rows_per_epoch, grown_mib = done.stdout.split()
     if mode == "deduplicated":
-        assert (int(drawn), int(rows_per_epoch)) == (DISTINCT_ROWS, DISTINCT_ROWS)
-    assert int(drawn) >= DISTINCT_ROWS
+        assert (int(sampled), int(rows_per_epoch)) == (DISTINCT_ROWS, DISTINCT_ROWS)
+    assert int(sampled) >= DISTINCT_ROWS
     assert float(grown_mib) < BOUND_MIB

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from sluice.cli.certs import certs
 from sluice.cli.main import commands as application
-from sluice.launch.network_layout import COMPUTE_IMAGE, KINDS, PLACES, REWARD_IMAGE
+from sluice.cli.run.certificates import certs
+from sluice.launch.network_layout import COMPUTE_IMAGE, KINDS, REWARD_IMAGE, SERVICE_PORTS
 from sluice.telemetry.instruments.reward import DEMAND_REPLICAS
 from tests.support.source_tree import name_of
 from tools import generate_helm_values
@@ -204,7 +204,7 @@ def test_templates_hold_no_port_and_no_path_of_the_specification(file: Path) -> 
     text = file.read_text(encoding="utf-8")
     ports = {
         port
-        for place in PLACES.values()
+        for place in SERVICE_PORTS.values()
         for port in (place.port, place.health_port, place.metrics_port)
     }
     assert len(ports) == 3 * len(KINDS)

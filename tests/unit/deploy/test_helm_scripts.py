@@ -127,13 +127,13 @@ class ApiServer(ThreadingHTTPServer):
     """Answers as told, and notes who asked what."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Asked)
+        super().__init__(("127.0.0.1", 0), ParsedRequest)
         self.conditions: list[list[dict[str, str]] | None] = []
         self.refused: dict[str, int] = {}
         self.asked: list[tuple[str, str, str | None, object]] = []
 
 
-class Asked(BaseHTTPRequestHandler):
+class ParsedRequest(BaseHTTPRequestHandler):
     server: ApiServer
 
     def do_GET(self) -> None:

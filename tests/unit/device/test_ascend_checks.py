@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.device import ascend_host
+from sluice.device import host as ascend_host
 from sluice.device.ascend_checks import AscendDemand, AscendHost, ascend_findings
-from sluice.device.ascend_host import device_numbers, launch_environment, prepare_process, wants_npu
+from sluice.device.host import device_numbers, launch_environment, prepare_process, wants_npu
 from sluice.errors import ConfigError
 
 _GOOD = AscendHost(

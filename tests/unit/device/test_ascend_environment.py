@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.device.ascend_environment import (
     HcclSettings,
     hccl_environment,

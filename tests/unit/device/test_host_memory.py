@@ -13,7 +13,7 @@ from sluice.device import cpu
 
 SCRIPT = """
 import ctypes, resource, sys
-from sluice.device.host_memory import keep_freed_memory
+from sluice.device.cpu import keep_freed_memory
 
 library = ctypes.CDLL(None)
 library.malloc.restype = ctypes.c_void_p

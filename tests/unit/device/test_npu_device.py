@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sluice.device import select
-from sluice.device.collective import BACKENDS, local_index, rank_backends
 from sluice.device.cpu import CpuDevice
 from sluice.device.npu import NpuDevice, hccl_options
+from sluice.device.protocol import BACKENDS, local_index, rank_backends
 from sluice.device.select import select_device, transfer_device
 from sluice.errors import ConfigError
 from tests.support.stand_in_hccl import FakeNpus, fake_torch_npu

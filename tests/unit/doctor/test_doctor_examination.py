@@ -7,11 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from sluice.doctor.disk_space import check_disk
-from sluice.doctor.examination import Check, examine
-from sluice.doctor.examined import Examined, examined_run
-from sluice.doctor.finding import Finding, fine
-from sluice.doctor.registry import CHECKS
+from sluice.doctor.examination import CHECKS, Check, examine
+from sluice.doctor.files import check_disk
+from sluice.doctor.finding import Examined, Finding, examined_run, fine
 from sluice.errors import ConfigError
 from tests.support.doctor_findings import run_of, severities
 from tests.support.source_tree import ROOT
@@ -61,7 +59,7 @@ def test_a_models_files_that_cannot_be_read_hold_up_no_check_that_needs_them_not
     def shaped(one: Examined) -> list[Finding]:
         return [fine(str(one.shape))]
 
-    monkeypatch.setattr("sluice.doctor.examined.find_shape", hanging)
+    monkeypatch.setattr("sluice.doctor.finding.find_shape", hanging)
     run = run_of("actor_rollout_ref.model.path=/mnt/gone")
     assert not asked.is_set(), "the command itself reads no file that may hang"
     checks = (

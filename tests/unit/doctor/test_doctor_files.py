@@ -11,13 +11,25 @@ from cryptography import x509
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.doctor.certificates import SecurityFacts, check_certificates, security_findings
-from sluice.doctor.configuration import check_configuration, configuration_findings
-from sluice.doctor.data_files import DataFacts, check_data, data_findings
-from sluice.doctor.model_directory import ModelFacts, check_model, model_facts, model_findings
-from sluice.doctor.reward_function import check_reward
-from sluice.doctor.safetensors_header import read_shard
-from sluice.security.certificate_dates import validities
+from sluice.doctor.configuration import (
+    SecurityFacts,
+    check_certificates,
+    check_configuration,
+    check_reward,
+    configuration_findings,
+    security_findings,
+)
+from sluice.doctor.files import (
+    DataFacts,
+    ModelFacts,
+    check_data,
+    check_model,
+    data_findings,
+    model_facts,
+    model_findings,
+    read_shard,
+)
+from sluice.security.certificates import validities
 from sluice.security.development_ca import DevelopmentCa
 from tests.support.certified import authority, service_key, write_pair, write_security
 from tests.support.doctor_findings import only, run_of, severities, write_model
@@ -26,7 +38,7 @@ from tests.support.prompt_parquet import prompt_rows, write_prompts
 KEY = "actor_rollout_ref.model.path"
 
 
-def told(folder: Path) -> str:
+def reported(folder: Path) -> str:
     return only(model_findings(model_facts(KEY, str(folder))), "problem").what
 
 
@@ -40,7 +52,7 @@ def test_a_whole_model_is_one_line_with_its_size(tmp_path: Path) -> None:
 def test_a_file_that_was_cut_short_is_named(kept: int, tmp_path: Path) -> None:
     _, second = write_model(tmp_path)
     second.write_bytes(second.read_bytes()[:kept])
-    assert second.name in told(tmp_path)
+    assert second.name in reported(tmp_path)
 
 
 @given(kept=st.floats(0, 1, exclude_max=True))
@@ -58,14 +70,14 @@ def test_no_prefix_of_a_file_passes_for_the_whole(
 def test_bytes_behind_the_last_tensor_are_seen(tmp_path: Path) -> None:
     first, _ = write_model(tmp_path)
     first.write_bytes(first.read_bytes() + b"\0")
-    assert "its header tells of" in told(tmp_path)
+    assert "its header tells of" in reported(tmp_path)
 
 
 def test_a_missing_file_is_counted_and_named(tmp_path: Path) -> None:
     _, second = write_model(tmp_path)
     second.unlink()
     assert f"1 of 2 files that model.safetensors.index.json names are not there: {second.name}" in (
-        told(tmp_path)
+        reported(tmp_path)
     )
 
 
@@ -82,19 +94,19 @@ def test_an_index_of_another_version_is_seen(tmp_path: Path) -> None:
     content = json.loads(index.read_text(encoding="utf-8"))
     content["weight_map"]["lm_head.weight"] = "model-00001-of-00002.safetensors"
     index.write_text(json.dumps(content), encoding="utf-8")
-    assert "lacks 1 tensor(s)" in told(tmp_path)
+    assert "lacks 1 tensor(s)" in reported(tmp_path)
     index.write_text("{}", encoding="utf-8")
-    assert "index.json cannot be read" in told(tmp_path)
+    assert "index.json cannot be read" in reported(tmp_path)
 
 
 def test_a_folder_without_safetensors_or_tokenizer_is_no_model(tmp_path: Path) -> None:
     files = write_model(tmp_path)
     for file in (*files, tmp_path / "model.safetensors.index.json"):
         file.unlink()
-    assert "holds no *.safetensors" in told(tmp_path)
+    assert "holds no *.safetensors" in reported(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
-    assert "holds no tokenizer" in told(tmp_path)
-    assert "is no folder" in told(tmp_path / "none")
+    assert "holds no tokenizer" in reported(tmp_path)
+    assert "is no folder" in reported(tmp_path / "none")
     assert severities(model_findings(ModelFacts(KEY, ""))) == ["problem"]
 
 

@@ -13,9 +13,33 @@ from socketserver import StreamRequestHandler, TCPServer
 import pytest
 
 from sluice.device.ascend_checks import AscendDemand, AscendHost
-from sluice.doctor.accelerators import NpuFacts, check_npus, gpu_count_findings, npu_findings
-from sluice.doctor.byte_sizes import GIB, MIB
-from sluice.doctor.clock import (
+from sluice.doctor.files import (
+    DiskFacts,
+    checkpoint_bytes,
+    checkpoints_kept,
+    disk_findings,
+    nearest_folder,
+)
+from sluice.doctor.finding import GIB, MIB
+from sluice.doctor.machine import (
+    MemoryFacts,
+    MemoryPart,
+    NpuFacts,
+    OpenFilesFacts,
+    SharedMemoryFacts,
+    ThreadFacts,
+    available_bytes,
+    available_cpus,
+    check_npus,
+    gpu_count_findings,
+    memory_findings,
+    needed,
+    npu_findings,
+    open_files_findings,
+    shared_memory_findings,
+    thread_findings,
+)
+from sluice.doctor.network import (
     ClockFacts,
     Skew,
     check_clock,
@@ -24,17 +48,6 @@ from sluice.doctor.clock import (
     http_skew,
     mount_kind,
 )
-from sluice.doctor.cpu_threads import ThreadFacts, available_cpus, thread_findings
-from sluice.doctor.disk_space import (
-    DiskFacts,
-    checkpoint_bytes,
-    checkpoints_kept,
-    disk_findings,
-    nearest_folder,
-)
-from sluice.doctor.host_memory import MemoryFacts, Part, available_bytes, memory_findings, needed
-from sluice.doctor.open_files import OpenFilesFacts, open_files_findings
-from sluice.doctor.shared_memory import SharedMemoryFacts, shared_memory_findings
 from sluice.launch.device_share import DeviceShare
 from tests.support.doctor_findings import only, run_of, severities, write_model
 
@@ -86,7 +99,7 @@ def test_a_run_on_cpus_takes_no_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "severity", "told"),
+    ("soft", "hard", "severity", "reported"),
     [
         (1024, 4096, "ok", ""),
         (-1, -1, "ok", ""),
@@ -95,10 +108,10 @@ def test_a_run_on_cpus_takes_no_gpu() -> None:
     ],
 )
 def test_open_files_are_enough_for_replicas_and_clients(
-    soft: int, hard: int, severity: str, told: str
+    soft: int, hard: int, severity: str, reported: str
 ) -> None:
     found = only(open_files_findings(OpenFilesFacts(soft, hard, 1, 512)), severity)
-    assert told in found.remedy
+    assert reported in found.remedy
 
 
 @pytest.mark.parametrize(
@@ -181,7 +194,7 @@ def test_the_nearest_folder_that_is_there_stands_for_one_that_is_not(tmp_path: P
 def test_memory_is_compared_with_the_sum_of_all_processes(
     available: int | None, severity: str
 ) -> None:
-    parts = (Part("trainer", GIB, 2 * GIB), Part("replicas", GIB / 2, GIB))
+    parts = (MemoryPart("trainer", GIB, 2 * GIB), MemoryPart("replicas", GIB / 2, GIB))
     only(memory_findings(MemoryFacts(available, parts)), severity)
 
 
@@ -209,8 +222,8 @@ def test_files_that_a_container_has_cached_count_as_free(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="ascii")
     assert available_bytes(tmp_path) == GIB
-    told = f"anon {2 * GIB}\nactive_file 4096\n{key} {5 * GIB}\n"
-    (tmp_path / "sys/fs/cgroup" / statistics).write_text(told, encoding="ascii")
+    reported = f"anon {2 * GIB}\nactive_file 4096\n{key} {5 * GIB}\n"
+    (tmp_path / "sys/fs/cgroup" / statistics).write_text(reported, encoding="ascii")
     assert available_bytes(tmp_path) == 6 * GIB
 
 
@@ -346,7 +359,7 @@ def strange_server() -> Iterator[str]:
 def test_a_reward_model_that_speaks_no_http_is_a_warning(strange_server: str, address: str) -> None:
     asked = address or strange_server
     run = run_of("reward.reward_model.enable=true", f"reward.reward_model.base_url='{asked}'")
-    (told, *_) = check_clock(run)
-    assert only([told], "warning").what.startswith(
+    (reported, *_) = check_clock(run)
+    assert only([reported], "warning").what.startswith(
         f"the reward model's clock cannot be asked for: {asked}"
     )

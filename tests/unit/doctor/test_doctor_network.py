@@ -8,19 +8,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from sluice.doctor.network_interfaces import (
+from sluice.doctor.network import (
     Interface,
     NetworkFacts,
     check_network,
+    check_ports,
     chosen,
     has_remote_peers,
     interfaces_of_host,
     is_own_address,
     network_findings,
+    port_facts,
+    port_holder,
 )
-from sluice.doctor.port_holder import port_holder
-from sluice.doctor.ports import check_ports, port_facts
-from sluice.rpc.bound_socket import bound_socket
+from sluice.rpc.ports import bound_socket
 from tests.support.doctor_findings import only, run_of, severities
 
 INTERFACES = {
@@ -53,11 +54,11 @@ def test_a_value_is_read_as_its_library_reads_it(name: str, value: str, names: l
 
 @pytest.mark.parametrize("name", ["NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "reported"),
     [("ib0", "there is no such network"), ("eth1", "eth1 is down"), ("lo", "is the loopback")],
 )
-def test_a_network_that_peers_cannot_use_is_a_problem(name: str, value: str, told: str) -> None:
-    assert told in only(network_findings(facts({name: value})), "problem").what
+def test_a_network_that_peers_cannot_use_is_a_problem(name: str, value: str, reported: str) -> None:
+    assert reported in only(network_findings(facts({name: value})), "problem").what
 
 
 def test_the_loopback_will_do_where_all_processes_are_on_one_host() -> None:

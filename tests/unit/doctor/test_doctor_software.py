@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement as Specified
+from packaging.version import Version
 
-from sluice.doctor.engine_versions import SUPPORTED, EngineFacts, check_engine, engine_findings
-from sluice.doctor.extras import asked_extras, check_extras, extra_findings
-from sluice.doctor.generated_code import (
+from sluice.doctor.packages import (
+    SUPPORTED,
+    EngineFacts,
     GeneratedCode,
+    PythonFacts,
+    Requirement,
+    TorchFacts,
+    asked_extras,
+    check_engine,
+    check_extras,
     check_generated_code,
+    check_python,
+    check_requirements,
+    driver_version,
+    engine_findings,
+    extra_findings,
     generated_code_facts,
     generated_code_findings,
-)
-from sluice.doctor.python_version import PythonFacts, check_python, python_findings
-from sluice.doctor.requirements import (
-    Requirement,
-    check_requirements,
     is_older,
+    python_findings,
     requirement_findings,
     requirements,
+    torch_findings,
 )
-from sluice.doctor.torch_build import TorchFacts, driver_version, torch_findings
 from tests.support.doctor_findings import only, run_of, severities
 from tests.support.source_tree import ROOT
 
@@ -145,7 +155,7 @@ def test_a_build_with_driver_and_devices_is_fine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"version": None}, "torch is not installed"),
         ({"version": "2.4.0"}, "torch is 2.4.0, which is too old"),
@@ -160,8 +170,8 @@ def test_a_build_with_driver_and_devices_is_fine() -> None:
         ),
     ],
 )
-def test_what_does_not_belong_together_is_a_problem(changes: dict[str, Any], told: str) -> None:
-    assert told in torch_finding("problem", **changes)
+def test_what_does_not_belong_together_is_a_problem(changes: dict[str, Any], reported: str) -> None:
+    assert reported in torch_finding("problem", **changes)
 
 
 @pytest.mark.parametrize(
@@ -226,3 +236,27 @@ def test_the_versions_of_engines_are_those_of_their_page() -> None:
 def test_the_engine_of_the_run_is_the_one_that_is_looked_for() -> None:
     found = list(check_engine(run_of("actor_rollout_ref.rollout.name=sglang")))
     assert any("sglang" in one.what for one in found)
+
+
+def extra(name: str) -> dict[str, Specified]:
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    named = map(Specified, document["project"]["optional-dependencies"][name])
+    return {one.name: one for one in named}
+
+
+@pytest.mark.parametrize("name", sorted(SUPPORTED))
+def test_the_extra_of_an_engine_takes_the_versions_that_its_adapter_is_for(name: str) -> None:
+    asked, supported = extra(name), SUPPORTED[name]
+    assert asked["sluice"].extras == {"torch"}
+    for version in (supported.oldest, supported.newest):
+        assert Version(f"{version}.0") in asked[name].specifier
+    oldest, newest = Version(supported.oldest), Version(supported.newest)
+    before = f"{oldest.major}.{oldest.minor}.{oldest.micro - 1}" if oldest.micro else "0.22.1"
+    after = f"{newest.major}.{newest.minor + 1}.0"
+    assert all(Version(other) not in asked[name].specifier for other in (before, after))
+
+
+def test_the_extra_of_npus_asks_for_a_torch_npu_of_a_torch_that_will_do() -> None:
+    (torch_npu,) = extra("npu")["torch-npu"].specifier
+    (torch,) = extra("torch")["torch"].specifier
+    assert str(torch_npu) == str(torch)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from sluice.errors import ConfigError
-from sluice.launch.child_process import ChildProcess, start_child
-from sluice.launch.service_host import ServiceHost
+from sluice.launch.cluster.service_host import ServiceHost
+from sluice.launch.processes.child import ChildProcess, start_child
 from sluice.launch.service_spec import ServiceSpec
 from tests.support.scripted_children import (
     SLEEP,
@@ -72,8 +72,8 @@ def held_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> list[ChildProcess]:
         if not child.has_ended:
             held.append(child)
 
-    monkeypatch.setattr("sluice.launch.child_process.KILLED_S", 0.1)
-    monkeypatch.setattr("sluice.launch.crew.KILLED_S", 0.1)
+    monkeypatch.setattr("sluice.launch.processes.child.KILLED_S", 0.1)
+    monkeypatch.setattr("sluice.launch.processes.crew.KILLED_S", 0.1)
     monkeypatch.setattr(ChildProcess, "terminate", of_no_effect)
     monkeypatch.setattr(ChildProcess, "kill", of_no_effect)
     return held
@@ -129,7 +129,7 @@ async def test_a_run_ends_though_the_kernel_holds_one_of_its_processes(
 async def test_nothing_is_started_again_beside_a_process_that_the_kernel_holds(
     held_by_the_kernel: list[ChildProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sluice.launch.crew._COMPANIONS_S", 0.1)
+    monkeypatch.setattr("sluice.launch.processes.crew._COMPANIONS_S", 0.1)
     held = spec("trainer-0", SLEEP, crew="trainer", max_restarts=3)
     fails = spec("trainer-1", "raise SystemExit(1)", crew="trainer", max_restarts=3)
     run = Supervised(tmp_path, held, fails, grace_s=0.1)

@@ -16,9 +16,14 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from sluice.cli.main import commands
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.device.ascend_environment import AUTOLOAD_VARIABLE
-from sluice.launch.container_terms import DEVICE_VARIABLE, STOP_GRACE_VARIABLE, check_stop_grace
+from sluice.launch.container_settings import (
+    DASHBOARD_VARIABLE,
+    DEVICE_VARIABLE,
+    STOP_GRACE_VARIABLE,
+    check_stop_grace,
+)
 from sluice.launch.network_layout import (
     COMPUTE_IMAGE,
     CONFIG_FILE,
@@ -27,15 +32,14 @@ from sluice.launch.network_layout import (
     JOBS_MOUNT,
     KINDS,
     LAUNCHER,
-    PLACES,
     PREPARE,
     PREPARED_FOLDER,
     RUNS_MOUNT,
+    SERVICE_PORTS,
     USER_ID,
     container_layout,
     launcher_grace_s,
 )
-from sluice.launch.observed_run import DASHBOARD_VARIABLE
 from sluice.launch.service_spec import RESTARTS_AFTER_ERRORS_TOO, RESTARTS_AFTER_SIGNALS
 from tests.support.source_tree import ROOT, name_of
 from tests.unit.cli.test_prepare_command import model_and_data
@@ -146,11 +150,11 @@ def test_health_is_asked_of_the_service_that_the_container_runs() -> None:
 
 def test_ports_stand_in_the_layout_alone_but_where_they_are_published() -> None:
     text = (ROOT / "compose.yaml").read_text(encoding="utf-8")
-    ports = {port for place in PLACES.values() for port in (place.port, place.health_port)}
+    ports = {port for place in SERVICE_PORTS.values() for port in (place.port, place.health_port)}
     assert len(ports) == 2 * len(KINDS)
     assert not [port for port in ports if str(port) in text]
     for kind, service in services(ROOT / "compose.host.yaml").items():
-        assert service["ports"][0].endswith(f":{PLACES[kind].port}")  # type: ignore[index]
+        assert service["ports"][0].endswith(f":{SERVICE_PORTS[kind].port}")  # type: ignore[index]
         assert service["ports"][0].startswith("127.0.0.1:")
 
 
@@ -196,10 +200,10 @@ def test_a_container_is_given_longer_to_stop_than_its_launcher_takes() -> None:
 
 
 def test_prepare_is_told_how_long_compose_lets_a_service_stop_whatever_that_is() -> None:
-    told = services()["prepare"]["environment"][STOP_GRACE_VARIABLE]
-    assert {services()[kind]["stop_grace_period"] for kind in KINDS} == {told}
-    assert VARIABLE.fullmatch(told)[1] == STOP_GRACE_VARIABLE  # type: ignore[index]
-    check_stop_grace(load_config(None, []), filled_in(told))
+    reported = services()["prepare"]["environment"][STOP_GRACE_VARIABLE]
+    assert {services()[kind]["stop_grace_period"] for kind in KINDS} == {reported}
+    assert VARIABLE.fullmatch(reported)[1] == STOP_GRACE_VARIABLE  # type: ignore[index]
+    check_stop_grace(load_config(None, []), filled_in(reported))
 
 
 @pytest.mark.parametrize(("overlay", "device"), [("gpu", "cuda"), ("npu", "npu")])

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from sluice.config.dump import write_config
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
 from sluice.launch import container
-from sluice.launch.checkpoint_mark import MARK_VARIABLE
 from sluice.launch.container import EXIT_UNFORESEEN, main, services_of
 from sluice.launch.network_layout import CONFIG_NAME, KINDS, Kind, network_settings
+from sluice.launch.processes.supervisor import EXIT_FAILED
 from sluice.launch.service_spec import ServiceSpec
 from sluice.launch.shared_run import Ending, SharedRun
-from sluice.launch.supervisor import EXIT_FAILED
+from sluice.service_contract import MARK_VARIABLE
 from tests.support.scripted_children import WAIT_S, polite, spec
 
 FAILS = "print('port 7 is in use'); raise SystemExit(1)"

@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from sluice.cli.main import commands
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
-from sluice.launch.container_terms import STOP_GRACE_VARIABLE, check_stop_grace, duration_s
+from sluice.launch.container_settings import STOP_GRACE_VARIABLE, check_stop_grace, duration_s
 from sluice.launch.network_layout import CONFIG_NAME, engine_grace_s
 from tests.unit.cli.test_prepare_command import model_and_data
 

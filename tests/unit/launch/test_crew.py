@@ -13,17 +13,13 @@ from typing import Any
 import pytest
 
 from sluice.concurrency.watchdog import EXIT_STALLED
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.errors import NotFoundError, NotReadyError
-from sluice.launch import crew as crew_module
-from sluice.launch import supervisor as supervisor_module
-from sluice.launch.crew import CrewEnd, Exit
-from sluice.launch.service_spec import (
-    RESTARTS_VARIABLE,
-    ServiceSpec,
-    local_services,
-    with_ports,
-)
+from sluice.launch.processes import crew as crew_module
+from sluice.launch.processes import supervisor as supervisor_module
+from sluice.launch.processes.crew import CrewEnd, Exit
+from sluice.launch.service_spec import ServiceSpec, local_services, with_ports
+from sluice.service_contract import RESTARTS_VARIABLE
 from tests.support.scripted_children import (
     POLITE,
     SLEEP,

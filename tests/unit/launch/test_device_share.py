@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.loader import load_config
-from sluice.device.cuda_host import gpu_numbers
+from sluice.config.loading.loader import load_config
+from sluice.device.host import gpu_numbers
 from sluice.errors import ConfigError
 from sluice.launch.device_share import DeviceShare
 from sluice.launch.service_spec import ServiceSpec, local_services, rollout_service, with_ports

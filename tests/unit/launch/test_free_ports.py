@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sluice.errors import ConfigError
-from sluice.launch import free_ports as module
-from sluice.launch.free_ports import free_ports
+from sluice.launch import service_spec as module
+from sluice.launch.service_spec import free_ports
 
 HOST = "127.0.0.1"
 

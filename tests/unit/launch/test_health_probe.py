@@ -11,7 +11,7 @@ import pytest
 
 from sluice.launch import health_probe
 from sluice.launch.health_probe import health_problem, main
-from sluice.launch.network_layout import Place
+from sluice.launch.network_layout import ServicePorts
 from sluice.rpc.server import RpcServer
 from tests.support.source_tree import ROOT
 
@@ -59,7 +59,7 @@ async def test_the_exit_code_tells_the_engine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server, port = await serve(serving=True)
-    monkeypatch.setitem(health_probe.PLACES, "reward", Place(1, port))
+    monkeypatch.setitem(health_probe.SERVICE_PORTS, "reward", ServicePorts(1, port))
     try:
         assert await asyncio.to_thread(main, ["reward"]) == 0
     finally:

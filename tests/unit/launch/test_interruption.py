@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from sluice.launch.interruption import done_unless
+from sluice.launch.processes.crew import done_unless
 
 
 async def test_work_that_ends_first_is_done() -> None:

@@ -10,11 +10,10 @@ import pytest
 
 from sluice.client.launcher import Launcher, Scaling
 from sluice.errors import AccessDeniedError, InvalidRequestError, NotReadyError
-from sluice.launch.launcher_address import LAUNCHER_NAME, launcher_of
+from sluice.launch.processes.supervisor import ServiceState
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import ServiceSpec, replica_name
-from sluice.launch.servicer import launch_service
-from sluice.launch.supervisor import ServiceState
+from sluice.launch.servicer import LAUNCHER_NAME, launch_service, launcher_of
 from sluice.rpc.credentials import OPEN, Credentials
 from tests.support.certified import SERVICE_TOKEN, bearing
 

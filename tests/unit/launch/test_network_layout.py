@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.launch import container
 from sluice.launch.network_layout import (
     CONFIG_FILE,
     DASHBOARD_PORT,
     KINDS,
-    PLACES,
+    SERVICE_PORTS,
     Kind,
     container_layout,
     engine_grace_s,
@@ -29,10 +29,10 @@ from sluice.launch.network_layout import (
 def test_no_port_is_given_twice() -> None:
     ports = [
         port
-        for place in PLACES.values()
+        for place in SERVICE_PORTS.values()
         for port in (place.port, place.health_port, place.metrics_port)
     ]
-    assert set(PLACES) == set(KINDS)
+    assert set(SERVICE_PORTS) == set(KINDS)
     assert len(set(ports)) == len(ports) == 3 * len(KINDS)
     assert DASHBOARD_PORT not in ports
 
@@ -41,7 +41,7 @@ def test_services_take_the_layouts_ports_and_are_scraped_where_it_says() -> None
     config = load_config(None, [*network_settings(), *metrics_settings()])
     for kind in KINDS:
         endpoint = getattr(config.sluice, kind).endpoint
-        place = PLACES[kind]
+        place = SERVICE_PORTS[kind]
         assert (endpoint.port, endpoint.health_port, endpoint.metrics_port) == (
             place.port,
             place.health_port,
@@ -84,5 +84,11 @@ def test_a_health_probe_loads_nothing_of_the_project_but_the_layout() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(
-        ["sluice", "sluice.launch", "sluice.launch.health_probe", "sluice.launch.network_layout"]
+        [
+            "sluice",
+            "sluice.launch",
+            "sluice.launch.health_probe",
+            "sluice.launch.network_layout",
+            "sluice.service_contract",
+        ]
     )

@@ -8,21 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.dump import dump_config
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import dump_config
 from sluice.config.run import RunConfig
-from sluice.config.service import EndpointConfig
-from sluice.launch.network_layout import Kind
-from sluice.launch.node_facts import (
+from sluice.config.schema.service import EndpointConfig
+from sluice.launch.cluster.nodes import (
     NodeFacts,
     ServicePlan,
     endpoint_on,
     facts_from_json,
     look_around,
+    missing_paths,
+    paths_of,
     plan_from_json,
     spec_on,
+    with_absolute_paths,
 )
-from sluice.launch.node_paths import missing_paths, paths_of, with_absolute_paths
+from sluice.launch.network_layout import Kind
 from sluice.launch.service_spec import placed_replica, placed_trainer
 
 ADDRESS = "10.0.0.7"

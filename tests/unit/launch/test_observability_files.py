@@ -10,10 +10,10 @@ import yaml
 from typer.testing import CliRunner
 
 from sluice.cli.main import commands
-from sluice.config.checks import relation_problems
-from sluice.config.loader import load_config
-from sluice.launch.network_layout import CONFIG_NAME, KINDS, PLACES, network_settings
-from sluice.launch.observed_run import COLLECTOR, OBSERVED_VARIABLE, observed_settings
+from sluice.config.loading.loader import load_config
+from sluice.config.rules.checks import relation_problems
+from sluice.launch.container_settings import COLLECTOR, OBSERVED_VARIABLE, observed_settings
+from sluice.launch.network_layout import CONFIG_NAME, KINDS, SERVICE_PORTS, network_settings
 from tests.support.source_tree import ROOT
 from tests.unit.cli.test_prepare_command import model_and_data
 
@@ -38,7 +38,7 @@ def test_prometheus_looks_for_every_service_at_its_port_of_the_layout() -> None:
         for entry in jobs()["sluice"]["dns_sd_configs"]
         for name in entry["names"]
     }
-    assert found == {kind: PLACES[kind].metrics_port for kind in KINDS}
+    assert found == {kind: SERVICE_PORTS[kind].metrics_port for kind in KINDS}
     assert {entry["type"] for entry in jobs()["sluice"]["dns_sd_configs"]} == {"A"}
 
 
@@ -47,7 +47,7 @@ def test_an_observed_run_serves_where_prometheus_looks_and_sends_where_the_colle
 ):
     config = load_config(None, [*network_settings(), *observed_settings()]).sluice
     for kind in KINDS:
-        assert getattr(config, kind).endpoint.metrics_port == PLACES[kind].metrics_port
+        assert getattr(config, kind).endpoint.metrics_port == SERVICE_PORTS[kind].metrics_port
     assert config.telemetry.traces.endpoint == COLLECTOR
     receivers = read("deploy/observability/collector/collector.yaml")["receivers"]
     taken = receivers["otlp"]["protocols"]["grpc"]["endpoint"]
@@ -67,7 +67,7 @@ def test_a_run_is_observed_by_the_variable_that_the_overlay_sets(
         result = CliRunner().invoke(commands, arguments, env={**environment})
         assert result.exit_code == 0, result.output
         ports.append(load_config(folder / CONFIG_NAME, []).sluice.reward.endpoint.metrics_port)
-    assert ports == [None, PLACES["reward"].metrics_port]
+    assert ports == [None, SERVICE_PORTS["reward"].metrics_port]
     assert list(OVERLAY["prepare"]["environment"]) == [OBSERVED_VARIABLE]
 
 

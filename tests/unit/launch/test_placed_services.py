@@ -14,16 +14,17 @@ from typing import Any
 
 import pytest
 
-from sluice.config.dump import write_config
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError
-from sluice.launch import placed_services, remote_child
-from sluice.launch import supervisor as supervisor_module
-from sluice.launch.placed_services import PlacedServices, SharedConfig
-from sluice.launch.placement import Member, NodeRoom, PlacementPlan
-from sluice.launch.ray_run import RayOptions, placed_run
+from sluice.launch.cluster import placed_services
+from sluice.launch.cluster import placed_services as remote_child
+from sluice.launch.cluster.placed_services import PlacedServices, SharedConfig
+from sluice.launch.cluster.placement import NodeCapacity, PlacedProcess, PlacementPlan
+from sluice.launch.cluster.ray_run import RayOptions, placed_run
+from sluice.launch.processes import supervisor as supervisor_module
+from sluice.launch.processes.supervisor import RunEnd, Supervisor
 from sluice.launch.service_spec import RestartPolicy, ServiceSpec
-from sluice.launch.supervisor import RunEnd, Supervisor
 from tests.support.in_process_cluster import InProcessCluster, InProcessHost
 from tests.support.scripted_children import POLITE, WAIT_S, until_gone
 
@@ -41,24 +42,24 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placed_services, "_REMIND_S", 0.05)
 
 
-def rooms(count: int) -> list[NodeRoom]:
-    return [NodeRoom(NODE, CPU, CPU)] * count
+def node_capacities(count: int) -> list[NodeCapacity]:
+    return [NodeCapacity(NODE, CPU, CPU)] * count
 
 
 def plan_of(name: str) -> PlacementPlan:
     kind = "rollout" if name.startswith("rollout") else name
     demand = {"CPU": 1.0}
-    return PlacementPlan(name, kind, (demand,), "PACK", (Member(name, 0, demand),))  # type: ignore[arg-type]
+    return PlacementPlan(name, kind, (demand,), "PACK", (PlacedProcess(name, 0, demand),))  # type: ignore[arg-type]
 
 
 class World:
     """A supervisor over hosts, with scripts in the services' place."""
 
     def __init__(
-        self, folder: Path, num_rooms: int, *specs: ServiceSpec, patience_s: float = WAIT_S
+        self, folder: Path, num_nodes: int, *specs: ServiceSpec, patience_s: float = WAIT_S
     ) -> None:
         self.folder = folder
-        self.cluster = InProcessCluster(rooms(num_rooms))
+        self.cluster = InProcessCluster(node_capacities(num_nodes))
         self.services = PlacedServices(self.cluster, plan_of, patience_s)
         self.lines: list[tuple[str, str]] = []
         self.pids: set[int] = set()
@@ -259,7 +260,7 @@ async def test_a_replica_that_its_node_cannot_start_is_placed_anew_and_the_run_g
     monkeypatch.setattr(InProcessHost, "call", fails_once)
     async with world.running() as run:
         await world.until(lambda: len(world.lines) == 1)
-        world.cluster.rooms.append(world.cluster.rooms[0])
+        world.cluster.node_capacities.append(world.cluster.node_capacities[0])
         world.supervisor.add(polite("rollout-0"))
         await world.until(lambda: world.said("rollout-0") == ["ready"])
         assert world.cluster.given_back == ["rollout-0"]
@@ -283,13 +284,13 @@ async def test_nodes_without_the_model_are_named_with_the_path_before_anything_s
         [f"actor_rollout_ref.model.path={model}", f"sluice.run_dir={tmp_path / 'run'}",
          "sluice.rollout.replicas=2", "trainer.device=cpu", "sluice.rollout.device=cpu"],
     )  # fmt: skip
-    cluster = InProcessCluster(rooms(4))
+    cluster = InProcessCluster(node_capacities(4))
     file = tmp_path / "run" / "config.yaml"
     with pytest.raises(ConfigError, match="nodes are not ready") as refused:
         async with placed_run(config, file, RayOptions(), cluster):
             pass
-    told = str(refused.value).splitlines()[1:]
-    assert told == [
+    reported = str(refused.value).splitlines()[1:]
+    assert reported == [
         f"  {NODE} ({name}): actor_rollout_ref.model.path = {model} is not there"
         for name in ("trainer", "rollout-0", "rollout-1")
     ]
@@ -304,7 +305,7 @@ async def test_a_placed_run_is_found_at_its_nodes_and_leaves_no_mark(tmp_path: P
          "sluice.rollout.replicas=1", "trainer.n_gpus_per_node=2",
          "sluice.reward.endpoint.port=7002", "trainer.device=cpu", "sluice.rollout.device=cpu"],
     )  # fmt: skip
-    cluster = InProcessCluster([NodeRoom(address, CPU, CPU) for address in (NODE, OTHER, NODE)])
+    cluster = InProcessCluster([NodeCapacity(address, CPU, CPU) for address in (NODE, OTHER, NODE)])
     file = tmp_path / "run" / "config.yaml"
     async with placed_run(config, file, RayOptions(), cluster) as plan:
         assert load_config(file, ()) == plan.config

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
-from sluice.launch.placement import (
-    NodeRoom,
+from sluice.launch.cluster.placement import (
+    NodeCapacity,
     PlacementPlan,
     accelerator,
     parse_demands,
@@ -165,10 +165,10 @@ def test_what_a_process_takes_nothing_of_is_not_asked_for() -> None:
 def test_a_group_without_room_is_told_which_resource_lacks_on_which_node() -> None:
     plan = by_name(config("sluice.rollout.device=npu"), NPUS, "rollout=NPU:8")["rollout-0"]
     nodes = [
-        NodeRoom("10.0.0.1", {"CPU": 8.0}, {"CPU": 8.0}),
-        NodeRoom("10.0.0.2", {"CPU": 8.0, "NPU": 16.0}, {"CPU": 8.0, "NPU": 4.0}),
-        NodeRoom("10.0.0.3", {"CPU": 8.0, "NPU": 16.0}, {"NPU": 16.0}),
-        NodeRoom("10.0.0.4", {"CPU": 8.0, "NPU": 16.0}, {"CPU": 1.0, "NPU": 8.0}),
+        NodeCapacity("10.0.0.1", {"CPU": 8.0}, {"CPU": 8.0}),
+        NodeCapacity("10.0.0.2", {"CPU": 8.0, "NPU": 16.0}, {"CPU": 8.0, "NPU": 4.0}),
+        NodeCapacity("10.0.0.3", {"CPU": 8.0, "NPU": 16.0}, {"NPU": 16.0}),
+        NodeCapacity("10.0.0.4", {"CPU": 8.0, "NPU": 16.0}, {"CPU": 1.0, "NPU": 8.0}),
     ]
     assert shortage(plan, nodes) == (
         "rollout-0 takes CPU:1, NPU:8 on a node, and 1 of 4 nodes has room:\n"
@@ -181,8 +181,8 @@ def test_a_group_without_room_is_told_which_resource_lacks_on_which_node() -> No
 
 def test_a_trainer_that_needs_more_nodes_says_how_many() -> None:
     run = config("trainer.nnodes=2", "trainer.device=cuda")
-    room = NodeRoom("10.0.0.1", GPUS, GPUS)
-    text = shortage(by_name(run, GPUS)["trainer"], [room])
+    capacity = NodeCapacity("10.0.0.1", GPUS, GPUS)
+    text = shortage(by_name(run, GPUS)["trainer"], [capacity])
     assert "on each of 2 nodes, and 1 of 1 nodes has room" in text
     assert "10.0.0.1: has room" in text
 

@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from sluice.errors import PeerDefectError, PeerError
-from sluice.launch.cluster import HostGoneError
-from sluice.launch.ray_cluster import RayHost
+from sluice.launch.cluster.placement import HostLostError
+from sluice.launch.cluster.ray_cluster import RayHost
 
 # The tree of ray.exceptions, as far as it matters.
 RayError = type("RayError", (Exception,), {})
@@ -33,9 +33,11 @@ async def raised_after(error: Exception, monkeypatch: pytest.MonkeyPatch, *, dea
 
     monkeypatch.setattr(RayHost, "_is_dead", lambda _: dead)
     host = RayHost("rollout-0", SimpleNamespace(look=SimpleNamespace(remote=remote)))
-    with pytest.raises(PeerError, match="host of rollout-0: failed while in its call look") as told:
+    with pytest.raises(
+        PeerError, match="host of rollout-0: failed while in its call look"
+    ) as reported:
         await host.call("look", "plan")
-    return type(told.value)
+    return type(reported.value)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +45,8 @@ async def raised_after(error: Exception, monkeypatch: pytest.MonkeyPatch, *, dea
     [
         (ActorUnavailableError("no route"), False, PeerError),
         (RayActorError("restarting"), False, PeerError),
-        (RayActorError("dead"), True, HostGoneError),
-        (RuntimeEnvSetupError("pip failed"), False, HostGoneError),
+        (RayActorError("dead"), True, HostLostError),
+        (RuntimeEnvSetupError("pip failed"), False, HostLostError),
         (RayTaskError("ray::look()\nOSError: disk"), False, PeerDefectError),
     ],
 )

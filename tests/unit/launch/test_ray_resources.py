@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sluice.launch.placement import Member, PlacementPlan
-from sluice.launch.ray_cluster import RayCluster
+from sluice.launch.cluster.placement import PlacedProcess, PlacementPlan
+from sluice.launch.cluster.ray_cluster import RayCluster
 
 BY_OPTION = {"CPU", "GPU", "memory", "object_store_memory"}
 
@@ -44,7 +44,9 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 def test_ray_is_asked_for_cpus_gpus_and_memory_by_options_of_their_own(ray: StandIn) -> None:
     wanted = {"CPU": 2.0, "GPU": 1.0, "memory": 64e9, "NPU": 8.0, "big": 1.0}
-    plan = PlacementPlan("trainer", "trainer", (wanted,), "PACK", (Member("trainer", 0, wanted),))
+    plan = PlacementPlan(
+        "trainer", "trainer", (wanted,), "PACK", (PlacedProcess("trainer", 0, wanted),)
+    )
     RayCluster().reserve(plan)
     (asked,) = ray.asked
     assert (asked["num_cpus"], asked["num_gpus"], asked["memory"]) == (2.0, 1.0, 64e9)
@@ -53,7 +55,7 @@ def test_ray_is_asked_for_cpus_gpus_and_memory_by_options_of_their_own(ray: Stan
 
 def test_without_memory_ray_is_asked_for_none(ray: StandIn) -> None:
     plan = PlacementPlan(
-        "reward", "reward", ({"CPU": 1.0},), "PACK", (Member("reward", 0, {"CPU": 1.0}),)
+        "reward", "reward", ({"CPU": 1.0},), "PACK", (PlacedProcess("reward", 0, {"CPU": 1.0}),)
     )
     RayCluster().reserve(plan)
     assert ray.asked[0]["memory"] is None

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sluice.errors import PeerError
-from sluice.launch import remote_child
-from sluice.launch.cluster import HostGoneError
-from sluice.launch.remote_child import RemoteChild
+from sluice.launch.cluster import placed_services
+from sluice.launch.cluster.placed_services import RemoteChild
+from sluice.launch.cluster.placement import HostLostError
 from tests.support.scripted_children import WAIT_S
 
 PID = 77
@@ -20,14 +20,14 @@ PID = 77
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_child, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(placed_services, "_PAUSE_S", 0.01)
     # A machine that is busy for a while is no silent host.
-    monkeypatch.setattr(remote_child, "_SILENCE_S", 10 * WAIT_S)
+    monkeypatch.setattr(placed_services, "_SILENCE_S", 10 * WAIT_S)
 
 
 @pytest.fixture
 def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_child, "_SILENCE_S", 0.1)
+    monkeypatch.setattr(placed_services, "_SILENCE_S", 0.1)
 
 
 class ScriptedHost:
@@ -53,7 +53,7 @@ class ScriptedHost:
 
 
 AWAY = PeerError("host", "in a call", "connection reset")
-GONE = HostGoneError("host", "in a call", "it is dead")
+GONE = HostLostError("host", "in a call", "it is dead")
 
 
 async def code_of(*answers: object) -> int:
@@ -129,7 +129,7 @@ async def test_a_process_that_does_not_end_when_asked_is_killed() -> None:
 async def test_a_process_that_its_node_s_kernel_holds_is_left_behind_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for module in ("child_process", "remote_child"):
+    for module in ("processes.child", "cluster.placed_services"):
         monkeypatch.setattr(f"sluice.launch.{module}.KILLED_S", 0.1)
     host = ScriptedHost(asyncio.Event())
     child = RemoteChild("rollout-0", PID, host)

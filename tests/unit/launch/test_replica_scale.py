@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.errors import InvalidRequestError
+from sluice.launch.processes.supervisor import ServiceState
 from sluice.launch.replica_scale import ReplicaScale, ScaleChange, scale_change
 from sluice.launch.service_spec import ServiceSpec, replica_name
-from sluice.launch.supervisor import ServiceState
 
 NUMBERS = st.sets(st.integers(0, 40), max_size=12)
 

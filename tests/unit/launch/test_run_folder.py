@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from sluice.cli.run.quickstart import MARKER, mark_run_folder, remove_results
 from sluice.errors import ConfigError
-from sluice.launch.run_folder import MARKER, claim_folder, remove_results
 
 RESULTS = ("metrics.jsonl", "logs/*.log")
 
@@ -20,12 +20,12 @@ def write(file: Path) -> Path:
 
 def test_a_new_folder_is_claimed_and_may_be_claimed_and_cleared_again(tmp_path: Path) -> None:
     run = tmp_path / "a" / "run"
-    claim_folder(run)
+    mark_run_folder(run)
     old, kept = (
         [write(run / name) for name in ("metrics.jsonl", "logs/x.log")],
         write(run / "notes"),
     )
-    claim_folder(run)
+    mark_run_folder(run)
     remove_results(run, RESULTS)
     assert not any(file.exists() for file in old)
     assert kept.exists()
@@ -33,7 +33,7 @@ def test_a_new_folder_is_claimed_and_may_be_claimed_and_cleared_again(tmp_path: 
 
 
 def test_an_empty_folder_is_claimed(tmp_path: Path) -> None:
-    claim_folder(tmp_path)
+    mark_run_folder(tmp_path)
     assert (tmp_path / MARKER).is_file()
 
 
@@ -44,7 +44,7 @@ def test_a_folder_of_somebody_else_is_refused_with_the_remedy_and_stays_as_it_is
     with pytest.raises(
         ConfigError, match=r"holds 'metrics\.jsonl' and no \.sluice-run.*give a fold"
     ):
-        claim_folder(tmp_path)
+        mark_run_folder(tmp_path)
     with pytest.raises(ConfigError, match="nothing is deleted there"):
         remove_results(tmp_path, RESULTS)
     assert list(tmp_path.iterdir()) == [theirs]
@@ -52,12 +52,12 @@ def test_a_folder_of_somebody_else_is_refused_with_the_remedy_and_stays_as_it_is
 
 def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a file"):
-        claim_folder(write(tmp_path / "run"))
+        mark_run_folder(write(tmp_path / "run"))
 
 
 def test_a_link_among_the_results_is_deleted_and_not_what_it_leads_to(tmp_path: Path) -> None:
     outside, run = write(tmp_path / "outside"), tmp_path / "run"
-    claim_folder(run)
+    mark_run_folder(run)
     (run / "metrics.jsonl").symlink_to(outside)
     remove_results(run, RESULTS)
     assert outside.exists()

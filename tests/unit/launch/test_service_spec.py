@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.endpoints import peer_address
-from sluice.config.loader import load_config
+from sluice.config.addresses import peer_address
+from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.launch.checkpoint_mark import MARK_VARIABLE, TRACKER_NAME
 from sluice.launch.service_spec import NO_RESTARTS, ServiceSpec, local_services, with_ports
+from sluice.service_contract import MARK_VARIABLE, TRACKER_NAME
 from tests.support.loopback import needs_ipv6
 
 FILE = Path("run.yaml")

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
 from sluice.launch import own_address as addresses
-from sluice.launch.checkpoint_mark import TRACKER_NAME
-from sluice.launch.network_layout import KINDS, PLACES, network_settings
+from sluice.launch.network_layout import KINDS, SERVICE_PORTS, network_settings
 from sluice.launch.own_address import own_address, own_address_within
 from sluice.launch.shared_run import Ending, SharedRun
+from sluice.service_contract import TRACKER_NAME
 
 
 def saved(folder: Path, step: int) -> None:
@@ -91,9 +91,9 @@ def test_an_end_that_cannot_be_read_for_a_moment_is_none_and_is_logged_once(
         with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
             run.end(Ending("reward", ()))
     assert run.ending() == Ending("trainer", ()), "how it ended first counts"
-    (told,) = (each.getMessage() for each in caplog.records)
-    assert "ended.json" in told
-    assert os.strerror(errno.ESTALE) in told
+    (reported,) = (each.getMessage() for each in caplog.records)
+    assert "ended.json" in reported
+    assert os.strerror(errno.ESTALE) in reported
 
 
 def test_a_folder_in_which_no_run_began_is_told_with_the_remedy(tmp_path: Path) -> None:
@@ -105,8 +105,8 @@ def test_services_are_found_by_their_names_at_ports_of_their_own() -> None:
     service = load_config(None, network_settings()).sluice
     for kind in KINDS:
         endpoint = getattr(service, kind).endpoint
-        assert (endpoint.advertise, endpoint.port) == (kind, PLACES[kind].port)
-        assert endpoint.health_port == PLACES[kind].health_port
+        assert (endpoint.advertise, endpoint.port) == (kind, SERVICE_PORTS[kind].port)
+        assert endpoint.health_port == SERVICE_PORTS[kind].health_port
     assert service.rollout.replicas == 0
 
 

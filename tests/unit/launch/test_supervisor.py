@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.launch import supervisor as supervisor_module
+from sluice.launch.processes import supervisor as supervisor_module
 from sluice.launch.service_spec import ServiceSpec
 from tests.support.scripted_children import (
     SLEEP,
@@ -260,10 +260,10 @@ SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
 from sluice.launch.service_spec import ServiceSpec
-from sluice.launch.supervisor import Supervisor
+from sluice.launch.processes.supervisor import Supervisor
 child = '''
 import os, time
-from sluice.concurrency.parent_death import end_with_supervisor
+from sluice.concurrency.process import end_with_supervisor
 end_with_supervisor()
 print(os.getpid())
 time.sleep(600)
@@ -290,9 +290,7 @@ async def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> 
 
 
 def test_a_supervised_process_whose_supervisor_is_gone_ends_at_once() -> None:
-    code = (
-        "from sluice.concurrency.parent_death import end_with_supervisor as e; e(); print('lives')"
-    )
+    code = "from sluice.concurrency.process import end_with_supervisor as e; e(); print('lives')"
     for pid, lives in ((str(os.getpid()), True), ("1", False), (None, True)):
         environment = {key: v for key, v in os.environ.items() if key != "SLUICE_SUPERVISOR_PID"}
         if pid is not None:

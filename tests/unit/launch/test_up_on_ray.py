@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sluice.cli import up
 from sluice.cli.main import commands
-from sluice.config.loader import load_config
+from sluice.cli.run import up
+from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
-from sluice.launch.ray_cluster import ray_cluster
+from sluice.launch.cluster.ray_cluster import ray_cluster
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,18 +34,18 @@ def test_a_trainer_on_several_machines_is_pointed_to_ray(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (("--on", "ray", "--resources", "NPU:8"), "write SERVICE=RESOURCE:AMOUNT"),
         (("--resources", "rollout=NPU:8"), "only --on ray hands them out"),
     ],
 )
 def test_wrong_resources_are_refused_before_anything_is_read(
-    words: tuple[str, ...], told: str
+    words: tuple[str, ...], reported: str
 ) -> None:
     result = CliRunner().invoke(commands, ["up", "no-such-file.yaml", *words])
     assert isinstance(result.exception, ConfigError)
-    assert told in str(result.exception)
+    assert reported in str(result.exception)
 
 
 def test_only_two_places_are_known() -> None:

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from sluice.client.images import ChatWithImages
-from sluice.openai_front.asked import (
-    Asked,
+from sluice.client.generation_types import ChatWithImages
+from sluice.openai_front.errors import RefusedError
+from sluice.openai_front.requests import (
     Bounds,
     ChatRequest,
     CompletionRequest,
-    asked_of_chat,
-    asked_of_completion,
+    ParsedRequest,
     decode,
+    parse_chat,
+    parse_completion,
 )
-from sluice.openai_front.refusals import RefusedError
 from sluice.types import ChatMessage
 from tests.support.image_files import png
 
@@ -30,14 +30,14 @@ def image_part(url: str | None = None) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
 
 
-def chat(bounds: Bounds = Bounds(), **fields: Any) -> Asked:  # noqa: B008
+def chat(bounds: Bounds = Bounds(), **fields: Any) -> ParsedRequest:  # noqa: B008
     body = json.dumps({"model": "policy", "messages": [TURN], **fields}).encode()
-    return asked_of_chat(decode(body, ChatRequest), bounds)
+    return parse_chat(decode(body, ChatRequest), bounds)
 
 
-def completion(**fields: Any) -> Asked:
+def completion(**fields: Any) -> ParsedRequest:
     body = json.dumps({"model": "policy", "prompt": "hi", **fields}).encode()
-    return asked_of_completion(decode(body, CompletionRequest), Bounds(deadline_s=7.0))
+    return parse_completion(decode(body, CompletionRequest), Bounds(deadline_s=7.0))
 
 
 def test_a_bare_request_draws_one_choice_at_temperature_1() -> None:

@@ -11,8 +11,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from sluice.errors import ExhaustedError
-from sluice.openai_front.callers import KEYLESS, Callers
-from sluice.openai_front.web_app import FrontSettings
+from sluice.openai_front.web_app import KEYLESS, Callers, FrontSettings
 from sluice.security.token_file import TokenFile
 from tests.support.http_front import HttpFront, http_front
 from tests.support.token_replica import TokenReplica, token_replicas, until
@@ -68,17 +67,17 @@ def test_a_caller_is_a_digest_of_its_key(tmp_path: Path) -> None:
 
 def test_all_callers_together_have_a_limit_too(tmp_path: Path) -> None:
     callers = Callers(keys(tmp_path), 3, 2)
-    with callers.drawing("first", 2):
-        with pytest.raises(ExhaustedError, match="--max-choices"), callers.drawing("second", 2):
+    with callers.generating("first", 2):
+        with pytest.raises(ExhaustedError, match="--max-choices"), callers.generating("second", 2):
             pass
-        with callers.drawing("second", 1):
+        with callers.generating("second", 1):
             pass
-    with callers.drawing("second", 2):
+    with callers.generating("second", 2):
         pass
 
 
 def test_without_keys_the_limit_of_one_key_binds_nobody() -> None:
     callers = Callers(None, 3, 2)
     assert callers.limit == (3, "--max-choices")
-    with callers.drawing(KEYLESS, 3):
+    with callers.generating(KEYLESS, 3):
         pass

@@ -14,7 +14,7 @@ pytest.importorskip("aiohttp")
 
 from sluice.openai_front import web_app
 from sluice.openai_front.web_app import FrontSettings
-from sluice.rpc.status_codes import CLASS_KEY
+from sluice.rpc.status import CLASS_KEY
 from tests.support.http_front import HttpFront, http_front
 from tests.support.token_replica import TokenReplica, token_replicas, until
 
@@ -49,9 +49,9 @@ async def test_connections_beyond_the_limit_are_told_so_and_closed() -> None:
             for each in (first, second):
                 assert b" 200 " in await asked(*each)
             async with connected(front) as (reader, _):
-                told = await reader.read()  # to the end: it is closed
-            assert told.startswith(b"HTTP/1.1 503 ")
-            assert b'"code":"unavailable"' in told
+                reported = await reader.read()  # to the end: it is closed
+            assert reported.startswith(b"HTTP/1.1 503 ")
+            assert b'"code":"unavailable"' in reported
             assert b" 200 " in await asked(*first)
         await _until_served(front)
 

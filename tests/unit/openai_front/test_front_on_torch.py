@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from services.rollout.engines.torch_engine import TorchEngine
-from services.rollout.hand_over import CountedGeneration
+from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.generation import CountedGeneration
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.rpc.server import RpcServer
@@ -88,8 +88,8 @@ async def test_a_real_engine_answers_the_same_streamed_or_not_and_stops_where_it
         events = await front.events("/v1/chat/completions", **asked, n=3, stop=stop, stream=True)
         for index, text in enumerate(texts):
             chunks = [e["choices"][0] for e in events[:-1] if e["choices"][0]["index"] == index]
-            told = "".join(chunk["delta"].get("content", "") for chunk in chunks)
-            assert told == text.partition(stop)[0]
+            reported = "".join(chunk["delta"].get("content", "") for chunk in chunks)
+            assert reported == text.partition(stop)[0]
         async with asyncio.timeout(20):
             while engine.load().slots_busy:
                 await asyncio.sleep(0.01)
@@ -132,8 +132,8 @@ async def test_openais_own_client_reads_every_answer(tmp_path: Path) -> None:
             model="policy", messages=TURNS, n=2, logprobs=True, max_tokens=8, seed=1
         )
         assert [choice.index for choice in chat.choices] == [0, 1]
-        drawn = sum(len(choice.logprobs.content) for choice in chat.choices)
-        assert chat.usage.completion_tokens == drawn
+        sampled = sum(len(choice.logprobs.content) for choice in chat.choices)
+        assert chat.usage.completion_tokens == sampled
         stream = await client.chat.completions.create(
             model="policy", messages=TURNS, max_tokens=8, seed=1, stream=True
         )

@@ -186,7 +186,7 @@ async def test_a_defect_of_ours_has_the_dialects_shape_and_tells_no_caller_more(
     def broken(*_: object) -> object:
         raise RuntimeError("inside")
 
-    monkeypatch.setattr(web_app, "asked_of_completion", broken)
+    monkeypatch.setattr(web_app, "parse_completion", broken)
     settings = FrontSettings(keys=GivenToken(KEY, "test"))
     with caplog.at_level(logging.DEBUG):
         async with http_front("127.0.0.1:1", settings=settings) as front:

@@ -12,8 +12,8 @@ pytest.importorskip("aiohttp")
 
 from google.protobuf.json_format import MessageToDict
 
-from sluice.openai_front.refusals import RefusedError
-from sluice.openai_front.unoffered_fields import UNOFFERED, Kind, check_unoffered
+from sluice.openai_front.errors import RefusedError
+from sluice.openai_front.requests import UNOFFERED, Kind, check_unoffered
 from tests.support.http_front import HttpFront, http_front
 from tests.support.token_replica import TokenReplica, token_replicas
 from tests.support.word_replica import MAX_MODEL_LEN, word_replica, words
@@ -41,7 +41,7 @@ def test_a_field_that_would_change_the_answer_is_refused_unless_it_says_nothing(
 
 
 @pytest.mark.parametrize(
-    ("path", "field", "value", "told"),
+    ("path", "field", "value", "reported"),
     [
         *(
             (path, *refused)
@@ -72,14 +72,14 @@ def test_a_field_that_would_change_the_answer_is_refused_unless_it_says_nothing(
     ],
 )
 async def test_what_would_give_another_answer_is_refused_with_field_value_and_remedy(
-    path: str, field: str, value: object, told: str
+    path: str, field: str, value: object, reported: str
 ) -> None:
     replica = TokenReplica()
     async with token_replicas(replica) as addresses, http_front(*addresses) as front:
         for stream in (False, True):
             status, answer = await front.post(path, **BODIES[path], **{field: value}, stream=stream)
             assert (status, answer["error"]["param"]) == (400, field)
-            assert answer["error"]["message"].startswith(f"{field}: {told}")
+            assert answer["error"]["message"].startswith(f"{field}: {reported}")
     assert not replica.requests
 
 
@@ -162,8 +162,10 @@ async def test_prompts_are_read_whole_and_begun_as_other_servers_do(tmp_path: Pa
             for stream in (False, True):
                 status, answer = await front.post(path, **(BODIES[path] | prompt), stream=stream)
                 assert status == 400
-                told = f"tokens; the model's context of {MAX_MODEL_LEN} takes {MAX_MODEL_LEN - 1}"
-                assert told in answer["error"]["message"]
+                reported = (
+                    f"tokens; the model's context of {MAX_MODEL_LEN} takes {MAX_MODEL_LEN - 1}"
+                )
+                assert reported in answer["error"]["message"]
 
 
 async def test_openais_own_client_has_its_fields_honoured_or_refused(tmp_path: Path) -> None:

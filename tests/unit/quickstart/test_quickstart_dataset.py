@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from sluice.quickstart.dataset import write_dataset
-from sluice.quickstart.problems import TASKS, Problem, Wording, split_problems
+from sluice.quickstart.arithmetic import TASKS, Problem, Wording, split_problems, write_dataset
 
 
 def test_a_row_has_the_columns_of_dapo_math(tmp_path: Path) -> None:

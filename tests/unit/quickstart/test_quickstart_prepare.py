@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sluice.errors import ConfigError
-from sluice.quickstart.prepare import PrepareProgress, QuickstartAssets, prepare
-from sluice.quickstart.settings import PrepareSettings, WarmStartSettings
+from sluice.quickstart.prepare import QuickstartAssets, prepare
+from sluice.quickstart.settings import PrepareProgress, PrepareSettings, WarmStartSettings
 
 SMALL = PrepareSettings(
     num_train=40,

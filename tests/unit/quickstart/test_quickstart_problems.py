@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from sluice.errors import ConfigError
-from sluice.quickstart.problems import (
+from sluice.quickstart.arithmetic import (
     ANSWER_REQUEST,
     TASKS,
     Problem,

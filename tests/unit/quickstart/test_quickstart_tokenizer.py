@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 from transformers import AutoTokenizer
 
-from sluice.quickstart.problems import TASKS, Task, deal_problems
+from sluice.quickstart.arithmetic import TASKS, Dialogue, Task, deal_problems, make_dialogues
 from sluice.quickstart.tokenizer import (
     encode_dialogue,
     render_prompt,
     save_tokenizer,
     train_tokenizer,
 )
-from sluice.quickstart.worked_answers import Dialogue, make_dialogues
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -11,12 +11,18 @@ import pyarrow.parquet as pq
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from services.reward.scorers.registry import RULES
+from services.reward.grading.scorers.registry import RULES
 from services.rollout.prompt_encoder import PromptEncoder
-from sluice.quickstart.prepare import PrepareProgress, prepare
-from sluice.quickstart.settings import PrepareSettings, WarmStartSettings
-from sluice.quickstart.shape_pictures import CELL_PIXELS, picture
-from sluice.quickstart.shapes import SHAPES, ShapeQuestion, answer_text, questions
+from sluice.quickstart.prepare import prepare
+from sluice.quickstart.settings import PrepareProgress, PrepareSettings, WarmStartSettings
+from sluice.quickstart.shapes import (
+    CELL_PIXELS,
+    SHAPES,
+    ShapeQuestion,
+    answer_text,
+    picture,
+    questions,
+)
 from sluice.types import ChatMessage
 from sluice.vision.image_prompts import load_image_prompts
 

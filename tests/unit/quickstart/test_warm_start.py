@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from sluice.quickstart.model import make_model
-from sluice.quickstart.problems import TASKS, deal_problems
+from sluice.quickstart.arithmetic import TASKS, Dialogue, deal_problems, make_dialogues
+from sluice.quickstart.model import make_model, warm_start
 from sluice.quickstart.settings import WarmStartSettings
 from sluice.quickstart.tokenizer import encode_dialogue, train_tokenizer
-from sluice.quickstart.warm_start import warm_start
-from sluice.quickstart.worked_answers import Dialogue, make_dialogues
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

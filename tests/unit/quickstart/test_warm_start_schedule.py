@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from sluice.quickstart.schedule import HoldThenDecay, slip_entropy
+from sluice.quickstart.model import HoldThenDecay, slip_entropy
 from sluice.quickstart.settings import WarmStartSettings
 
 SETTINGS = WarmStartSettings(

@@ -8,8 +8,15 @@ from itertools import islice
 
 import pytest
 
-from sluice.quickstart.problems import TASKS, Problem, Task, Wording, deal_problems
-from sluice.quickstart.worked_answers import make_dialogues, work_out
+from sluice.quickstart.arithmetic import (
+    TASKS,
+    Problem,
+    Task,
+    Wording,
+    deal_problems,
+    make_dialogues,
+    work_out,
+)
 
 STEP = re.compile(r"(-?\d+) ([+-]) (\d+) = (-?\d+)\.")
 BOTH = pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)

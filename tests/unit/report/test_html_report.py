@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from sluice.report.curves import charts
-from sluice.report.html_report import write_report
+from sluice.report.html_report import charts, write_report
 from sluice.report.run_record import read_run
 from sluice.report.summary import summarize
 from tests.support.run_folder import (
+    ACCOUNTING,
     ACCOUNTS,
-    BOOKS,
     STEPS,
     VALIDATIONS,
     run_folder,
@@ -80,9 +79,11 @@ def test_the_page_shows_numbers_charts_and_samples(page: Page) -> None:
 
 
 def test_the_page_tells_where_tokens_and_time_went(page: Page, tmp_path: Path) -> None:
-    told = report(tmp_path, accounts={**ACCOUNTS, **BOOKS})
-    assert "trained 60.0 %, filtered all right 25.0 %, pending 15.0 %; residual 0.0 %" in told.text
-    assert "generating 90.0 %" in told.text
+    reported = report(tmp_path, accounts={**ACCOUNTS, **ACCOUNTING})
+    assert (
+        "trained 60.0 %, filtered all right 25.0 %, pending 15.0 %; residual 0.0 %" in reported.text
+    )
+    assert "generating 90.0 %" in reported.text
     assert "Where tokens and time went" not in page.text
 
 
@@ -138,9 +139,9 @@ def test_every_chart_names_its_axes_and_a_legend_leaves_out_what_there_was_not(
 
 def test_groups_that_were_stale_or_failed_are_drawn_as_other(tmp_path: Path) -> None:
     stale = [{**STEPS[0], "train/groups_stale": 2.0}]
-    drawn = charts(read_run(run_folder(tmp_path, steps=stale)))[2]
-    assert drawn.title == "What the sampled groups were"
-    assert "other" in Page(drawn.svg).text
+    sampled = charts(read_run(run_folder(tmp_path, steps=stale)))[2]
+    assert sampled.title == "What the sampled groups were"
+    assert "other" in Page(sampled.svg).text
 
 
 def test_a_run_that_validated_only_at_its_end_has_a_page_too(tmp_path: Path) -> None:

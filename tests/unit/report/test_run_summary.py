@@ -13,7 +13,7 @@ import pytest
 from sluice.errors import DataError
 from sluice.report.run_record import AccuracyPoint, accuracy_of, read_progress, read_run
 from sluice.report.summary import RunSummary, summarize, write_summary
-from tests.support.run_folder import ACCOUNTS, ACCURACY, BOOKS, STEPS, VALIDATIONS, run_folder
+from tests.support.run_folder import ACCOUNTING, ACCOUNTS, ACCURACY, STEPS, VALIDATIONS, run_folder
 
 
 def summary(folder: Path, **record: Any) -> RunSummary:
@@ -79,7 +79,7 @@ def test_the_text_for_people_shows_the_sum_of_the_prompts(tmp_path: Path) -> Non
 
 
 def test_the_text_for_people_tells_where_tokens_and_time_went(tmp_path: Path) -> None:
-    text = summary(tmp_path, accounts={**ACCOUNTS, **BOOKS}).as_text()
+    text = summary(tmp_path, accounts={**ACCOUNTS, **ACCOUNTING}).as_text()
     assert text.splitlines()[-3:] == [
         "all tokens (3,000): trained 60.0 %, filtered all right 25.0 %, pending 15.0 %; "
         "residual 0.0 %",

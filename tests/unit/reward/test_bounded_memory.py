@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward import assembly
-from services.reward.assembly import RewardLoop
-from services.reward.batcher import ACKNOWLEDGED_REMEMBERED
-from services.reward.memory_ledger import MemoryLedger
+from services.reward import app
+from services.reward.app import RewardLoop
+from services.reward.groups.batcher import ACKNOWLEDGED_REMEMBERED
+from services.reward.ledger.ledger import MemoryLedger
 from sluice.config.run import RunConfig
 from sluice.errors import InvalidRequestError, NotFoundError
 from sluice.types import ChatMessage, Prompt, PromptEnd, PromptOrigin
@@ -58,7 +58,7 @@ async def steps(loop: RewardLoop, client: ScriptedClient, first: int, count: int
 
 
 async def test_nothing_grows_with_steps_or_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "MemoryLedger", partial(MemoryLedger, ended_ids=8))
+    monkeypatch.setattr(app, "MemoryLedger", partial(MemoryLedger, ended_ids=8))
     client = ScriptedClient()
     async with running_loop(config(), client) as loop:
         sizes = []

@@ -8,18 +8,18 @@ from functools import partial
 
 import pytest
 
-from services.reward import broken_streams
-from services.reward.broken_streams import BrokenStreams
+from services.reward.generation import dispatcher
+from services.reward.generation.dispatcher import BrokenStreams
 from tests.support.reward_loop import settled
 
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> BrokenStreams:
-    monkeypatch.setattr(broken_streams, "GATHER_S", 0.05)
+    monkeypatch.setattr(dispatcher, "GATHER_S", 0.05)
     return BrokenStreams()
 
 
-def _has_told(caplog: pytest.LogCaptureFixture, times: int) -> bool:
+def _has_warned(caplog: pytest.LogCaptureFixture, times: int) -> bool:
     return len(warnings(caplog)) == times
 
 
@@ -46,9 +46,9 @@ async def test_streams_that_break_together_are_one_warning_for_each_replica(
 async def test_a_replica_that_breaks_again_later_is_told_of_again(
     streams: BrokenStreams, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for told in (1, 2):
+    for reported in (1, 2):
         streams.note("one", 1, "one: reset")
-        await settled(partial(_has_told, caplog, told))
+        await settled(partial(_has_warned, caplog, reported))
 
 
 async def test_a_stream_that_breaks_after_its_last_sample_is_not_counted(

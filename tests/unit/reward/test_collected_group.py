@@ -6,19 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.collected_group import CollectedGroup
-from services.reward.generation_trace import GroupTrace
-from services.reward.group_request import GenerateEvent, GroupRequest
-from services.reward.replica_queue import Priority
+from services.reward.generation.queue import Priority
+from services.reward.generation.request import GenerateEvent, GroupRequest
+from services.reward.generation.stream import CollectedGroup
+from services.reward.records.tokens import GroupTrace
 from sluice.algorithm.growing_sample import GrowingSample, NewTokens
-from sluice.types import (
-    ChatMessage,
-    FinishReason,
-    Prompt,
-    PromptOrigin,
-    Rollout,
-    SamplingParams,
-)
+from sluice.types import ChatMessage, FinishReason, Prompt, PromptOrigin, Rollout, SamplingParams
 
 SAMPLES, LOWEST = 3, 5
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=99, seed=0)

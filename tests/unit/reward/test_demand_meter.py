@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.reward.demand_meter import DemandMeter, FleetFacts
-from sluice.algorithm.fleet_demand import HEADROOM
+from services.reward.metrics import DemandMeter, FleetFacts
+from sluice.algorithm.routing import HEADROOM
 
 BUSY = FleetFacts(1, is_starved=False, slots_in_use=32, num_slots=64, num_replicas=4)
 

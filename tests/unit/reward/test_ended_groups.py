@@ -14,16 +14,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.reward import group_log
-from services.reward.ended_groups import EndedGroups
-from services.reward.generation_trace import GroupTrace
-from services.reward.group_log import GroupLog
-from services.reward.run_files import RunFiles, open_run_files
-from sluice.algorithm.sampling.visit import Visit
+from services.reward.app import RunFiles, open_run_files
+from services.reward.records import group_log
+from services.reward.records.group_log import EndedGroups, GroupLog
+from services.reward.records.tokens import GroupTrace
+from sluice.algorithm.sampling.attempt import Attempt
 from sluice.config.run import RunConfig
-from sluice.telemetry import sample_archive
-from sluice.telemetry.sample_archive import SampleArchive, archive_files
-from sluice.telemetry.sampled_group import SampledGroup
+from sluice.telemetry import samples as sample_archive
+from sluice.telemetry.samples import SampleArchive, SampledGroup, archive_files
 from sluice.types import ChatMessage, PromptEnd
 from tests.support.client_prompt import client_prompt
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, submit
@@ -42,7 +40,7 @@ def add(ended: EndedGroups, prompt_id: str, text: str = "text") -> None:
 
 def end_group(log: GroupLog, prompt_id: str) -> None:
     prompt = client_prompt(prompt_id=prompt_id)
-    log.started(prompt, Visit("aa", 3, None, 4), probes=0, version=1)
+    log.started(prompt, Attempt("aa", 3, None, 4), probes=0, version=1)
     log.ended(prompt, PromptEnd.DROPPED_FAILED, None, GroupTrace(["a"]))
 
 
@@ -193,7 +191,7 @@ async def test_a_disk_that_hangs_delays_the_end_for_a_deadline_only(
 def test_a_process_ends_while_its_disk_hangs() -> None:
     code = (
         "import asyncio, threading\n"
-        "from services.reward import group_log\n"
+        "from services.reward.records import group_log\n"
         "group_log.LAST_S = 0.1\n"
         "log = group_log.GroupLog(None)\n"
         "log._write = threading.Event().wait\n"

@@ -14,16 +14,20 @@ from typing import Any
 
 import pytest
 
-from services.reward.dispatcher import GroupDispatcher, GroupRequest
-from services.reward.evaluation import Evaluation, EvaluationOrder
-from services.reward.generation_trace import GenerationTrace
-from services.reward.grading import Grader, SampleScorer
-from services.reward.prompts import Draw
-from services.reward.received_tokens import ReceivedTokens
-from services.reward.replica_queue import ReplicaQueue
-from services.reward.sample_dumps import SampleDumps
-from services.reward.scorer_messages import ScoreItem
-from services.reward.validation_results import EvaluationResult, check_failures
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.queue import ReplicaQueue
+from services.reward.generation.request import GroupRequest
+from services.reward.grading.grader import Grader, SampleScorer
+from services.reward.grading.messages import ScorerInput
+from services.reward.groups.evaluation import (
+    EvaluationOrder,
+    EvaluationResult,
+    Evaluator,
+    check_failures,
+)
+from services.reward.prompts.dataset import IssuedRow
+from services.reward.records.group_log import SampleDumps
+from services.reward.records.tokens import GenerationTrace, TokenCountingClient
 from sluice.data.prompt_rows import PromptRow
 from sluice.errors import DeadlineError, EngineError, PeerError, PromptTooLongError
 from sluice.types import ChatMessage, Failed, FailureKind, Outcome, Rollout, SamplingParams, Scored
@@ -39,9 +43,9 @@ class Rows:
 
     def __init__(self, count: int) -> None:
         asked = [(ChatMessage("user", f"answer=1 right=1 number={i}"),) for i in range(count)]
-        self._draws = [Draw(i, PromptRow(a, "math_dapo", "1")) for i, a in enumerate(asked)]
+        self._draws = [IssuedRow(i, PromptRow(a, "math_dapo", "1")) for i, a in enumerate(asked)]
 
-    def take(self, count: int) -> list[Draw]:
+    def take(self, count: int) -> list[IssuedRow]:
         taken, self._draws = self._draws[:count], self._draws[count:]
         return taken
 
@@ -67,20 +71,20 @@ class World:
         scorer: SampleScorer | None = None,
         dumps: SampleDumps | None = None,
     ) -> None:
-        self.received = ReceivedTokens(client)
+        self.received = TokenCountingClient(client)
         self.trace = GenerationTrace(self.received)
-        self.told_tokens: list[int] = []
+        self.reported_tokens: list[int] = []
         self.dispatcher = GroupDispatcher(
             self.trace, ReplicaQueue(1.0, lambda: None), max_attempts=1, leave_out_overlong=True
         )
-        self.evaluation = Evaluation(
+        self.evaluation = Evaluator(
             lambda: Rows(num_prompts),
             self.dispatcher,
             Grader(scorer or InlineScorer(), None),
             self.trace,
             dumps or SampleDumps(None, None),
             lambda: 0,
-            on_tokens=self.told_tokens.append,
+            on_tokens=self.reported_tokens.append,
         )
 
     async def run(self, num_examples: int = 0, seconds: float = 10.0) -> EvaluationResult:
@@ -119,7 +123,7 @@ async def test_all_tokens_of_an_evaluation_are_told_even_if_it_does_not_end(
     world = World(ScriptedClient(before_sample=before_sample), 20)
     with suppress(DeadlineError):
         await world.run(seconds=0.5)
-    assert sum(world.told_tokens) == world.received.total > 0
+    assert sum(world.reported_tokens) == world.received.total > 0
     assert world.received.num_training == 0
     assert world.evaluation.num_pending_tokens == 0
 
@@ -129,7 +133,7 @@ class ScorerOutOfOrder(InlineScorer):
 
     num_groups = 0
 
-    async def score(self, items: Sequence[ScoreItem]) -> tuple[Scored | Failed, ...]:
+    async def score(self, items: Sequence[ScorerInput]) -> tuple[Scored | Failed, ...]:
         self.num_groups += 1
         if self.num_groups == 3:
             raise DeadlineError("scorer process", "loading the scorer", 20.0)

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.assembly import RewardLoop
-from services.reward.dispatcher import GroupRequest
-from services.reward.scorer_messages import ScoreItem
-from services.reward.submissions import Submission, SubmissionSession
-from sluice.algorithm.losses.registry import GROUP_LOSSES
+from services.reward.app import RewardLoop
+from services.reward.generation.request import GroupRequest
+from services.reward.grading.messages import ScorerInput
+from services.reward.prompts.submissions import Submission, SubmissionSession
+from sluice.algorithm.registry import GROUP_LOSSES
 from sluice.config.run import RunConfig
 from sluice.errors import EngineError, PeerDefectError, PeerError, SluiceError
 from sluice.types import ChatMessage, Failed, FailureKind, Outcome, PromptEnd, Rollout
@@ -59,7 +59,7 @@ def config(
     return msgspec.convert(tree, RunConfig)
 
 
-async def visited(loop: RewardLoop, name: str, words: str = MIXED) -> str:
+async def attempted(loop: RewardLoop, name: str, words: str = MIXED) -> str:
     """The detail of the end of a prompt that fails."""
     message = ChatMessage("user", words)
     loop.submissions.submit(Submission(name, (message,), "math_dapo", "1", {}), SubmissionSession())
@@ -95,7 +95,7 @@ async def test_samples_of_a_group_whose_rest_fails_count_once_each(
     client = ScriptedClient(before_sample=breaking(broken, EngineError("out of memory")))
     async with running_loop(config("staged", actor=WHOLE_GROUPS), client) as loop:
         await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        await visited(loop, "p0")
+        await attempted(loop, "p0")
         assert outcomes(loop) == expected
 
 
@@ -106,7 +106,7 @@ async def test_a_group_without_a_sample_in_time_is_aborted_and_no_strike() -> No
     rules = config(group_deadline_s=0.05, outcomes={"max_strikes": 1})
     async with running_loop(rules, ScriptedClient(before_sample=hold)) as loop:
         await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        assert (await visited(loop, "p0")).startswith("aborted: no sample finished within")
+        assert (await attempted(loop, "p0")).startswith("aborted: no sample finished within")
         assert outcomes(loop) == {"aborted": SAMPLES}
         assert loop.statistics()["reward/quarantine"] == 0
 
@@ -122,18 +122,18 @@ async def test_lost_replicas_are_no_strike_and_errors_that_an_engine_answers_wit
     client = ScriptedClient(before_sample=breaking(broken, error))
     async with running_loop(config(outcomes={"max_strikes": 2}), client) as loop:
         await loop.pipeline.announce("trainer", 0, [replica("a"), replica("b")], None)
-        details = [await visited(loop, f"p{number}") for number in range(3)]
+        details = [await attempted(loop, f"p{number}") for number in range(3)]
         assert loop.statistics()["reward/quarantine"] == is_quarantined
     assert details[2].startswith("quarantined: ") == is_quarantined
 
 
-class Fates(InlineScorer):
+class ScriptedOutcomes(InlineScorer):
     """All samples of a visit fail in one way, which the words end with."""
 
     def __init__(self, *kinds: FailureKind) -> None:
         self._kinds = iter(kinds)
 
-    async def score(self, items: Sequence[ScoreItem]) -> tuple[Any, ...]:
+    async def score(self, items: Sequence[ScorerInput]) -> tuple[Any, ...]:
         kind = next(self._kinds)
         return tuple(Failed(kind, "as the test says") for _ in items)
 
@@ -145,13 +145,13 @@ class Fates(InlineScorer):
 async def test_a_group_that_fails_without_a_strike_takes_earlier_ones_back(
     kinds: tuple[FailureKind, ...], is_quarantined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fates = Fates(*kinds)
+    fates = ScriptedOutcomes(*kinds)
     monkeypatch.setattr("tests.support.reward_loop.InlineScorer", lambda: fates)
     rules = config(outcomes={"max_strikes": 2, "scorer_crash": {"action": "leave_out"}})
     async with running_loop(rules, ScriptedClient()) as loop:
         await loop.pipeline.announce("trainer", 0, [replica("a")], None)
         for number in range(3):
-            await visited(loop, f"p{number}")
+            await attempted(loop, f"p{number}")
         assert loop.statistics()["reward/quarantine"] == is_quarantined
 
 
@@ -166,7 +166,7 @@ async def test_a_visit_that_loses_its_replicas_takes_strikes_back() -> None:
     ) as loop:
         await loop.pipeline.announce("trainer", 0, [replica("a"), replica("b")], None)
         for number in range(3):
-            await visited(loop, f"p{number}")
+            await attempted(loop, f"p{number}")
         assert loop.statistics()["reward/quarantine"] == 0
 
 
@@ -179,7 +179,7 @@ async def test_tokens_of_samples_that_were_drawn_again_have_failed(
         text = f"sample {index}\nAnswer: {1 if index % 2 else 2}"
         return rollout_of(text, index, 0, request.sampling.seed, 3)
 
-    async def score(scorer: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Outcome, ...]:
+    async def score(scorer: InlineScorer, items: Sequence[ScorerInput]) -> tuple[Outcome, ...]:
         looks.update(item.response for item in items)
         return tuple(
             Failed(UNSCORABLE, "no number")

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.reward.group_request import GroupRequest
-from services.reward.replica_queue import Priority
-from services.reward.rollout_client import RolloutClient
+from services.reward.generation.client import RolloutClient
+from services.reward.generation.queue import Priority
+from services.reward.generation.request import GroupRequest
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from sluice.rpc.caller_name import caller_of
+from sluice.rpc.metadata import TRACEPARENT, caller_of
 from sluice.rpc.server import RpcServer
-from sluice.rpc.trace_metadata import TRACEPARENT
 from sluice.types import ChatMessage, Prompt, PromptOrigin, ReplicaInfo, SamplingParams
 
 SPAN = (TRACEPARENT, "00-" + "a" * 32 + "-" + "b" * 16 + "-01")
@@ -37,7 +36,7 @@ async def test_the_reward_service_is_no_client(
     in_trace: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     further = {"metadata": (SPAN,)} if in_trace else {}
-    monkeypatch.setattr("sluice.rpc.call.call_options", lambda: further)
+    monkeypatch.setattr("sluice.rpc.client.call_options", lambda: further)
     replica = Replica()
     server = RpcServer(
         [lambda grpc_: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(replica, grpc_)],

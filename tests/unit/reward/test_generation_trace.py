@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.generation_trace import GroupTrace
-from services.reward.group_request import GenerateEvent
+from services.reward.generation.request import GenerateEvent
+from services.reward.records.tokens import GroupTrace
 from sluice.algorithm.growing_sample import NewTokens
 from sluice.types import FinishReason, Rollout, SamplingParams, VersionSpan
 

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.grading import Grader, OverlongShaping, overlong_shaping
-from services.reward.judgement import GroupNeeds, judge
-from services.reward.scorer_messages import ScoreItem
-from sluice.config.reward import RewardConfig
+from services.reward.grading.grader import Grader, OverlongShaping, overlong_shaping
+from services.reward.grading.messages import ScorerInput
+from services.reward.groups.filter import GroupNeeds, judge
+from sluice.config.schema.reward import RewardConfig
 from sluice.errors import ConfigError
 from sluice.types import (
     ChatMessage,
@@ -42,9 +42,9 @@ class Scripted:
     busy_seconds = 0.0
 
     def __init__(self, *outcomes: Scored | Failed) -> None:
-        self.outcomes, self.items = outcomes, list[ScoreItem]()
+        self.outcomes, self.items = outcomes, list[ScorerInput]()
 
-    async def score(self, items: Sequence[ScoreItem]) -> tuple[Scored | Failed, ...]:
+    async def score(self, items: Sequence[ScorerInput]) -> tuple[Scored | Failed, ...]:
         self.items += items
         return self.outcomes[: len(items)]
 
@@ -64,7 +64,7 @@ def rollout(index: int, num_tokens: int = 5, **changes: Any) -> Rollout:
 async def test_the_scorer_sees_text_and_reference() -> None:
     scorer = Scripted(right())
     await Grader(scorer, None).grade(group(rollout(0)))
-    assert scorer.items == [ScoreItem("math_dapo", "text 0", "7", {"index": 3}, question="?")]
+    assert scorer.items == [ScorerInput("math_dapo", "text 0", "7", {"index": 3}, question="?")]
 
 
 async def test_the_overlong_penalty_changes_the_reward_and_not_the_score() -> None:

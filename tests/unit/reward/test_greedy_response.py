@@ -9,27 +9,20 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from services.reward.assembly import RewardLoop
-from services.reward.dispatcher import (
-    GroupDispatcher,
+from services.reward.app import RewardLoop
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.greedy import generate_group
+from services.reward.generation.queue import Priority
+from services.reward.generation.request import (
     GroupFailedError,
     GroupRequest,
     SampleCallback,
     StartCallback,
 )
-from services.reward.greedy_response import generate_group
-from services.reward.ledger import PromptState
-from services.reward.replica_queue import Priority
+from services.reward.ledger.ledger import PromptState
 from sluice.config.run import RunConfig
 from sluice.errors import DataError, EngineError
-from sluice.types import (
-    ChatMessage,
-    Prompt,
-    PromptOrigin,
-    Rollout,
-    RolloutGroup,
-    SamplingParams,
-)
+from sluice.types import ChatMessage, Prompt, PromptOrigin, Rollout, RolloutGroup, SamplingParams
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
 from tests.support.scripted_rollout import PROMPT_TOKENS, answer_text, rollout_of
 
@@ -246,14 +239,14 @@ async def generated(act: Act, on_start: StartCallback = lambda _: None) -> None:
 async def test_a_prompt_has_started_when_the_older_of_the_two_has(
     samples: int, greedy: int
 ) -> None:
-    told: list[int | None] = []
+    reported: list[int | None] = []
 
     def start(request: GroupRequest, on_start: StartCallback) -> None:
         on_start(None)
         on_start(greedy if is_greedy(request) else samples)
 
-    await generated(start, told.append)
-    assert told == [None, samples, samples, 3]
+    await generated(start, reported.append)
+    assert reported == [None, samples, samples, 3]
 
 
 async def test_a_defect_is_not_taken_for_a_failure_of_the_prompt() -> None:

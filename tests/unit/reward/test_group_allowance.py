@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.assembly import RewardLoop
-from services.reward.dispatcher import GroupRequest
-from services.reward.scorer_messages import ScoreItem
+from services.reward.app import RewardLoop
+from services.reward.generation.request import GroupRequest
+from services.reward.grading.messages import ScorerInput
 from sluice.config.run import RunConfig
 from sluice.types import PromptEnd
 from tests.support.reward_loop import (
@@ -50,7 +50,7 @@ def config(*, samples: int = 4, probes: int = 2, estimator: str = "grpo") -> Run
 def late_grades(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grades of the first samples come when the group has taken its time."""
 
-    async def score(scorer: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Any, ...]:
+    async def score(scorer: InlineScorer, items: Sequence[ScorerInput]) -> tuple[Any, ...]:
         await asyncio.sleep(2 * DEADLINE_S)
         return tuple(scorer._score(item) for item in items)
 

@@ -7,14 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from services.reward.dispatcher import (
-    GroupDispatcher,
-    GroupFailedError,
-    GroupRequest,
-    OverlongPromptError,
-)
-from services.reward.replica_queue import Priority, ReplicaQueue
-from sluice.algorithm.routing import Fleet, Wanted
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.queue import Priority, ReplicaQueue
+from services.reward.generation.request import GroupFailedError, GroupRequest, OverlongPromptError
+from sluice.algorithm.routing import ReplicaRequirement, ReplicaRouter
 from sluice.errors import (
     DataError,
     EngineError,
@@ -23,14 +19,7 @@ from sluice.errors import (
     PeerError,
     PromptTooLongError,
 )
-from sluice.types import (
-    ChatMessage,
-    FinishReason,
-    Prompt,
-    PromptOrigin,
-    Rollout,
-    SamplingParams,
-)
+from sluice.types import ChatMessage, FinishReason, Prompt, PromptOrigin, Rollout, SamplingParams
 from tests.support.reward_loop import ScriptedClient, replica, settled
 from tests.support.scripted_rollout import rollout_of
 
@@ -144,17 +133,17 @@ async def test_only_missing_samples_are_generated_again_and_the_failed_replica_i
 
 
 async def test_a_replica_that_failed_proves_itself_with_one_group() -> None:
-    fleet = Fleet(1.0)
+    fleet = ReplicaRouter(1.0)
     fleet.announce([replica("a")])
-    wanted = Wanted(4, 0)
+    wanted = ReplicaRequirement(4, 0)
     member = fleet.choose(wanted, 0.0)
     assert member is not None
     until = fleet.failed(member, 0.0)
     assert fleet.choose(wanted, until - 0.01) is None
     assert fleet.choose(wanted, until) is member
-    grant = fleet.grant(member, 4)
+    reservation = fleet.reservation(member, 4)
     assert fleet.choose(wanted, until) is None
-    fleet.sequence_ended(grant)
+    fleet.sequence_ended(reservation)
     fleet.answered(member)
     assert fleet.choose(wanted, until) is member
     later = fleet.failed(member, until)
@@ -233,7 +222,7 @@ async def test_aborted_samples_are_generated_again() -> None:
 
 
 async def test_the_oldest_version_in_a_group_is_told_through_all_attempts() -> None:
-    told: list[int | None] = []
+    reported: list[int | None] = []
 
     async def break_a(name: str, _request: GroupRequest, index: int) -> None:
         if name == "a" and index == 1:
@@ -242,8 +231,8 @@ async def test_the_oldest_version_in_a_group_is_told_through_all_attempts() -> N
     client = ScriptedClient(before_sample=break_a, versions={"a": 3, "b": 4})
     setting = Setting(client)
     await setting.dispatcher.announce([replica("a", 3), replica("b", 4)])
-    group = await setting.dispatcher.generate(request(), told.append)
-    assert told == [None, 3, 3, 3]
+    group = await setting.dispatcher.generate(request(), reported.append)
+    assert reported == [None, 3, 3, 3]
     assert group.oldest_version == 3
 
 
@@ -258,14 +247,14 @@ async def test_cancelling_a_group_gives_its_room_back_at_every_stage() -> None:
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(setting.dispatcher.generate(request(0)))
         waiting = tasks.create_task(setting.dispatcher.generate(request(1)))
-        granted = tasks.create_task(setting.dispatcher.generate(request(2)))
+        reserved = tasks.create_task(setting.dispatcher.generate(request(2)))
         await settled(lambda: setting.queue.num_waiting == 2)
         waiting.cancel()
         await settled(lambda: setting.queue.num_waiting == 1)
         running.cancel()
         # The room is granted in the same moment in which the next one is cancelled.
         await settled(lambda: setting.queue.num_waiting == 0)
-        granted.cancel()
+        reserved.cancel()
     assert setting.queue.num_free_sequences(0) == 4
 
 

@@ -11,12 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.reward import group_log
-from services.reward.daemon_thread import in_daemon_thread
-from services.reward.generation_trace import GroupTrace
-from services.reward.group_log import GroupLog
-from services.reward.run_files import RunFiles
-from sluice.algorithm.sampling.visit import Visit
+from services.reward.app import RunFiles
+from services.reward.records import group_log
+from services.reward.records.group_log import GroupLog, in_daemon_thread
+from services.reward.records.tokens import GroupTrace
+from sluice.algorithm.sampling.attempt import Attempt
 from sluice.config.run import RunConfig
 from sluice.types import PromptEnd
 from tests.support.client_prompt import client_prompt
@@ -25,7 +24,7 @@ from tests.support.reward_loop import ScriptedClient, replica, running_loop, sub
 KEYS = (
     *("prompt_id", "key", "end", "right", "scored", "tokens", "version", "oldest_version"),
     *("started_s", "generated_s", "ended_s", "replicas", "probes", "probability", "step"),
-    "incarnation",
+    "instance_id",
 )
 TRACE = GroupTrace(["a", "b"])
 
@@ -57,7 +56,7 @@ async def test_groups_that_end_close_together_are_written_together(
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         writer = tasks.create_task(log.run())
         for _ in range(3):
-            log.started(prompt, Visit("aa", 3, None, 4, probability=0.25), probes=4, version=7)
+            log.started(prompt, Attempt("aa", 3, None, 4, probability=0.25), probes=4, version=7)
             log.ended(prompt, PromptEnd.DROPPED_FAILED, None, TRACE)
             await asyncio.sleep(0)
         while not path.exists() or len(lines(path)) < 3:
@@ -72,12 +71,12 @@ async def test_a_group_that_failed_leaves_a_line_with_what_is_known(tmp_path: Pa
         GroupLog(tmp_path / "run" / "groups.jsonl", lambda: next(seconds)),
         client_prompt(),
     )
-    log.started(prompt, Visit("aa", 3, None, 4, probability=0.25), probes=4, version=7)
+    log.started(prompt, Attempt("aa", 3, None, 4, probability=0.25), probes=4, version=7)
     log.ended(prompt, PromptEnd.DROPPED_FAILED, None, TRACE)
     await written(log)
     (line,) = lines(tmp_path / "run" / "groups.jsonl")
     assert tuple(line) == KEYS
-    assert line.pop("incarnation")
+    assert line.pop("instance_id")
     assert line == {
         "prompt_id": prompt.prompt_id,
         "key": "aa",
@@ -101,16 +100,16 @@ async def test_a_line_names_the_start_of_the_service_that_its_times_are_of(tmp_p
     path, prompt = tmp_path / "groups.jsonl", client_prompt()
     for log in (GroupLog(path), GroupLog(path)):
         for _ in range(2):
-            log.started(prompt, Visit("aa", 3, None, 4), probes=0, version=7)
+            log.started(prompt, Attempt("aa", 3, None, 4), probes=0, version=7)
             log.ended(prompt, PromptEnd.DROPPED_FAILED, None, TRACE)
         await written(log)
-    first, second, third, fourth = (line["incarnation"] for line in lines(path))
+    first, second, third, fourth = (line["instance_id"] for line in lines(path))
     assert first == second != third == fourth
 
 
 async def test_a_prompt_that_starts_again_or_never_started_leaves_no_line(tmp_path: Path) -> None:
     log, prompt = GroupLog(tmp_path / "groups.jsonl"), client_prompt()
-    log.started(prompt, Visit("aa", 3, None, 4), probes=0, version=7)
+    log.started(prompt, Attempt("aa", 3, None, 4), probes=0, version=7)
     log.restarted(prompt)
     log.ended(prompt, PromptEnd.SKIPPED, None, TRACE)
     await written(log)
@@ -124,7 +123,7 @@ async def test_a_log_that_cannot_be_written_is_told_once_and_given_up(
     log, prompt = GroupLog(tmp_path / "file" / "groups.jsonl"), client_prompt()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            log.started(prompt, Visit("aa", 3, None, 4), probes=0, version=7)
+            log.started(prompt, Attempt("aa", 3, None, 4), probes=0, version=7)
             log.ended(prompt, PromptEnd.TRAINED, None, TRACE)
             await written(log)
     assert len([line for line in caplog.messages if "no longer logged" in line]) == 1

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.assembly import RewardLoop
-from services.reward.dispatcher import GroupRequest
-from services.reward.group_run import joined
-from services.reward.judgement import GroupNeeds, judge_probes
-from services.reward.ledger import PromptState
-from services.reward.scorer_messages import ScoreItem
+from services.reward.app import RewardLoop
+from services.reward.generation.request import GroupRequest
+from services.reward.grading.messages import ScorerInput
+from services.reward.groups.filter import GroupNeeds, judge_probes
+from services.reward.groups.run import joined
+from services.reward.ledger.ledger import PromptState
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError, InvalidRequestError
 from sluice.types import (
@@ -168,7 +168,7 @@ class HeldScorer:
     def __init__(self, words: str) -> None:
         self._words, self.opened = words, asyncio.Event()
 
-    async def __call__(self, scorer: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Any, ...]:
+    async def __call__(self, scorer: InlineScorer, items: Sequence[ScorerInput]) -> tuple[Any, ...]:
         if items[0].question == self._words:
             await self.opened.wait()
         return tuple(scorer._score(item) for item in items)
@@ -183,7 +183,7 @@ async def test_a_group_that_goes_on_is_served_before_one_that_starts(
         if request.prompt.prompt_id == "p1":
             await running.wait()
 
-    async def score(scorer: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Any, ...]:
+    async def score(scorer: InlineScorer, items: Sequence[ScorerInput]) -> tuple[Any, ...]:
         return await grades(scorer, items)
 
     monkeypatch.setattr(InlineScorer, "score", score)
@@ -210,7 +210,7 @@ async def test_a_group_is_as_old_as_its_probes_when_its_rest_is_drawn_by_a_newer
         if request.prompt.prompt_id == "p0" and index >= 2:
             await rest.wait()
 
-    async def score(scorer: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Any, ...]:
+    async def score(scorer: InlineScorer, items: Sequence[ScorerInput]) -> tuple[Any, ...]:
         return await grades(scorer, items)
 
     monkeypatch.setattr(InlineScorer, "score", score)
@@ -240,7 +240,7 @@ class CountedGrades:
     def __init__(self) -> None:
         self.num_graded = 0
 
-    def __call__(self, scorer: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Any, ...]:
+    def __call__(self, scorer: InlineScorer, items: Sequence[ScorerInput]) -> tuple[Any, ...]:
         self.num_graded += len(items)
         return tuple(scorer._score(item) for item in items)
 
@@ -254,7 +254,7 @@ async def test_the_rest_of_a_group_does_not_wait_for_a_long_probe_once_two_diffe
         if index == 2:
             await long_probe.wait()
 
-    async def score(scorer: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Any, ...]:
+    async def score(scorer: InlineScorer, items: Sequence[ScorerInput]) -> tuple[Any, ...]:
         return grades(scorer, items)
 
     monkeypatch.setattr(InlineScorer, "score", score)
@@ -313,7 +313,7 @@ async def test_no_probe_is_graded_twice_nor_its_grading_cut_off_though_scorers_t
     asked: list[str] = []
     cut_off: list[str] = []
 
-    async def score(scorer: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Any, ...]:
+    async def score(scorer: InlineScorer, items: Sequence[ScorerInput]) -> tuple[Any, ...]:
         asked.extend(item.response for item in items)
         try:
             for _ in range(5):
@@ -330,9 +330,9 @@ async def test_no_probe_is_graded_twice_nor_its_grading_cut_off_though_scorers_t
         await loop.pipeline.announce("trainer", 0, [replica("a")], None)
         kept = (lambda: loop.batcher.num_kept >= 2) if words == MIXED else None
         await settled(kept or (lambda: session.num_open == 0))
-        num_drawn = sum(len(indexes) for _, _, indexes in client.calls)
-        await settled(lambda: len(asked) >= num_drawn)
-        assert len(asked) == num_drawn
+        num_sampled = sum(len(indexes) for _, _, indexes in client.calls)
+        await settled(lambda: len(asked) >= num_sampled)
+        assert len(asked) == num_sampled
     assert cut_off == []
 
 
@@ -341,7 +341,7 @@ async def test_partial_credit_is_warned_of_once_where_strategies_go_by_right_and
 ) -> None:
     grades = iter(range(1000))
 
-    async def score(_scorer: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Any, ...]:
+    async def score(_scorer: InlineScorer, items: Sequence[ScorerInput]) -> tuple[Any, ...]:
         shares = [0.1 + 0.001 * next(grades) for _ in items]
         return tuple(Scored(share, share, {"acc": share}) for share in shares)
 

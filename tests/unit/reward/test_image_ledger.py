@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.reward.ledger_content import body_digest, decode_prompt, encode_body
-from services.reward.memory_ledger import MemoryLedger
-from services.reward.prompt_key import prompt_key
-from services.reward.sqlite_ledger import SqliteLedger
+from services.reward.generation.request import prompt_key
+from services.reward.ledger.content import body_digest, decode_prompt, encode_body
+from services.reward.ledger.ledger import MemoryLedger
+from services.reward.ledger.sqlite import SqliteLedger
 from sluice.errors import DataError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
 

@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.prompts import (
-    Draw,
+from services.reward.prompts.dataset import (
+    IssuedRow,
     training_files,
     training_stream,
     validation_files,
     validation_stream,
 )
-from sluice.config.data import DataConfig
-from sluice.data.duplicates import without_duplicates
-from sluice.data.prompt_files import open_prompt_files
+from sluice.config.schema.data import DataConfig
+from sluice.data.prompt_files import open_prompt_files, without_duplicates
 from sluice.data.prompt_rows import PromptColumns
 from sluice.errors import DataError
 from sluice.types import DataProgress
@@ -38,7 +37,7 @@ def written(path: Path, content: str, images: object) -> str:
     return str(write_prompts(path, rows))
 
 
-def drawn(path: str, limits: ImageLimits | None = LIMITS) -> list[Draw]:
+def sampled(path: str, limits: ImageLimits | None = LIMITS) -> list[IssuedRow]:
     data = DataConfig(train_files=path, shuffle=False)
     files = training_files(data, limits)
     assert files is not None
@@ -49,7 +48,7 @@ def drawn(path: str, limits: ImageLimits | None = LIMITS) -> list[Draw]:
 def test_geometry3k_rows_bring_their_bytes(tmp_path: Path) -> None:
     images = [{"bytes": ONE, "path": None}, {"bytes": TWO, "path": "x.png"}]
     path = written(tmp_path / "a.parquet", "<image> and <image>: which?", images)
-    assert [draw.images for draw in drawn(path)] == [(), (ONE, TWO)]
+    assert [draw.images for draw in sampled(path)] == [(), (ONE, TWO)]
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
@@ -59,14 +58,14 @@ def test_relative_paths_are_beside_the_file_of_the_row(tmp_path: Path, suffix: s
     (tmp_path / "two.png").write_bytes(TWO)
     paths = ["pictures/one.png", str(tmp_path / "two.png")]
     path = written(tmp_path / f"a.{suffix}", "<image><image>", paths)
-    assert drawn(path)[1].images == (ONE, TWO)
+    assert sampled(path)[1].images == (ONE, TWO)
 
 
 def test_bare_bytes_and_base64_in_json_lines_are_read(tmp_path: Path) -> None:
-    assert drawn(written(tmp_path / "a.parquet", "<image>", [ONE]))[1].images == (ONE,)
+    assert sampled(written(tmp_path / "a.parquet", "<image>", [ONE]))[1].images == (ONE,)
     text = b64encode(TWO).decode()
     for image in ({"bytes": text}, f"data:image/png;base64,{text}"):
-        assert drawn(written(tmp_path / "a.jsonl", "<image>", [image]))[1].images == (TWO,)
+        assert sampled(written(tmp_path / "a.jsonl", "<image>", [image]))[1].images == (TWO,)
 
 
 def test_validation_rows_bring_their_images(tmp_path: Path) -> None:
@@ -78,7 +77,7 @@ def test_validation_rows_bring_their_images(tmp_path: Path) -> None:
 
 def test_a_text_that_says_image_needs_none_where_there_is_no_column(tmp_path: Path) -> None:
     path = write_prompts(tmp_path / "a.parquet", prompt_rows(["what does <image> mean?"]))
-    assert drawn(str(path))[0].images == ()
+    assert sampled(str(path))[0].images == ()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,7 @@ def test_an_image_that_cannot_be_used_is_named_by_file_and_row(
     (tmp_path / "large.png").write_bytes(bytes(1001))
     path = written(tmp_path / "a.parquet", content, images)
     with pytest.raises(DataError, match=message) as error:
-        drawn(path)
+        sampled(path)
     assert str(error.value).startswith(f"{path}, row 1: ")
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.prompt_images import prompt_images
-from sluice.config.loader import load_config
+from services.reward.prompts.dataset import prompt_images
+from sluice.config.loading.loader import load_config
 from sluice.vision.image_limits import ImageLimits
 
 

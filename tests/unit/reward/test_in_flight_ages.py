@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from services.reward.batcher import Batcher, BatchRules
-from services.reward.in_flight import InFlightItem, InFlightTable
-from services.reward.stale_groups import StaleGroups
-from services.reward.statistics import Discard
-from sluice.algorithm.group_ages import GroupAges
+from services.reward.groups.admission import StaleGroups
+from services.reward.groups.batcher import Batcher, BatchRules
+from services.reward.groups.group import InFlightItem, InFlightTable
+from services.reward.records.statistics import Discard
+from sluice.algorithm.groups.staleness import RESERVE_AFTER, GroupAges
+from sluice.algorithm.sampling.attempt import Attempt
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
-from sluice.algorithm.sampling.visit import Visit
-from sluice.algorithm.withdrawals import CLAIM_AFTER
 from tests.support.client_prompt import client_prompt
 
 
@@ -27,7 +26,7 @@ class Running:
         self.batcher.ages.keep("kept", 5, 0)
 
     def start(self, name: str, version: int | None) -> InFlightItem:
-        item = self.table.add(client_prompt(prompt_id=name), Visit(name, 1, None, 4), 4)
+        item = self.table.add(client_prompt(prompt_id=name), Attempt(name, 1, None, 4), 4)
         item.start_version = version
         return item
 
@@ -73,18 +72,20 @@ def test_a_group_that_was_just_kept_is_not_cancelled_for_the_want_of_a_place() -
 def test_a_claimed_place_counts_before_the_group_holds_tokens_and_after_its_probes() -> None:
     ages = GroupAges(2, 0, "wait")
     table = InFlightTable(ages)
-    item = table.add(client_prompt(prompt_id="claimed"), Visit("claimed", 1, None, 2), 2, claims=5)
-    other = table.add(client_prompt(prompt_id="other"), Visit("other", 2, None, 2), 2)
+    item = table.add(
+        client_prompt(prompt_id="claimed"), Attempt("claimed", 1, None, 2), 2, reserved_for=5
+    )
+    other = table.add(client_prompt(prompt_id="other"), Attempt("other", 2, None, 2), 2)
     other.start_version = 5
     ages.keep("kept", 5, 0)
-    assert ages.doomed(5) == ("other",)  # both places are taken
+    assert ages.expired(5) == ("other",)  # both places are taken
     item.start_version = 5
     item.start_version = None  # its replica is gone
-    assert ages.doomed(5) == ("other",)
-    table.go_on(item, is_sure=False)
+    assert ages.expired(5) == ("other",)
+    table.continue_group(item, is_sure=False)
     assert table.num_sure == 1
     table.remove(item)
-    assert (table.num_sure, ages.doomed(5)) == (0, ())
+    assert (table.num_sure, ages.expired(5)) == (0, ())
 
 
 def test_a_group_that_ended_before_its_cancellation_reached_it_was_not_withdrawn() -> None:
@@ -93,11 +94,11 @@ def test_a_group_that_ended_before_its_cancellation_reached_it_was_not_withdrawn
     rules = SamplingRules(StrategyName.STREAM, 1, 0, 4, on_policy_fill="expected")
     stale = StaleGroups(batcher, table, rules)
     for is_cancelled in (False, True):
-        for _ in range(CLAIM_AFTER):
-            item = table.add(client_prompt(prompt_id="p"), Visit("p", 1, None, 4), 4)
+        for _ in range(RESERVE_AFTER):
+            item = table.add(client_prompt(prompt_id="p"), Attempt("p", 1, None, 4), 4)
             item.start_version = 0
             stale.cancel(["p"], 0)
             table.remove(item)
             found = stale.left(item, is_cancelled=is_cancelled)
-            assert found is (Discard.WITHDRAWN if is_cancelled else None)
-        assert stale.grants_claim("p") is is_cancelled
+            assert found is (Discard.PREEMPTED if is_cancelled else None)
+        assert stale.reserves_slot("p") is is_cancelled

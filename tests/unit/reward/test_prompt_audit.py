@@ -8,15 +8,15 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from services.reward.assembly import RewardLoop
-from services.reward.dispatcher import GroupRequest
-from services.reward.ledger import Accounts, PromptState
-from services.reward.prompt_audit import HeldPrompts, prompts_lost
+from services.reward.app import RewardLoop
+from services.reward.generation.request import GroupRequest
+from services.reward.ledger.ledger import Accounts, PromptState
+from services.reward.records.statistics import StagePrompts, prompts_lost
 from sluice.config.run import RunConfig
 from sluice.types import PromptEnd
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
 
-HELD = HeldPrompts(num_waiting=5, num_in_flight=7, num_kept=3, num_leased=2)
+HELD = StagePrompts(num_waiting=5, num_in_flight=7, num_kept=3, num_leased=2)
 STATES = {
     PromptState.WAITING: 5,
     PromptState.GENERATING: 4,
@@ -45,7 +45,7 @@ def test_prompts_that_the_stages_hold_are_not_lost() -> None:
         replace(HELD, num_waiting=4, num_kept=4),
     ],
 )
-def test_a_pending_prompt_that_no_stage_holds_is_lost(held: HeldPrompts) -> None:
+def test_a_pending_prompt_that_no_stage_holds_is_lost(held: StagePrompts) -> None:
     assert prompts_lost(accounts(27), held) == 1
 
 

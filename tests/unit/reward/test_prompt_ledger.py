@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.ledger import PromptState
-from services.reward.memory_ledger import MemoryLedger
+from services.reward.ledger.ledger import MemoryLedger, PromptState
 from sluice.errors import InvalidRequestError, NotFoundError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
 

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.prompt_memory_store import APPLICATION_ID, PromptMemoryStore
-from sluice.algorithm.sampling.prompt_memory import PromptHistory, SeenVisit, remembered
+from services.reward.prompts.history import APPLICATION_ID, PromptMemoryStore
+from sluice.algorithm.sampling.attempt import PromptHistory, RememberedAttempt, remembered
 from sluice.errors import DataError
 from tests.support.source_tree import ROOT
 
 KEY, OTHER = "00" * 16, "ff" * 16
-SEEN = SeenVisit(3, 16, 17.125, 3)
+SEEN = RememberedAttempt(3, 16, 17.125, 3)
 
 
 def stored(path: Path, *keys: str) -> list[PromptHistory | None]:
@@ -41,18 +41,18 @@ def test_visits_that_overlapped_are_all_remembered(tmp_path: Path) -> None:
         store.add([(KEY, SEEN)])
         history = store.read(KEY)
     assert history is not None
-    assert (history.num_right, history.num_wrong, history.num_visits) == (9.0, 39.0, 3)
+    assert (history.num_right, history.num_wrong, history.num_attempts) == (9.0, 39.0, 3)
 
 
 def test_lengths_are_those_of_the_prompts_visited_last(tmp_path: Path) -> None:
     with PromptMemoryStore(tmp_path / "memory.sqlite") as store:
         for version, key in enumerate([KEY, OTHER, "ab" * 16]):
-            store.add([(key, SeenVisit(1, 2, 10.0 + version, version))])
+            store.add([(key, RememberedAttempt(1, 2, 10.0 + version, version))])
         assert store.lengths(2) == [(OTHER, 11.0), ("ab" * 16, 12.0)]
 
 
-visits = st.builds(
-    SeenVisit,
+attempts = st.builds(
+    RememberedAttempt,
     st.integers(0, 16),
     st.integers(16, 64),
     st.floats(0.0, 1e9, allow_nan=False),
@@ -60,14 +60,14 @@ visits = st.builds(
 )
 
 
-@given(seen=st.lists(st.tuples(st.sampled_from([KEY, OTHER, "ab" * 16]), visits), max_size=20))
+@given(seen=st.lists(st.tuples(st.sampled_from([KEY, OTHER, "ab" * 16]), attempts), max_size=20))
 def test_a_file_remembers_what_memory_would_to_the_last_bit(
-    seen: list[tuple[str, SeenVisit]], tmp_path_factory: pytest.TempPathFactory
+    seen: list[tuple[str, RememberedAttempt]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("memory") / "memory.sqlite"
     expected: dict[str, PromptHistory] = {}
-    for key, visit in seen:
-        expected[key] = remembered(expected.get(key), visit)
+    for key, attempt in seen:
+        expected[key] = remembered(expected.get(key), attempt)
     with PromptMemoryStore(path) as store:
         store.add(seen)
         assert store.num_prompts == len(expected)
@@ -78,12 +78,12 @@ def test_a_file_remembers_what_memory_would_to_the_last_bit(
 WRITER = """
 import sys, time
 from pathlib import Path
-from services.reward.prompt_memory_store import PromptMemoryStore
-from sluice.algorithm.sampling.prompt_memory import SeenVisit
+from services.reward.prompts.history import PromptMemoryStore
+from sluice.algorithm.sampling.attempt import RememberedAttempt
 store = PromptMemoryStore(Path(sys.argv[1]))
 version = 0
 while True:
-    rows = [(f"{i:032x}", SeenVisit(1, 2, 1.0, version)) for i in range(5000)]
+    rows = [(f"{i:032x}", RememberedAttempt(1, 2, 1.0, version)) for i in range(5000)]
     print("saving", flush=True)
     store.add(rows)
     print("saved", flush=True)

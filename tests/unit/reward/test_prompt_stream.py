@@ -13,15 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.reward.prompts import (
-    DrawOrder,
+from services.reward.prompts.dataset import (
     PromptStream,
+    RowOrder,
     training_files,
     training_stream,
     validation_files,
     validation_stream,
 )
-from sluice.config.data import DataConfig
+from sluice.config.schema.data import DataConfig
 from sluice.data.prompt_files import open_prompt_files
 from sluice.data.prompt_rows import PromptColumns
 from sluice.errors import DataError
@@ -62,19 +62,21 @@ def stream(
 ) -> PromptStream:
     chosen = {"shuffle": True, "seed": 1, "window_rows": 8, "max_samples": None} | order
     opened = open_prompt_files(files, COLUMNS, config_key="data.train_files")
-    return PromptStream(opened, DrawOrder(**chosen), total_epochs=epochs, progress=progress)
+    return PromptStream(opened, RowOrder(**chosen), total_epochs=epochs, progress=progress)
 
 
-def drawn(source: PromptStream, count: int = 10_000) -> list[tuple[int, int]]:
+def sampled(source: PromptStream, count: int = 10_000) -> list[tuple[int, int]]:
     return [(d.position, int(d.row.ground_truth)) for d in source.take(count)]
 
 
 def test_unshuffled_rows_come_in_file_order_epoch_after_epoch(files: list[str]) -> None:
-    assert drawn(stream(files, shuffle=False, epochs=2)) == [(p, p % ROWS) for p in range(2 * ROWS)]
+    assert sampled(stream(files, shuffle=False, epochs=2)) == [
+        (p, p % ROWS) for p in range(2 * ROWS)
+    ]
 
 
 def test_every_epoch_draws_each_row_once_in_an_order_of_its_own(files: list[str]) -> None:
-    rows = [row for _, row in drawn(stream(files))]
+    rows = [row for _, row in sampled(stream(files))]
     epochs = [rows[i * ROWS : (i + 1) * ROWS] for i in range(3)]
     assert all(sorted(epoch) == list(range(ROWS)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
@@ -84,13 +86,13 @@ def test_every_epoch_draws_each_row_once_in_an_order_of_its_own(files: list[str]
 def test_a_single_row_group_is_shuffled_anew_in_every_epoch(tmp_path: Path) -> None:
     rows = prompt_rows([f"row {i}" for i in range(ROWS)])
     path = write_prompts(tmp_path / "one.parquet", rows, row_group_size=ROWS)
-    order = [row for _, row in drawn(stream([str(path)], epochs=2, window_rows=ROWS))]
+    order = [row for _, row in sampled(stream([str(path)], epochs=2, window_rows=ROWS))]
     assert order[:ROWS] != order[ROWS:]
 
 
 def test_the_order_depends_on_the_seed_alone(files: list[str]) -> None:
-    assert drawn(stream(files)) == drawn(stream(files))
-    assert drawn(stream(files)) != drawn(stream(files, seed=2))
+    assert sampled(stream(files)) == sampled(stream(files))
+    assert sampled(stream(files)) != sampled(stream(files, seed=2))
 
 
 @settings(
@@ -108,25 +110,25 @@ def test_a_resumed_stream_draws_what_the_unbroken_one_still_had_to(
     progress = DataProgress(low_water, tuple(sorted(p for p in above if p >= low_water)))
     resumed = stream(files, progress=progress, window_rows=window)
     found: list[tuple[int, int]] = []
-    while part := drawn(resumed, block):
+    while part := sampled(resumed, block):
         found += part
-    unbroken = drawn(stream(files, window_rows=window))
+    unbroken = sampled(stream(files, window_rows=window))
     skipped = set(progress.ended_above)
     assert found == [d for d in unbroken if d[0] >= low_water and d[0] not in skipped]
 
 
 def test_blocks_lose_no_draw(files: list[str]) -> None:
     source = stream(files)
-    assert [d for _ in range(50) for d in drawn(source, 3)] == drawn(stream(files))
+    assert [d for _ in range(50) for d in sampled(source, 3)] == sampled(stream(files))
 
 
 def test_json_lines_and_parquet_follow_each_other(mixed_files: list[str]) -> None:
-    assert drawn(stream(mixed_files, shuffle=False, epochs=1)) == [(p, p) for p in range(ROWS)]
-    shuffled = drawn(stream(mixed_files, epochs=2))
+    assert sampled(stream(mixed_files, shuffle=False, epochs=1)) == [(p, p) for p in range(ROWS)]
+    shuffled = sampled(stream(mixed_files, epochs=2))
     assert [sorted(row for _, row in part) for part in (shuffled[:ROWS], shuffled[ROWS:])] == [
         list(range(ROWS))
     ] * 2
-    assert drawn(stream(mixed_files, epochs=2, progress=DataProgress(61))) == shuffled[61:]
+    assert sampled(stream(mixed_files, epochs=2, progress=DataProgress(61))) == shuffled[61:]
 
 
 def copies(tmp_path: Path) -> DataConfig:
@@ -147,12 +149,12 @@ def test_copies_are_drawn_once_an_epoch_where_that_is_asked_for(tmp_path: Path) 
     opened = training_files(data)
     assert opened is not None
     source = training_stream(opened, data, total_epochs=2, progress=DataProgress(0))
-    rows = [row for _, row in drawn(source)]
+    rows = [row for _, row in sampled(source)]
     expected = [0, *(i for i in range(20) if i % 5)]
     assert source.rows_per_epoch == len(expected)
     assert rows == expected * 2
     resumed = training_stream(opened, data, total_epochs=2, progress=DataProgress(20))
-    assert [row for _, row in drawn(resumed)] == (expected * 2)[20:]
+    assert [row for _, row in sampled(resumed)] == (expected * 2)[20:]
 
 
 def test_max_samples_counts_rows_that_are_left_without_copies(tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ def test_max_samples_counts_rows_that_are_left_without_copies(tmp_path: Path) ->
     opened = training_files(data)
     assert opened is not None
     source = training_stream(opened, data, total_epochs=1, progress=DataProgress(0))
-    assert [row for _, row in drawn(source)] == [0, 1, 2, 3, 4, 6, 7]
+    assert [row for _, row in sampled(source)] == [0, 1, 2, 3, 4, 6, 7]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -177,7 +179,7 @@ def test_validation_is_chosen_as_training_and_ordered_on_its_own(
     )
     opened = validation_files(data)
     assert opened is not None
-    rows, again = ([row for _, row in drawn(validation_stream(opened, data))] for _ in range(2))
+    rows, again = ([row for _, row in sampled(validation_stream(opened, data))] for _ in range(2))
     assert rows == again
     assert (set(rows) == set(range(20))) is not shuffle
     assert (rows == sorted(rows)) is not validation_shuffle
@@ -186,7 +188,7 @@ def test_validation_is_chosen_as_training_and_ordered_on_its_own(
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_max_samples_uses_the_same_rows_in_every_epoch(files: list[str], shuffle: bool) -> None:
     source = stream(files, shuffle=shuffle, max_samples=20)
-    rows = [row for _, row in drawn(source)]
+    rows = [row for _, row in sampled(source)]
     assert source.rows_per_epoch == 20
     assert set(rows[:20]) == set(rows[20:40]) == set(rows[40:])
     assert len(set(rows)) == 20
@@ -305,10 +307,10 @@ def test_images_of_a_later_row_are_refused_before_it_is_trained_on(
         pq.write_table(pa.Table.from_pylist(rows), path)
     data = DataConfig(train_files=str(path), shuffle=False)
     with pytest.raises(DataError, match=rf"a\.{suffix}, row 1 holds images"):
-        drawn_all(data)
+        issue_all(data)
 
 
-def drawn_all(data: DataConfig) -> None:
+def issue_all(data: DataConfig) -> None:
     files = training_files(data)
     assert files is not None
     training_stream(files, data, total_epochs=1, progress=DataProgress(0)).take(10)

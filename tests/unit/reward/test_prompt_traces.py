@@ -9,13 +9,11 @@ from typing import Any
 
 import msgspec
 
-from services.reward.dispatcher import GroupRequest
-from services.reward.prompt_traces import PromptTraces, trace_key
-from services.reward.sqlite_ledger import SqliteLedger
+from services.reward.generation.request import GroupRequest
+from services.reward.ledger.sqlite import SqliteLedger
+from services.reward.records.traces import PromptTraces, trace_key
 from sluice.config.run import RunConfig
-from sluice.telemetry.span_names import SpanName
-from sluice.telemetry.trace_context import TraceContext
-from sluice.telemetry.tracing import TRACER
+from sluice.telemetry.tracing import TRACER, SpanName, TraceContext
 from tests.support.client_prompt import client_prompt
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
 from tests.support.seen_spans import Kept, traced
@@ -50,10 +48,10 @@ async def test_a_trained_prompt_passes_every_stage_in_one_trace(tmp_path: Path) 
             await loop.pipeline.announce("t", 0, [replica("r")], None)
             submit(loop, [MIXED])
             batch = await loop.pipeline.batches.take(1, 0, 5.0)
-            told = loop.traces.traceparent("p0")
+            reported = loop.traces.traceparent("p0")
             loop.pipeline.batches.acknowledge(batch.batch_id, 1)
     (prompt,) = kept.named("prompt")
-    assert told == prompt.context.traceparent
+    assert reported == prompt.context.traceparent
     assert prompt.attributes["sluice.prompt.end"] == "trained"
     assert prompt.attributes["sluice.step"] == 1
     assert prompt.error is None
@@ -139,7 +137,7 @@ def test_a_service_that_starts_anew_goes_on_with_the_traces_of_its_prompts(
             with SqliteLedger(tmp_path / "ledger.sqlite") as ledger:
                 is_first = ledger.prompt("p") is None
                 traces = PromptTraces(trace_key(tmp_path, is_first=is_first))
-                ledger.follow(traces)
+                ledger.observe(traces)
                 if is_first:
                     ledger.accept(prompt)
                 traces.close()

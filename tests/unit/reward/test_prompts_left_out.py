@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.reward.assembly import PromptSets, assemble
-from services.reward.dispatcher import GroupRequest
-from services.reward.prompts import training_files
+from services.reward.app import PromptSets, assemble
+from services.reward.generation.request import GroupRequest
+from services.reward.prompts.dataset import training_files
 from sluice.config.run import RunConfig
 from sluice.errors import PromptTooLongError, SluiceError
 from tests.support.prompt_parquet import prompt_rows, write_prompts

@@ -9,15 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.assembly import RewardLoop
-from services.reward.grading import SampleScorer
-from services.reward.memory_ledger import MemoryLedger
-from services.reward.prompt_key import prompt_key
-from services.reward.quarantine import Quarantine, read_quarantine
-from services.reward.run_files import QUARANTINE_FILE, open_run_files
-from services.reward.scorer_messages import ScoreItem
-from services.reward.sqlite_ledger import SqliteLedger
-from services.reward.submissions import Submission, SubmissionSession
+from services.reward.app import QUARANTINE_FILE, RewardLoop, open_run_files
+from services.reward.generation.request import prompt_key
+from services.reward.grading.grader import SampleScorer
+from services.reward.grading.messages import ScorerInput
+from services.reward.ledger.ledger import MemoryLedger
+from services.reward.ledger.sqlite import SqliteLedger
+from services.reward.prompts.quarantine import Quarantine, read_quarantine
+from services.reward.prompts.submissions import Submission, SubmissionSession
 from sluice.config.run import RunConfig
 from sluice.types import ChatMessage, Failed, FailureKind, PromptEnd, Scored
 from tests.support.client_prompt import client_prompt
@@ -64,10 +63,10 @@ def test_without_a_bound_no_prompt_is_quarantined() -> None:
 
 def test_strikes_and_quarantine_survive_the_service(tmp_path: Path) -> None:
     ledger, path = tmp_path / "ledger.sqlite", tmp_path / "quarantine.jsonl"
-    for visit in range(3):
+    for attempt in range(3):
         with SqliteLedger(ledger) as opened:
             reason = Quarantine(opened, 3, path).struck(POISON, CRASHED)
-            assert (reason is not None) == (visit == 2)
+            assert (reason is not None) == (attempt == 2)
     with SqliteLedger(ledger) as opened:
         assert Quarantine(opened, 3, path).reason(POISON) is not None
 
@@ -121,7 +120,7 @@ class CrashingOnPoison(InlineScorer):
     async def score(self, items: Any) -> tuple[Scored | Failed, ...]:
         return tuple(map(self._lost_or_scored, items))
 
-    def _lost_or_scored(self, item: ScoreItem) -> Scored | Failed:
+    def _lost_or_scored(self, item: ScorerInput) -> Scored | Failed:
         return CRASHED if item.question.endswith("poison") else self._score(item)
 
 
@@ -141,7 +140,7 @@ def _has_ended(loop: RewardLoop, prompt_id: str) -> bool:
     return loop.ledger.ended(prompt_id) is not None
 
 
-async def visits(
+async def attempts(
     rules: RunConfig, first: int, count: int, scorer: SampleScorer, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[str], int, dict[str, float]]:
     """Details of the ends of the same poisonous words sent as `count` prompts, one after the other;
@@ -169,9 +168,9 @@ async def test_a_poisonous_prompt_costs_a_bounded_number_of_visits_over_restarts
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rules, scorer = config(tmp_path), CrashingOnPoison()
-    first, num_calls, _ = await visits(rules, 0, 1, scorer, monkeypatch)
+    first, num_calls, _ = await attempts(rules, 0, 1, scorer, monkeypatch)
     assert (num_calls, first[0].startswith("4 of 4 samples failed")) == (1, True)
-    second, num_calls, statistics = await visits(rules, 1, 3, scorer, monkeypatch)
+    second, num_calls, statistics = await attempts(rules, 1, 3, scorer, monkeypatch)
     assert num_calls == 1
     assert all(detail.startswith("quarantined: 2 visits in a row") for detail in second)
     assert statistics["reward/prompts_quarantined"] == 2

@@ -10,16 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.admission import why_passed_by
-from services.reward.assembly import open_prompt_sets
-from services.reward.dispatcher import GroupRequest
-from services.reward.group_log import GroupLog
-from services.reward.prompt_key import prompt_key
-from services.reward.prompt_memory_store import PromptMemoryStore
-from services.reward.run_files import RunFiles
+from services.reward.app import RunFiles, open_prompt_sets
+from services.reward.generation.request import GroupRequest, prompt_key
+from services.reward.groups.admission import why_passed_by
+from services.reward.prompts.history import PromptMemoryStore
+from services.reward.records.group_log import GroupLog
+from sluice.algorithm.sampling.attempt import Attempt, PromptHistory, RememberedAttempt
 from sluice.algorithm.sampling.coverage_guard import Side
-from sluice.algorithm.sampling.prompt_memory import PromptHistory, SeenVisit
-from sluice.algorithm.sampling.visit import Visit
 from sluice.config.run import RunConfig
 from sluice.errors import BatchUnfillableError, DataError, DataExhaustedError
 from sluice.types import ChatMessage, Prompt, PromptEnd, PromptOrigin
@@ -29,7 +26,7 @@ from tests.support.reward_loop import ScriptedClient, replica, running_loop, set
 
 MIXED = "answer=1 right=1"
 RIGHT = "answer=1 right=2"
-ALWAYS_RIGHT = SeenVisit(1000, 1000, 8.0, 0)
+ALWAYS_RIGHT = RememberedAttempt(1000, 1000, 8.0, 0)
 
 
 def config(strategy: str = "stream", **sections: Any) -> RunConfig:
@@ -153,6 +150,6 @@ def _keys(contents: list[str]) -> list[str]:
 def test_a_prompt_that_is_passed_by_is_told_whether_it_was_dear_or_left_out_for_the_hard_ones() -> (
     None
 ):
-    visit = Visit("key", 0, PromptHistory(8.0, 8.0, 100.0, 3, 1), first_samples=0)
-    assert why_passed_by(visit).startswith("not worth its tokens: 8.0 of 16.0")
-    assert why_passed_by(replace(visit, side=Side.PLAIN)).startswith("left out to keep the share")
+    attempt = Attempt("key", 0, PromptHistory(8.0, 8.0, 100.0, 3, 1), first_samples=0)
+    assert why_passed_by(attempt).startswith("not worth its tokens: 8.0 of 16.0")
+    assert why_passed_by(replace(attempt, side=Side.PLAIN)).startswith("left out to keep the share")

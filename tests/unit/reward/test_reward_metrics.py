@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
-from services.reward.assembly import RewardLoop
-from services.reward.batch_history import BatchHistory
-from services.reward.demand_meter import DemandMeter
-from services.reward.exported_metrics import BoundHistory, RewardMetrics, fleet_facts
-from sluice.config.loader import load_config
-from sluice.telemetry.histogram import Distribution
-from sluice.telemetry.instrument import Reading
+from services.reward.app import RewardLoop
+from services.reward.metrics import (
+    BatchHistory,
+    BoundHistory,
+    DemandMeter,
+    RewardMetrics,
+    fleet_facts,
+)
+from sluice.config.loading.loader import load_config
 from sluice.telemetry.instruments import INSTRUMENTS
+from sluice.telemetry.metrics import Distribution, InstrumentReading
 from sluice.types import TrainGroup
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
 
@@ -48,7 +51,7 @@ def metrics_of(loop: RewardLoop) -> RewardMetrics:
     return RewardMetrics(loop, history, bound, demand, 2, 1)
 
 
-def told(readings: RewardMetrics) -> Mapping[tuple[str, ...], Reading]:
+def reported(readings: RewardMetrics) -> Mapping[tuple[str, ...], InstrumentReading]:
     return {(one.instrument.name, *one.labels): one for one in readings.readings()}
 
 
@@ -62,7 +65,7 @@ async def test_counts_of_a_batch_are_those_of_the_status() -> None:
         batch = await loop.pipeline.batches.take(1, 0, 5.0)
         loop.pipeline.batches.acknowledge(batch.batch_id, 1)
         metrics.demand.look(1.0)
-        found, status = told(metrics), loop.statistics()
+        found, status = reported(metrics), loop.statistics()
         accounts = loop.ledger.accounts()
     values = {key: one.value for key, one in found.items()}
     assert values[("sluice_reward_prompts_submitted_total",)] == accounts.num_submitted == 3
@@ -84,7 +87,7 @@ async def test_staleness_and_time_to_fill_are_told_of_every_batch() -> None:
         await settled(lambda: loop.batcher.num_kept == 2)
         await loop.pipeline.announce("trainer-1", 1, [replica("a", 1)], None)
         await loop.pipeline.batches.take(2, 1, 5.0)
-        found = told(metrics)
+        found = reported(metrics)
     staleness = found[("sluice_reward_staleness_versions",)].value
     fills = found[("sluice_reward_batch_fill_seconds",)].value
     assert isinstance(staleness, Distribution)

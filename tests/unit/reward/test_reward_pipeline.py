@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.assembly import RewardLoop
-from services.reward.dispatcher import GroupRequest
-from services.reward.ledger import PromptState
-from services.reward.scorer_messages import ScoreItem
+from services.reward.app import RewardLoop
+from services.reward.generation.request import GroupRequest
+from services.reward.grading.messages import ScorerInput
+from services.reward.ledger.ledger import PromptState
 from sluice.config.run import RunConfig
 from sluice.errors import BatchUnfillableError, DeadlineError, EngineError
 from sluice.types import DataProgress, Failed, FailureKind, PromptEnd
@@ -232,7 +232,7 @@ async def test_a_sample_without_a_score_is_logged_with_its_prompt_and_replica(
 ) -> None:
     lost = Failed(FailureKind.SCORER_CRASH, "exit code 3")
 
-    async def crash(_self: InlineScorer, items: Sequence[ScoreItem]) -> tuple[Failed, ...]:
+    async def crash(_self: InlineScorer, items: Sequence[ScorerInput]) -> tuple[Failed, ...]:
         return (lost,) * len(items)
 
     monkeypatch.setattr(InlineScorer, "score", crash)

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.assembly import RewardLoop
-from services.reward.dispatcher import GroupRequest
+from services.reward.app import RewardLoop
+from services.reward.generation.request import GroupRequest
 from sluice.config.run import RunConfig
 from sluice.errors import BatchUnfillableError, DeadlineError
 from sluice.types import TrainBatch

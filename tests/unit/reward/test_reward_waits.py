@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from services.reward.awaited import Awaited, AwaitedClock, LoopFacts, awaited_now
-from services.reward.sampling import for_prompt, training_sampling, validation_sampling
-from services.reward.yield_guard import YieldGuard
-from sluice.config.actor_rollout_ref import RolloutConfig
+from services.reward.generation.request import for_prompt, training_sampling, validation_sampling
+from services.reward.groups.loop import AwaitedClock, Blocker, LoopFacts, awaited_now
+from services.reward.records.statistics import YieldGuard
+from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import BatchUnfillableError
 from sluice.types import ChatMessage, Prompt, PromptEnd, PromptOrigin
 
@@ -60,8 +60,8 @@ def test_the_nearest_cause_is_named(
 
 def test_a_wait_is_as_old_as_its_kind_whatever_its_words() -> None:
     clock = AwaitedClock()
-    first = Awaited("generating", "rollout fleet", "generating 3 groups")
-    second = Awaited("generating", "rollout fleet", "generating 2 groups")
+    first = Blocker("generating", "rollout fleet", "generating 3 groups")
+    second = Blocker("generating", "rollout fleet", "generating 2 groups")
     clock.update([first], 10.0)
     clock.update([second], 12.0)
     assert clock.seconds(second, 15.0) == 5.0

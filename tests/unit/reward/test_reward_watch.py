@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from services.reward.assembly import RewardLoop
-from services.reward.group_request import GroupRequest
-from services.reward.watch import RewardWork
-from sluice.config.loader import load_config
+from services.reward.app import RewardLoop
+from services.reward.generation.request import GroupRequest
+from services.reward.metrics import RewardWork
+from sluice.config.loading.loader import load_config
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
 
 SETTINGS = ("data.train_batch_size=1", "actor_rollout_ref.rollout.n=2")
@@ -24,19 +24,19 @@ async def test_groups_that_replicas_generate_are_work_that_moves_with_every_samp
     client = ScriptedClient(before_sample=before)
     async with running_loop(load_config(None, SETTINGS), client) as loop:
         work = RewardWork(loop, patience_s=600.0)
-        assert not work.sight().has_work
+        assert not work.work_state().has_work
         submit(loop, ["answer=1 right=1"])
         await loop.pipeline.announce("trainer-1", 0, [replica("a")], None)
         await settled(lambda: bool(client.calls))
-        before_sample = work.sight()
+        before_sample = work.work_state()
         assert before_sample.has_work
         assert before_sample.patience_s == 600.0
-        assert work.sight().progress == before_sample.progress
+        assert work.work_state().progress == before_sample.progress
         assert ("rollout fleet", 1) in [(wait.peer, wait.count) for wait in work.waits()]
         released[0].set()
-        await settled(lambda: work.sight().progress != before_sample.progress)
+        await settled(lambda: work.work_state().progress != before_sample.progress)
         released[1].set()
-        await settled(lambda: not work.sight().has_work)
+        await settled(lambda: not work.work_state().has_work)
 
 
 async def test_groups_whose_replicas_have_left_are_no_work_of_the_service() -> None:
@@ -49,9 +49,9 @@ async def test_groups_whose_replicas_have_left_are_no_work_of_the_service() -> N
         await loop.pipeline.announce("trainer-1", 0, [replica("a")], None)
         submit(loop, ["answer=1 right=1"])
         await settled(lambda: bool(client.calls))
-        assert work.sight().has_work
+        assert work.work_state().has_work
         await loop.pipeline.announce("trainer-1", 0, [], None)
-        assert not work.sight().has_work
+        assert not work.work_state().has_work
         assert loop.pipeline.num_generating == 1
         assert "rollout fleet" in {wait.peer for wait in work.waits()}
 
@@ -61,11 +61,11 @@ async def test_what_the_watchdog_asks_every_second_does_not_count_all_prompts(
 ) -> None:
     async with running_loop(load_config(None, SETTINGS), ScriptedClient()) as loop:
         work = RewardWork(loop, patience_s=600.0)
-        before = work.sight()
+        before = work.work_state()
         await loop.pipeline.announce("trainer-1", 0, [replica("a")], None)
         monkeypatch.setattr(RewardLoop, "statistics", None)
         monkeypatch.setattr(type(loop.ledger), "pending_ids", None)
         submit(loop, ["answer=1 right=1"])
-        await settled(lambda: work.sight().progress != before.progress)
+        await settled(lambda: work.work_state().progress != before.progress)
         await settled(lambda: loop.batcher.num_kept == 1)
         assert loop.recorder.progress == (0, 2, 16)

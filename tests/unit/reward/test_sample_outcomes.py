@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.assembly import PromptSets, RewardLoop, assemble
-from services.reward.dispatcher import GroupRequest
-from services.reward.outcomes import PromptOutcome
-from services.reward.scorer_messages import ScoreItem
+from services.reward.app import PromptSets, RewardLoop, assemble
+from services.reward.generation.request import GroupRequest
+from services.reward.grading.messages import ScorerInput
+from services.reward.records.outcomes import PromptOutcome
 from sluice.config.run import RunConfig
 from sluice.errors import EngineError
 from sluice.types import Failed, FailureKind, Outcome, PromptEnd, Rollout, Scored
@@ -49,10 +49,10 @@ class Scorer(InlineScorer):
         self._fails = fails
         self.asked: Counter[str] = Counter()
 
-    async def score(self, items: Sequence[ScoreItem]) -> tuple[Scored | Failed, ...]:
+    async def score(self, items: Sequence[ScorerInput]) -> tuple[Scored | Failed, ...]:
         return tuple(self._judged(item) for item in items)
 
-    def _judged(self, item: ScoreItem) -> Scored | Failed:
+    def _judged(self, item: ScorerInput) -> Scored | Failed:
         self.asked[item.response] += 1
         kind = self._fails(item.response, self.asked[item.response])
         return self._score(item) if kind is None else Failed(kind, "as the test says")
@@ -247,7 +247,7 @@ async def _ends_of(
 ) -> list[PromptOutcome]:
     turns = Counter[str]()
 
-    def next_fate(_text: str, _times: int) -> FailureKind | None:
+    def next_outcome(_text: str, _times: int) -> FailureKind | None:
         turns["scored"] += 1
         return fates[turns["scored"] % len(fates)]
 
@@ -258,7 +258,7 @@ async def _ends_of(
 
     sampling = {"strategy": strategy, "probe_samples": 2}
     ended: list[PromptOutcome] = []
-    scorer = Scorer(next_fate)
+    scorer = Scorer(next_outcome)
     async with running(
         config(rules, sampling=sampling), Texts(before_sample=break_some), scorer
     ) as loop:

@@ -13,16 +13,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from services.reward.assembly import RewardLoop
-from services.reward.dispatcher import GenerateEvent, GroupDispatcher, GroupRequest
-from services.reward.group_allowance import GroupAllowance
-from services.reward.received_samples import ReceivedSamples, request_digest
-from services.reward.replica_queue import Priority, ReplicaQueue
-from services.reward.run_files import LEDGER_FILE, open_run_files
-from services.reward.sample_parts import SamplePart, SampleParts, decode_samples, encode_parts
-from services.reward.sqlite_ledger import SqliteLedger
+from services.reward.app import LEDGER_FILE, RewardLoop, open_run_files
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.queue import Priority, ReplicaQueue
+from services.reward.generation.request import (
+    GenerateEvent,
+    GroupBudget,
+    GroupRequest,
+    ReceivedSamples,
+    request_digest,
+)
+from services.reward.ledger.content import SamplePart, SampleParts, decode_samples, encode_parts
+from services.reward.ledger.sqlite import SqliteLedger
+from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.growing_sample import GrowingSample, NewTokens
-from sluice.algorithm.stragglers import StragglerRules
 from sluice.config.run import RunConfig
 from sluice.types import (
     DataProgress,
@@ -202,8 +206,8 @@ async def test_what_follows_samples_that_were_taken_up_is_written_behind_them(
     with SqliteLedger(tmp_path / LEDGER_FILE) as again:
         found = again.received("p0")
     assert found is not None
-    drawn = [*range(50), *range(7)]
-    assert [rollout.token_ids.tolist() for rollout in found.rollouts] == [drawn, drawn]
+    sampled = [*range(50), *range(7)]
+    assert [rollout.token_ids.tolist() for rollout in found.rollouts] == [sampled, sampled]
 
 
 def parts_of(index: int, count: int, start: int = 0) -> SampleParts:
@@ -236,8 +240,8 @@ def test_a_ledger_with_samples_that_do_not_fit_opens_and_forgets_them(tmp_path: 
 
 
 def row(position: int) -> Prompt:
-    told = client_prompt(prompt_id=f"data-{position}")
-    return replace(told, sequence=position, origin=PromptOrigin.DATASET, position=position)
+    reported = client_prompt(prompt_id=f"data-{position}")
+    return replace(reported, sequence=position, origin=PromptOrigin.DATASET, position=position)
 
 
 def test_samples_of_rows_that_are_not_drawn_again_are_forgotten(tmp_path: Path) -> None:
@@ -274,9 +278,9 @@ async def test_rows_that_are_drawn_again_keep_what_another_trainer_can_use_of_th
 
 
 async def test_samples_taken_up_beyond_the_budget_end_a_group_that_no_replica_has_begun() -> None:
-    client, prompt, allowance = ScriptedClient(), client_prompt(), GroupAllowance()
+    client, prompt, budget = ScriptedClient(), client_prompt(), GroupBudget()
     whole = tuple(rollout_of("Answer: 1", index, 0, 1, 6) for index in (0, 1))
-    taken_up = ReceivedSamples(request_digest(prompt, SAMPLING), PROMPT_TOKENS, whole)
+    resumed = ReceivedSamples(request_digest(prompt, SAMPLING), PROMPT_TOKENS, whole)
     rules = StragglerRules(group_token_budget=10)
     queue = ReplicaQueue(1.0, lambda: None)
     dispatcher = GroupDispatcher(client, queue, max_attempts=1, rules=rules)
@@ -284,8 +288,8 @@ async def test_samples_taken_up_beyond_the_budget_end_a_group_that_no_replica_ha
         await dispatcher.generate(
             GroupRequest(
                 *(prompt, indexes, SAMPLING, Priority.TRAINING, 0),
-                allowance=allowance,
-                received=taken_up,
+                budget=budget,
+                received=resumed,
             )
         )
         for indexes in ((0, 1), (2, 3))

@@ -10,15 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.collected_group import CollectedGroup
-from services.reward.generation_trace import GenerationTrace
-from services.reward.group_request import GenerateEvent, GroupRequest, first_samples
-from services.reward.received_samples import ReceivedSamples, request_digest
-from services.reward.replica_queue import Priority
-from services.reward.sample_keeper import SampleKeeper
-from services.reward.sample_parts import SampleParts, decode_samples, encode_parts
-from services.reward.sqlite_ledger import SqliteLedger
-from services.reward.token_accounts import TokenUse, uses_of_group
+from services.reward.generation.queue import Priority
+from services.reward.generation.request import (
+    GenerateEvent,
+    GroupRequest,
+    ReceivedSamples,
+    first_samples,
+    request_digest,
+)
+from services.reward.generation.stream import CollectedGroup
+from services.reward.ledger.content import SampleParts, decode_samples, encode_parts
+from services.reward.ledger.sqlite import SqliteLedger
+from services.reward.records.saved_samples import SampleSaver
+from services.reward.records.tokens import GenerationTrace, TokenUse, uses_of_group
 from sluice.algorithm.growing_sample import NewTokens
 from sluice.types import (
     FinishReason,
@@ -101,18 +105,18 @@ class Shelf:
         if self.ledger.prompt(self.prompt.prompt_id) is None:
             self.ledger.accept(self.prompt)
         self.prompt = next(iter(self.ledger.pending()))
-        self.keeper = SampleKeeper(
+        self.saver = SampleSaver(
             self.ledger, lambda: tuple(self.open), interval_s=1.0, max_bytes=self.max_bytes
         )
 
     async def saved(self) -> ReceivedSamples | None:
         """What another service would find now."""
-        await self.keeper.save()
+        await self.saver.save()
         self.ledger.close()
         self.ledger = SqliteLedger(self.path)
         prompt = next(iter(self.ledger.pending()), self.prompt)
         self.__post_init__()
-        return self.keeper.received(prompt, SAMPLING)
+        return self.saver.received(prompt, SAMPLING)
 
 
 @pytest.fixture
@@ -156,7 +160,7 @@ async def test_the_parts_that_were_saved_are_the_samples_however_they_came(
 ) -> None:
     prompt = client_prompt()
     noted, group = Noted(prompt), CollectedGroup(request(prompt))
-    keeper = SampleKeeper(noted, lambda: (group,), interval_s=1.0, max_bytes=1 << 20)  # type: ignore[arg-type]
+    saver = SampleSaver(noted, lambda: (group,), interval_s=1.0, max_bytes=1 << 20)  # type: ignore[arg-type]
     version = 0
     for what, index, count, step in steps:
         version += step
@@ -172,8 +176,8 @@ async def test_the_parts_that_were_saved_are_the_samples_however_they_came(
         elif what == "forget" and known:
             del group._growing[index]
         elif what == "save":
-            await keeper.save()
-    await keeper.save()
+            await saver.save()
+    await saver.save()
     found = decode_samples(noted.bodies).get(prompt.prompt_id)
     held = {rollout.sample_index: rollout for rollout in now(group)}
     saved = {rollout.sample_index: rollout for rollout in found.rollouts} if found else {}
@@ -185,13 +189,13 @@ async def test_a_service_that_starts_anew_goes_on_from_what_was_saved(shelf: She
     group = CollectedGroup(request(shelf.prompt))
     shelf.open.append(group)
     grow(group, news(0, 5, 1), news(1, 4, 1))
-    await shelf.keeper.save()
+    await shelf.saver.save()
     grow(group, news(0, 3, 2, first=5))
     end(group, 1, extra=2)
     found = await shelf.saved()
     assert found is not None
     again = CollectedGroup(request(shelf.prompt, received=found))
-    assert len(again.take_up()) == 2
+    assert len(again.resume_saved()) == 2
     assert all(same(one, other) for one, other in zip(now(group), now(again), strict=True))
     assert again.missing == (0, 2)
     assert [partial.num_tokens for partial in again.partials()] == [8]
@@ -203,7 +207,7 @@ async def test_samples_of_versions_that_are_too_old_are_not_taken_up(shelf: Shel
     grow(group, news(0, 5, 1), news(1, 4, 3))
     found = await shelf.saved()
     again = CollectedGroup(request(shelf.prompt, lowest=2, received=found))
-    assert [rollout.sample_index for rollout in again.take_up()] == [1]
+    assert [rollout.sample_index for rollout in again.resume_saved()] == [1]
     assert again.num_tokens == 4
 
 
@@ -216,9 +220,9 @@ async def test_another_trainer_goes_on_from_tokens_of_its_own_way_alone(
     grow(group, news(0, 5, 1), news(1, 4, 3))
     await shelf.saved()
     shelf.open.clear()
-    shelf.keeper.outlive_trainer(version)
+    shelf.saver.change_trainer(version)
     for _ in range(2):  # at once, and after another start
-        found = shelf.keeper.received(shelf.prompt, SAMPLING)
+        found = shelf.saver.received(shelf.prompt, SAMPLING)
         assert ([r.sample_index for r in found.rollouts] if found else []) == left
         found = await shelf.saved()
         assert ([r.sample_index for r in found.rollouts] if found else []) == left
@@ -229,19 +233,19 @@ async def test_samples_drawn_in_another_way_are_forgotten(shelf: Shelf) -> None:
     shelf.open.append(group)
     grow(group, news(0, 5, 1))
     assert await shelf.saved() is not None
-    assert shelf.keeper.received(shelf.prompt, replace(SAMPLING, max_tokens=9)) is None
+    assert shelf.saver.received(shelf.prompt, replace(SAMPLING, max_tokens=9)) is None
     assert shelf.ledger.saved_bytes == 0
 
 
 async def test_nothing_is_left_of_a_prompt_that_ended(shelf: Shelf) -> None:
     group = CollectedGroup(request(shelf.prompt))
     grow(group, news(0, 5, 1))
-    shelf.keeper.came_home(group)
-    await shelf.keeper.save()
+    shelf.saver.request_ended(group)
+    await shelf.saver.save()
     assert shelf.ledger.saved_bytes
     shelf.ledger.end(shelf.prompt.prompt_id, PromptEnd.TRAINED, step=1)
-    shelf.keeper.came_home(group)
-    await shelf.keeper.save()
+    shelf.saver.request_ended(group)
+    await shelf.saver.save()
     assert shelf.ledger.saved_bytes == 0
     shelf.ledger.close()
     with SqliteLedger(shelf.path) as again:
@@ -252,7 +256,7 @@ async def test_a_sample_that_started_again_is_told_from_its_first_token(shelf: S
     group = CollectedGroup(request(shelf.prompt))
     shelf.open.append(group)
     grow(group, news(0, 5, 1))
-    await shelf.keeper.save()
+    await shelf.saver.save()
     del group._growing[0]
     grow(group, news(0, 9, 2, first=50))
     found = await shelf.saved()
@@ -266,7 +270,7 @@ async def test_groups_beyond_the_bound_are_not_saved(tmp_path: Path) -> None:
     group = CollectedGroup(request(shelf.prompt))
     shelf.open.append(group)
     grow(group, news(0, 10, 1))
-    await shelf.keeper.save()
+    await shelf.saver.save()
     grow(group, news(1, 1000, 1))
     found = await shelf.saved()
     assert found is not None
@@ -285,7 +289,7 @@ def test_tokens_of_an_earlier_service_are_trained_and_taken_off_the_aborted_ones
     prompt, trace = client_prompt(), GenerationTrace(ScriptedClient())
     partial = rollout_of("", 0, 0, 1, 5)
     asked = request(prompt)
-    trace.taken_up(asked, (partial,))
+    trace.resumed(asked, (partial,))
     taken = trace.of(prompt.prompt_id)
     taken.asked(asked.sampling, (0,), (partial,))
     whole = rollout_of("", 0, 0, 1, 9)

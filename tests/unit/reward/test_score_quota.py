@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.reward.score_requests import (
+from services.reward.grading.grader import (
     DEFAULT_CLIENT_ITEMS,
     MAX_CLIENT_CALLS,
     MAX_ITEMS,
     ScoreRequests,
 )
-from services.reward.scorer_messages import ScoreItem
-from sluice.config.limits import LimitsConfig
+from services.reward.grading.messages import ScorerInput
+from sluice.config.schema.limits import LimitsConfig
 from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.types import Scored
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-ITEM = ScoreItem("math_dapo", "4", "4", {})
+ITEM = ScorerInput("math_dapo", "4", "4", {})
 
 
 class SlowScorer:
@@ -34,7 +34,7 @@ class SlowScorer:
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()
 
-    async def score(self, items: Sequence[ScoreItem]) -> tuple[Scored, ...]:
+    async def score(self, items: Sequence[ScorerInput]) -> tuple[Scored, ...]:
         await self.may_answer.wait()
         return tuple(Scored(1.0, 1.0, {}, "4") for _ in items)
 
@@ -55,9 +55,9 @@ async def under_way(
 async def test_a_client_has_at_most_its_responses_under_way_and_others_theirs() -> None:
     scorer = SlowScorer()
     requests = ScoreRequests(scorer, max_client_items=4)
-    told = r"client 'a': 3 responses to grade .*max_client_score_items allows 4: wait"
+    reported = r"client 'a': 3 responses to grade .*max_client_score_items allows 4: wait"
     async with asyncio.timeout(10), under_way(requests, scorer, client="a", num_items=3):
-        with pytest.raises(ExhaustedError, match=told):
+        with pytest.raises(ExhaustedError, match=reported):
             await requests.score([ITEM] * 2, "a")
         async with under_way(requests, scorer, client="b", num_items=4):
             pass

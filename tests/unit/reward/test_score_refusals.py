@@ -9,7 +9,7 @@ import pytest
 
 from services.reward.servicer import RewardServicer
 from sluice.api.reward.v1 import reward_pb2 as reward
-from sluice.config.actor_rollout_ref import RolloutConfig
+from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import InvalidRequestError
 
 

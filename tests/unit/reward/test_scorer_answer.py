@@ -8,7 +8,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from services.reward.scorer_answer import (
+from services.reward.grading.messages import ScoreReply, ScorerNumber, ScorerRefusal, frame
+from services.reward.grading.process import (
     MAX_DETAIL_CHARS,
     MAX_KEY_CHARS,
     MAX_KEYS,
@@ -16,7 +17,6 @@ from services.reward.scorer_answer import (
     answer_of,
     refusal,
 )
-from services.reward.scorer_messages import ScoreReply, ScorerNumber, ScorerRefusal, frame
 
 
 @pytest.mark.parametrize(

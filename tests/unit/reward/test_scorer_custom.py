@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.scorers.custom import MODULE_NAME, load_custom_scorer
-from services.reward.scorers.registry import Scorer
+from services.reward.grading.scorers.custom import MODULE_NAME, load_custom_scorer
+from services.reward.grading.scorers.registry import Scorer
 from sluice.errors import ConfigError
 
 

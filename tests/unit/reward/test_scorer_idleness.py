@@ -12,64 +12,67 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward import scorer_idleness
-from services.reward.scorer_idleness import (
+from services.reward.grading import containment
+from services.reward.grading.containment import (
+    MARK_VARIABLE,
     MOST_IDLE_CPU_S,
     WINDOW_S,
+    CpuReading,
     IdleCpu,
     IdleWatch,
-    Sight,
+    ProcessKey,
+    cpu_by_mark,
     idle_cpu,
+    new_mark,
     watch_idle,
 )
-from services.reward.scorer_offspring import MARK_VARIABLE, ProcessKey, cpu_by_mark, new_mark
 
 SCORER, CHILD = (7, 100), (8, 200)
 SECONDS = st.floats(0, 1e6, allow_nan=False)
 
 
-def sight(at_s: float, cpu_s: Mapping[ProcessKey, float], *, num_uses: int = 1) -> Sight:
-    return Sight(num_uses, at_s, cpu_s)
+def reading(at_s: float, cpu_s: Mapping[ProcessKey, float], *, num_uses: int = 1) -> CpuReading:
+    return CpuReading(num_uses, at_s, cpu_s)
 
 
 def test_time_of_all_its_processes_is_added_up_and_a_new_one_counts_whole() -> None:
-    used = idle_cpu(sight(1.0, {SCORER: 5.0}), sight(2.0, {SCORER: 5.25, CHILD: 0.5}))
+    used = idle_cpu(reading(1.0, {SCORER: 5.0}), reading(2.0, {SCORER: 5.25, CHILD: 0.5}))
     assert used == IdleCpu(0.75, 1.0)
     assert used.is_too_much
 
 
 @given(before=SECONDS, after=SECONDS)
 def test_what_a_process_used_before_it_was_idle_never_counts(before: float, after: float) -> None:
-    assert idle_cpu(sight(0, {SCORER: before}), sight(1, {SCORER: after}, num_uses=2)) is None
+    assert idle_cpu(reading(0, {SCORER: before}), reading(1, {SCORER: after}, num_uses=2)) is None
 
 
 @given(st.dictionaries(st.tuples(st.integers(1, 5), st.integers(1, 3)), SECONDS))
 def test_processes_that_ended_take_nothing_away(left: dict[ProcessKey, float]) -> None:
-    used = idle_cpu(sight(0, {CHILD: 1e9, **left}), sight(1, left))
+    used = idle_cpu(reading(0, {CHILD: 1e9, **left}), reading(1, left))
     assert used == IdleCpu(0.0, 1.0)
 
 
 def test_a_process_that_was_asked_between_two_looks_is_judged_afresh() -> None:
     watch = IdleWatch()
     for at_s in range(20):  # a core at full load, for a request each time
-        assert watch.burning({"a": sight(at_s, {SCORER: at_s}, num_uses=at_s)}) == {}
-    assert watch.burning({"a": sight(20, {SCORER: 20}, num_uses=19)}) == {"a": IdleCpu(1.0, 1.0)}
+        assert watch.burning({"a": reading(at_s, {SCORER: at_s}, num_uses=at_s)}) == {}
+    assert watch.burning({"a": reading(20, {SCORER: 20}, num_uses=19)}) == {"a": IdleCpu(1.0, 1.0)}
 
 
 def test_a_share_too_small_for_one_look_is_found_within_the_window() -> None:
     watch, step = IdleWatch(), MOST_IDLE_CPU_S / 3
-    found = [watch.burning({"a": sight(i, {SCORER: i * step})}) for i in range(5)]
+    found = [watch.burning({"a": reading(i, {SCORER: i * step})}) for i in range(5)]
     assert [bool(each) for each in found] == [False] * 4 + [True]
 
 
 def test_a_trickle_is_borne_for_ever() -> None:
     watch, share = IdleWatch(), 0.9 * MOST_IDLE_CPU_S / (WINDOW_S + 1)
-    assert not any(watch.burning({"a": sight(i, {SCORER: i * share})}) for i in range(1000))
+    assert not any(watch.burning({"a": reading(i, {SCORER: i * share})}) for i in range(1000))
 
 
 async def test_one_that_is_asked_during_a_look_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is idle again when the look ends, and has used CPU for a request."""
-    monkeypatch.setattr(scorer_idleness, "LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(containment, "LOOK_INTERVAL_S", 0.0)
     uses, num_looks = {"asked": 0, "steady": 0}, 0
     ended: asyncio.Queue[str] = asyncio.Queue()
 
@@ -85,7 +88,7 @@ async def test_one_that_is_asked_during_a_look_is_not_seen(monkeypatch: pytest.M
         uses.pop(mark)
         ended.put_nowait(mark)
 
-    monkeypatch.setattr(scorer_idleness, "cpu_by_mark", look)
+    monkeypatch.setattr(containment, "cpu_by_mark", look)
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(watch_idle(lambda: dict(uses), end))
         async with asyncio.timeout(10):

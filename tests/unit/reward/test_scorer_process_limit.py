@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from services.reward.scorer_process_limit import (
+from services.reward.grading.process import (
     COUNTED_EVERY_S,
     MAX_MORE_PROCESSES,
     MAX_MORE_PROCESSES_EVER,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.scorer_messages import (
+from services.reward.grading.messages import (
     PROGRESS_BYTES,
     Progress,
     note_idle,

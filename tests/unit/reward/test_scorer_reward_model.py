@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.scorers.reward_model import RewardModelScorer, filled, number_in
-from services.reward.scorers.reward_model_settings import (
+from services.reward.grading.scorers.reward_model import RewardModelScorer, filled, number_in
+from services.reward.grading.scorers.reward_model_settings import (
     RewardModelSettings,
     configured_settings,
 )
-from sluice.config.reward_model import RewardModelConfig
+from sluice.config.schema.reward import RewardModelConfig
 from sluice.errors import ConfigError, DataError, PeerError
 
 SETTINGS = RewardModelSettings(base_url="http://127.0.0.1:1/v1", model="judge")

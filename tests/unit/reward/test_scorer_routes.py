@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.scorer_answer import answer_of
-from services.reward.scorer_messages import ScorerNumber
-from services.reward.scorers.registry import (
+from services.reward.grading.messages import ScorerNumber
+from services.reward.grading.process import answer_of
+from services.reward.grading.scorers.registry import (
     MATH_VERIFY,
     RULES,
     TAILS,

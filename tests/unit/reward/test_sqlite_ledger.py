@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.ledger import PromptState
-from services.reward.memory_ledger import ACKNOWLEDGED_REMEMBERED, MemoryLedger
-from services.reward.sqlite_ledger import SqliteLedger
+from services.reward.ledger.ledger import ACKNOWLEDGED_REMEMBERED, MemoryLedger, PromptState
+from services.reward.ledger.sqlite import SqliteLedger
 from sluice.errors import DataError, InvalidRequestError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
 
@@ -236,7 +235,7 @@ def unreadable_body(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "reported"),
     [
         (damaged, "the ledger cannot be used: .*restore the file, or move it away"),
         (of_another_program, "a database of another program.*move it away"),
@@ -246,12 +245,12 @@ def unreadable_body(path: Path) -> None:
     ],
 )
 def test_a_file_that_is_no_ledger_of_ours_is_refused_with_the_remedy(
-    tmp_path: Path, make: Callable[[Path], None], told: str
+    tmp_path: Path, make: Callable[[Path], None], reported: str
 ) -> None:
     path = tmp_path / "ledger.sqlite"
     make(path)
     before = path.read_bytes()
-    with pytest.raises(DataError, match=rf"ledger\.sqlite: {told}"):
+    with pytest.raises(DataError, match=rf"ledger\.sqlite: {reported}"):
         SqliteLedger(path)
     assert path.read_bytes() == before
 
@@ -259,7 +258,7 @@ def test_a_file_that_is_no_ledger_of_ours_is_refused_with_the_remedy(
 def test_one_process_at_a_time_uses_a_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.reward.ledger_schema.BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("services.reward.ledger.schema.BUSY_TIMEOUT_S", 0.05)
     path = tmp_path / "ledger.sqlite"
     with SqliteLedger(path), pytest.raises(DataError, match="another process uses this ledger"):
         SqliteLedger(path)

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.assembly import RewardLoop
-from services.reward.dispatcher import GenerateEvent, GroupRequest
-from services.reward.ledger import PromptState
-from sluice.algorithm.admission import YieldEstimate
+from services.reward.app import RewardLoop
+from services.reward.generation.request import GenerateEvent, GroupRequest
+from services.reward.ledger.ledger import PromptState
+from sluice.algorithm.sampling.admission import YieldEstimate
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError
 from sluice.types import ReplicaInfo, Rollout, TrainBatch

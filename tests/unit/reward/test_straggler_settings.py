@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.straggler_settings import straggler_rules
-from sluice.algorithm.stragglers import StragglerRules
+from services.reward.groups.settings import straggler_rules
+from sluice.algorithm.groups.stragglers import StragglerRules
+from sluice.config.rules.sampling import straggler_problems
 from sluice.config.run import RunConfig
-from sluice.config.straggler_limits import straggler_problems
 
 
 def config(*, max_staleness: int = 1, **reward: Any) -> RunConfig:

@@ -10,13 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.reward.dispatcher import GroupDispatcher, GroupFailedError
-from services.reward.generation_trace import GenerationTrace, GroupTrace
-from services.reward.group_allowance import GroupAllowance
-from services.reward.group_request import GenerateEvent, GroupRequest
-from services.reward.replica_queue import Priority, ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.queue import Priority, ReplicaQueue
+from services.reward.generation.request import (
+    GenerateEvent,
+    GroupBudget,
+    GroupFailedError,
+    GroupRequest,
+)
+from services.reward.records.tokens import GenerationTrace, GroupTrace
+from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.growing_sample import NewTokens
-from sluice.algorithm.stragglers import StragglerRules
 from sluice.errors import EngineError
 from sluice.types import (
     ChatMessage,
@@ -49,8 +53,8 @@ def delta(index: int, start: int, end: int, version: int = 0) -> GenerateEvent:
 def whole(index: int, size: int, version: int = 0, start: Sequence[VersionSpan] = ()) -> Rollout:
     """A whole sample; `start` are the spans of the part that it continues."""
     ids = np.array([token(index, place) for place in range(size)], np.uint32)
-    drawn = start[-1].end if start else 0
-    spans = (*start, VersionSpan(version, drawn, size))
+    sampled = start[-1].end if start else 0
+    spans = (*start, VersionSpan(version, sampled, size))
     return Rollout(index, ids, -ids.astype(np.float32), spans, FinishReason.STOP, f"text {index}")
 
 
@@ -112,7 +116,7 @@ class Setting:
         self.dispatcher = GroupDispatcher(
             self.trace, self.queue, max_attempts=attempts, rules=StragglerRules(**rules)
         )
-        self.told: list[int | None] = []
+        self.reported: list[int | None] = []
 
     async def draw(
         self, samples: int = 2, priority: Priority = Priority.TRAINING, lowest: int = 0
@@ -120,16 +124,16 @@ class Setting:
         indexes = tuple(range(samples))
         return await self.ask(GroupRequest(PROMPT, indexes, SAMPLING, priority, lowest))
 
-    async def part(self, allowance: GroupAllowance, *indexes: int, lowest: int = 0) -> RolloutGroup:
+    async def part(self, budget: GroupBudget, *indexes: int, lowest: int = 0) -> RolloutGroup:
         """Some samples of a group that is asked for by several requests."""
         request = GroupRequest(
-            *(PROMPT, indexes, SAMPLING, Priority.TRAINING, lowest), allowance=allowance
+            *(PROMPT, indexes, SAMPLING, Priority.TRAINING, lowest), budget=budget
         )
         return await self.ask(request)
 
     async def ask(self, request: GroupRequest) -> RolloutGroup:
         async with asyncio.timeout(20):
-            return await self.dispatcher.generate(request, self.told.append)
+            return await self.dispatcher.generate(request, self.reported.append)
 
     def taken(self) -> GroupTrace:
         return self.trace.take("p7")
@@ -153,7 +157,7 @@ async def test_a_broken_stream_goes_on_from_its_tokens_under_the_versions_that_d
     assert parts.calls[1] == ("b", (0, 1), {0: 3, 1: 4})
     check_whole(group)
     assert group.rollouts[0].version_spans == (VersionSpan(3, 0, 3), VersionSpan(4, 3, 6))
-    assert setting.told == [None, 3, 3, 3]
+    assert setting.reported == [None, 3, 3, 3]
     trace = setting.taken()
     assert (trace.num_tokens, trace.num_thrown_away_tokens) == (12, 0)
 
@@ -168,7 +172,7 @@ async def test_tokens_that_are_too_old_are_thrown_away_and_counted() -> None:
     assert parts.calls[1] == ("b", (0, 1), {1: 2})
     trace = setting.taken()
     assert (trace.num_tokens, trace.num_thrown_away_tokens) == (3 + 12, 3)
-    assert setting.told == [None, 5, 5, 5]  # not 3: no token of that version is left
+    assert setting.reported == [None, 5, 5, 5]  # not 3: no token of that version is left
 
 
 async def test_samples_that_a_replica_broke_off_go_on_from_its_tokens() -> None:
@@ -188,10 +192,10 @@ async def test_a_withdrawn_replicas_tokens_are_not_drawn_again_and_it_has_not_fa
     setting = Setting(parts, attempts=1)
     await setting.dispatcher.announce([replica("a")])
     async with asyncio.TaskGroup() as tasks:
-        drawing = tasks.create_task(setting.draw())
+        generating = tasks.create_task(setting.draw())
         await settled(lambda: setting.trace.of("p7").num_tokens == 3)
         await setting.dispatcher.announce([replica("b")])
-    check_whole(drawing.result())
+    check_whole(generating.result())
     assert parts.calls[1] == ("b", (0, 1), {0: 3})
 
 
@@ -325,11 +329,11 @@ async def test_a_last_sample_that_exceeds_the_budget_is_whole_all_the_same() -> 
 
 
 async def test_a_part_of_a_group_that_has_taken_its_time_is_not_asked_of_a_replica() -> None:
-    setting, allowance = Setting(Parts(), group_deadline_s=0.1), GroupAllowance()
+    setting, budget = Setting(Parts(), group_deadline_s=0.1), GroupBudget()
     await setting.dispatcher.announce([replica("a")])
-    check_whole(await setting.part(allowance, 0, 1))
+    check_whole(await setting.part(budget, 0, 1))
     await asyncio.sleep(0.15)
-    group = await setting.part(allowance, 2, 3)
+    group = await setting.part(budget, 2, 3)
     assert [r.sample_index for r in group.rollouts] == [2, 3]
     assert {r.finish_reason for r in group.rollouts} == {FinishReason.ABORTED}
     assert len(setting.parts.calls) == 1
@@ -338,12 +342,12 @@ async def test_a_part_of_a_group_that_has_taken_its_time_is_not_asked_of_a_repli
 
 async def test_the_deadline_of_a_groups_first_start_ends_parts_that_have_not_started() -> None:
     parts = Parts(a=(sent(whole(0, 6)), asyncio.Event()))
-    setting, allowance = Setting(parts, group_deadline_s=0.1), GroupAllowance()
+    setting, budget = Setting(parts, group_deadline_s=0.1), GroupBudget()
     await setting.dispatcher.announce([replica("a")])
     async with asyncio.TaskGroup() as tasks:
-        waiting = tasks.create_task(setting.part(allowance, 2, lowest=5))  # no replica has it
+        waiting = tasks.create_task(setting.part(budget, 2, lowest=5))  # no replica has it
         await settled(lambda: setting.queue.num_waiting == 1)
-        running = tasks.create_task(setting.part(allowance, 0, 1))
+        running = tasks.create_task(setting.part(budget, 0, 1))
     assert [r.num_tokens for r in running.result().rollouts] == [6, 0]
     assert [r.num_tokens for r in waiting.result().rollouts] == [0]
     assert setting.queue.num_waiting == 0
@@ -354,16 +358,16 @@ async def test_the_tokens_of_all_parts_count_and_end_those_of_which_nothing_come
     parts = Parts(
         a=(delta(0, 0, 3), spends, sent(whole(0, 6))), b=(delta(1, 0, 3), asyncio.Event())
     )
-    setting, allowance = Setting(parts, group_token_budget=9), GroupAllowance()
+    setting, budget = Setting(parts, group_token_budget=9), GroupBudget()
     await setting.dispatcher.announce([replica("a"), replica("b")])
     async with asyncio.TaskGroup() as tasks:
-        first = tasks.create_task(setting.part(allowance, 0))
-        await settled(lambda: allowance.num_tokens == 3)
-        second = tasks.create_task(setting.part(allowance, 1))
-        await settled(lambda: allowance.num_tokens == 6)
-        third = tasks.create_task(setting.part(allowance, 2, lowest=5))
+        first = tasks.create_task(setting.part(budget, 0))
+        await settled(lambda: budget.num_tokens == 3)
+        second = tasks.create_task(setting.part(budget, 1))
+        await settled(lambda: budget.num_tokens == 6)
+        third = tasks.create_task(setting.part(budget, 2, lowest=5))
         await settled(lambda: setting.queue.num_waiting == 1)
-        assert not allowance.is_over
+        assert not budget.is_over
         spends.set()
     check_whole(first.result())
     assert [t.result().rollouts[0].num_tokens for t in (second, third)] == [3, 0]

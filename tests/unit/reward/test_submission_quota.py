@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.reward.memory_ledger import MemoryLedger
-from services.reward.submissions import Receipt, Submission, Submissions, SubmissionSession
+from services.reward.ledger.ledger import MemoryLedger
+from services.reward.prompts.submissions import Receipt, Submission, Submissions, SubmissionSession
 from sluice.errors import ExhaustedError
 from sluice.types import ChatMessage
 
@@ -56,6 +56,6 @@ async def test_a_prompt_that_a_client_has_already_takes_no_further_room() -> Non
 def test_a_call_may_have_so_many_unfinished_prompts() -> None:
     session = SubmissionSession()
     session.num_open = 3
-    session.check_room(4)
+    session.check_capacity(4)
     with pytest.raises(ExhaustedError, match=r"3 prompts of this call .*max_prompts_per_stream"):
-        session.check_room(3)
+        session.check_capacity(3)

@@ -6,16 +6,16 @@ import asyncio
 
 import pytest
 
-from services.reward.memory_ledger import MemoryLedger
-from services.reward.outcomes import PromptOutcome
-from services.reward.scorers.registry import scorer_for
-from services.reward.submissions import (
+from services.reward.grading.scorers.registry import scorer_for
+from services.reward.ledger.ledger import MemoryLedger
+from services.reward.prompts.submissions import (
     MAX_UNSENT,
     Receipt,
     Submission,
     Submissions,
     SubmissionSession,
 )
+from services.reward.records.outcomes import PromptOutcome
 from sluice.errors import ExhaustedError
 from sluice.types import ChatMessage, PromptEnd
 
@@ -158,7 +158,7 @@ async def test_a_client_that_does_not_read_is_not_given_more(submissions: Submis
         for _ in range(MAX_UNSENT):
             submissions.submit(submission(""), session)
         async with asyncio.TaskGroup() as tasks:
-            waiting = tasks.create_task(session.room())
+            waiting = tasks.create_task(session.capacity())
             await asyncio.sleep(0)
             assert not waiting.done()
             await receipt(session)
@@ -205,7 +205,7 @@ class SlowLedger(MemoryLedger):
         super().__init__()
         self.committed = asyncio.Event()
 
-    async def durable(self, ticket: int | None = None) -> None:
+    async def durable(self, change_number: int | None = None) -> None:
         await self.committed.wait()
 
 
@@ -215,9 +215,9 @@ async def test_a_receipt_waits_for_the_disk() -> None:
     with submissions.session() as session:
         submissions.submit(submission("a"), session)
         async with asyncio.TaskGroup() as tasks:
-            told = tasks.create_task(session.next_event())
+            reported = tasks.create_task(session.next_event())
             for _ in range(5):
                 await asyncio.sleep(0)
-            assert not told.done()
+            assert not reported.done()
             ledger.committed.set()
-        assert told.result() == Receipt("a", 0)
+        assert reported.result() == Receipt("a", 0)

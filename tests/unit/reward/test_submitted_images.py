@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.reward.memory_ledger import MemoryLedger
-from services.reward.outcomes import PromptOutcome
-from services.reward.submissions import Receipt, Submission, Submissions, SubmissionSession
+from services.reward.ledger.ledger import MemoryLedger
+from services.reward.prompts.submissions import Receipt, Submission, Submissions, SubmissionSession
+from services.reward.records.outcomes import PromptOutcome
 from sluice.types import ChatMessage, PromptEnd
 
 

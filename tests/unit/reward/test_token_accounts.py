@@ -13,11 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.assembly import RewardLoop
-from services.reward.dispatcher import GenerateEvent, GroupRequest
-from services.reward.generation_trace import GroupTrace
-from services.reward.received_tokens import ReceivedTokens
-from services.reward.token_accounts import TokenAccounts, TokenUse, uses_of_group
+from services.reward.app import RewardLoop
+from services.reward.generation.request import GenerateEvent, GroupRequest
+from services.reward.records.tokens import (
+    GroupTrace,
+    TokenAccounts,
+    TokenCountingClient,
+    TokenUse,
+    uses_of_group,
+)
 from sluice.algorithm.growing_sample import NewTokens
 from sluice.config.run import RunConfig
 from sluice.errors import EngineError, SluiceError
@@ -74,14 +78,14 @@ def test_samples_in_whose_places_others_were_drawn_have_failed() -> None:
 
 def test_an_interval_ends_and_the_totals_go_on() -> None:
     accounts = TokenAccounts()
-    accounts.book(TokenUse.STALE, 5)
+    accounts.assign(TokenUse.STALE, 5)
     assert accounts.close_interval()[TokenUse.STALE] == 5
-    accounts.book(TokenUse.STALE, 2)
+    accounts.assign(TokenUse.STALE, 2)
     assert accounts.close_interval()[TokenUse.STALE] == 2
     assert accounts.since_start() == dict.fromkeys(TokenUse, 0) | {TokenUse.STALE: 7}
 
 
-class Telling(ScriptedClient):
+class ReportingClient(ScriptedClient):
     """Sends tokens of a sample that continues another replica's 3, then the whole of it."""
 
     async def generate(
@@ -97,7 +101,7 @@ class Telling(ScriptedClient):
 
 
 async def test_tokens_that_come_twice_are_received_once() -> None:
-    received = ReceivedTokens(Telling())
+    received = TokenCountingClient(ReportingClient())
     request: Any = type("Request", (), {"priority": 1})()
     partial = rollout_of("", 0, 0, 1, 3)
     async for _ in received.generate(replica("a").info, request, (0, 1), (partial,)):

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.reward import train_batches
-from services.reward.assembly import RewardLoop
-from sluice.config.loader import load_config
+from services.reward.app import RewardLoop
+from services.reward.groups import leases
+from sluice.config.loading.loader import load_config
 from sluice.types import TrainBatch
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
 
@@ -37,7 +37,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(train_batches, "time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=clock.monotonic))
     return clock
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.scorer_messages import ScoreItem
-from sluice.config.group_needs import needs_greedy_baseline, needs_whole_groups
+from services.reward.grading.messages import ScorerInput
+from sluice.config.derived import needs_greedy_baseline, needs_whole_groups
 from sluice.config.run import RunConfig
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.reward_loop import InlineScorer, ScriptedClient, replica, running_loop, submit
@@ -34,7 +34,7 @@ def config(loss_mode: str, **algorithm: Any) -> RunConfig:
 def scorer_that_loses_a_sample_of_p0(monkeypatch: pytest.MonkeyPatch) -> None:
     graded = InlineScorer._score
 
-    def lose(self: InlineScorer, item: ScoreItem) -> Scored | Failed:
+    def lose(self: InlineScorer, item: ScorerInput) -> Scored | Failed:
         if item.question.endswith("lost") and CRASH in item.response:
             return Failed(FailureKind.SCORER_CRASH, "exit code 3")
         return graded(self, item)

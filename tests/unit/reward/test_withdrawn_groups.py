@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.dispatcher import GenerateEvent, GroupRequest
-from services.reward.ledger import PromptState
-from sluice.algorithm.admission import YieldEstimate
-from sluice.algorithm.withdrawals import CLAIM_AFTER, Withdrawals
+from services.reward.generation.request import GenerateEvent, GroupRequest
+from services.reward.ledger.ledger import PromptState
+from sluice.algorithm.groups.staleness import RESERVE_AFTER, Preemptions
+from sluice.algorithm.sampling.admission import YieldEstimate
 from sluice.config.run import RunConfig
 from sluice.types import ReplicaInfo, Rollout, TrainBatch
 from tests.support.reward_loop import (
@@ -112,16 +112,16 @@ async def test_a_prompt_that_was_withdrawn_too_often_is_waited_for() -> None:
     client = ScriptedClient(before_sample=slow)
     async with running_loop(config(), client) as loop:
         loop.strategy.estimate = TWO_THIRDS
-        submit(loop, [MIXED] * (2 * CLAIM_AFTER + 3))
+        submit(loop, [MIXED] * (2 * RESERVE_AFTER + 3))
         await publish(loop, client, 0)
-        for step in range(1, CLAIM_AFTER + 1):
+        for step in range(1, RESERVE_AFTER + 1):
             assert SLOW not in ids(await train(loop, client, step))
         await settled(lambda: loop.batcher.num_kept == 1)
         await turns(100)
         assert loop.batcher.num_kept == 1  # the other place is claimed
         slow.gate.set()
-        assert SLOW in ids(await train(loop, client, CLAIM_AFTER + 1))
-        assert client.cancelled.count(SLOW) == CLAIM_AFTER
+        assert SLOW in ids(await train(loop, client, RESERVE_AFTER + 1))
+        assert client.cancelled.count(SLOW) == RESERVE_AFTER
 
 
 async def test_a_claim_that_comes_to_nothing_gives_its_place_to_another() -> None:
@@ -129,13 +129,13 @@ async def test_a_claim_that_comes_to_nothing_gives_its_place_to_another() -> Non
     client = ScriptedClient(before_sample=slow)
     async with running_loop(config(), client) as loop:
         loop.strategy.estimate = TWO_THIRDS
-        submit(loop, [WRONG, *[MIXED] * (2 * CLAIM_AFTER + 2)])
+        submit(loop, [WRONG, *[MIXED] * (2 * RESERVE_AFTER + 2)])
         await publish(loop, client, 0)
-        for step in range(1, CLAIM_AFTER + 1):
+        for step in range(1, RESERVE_AFTER + 1):
             await train(loop, client, step)
         await settled(lambda: loop.batcher.num_kept == 1)
         slow.gate.set()
-        assert len(ids(await train(loop, client, CLAIM_AFTER + 1))) == 2
+        assert len(ids(await train(loop, client, RESERVE_AFTER + 1))) == 2
         assert loop.ledger.accounts().by_end["filtered_all_wrong"] == 1
 
 
@@ -161,7 +161,7 @@ async def test_a_claim_in_the_middle_of_a_batch_withdraws_who_runs_for_its_place
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before the group that claims holds a token: what is kept meanwhile would be one too many."""
-    monkeypatch.setattr(Withdrawals, "grants_claim", lambda _self, prompt_id: prompt_id == "p3")
+    monkeypatch.setattr(Preemptions, "reserves_slot", lambda _self, prompt_id: prompt_id == "p3")
     gates = {name: asyncio.Event() for name in ("p0", "p1", "p2")}
 
     async def held(_name: str, request: GroupRequest, _index: int) -> None:

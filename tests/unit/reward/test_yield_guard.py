@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.reward.yield_guard import YieldGuard
+from services.reward.records.statistics import YieldGuard
 from sluice.errors import BatchUnfillableError, DataExhaustedError
 from sluice.types import PromptEnd
 
@@ -32,9 +32,9 @@ def test_prompts_that_are_left_out_are_counted() -> None:
     guard.ended(None, "")
     guard.left_out("row 3: 70 tokens")
     guard.left_out("row 9: 80 tokens")
-    told = str(guard.exhausted(1, 4))
-    assert "1 kept; 2 left out as too long, last: row 9: 80 tokens" in told
-    assert "raise trainer.total_epochs" in told
+    reported = str(guard.exhausted(1, 4))
+    assert "1 kept; 2 left out as too long, last: row 9: 80 tokens" in reported
+    assert "raise trainer.total_epochs" in reported
 
 
 def test_a_data_set_of_prompts_that_are_all_too_long_names_their_limit() -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.batch_invariance import DecodeShapes, prove_shapes
-from services.rollout.engines.decoder import DecodeBatch
-from services.rollout.engines.recompute_decoder import RecomputeDecoder
+from services.rollout.engines.embedded.batch_invariance import DecodeShapes, prove_shapes
+from services.rollout.engines.embedded.decoder import DecodeBatch
+from services.rollout.engines.embedded.generic_decoder import RecomputeDecoder
 from sluice.errors import ConfigError
 from tests.support.causal_lms import (
     VOCABULARY,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from services.rollout.engines.chunk_stream import ChunkStream
 from services.rollout.engines.protocol import SampleChunk
+from services.rollout.engines.vendor.thread import ChunkStream
 from sluice.errors import EngineError
 from sluice.types import FinishReason
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from services.rollout.engines import client_engine
-from services.rollout.engines.checkpoint_layout import CheckpointLayout
-from services.rollout.engines.chunk_stream import ChunkStream
-from services.rollout.engines.client_engine import ClientEngine
-from services.rollout.engines.client_engine_settings import ClientEngineSettings
+from services.rollout.engines.causal_lm import CheckpointLayout
 from services.rollout.engines.protocol import GenerationRequest, PauseMode, SampleChunk, num_tokens
+from services.rollout.engines.vendor import engine as client_engine
+from services.rollout.engines.vendor.engine import ClientEngine, ClientEngineSettings
+from services.rollout.engines.vendor.thread import ChunkStream
 from sluice.errors import EngineError, ExhaustedError, InvalidRequestError, NotReadyError
 from sluice.types import FinishReason
 from tests.support.causal_lms import request
@@ -28,7 +27,7 @@ _SETTINGS = ClientEngineSettings("model", slots=2, max_model_len=64, max_queued=
 class _Run:
     samples: int
     post: _Post
-    drawn: int = 0
+    sampled: int = 0
 
 
 @dataclass
@@ -42,7 +41,7 @@ class _Core:
     prefilled_tokens: int = 0
     broken: EngineError | None = None
     is_endless: bool = False
-    drawn_ahead: int = 0
+    sampled_ahead: int = 0
     running: int = 0
     heeds_cancels: bool = True
     cancelled: set[ChunkStream] = field(default_factory=set)
@@ -53,8 +52,8 @@ class _Core:
     async def run(self, run: _Run, stream: ChunkStream) -> None:
         reason = None if self.is_endless else FinishReason.STOP
         token, logprob = np.array([5], np.uint32), np.float32([-0.5])
-        run.drawn = run.samples + self.drawn_ahead
-        self.generated_tokens += run.drawn
+        run.sampled = run.samples + self.sampled_ahead
+        self.generated_tokens += run.sampled
         run.post([SampleChunk(index, token, logprob, 3, reason) for index in range(run.samples)])
         self.running += 1
         while self.is_endless and not (self.heeds_cancels and stream in self.cancelled):
@@ -93,8 +92,10 @@ class _Engine(ClientEngine[_Core]):
     ) -> AsyncGenerator[tuple[SampleChunk, ...], None]:
         self._admit(wanted)
         samples = len(wanted.sample_indexes)
-        async with aclosing(self._draw(wanted, lambda _, post: _Run(samples, post))) as drawing:
-            async for chunks in drawing:
+        async with aclosing(
+            self._sample(wanted, lambda _, post: _Run(samples, post))
+        ) as generating:
+            async for chunks in generating:
                 yield chunks
 
 
@@ -114,8 +115,8 @@ async def engine(core: _Core) -> AsyncIterator[_Engine]:
 
 async def test_tokens_that_were_not_taken_are_entered_as_unsent(engine: _Engine) -> None:
     wanted = request(samples=2)
-    async with aclosing(engine.generate(wanted)) as drawing:
-        assert len(await anext(drawing)) == wanted.tokens.yielded == 2
+    async with aclosing(engine.generate(wanted)) as generating:
+        assert len(await anext(generating)) == wanted.tokens.yielded == 2
     load = engine.load()
     assert (load.generated_tokens, load.unsent_tokens, load.running_tokens) == (2, 0, 2)
     assert (load.version, load.weight_digest) == (3, "three")
@@ -124,10 +125,10 @@ async def test_tokens_that_were_not_taken_are_entered_as_unsent(engine: _Engine)
 async def test_tokens_that_a_direct_client_was_not_given_are_entered_apart(
     engine: _Engine, core: _Core
 ) -> None:
-    core.is_endless, core.drawn_ahead = True, 3
+    core.is_endless, core.sampled_ahead = True, 3
     for wanted in (request(samples=2), replace(request(samples=2), for_direct_client=True)):
-        async with aclosing(engine.generate(wanted)) as drawing:
-            engine.books.of(wanted).sent += num_tokens(await anext(drawing))
+        async with aclosing(engine.generate(wanted)) as generating:
+            engine.accounting.of(wanted).sent += num_tokens(await anext(generating))
     load = engine.load()
     assert (load.generated_tokens, load.unsent_tokens, load.running_tokens) == (10, 6, 0)
     assert (load.direct_sent_tokens, load.direct_unsent_tokens) == (2, 3)
@@ -137,8 +138,8 @@ async def test_an_abandoned_call_frees_its_slots_once_its_samples_were_aborted(
     engine: _Engine, core: _Core
 ) -> None:
     core.is_endless = True
-    async with aclosing(engine.generate(request(samples=3))) as drawing:
-        await anext(drawing)
+    async with aclosing(engine.generate(request(samples=3))) as generating:
+        await anext(generating)
         load = engine.load()
         assert (load.slots_busy, load.queued, load.busy_seconds > 0) == (2, 1, True)
         assert not core.cancelled
@@ -150,8 +151,8 @@ async def test_samples_beyond_the_slots_and_the_queue_are_refused(
     engine: _Engine, core: _Core
 ) -> None:
     core.is_endless = True
-    async with aclosing(engine.generate(request(samples=2))) as drawing:
-        await anext(drawing)
+    async with aclosing(engine.generate(request(samples=2))) as generating:
+        await anext(generating)
         with pytest.raises(ExhaustedError, match=r"4 samples .* 2 in slots and 1 waiting"):
             await anext(engine.generate(request(samples=2)))
 
@@ -159,8 +160,8 @@ async def test_samples_beyond_the_slots_and_the_queue_are_refused(
 async def test_more_samples_than_an_idle_engine_takes_are_not_told_to_come_back(
     engine: _Engine,
 ) -> None:
-    told = r"4 samples; .* 2 in slots .*max_num_seqs.* 1 waiting .*max_queued"
-    with pytest.raises(InvalidRequestError, match=told):
+    reported = r"4 samples; .* 2 in slots .*max_num_seqs.* 1 waiting .*max_queued"
+    with pytest.raises(InvalidRequestError, match=reported):
         await anext(engine.generate(request(samples=4)))
 
 
@@ -169,8 +170,8 @@ async def test_an_engine_that_does_not_abort_samples_is_broken(
 ) -> None:
     monkeypatch.setattr(client_engine, "_END_TIMEOUT_S", 0.01)
     core.is_endless, core.heeds_cancels = True, False
-    async with aclosing(engine.generate(request())) as drawing:
-        await anext(drawing)
+    async with aclosing(engine.generate(request())) as generating:
+        await anext(generating)
     with pytest.raises(EngineError, match="Vendor: samples were not aborted"):
         engine.load()
 
@@ -179,11 +180,11 @@ async def test_calls_end_with_the_engine_and_none_begins_after_it(
     engine: _Engine, core: _Core
 ) -> None:
     core.is_endless = True
-    async with aclosing(engine.generate(request())) as drawing:
-        await anext(drawing)
+    async with aclosing(engine.generate(request())) as generating:
+        await anext(generating)
         await engine.stop()
         with pytest.raises(EngineError):
-            await anext(drawing)
+            await anext(generating)
     with pytest.raises(NotReadyError, match="the Vendor engine is not running"):
         await anext(engine.generate(request()))
 

@@ -10,10 +10,10 @@ import pytest
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
-from sluice.config.limits import LimitsConfig
+from sluice.config.schema.limits import LimitsConfig
 from sluice.errors import InvalidRequestError
-from sluice.rpc.caller_name import CLIENT_KEY, SERVICE_KEY
-from sluice.security.tokens import Role, Token
+from sluice.rpc.metadata import CLIENT_KEY, SERVICE_KEY
+from sluice.security.token_file import Role, Token
 
 SERVICE_TOKEN, CLIENT_TOKEN = "s" * 20, "c" * 20
 
@@ -74,8 +74,8 @@ def test_clients_wait_behind_training_unless_the_run_says_otherwise() -> None:
 
 @pytest.mark.parametrize("metadata", [(), ((CLIENT_KEY, "a"),)])
 async def test_a_client_has_no_more_priority_than_it_may(metadata: Any) -> None:
-    told = r"priority: 1; clients may ask for 0 .*sluice\.limits\.max_client_priority"
-    with pytest.raises(InvalidRequestError, match=told):
+    reported = r"priority: 1; clients may ask for 0 .*sluice\.limits\.max_client_priority"
+    with pytest.raises(InvalidRequestError, match=reported):
         await asked(1, *metadata)
     assert await asked(0, *metadata) == await asked(-100, *metadata) == 1
     assert await asked(5, *metadata, most=5) == 1

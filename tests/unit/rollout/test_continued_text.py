@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
-from services.rollout.generation import Delivery, Generation, GenerationEvent
+from services.rollout.generation import GenerationEvent, GenerationRunner, StreamOptions
 from sluice.types import FinishReason, Rollout, SamplingParams, TokenIds, VersionSpan
 
 TEXT = "aé€😀b"
@@ -46,8 +46,8 @@ async def test_the_texts_before_and_after_the_cut_add_up(cut: int) -> None:
         events.append(event)
 
     engine = ByteEngine()
-    await Generation(engine, Utf8()).run(  # type: ignore[arg-type]
-        request, [partial], Delivery(every_token=True), send
+    await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
+        request, [partial], StreamOptions(every_token=True), send
     )
     after = "".join(delta.text for event in events for delta in event.deltas)
     assert before + after == TEXT

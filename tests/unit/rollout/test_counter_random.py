@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.rollout.engines.counter_random import sample_keys, uniforms
+from services.rollout.engines.sampling import sample_keys, uniforms
 
 
 def _grid(seed: int, samples: int, tokens: int) -> np.ndarray:

@@ -10,9 +10,9 @@ from services.rollout.engines.protocol import EngineLoad, GenerationRequest
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
-from sluice.codec.arrays import token_ids_to_bytes
-from sluice.rpc.caller_name import CLIENT_KEY, SERVICE_KEY
-from sluice.security.tokens import Role, Token
+from sluice.codec.fields import token_ids_to_bytes
+from sluice.rpc.metadata import CLIENT_KEY, SERVICE_KEY
+from sluice.security.token_file import Role, Token
 from tests.support.causal_lms import request as generation_request
 
 SERVICE_TOKEN, CLIENT_TOKEN = "s" * 20, "c" * 20
@@ -75,8 +75,8 @@ async def is_direct(*metadata: tuple[str, str], tokens: Tokens | None = None) ->
     prompt = common.PromptInput(tokens=common.TokenPrompt(token_ids_u32=ids))
     asked = rollout.GenerateRequest(prompt=prompt, sample_indexes=[0])
     await servicer.Generate(asked, cast("Any", Call(*metadata)))
-    (drawn,) = generation.asked
-    return drawn.for_direct_client
+    (sampled,) = generation.asked
+    return sampled.for_direct_client
 
 
 async def test_tokens_of_the_runs_own_services_are_not_entered_apart() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from services.rollout.engines.engine_kwargs import with_engine_kwargs
-from sluice.config.loader import load_config
+from services.rollout.engines.vendor.engine import with_engine_kwargs
+from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
 
 _SECTION = "actor_rollout_ref.rollout.engine_kwargs"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engine_pulse import EnginePulse
+from services.rollout.registration import EngineHeartbeat
 from sluice.errors import EngineError
 
 WAIT_S = 10.0
@@ -29,14 +29,14 @@ class Engine:
 
 async def test_a_hung_engine_adds_no_turn_and_one_that_answers_does() -> None:
     engine = Engine()
-    pulse = EnginePulse(engine, interval_s=0.001)
+    heartbeat = EngineHeartbeat(engine, interval_s=0.001)
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
-        beating = tasks.create_task(pulse.run())
+        beating = tasks.create_task(heartbeat.run())
         await engine.asked.wait()
         await asyncio.sleep(0.02)
-        assert pulse.turns == 1
+        assert heartbeat.turns == 1
         engine.gate.set()
-        while pulse.turns < 4:
+        while heartbeat.turns < 4:
             await asyncio.sleep(0.001)
         beating.cancel()
 
@@ -46,4 +46,4 @@ async def test_the_error_of_a_broken_engine_is_not_kept_back() -> None:
     engine.error = EngineError("out of memory")
     engine.gate.set()
     with pytest.raises(EngineError, match="out of memory"):
-        await EnginePulse(engine).run()
+        await EngineHeartbeat(engine).run()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from services.rollout.engines.causal_lm import TorchEngineSettings, torch_settings
+from services.rollout.engines.embedded.engine import TorchEngine
 from services.rollout.engines.registry import ENGINES, create_engine, find_engine
-from services.rollout.engines.torch_engine import TorchEngine
-from services.rollout.engines.torch_settings import TorchEngineSettings, torch_settings
-from sluice.config.loader import load_config
-from sluice.config.rollout import ENGINES as ENGINES_THAT_RUN
+from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
+from sluice.config.schema.rollout import ENGINES as ENGINES_THAT_RUN
 from sluice.errors import ConfigError
 
 

@@ -9,9 +9,9 @@ from typing import cast
 
 import pytest
 
-from services.rollout.engines import engine_thread
-from services.rollout.engines.engine_thread import EngineThread
-from services.rollout.engines.generation_loop import GenerationLoop
+from services.rollout.engines.embedded import thread as engine_thread
+from services.rollout.engines.embedded.loop import GenerationLoop
+from services.rollout.engines.embedded.thread import EngineThread
 
 SLOTS = 8
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.protocol import Engine, GenerationRequest
-from services.rollout.generation import Generation
+from services.rollout.generation import GenerationRunner
 from services.rollout.servicer import ImageRules, ReplicaIdentity, RolloutServicer
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
 from sluice.errors import ExhaustedError, InvalidRequestError
-from sluice.rpc.client_quota import ClientQuota
+from sluice.rpc.auth import ClientQuota
 from sluice.types import ChatMessage, TokenIds
 from sluice.vision.image_limits import ImageLimits
 from tests.support.image_files import png
@@ -79,7 +79,7 @@ def servicer(recorder: Recorder, images: ImageRules | None = None) -> RolloutSer
         ReplicaIdentity("r", "one"),
         cast("Engine", EngineStandIn()),
         recorder,
-        cast("Generation", recorder),
+        cast("GenerationRunner", recorder),
         engine_name="torch",
         max_n=8,
         images=images,

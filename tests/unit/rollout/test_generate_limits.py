@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.generation_loop import GenerationLoop
-from services.rollout.engines.torch_engine import TorchEngine
-from services.rollout.hand_over import CountedGeneration
+from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.loop import GenerationLoop
+from services.rollout.generation import CountedGeneration
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.client import (
@@ -25,7 +25,7 @@ from sluice.client import (
     Sampling,
 )
 from sluice.errors import ExhaustedError
-from sluice.rpc.client_quota import ClientQuota
+from sluice.rpc.auth import ClientQuota
 from sluice.rpc.server import RpcServer
 from tests.support.causal_lms import reference_model, running_engine, save_config
 from tests.support.replica_process import ToyEncoder

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
-from services.rollout.generation import Delivery, Generation, GenerationEvent
+from services.rollout.generation import GenerationEvent, GenerationRunner, StreamOptions
 from sluice.errors import EngineError
 from sluice.types import FinishReason, Rollout, SamplingParams, TokenIds, VersionSpan
 
@@ -80,10 +80,10 @@ async def generate(
         events.append(event)
 
     async with asyncio.timeout(10):
-        await Generation(engine, Utf8()).run(  # type: ignore[arg-type]
+        await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
             request_for(*indexes, stop=stop),
             partials,
-            Delivery(every_token=every_token, linger_s=linger_s),
+            StreamOptions(every_token=every_token, linger_s=linger_s),
             send,
         )
     return events
@@ -145,8 +145,8 @@ async def test_without_lingering_a_sample_leaves_while_others_still_run() -> Non
         gate.set()  # the engine goes on only once the first sample has left
 
     async with asyncio.timeout(10):
-        await Generation(engine, Utf8()).run(  # type: ignore[arg-type]
-            request_for(0, 1), (), Delivery(), send
+        await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
+            request_for(0, 1), (), StreamOptions(), send
         )
     assert sent == [0, 1]
 
@@ -240,8 +240,8 @@ async def test_a_receiver_that_goes_away_closes_the_engines_stream() -> None:
         raise ConnectionError("gone")
 
     with pytest.raises(ExceptionGroup):
-        await Generation(engine, Utf8()).run(  # type: ignore[arg-type]
-            request_for(0, 1), (), Delivery(), send
+        await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
+            request_for(0, 1), (), StreamOptions(), send
         )
     assert engine.was_closed
 
@@ -272,16 +272,16 @@ async def test_a_sample_that_no_stop_string_ended_has_all_of_its_text() -> None:
     assert rollouts(events)[0].text == "ab<e"
 
 
-@pytest.mark.parametrize(("more", "told"), [("x", "aENx"), ("D", "a")])
+@pytest.mark.parametrize(("more", "reported"), [("x", "aENx"), ("D", "a")])
 async def test_text_that_an_aborted_sample_held_back_is_told_once_where_the_sample_goes_on(
-    more: str, told: str
+    more: str, reported: str
 ) -> None:
     leaving = ScriptedEngine([chunk(0, "a")], [chunk(0, "EN", 0, FinishReason.ABORTED)])
     events = await generate(leaving, 0, every_token=True, stop=("END",))
     part = rollouts(events)[0]
     goes_on = ScriptedEngine([chunk(0, more, 0, STOP)])
     events += await generate(goes_on, 0, partials=[part], every_token=True, stop=("END",))
-    assert "".join(delta.text for event in events for delta in event.deltas) == told
+    assert "".join(delta.text for event in events for delta in event.deltas) == reported
 
 
 async def test_a_part_that_ends_in_many_bytes_of_no_character_does_not_repeat_its_text() -> None:
@@ -290,9 +290,9 @@ async def test_a_part_that_ends_in_many_bytes_of_no_character_does_not_repeat_it
     part = Rollout(0, ids, np.zeros(ids.size, np.float32), spans, FinishReason.ABORTED, "abc")
     engine = ScriptedEngine([chunk(0, "z", 0, STOP)])
     events = await generate(engine, 0, partials=[part], every_token=True)
-    told = "".join(delta.text for event in events for delta in event.deltas)
-    assert not told.startswith("abc")
-    assert told.endswith("z")
+    reported = "".join(delta.text for event in events for delta in event.deltas)
+    assert not reported.startswith("abc")
+    assert reported.endswith("z")
 
 
 class CountedUtf8(Utf8):
@@ -317,8 +317,8 @@ async def test_a_long_part_of_bytes_that_are_no_text_costs_no_more_than_any_othe
     async def send(event: GenerationEvent) -> None:
         pass
 
-    await Generation(engine, tokenizer).run(  # type: ignore[arg-type]
-        request_for(0), [part], Delivery(every_token=every_token), send
+    await GenerationRunner(engine, tokenizer).run(  # type: ignore[arg-type]
+        request_for(0), [part], StreamOptions(every_token=every_token), send
     )
     assert tokenizer.num_decoded < 30 * ids.size
 
@@ -326,13 +326,13 @@ async def test_a_long_part_of_bytes_that_are_no_text_costs_no_more_than_any_othe
 async def test_the_text_of_each_token_costs_the_same_however_long_the_response_is() -> None:
     script = [[chunk(0, "a")] for _ in range(999)]
     engine, tokenizer = ScriptedEngine(*script, [chunk(0, "z", 0, STOP)]), CountedUtf8()
-    told = []
+    reported = []
 
     async def send(event: GenerationEvent) -> None:
-        told.extend(delta.text for delta in event.deltas)
+        reported.extend(delta.text for delta in event.deltas)
 
-    await Generation(engine, tokenizer).run(  # type: ignore[arg-type]
-        request_for(0), [], Delivery(every_token=True), send
+    await GenerationRunner(engine, tokenizer).run(  # type: ignore[arg-type]
+        request_for(0), [], StreamOptions(every_token=True), send
     )
-    assert "".join(told) == "a" * 999 + "z"
+    assert "".join(reported) == "a" * 999 + "z"
     assert tokenizer.num_decoded < 10 * 1000

@@ -6,8 +6,8 @@ from collections import deque
 
 import numpy as np
 
-from services.rollout.engines.row_table import RunningSample
-from services.rollout.engines.scheduler import GroupQueue, WaitingGroup, prefill_batches
+from services.rollout.engines.embedded.loop import GroupQueue, WaitingGroup, prefill_batches
+from services.rollout.engines.embedded.rows import RunningSample
 
 
 def _group(owner: str, samples: int, tokens: int = 3) -> WaitingGroup:

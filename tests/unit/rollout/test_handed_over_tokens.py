@@ -14,15 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from services.rollout.engines.embedded.engine import TorchEngine
 from services.rollout.engines.protocol import (
     EngineLoad,
     GenerationRequest,
     PartialSample,
     SampleChunk,
 )
-from services.rollout.engines.torch_engine import TorchEngine
-from services.rollout.generation import Delivery, GenerationEvent, TextDelta
-from services.rollout.hand_over import CountedGeneration, HandOver
+from services.rollout.generation import (
+    CountedGeneration,
+    GenerationEvent,
+    HandOver,
+    StreamOptions,
+    TextDelta,
+)
 from sluice.errors import InvalidRequestError
 from sluice.types import FinishReason, Rollout, TokenIds, VersionSpan
 from tests.support.causal_lms import (
@@ -97,10 +102,10 @@ async def call(
     )
     delivery = rng.choice(
         (
-            Delivery(),
-            Delivery(every_token=True),
-            Delivery(linger_s=0.005),
-            Delivery(partial_interval_s=0.002),
+            StreamOptions(),
+            StreamOptions(every_token=True),
+            StreamOptions(linger_s=0.005),
+            StreamOptions(partial_interval_s=0.002),
         )
     )
     ends_s = rng.choice((0.0, 0.002, 0.01, 0.03, 30.0))
@@ -120,7 +125,7 @@ async def break_off(engine: TorchEngine, generation: CountedGeneration) -> None:
     await at_rest(engine)
     async with asyncio.TaskGroup() as tasks:
         wanted = request(samples=3, max_tokens=20)
-        running = tasks.create_task(generation.run(wanted, (), Delivery(), send))
+        running = tasks.create_task(generation.run(wanted, (), StreamOptions(), send))
         async with asyncio.timeout(30):
             while engine.load().running_tokens == 0:
                 await asyncio.sleep(0.001)
@@ -184,7 +189,7 @@ async def test_while_a_call_goes_on_its_unsent_tokens_are_running(
 
         async with asyncio.TaskGroup() as tasks:
             wanted = request(samples=2, max_tokens=10)
-            tasks.create_task(generation.run(wanted, (), Delivery(), send))
+            tasks.create_task(generation.run(wanted, (), StreamOptions(), send))
             async with asyncio.timeout(30):
                 while engine.load().generated_tokens < 20:
                     await asyncio.sleep(0.002)
@@ -202,7 +207,7 @@ async def test_what_could_not_be_sent_is_unsent(model_path: Path, model: PreTrai
     async with running_engine(model_path, model) as engine:
         generation = CountedGeneration(engine, Digits())
         with pytest.raises(ExceptionGroup):
-            await generation.run(request(samples=2, max_tokens=10), (), Delivery(), send)
+            await generation.run(request(samples=2, max_tokens=10), (), StreamOptions(), send)
         load = await at_rest(engine)
     assert load.generated_tokens == load.unsent_tokens > 0
     assert load.running_tokens == 0
@@ -222,11 +227,11 @@ async def test_tokens_of_direct_clients_are_counted_apart_those_of_cancelled_cal
             return replace(request(samples=samples, max_tokens=10), for_direct_client=True)
 
         ours, theirs = Caller((), 0.0), Caller((), 0.0)
-        await generation.run(request(samples=2, max_tokens=10), (), Delivery(), ours.send)
-        await generation.run(direct(3), (), Delivery(), theirs.send)
+        await generation.run(request(samples=2, max_tokens=10), (), StreamOptions(), ours.send)
+        await generation.run(direct(3), (), StreamOptions(), theirs.send)
         async with asyncio.TaskGroup() as tasks:
             cancelled = tasks.create_task(
-                generation.run(direct(1), (), Delivery(every_token=True), stall)
+                generation.run(direct(1), (), StreamOptions(every_token=True), stall)
             )
             await got.wait()
             cancelled.cancel()
@@ -246,7 +251,7 @@ async def test_what_was_drawn_and_not_delivered_to_a_direct_client_is_counted_ap
         caller = Caller((), 0.0)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(
-                CountedGeneration(engine, Digits()).run(wanted, (), Delivery(), caller.send)
+                CountedGeneration(engine, Digits()).run(wanted, (), StreamOptions(), caller.send)
             )
             async with asyncio.timeout(30):
                 while engine.load().generated_tokens == 0:
@@ -264,7 +269,7 @@ async def test_a_refused_call_changes_nothing(model_path: Path, model: PreTraine
     async with running_engine(model_path, model) as engine:
         with pytest.raises(ExceptionGroup) as refused:
             await CountedGeneration(engine, Digits()).run(
-                request(prompt=[1] * 500), (), Delivery(), send
+                request(prompt=[1] * 500), (), StreamOptions(), send
             )
         assert refused.group_contains(InvalidRequestError)
         load = await at_rest(engine)
@@ -275,7 +280,7 @@ async def test_a_refused_call_changes_nothing(model_path: Path, model: PreTraine
 def test_a_sample_counts_once_however_it_travels(data: st.DataObject) -> None:
     given = data.draw(st.dictionaries(st.integers(0, 3), st.integers(0, 5), max_size=3))
     hand_over = HandOver([partial(index, length) for index, length in given.items()])
-    counted, drawn = 0, 0
+    counted, sampled = 0, 0
     for index in range(4):
         cuts = data.draw(st.lists(st.integers(0, 4), max_size=4))
         rest, known = data.draw(st.integers(0, 4)), given.get(index, 0)
@@ -285,5 +290,5 @@ def test_a_sample_counts_once_however_it_travels(data: st.DataObject) -> None:
             counted += hand_over.new_tokens(GenerationEvent((TextDelta(chunk, ""),), ()))
         whole = partial(index, known + sum(cuts) + rest)
         counted += hand_over.new_tokens(GenerationEvent((), (whole,)))
-        drawn += sum(cuts) + rest
-    assert counted == drawn
+        sampled += sum(cuts) + rest
+    assert counted == sampled

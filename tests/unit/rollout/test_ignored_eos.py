@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.sampling import training_sampling, validation_sampling
+from services.reward.generation.request import training_sampling, validation_sampling
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
-from sluice.codec.arrays import token_ids_from_bytes, token_ids_to_bytes
+from sluice.codec.fields import token_ids_from_bytes, token_ids_to_bytes
 from sluice.codec.rollout import sampling_to_proto
-from sluice.config.loader import load_config
-from sluice.rpc.caller_name import as_service
-from sluice.rpc.channel import open_channel
-from sluice.rpc.stubs import rollout_stub
+from sluice.config.loading.loader import load_config
+from sluice.rpc.client import open_channel, rollout_stub
+from sluice.rpc.metadata import as_service
 from sluice.types import SamplingParams
 from tests.support.causal_lms import EOS, request
 from tests.support.word_replica import word_replica
@@ -24,7 +23,7 @@ _KEY = "actor_rollout_ref.rollout.ignore_eos"
 _TOKENS, _SAMPLES = 24, 24
 
 
-async def _drawn(address: str, sampling: SamplingParams) -> list[list[int]]:
+async def _sampled(address: str, sampling: SamplingParams) -> list[list[int]]:
     tokens = common.TokenPrompt(token_ids_u32=token_ids_to_bytes(request().prompt_token_ids))
     asked = rollout.GenerateRequest(
         prompt=common.PromptInput(tokens=tokens),
@@ -51,7 +50,7 @@ async def test_samples_of_the_runs_own_services_go_on_past_the_end_token_where_i
     setting = f"{_KEY}={str(ignored).lower()}"
     async with word_replica(tmp_path) as address:
         for sampling in _wanted(setting):
-            drawn = await _drawn(address, sampling)
-            assert len(drawn) == _SAMPLES
-            assert any(EOS in tokens[:-1] for tokens in drawn) == ignored
-            assert all(len(tokens) == _TOKENS for tokens in drawn) == ignored
+            sampled = await _sampled(address, sampling)
+            assert len(sampled) == _SAMPLES
+            assert any(EOS in tokens[:-1] for tokens in sampled) == ignored
+            assert all(len(tokens) == _TOKENS for tokens in sampled) == ignored

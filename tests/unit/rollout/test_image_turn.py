@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from services.rollout.engines.image_turn import ImageTurn
+from services.rollout.engines.request_rules import ImageTurn
 
 
 class Decoder:

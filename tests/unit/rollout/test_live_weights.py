@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from services.rollout.engines.causal_lm import CausalLM, build_causal_lm
-from services.rollout.engines.fused_decoder import FusedDecoder
-from services.rollout.engines.live_weights import ChangedElements, LiveWeights, NewWeights
-from services.rollout.engines.torch_engine import TorchEngine
+from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.fused_decoder import FusedDecoder
+from services.rollout.engines.weight_inbox import ChangedElements, LiveWeights, NewWeights
 from sluice.errors import EngineError
-from sluice.weights.buffer import WeightBuffer
-from sluice.weights.changed_elements import changed_positions
-from sluice.weights.plan import plan_transfer
+from sluice.weights.delta import changed_positions
+from sluice.weights.plan import WeightBuffer, plan_transfer
 from tests.support.causal_lms import (
     engine_settings,
     generate,

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.checkpoint_layout import CheckpointLayout
-from services.rollout.engines.client_thread import ClientThread
+from services.rollout.engines.causal_lm import CheckpointLayout
 from services.rollout.engines.protocol import PauseMode
-from services.rollout.engines.sglang_core import SglangCore
-from services.rollout.engines.sglang_engine import SglangEngine
-from services.rollout.engines.sglang_settings import SglangSettings
-from services.rollout.engines.vllm_core import VllmCore
-from services.rollout.engines.vllm_engine import VllmEngine
-from services.rollout.engines.vllm_settings import VllmSettings
+from services.rollout.engines.sglang.core import SglangCore
+from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.sglang.settings import SglangSettings
+from services.rollout.engines.vendor.thread import ClientThread
+from services.rollout.engines.vllm.core import VllmCore
+from services.rollout.engines.vllm.engine import VllmEngine
+from services.rollout.engines.vllm.settings import VllmSettings
 from sluice.errors import EngineError
 
 _LAYOUT = CheckpointLayout(9, (), ())

@@ -14,14 +14,8 @@ from transformers import AutoTokenizer
 
 from services.rollout.prompt_encoder import MAX_PROMPT_CHARACTERS, PromptEncoder
 from sluice.errors import ConfigError, InvalidRequestError
-from sluice.quickstart.problems import draw_problem, task_named
-from sluice.quickstart.tokenizer import (
-    TURN_START,
-    render_prompt,
-    save_tokenizer,
-    train_tokenizer,
-)
-from sluice.quickstart.worked_answers import make_dialogues
+from sluice.quickstart.arithmetic import draw_problem, make_dialogues, task_named
+from sluice.quickstart.tokenizer import TURN_START, render_prompt, save_tokenizer, train_tokenizer
 from sluice.types import ChatMessage
 
 

@@ -18,13 +18,11 @@ from sluice.client import (
     Sampling,
 )
 from sluice.client.generation_types import Prompt
-from sluice.codec.arrays import token_ids_from_bytes
+from sluice.codec.fields import token_ids_from_bytes
 from sluice.codec.rollout import chat_prompt_to_proto
 from sluice.errors import InvalidRequestError, PromptTooLongError
-from sluice.rpc.call import stream_call
-from sluice.rpc.caller_name import as_service
-from sluice.rpc.channel import open_channel
-from sluice.rpc.stubs import rollout_stub
+from sluice.rpc.client import open_channel, rollout_stub, stream_call
+from sluice.rpc.metadata import as_service
 from tests.support.word_replica import BOS, MAX_MODEL_LEN, MAX_PROMPT_LENGTH, word_replica, words
 
 LONG = tuple(range(1, 21))
@@ -84,13 +82,13 @@ async def test_a_prompt_of_the_reward_service_is_held_to_the_data_sets_rules(
     async with word_replica(tmp_path / "cut", "data.truncation=left") as address:
         kept = list(LONG[-MAX_PROMPT_LENGTH:])
         assert await read_of_caller(address, chat, "reward") == kept
-    told = f"20 tokens exceed data.max_prompt_length={MAX_PROMPT_LENGTH}"
+    reported = f"20 tokens exceed data.max_prompt_length={MAX_PROMPT_LENGTH}"
     for name, settings in (
         ("refused", ("data.truncation=error",)),
         ("left out", ("data.truncation=left", "data.filter_overlong_prompts=true")),
     ):
         async with word_replica(tmp_path / name, *settings) as address:
-            with pytest.raises(PromptTooLongError, match=told):
+            with pytest.raises(PromptTooLongError, match=reported):
                 await read_of_caller(address, chat, "reward")
 
 
@@ -148,7 +146,7 @@ async def test_a_template_counts_by_the_whole_number_that_was_sent(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("prompt", "arguments", "told"),
+    ("prompt", "arguments", "reported"),
     [
         (TURNS, {"chat_template": "x"}, "chat_template_kwargs: chat_template cannot be set"),
         (TURNS, {"x": "y" * 70_000}, "chat_template_kwargs: 70015 bytes; send at most 65536"),
@@ -163,10 +161,10 @@ async def test_a_template_counts_by_the_whole_number_that_was_sent(tmp_path: Pat
     ],
 )
 async def test_arguments_that_no_template_may_get_are_refused_by_their_name(
-    tmp_path: Path, prompt: Prompt, arguments: dict[str, object], told: str
+    tmp_path: Path, prompt: Prompt, arguments: dict[str, object], reported: str
 ) -> None:
     async with word_replica(tmp_path) as address:
-        with pytest.raises(InvalidRequestError, match=told):
+        with pytest.raises(InvalidRequestError, match=reported):
             await read_of_client(address, prompt, chat_template_kwargs=arguments)
 
 
@@ -188,12 +186,12 @@ async def test_arguments_of_other_languages_clients_are_held_to_the_same(tmp_pat
     for _ in range(20):
         deep = {"x": deep}  # type: ignore[dict-item]
     async with word_replica(tmp_path) as address:
-        for arguments, told in (
+        for arguments, reported in (
             (deep, "lies more than 16 levels deep"),
             ({"x": "y" * 70_000}, "70015 bytes; send at most 65536"),
             ({"x": float("inf")}, "chat_template_kwargs: not JSON"),
         ):
             prompt = chat_prompt_to_proto(turns)
             prompt.chat.template_kwargs.update(arguments)
-            with pytest.raises(InvalidRequestError, match=told):
+            with pytest.raises(InvalidRequestError, match=reported):
                 await read_of_caller(address, prompt)

@@ -15,12 +15,12 @@ from services.rollout.engines.protocol import EngineLoad
 from services.rollout.registration import Registration
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.errors import InvalidRequestError, NotFoundError, SluiceError
-from sluice.rpc import call
-from sluice.rpc.status_codes import status_of
+from sluice.rpc import client
+from sluice.rpc.status import status_of
 from sluice.types import ReplicaInfo
 
 AWAY = grpc.StatusCode.UNAVAILABLE
-REPLICA = ReplicaInfo("rollout-0", "incarnation-0", "host:1", 8)
+REPLICA = ReplicaInfo("rollout-0", "instance-0", "host:1", 8)
 
 
 class Trainer:
@@ -77,7 +77,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(registration, "time", clock)
-    for module in (registration, call):
+    for module in (registration, client):
         monkeypatch.setattr(module, "asyncio", clock)
     return clock
 
@@ -109,7 +109,7 @@ async def test_a_replica_registers_and_then_sends_its_load_in_the_interval_it_wa
     assert registered.replica.name == "rollout-0"
     assert registered.weights_layout_digest == "layout"
     beat = trainer.heartbeats[0]
-    assert (beat.name, beat.incarnation, beat.policy_version) == ("rollout-0", "incarnation-0", 3)
+    assert (beat.name, beat.instance_id, beat.policy_version) == ("rollout-0", "instance-0", 3)
     assert (beat.slots_busy, beat.queued, beat.generated_tokens) == (5, 2, 1234)
     assert (beat.busy_seconds, beat.draining) == (6.5, False)
     assert (beat.unsent_tokens, beat.running_tokens) == (30, 4)
@@ -150,10 +150,10 @@ async def test_a_long_absence_is_told_once_and_so_is_its_end(
     # Each registration is tried three times by itself.
     with caplog.at_level(logging.INFO):
         await play(Trainer(), *[("register", AWAY)] * 120, ("register", True))
-    told = [record.message for record in caplog.records]
-    assert len(told) == 3
-    assert told[0].startswith("trainer out of reach for 10 s, trying on: trainer: failed while")
-    assert sorted(told[1:]) == ["registered as rollout-0", "the trainer is back"]
+    reported = [record.message for record in caplog.records]
+    assert len(reported) == 3
+    assert reported[0].startswith("trainer out of reach for 10 s, trying on: trainer: failed while")
+    assert sorted(reported[1:]) == ["registered as rollout-0", "the trainer is back"]
 
 
 async def test_a_refused_replica_ends_with_the_trainers_reason(clock: Clock) -> None:

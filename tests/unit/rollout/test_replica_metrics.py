@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.rollout.engines.protocol import EngineLoad
-from services.rollout.exported_metrics import load_readings
+from services.rollout.telemetry import load_readings
 from sluice.telemetry.instruments import INSTRUMENTS
 
 SECONDS = {"idle": 2.0, "generating": 1.5}

@@ -37,7 +37,7 @@ def engine() -> Any:
 
 def status_of(engine: Any, *, without_engine: bool) -> Any:
     servicer = RolloutServicer(
-        ReplicaIdentity("rollout-0", "incarnation-0"),
+        ReplicaIdentity("rollout-0", "instance-0"),
         engine,
         NOTHING,
         NOTHING,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.rollout.engines.batch_invariance import DecodeShapes
-from services.rollout.engines.counter_random import sample_keys, uniforms
-from services.rollout.engines.row_table import RowTable, RunningSample
+from services.rollout.engines.embedded.batch_invariance import DecodeShapes
+from services.rollout.engines.embedded.rows import RowTable, RunningSample
+from services.rollout.engines.sampling import sample_keys, uniforms
 
 
 def _sample(index: int, tokens: list[int], limit: int = 10, **changes: object) -> RunningSample:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from services.rollout.hand_over import CountedGeneration
-from services.rollout.sample_spans import SampleSpans
+from services.rollout.generation import CountedGeneration
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
+from services.rollout.telemetry import SampleSpans
 from sluice.api.common.v1 import common_pb2
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from sluice.rpc.channel import open_channel
+from sluice.rpc.client import open_channel, rollout_stub
 from sluice.rpc.server import RpcServer
-from sluice.rpc.stubs import rollout_stub
-from sluice.telemetry.trace_context import TraceContext
-from sluice.telemetry.tracing import TRACER
+from sluice.telemetry.tracing import TRACER, TraceContext
 from tests.support.causal_lms import reference_model, running_engine, save_config
 from tests.support.replica_process import ToyEncoder
 from tests.support.scripted_rollout import rollout_of

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.sampling import UNRESTRICTED, SamplingPlan, draw, plan_sampling
+from services.rollout.engines.sampling import (
+    UNRESTRICTED,
+    SamplingPlan,
+    plan_sampling,
+    sample_tokens,
+)
 
 _CPU = torch.device("cpu")
 
@@ -26,10 +31,10 @@ def _sweep(
     """Shares of each token over evenly spaced uniforms, and the logprobs told for them."""
     batch = torch.tensor([logits]).expand(points, -1)
     uniform = (torch.arange(points, dtype=torch.float64) + 0.5) / points
-    tokens, logprobs = draw(batch, _plan(len(logits), *[row] * points), uniform)
-    told = torch.full((len(logits),), -torch.inf)
-    told[tokens] = logprobs
-    return torch.bincount(tokens, minlength=len(logits)) / points, told
+    tokens, logprobs = sample_tokens(batch, _plan(len(logits), *[row] * points), uniform)
+    reported = torch.full((len(logits),), -torch.inf)
+    reported[tokens] = logprobs
+    return torch.bincount(tokens, minlength=len(logits)) / points, reported
 
 
 _LOGITS = [0.3, 2.0, -1.0, 1.1, 0.9, -30.0]
@@ -53,10 +58,10 @@ def test_shares_and_logprobs_are_those_of_the_renormalised_kept_tokens(
 ) -> None:
     expected = torch.full((len(_LOGITS),), -torch.inf)
     expected[kept] = (torch.tensor(_LOGITS)[kept] / row[0]).log_softmax(-1)
-    shares, told = _sweep(_LOGITS, row)
+    shares, reported = _sweep(_LOGITS, row)
     assert (shares - expected.exp()).abs().max() < 5e-4
-    drawn = shares > 0
-    torch.testing.assert_close(told[drawn], expected[drawn], atol=1e-6, rtol=1e-6)
+    sampled = shares > 0
+    torch.testing.assert_close(reported[sampled], expected[sampled], atol=1e-6, rtol=1e-6)
 
 
 def test_tokens_tied_with_the_last_kept_one_are_kept() -> None:
@@ -68,16 +73,16 @@ def test_tokens_tied_with_the_last_kept_one_are_kept() -> None:
 
 
 def test_temperature_zero_takes_the_best_token_with_the_logprob_of_temperature_one() -> None:
-    shares, told = _sweep(_LOGITS, (0.0, 0.1, 1), points=50)
+    shares, reported = _sweep(_LOGITS, (0.0, 0.1, 1), points=50)
     assert shares[1] == 1
-    assert float(told[1]) == pytest.approx(float(torch.tensor(_LOGITS).log_softmax(-1)[1]))
+    assert float(reported[1]) == pytest.approx(float(torch.tensor(_LOGITS).log_softmax(-1)[1]))
 
 
 def test_the_uniform_ends_stay_inside_the_kept_tokens() -> None:
     logits = torch.tensor([[-200.0, 1.0, 0.5, -200.0]]).expand(2, -1)
     uniform = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64)
     for row in ((1.0, 1.0, -1), (1.0, 0.99, -1)):
-        tokens, logprobs = draw(logits, _plan(4, row, row), uniform)
+        tokens, logprobs = sample_tokens(logits, _plan(4, row, row), uniform)
         assert tokens.tolist() == [1, 2]
         assert torch.isfinite(logprobs).all()
 
@@ -87,14 +92,14 @@ def test_a_draw_inverts_the_cumulative_distribution_of_the_whole_vocabulary(voca
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(200, vocab, generator=generator) * 4
     uniform = torch.rand(200, dtype=torch.float64, generator=generator)
-    tokens, logprobs = draw(logits, UNRESTRICTED, uniform)
+    tokens, logprobs = sample_tokens(logits, UNRESTRICTED, uniform)
     shares = logits.double().softmax(-1)
     above = shares.cumsum(-1).gather(1, tokens[:, None]).squeeze(1)
-    drawn = shares.gather(1, tokens[:, None]).squeeze(1)
+    sampled = shares.gather(1, tokens[:, None]).squeeze(1)
     # Sums of float32 probabilities are right to some 1e-7.
     assert (above > uniform - 1e-6).all()
-    assert (above - drawn <= uniform + 1e-6).all()
-    torch.testing.assert_close(logprobs, drawn.log().float(), atol=1e-5, rtol=1e-5)
+    assert (above - sampled <= uniform + 1e-6).all()
+    torch.testing.assert_close(logprobs, sampled.log().float(), atol=1e-5, rtol=1e-5)
 
 
 def test_the_tail_of_a_large_vocabulary_is_drawn_as_often_as_it_is_probable() -> None:
@@ -104,7 +109,7 @@ def test_the_tail_of_a_large_vocabulary_is_drawn_as_often_as_it_is_probable() ->
     tail = float(logits.double().softmax(-1)[0, 1:].sum())
     points = logits.shape[1] // 128
     uniform = 1.0 - tail + tail * (torch.arange(points, dtype=torch.float64) + 0.5) / points
-    tokens, _ = draw(logits.expand(points, -1), UNRESTRICTED, uniform)
+    tokens, _ = sample_tokens(logits.expand(points, -1), UNRESTRICTED, uniform)
     # Sums of float32 probabilities shift the tail's beginning, by less than a hundredth of it.
     assert (tokens > 0).float().mean() > 0.98
     spread = tokens[tokens > 0].double()
@@ -120,7 +125,7 @@ def test_tokens_and_blocks_without_probability_are_never_drawn() -> None:
     logits[possible] = torch.tensor([0.0, 1.0, -3.0, 0.5, 2.0, -1.0])
     shares, _ = _sweep(logits.tolist(), (1.0, 1.0, -1))
     assert shares.nonzero().squeeze(1).tolist() == possible
-    first, _ = draw(logits[None], UNRESTRICTED, torch.zeros(1, dtype=torch.float64))
+    first, _ = sample_tokens(logits[None], UNRESTRICTED, torch.zeros(1, dtype=torch.float64))
     assert first.tolist() == possible[:1]
     assert (shares - logits.softmax(-1)).abs().max() < 5e-4
 
@@ -134,13 +139,13 @@ def test_a_point_right_below_the_end_of_a_block_does_not_leave_the_blocks_tokens
     ends = logits.softmax(-1).double().cumsum(-1)[:, possible]
     for block in range(len(possible)):
         below = torch.nextafter(ends[:, block] / ends[:, -1], torch.tensor(0.0).double())
-        tokens, _ = draw(logits, UNRESTRICTED, below.clamp(0, 1 - 2.0**-52))
+        tokens, _ = sample_tokens(logits, UNRESTRICTED, below.clamp(0, 1 - 2.0**-52))
         assert set(tokens.tolist()) <= set(possible.tolist())
 
 
 @pytest.mark.parametrize("vocab", [100, 256])
 def test_a_batch_without_rows_draws_nothing(vocab: int) -> None:
-    tokens, logprobs = draw(
+    tokens, logprobs = sample_tokens(
         torch.empty(0, vocab), UNRESTRICTED, torch.empty(0, dtype=torch.float64)
     )
     assert tokens.shape == logprobs.shape == (0,)
@@ -159,9 +164,11 @@ def test_a_row_gets_the_same_bits_whatever_other_rows_ask_for() -> None:
         (0.9, 0.8, 50),
         (1.0, 1.0, -1),
     ]
-    tokens, logprobs = draw(logits, _plan(333, *rows), uniform)
+    tokens, logprobs = sample_tokens(logits, _plan(333, *rows), uniform)
     for subset in ([0], [1, 2], [3], [4, 5], [6, 1, 0]):
-        some = draw(logits[subset], _plan(333, *(rows[i] for i in subset)), uniform[subset])
+        some = sample_tokens(
+            logits[subset], _plan(333, *(rows[i] for i in subset)), uniform[subset]
+        )
         assert torch.equal(some[0], tokens[subset])
         assert torch.equal(some[1], logprobs[subset])
 
@@ -171,7 +178,7 @@ def test_the_tail_of_a_large_vocabulary_is_drawn_at_its_share() -> None:
     logits = torch.zeros(1, vocab)
     logits[0, 0] = math.log(1e9)  # each of the others: 1e-9, below float32's step at 1
     uniform = torch.tensor([1 - 1e-4], dtype=torch.float64)
-    tokens, logprobs = draw(logits, _plan(vocab, (1.0, 1.0, -1)), uniform)
+    tokens, logprobs = sample_tokens(logits, _plan(vocab, (1.0, 1.0, -1)), uniform)
     assert int(tokens[0]) == pytest.approx(vocab * 0.5, rel=0.05)
     assert float(logprobs[0]) == pytest.approx(-math.log(1e9), abs=1e-3)
 
@@ -180,7 +187,7 @@ def test_bfloat16_logits_are_drawn_from_in_float32() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     uniform = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
     plan = _plan(50, *[(1.0, 1.0, -1)] * 3)
-    tokens, logprobs = draw(logits, plan, uniform)
-    exact, expected = draw(logits.float(), plan, uniform)
+    tokens, logprobs = sample_tokens(logits, plan, uniform)
+    exact, expected = sample_tokens(logits.float(), plan, uniform)
     assert torch.equal(tokens, exact)
     assert torch.equal(logprobs, expected)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from services.rollout.engines.torch_engine import TorchEngine
-from services.rollout.generation import Generation
+from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.generation import GenerationRunner
 from services.rollout.prompt_encoder import PromptEncoder
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.rollout.v1 import rollout_pb2_grpc
@@ -43,7 +43,7 @@ async def replica(folder: Path) -> AsyncIterator[tuple[str, TorchEngine]]:
             ReplicaIdentity("rollout-0", "one"),
             engine,
             encoder,
-            Generation(engine, encoder),
+            GenerationRunner(engine, encoder),
             engine_name="torch",
             max_n=8,
         )

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.checkpoint_layout import CheckpointLayout
-from services.rollout.engines.chunk_stream import ChunkStream
+from services.rollout.engines.causal_lm import CheckpointLayout
 from services.rollout.engines.protocol import PauseMode
-from services.rollout.engines.request_samples import Pace
-from services.rollout.engines.sample_deltas import Delta, SamplingChoice
-from services.rollout.engines.sglang_core import SglangCore
-from services.rollout.engines.sglang_settings import SglangSettings
+from services.rollout.engines.sglang.core import SglangCore
+from services.rollout.engines.sglang.settings import SglangSettings
+from services.rollout.engines.vendor.samples import Delta, Pace, SamplingChoice
+from services.rollout.engines.vendor.thread import ChunkStream
 from sluice.errors import EngineError
 from tests.support.causal_lms import request
 
@@ -102,9 +101,14 @@ async def test_after_weights_that_could_not_be_read_nothing_is_drawn_and_what_ru
         await asyncio.wait([running])
         assert await stream.next()
         late, _ = _begin(core, tasks, 1)
-        for told in (stream.next(), late.next(), core.resume(), core.swap("folder", 3, "three")):
+        for reported in (
+            stream.next(),
+            late.next(),
+            core.resume(),
+            core.swap("folder", 3, "three"),
+        ):
             with pytest.raises(EngineError, match="no room; restart the replica"):
-                await told
+                await reported
     assert client.called == ["pause"]
     assert client.salts == ["0"]
 
@@ -113,16 +117,16 @@ async def test_an_engine_that_does_not_go_on_after_a_swap_is_broken_and_what_run
     client = _Client()
     client.resumed = EngineError("SGLang: no answer to resume (60 s)")
     core = _core(client)
-    told = "after version 2 came; restart the replica"
+    reported = "after version 2 came; restart the replica"
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         stream, running = _begin(core, tasks)
         await _turns()
-        with pytest.raises(EngineError, match=told):
+        with pytest.raises(EngineError, match=reported):
             await core.swap("folder", 2, "two")
         await asyncio.wait([running])
         assert await stream.next()
         for call in (stream.next(), core.swap("folder", 2, "two"), core.resume()):
-            with pytest.raises(EngineError, match=told):
+            with pytest.raises(EngineError, match=reported):
                 await call
     assert client.called == ["pause"]
 

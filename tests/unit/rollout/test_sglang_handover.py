@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from services.rollout.engines.sglang_handover import WeightHandover
+from services.rollout.engines.sglang.engine import WeightHandover
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 _SHAPES = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=4)

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
-from services.rollout.engines.request_samples import ModelLimits, Pace
-from services.rollout.engines.sample_deltas import Delta, SamplingChoice
-from services.rollout.engines.sglang_request import RequestRun
-from services.rollout.engines.sglang_sampler import stream_seed
+from services.rollout.engines.sglang.request import SglangRequest
+from services.rollout.engines.sglang.sampler import stream_seed
+from services.rollout.engines.vendor.samples import Delta, ModelLimits, Pace, SamplingChoice
 from sluice.errors import EngineError
 from sluice.types import FinishReason
 from tests.support.causal_lms import EOS, request
@@ -29,18 +28,18 @@ class _Serving:
     def __init__(self) -> None:
         self.version: int | None = 1
         self.salt = "s"
-        self.drawn = self.prefilled = 0
-        self.drawing = asyncio.Event()
-        self.drawing.set()
+        self.sampled = self.prefilled = 0
+        self.generating = asyncio.Event()
+        self.generating.set()
         self.is_awaited = asyncio.Event()
 
-    def count(self, drawn: int, prefilled: int) -> None:
-        self.drawn += drawn
+    def count(self, sampled: int, prefilled: int) -> None:
+        self.sampled += sampled
         self.prefilled += prefilled
 
     async def wait_to_begin(self) -> None:
         self.is_awaited.set()
-        await self.drawing.wait()
+        await self.generating.wait()
 
 
 class _Client:
@@ -90,10 +89,10 @@ def _delta(tokens: Sequence[int], finish: str | None = None, spans: tuple[Any, .
 
 def _run(
     script: _Script, wanted: GenerationRequest, pace: Pace = _WHOLE
-) -> tuple[RequestRun, list[SampleChunk], _Client, _Serving]:
+) -> tuple[SglangRequest, list[SampleChunk], _Client, _Serving]:
     serving, chunks = _Serving(), list[SampleChunk]()
     client = _Client(script, serving)
-    run = RequestRun(client, 7, wanted, _LIMITS, pace, serving, chunks.extend)  # type: ignore[arg-type]
+    run = SglangRequest(client, 7, wanted, _LIMITS, pace, serving, chunks.extend)  # type: ignore[arg-type]
     return run, chunks, client, serving
 
 
@@ -103,22 +102,22 @@ async def _ended(
     run, chunks, client, serving = _run(script, wanted, pace)
     async with asyncio.timeout(10):
         await run.run()
-    assert run.drawn == serving.drawn
+    assert run.sampled == serving.sampled
     return chunks, client, serving
 
 
-def _told(chunks: Sequence[SampleChunk]) -> list[tuple[list[int], int, FinishReason | None]]:
+def _reported(chunks: Sequence[SampleChunk]) -> list[tuple[list[int], int, FinishReason | None]]:
     return [(chunk.token_ids.tolist(), chunk.version, chunk.finish_reason) for chunk in chunks]
 
 
-@pytest.mark.parametrize("told", [(("1", 0, 2), ("2", 2, 3)), (("2", 0, 3),), (("1", 0, 1),)])
-async def test_sglangs_own_account_of_versions_must_agree(told: tuple[Any, ...]) -> None:
-    script = [_delta([4]), 2, _delta([5]), _delta([6], "length", told)]
+@pytest.mark.parametrize("reported", [(("1", 0, 2), ("2", 2, 3)), (("2", 0, 3),), (("1", 0, 1),)])
+async def test_sglangs_own_account_of_versions_must_agree(reported: tuple[Any, ...]) -> None:
+    script = [_delta([4]), 2, _delta([5]), _delta([6], "length", reported)]
     with pytest.raises(EngineError, match=r"while \[1, 2\] served"):
         await _ended(script, request())
     script[-1] = _delta([6], "length", (("1", 0, 1), ("2", 1, 3)))
     chunks, _, _ = await _ended(script, request())
-    assert _told(chunks)[-1] == ([5, 6], 2, FinishReason.LENGTH)
+    assert _reported(chunks)[-1] == ([5, 6], 2, FinishReason.LENGTH)
 
 
 async def test_the_others_follow_the_first_sample_once_the_prompt_is_cached() -> None:
@@ -143,14 +142,14 @@ async def test_a_first_sample_that_fails_does_not_keep_the_others_waiting() -> N
 
 async def test_nothing_is_sent_while_sglang_does_not_draw() -> None:
     run, chunks, client, serving = _run([_delta([5], "stop")], request())
-    serving.drawing.clear()
+    serving.generating.clear()
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         tasks.create_task(run.run())
         await serving.is_awaited.wait()
         await run.until_none_is_sent()
         assert client.names == []
-        serving.drawing.set()
-    assert _told(chunks) == [([5], 1, FinishReason.STOP)]
+        serving.generating.set()
+    assert _reported(chunks) == [([5], 1, FinishReason.STOP)]
 
 
 async def test_what_was_put_back_is_sent_anew_by_another_name_and_what_has_tokens_stays() -> None:
@@ -162,19 +161,19 @@ async def test_what_was_put_back_is_sent_anew_by_another_name_and_what_has_token
         running = tasks.create_task(run.run())
         while len(client.names) < 3:
             await asyncio.sleep(0)
-        serving.drawing.clear()
+        serving.generating.clear()
         run.put_back()
         run.put_back()
         client.go_on.set()
         await run.until_none_is_sent()
-        assert _told(chunks) == [([4, 5], 1, FinishReason.STOP)]
+        assert _reported(chunks) == [([4, 5], 1, FinishReason.STOP)]
         assert (client.names, client.open) == (["7-0-0.", "7-1-0.", "7-2-0."], 0)
         client.slots = 3
-        serving.drawing.set()
+        serving.generating.set()
         await asyncio.wait([running])
     assert client.names[3:] == ["7-1-1.", "7-2-1."]
-    assert _told(chunks) == [([4, 5], 1, FinishReason.STOP)] * 3
-    assert serving.drawn == 6
+    assert _reported(chunks) == [([4, 5], 1, FinishReason.STOP)] * 3
+    assert serving.sampled == 6
 
 
 @pytest.mark.parametrize("put_back_first", [True, False])
@@ -209,7 +208,7 @@ async def test_giving_up_ends_samples_as_aborted_with_what_they_have() -> None:
         assert {await client.waiting.get() for _ in range(2)} == {"7-0-0.", "7-1-0."}
         run.give_up()
         await asyncio.wait([running])
-    assert _told(chunks) == [([4, 5], 1, FinishReason.ABORTED)] * 2
+    assert _reported(chunks) == [([4, 5], 1, FinishReason.ABORTED)] * 2
     assert client.open == 0, "what runs is left to be aborted"
 
 
@@ -225,7 +224,7 @@ async def test_a_token_that_was_on_its_way_when_samples_were_given_up_is_of_no_u
         run.give_up()
         await asyncio.wait([running])
         assert running.cancelled()
-    assert _told(chunks) == [([4], 1, None), ([], 1, FinishReason.ABORTED)]
+    assert _reported(chunks) == [([4], 1, None), ([], 1, FinishReason.ABORTED)]
 
 
 async def test_a_sample_that_is_continued_goes_on_with_its_numbers() -> None:
@@ -250,5 +249,5 @@ async def test_nothing_more_is_asked_for_of_a_sample_that_a_stop_string_ends() -
     wanted = replace(wanted, sampling=sampling, decode=lambda ids: "".join(map(str, ids)))
     script = [_delta([4, 5]), _delta([6, 7, 8]), EngineError("nothing more is asked for")]
     chunks, _, serving = await _ended(script, wanted)
-    assert _told(chunks) == [([4, 5, 6], 1, FinishReason.STOP)]
-    assert serving.drawn == 5
+    assert _reported(chunks) == [([4, 5, 6], 1, FinishReason.STOP)]
+    assert serving.sampled == 5

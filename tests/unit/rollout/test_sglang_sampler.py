@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.engines.counter_random import sample_keys, uniforms
-from services.rollout.engines.sampling import draw, plan_sampling
-from services.rollout.engines.sglang_sampler import draw_rows, stream_seed, uniform_rows
+from services.rollout.engines.sampling import plan_sampling, sample_keys, sample_tokens, uniforms
+from services.rollout.engines.sglang.sampler import sample_rows, stream_seed, uniform_rows
 
 _VOCAB = 50
 
@@ -55,7 +54,7 @@ def test_rows_are_drawn_and_scored_as_by_the_embedded_engine(
     most = int(ks.max()) if (ks < _VOCAB).all() else None
     for uniform in np.linspace(0, 1 - 2**-52, 97):
         at = torch.full((len(rows),), float(uniform), dtype=torch.float64)
-        found = draw_rows(
+        found = sample_rows(
             logits,
             torch.from_numpy(np.where(greedy, 1.0, temperature)[:, None]).float(),
             torch.from_numpy(ks).int(),
@@ -63,6 +62,6 @@ def test_rows_are_drawn_and_scored_as_by_the_embedded_engine(
             most,
             at,
         )
-        expected = draw(logits, plan, at)
+        expected = sample_tokens(logits, plan, at)
         torch.testing.assert_close(found[0], expected[0])
         torch.testing.assert_close(found[1], expected[1])

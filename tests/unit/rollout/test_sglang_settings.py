@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.rollout.engines import sglang_core, sglang_engine, sglang_features
 from services.rollout.engines.registry import create_engine
-from services.rollout.engines.sglang_features import engine_environment
-from services.rollout.engines.sglang_settings import SglangSettings, sglang_settings
-from sluice.config.loader import load_config
+from services.rollout.engines.sglang import client, core, engine
+from services.rollout.engines.sglang.client import engine_environment
+from services.rollout.engines.sglang.settings import SglangSettings, sglang_settings
+from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 from tests.support.causal_lms import save_config
@@ -56,7 +56,7 @@ def test_a_sample_may_be_as_long_as_configured_in_spite_of_what_sglang_keeps_for
 async def test_samples_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
     save_config("llama", tmp_path)
     with pytest.raises(ConfigError, match=r"samples of 129 tokens.*128 positions"):
-        await sglang_core.SglangCore.build(SglangSettings(str(tmp_path), max_model_len=129))
+        await core.SglangCore.build(SglangSettings(str(tmp_path), max_model_len=129))
 
 
 def test_engine_kwargs_win_and_a_null_leaves_the_choice_to_sglang() -> None:
@@ -130,12 +130,12 @@ def test_the_services_own_keys_are_taken_over() -> None:
 def test_without_sglang_the_engine_is_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sglang_engine, "installed_sglang", lambda: None)
+    monkeypatch.setattr(engine, "installed_sglang", lambda: None)
     config = load_config(None, [f"{_ROLLOUT}.name=sglang"])
     with pytest.raises(ConfigError, match=r"SGLang is not installed here; install sglang 0\.5\.23"):
         create_engine(config)
-    monkeypatch.setattr(sglang_engine, "installed_sglang", lambda: "0.5.23")
-    assert isinstance(create_engine(config), sglang_engine.SglangEngine)
+    monkeypatch.setattr(engine, "installed_sglang", lambda: "0.5.23")
+    assert isinstance(create_engine(config), engine.SglangEngine)
 
 
 async def test_an_sglang_that_cannot_be_imported_is_refused_with_the_remedy(
@@ -144,9 +144,9 @@ async def test_an_sglang_that_cannot_be_imported_is_refused_with_the_remedy(
     def fail(name: str) -> None:
         raise OSError(f"{name}: libcudart.so.13: cannot open shared object file")
 
-    monkeypatch.setattr(sglang_features.importlib, "import_module", fail)
+    monkeypatch.setattr(client.importlib, "import_module", fail)
     with pytest.raises(ConfigError, match=r"cannot be imported.*libcudart.*install sglang"):
-        sglang_features.SglangClient({}, lambda: None)
+        client.SglangClient({}, lambda: None)
 
 
 async def test_an_sglang_without_what_the_engine_calls_is_refused_by_its_name(
@@ -159,6 +159,6 @@ async def test_an_sglang_without_what_the_engine_calls_is_refused_by_its_name(
     manager = type("TokenizerManager", (), dict.fromkeys(called))
     module = SimpleNamespace(ServerArgs=lambda: None, TokenizerManager=manager, Engine=object)
     module.Socket = type("Socket", (), {})  # of zmq
-    monkeypatch.setattr(sglang_features.importlib, "import_module", lambda _: module)
+    monkeypatch.setattr(client.importlib, "import_module", lambda _: module)
     with pytest.raises(ConfigError, match=r"it has no flush_cache; install 0\.5\.23"):
-        sglang_features.SglangClient({}, lambda: None)
+        client.SglangClient({}, lambda: None)

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.sample_deltas import SamplingChoice
-from services.rollout.engines.sglang_stream import read_delta, sampling_parameters
+from services.rollout.engines.sglang.client import read_delta, sampling_parameters
+from services.rollout.engines.vendor.samples import SamplingChoice
 from sluice.errors import EngineError
 
 
-def _output(tokens: list[int], drawn: int, **told: Any) -> dict[str, Any]:
+def _output(tokens: list[int], sampled: int, **reported: Any) -> dict[str, Any]:
     logprobs = [(-0.5 * token, token, None) for token in tokens]
-    meta = {"finish_reason": None, "completion_tokens": drawn, "output_token_logprobs": logprobs}
-    return {"output_ids": tokens, "meta_info": meta | told}
+    meta = {"finish_reason": None, "completion_tokens": sampled, "output_token_logprobs": logprobs}
+    return {"output_ids": tokens, "meta_info": meta | reported}
 
 
 def _choice(temperature: float, top_k: int) -> SamplingChoice:

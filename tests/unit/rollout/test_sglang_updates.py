@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from services.rollout.engines import sglang_engine
-from services.rollout.engines.client_thread import ClientThread
 from services.rollout.engines.protocol import StagedVersion
-from services.rollout.engines.sglang_engine import SglangEngine
-from services.rollout.engines.sglang_handover import WeightHandover
-from services.rollout.engines.sglang_settings import SglangSettings
+from services.rollout.engines.sglang import engine as sglang_engine
+from services.rollout.engines.sglang.engine import SglangEngine, WeightHandover
+from services.rollout.engines.sglang.settings import SglangSettings
+from services.rollout.engines.vendor.thread import ClientThread
 from sluice.errors import NotReadyError, WeightSyncError
 
 
@@ -60,12 +59,12 @@ class _Core:
 
 class _SlowHandover(WeightHandover):
     made: list[WeightHandover]
-    may_go_on: threading.Event
+    may_continue: threading.Event
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(tensors)
         self.made.append(self)
-        assert self.may_go_on.wait(20)
+        assert self.may_continue.wait(20)
 
 
 def _digest(version: int) -> str:
@@ -83,8 +82,8 @@ async def core() -> _Core:
 async def engine(
     core: _Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[SglangEngine]:
-    _SlowHandover.made, _SlowHandover.may_go_on = [], threading.Event()
-    _SlowHandover.may_go_on.set()
+    _SlowHandover.made, _SlowHandover.may_continue = [], threading.Event()
+    _SlowHandover.may_continue.set()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sglang_engine, "WeightHandover", _SlowHandover)
     engine = SglangEngine(SglangSettings("model"))
@@ -96,14 +95,14 @@ async def engine(
 
 async def _cancel_while_laid_out(engine: SglangEngine, version: int) -> None:
     made = len(_SlowHandover.made)
-    _SlowHandover.may_go_on.clear()
+    _SlowHandover.may_continue.clear()
     async with asyncio.TaskGroup() as tasks:
         staging = tasks.create_task(engine.stage(1, version))
         while len(_SlowHandover.made) == made:
             await asyncio.sleep(0.001)
         staging.cancel()
     assert staging.cancelled()
-    _SlowHandover.may_go_on.set()
+    _SlowHandover.may_continue.set()
 
 
 async def test_what_a_cancelled_stage_has_laid_out_is_freed(engine: SglangEngine) -> None:

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from services.rollout.engines.embedded.engine import TorchEngine
 from services.rollout.engines.state_clock import EngineState, StateClock
-from services.rollout.engines.torch_engine import TorchEngine
 from sluice.errors import WeightSyncError
-from sluice.telemetry.process_age import process_age_s
+from sluice.telemetry.process import process_age_s
 from tests.support.causal_lms import (
     generate,
     reference_model,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.engines.stop_strings import Decode, StopStringWatch, before_stop, tellable
+from services.rollout.engines.text import Decode, StopStringWatch, before_stop, stable_prefix
 from sluice.types import TokenIds
 
 texts = st.text(st.sampled_from("abé€🙂"), max_size=30)
@@ -97,12 +97,12 @@ def test_bytes_that_are_no_text_hide_no_stop_string_for_ever() -> None:
 def test_what_is_told_of_a_growing_text_stays_and_ends_before_the_stop_string(
     text: str, stops: list[str]
 ) -> None:
-    told = ""
+    reported = ""
     for size in range(len(text) + 1):
-        grown = tellable(text[:size], stops)
-        assert grown.startswith(told)
-        told = grown
-        assert before_stop(text[:size], stops).startswith(told)
+        grown = stable_prefix(text[:size], stops)
+        assert grown.startswith(reported)
+        reported = grown
+        assert before_stop(text[:size], stops).startswith(reported)
         if any(stop in text[:size] for stop in stops):
             return  # it has ended
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.torch_engine import TorchEngine
-from services.rollout.generation import Delivery, Generation, GenerationEvent
+from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.generation import GenerationEvent, GenerationRunner, StreamOptions
 from sluice.types import FinishReason, Rollout
 from tests.support.causal_lms import reference_model, request, running_engine, save_config
 from tests.support.replica_process import ToyEncoder
 
 
 async def _samples(
-    engine: TorchEngine, stop: tuple[str, ...], delivery: Delivery
+    engine: TorchEngine, stop: tuple[str, ...], delivery: StreamOptions
 ) -> tuple[dict[int, Rollout], str]:
     """The samples, and the text that sample 0 streamed."""
     events: list[GenerationEvent] = []
@@ -27,7 +27,7 @@ async def _samples(
     wanted = request(samples=3, max_tokens=20)
     wanted = replace(wanted, sampling=replace(wanted.sampling, stop=stop))
     async with asyncio.timeout(30):
-        await Generation(engine, ToyEncoder()).run(wanted, (), delivery, send)
+        await GenerationRunner(engine, ToyEncoder()).run(wanted, (), delivery, send)
     deltas = [delta for event in events for delta in event.deltas]
     streamed = "".join(delta.text for delta in deltas if delta.chunk.sample_index == 0)
     return {one.sample_index: one for event in events for one in event.rollouts}, streamed
@@ -37,7 +37,7 @@ async def _samples(
 async def test_a_stop_string_of_several_tokens_ends_a_sample(
     tmp_path: Path, every_token: bool
 ) -> None:
-    folder, delivery = save_config("qwen3", tmp_path), Delivery(every_token=every_token)
+    folder, delivery = save_config("qwen3", tmp_path), StreamOptions(every_token=every_token)
     async with running_engine(folder, reference_model(folder)) as engine:
         free, _ = await _samples(engine, (), delivery)
         ids = free[0].token_ids.tolist()

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.engines.settled_text import SettledText
-from services.rollout.told_text import ToldText
+from services.rollout.engines.text import IncrementalDetokenizer
+from services.rollout.generation import ReportedText
 from sluice.types import TokenIds
 
 # Characters of one to four bytes, and bytes that are none.
@@ -47,7 +47,10 @@ def test_what_is_settled_depends_on_the_tokens_and_not_on_how_they_came(
     pieces: list[bytes], sizes: list[int]
 ) -> None:
     tokens = list(b"".join(pieces))
-    in_pieces, at_once = SettledText(Utf8().decode), SettledText(Utf8().decode)
+    in_pieces, at_once = (
+        IncrementalDetokenizer(Utf8().decode),
+        IncrementalDetokenizer(Utf8().decode),
+    )
     assert "".join(map(in_pieces.push, cut(tokens, sizes))) == at_once.push(tokens)
 
 
@@ -56,7 +59,7 @@ def test_what_is_settled_begins_the_whole_text_and_lacks_no_whole_character(
     pieces: list[bytes], sizes: list[int]
 ) -> None:
     tokens = list(b"".join(pieces))
-    text = SettledText(Utf8().decode)
+    text = IncrementalDetokenizer(Utf8().decode)
     settled = "".join(map(text.push, cut(tokens, sizes)))
     whole = Utf8().decode(np.array(tokens, np.uint32))
     assert whole.startswith(settled)
@@ -68,18 +71,18 @@ def test_a_response_that_is_continued_elsewhere_is_told_of_without_a_gap(
     pieces: list[bytes], sizes: list[int], place: int
 ) -> None:
     tokens = list(b"".join(pieces))
-    here, there = ToldText(("ab",), Utf8().decode), ToldText(("ab",), Utf8().decode)
-    told = "".join(map(here.push, cut(tokens[:place], sizes)))
+    here, there = ReportedText(("ab",), Utf8().decode), ReportedText(("ab",), Utf8().decode)
+    reported = "".join(map(here.push, cut(tokens[:place], sizes)))
     there.push(tokens[:place])
-    told += "".join(map(there.push, cut(tokens[place:], sizes)))
-    unbroken = ToldText(("ab",), Utf8().decode)
-    assert told == "".join(map(unbroken.push, cut(tokens, sizes)))
+    reported += "".join(map(there.push, cut(tokens[place:], sizes)))
+    unbroken = ReportedText(("ab",), Utf8().decode)
+    assert reported == "".join(map(unbroken.push, cut(tokens, sizes)))
 
 
 @given(st.sampled_from([b"a", b"\xff", "🙂".encode(), b"\xe2"]))
 def test_each_token_is_decoded_with_a_few_others_only(piece: bytes) -> None:
     tokenizer = Utf8()
-    text = ToldText((), tokenizer.decode)
+    text = ReportedText((), tokenizer.decode)
     for token in (piece * 200)[:200]:
         text.push([token])
     assert tokenizer.most_tokens <= 24
@@ -99,8 +102,8 @@ def all_or_none(token_ids: TokenIds) -> str:
 def test_text_is_told_of_whole_where_half_a_character_hides_those_before_it(
     text: str, sizes: list[int]
 ) -> None:
-    told = ToldText((), all_or_none)
-    assert "".join(map(told.push, cut(list(text.encode()), sizes))) == text
+    reported = ReportedText((), all_or_none)
+    assert "".join(map(reported.push, cut(list(text.encode()), sizes))) == text
 
 
 def sentence_pieces(token_ids: TokenIds) -> str:
@@ -112,6 +115,6 @@ def sentence_pieces(token_ids: TokenIds) -> str:
 def test_a_token_without_text_takes_no_space_from_the_next(
     tokens: list[int], sizes: list[int]
 ) -> None:
-    told = ToldText((), sentence_pieces)
+    reported = ReportedText((), sentence_pieces)
     whole = sentence_pieces(np.array(tokens, np.uint32))
-    assert "".join(map(told.push, cut(tokens, sizes))) == whole
+    assert "".join(map(reported.push, cut(tokens, sizes))) == whole

@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.decoder import PrefilledPrompts, TokenRow
-from services.rollout.engines.generation_loop import GenerationLoop
+from services.rollout.engines.embedded.decoder import PrefilledPrompts, TokenRow
+from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.loop import GenerationLoop
 from services.rollout.engines.protocol import Engine, GenerationRequest, PartialSample
-from services.rollout.engines.torch_engine import TorchEngine
 from sluice.errors import (
     ConfigError,
     EngineError,
@@ -250,12 +250,12 @@ async def test_cancelling_the_consumer_frees_the_slots_and_others_go_on(
     async with running_engine(model_path, model, max_model_len=4000) as engine:
         alone = await generate(engine, other)
         async with asyncio.TaskGroup() as tasks:
-            doomed = tasks.create_task(generate(engine, request(samples=4, max_tokens=3000)))
+            expired = tasks.create_task(generate(engine, request(samples=4, max_tokens=3000)))
             await _until(lambda: engine.load().slots_busy == 4)
             kept = tasks.create_task(generate(engine, other))
             await _until(lambda: engine.load().slots_busy == 8)
-            doomed.cancel()
-        assert doomed.cancelled()
+            expired.cancel()
+        assert expired.cancelled()
         assert {i: tokens for i, (tokens, _) in kept.result().items()} == {
             i: tokens for i, (tokens, _) in alone.items()
         }

@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from services.rollout.engines.causal_lm import build_causal_lm
-from services.rollout.engines.decoder_choice import choose_decoder
-from services.rollout.engines.generic_decoder import GenericDecoder
+from services.rollout.engines.embedded.decoder_choice import choose_decoder
+from services.rollout.engines.embedded.generic_decoder import GenericDecoder
 from services.rollout.engines.protocol import GenerationRequest, PartialSample
 from services.rollout.prompt_encoder import PromptEncoder
 from sluice.errors import ExhaustedError, InvalidRequestError
@@ -220,8 +220,8 @@ async def test_samples_whose_images_are_decoded_count_before_they_are_in_the_eng
         return original(*given)
 
     monkeypatch.setattr(ImagePromptReader, "read", slow)
-    room = {"slots": 1, "max_queued": 3}
-    async with running_engine(directory, model, max_model_len=_LENGTH, **room) as engine:
+    capacity = {"slots": 1, "max_queued": 3}
+    async with running_engine(directory, model, max_model_len=_LENGTH, **capacity) as engine:
         wanted = _wanted(directory, "<image>", (image_file(1),), samples=3)
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(generate(engine, wanted))

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from services.rollout.engines.causal_lm import build_causal_lm
-from services.rollout.engines.decoder import DecodeBatch, Decoder
-from services.rollout.engines.decoder_choice import choose_decoder
-from services.rollout.engines.fused_decoder import FusedDecoder
-from services.rollout.engines.generic_decoder import GenericDecoder
-from services.rollout.engines.live_weights import LiveWeights, NewWeights
+from services.rollout.engines.embedded.decoder import DecodeBatch, Decoder
+from services.rollout.engines.embedded.decoder_choice import choose_decoder
+from services.rollout.engines.embedded.fused_decoder import FusedDecoder
+from services.rollout.engines.embedded.generic_decoder import GenericDecoder, RecomputeDecoder
 from services.rollout.engines.protocol import GenerationRequest
-from services.rollout.engines.recompute_decoder import RecomputeDecoder
+from services.rollout.engines.weight_inbox import LiveWeights, NewWeights
 from sluice.types import SamplingParams
 from tests.support.causal_lms import (
     VOCABULARY,

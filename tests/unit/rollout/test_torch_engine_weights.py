@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from services.rollout.engines.embedded.engine import TorchEngine
 from services.rollout.engines.protocol import SampleChunk
-from services.rollout.engines.torch_engine import TorchEngine
+from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
 from sluice.errors import SluiceError, WeightSyncError
 from sluice.types import SamplingParams, TransferGroupSpec
-from sluice.weights.owner_thread import wait_for_retired_threads
 from sluice.weights.sender import WeightSender
 from tests.support.causal_lms import (
     chunks_of,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.rollout.engines.vllm_worker import WeightWorker
-from services.rollout.engines.vllm_worker_features import WorkerFeatures
+from services.rollout.engines.vllm.worker import WeightWorker
+from services.rollout.engines.vllm.worker_features import WorkerFeatures
 
 TENSORS = {"a": torch.ones(2)}
 

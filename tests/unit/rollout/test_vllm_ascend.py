@@ -9,10 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from services.rollout.engines import vllm_core
-from services.rollout.engines.checkpoint_layout import CheckpointLayout
-from services.rollout.engines.vllm_ascend import ascend_arguments, ascend_environment
-from services.rollout.engines.vllm_settings import WORKER_EXTENSION, VllmSettings
+from services.rollout.engines.causal_lm import CheckpointLayout
+from services.rollout.engines.vllm import core
+from services.rollout.engines.vllm.settings import (
+    WORKER_EXTENSION,
+    VllmSettings,
+    ascend_arguments,
+    ascend_environment,
+)
 from sluice.errors import ConfigError
 
 
@@ -103,10 +107,10 @@ def test_only_on_an_npu_vllm_starts_with_what_vllm_ascend_needs(
 ) -> None:
     environment = {name: text for name, text in os.environ.items() if "ASCEND" not in name}
     monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(vllm_core, "select_device", lambda _: device)
+    monkeypatch.setattr(core, "select_device", lambda _: device)
     layout = CheckpointLayout(9, (), ())
-    monkeypatch.setattr(vllm_core, "checkpoint_layout", lambda *_, **__: layout)
-    monkeypatch.setattr(vllm_core, "load_image_prompts", lambda *_, **__: None)
+    monkeypatch.setattr(core, "checkpoint_layout", lambda *_, **__: layout)
+    monkeypatch.setattr(core, "load_image_prompts", lambda *_, **__: None)
 
     class Refuses:
         def __init__(self, arguments: dict[str, object], *, recomputes: bool) -> None:
@@ -114,8 +118,8 @@ def test_only_on_an_npu_vllm_starts_with_what_vllm_ascend_needs(
             raise ConfigError("seen")
 
     given: list[dict[str, object]] = []
-    monkeypatch.setattr(vllm_core, "VllmClient", Refuses)
+    monkeypatch.setattr(core, "VllmClient", Refuses)
     with pytest.raises(ConfigError, match="seen"):
-        asyncio.run(vllm_core.VllmCore.build(_PLAIN))
+        asyncio.run(core.VllmCore.build(_PLAIN))
     assert ("additional_config" in given[0]) is is_npu
     assert ("VLLM_ASCEND_ENABLE_NZ" in environment) is is_npu

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.checkpoint_layout import CheckpointLayout
-from services.rollout.engines.chunk_stream import ChunkStream
-from services.rollout.engines.request_samples import Pace
-from services.rollout.engines.sample_deltas import Delta, SamplingChoice
-from services.rollout.engines.vllm_core import VllmCore
-from services.rollout.engines.vllm_features import PromptInputs
-from services.rollout.engines.vllm_settings import VllmSettings
+from services.rollout.engines.causal_lm import CheckpointLayout
+from services.rollout.engines.vendor.samples import Delta, Pace, SamplingChoice
+from services.rollout.engines.vendor.thread import ChunkStream
+from services.rollout.engines.vllm.client import PromptInputs
+from services.rollout.engines.vllm.core import VllmCore
+from services.rollout.engines.vllm.settings import VllmSettings
 from sluice.errors import EngineError, WeightSyncError
 from tests.support.causal_lms import request
 
@@ -124,13 +123,13 @@ async def _check_broken(client: _Client) -> None:
         assert core.broken is failed.value
         await asyncio.wait([running])
         assert await _rest(stream) == {1}
-        drawn = core.generated_tokens
+        sampled = core.generated_tokens
         late, _ = _begin(core, tasks, 1)
         await _rest(late)
         for call in (core.resume(), core.swap(3, "three")):
             with pytest.raises(EngineError):
                 await call
-    assert core.generated_tokens == drawn > 0
+    assert core.generated_tokens == sampled > 0
     assert client.called == ["pause"], "a model that is a mixture draws nothing"
 
 
@@ -183,9 +182,9 @@ async def test_when_no_worker_took_the_new_weights_the_old_ones_go_on() -> None:
             await core.swap(2, "two")
         assert client.taken == ["apply"], "no worker has lost what it encoded"
         assert core.broken is None
-        drawn = core.generated_tokens
+        sampled = core.generated_tokens
         await _turns()
-        assert core.generated_tokens > drawn
+        assert core.generated_tokens > sampled
         await core.cancel(stream)
         await asyncio.wait([running])
     assert {chunk.version for chunk in await stream.next()} == {1}

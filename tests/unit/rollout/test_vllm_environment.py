@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout.engines.vllm_devices import visible_environment
-from services.rollout.engines.vllm_features import engine_environment
+from services.rollout.engines.vllm.client import engine_environment
+from services.rollout.engines.vllm.settings import visible_environment
 from sluice.errors import ConfigError
 
 _CUDA, _START = "CUDA_VISIBLE_DEVICES", "VLLM_WORKER_MULTIPROC_METHOD"

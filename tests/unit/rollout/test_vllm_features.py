@@ -11,9 +11,9 @@ from typing import Any, TypedDict
 
 import pytest
 
-from services.rollout.engines import vllm_features
-from services.rollout.engines.sample_deltas import Delta, SamplingChoice
-from services.rollout.engines.vllm_features import PromptInputs, VllmClient, VllmFeatures
+from services.rollout.engines.vendor.samples import Delta, SamplingChoice
+from services.rollout.engines.vllm import client as vllm_features
+from services.rollout.engines.vllm.client import PromptInputs, VllmClient, VllmFeatures
 from sluice.errors import ConfigError, EngineError
 
 _CHOICE = SamplingChoice(1.0, 0.9, -1, 8, 3, (7,))
@@ -132,7 +132,7 @@ def _output(tokens: list[int], logprobs: object, spans: object = None) -> Any:
     return SimpleNamespace(outputs=[completion], finished=True, num_cached_tokens=2)
 
 
-async def _drawn(client: VllmClient) -> list[Delta]:
+async def _sampled(client: VllmClient) -> list[Delta]:
     async with aclosing(client.generate("0", PromptInputs([5, 9], "3"), _CHOICE, 4)) as deltas:  # type: ignore[type-var]
         return [delta async for delta in deltas]
 
@@ -143,7 +143,7 @@ async def test_of_an_older_version_only_what_it_has_is_used(install: Any) -> Non
     client = VllmClient({"model": "m"})
     client._llm.outputs = (_output([6, 7], [{6: logprob}, {7: logprob, 1: logprob}]),)
     assert client.features == VllmFeatures("0.99", False, False, False, False, False)
-    assert await _drawn(client) == [Delta([6, 7], [-0.5, -0.5], "length", 2, ())]
+    assert await _sampled(client) == [Delta([6, 7], [-0.5, -0.5], "length", 2, ())]
     assert client._llm.prompts == [{"prompt_token_ids": [5, 9]}]
     assert client._llm.ranks == [0], "vLLM refuses priorities without their policy"
     await client.tag_version("3")
@@ -159,8 +159,8 @@ async def test_of_a_newer_version_all_that_helps_is_used(install: Any, spans: ob
     client = VllmClient({"model": "m", "scheduling_policy": "priority"})
     client._llm.outputs = (_output([6, 7], flat, spans),)
     assert client.features == VllmFeatures("0.99", True, True, True, True, True)
-    told = (("3", 0, 1), ("4", 1, 2))
-    assert await _drawn(client) == [Delta([6, 7], [-0.5, -0.25], "length", 2, told)]
+    reported = (("3", 0, 1), ("4", 1, 2))
+    assert await _sampled(client) == [Delta([6, 7], [-0.5, -0.25], "length", 2, reported)]
     assert client._llm.prompts == [{"prompt_token_ids": [5, 9], "cache_salt": "3"}]
     assert client._llm.ranks == [-4]
     assert client._llm.sampling[0].is_flat
@@ -173,7 +173,7 @@ def _shown() -> Any:
     return SimpleNamespace(images=["pixels"], names=["a"], continued=list)
 
 
-async def _draw_from_an_image(client: VllmClient) -> None:
+async def _sample_from_an_image(client: VllmClient) -> None:
     inputs = PromptInputs([5, 9], "3", _shown())
     async with aclosing(client.generate("0", inputs, _CHOICE)) as deltas:  # type: ignore[type-var]
         assert [delta async for delta in deltas] == []
@@ -184,7 +184,7 @@ async def test_encoded_images_are_forgotten_once_there_are_any(install: Any) -> 
     client = VllmClient({"model": "m"})
     await client.forget_encoded_images()
     assert client._llm.encoder_resets == 0, "models of text are asked for nothing"
-    await _draw_from_an_image(client)
+    await _sample_from_an_image(client)
     await client.forget_encoded_images()
     assert client._llm.encoder_resets == 1
 
@@ -192,7 +192,7 @@ async def test_encoded_images_are_forgotten_once_there_are_any(install: Any) -> 
 async def test_a_version_that_cannot_forget_encoded_images_is_not_asked_to(install: Any) -> None:
     install(_OldEngine, _OldSampling, _OldPrompt)
     client = VllmClient({"model": "m"})
-    await _draw_from_an_image(client)
+    await _sample_from_an_image(client)
     await client.forget_encoded_images()
     assert client._llm.encoder_resets == 0
 
@@ -203,8 +203,8 @@ async def test_samples_with_images_share_no_prompt_that_will_be_computed_anew(
 ) -> None:
     install(_NewEngine, _NewSampling, _NewPrompt)
     client = VllmClient({"model": "m"}, recomputes=recomputes)
-    await _draw_from_an_image(client)
-    await _drawn(client)
+    await _sample_from_an_image(client)
+    await _sampled(client)
     (of_image, of_text) = client._llm.prompts
     assert of_image["cache_salt"] == salt
     assert of_image["multi_modal_uuids"] == {"image": ["3-a"]}, "images are encoded once for all"

@@ -15,11 +15,10 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from services.rollout.engines.protocol import GenerationRequest
-from services.rollout.engines.vllm_images import collapse_images, read_images
+from services.rollout.engines.vllm.client import collapse_images, read_images
 from sluice.errors import InvalidRequestError
-from sluice.quickstart.vision_tokens import save_image_processor
-from sluice.vision.image_prompts import ImagePromptReader
-from sluice.vision.placeholders import expand_placeholders
+from sluice.quickstart.tokenizer import save_image_processor
+from sluice.vision.image_prompts import ImagePromptReader, expand_placeholders
 from tests.support.causal_lms import request
 from tests.support.image_files import png
 from tests.support.tiny_vision import image_file

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
-from services.rollout.engines.request_samples import ModelLimits, Pace
-from services.rollout.engines.sample_deltas import Delta, SamplingChoice
-from services.rollout.engines.vllm_features import PromptInputs
-from services.rollout.engines.vllm_request import RequestRun
+from services.rollout.engines.vendor.samples import Delta, ModelLimits, Pace, SamplingChoice
+from services.rollout.engines.vllm.client import PromptInputs
+from services.rollout.engines.vllm.request import VllmRequest
 from sluice.errors import EngineError
 from sluice.types import FinishReason
 from tests.support.causal_lms import EOS, request
@@ -25,10 +24,10 @@ _WHOLE = Pace(every_token=False, interval_s=None)
 class _Serving:
     def __init__(self) -> None:
         self.version: int | None = 1
-        self.drawn = self.prefilled = 0
+        self.sampled = self.prefilled = 0
 
-    def count(self, drawn: int, prefilled: int) -> None:
-        self.drawn += drawn
+    def count(self, sampled: int, prefilled: int) -> None:
+        self.sampled += sampled
         self.prefilled += prefilled
 
     async def wait_to_begin(self) -> None:
@@ -66,13 +65,13 @@ async def _run(
 ) -> tuple[list[SampleChunk], _Client, _Serving]:
     serving = _Serving()
     client, chunks = _Client(script, serving), []
-    run = RequestRun(client, 7, wanted, None, _LIMITS, pace, serving, chunks.extend)  # type: ignore[arg-type]
+    run = VllmRequest(client, 7, wanted, None, _LIMITS, pace, serving, chunks.extend)  # type: ignore[arg-type]
     await run.run()
-    assert run.drawn == serving.drawn
+    assert run.sampled == serving.sampled
     return chunks, client, serving
 
 
-def _told(chunks: Sequence[SampleChunk]) -> list[tuple[list[int], int, FinishReason | None]]:
+def _reported(chunks: Sequence[SampleChunk]) -> list[tuple[list[int], int, FinishReason | None]]:
     return [(chunk.token_ids.tolist(), chunk.version, chunk.finish_reason) for chunk in chunks]
 
 
@@ -80,7 +79,7 @@ async def test_vllms_account_of_versions_corrects_what_was_not_handed_on() -> No
     spans = (("1", 0, 2), ("2", 2, 4))
     script = [_delta([4]), 2, _delta([5]), _delta([6, 8], "length", spans)]
     chunks, _, _ = await _run(script, request())
-    assert _told(chunks) == [([4, 5], 1, None), ([6, 8], 2, FinishReason.LENGTH)]
+    assert _reported(chunks) == [([4, 5], 1, None), ([6, 8], 2, FinishReason.LENGTH)]
 
 
 async def test_tokens_handed_on_as_another_version_are_an_error() -> None:
@@ -110,5 +109,5 @@ async def test_nothing_more_is_asked_for_of_a_sample_that_a_stop_string_ends() -
     wanted = replace(wanted, sampling=sampling, decode=lambda ids: "".join(map(str, ids)))
     script = [_delta([4, 5]), _delta([6, 7, 8]), EngineError("nothing more is asked for")]
     chunks, _, serving = await _run(script, wanted)
-    assert _told(chunks) == [([4, 5, 6], 1, FinishReason.STOP)]
-    assert serving.drawn == 5
+    assert _reported(chunks) == [([4, 5, 6], 1, FinishReason.STOP)]
+    assert serving.sampled == 5

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.rollout.engines import vllm_engine
-from services.rollout.engines.causal_lm import build_causal_lm
-from services.rollout.engines.checkpoint_layout import checkpoint_layout
+from services.rollout.engines.causal_lm import (
+    TorchEngineSettings,
+    build_causal_lm,
+    checkpoint_layout,
+)
 from services.rollout.engines.registry import create_engine
-from services.rollout.engines.torch_settings import TorchEngineSettings
-from services.rollout.engines.vllm_settings import vllm_settings
-from sluice.config.loader import load_config
+from services.rollout.engines.vllm import engine
+from services.rollout.engines.vllm.settings import vllm_settings
+from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 from tests.support.causal_lms import EOS, FAMILIES, VOCABULARY, save_config
@@ -155,12 +157,12 @@ def test_the_services_own_keys_are_taken_over() -> None:
 def test_without_vllm_the_engine_is_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vllm_engine, "installed_vllm", lambda: None)
+    monkeypatch.setattr(engine, "installed_vllm", lambda: None)
     config = load_config(None, [f"{_ROLLOUT}.name=vllm"])
     with pytest.raises(ConfigError, match="vLLM is not installed here; install vllm"):
         create_engine(config)
-    monkeypatch.setattr(vllm_engine, "installed_vllm", lambda: "0.32.0")
-    assert isinstance(create_engine(config), vllm_engine.VllmEngine)
+    monkeypatch.setattr(engine, "installed_vllm", lambda: "0.32.0")
+    assert isinstance(create_engine(config), engine.VllmEngine)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from services.rollout.engines.vllm_staging import Outcome, WorkerStaging, rank_in_group
+from services.rollout.engines.vllm.worker import Outcome, WorkerStaging, rank_in_group
+from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
 from sluice.errors import WeightSyncError
 from sluice.types import TensorSpec, TransferGroupSpec
-from sluice.weights.owner_thread import wait_for_retired_threads
 from sluice.weights.sender import WeightSender
 from tests.support.weight_digest import plain_digest
 

@@ -12,10 +12,9 @@ import msgspec
 import pytest
 import torch
 
-from services.rollout.engines.vllm_dummy_weights import keep_buffers
-from services.rollout.engines.vllm_worker import WeightWorker
-from services.rollout.engines.vllm_worker_features import WorkerFeatures, runner_environment
-from services.rollout.engines.vllm_workers import VllmWorkers, WorkerBegin
+from services.rollout.engines.vllm.worker import WeightWorker, keep_buffers
+from services.rollout.engines.vllm.worker_features import WorkerFeatures, runner_environment
+from services.rollout.engines.vllm.workers import VllmWorkers, WorkerBegin
 from sluice.errors import ConfigError
 
 _VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"

@@ -12,15 +12,13 @@ import pytest
 import pytest_asyncio
 import torch
 
-from services.rollout.engines.vllm_staging import WorkerStaging
-from services.rollout.engines.vllm_worker import WeightWorker
-from services.rollout.engines.vllm_worker_features import WorkerFeatures
-from services.rollout.engines.vllm_workers import VllmWorkers
-from sluice.concurrency.exception_leaves import leaves
+from services.rollout.engines.vllm.worker import WeightWorker, WorkerStaging
+from services.rollout.engines.vllm.worker_features import WorkerFeatures
+from services.rollout.engines.vllm.workers import VllmWorkers
+from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
-from sluice.errors import EngineError, InvalidRequestError, WeightSyncError
+from sluice.errors import EngineError, InvalidRequestError, WeightSyncError, leaves
 from sluice.types import TensorSpec
-from sluice.weights.owner_thread import wait_for_retired_threads
 from sluice.weights.sender import WeightSender
 from tests.support.weight_digest import plain_digest
 

@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.rollout.weights_health import WeightsHealth
-from sluice.launch.network_layout import WEIGHTS_HEALTH
-from sluice.rpc.channel import open_channel
+from services.rollout.registration import WeightsHealth
+from sluice.rpc.client import open_channel
+from sluice.service_contract import WEIGHTS_HEALTH
 from tests.support.rpc_server import LIMIT_BYTES, REWARD, serving
 
 WAIT_S = 10.0
@@ -54,28 +54,28 @@ async def test_weights_serve_with_the_first_version_and_the_process_before_it() 
         asyncio.TaskGroup() as tasks,
     ):
         health = WeightsHealth(engine.load, partial(server.set_named, WEIGHTS_HEALTH), 0.001)
-        telling = tasks.create_task(health.run())
+        reporting = tasks.create_task(health.run())
         await becomes(channel, STATES.NOT_SERVING)
         assert [await answer(channel, name) for name in ("", REWARD)] == [STATES.SERVING] * 2
         engine.version = 0
         await becomes(channel, STATES.SERVING)
-        telling.cancel()
+        reporting.cancel()
 
 
 async def test_only_changes_are_told() -> None:
-    engine, told = Engine(), list[bool]()
+    engine, reported = Engine(), list[bool]()
     heard = asyncio.Event()
 
-    async def tell(*, serving: bool) -> None:
-        told.append(serving)
+    async def notify(*, serving: bool) -> None:
+        reported.append(serving)
         heard.set()
 
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
-        telling = tasks.create_task(WeightsHealth(engine.load, tell, 0.0).run())
+        reporting = tasks.create_task(WeightsHealth(engine.load, notify, 0.0).run())
         await heard.wait()
         for version in (None, 0, 1, 2):
             engine.version = version
             for _ in range(5):
                 await asyncio.sleep(0)
-        telling.cancel()
-    assert told == [False, True]
+        reporting.cancel()
+    assert reported == [False, True]

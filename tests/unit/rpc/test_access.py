@@ -19,13 +19,11 @@ from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.api.weights.v1 import weights_pb2_grpc
 from sluice.errors import AccessDeniedError, HandshakeError
-from sluice.rpc.call import unary_call
-from sluice.rpc.channel import open_channel
+from sluice.rpc.auth import CLIENT_METHODS
+from sluice.rpc.client import open_channel, reward_stub, unary_call
 from sluice.rpc.credentials import OPEN, Credentials
-from sluice.rpc.method_roles import CLIENT_METHODS
 from sluice.rpc.server import RpcServer
-from sluice.rpc.stubs import reward_stub
-from sluice.security.tokens import Role, Token
+from sluice.security.token_file import Role, Token
 from tests.support.certified import (
     ACCEPTED,
     CLIENT_TOKEN,
@@ -235,15 +233,17 @@ async def test_a_stream_both_ways_bears_the_token(encrypted: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "told"),
+    ("tokens", "reported"),
     [
         (None, "no bearer token came; set sluice.security.token_file, or SLUICE_TOKEN"),
         (bearing("an-unknown-token-0123"), "the bearer token is unknown; set sluice.security"),
     ],
 )
-async def test_a_caller_without_a_valid_token_is_told_what_to_set(tokens: Any, told: str) -> None:
+async def test_a_caller_without_a_valid_token_is_told_what_to_set(
+    tokens: Any, reported: str
+) -> None:
     async with Serving(mutual(service_key(), tokens=ACCEPTED)) as address:
-        with pytest.raises(AccessDeniedError, match=f"^reward service: refused while .*{told}"):
+        with pytest.raises(AccessDeniedError, match=f"^reward service: refused while .*{reported}"):
             await status(address, mutual(service_key(), tokens=tokens))
 
 
@@ -266,7 +266,7 @@ async def test_mtls_lets_in_who_has_a_certificate_of_the_same_authority(caller: 
 
 
 @pytest.mark.parametrize(
-    ("caller", "told"),
+    ("caller", "reported"),
     [
         (mutual(None), "ended the connection at once.* certificate that is missing"),
         (mutual(client_key("theirs")), "ended the connection at once.* of another CA"),
@@ -277,11 +277,11 @@ async def test_mtls_lets_in_who_has_a_certificate_of_the_same_authority(caller: 
     ],
     ids=["none", "another CA's", "expired", "no TLS", "distrusted server", "wrong name"],
 )
-async def test_mtls_refuses_and_says_where_to_look(caller: Credentials, told: str) -> None:
+async def test_mtls_refuses_and_says_where_to_look(caller: Credentials, reported: str) -> None:
     async with Serving(mutual(service_key(), tokens=ACCEPTED)) as address:
-        with pytest.raises(HandshakeError, match=f"UNAVAILABLE|{told}") as refused:
+        with pytest.raises(HandshakeError, match=f"UNAVAILABLE|{reported}") as refused:
             await status(address, replace(caller, tokens=ACCEPTED))
-    assert refused.match(told)
+    assert refused.match(reported)
 
 
 async def test_a_caller_with_tls_is_told_that_the_server_has_none() -> None:

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from sluice.errors import ConfigError
-from sluice.rpc.bound_socket import bound_socket, check_bindable
+from sluice.rpc.ports import bound_socket, check_bindable
 from tests.support.loopback import needs_ipv6
 
 

@@ -9,7 +9,7 @@ from sluice.api.reward.v1 import reward_pb2
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.api.weights.v1 import weights_pb2
-from sluice.rpc.call_policy import CALL_POLICIES
+from sluice.rpc.policy import CALL_POLICIES
 
 # What the protos promise to be harmless when it is repeated.
 IDEMPOTENT = {

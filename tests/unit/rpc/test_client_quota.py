@@ -7,9 +7,9 @@ from contextlib import ExitStack
 import pytest
 
 from sluice.errors import ExhaustedError, InvalidRequestError
-from sluice.rpc.caller_name import CLIENT_KEY, SERVICE_KEY, as_service, caller_name, host_of
-from sluice.rpc.client_quota import ClientQuota
-from sluice.security.tokens import Role, Token
+from sluice.rpc.auth import ClientQuota
+from sluice.rpc.metadata import CLIENT_KEY, SERVICE_KEY, as_service, caller_name, host_of
+from sluice.security.token_file import Role, Token
 
 CLIENT, OTHER, SERVICE = "c" * 20, "o" * 20, "s" * 20
 
@@ -79,8 +79,8 @@ def test_a_service_says_what_it_is_beside_what_a_call_says_otherwise() -> None:
         return request, arguments
 
     call = as_service(method, "reward")
-    told = {"timeout": 3.0, "metadata": (("traceparent", "x"), (SERVICE_KEY, "reward"))}
-    assert call("it", timeout=3.0, metadata=(("traceparent", "x"),)) == ("it", told)
+    reported = {"timeout": 3.0, "metadata": (("traceparent", "x"), (SERVICE_KEY, "reward"))}
+    assert call("it", timeout=3.0, metadata=(("traceparent", "x"),)) == ("it", reported)
 
 
 def test_a_client_has_at_most_its_quota_and_gets_back_what_ended() -> None:
@@ -99,8 +99,8 @@ def test_a_client_has_at_most_its_quota_and_gets_back_what_ended() -> None:
 
 def test_a_client_that_asks_for_more_than_it_may_ever_have_is_not_told_to_wait() -> None:
     quota = ClientQuota(4, "samples", "sluice.limits.max_client_samples")
-    told = r"client 'a': 5 samples .* sluice\.limits\.max_client_samples allows 4"
-    with pytest.raises(InvalidRequestError, match=told), quota.held("a", 5):
+    reported = r"client 'a': 5 samples .* sluice\.limits\.max_client_samples allows 4"
+    with pytest.raises(InvalidRequestError, match=reported), quota.held("a", 5):
         pass
     with quota.held("a", 4), pytest.raises(InvalidRequestError), quota.held("a", 5):
         pass

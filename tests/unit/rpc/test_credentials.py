@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sluice.config.loader import load_config
-from sluice.config.security import FILE_FIELDS, SecurityConfig
-from sluice.config.service import EndpointConfig
+from sluice.config.loading.loader import load_config
+from sluice.config.schema.security import FILE_FIELDS, SecurityConfig
+from sluice.config.schema.service import EndpointConfig
 from sluice.errors import ConfigError
 from sluice.rpc.credentials import (
     FILE_VARIABLES,
@@ -18,7 +18,7 @@ from sluice.rpc.credentials import (
     service_credentials,
 )
 from sluice.security.development_ca import LOCAL_NAMES
-from sluice.security.tokens import Role
+from sluice.security.token_file import Role
 from tests.support.certified import (
     ACCEPTED,
     CLIENT_TOKEN,
@@ -139,9 +139,9 @@ def test_a_secret_that_others_can_read_is_warned_of(
     given = write_security(tmp_path)
     Path(given["token_file"]).chmod(0o644)
     service_credentials(SecurityConfig(**given), EndpointConfig())
-    (told,) = caplog.messages
-    assert told.endswith("can be read by every user of this machine; chmod 600 it")
-    assert SERVICE_TOKEN not in told
+    (reported,) = caplog.messages
+    assert reported.endswith("can be read by every user of this machine; chmod 600 it")
+    assert SERVICE_TOKEN not in reported
 
 
 def test_a_service_warns_of_a_certificate_that_ends_soon(
@@ -150,9 +150,9 @@ def test_a_service_warns_of_a_certificate_that_ends_soon(
     given = write_security(tmp_path)
     write_pair(tmp_path, "service", authority("ours").service(LOCAL_NAMES, 5))
     service_credentials(SecurityConfig(**given), EndpointConfig())
-    (told,) = caplog.messages
-    assert told.startswith("sluice.security.cert_file ends on ")
-    assert "in 4 days" in told
+    (reported,) = caplog.messages
+    assert reported.startswith("sluice.security.cert_file ends on ")
+    assert "in 4 days" in reported
 
 
 def test_settings_hold_for_programs_that_use_the_sdk(tmp_path: Path) -> None:

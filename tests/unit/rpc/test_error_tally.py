@@ -10,9 +10,8 @@ import pytest
 
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.errors import NotReadyError, PeerError
-from sluice.rpc.call import unary_call
-from sluice.rpc.error_tally import RPC_ERRORS, short_method
-from sluice.rpc.stubs import reward_stub
+from sluice.rpc.client import reward_stub, unary_call
+from sluice.rpc.status import RPC_ERRORS, short_method
 from tests.support.rpc_server import connected
 
 NAME = "RewardService/GetStatus"

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from sluice.rpc.credentials import OPEN, Credentials
-from sluice.rpc.exposure import exposure, is_loopback
+from sluice.config.addresses import is_loopback
+from sluice.rpc.credentials import OPEN, Credentials, exposure
 from sluice.rpc.server import RpcServer
 from tests.support.certified import ACCEPTED, mutual, service_key
 from tests.support.rpc_server import LIMIT_BYTES
@@ -28,7 +28,7 @@ def test_everything_else_may_be_reached_from_elsewhere(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("credentials", "told"),
+    ("credentials", "reported"),
     [
         (OPEN, "whoever does can steer the run .* set sluice.security.tls=mtls or sluice.security"),
         (Credentials(is_encrypted=True), "whoever does can steer the run"),
@@ -39,13 +39,13 @@ def test_everything_else_may_be_reached_from_elsewhere(host: str) -> None:
     ids=["open", "tls only", "token only", "mtls", "tls and token"],
 )
 def test_what_is_missing_is_told_with_its_remedy(
-    credentials: Credentials, told: str | None
+    credentials: Credentials, reported: str | None
 ) -> None:
     found = exposure(EVERYWHERE, credentials)
-    if told is None:
+    if reported is None:
         assert found is None
     else:
-        assert re.search(told, found or "")
+        assert re.search(reported, found or "")
 
 
 @pytest.mark.parametrize(("secured", "num_warnings"), [(False, 1), (True, 0)])

@@ -10,11 +10,9 @@ import pytest
 
 from sluice.api.reward.v1 import reward_pb2
 from sluice.errors import HandshakeError, PeerError
-from sluice.rpc import handshake_remedy as remedies
-from sluice.rpc.call import unary_call
-from sluice.rpc.channel import open_channel
-from sluice.rpc.handshake_remedy import expect_no_tls, handshake_remedy
-from sluice.rpc.stubs import reward_stub
+from sluice.rpc import status as remedies
+from sluice.rpc.client import open_channel, reward_stub, unary_call
+from sluice.rpc.status import expect_no_tls, handshake_remedy
 from tests.support.rpc_server import LIMIT_BYTES
 
 _RESET = "failed to connect to all addresses; last error: UNKNOWN: ipv4:1.2.3.4:5: Socket closed"

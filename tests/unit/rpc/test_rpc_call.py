@@ -19,11 +19,9 @@ from sluice.errors import (
     PeerError,
     SluiceError,
 )
-from sluice.rpc import call
-from sluice.rpc.call import stream_call, unary_call
-from sluice.rpc.call_policy import CALL_POLICIES, CallPolicy
-from sluice.rpc.channel import open_channel
-from sluice.rpc.stubs import reward_stub, trainer_stub
+from sluice.rpc import client
+from sluice.rpc.client import open_channel, reward_stub, stream_call, trainer_stub, unary_call
+from sluice.rpc.policy import CALL_POLICIES, CallPolicy
 from tests.support.rpc_server import connected
 
 
@@ -52,7 +50,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
         name: CallPolicy(policy.deadline_s, policy.attempts, backoff_s=0.0)
         for name, policy in CALL_POLICIES.items()
     }
-    monkeypatch.setattr(call, "CALL_POLICIES", quick)
+    monkeypatch.setattr(client, "CALL_POLICIES", quick)
 
 
 async def get_status(channel: Any, deadline_s: float | None = None) -> Any:

@@ -14,8 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.errors import ConfigError, ExhaustedError, InvalidRequestError
-from sluice.rpc.channel import open_channel
-from sluice.rpc.stubs import reward_stub
+from sluice.rpc.client import open_channel, reward_stub
 from tests.support.loopback import needs_ipv6
 from tests.support.rpc_server import LIMIT_BYTES, REWARD, TRAINER, connected, rpc_server, serving
 

@@ -13,20 +13,18 @@ from typing import Any
 
 import pytest
 
-from sluice.config.loader import load_config
-from sluice.config.security import SecurityConfig
-from sluice.config.service import EndpointConfig, ServiceConfig
+from sluice.config.loading.loader import load_config
+from sluice.config.schema.security import SecurityConfig
+from sluice.config.schema.service import EndpointConfig, ServiceConfig
 from sluice.errors import ConfigError, EngineError, ExhaustedError, NotReadyError
-from sluice.rpc import served_metrics as module
-from sluice.rpc.certificate_ends import CERTIFICATE_ENDS
-from sluice.rpc.client_quota import ClientQuota
-from sluice.rpc.credentials import service_credentials
-from sluice.rpc.process_readings import ProcessName, process_readings
-from sluice.rpc.served_metrics import served_metrics
+from sluice.rpc import metrics as module
+from sluice.rpc.auth import ClientQuota
+from sluice.rpc.credentials import CERTIFICATE_ENDS, service_credentials
+from sluice.rpc.metrics import ProcessName, process_readings, served_metrics
 from sluice.security.development_ca import DevelopmentCa, end_of_validity
-from sluice.telemetry import disk_space
-from sluice.telemetry.disk_space import DiskSpace
-from sluice.telemetry.instrument import Reading, gauge
+from sluice.telemetry import process
+from sluice.telemetry.metrics import InstrumentReading, gauge
+from sluice.telemetry.process import DiskSpace
 from tests.support.certified import authority, write_security
 from tests.support.scraped import fetch, names, parsed, targets, value
 from tests.support.source_tree import ROOT
@@ -39,7 +37,7 @@ def settings(run_dir: Path) -> ServiceConfig:
     return load_config(None, [f"sluice.run_dir={run_dir}"]).sluice
 
 
-def level() -> list[Reading]:
+def level() -> list[InstrumentReading]:
     return [LEVEL.at(3.0)]
 
 
@@ -82,7 +80,7 @@ async def test_a_blocked_loop_leaves_a_page_that_says_so(
 
 
 async def test_without_a_port_nothing_is_served(tmp_path: Path) -> None:
-    def unread() -> list[Reading]:
+    def unread() -> list[InstrumentReading]:
         raise AssertionError("read")
 
     with served_metrics(settings(tmp_path), EndpointConfig(), WHO, unread):
@@ -91,8 +89,8 @@ async def test_without_a_port_nothing_is_served(tmp_path: Path) -> None:
 
 def test_services_without_a_port_load_no_client_of_prometheus() -> None:
     code = (
-        "import sys, services.reward.__main__, services.rollout.exported_metrics\n"
-        "import services.trainer.exported_metrics\n"
+        "import sys, services.reward.__main__, services.rollout.telemetry\n"
+        "import services.trainer.telemetry\n"
         "sys.exit('prometheus_client' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
@@ -130,7 +128,7 @@ async def test_a_service_whose_numbers_cannot_be_read_leaves_a_page_that_says_so
 ) -> None:
     pytest.importorskip("prometheus_client")
 
-    def broken() -> list[Reading]:
+    def broken() -> list[InstrumentReading]:
         raise error
 
     with served_metrics(settings(tmp_path), EndpointConfig(metrics_port=0), WHO, broken):
@@ -153,7 +151,7 @@ async def test_a_file_system_that_hangs_silences_nothing(
         go_on.wait(60)
         raise OSError
 
-    monkeypatch.setattr(disk_space.os, "statvfs", hangs)
+    monkeypatch.setattr(process.os, "statvfs", hangs)
     with served_metrics(settings(tmp_path), EndpointConfig(metrics_port=0), WHO, level):
         (address,) = targets(tmp_path).values()
         page = parsed(await asyncio.to_thread(fetch, address))
@@ -162,7 +160,7 @@ async def test_a_file_system_that_hangs_silences_nothing(
     assert "sluice_run_folder_free_bytes" not in names(page)
 
 
-def told(run_dir: Path) -> dict[tuple[Any, ...], Any]:
+def reported(run_dir: Path) -> dict[tuple[Any, ...], Any]:
     disk = DiskSpace(run_dir)
     disk.start()
     found = {(r.instrument.name, *r.labels): r.value for r in process_readings(WHO, disk)}
@@ -175,12 +173,14 @@ def test_a_refusal_by_a_quota_is_counted_under_its_setting(tmp_path: Path) -> No
     quota = ClientQuota(1, "things", key[1])
     with quota.held("a", 1), pytest.raises(ExhaustedError), quota.held("a", 1):
         pass
-    assert told(tmp_path)[key] == 1.0
+    assert reported(tmp_path)[key] == 1.0
 
 
 def test_counters_of_spans_are_there_before_the_first_span(tmp_path: Path) -> None:
-    counters = {name for name in told(tmp_path) if name[0] == "sluice_telemetry_spans_total"}
-    assert counters == {("sluice_telemetry_spans_total", fate) for fate in ("sent", "dropped")}
+    counters = {name for name in reported(tmp_path) if name[0] == "sluice_telemetry_spans_total"}
+    assert counters == {
+        ("sluice_telemetry_spans_total", outcome) for outcome in ("sent", "dropped")
+    }
 
 
 def test_the_longest_wait_is_told_and_a_folder_that_is_elsewhere_is_not(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_the_longest_wait_is_told_and_a_folder_that_is_elsewhere_is_not(tmp_path
 
     before = Wait("peer", "something", time.monotonic() - 100.0, WAITS._open)
     with before:
-        found = told(tmp_path / "absent")
+        found = reported(tmp_path / "absent")
     assert found[("sluice_watchdog_longest_wait_seconds",)] >= 100.0
     assert ("sluice_run_folder_free_bytes",) not in found
 
@@ -199,7 +199,7 @@ def test_the_end_of_the_certificates_that_a_service_has_loaded_is_told(
     monkeypatch.setattr(CERTIFICATE_ENDS, "by_file", {})
     service_credentials(SecurityConfig(), EndpointConfig())
     name = "sluice_certificate_end_seconds"
-    assert name not in {key[0] for key in told(tmp_path)}
+    assert name not in {key[0] for key in reported(tmp_path)}
     given = write_security(tmp_path)
     ca_file = Path(given["ca_file"])
     ca_file.write_bytes(DevelopmentCa(-1).itself.certificate + ca_file.read_bytes())
@@ -207,7 +207,7 @@ def test_the_end_of_the_certificates_that_a_service_has_loaded_is_told(
     signed = Path(given["cert_file"]).read_bytes()
     for file in ("cert_file", "ca_file"):  # what is put in their place later is not loaded
         Path(given[file]).unlink()
-    found = told(tmp_path)
+    found = reported(tmp_path)
     signer = authority("ours").itself.certificate
     assert found[name, "cert_file"] == end_of_validity(signed).timestamp()
     assert found[name, "ca_file"] == end_of_validity(signer).timestamp()

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from sluice import errors
-from sluice.rpc.status_codes import CLASS_KEY, error_of, status_of
+from sluice.rpc.status import CLASS_KEY, error_of, status_of
 
 PLAIN = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 ALL_ERRORS = [
@@ -72,7 +72,7 @@ def test_a_subclass_travels_as_the_class_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "claimed"),
+    ("code", "reserved"),
     [
         (grpc.StatusCode.FAILED_PRECONDITION, None),
         (grpc.StatusCode.FAILED_PRECONDITION, ""),
@@ -85,19 +85,19 @@ def test_a_subclass_travels_as_the_class_in_the_table() -> None:
     ],
 )
 def test_a_class_that_the_table_does_not_give_this_code_is_not_believed(
-    code: grpc.StatusCode, claimed: str | None
+    code: grpc.StatusCode, reserved: str | None
 ) -> None:
-    error = error_of(code, "words", claimed, peer="trainer", phase="asking", deadline_s=1.0)
+    error = error_of(code, "words", reserved, peer="trainer", phase="asking", deadline_s=1.0)
     assert type(error) is errors.PeerError
     assert str(error) == f"trainer: failed while asking: {code.name}: words"
 
 
-@pytest.mark.parametrize("claimed", [None, "BatchUnfillableError", "EngineError"])
+@pytest.mark.parametrize("reserved", [None, "BatchUnfillableError", "EngineError"])
 def test_an_internal_error_is_a_defect_of_the_peer_and_still_an_error_of_it(
-    claimed: str | None,
+    reserved: str | None,
 ) -> None:
     code = grpc.StatusCode.INTERNAL
-    error = error_of(code, "words", claimed, peer="trainer", phase="asking", deadline_s=1.0)
+    error = error_of(code, "words", reserved, peer="trainer", phase="asking", deadline_s=1.0)
     assert type(error) is errors.PeerDefectError
     assert isinstance(error, errors.PeerError)
     assert str(error) == "trainer: failed while asking: INTERNAL: words"

@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
-from sluice.rpc.call import stream_call, unary_call
-from sluice.rpc.stubs import reward_stub
-from sluice.rpc.trace_metadata import TRACEPARENT, caller_context, served
-from sluice.telemetry.span_names import SpanName
-from sluice.telemetry.trace_context import TraceContext
-from sluice.telemetry.tracing import TRACER
+from sluice.rpc.client import reward_stub, stream_call, unary_call
+from sluice.rpc.metadata import TRACEPARENT, caller_context, served
+from sluice.telemetry.tracing import TRACER, SpanName, TraceContext
 from tests.support.rpc_server import connected
 from tests.support.seen_spans import traced
 

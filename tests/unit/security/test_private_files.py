@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sluice.errors import ConfigError
-from sluice.security.private_files import write_private
+from sluice.security.token_file import write_private
 
 
 def mode_of(path: Path) -> int:

@@ -47,8 +47,8 @@ def test_a_file_that_turned_bad_leaves_the_last_tokens_and_is_told_once(
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     for clock.now_s in (1.0, 2.0, 3.0):
         assert secrets_of(source) == [OLD]
-    (told,) = caplog.messages
-    assert told.startswith("the tokens read before still count: key = ")
+    (reported,) = caplog.messages
+    assert reported.startswith("the tokens read before still count: key = ")
 
 
 def test_a_file_that_is_replaced_is_read(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.errors import ConfigError
-from sluice.security.tokens import Role, Token, parse_tokens, role_of
+from sluice.security.token_file import Role, Token, parse_tokens, role_of
 
 SECRET = "0123456789abcdef"
 OTHER = "fedcba9876543210"
@@ -25,7 +25,7 @@ def test_a_line_is_a_token_or_a_role_and_a_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("", "tokens holds no token; .*sluice certs"),
         ("# nothing\n", "tokens holds no token"),
@@ -36,8 +36,8 @@ def test_a_line_is_a_token_or_a_role_and_a_token() -> None:
         (f"client {SECRET}\nservice {SECRET}", "tokens holds a token twice"),
     ],
 )
-def test_what_is_no_file_of_tokens_is_refused_without_quoting_it(text: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{told}") as refused:
+def test_what_is_no_file_of_tokens_is_refused_without_quoting_it(text: str, reported: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{reported}") as refused:
         parse_tokens(text, "tokens")
     assert SECRET not in str(refused.value)
 

@@ -11,7 +11,7 @@ from sluice.algorithm.sampling.rules import OnPolicyFill, SamplingRules, Strateg
 from sluice.simulate.group import SimulatedGroup
 from sluice.simulate.recorder import Recorder, TokenCause
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
-from sluice.simulate.workload import DrawnSamples, SimulatedPrompt
+from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
 from sluice.types import PromptEnd
 
 ENDS = {
@@ -37,13 +37,13 @@ class SmallWorkload:
         return SimulatedPrompt(str(number), rate, number % 5 == 1, number)
 
     def samples(
-        self, prompt: SimulatedPrompt, position: int, attempt: int, num_samples: int
-    ) -> DrawnSamples:
-        draws = np.random.default_rng([self._seed, position, attempt])
+        self, prompt: SimulatedPrompt, position: int, num_restarts: int, num_samples: int
+    ) -> SimulatedSamples:
+        draws = np.random.default_rng([self._seed, position, num_restarts])
         scale = 400 if prompt.is_long else 60
         tokens = 1 + draws.poisson(scale * draws.random(num_samples))
         are_right = draws.random(num_samples) < prompt.pass_rate
-        return DrawnSamples(tokens.tolist(), are_right.tolist())
+        return SimulatedSamples(tokens.tolist(), are_right.tolist())
 
 
 def small(

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from sluice.algorithm.sampling.rules import StrategyName
-from sluice.simulate.comparison import compare
-from sluice.simulate.fill_time import simulate_fill_times
-from sluice.simulate.plots import plot_comparison, plot_result, plot_sweep
+from sluice.simulate.fitting.plots import plot_comparison, plot_result, plot_sweep
+from sluice.simulate.fitting.sweep import Sweep, SweepPoint, grid_around, recommend, sweep
 from sluice.simulate.result import simulate
 from sluice.simulate.settings import TrainerSettings
-from sluice.simulate.sweep import Sweep, SweepPoint, grid_around, recommend, sweep
+from sluice.simulate.strategies import compare, simulate_fill_times
 from tests.unit.simulate.simulations import SmallWorkload, small
 
 
@@ -89,21 +88,21 @@ def test_a_curve_of_fill_times_shows_the_trainer_that_takes_no_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figure = pytest.importorskip("matplotlib.figure")
-    drawn = {}
+    sampled = {}
 
     def remember(self: object, file: Path, **_: object) -> None:
         axes = self.axes[0]  # type: ignore[attr-defined]
         times = [round(float(time), 6) for time in axes.lines[0].get_xdata()] if axes.lines else []
-        drawn[file.name] = axes.get_xlabel(), times
+        sampled[file.name] = axes.get_xlabel(), times
 
     monkeypatch.setattr(figure.Figure, "savefig", remember)
     settings = small(num_steps=6, trainer=TrainerSettings(train_s=100.0))
     result = simulate(settings, SmallWorkload())
     fill = simulate_fill_times(settings, SmallWorkload())
     plot_result(tmp_path, result, fill)
-    label, times = drawn["fill-time-curves.png"]
+    label, times = sampled["fill-time-curves.png"]
     assert label == "seconds to fill a batch (a trainer that takes no time)"
     assert times == sorted(round(time, 6) for time in fill.ideal.step_times_s)
-    label, times = drawn["step-time-curves.png"]
+    label, times = sampled["step-time-curves.png"]
     assert label == "seconds of a step, the trainer's part included"
     assert times == sorted(round(time, 6) for time in result.step_times_s)

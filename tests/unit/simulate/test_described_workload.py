@@ -6,14 +6,15 @@ from statistics import fmean, median
 
 import pytest
 
-from sluice.simulate.described_workload import (
+from sluice.simulate.workload import (
+    MIXTURES,
     NUM_PROMPTS,
     BetaComponent,
     DescribedWorkload,
+    MixtureWorkload,
     ResponseLengths,
     WorkloadDescription,
 )
-from sluice.simulate.mixtures import MIXTURES, MixtureWorkload
 
 FLAT = ResponseLengths(1000, 3000, sigma_between_prompts=0.0, sigma_within_prompt=0.0)
 ALWAYS, NEVER = BetaComponent(1e6, 0.01), BetaComponent(0.01, 1e6)
@@ -40,8 +41,8 @@ def test_pass_rates_are_drawn_from_the_components_by_their_weights() -> None:
 @pytest.mark.parametrize(("kind", "tokens"), [(ALWAYS, 1000), (NEVER, 3000)])
 def test_lengths_have_the_median_of_the_prompts_pass_rate(kind: BetaComponent, tokens: int) -> None:
     workload = DescribedWorkload(WorkloadDescription((kind,), FLAT))
-    drawn = workload.samples(workload.prompt(0, 0), 0, 0, 8)
-    assert drawn.tokens == [tokens] * 8
+    sampled = workload.samples(workload.prompt(0, 0), 0, 0, 8)
+    assert sampled.tokens == [tokens] * 8
 
 
 def test_lengths_spread_within_a_prompt_and_between_prompts_as_they_are_told() -> None:
@@ -53,17 +54,17 @@ def test_lengths_spread_within_a_prompt_and_between_prompts_as_they_are_told() -
     apart = ResponseLengths(1000, 1000, sigma_between_prompts=0.5, sigma_within_prompt=0.0)
     workload = DescribedWorkload(WorkloadDescription((ALWAYS,), apart))
     prompts = [workload.prompt(position, 0) for position in range(500)]
-    drawn = [workload.samples(prompt, 0, 0, 2).tokens for prompt in prompts]
-    assert all(first == second for first, second in drawn)
-    assert len({first for first, _ in drawn}) > 300
+    sampled = [workload.samples(prompt, 0, 0, 2).tokens for prompt in prompts]
+    assert all(first == second for first, second in sampled)
+    assert len({first for first, _ in sampled}) > 300
 
 
 def test_a_response_of_the_largest_length_is_cut_off_and_wrong() -> None:
     lengths = ResponseLengths(500, 500, 0.0, 0.0, max_tokens=400)
     workload = DescribedWorkload(WorkloadDescription((ALWAYS,), lengths))
-    drawn = workload.samples(workload.prompt(0, 0), 0, 0, 4)
-    assert drawn.tokens == [400] * 4
-    assert not any(drawn.are_right)
+    sampled = workload.samples(workload.prompt(0, 0), 0, 0, 4)
+    assert sampled.tokens == [400] * 4
+    assert not any(sampled.are_right)
 
 
 def test_the_drift_moves_pass_rates_with_versions() -> None:

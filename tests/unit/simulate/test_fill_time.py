@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from sluice.simulate.comparison import compare
-from sluice.simulate.fill_time import simulate_fill_times
 from sluice.simulate.result import simulate
 from sluice.simulate.settings import TrainerSettings
+from sluice.simulate.strategies import compare, simulate_fill_times
 from tests.unit.simulate.simulations import SmallWorkload, small
 
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from sluice.algorithm.sampling.attempt import Attempt
 from sluice.algorithm.sampling.rules import StrategyName
-from sluice.algorithm.sampling.visit import Visit
 from sluice.simulate.group import SimulatedGroup
 from sluice.simulate.loop import SimulatedLoop
 from sluice.simulate.recorder import Recorder, TokenCause
 from sluice.simulate.settings import IDEAL_TRAINER, FleetSettings, SimulationSettings
-from sluice.simulate.workload import DrawnSamples, SimulatedPrompt
+from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
 from tests.unit.simulate.simulations import FLEET, SmallWorkload, small
 
 ONE = FleetSettings(num_replicas=1, slots=64, slack=1.0, base_step_s=1.0, per_sequence_s=0.0)
@@ -22,15 +22,15 @@ class AllAlike:
     """Every group draws the same samples."""
 
     def __init__(self, tokens: list[int], are_right: list[bool]) -> None:
-        self._drawn = DrawnSamples(tokens, are_right)
+        self._sampled = SimulatedSamples(tokens, are_right)
 
     def prompt(self, position: int, version: int) -> SimulatedPrompt:
         return SimulatedPrompt(str(position), 0.5, is_long=False, number=position)
 
     def samples(
-        self, prompt: SimulatedPrompt, position: int, attempt: int, num_samples: int
-    ) -> DrawnSamples:
-        return self._drawn
+        self, prompt: SimulatedPrompt, position: int, num_restarts: int, num_samples: int
+    ) -> SimulatedSamples:
+        return self._sampled
 
 
 def one_group(tokens: list[int], are_right: list[bool], grading_s: float, probes: int) -> float:
@@ -77,16 +77,16 @@ class WatchedLoop(SimulatedLoop):
     """Notes the most groups under way, and the visits that were given back."""
 
     def __init__(self, settings: SimulationSettings) -> None:
-        self.most, self.given_back, self.drawn = 0, [], []
+        self.most, self.given_back, self.sampled = 0, [], []
         super().__init__(settings, SmallWorkload(), Recorder())
         self._strategy.restarted = self._note_restart  # type: ignore[method-assign]
         self._strategy.started = self._note_start  # type: ignore[method-assign]
 
-    def _note_start(self, visit: Visit) -> None:
-        self.drawn.append(visit)
+    def _note_start(self, attempt: Attempt) -> None:
+        self.sampled.append(attempt)
 
-    def _note_restart(self, visit: Visit) -> None:
-        self.given_back.append(visit)
+    def _note_restart(self, attempt: Attempt) -> None:
+        self.given_back.append(attempt)
 
     def _ask(self, group: SimulatedGroup, num_samples: int) -> None:
         self.most = max(self.most, len(self._in_flight))
@@ -105,13 +105,13 @@ def test_room_is_counted_in_first_samples(strategy: StrategyName, most: int) -> 
 
 
 def test_a_group_that_is_broken_off_gives_back_the_visit_it_was_drawn_as() -> None:
-    visit = Visit("a", 0, None, first_samples=2)
+    attempt = Attempt("a", 0, None, first_samples=2)
     prompt = SimulatedPrompt("a", 0.5, is_long=False, number=0)
-    group = SimulatedGroup(0, prompt, 0, visit, DrawnSamples([1, 1], [True, False]))
+    group = SimulatedGroup(0, prompt, 0, attempt, SimulatedSamples([1, 1], [True, False]))
     loop = WatchedLoop(small(StrategyName.STAGED))
     loop._in_flight[0] = group
     group.start_version = 0
     loop._batching.started(group)
-    group.visit = replace(visit, probability=0.5)  # it went on by chance
-    loop._cancel_doomed([group])
-    assert loop.given_back == [visit]
+    group.attempt = replace(attempt, probability=0.5)  # it went on by chance
+    loop._cancel_expired([group])
+    assert loop.given_back == [attempt]

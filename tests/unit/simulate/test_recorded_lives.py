@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from sluice.errors import DataError
-from sluice.simulate.fit import fit_run
-from sluice.simulate.fitted_workload import FittedWorkload
-from sluice.simulate.group_records import GroupRecord, read_groups
+from sluice.simulate.fitting.fit import FittedWorkload, fit_run
+from sluice.simulate.fitting.group_records import GroupRecord, read_groups
 
 STEP = '{"step":%d,"training/global_step":%d,"timing_s/step":1,"rollout/replicas":1}\n'
 
@@ -19,7 +18,7 @@ def line(
     prompt: str,
     begin: float,
     *,
-    incarnation: str | None = None,
+    instance_id: str | None = None,
     end: str = "trained",
     step: int | None = None,
     seconds: float = 1.0,
@@ -32,7 +31,7 @@ def line(
         ended_s=begin + seconds + 1.0,
         replicas=["r"],
         step=step,
-        incarnation=incarnation,
+        instance_id=instance_id,
     )
 
 
@@ -47,14 +46,14 @@ def written(folder: Path, *records: GroupRecord) -> Path:
     return file
 
 
-def test_a_line_is_of_the_life_whose_incarnation_it_names(tmp_path: Path) -> None:
+def test_a_line_is_of_the_life_whose_instance_it_names(tmp_path: Path) -> None:
     # The second service was up for longer when its first group ended than the first one ever.
     file = written(
         tmp_path,
-        line("a", 0.0, incarnation="x"),
-        line("b", 1.0, incarnation="x"),
-        line("c", 50.0, incarnation="y"),
-        line("d", 7.0, incarnation="z"),
+        line("a", 0.0, instance_id="x"),
+        line("b", 1.0, instance_id="x"),
+        line("c", 50.0, instance_id="y"),
+        line("d", 7.0, instance_id="z"),
     )
     assert [group.life for group in read_groups(file)] == [0, 0, 1, 2]
 
@@ -63,17 +62,17 @@ def test_in_an_older_file_a_life_begins_where_the_time_of_the_end_falls(tmp_path
     file = written(tmp_path, line("a", 5.0), line("b", 6.0), line("c", 1.0), line("d", 9.0))
     assert [group.life for group in read_groups(file)] == [0, 0, 1, 1]
     # A service of this version goes on with an older one's file.
-    file = written(tmp_path, line("a", 5.0), line("b", 9.0, incarnation="x"))
+    file = written(tmp_path, line("a", 5.0), line("b", 9.0, instance_id="x"))
     assert [group.life for group in read_groups(file)] == [0, 1]
 
 
 def test_groups_come_again_life_after_life(tmp_path: Path) -> None:
     file = written(
         tmp_path,
-        line("b", 6.0, incarnation="x"),
-        line("a", 5.0, incarnation="x"),
-        line("d", 2.0, incarnation="y"),
-        line("c", 1.0, incarnation="y"),
+        line("b", 6.0, instance_id="x"),
+        line("a", 5.0, instance_id="x"),
+        line("d", 2.0, instance_id="y"),
+        line("c", 1.0, instance_id="y"),
     )
     workload = FittedWorkload(read_groups(file))
     assert [workload.prompt(position, 0).key for position in range(4)] == ["a", "b", "c", "d"]
@@ -85,12 +84,12 @@ def test_groups_of_two_lives_did_not_run_beside_each_other(tmp_path: Path) -> No
     one, two = {"seconds": 1.0}, {"seconds": 1.5}
     written(
         tmp_path,
-        line("a", 0.0, incarnation="x", **one),
-        line("b", 10.0, incarnation="x", **two),
-        line("c", 10.0, incarnation="x", **two),
-        line("d", 0.0, incarnation="y", **two),
-        line("e", 0.0, incarnation="y", **two),
-        line("f", 10.0, incarnation="y", **one),
+        line("a", 0.0, instance_id="x", **one),
+        line("b", 10.0, instance_id="x", **two),
+        line("c", 10.0, instance_id="x", **two),
+        line("d", 0.0, instance_id="y", **two),
+        line("e", 0.0, instance_id="y", **two),
+        line("f", 10.0, instance_id="y", **one),
     )
     fleet = fit_run(tmp_path, slots=8, slack=1.0).fleet
     assert fleet.base_step_s == pytest.approx(0.005)
@@ -100,11 +99,11 @@ def test_groups_of_two_lives_did_not_run_beside_each_other(tmp_path: Path) -> No
 def test_a_prompt_that_was_drawn_again_after_a_resume_counts_once(tmp_path: Path) -> None:
     file = written(
         tmp_path,
-        line("a", 0.0, incarnation="x", step=1),
-        line("b", 1.0, incarnation="x", end="filtered_all_wrong"),
-        line("c", 2.0, incarnation="x", step=2),
-        line("b", 0.0, incarnation="y", end="filtered_all_wrong"),
-        line("c", 1.0, incarnation="y", step=2),
+        line("a", 0.0, instance_id="x", step=1),
+        line("b", 1.0, instance_id="x", end="filtered_all_wrong"),
+        line("c", 2.0, instance_id="x", step=2),
+        line("b", 0.0, instance_id="y", end="filtered_all_wrong"),
+        line("c", 1.0, instance_id="y", step=2),
     )
     assert [group.is_redone for group in read_groups(file)] == [False, True, True, False, False]
     assert [group.life for group in fit_run(tmp_path, slots=8, slack=1.0).groups] == [0, 1, 1]
@@ -114,14 +113,14 @@ def test_of_a_step_that_was_done_again_the_earlier_batch_does_not_count(tmp_path
     # The service lived on; only the trainer went back to step 1, and trains other prompts.
     file = written(
         tmp_path,
-        line("a", 0.0, incarnation="x", step=1),
-        line("b", 1.0, incarnation="x", step=2),
-        line("c", 1.0, incarnation="x", step=2),
-        line("d", 2.0, incarnation="x", step=3),
-        line("e", 2.5, incarnation="x", end="filtered_all_wrong"),
-        line("f", 3.0, incarnation="x", step=2),
-        line("g", 3.0, incarnation="x", step=2),
-        line("h", 4.0, incarnation="x", step=3),
+        line("a", 0.0, instance_id="x", step=1),
+        line("b", 1.0, instance_id="x", step=2),
+        line("c", 1.0, instance_id="x", step=2),
+        line("d", 2.0, instance_id="x", step=3),
+        line("e", 2.5, instance_id="x", end="filtered_all_wrong"),
+        line("f", 3.0, instance_id="x", step=2),
+        line("g", 3.0, instance_id="x", step=2),
+        line("h", 4.0, instance_id="x", step=3),
     )
     redone = [group.prompt_id for group in read_groups(file) if group.is_redone]
     assert redone == ["b", "c", "d"]  # what the record cannot tell of e counts
@@ -130,8 +129,8 @@ def test_of_a_step_that_was_done_again_the_earlier_batch_does_not_count(tmp_path
 def test_a_step_that_two_lives_trained_one_after_the_other_counts_once(tmp_path: Path) -> None:
     file = written(
         tmp_path,
-        line("a", 1.0, incarnation="x", step=2),
-        line("b", 1.0, incarnation="y", step=2),
+        line("a", 1.0, instance_id="x", step=2),
+        line("b", 1.0, instance_id="y", step=2),
     )
     assert [group.is_redone for group in read_groups(file)] == [True, False]
 

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.group_filter import filter_scores
+from sluice.algorithm.groups.filter import filter_scores
+from sluice.algorithm.sampling.attempt import Attempt
 from sluice.algorithm.sampling.rules import StrategyName
-from sluice.algorithm.sampling.visit import Visit
 from sluice.errors import ConfigError
-from sluice.simulate.comparison import compare
-from sluice.simulate.fitted_workload import FittedWorkload
+from sluice.simulate.fitting.fit import FittedWorkload
+from sluice.simulate.fitting.group_records import GroupRecord
 from sluice.simulate.group import SimulatedGroup
-from sluice.simulate.group_records import GroupRecord
 from sluice.simulate.recorder import Recorder, TokenCause
 from sluice.simulate.result import simulate
-from sluice.simulate.workload import DrawnSamples, SimulatedPrompt
+from sluice.simulate.strategies import compare
+from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
 from sluice.types import PromptEnd, Scored
 from tests.unit.simulate.simulations import SmallWorkload, small
 
@@ -36,10 +36,10 @@ def end_of(group: GroupRecord, num_samples: int = 4) -> PromptEnd | None:
 @given(st.lists(st.booleans(), min_size=1, max_size=6))
 def test_a_simulated_group_ends_as_the_services_filter_says(are_right: list[bool]) -> None:
     scores = [Scored(float(right), float(right), {"acc": float(right)}) for right in are_right]
-    drawn = DrawnSamples([1] * len(are_right), are_right)
-    assert drawn.end(len(are_right)) is filter_scores(scores, metric="acc")
-    assert drawn.is_mixed == (filter_scores(scores, metric="acc") is None)
-    unfiltered = replace(drawn, is_filtered=False)
+    sampled = SimulatedSamples([1] * len(are_right), are_right)
+    assert sampled.end(len(are_right)) is filter_scores(scores, metric="acc")
+    assert sampled.is_mixed == (filter_scores(scores, metric="acc") is None)
+    unfiltered = replace(sampled, is_filtered=False)
     assert unfiltered.end(len(are_right)) is filter_scores(scores, metric=None) is None
     assert unfiltered.is_mixed
 
@@ -76,11 +76,11 @@ def test_a_group_that_the_record_says_was_filtered_is_filtered(end: PromptEnd, r
 
 
 def test_a_record_with_partial_credit_tells_that_grades_do_not_decide() -> None:
-    assert record(PromptEnd.TRAINED, 2).is_told_by_grades
-    assert record(PromptEnd.FILTERED_ALL_WRONG, 0).is_told_by_grades
-    assert record(PromptEnd.DROPPED_FAILED, 0).is_told_by_grades
-    assert not record(PromptEnd.TRAINED, 0).is_told_by_grades
-    assert not record(PromptEnd.FILTERED_UNIFORM, 2).is_told_by_grades
+    assert record(PromptEnd.TRAINED, 2).is_decided_by_grades
+    assert record(PromptEnd.FILTERED_ALL_WRONG, 0).is_decided_by_grades
+    assert record(PromptEnd.DROPPED_FAILED, 0).is_decided_by_grades
+    assert not record(PromptEnd.TRAINED, 0).is_decided_by_grades
+    assert not record(PromptEnd.FILTERED_UNIFORM, 2).is_decided_by_grades
 
 
 @pytest.mark.parametrize("name", [StrategyName.STAGED, StrategyName.STAGED_MEMORY])
@@ -99,8 +99,8 @@ def test_strategies_that_choose_are_refused_without_a_filter_as_the_service_refu
 
 
 def test_a_lone_first_sample_does_not_make_a_group_sure() -> None:
-    prompt, visit = SimulatedPrompt("a", 0.5, is_long=False, number=0), Visit("a", 0, None, 1)
-    group = SimulatedGroup(0, prompt, 0, visit, DrawnSamples([1, 1, 1], [True, True, False]))
+    prompt, attempt = SimulatedPrompt("a", 0.5, is_long=False, number=0), Attempt("a", 0, None, 1)
+    group = SimulatedGroup(0, prompt, 0, attempt, SimulatedSamples([1, 1, 1], [True, True, False]))
     surely = []
     for group.num_asked in (1, 2, 3):
         surely.append(group.is_sure)

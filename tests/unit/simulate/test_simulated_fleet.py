@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from sluice.algorithm.sampling.visit import Visit
-from sluice.simulate.event_queue import EventQueue
-from sluice.simulate.generation import SimulatedFleet
+from sluice.algorithm.sampling.attempt import Attempt
+from sluice.simulate.fleet import EventQueue, SimulatedFleet
 from sluice.simulate.group import SimulatedGroup
 from sluice.simulate.settings import FleetSettings
-from sluice.simulate.workload import DrawnSamples, SimulatedPrompt
+from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
 
 
 class World:
@@ -20,16 +19,16 @@ class World:
             fleet, self.events, lambda _: None, self._sample_ended, self._generated
         )
         self.fleet.announce(0)
-        visit = Visit("a", 0, None, first)
+        attempt = Attempt("a", 0, None, first)
         prompt = SimulatedPrompt("a", 0.5, is_long=False, number=0)
-        self.group = SimulatedGroup(0, prompt, 0, visit, DrawnSamples(tokens, are_right))
+        self.group = SimulatedGroup(0, prompt, 0, attempt, SimulatedSamples(tokens, are_right))
         self.fleet.ask(self.group, first)
         while self.events.step():
             pass
 
     def _sample_ended(self, group: SimulatedGroup, is_right: bool) -> None:
         group.graded(is_right=is_right)
-        rest = len(group.samples.tokens) - group.num_wanted
+        rest = len(group.samples.tokens) - group.num_needed
         if rest and group.differs:
             self.asked_at = self.events.now
             self.fleet.ask(group, rest)

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from sluice.simulate.group import Sample
-from sluice.simulate.replica import SimulatedReplica
+from sluice.simulate.fleet import SimulatedReplica
+from sluice.simulate.group import SimulatedSample
 from sluice.simulate.settings import FleetSettings
 
 NO_PART: Any = None
 
 
-def samples(*tokens: int) -> list[Sample]:
-    return [Sample(NO_PART, count, is_right=True) for count in tokens]
+def samples(*tokens: int) -> list[SimulatedSample]:
+    return [SimulatedSample(NO_PART, count, is_right=True) for count in tokens]
 
 
 def replica(slots: int = 4, base_s: float = 1.0, per_sequence_s: float = 0.0) -> SimulatedReplica:
@@ -64,7 +64,7 @@ def test_a_broken_off_sequence_gives_its_slot_and_tells_its_tokens() -> None:
     assert one.abort([first], 4.0) == pytest.approx(4.0)
     assert one.next_end(4.0) == pytest.approx(9.0)
     assert one.abort([first], 5.0) == 0.0
-    assert one.drawn([second], 6.0) == pytest.approx(2.0)
+    assert one.sampled([second], 6.0) == pytest.approx(2.0)
     assert one.generated_tokens == pytest.approx(6.0)
 
 

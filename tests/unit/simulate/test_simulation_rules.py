@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sluice.algorithm.sampling.admission import YieldFloor
 from sluice.algorithm.sampling.rules import OnPolicyFill, StrategyName
-from sluice.algorithm.yield_floor import YieldFloor
 from sluice.errors import BatchUnfillableError, ConfigError
 from sluice.simulate.recorder import Recorder
 from sluice.simulate.result import SimulationResult, simulate
@@ -20,7 +20,7 @@ from sluice.simulate.settings import (
     SimulationSettings,
     TrainerSettings,
 )
-from sluice.simulate.workload import DrawnSamples, SimulatedPrompt
+from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
 from tests.unit.simulate.simulations import FLEET, SmallWorkload, small
 
 CARRYING = [name for name in StrategyName if name is not StrategyName.ROUNDS]
@@ -224,9 +224,9 @@ class Hopeless(SmallWorkload):
     """Nothing is ever right."""
 
     def samples(
-        self, prompt: SimulatedPrompt, position: int, attempt: int, num_samples: int
-    ) -> DrawnSamples:
-        return DrawnSamples([5] * num_samples, [False] * num_samples)
+        self, prompt: SimulatedPrompt, position: int, num_restarts: int, num_samples: int
+    ) -> SimulatedSamples:
+        return SimulatedSamples([5] * num_samples, [False] * num_samples)
 
 
 @pytest.mark.parametrize("strategy", list(StrategyName))
@@ -241,10 +241,10 @@ class Rare(SmallWorkload):
     """One group of 20 is mixed."""
 
     def samples(
-        self, prompt: SimulatedPrompt, position: int, attempt: int, num_samples: int
-    ) -> DrawnSamples:
+        self, prompt: SimulatedPrompt, position: int, num_restarts: int, num_samples: int
+    ) -> SimulatedSamples:
         are_right = [position % 20 == 0] + [False] * (num_samples - 1)
-        return DrawnSamples([5] * num_samples, are_right)
+        return SimulatedSamples([5] * num_samples, are_right)
 
 
 @pytest.mark.parametrize("strategy", [StrategyName.ROUNDS, StrategyName.STREAM])

@@ -22,17 +22,17 @@ class WatchedLoop(SimulatedLoop):
         self.num_sure: list[int] = []
         super().__init__(settings, SmallWorkload(), Recorder(on_end=self._note_end))
 
-    def _load(self, room: int) -> LoopLoad:
-        load = super()._load(room)
+    def _load(self, capacity: int) -> LoopLoad:
+        load = super()._load(capacity)
         sure = [group for group in self._in_flight.values() if group.position in self._sure]
         assert load.num_sure == len(sure)  # none that has ended or was broken off
         self.num_sure.append(load.num_sure)
-        self.sure |= {f"{group.name}/{group.attempt}" for group in sure}
+        self.sure |= {f"{group.name}/{group.num_restarts}" for group in sure}
         return load
 
     def _note_end(self, group: SimulatedGroup, cause: TokenCause, _now: float) -> None:
         if cause in (TokenCause.ALL_RIGHT, TokenCause.ALL_WRONG):
-            self.filtered.add(f"{group.name}/{group.attempt}")
+            self.filtered.add(f"{group.name}/{group.num_restarts}")
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "drop"])

@@ -13,15 +13,13 @@ import pytest
 
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.errors import DataError
-from sluice.simulate.calibration import calibrated
-from sluice.simulate.fit import fit_run
-from sluice.simulate.fitted_workload import FittedWorkload
-from sluice.simulate.group_records import GroupRecord, read_groups
-from sluice.simulate.mixtures import MixtureWorkload
+from sluice.simulate.fitting.fit import FittedWorkload, calibrated, fit_run
+from sluice.simulate.fitting.group_records import GroupRecord, read_groups
+from sluice.simulate.fitting.twin import TwinFigure, twin
 from sluice.simulate.recorder import Recorder
 from sluice.simulate.result import simulate
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
-from sluice.simulate.twin import TwinFigure, twin
+from sluice.simulate.workload import MixtureWorkload
 from tests.unit.simulate.simulations import RecordedRun
 
 Row = dict[str, float]
@@ -161,16 +159,16 @@ def record(**changes: object) -> GroupRecord:
 
 def test_a_recorded_group_comes_back_whole() -> None:
     workload = FittedWorkload([record()])
-    drawn = workload.samples(workload.prompt(0, 0), 0, 0, 4)
-    assert sorted(drawn.tokens) == [10, 20, 30, 40]
-    assert sum(drawn.are_right) == 2
+    sampled = workload.samples(workload.prompt(0, 0), 0, 0, 4)
+    assert sorted(sampled.tokens) == [10, 20, 30, 40]
+    assert sum(sampled.are_right) == 2
 
 
 def test_samples_beyond_the_recorded_ones_are_drawn_from_them() -> None:
     workload = FittedWorkload([record(right=0, scored=4)])
-    drawn = workload.samples(workload.prompt(0, 0), 0, 0, 16)
-    assert len(drawn.tokens) == 16
-    assert not any(drawn.are_right)
+    sampled = workload.samples(workload.prompt(0, 0), 0, 0, 16)
+    assert len(sampled.tokens) == 16
+    assert not any(sampled.are_right)
 
 
 def test_beyond_the_record_groups_come_from_the_versions_around() -> None:

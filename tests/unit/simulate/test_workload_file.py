@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sluice.errors import ConfigError
-from sluice.simulate.described_workload import BetaComponent, ResponseLengths, WorkloadDescription
+from sluice.simulate.workload import BetaComponent, ResponseLengths, WorkloadDescription
 from sluice.simulate.workload_file import read_workload
 from tests.support.source_tree import ROOT
 

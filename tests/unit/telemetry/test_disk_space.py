@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from sluice.telemetry import disk_space
-from sluice.telemetry.disk_space import DiskSpace
+from sluice.telemetry import process
+from sluice.telemetry.process import DiskSpace
 
 
 def test_the_room_is_the_file_systems(tmp_path: Path) -> None:
     disk = DiskSpace(tmp_path)
     disk.start()
-    room, found = disk.room(), os.statvfs(tmp_path)
+    capacity, found = disk.capacity(), os.statvfs(tmp_path)
     disk.stop()
-    assert room is not None
-    assert room.size_bytes == found.f_blocks * found.f_frsize
-    assert 0 < room.free_bytes <= room.size_bytes
+    assert capacity is not None
+    assert capacity.size_bytes == found.f_blocks * found.f_frsize
+    assert 0 < capacity.free_bytes <= capacity.size_bytes
 
 
 def test_while_the_file_system_hangs_the_last_reading_is_told(
@@ -35,11 +35,11 @@ def test_while_the_file_system_hangs_the_last_reading_is_told(
             go_on.wait(60)
         return real(folder)
 
-    monkeypatch.setattr(disk_space.os, "statvfs", statvfs)
+    monkeypatch.setattr(process.os, "statvfs", statvfs)
     disk = DiskSpace(tmp_path, interval_s=0.001)
     disk.start()
     assert hangs.wait(20)
-    assert disk.room() is not None
+    assert disk.capacity() is not None
     disk.stop()
     go_on.set()
 
@@ -47,5 +47,5 @@ def test_while_the_file_system_hangs_the_last_reading_is_told(
 def test_without_the_folder_there_is_no_reading(tmp_path: Path) -> None:
     disk = DiskSpace(tmp_path / "absent")
     disk.start()
-    assert disk.room() is None
+    assert disk.capacity() is None
     disk.stop()

@@ -10,19 +10,18 @@ from typing import Any
 import pytest
 
 from sluice.errors import ConfigError
-from sluice.telemetry.exposition import PROCESS_NAMES, Exposition
-from sluice.telemetry.histogram import Histogram
-from sluice.telemetry.instrument import Reading, counter, gauge, histogram
 from sluice.telemetry.instruments import fleet
+from sluice.telemetry.metrics import Histogram, InstrumentReading, counter, gauge, histogram
+from sluice.telemetry.metrics_page import PROCESS_NAMES, Exposition
 from tests.support.scraped import names, parsed, value
 
-TOLD = counter("sluice_told_total", "times", "How often it was told.", "who")
+REPORTED = counter("sluice_told_total", "times", "How often it was told.", "who")
 DRAWN = counter("sluice_drawn_total", "times", "Of one that may restart.", may_restart=True)
 LEVEL = gauge("sluice_level", "metres", 'Of the "water", with a \\ in it.')
 SIZES = histogram("sluice_sizes", "metres", "Sizes.", (1.0, 2.5))
 
 
-def page(*rounds: Iterable[Reading]) -> Any:
+def page(*rounds: Iterable[InstrumentReading]) -> Any:
     pytest.importorskip("prometheus_client")
     waiting = list(rounds)
     exposition = Exposition(lambda: waiting.pop(0))
@@ -34,7 +33,7 @@ def page(*rounds: Iterable[Reading]) -> Any:
 
 def test_values_come_with_their_labels_and_odd_ones_survive() -> None:
     odd = 'a "quoted"\nline \\'
-    found = page([TOLD.at(2.0, "a"), LEVEL.at(math.nan), TOLD.at(3.0, odd)])
+    found = page([REPORTED.at(2.0, "a"), LEVEL.at(math.nan), REPORTED.at(3.0, odd)])
     assert value(found, "sluice_told_total", who="a") == 2.0
     assert value(found, "sluice_told_total", who=odd) == 3.0
     assert math.isnan(value(found, "sluice_level"))
@@ -56,11 +55,11 @@ def test_a_histogram_has_buckets_sum_and_count() -> None:
 
 
 def test_a_counter_that_takes_something_back_stands_still_and_a_gauge_falls() -> None:
-    first, second = [TOLD.at(5.0, "a"), LEVEL.at(5.0)], [TOLD.at(3.0, "a"), LEVEL.at(3.0)]
+    first, second = [REPORTED.at(5.0, "a"), LEVEL.at(5.0)], [REPORTED.at(3.0, "a"), LEVEL.at(3.0)]
     found = page(first, second)
     assert value(found, "sluice_told_total", who="a") == 5.0
     assert value(found, "sluice_level") == 3.0
-    assert value(page(first, second, [TOLD.at(6.0, "a")]), "sluice_told_total", who="a") == 6.0
+    assert value(page(first, second, [REPORTED.at(6.0, "a")]), "sluice_told_total", who="a") == 6.0
 
 
 def test_a_counter_of_something_that_began_anew_falls_as_prometheus_expects() -> None:

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.telemetry.histogram import Histogram
+from sluice.telemetry.metrics import Histogram
 
 VALUES = st.lists(st.floats(-1e6, 1e6), max_size=50)
 BOUNDS = st.lists(st.floats(-1e6, 1e6), max_size=8, unique=True).map(sorted)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from sluice.telemetry.exposition import PROCESS_NAMES
-from sluice.telemetry.instrument import Instrument, Kind, counter
 from sluice.telemetry.instruments import INSTRUMENTS
+from sluice.telemetry.metrics import Instrument, InstrumentKind, counter
+from sluice.telemetry.metrics_page import PROCESS_NAMES
 from tests.support.source_tree import ROOT
 
 PROFILE = ROOT / "deploy" / "observability"
@@ -61,20 +61,20 @@ def test_a_name_is_declared_once() -> None:
 def test_a_name_tells_kind_and_unit_and_its_labels_are_its_own(instrument: Instrument) -> None:
     name = instrument.name
     assert re.fullmatch(r"sluice_[a-z_]+", name)
-    assert name.endswith("_total") is (instrument.kind is Kind.COUNTER)
+    assert name.endswith("_total") is (instrument.kind is InstrumentKind.COUNTER)
     suffix = SUFFIX_BY_UNIT.get(instrument.unit, "")
     assert name.removesuffix("_total").endswith(suffix)
     assert not OF_THE_TARGET & set(instrument.labels)
     assert instrument.meaning.endswith(".")
-    assert bool(instrument.bounds) is (instrument.kind is Kind.HISTOGRAM)
+    assert bool(instrument.bounds) is (instrument.kind is InstrumentKind.HISTOGRAM)
     assert list(instrument.bounds) == sorted(set(instrument.bounds))
 
 
 def test_labels_are_given_in_full() -> None:
-    told = counter("sluice_x_total", "x", "X.", "a", "b")
-    assert told.at(1.0, "1", "2").labels == ("1", "2")
+    reported = counter("sluice_x_total", "x", "X.", "a", "b")
+    assert reported.at(1.0, "1", "2").labels == ("1", "2")
     with pytest.raises(ValueError, match="sluice_x_total"):
-        told.at(1.0, "1")
+        reported.at(1.0, "1")
 
 
 def row(instrument: Instrument) -> str:

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from sluice.telemetry import loop_question
-from sluice.telemetry.loop_question import ask_loop
+from sluice.telemetry import metrics_page
+from sluice.telemetry.metrics_page import ask_loop
 
 
 async def test_the_question_is_answered_in_the_loops_thread() -> None:
@@ -53,7 +53,7 @@ async def test_an_answer_that_comes_as_the_time_runs_out_is_taken(
                 raise TimeoutError
             return found
 
-    monkeypatch.setattr(loop_question, "Future", Late)
+    monkeypatch.setattr(metrics_page, "Future", Late)
     assert await asyncio.to_thread(ask_loop, asyncio.get_running_loop(), lambda: 7, 0.05) == 7
 
 

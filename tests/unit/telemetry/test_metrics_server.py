@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from sluice.telemetry import metrics_server
-from sluice.telemetry.metrics_server import MetricsServer
+from sluice.telemetry import metrics_page
+from sluice.telemetry.metrics_page import MetricsServer
 from tests.support.scraped import fetch
 
 
@@ -57,7 +57,7 @@ def test_a_page_that_fails_is_told_as_such_and_the_next_one_is_answered() -> Non
 
 
 def test_callers_beyond_the_limit_find_a_closed_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "_MOST_AT_ONCE", 2)
+    monkeypatch.setattr(metrics_page, "_MOST_AT_ONCE", 2)
     inside, go_on = threading.Semaphore(0), threading.Event()
 
     def page() -> bytes:
@@ -81,8 +81,8 @@ def test_callers_beyond_the_limit_find_a_closed_connection(monkeypatch: pytest.M
 
 
 def test_a_caller_that_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert metrics_server._Request.timeout == metrics_server._REQUEST_TIMEOUT_S
-    monkeypatch.setattr(metrics_server._Request, "timeout", 0.1)
+    assert metrics_page._MetricsRequest.timeout == metrics_page._REQUEST_TIMEOUT_S
+    monkeypatch.setattr(metrics_page._MetricsRequest, "timeout", 0.1)
     with served(lambda: b"") as address, socket.create_connection(split(address), 20) as silent:
         silent.sendall(b"GET /met")
         assert silent.recv(10) == b""
@@ -91,7 +91,7 @@ def test_a_caller_that_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -
 def test_a_caller_that_sends_a_byte_now_and_then_is_let_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(metrics_server._Request, "timeout", 0.5)
+    monkeypatch.setattr(metrics_page._MetricsRequest, "timeout", 0.5)
     with served(lambda: b"") as address, socket.create_connection(split(address), 20) as slow:
         slow.settimeout(0.05)
         with suppress(ConnectionError):  # closed with some of its bytes unread
@@ -104,7 +104,7 @@ def test_a_caller_that_sends_a_byte_now_and_then_is_let_go(
 
 
 def test_a_thread_that_cannot_be_started_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "_MOST_AT_ONCE", 1)
+    monkeypatch.setattr(metrics_page, "_MOST_AT_ONCE", 1)
     start, failures = threading.Thread.start, [True, True]
 
     def limited(thread: threading.Thread) -> None:

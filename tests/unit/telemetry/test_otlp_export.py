@@ -6,9 +6,7 @@ import logging
 
 import pytest
 
-from sluice.telemetry.span_names import Key, SpanKind, SpanName
-from sluice.telemetry.trace_context import TraceContext
-from sluice.telemetry.tracing import TRACER, RecordedSpan
+from sluice.telemetry.tracing import TRACER, Key, RecordedSpan, SpanKind, SpanName, TraceContext
 from tests.support.seen_spans import collector, traced
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
@@ -56,7 +54,7 @@ def test_a_dead_collector_is_an_error_within_the_time_that_it_has(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     from sluice.telemetry.otlp_export import OtlpSpans
-    from sluice.telemetry.span_queue import ExportError
+    from sluice.telemetry.span_export import ExportError
 
     exporter = OtlpSpans(NOBODY, {}, timeout_s=1)
     with caplog.at_level(logging.DEBUG, "opentelemetry"), pytest.raises(ExportError):

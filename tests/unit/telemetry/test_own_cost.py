@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
-from sluice.telemetry.own_cost import SPANS, TELEMETRY_CPU, Part, SpanFate
-from sluice.telemetry.span_names import SpanName
-from sluice.telemetry.span_queue import ExportError, SpanQueue
-from sluice.telemetry.tracing import RecordedSpan, Tracer
+from sluice.telemetry.process import SPANS, TELEMETRY_CPU, SpanOutcome, TelemetryPart
+from sluice.telemetry.span_export import ExportError, SpanQueue
+from sluice.telemetry.tracing import RecordedSpan, SpanName, Tracer
 
 SPUN_S = 0.05
 
@@ -44,32 +43,32 @@ def send_one_span(*, takes: bool) -> None:
     queue.close(30.0)
 
 
-def spans_so_far(fate: SpanFate) -> int:
-    return SPANS.counts().get((fate,), 0)
+def spans_so_far(outcome: SpanOutcome) -> int:
+    return SPANS.counts().get((outcome,), 0)
 
 
 def test_what_an_exporter_computes_counts_for_spans_and_waiting_does_not() -> None:
     before = TELEMETRY_CPU.seconds()
     send_one_span(takes=True)
-    with TELEMETRY_CPU.charged(Part.SCRAPES):
+    with TELEMETRY_CPU.charged(TelemetryPart.SCRAPES):
         time.sleep(SPUN_S)
     after = TELEMETRY_CPU.seconds()
-    assert after[Part.SPANS] - before[Part.SPANS] >= SPUN_S
-    assert after[Part.SCRAPES] - before[Part.SCRAPES] < SPUN_S
+    assert after[TelemetryPart.SPANS] - before[TelemetryPart.SPANS] >= SPUN_S
+    assert after[TelemetryPart.SCRAPES] - before[TelemetryPart.SCRAPES] < SPUN_S
 
 
 def test_another_thread_computes_for_itself() -> None:
-    before = TELEMETRY_CPU.seconds()[Part.SCRAPES]
-    with TELEMETRY_CPU.charged(Part.SCRAPES):
+    before = TELEMETRY_CPU.seconds()[TelemetryPart.SCRAPES]
+    with TELEMETRY_CPU.charged(TelemetryPart.SCRAPES):
         other = threading.Thread(target=spin, args=(10 * SPUN_S,))
         other.start()
         other.join()
-    assert TELEMETRY_CPU.seconds()[Part.SCRAPES] - before < 10 * SPUN_S
+    assert TELEMETRY_CPU.seconds()[TelemetryPart.SCRAPES] - before < 10 * SPUN_S
 
 
 def test_spans_are_counted_by_what_became_of_them() -> None:
-    sent, dropped = spans_so_far(SpanFate.SENT), spans_so_far(SpanFate.DROPPED)
+    sent, dropped = spans_so_far(SpanOutcome.SENT), spans_so_far(SpanOutcome.DROPPED)
     send_one_span(takes=True)
     send_one_span(takes=False)
-    assert spans_so_far(SpanFate.SENT) - sent == 1
-    assert spans_so_far(SpanFate.DROPPED) - dropped == 1
+    assert spans_so_far(SpanOutcome.SENT) - sent == 1
+    assert spans_so_far(SpanOutcome.DROPPED) - dropped == 1

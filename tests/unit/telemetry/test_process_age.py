@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sluice.telemetry import process_age
-from sluice.telemetry.process_age import process_age_s
+from sluice.telemetry import process
+from sluice.telemetry.process import process_age_s
 
 _TICK_S = 0.01
 
@@ -19,10 +19,12 @@ def test_the_age_counts_from_before_the_interpreter_was_up() -> None:
     began_s = time.monotonic()
     code = (
         "import time; time.sleep(0.2)\n"
-        "from sluice.telemetry.process_age import process_age_s; print(process_age_s())"
+        "from sluice.telemetry.process import process_age_s; print(process_age_s())"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    age_s, seen_s = float(told.stdout), time.monotonic() - began_s
+    reported = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    age_s, seen_s = float(reported.stdout), time.monotonic() - began_s
     assert age_s <= seen_s + 2 * _TICK_S
     if Path("/proc/self/stat").exists():
         assert age_s >= 0.2
@@ -45,6 +47,6 @@ def test_where_nothing_tells_the_start_it_counts_from_the_import(
     def missing(_self: Path, **_: object) -> str:
         raise OSError("no /proc here")
 
-    monkeypatch.setattr(process_age.Path, "read_text", missing)
-    monkeypatch.setattr(process_age, "_IMPORTED_S", time.monotonic() - 5.0)
+    monkeypatch.setattr(process.Path, "read_text", missing)
+    monkeypatch.setattr(process, "_IMPORTED_S", time.monotonic() - 5.0)
     assert process_age_s() == pytest.approx(5.0, abs=1.0)

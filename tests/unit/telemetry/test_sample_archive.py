@@ -11,8 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.telemetry.sample_archive import SampleArchive, archive_files
-from sluice.telemetry.sampled_group import SampledGroup, sampled_group, shortened_middle
+from sluice.telemetry.samples import (
+    SampleArchive,
+    SampledGroup,
+    archive_files,
+    sampled_group,
+    shortened_middle,
+)
 from sluice.types import (
     Failed,
     FailureKind,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.telemetry.sample_dump import DumpedSample, dump_text, write_dump
+from sluice.telemetry.samples import DumpedSample, dump_text, write_dump
 
 
 def test_a_row_has_verls_columns_first_and_the_scorers_after_them(tmp_path: Path) -> None:

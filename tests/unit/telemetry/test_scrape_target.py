@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sluice.telemetry.scrape_target import FOLDER, forget_targets, scrape_target
-from sluice.telemetry.tally import Tally
+from sluice.telemetry.metrics import EventCounts
+from sluice.telemetry.metrics_page import FOLDER, forget_targets, scrape_target
 
 LABELS = {"service": "rollout", "name": "a/b", "run": "r"}
 
@@ -18,8 +18,8 @@ def test_the_file_is_what_file_sd_reads_and_goes_with_the_block(tmp_path: Path) 
     with scrape_target(tmp_path, "a/b", "127.0.0.1:9", LABELS):
         (file,) = (tmp_path / FOLDER).iterdir()
         assert file.name == "a_b.json"
-        told = json.loads(file.read_text(encoding="utf-8"))
-        assert told == [{"targets": ["127.0.0.1:9"], "labels": LABELS}]
+        reported = json.loads(file.read_text(encoding="utf-8"))
+        assert reported == [{"targets": ["127.0.0.1:9"], "labels": LABELS}]
     assert list((tmp_path / FOLDER).iterdir()) == []
 
 
@@ -65,7 +65,7 @@ def test_a_run_that_begins_forgets_the_targets_of_an_earlier_one(tmp_path: Path)
 
 
 def test_a_tally_counts_by_kind() -> None:
-    tally = Tally()
+    tally = EventCounts()
     tally.add("a", "b")
     tally.add("a", "b")
     tally.add("c", "d")

@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 
-from sluice.telemetry.span_file import SpanFile
-from sluice.telemetry.span_names import Key, SpanKind, SpanName
-from sluice.telemetry.span_queue import ExportError
-from sluice.telemetry.trace_context import TraceContext
-from sluice.telemetry.tracing import TRACER, RecordedSpan
+from sluice.telemetry.span_export import ExportError, SpanFile
+from sluice.telemetry.tracing import TRACER, Key, RecordedSpan, SpanKind, SpanName, TraceContext
 from tests.support.seen_spans import spans_in, traced
 
 RESOURCE = {"service.name": "sluice-reward"}
@@ -96,11 +93,11 @@ def test_a_file_at_its_bound_takes_nothing_until_it_is_moved_away(tmp_path: Path
 def test_a_line_that_was_cut_short_is_told_and_the_next_one_stands_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = [20, 0, None]
+    capacity = [20, 0, None]
 
     class Full(FileIO):
         def write(self, data: Any, /) -> int:
-            most = room.pop(0)
+            most = capacity.pop(0)
             return super().write(data if most is None else data[:most])
 
     monkeypatch.setattr(Path, "open", lambda path, *_, **__: Full(path, "ab"))

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from sluice.telemetry import span_queue
-from sluice.telemetry.span_names import SpanName
-from sluice.telemetry.span_queue import ExportError, SpanQueue
-from sluice.telemetry.tracing import RecordedSpan, Tracer
+from sluice.telemetry import span_export
+from sluice.telemetry.span_export import ExportError, SpanQueue
+from sluice.telemetry.tracing import RecordedSpan, SpanName, Tracer
 
 WAIT_S = 20.0
 
@@ -49,7 +48,7 @@ def test_spans_arrive_in_batches_and_the_last_ones_at_the_end() -> None:
     fill(queue, 1100)
     queue.close(WAIT_S)
     assert sum(destination.batches) == queue.num_exported == 1100
-    assert max(destination.batches) <= span_queue.BATCH
+    assert max(destination.batches) <= span_export.BATCH
     assert queue.num_dropped == 0
     assert destination.is_closed.is_set()
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.telemetry.trace_context import (
+from sluice.telemetry.tracing import (
     TraceContext,
     is_chosen,
     new_span_id,

@@ -12,10 +12,8 @@ import pytest
 
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
-from sluice.telemetry.span_names import SpanName
-from sluice.telemetry.trace_context import TraceContext
 from sluice.telemetry.trace_setup import collector_url, traced_process
-from sluice.telemetry.tracing import TRACER
+from sluice.telemetry.tracing import TRACER, SpanName, TraceContext
 from tests.support.seen_spans import spans_in
 from tests.support.source_tree import ROOT
 
@@ -28,7 +26,7 @@ import services.trainer.__main__
 import msgspec
 from sluice.config.run import RunConfig
 from sluice.telemetry.trace_setup import traced_process
-from sluice.telemetry.trace_context import TraceContext
+from sluice.telemetry.tracing import TraceContext
 from sluice.telemetry.tracing import TRACER
 with traced_process(msgspec.convert({tree!r}, RunConfig), "reward", "reward"):
     print(TRACER.is_on, any(name.split(".")[0] == "opentelemetry" for name in sys.modules))

@@ -6,9 +6,7 @@ import asyncio
 
 import pytest
 
-from sluice.telemetry.span_names import Key, SpanName
-from sluice.telemetry.trace_context import TraceContext
-from sluice.telemetry.tracing import NOTHING, TRACER, RecordedSpan
+from sluice.telemetry.tracing import NOTHING, TRACER, Key, RecordedSpan, SpanName, TraceContext
 from tests.support.seen_spans import traced
 
 CALLER = TraceContext(0xABC, 0xDEF, is_sampled=True)

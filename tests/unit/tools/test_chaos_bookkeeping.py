@@ -6,12 +6,12 @@ import json
 import os
 from pathlib import Path
 
-from services.reward.ledger_schema import open_ledger_file
+from services.reward.ledger.schema import open_ledger_file
 from tools.chaos.bookkeeping import (
     Dump,
     LedgerView,
     TrainerRestart,
-    judge_books,
+    judge_accounting,
     read_dumps,
     read_ledger,
     surviving_steps,
@@ -23,39 +23,39 @@ ACCEPTED = {"witness-1", "witness-2"}
 
 
 def test_a_run_that_trained_each_prompt_once_is_not_accused() -> None:
-    verdict = judge_books(HONEST, LEDGER, ACCEPTED, last_step=2)
+    verdict = judge_accounting(HONEST, LEDGER, ACCEPTED, last_step=2)
     assert (verdict.lost, verdict.doubled, verdict.unseen_steps) == ({}, {}, 0)
 
 
 def test_an_accepted_prompt_that_neither_ended_nor_waits_is_lost() -> None:
     ledger = LedgerView(frozenset({"data-3"}), LEDGER.ended)
-    assert set(judge_books(HONEST, ledger, ACCEPTED, last_step=2).lost) == {"witness-2"}
+    assert set(judge_accounting(HONEST, ledger, ACCEPTED, last_step=2).lost) == {"witness-2"}
 
 
 def test_a_prompt_that_was_trained_in_weights_that_are_gone_is_lost() -> None:
     ledger = LedgerView(LEDGER.pending, {"witness-1": ("trained", 3)})
-    assert set(judge_books(HONEST, ledger, ACCEPTED, last_step=2).lost) == {"witness-1"}
+    assert set(judge_accounting(HONEST, ledger, ACCEPTED, last_step=2).lost) == {"witness-1"}
 
 
 def test_a_prompt_that_its_steps_batch_does_not_hold_is_lost() -> None:
     ledger = LedgerView(LEDGER.pending, {"witness-1": ("trained", 1)})
-    assert set(judge_books(HONEST, ledger, ACCEPTED, last_step=2).lost) == {"witness-1"}
+    assert set(judge_accounting(HONEST, ledger, ACCEPTED, last_step=2).lost) == {"witness-1"}
 
 
 def test_a_step_whose_batch_was_not_seen_accuses_nobody() -> None:
     ledger = LedgerView(LEDGER.pending, {"witness-1": ("trained", 3)})
-    verdict = judge_books({1: HONEST[1]}, ledger, ACCEPTED, last_step=3)
+    verdict = judge_accounting({1: HONEST[1]}, ledger, ACCEPTED, last_step=3)
     assert (verdict.lost, verdict.unseen_steps) == ({}, 2)
 
 
 def test_a_prompt_in_two_surviving_steps_is_doubled() -> None:
     steps = {**HONEST, 3: frozenset({"data-1"})}
-    assert set(judge_books(steps, LEDGER, ACCEPTED, last_step=3).doubled) == {"data-1"}
+    assert set(judge_accounting(steps, LEDGER, ACCEPTED, last_step=3).doubled) == {"data-1"}
 
 
 def test_a_trained_prompt_that_waits_to_be_trained_again_is_doubled() -> None:
     ledger = LedgerView(LEDGER.pending | {"data-0"}, LEDGER.ended)
-    assert set(judge_books(HONEST, ledger, ACCEPTED, last_step=2).doubled) == {"data-0"}
+    assert set(judge_accounting(HONEST, ledger, ACCEPTED, last_step=2).doubled) == {"data-0"}
 
 
 def test_a_batch_whose_weights_died_with_the_trainer_does_not_count() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.config.service import RewardServiceConfig, ServiceConfig, TrainerServiceConfig
-from tools.chaos.late_waits import SeenWait, WaitLimits, late_waits, limits_of
-from tools.chaos.observation import DigestSight, digest_mismatches
+from sluice.config.schema.service import RewardServiceConfig, ServiceConfig, TrainerServiceConfig
+from tools.chaos.late_waits import ObservedWait, WaitLimits, late_waits, limits_of
+from tools.chaos.observation import DigestReading, digest_mismatches
 from tools.chaos.recovery import Yield, longest_pause_s, percentile, recovery_s, tokens_per_s
 
 # A second each with 10 tokens, but for 20 to 27 s.
@@ -48,29 +48,29 @@ def test_percentiles_are_values_that_were_seen() -> None:
     assert percentile([], 0.5) is None
 
 
-def sight(at_s: float, seconds: float, phase: str = "generating") -> SeenWait:
-    return SeenWait(at_s, "reward", "rollout-0", phase, seconds)
+def reading(at_s: float, seconds: float, phase: str = "generating") -> ObservedWait:
+    return ObservedWait(at_s, "reward", "rollout-0", phase, seconds)
 
 
 def test_a_wait_past_its_deadline_is_found_once() -> None:
-    seen = [sight(50.0 + s, 10.0 + s) for s in range(8)]
+    seen = [reading(50.0 + s, 10.0 + s) for s in range(8)]
     (late,) = late_waits(seen, LIMITS, grace_s=5.0)
     assert (late.wait.seconds, late.allowed_s) == (17.0, 10.0)
 
 
 def test_a_wait_within_its_deadline_and_the_grace_is_not_late() -> None:
-    assert late_waits([sight(50.0, 15.0)], LIMITS, grace_s=5.0) == ()
-    assert late_waits([sight(500.0, 90.0, "making room")], LIMITS, grace_s=5.0) == ()
+    assert late_waits([reading(50.0, 15.0)], LIMITS, grace_s=5.0) == ()
+    assert late_waits([reading(500.0, 90.0, "making room")], LIMITS, grace_s=5.0) == ()
 
 
 def test_a_wait_whose_phase_counts_something_is_found_once_and_by_its_own_deadline() -> None:
     phases = [f"generating {9 - s} groups" for s in range(8)]
-    seen = [sight(500.0 + s, 106.0 + s, phase) for s, phase in enumerate(phases)]
+    seen = [reading(500.0 + s, 106.0 + s, phase) for s, phase in enumerate(phases)]
     assert [one.allowed_s for one in late_waits(seen, LIMITS, grace_s=5.0)] == [100.0]
 
 
 def test_time_in_which_the_waiting_process_was_stopped_does_not_count() -> None:
-    seen = [sight(50.0, 20.0)]
+    seen = [reading(50.0, 20.0)]
     assert late_waits(seen, LIMITS, [("reward", 32.0, 40.0)], grace_s=5.0) == ()
     assert len(late_waits(seen, LIMITS, [("reward", 0.0, 32.0)], grace_s=5.0)) == 1
     assert len(late_waits(seen, LIMITS, [("trainer", 32.0, 40.0)], grace_s=5.0)) == 1
@@ -89,10 +89,10 @@ def test_deadlines_come_from_the_configuration(phase: str, seconds: float) -> No
 
 
 def test_two_digests_of_one_version_of_one_trainer_are_a_mismatch() -> None:
-    sights = {DigestSight("t1", 3, "r0", "aa"), DigestSight("t1", 3, "r1", "ab")}
+    sights = {DigestReading("t1", 3, "r0", "aa"), DigestReading("t1", 3, "r1", "ab")}
     assert digest_mismatches(sights) == [("t1", 3)]
 
 
 def test_a_later_trainer_may_give_a_version_other_weights() -> None:
-    sights = {DigestSight("t1", 3, "r0", "aa"), DigestSight("t2", 3, "r1", "ab")}
+    sights = {DigestReading("t1", 3, "r0", "aa"), DigestReading("t2", 3, "r1", "ab")}
     assert digest_mismatches(sights) == []

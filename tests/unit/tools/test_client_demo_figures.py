@@ -24,8 +24,8 @@ def record(
     name: str, *answers: tuple[int, float, int], vanished: bool = False, language: str = "python"
 ) -> ClientRecord:
     """Answers are prompt, time and tokens."""
-    told = [Answered(prompt, 1.0, 0.5, tokens, 0, at_s) for prompt, at_s, tokens in answers]
-    return ClientRecord(name, language, told, {}, vanished=vanished)
+    reported = [Answered(prompt, 1.0, 0.5, tokens, 0, at_s) for prompt, at_s, tokens in answers]
+    return ClientRecord(name, language, reported, {}, vanished=vanished)
 
 
 def test_percentiles_are_values_by_their_nearest_rank() -> None:

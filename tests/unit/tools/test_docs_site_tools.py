@@ -68,7 +68,7 @@ def test_a_sound_site_has_no_problems(site: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "reported"),
     [
         ('<script src="https://cdn.example/x.js"></script>', "loads https://cdn.example/x.js"),
         ('<link rel="stylesheet" href="//fonts.example/x">', "loads //fonts.example/x"),
@@ -77,5 +77,5 @@ def test_a_sound_site_has_no_problems(site: Path) -> None:
         ('<a href="b/#none">b</a>', "b/#none: no such place on that page"),
     ],
 )
-def test_what_is_wrong_is_named(site: Path, body: str, told: str) -> None:
-    assert found(site, body) == [f"index.html: {told}"]
+def test_what_is_wrong_is_named(site: Path, body: str, reported: str) -> None:
+    assert found(site, body) == [f"index.html: {reported}"]

@@ -11,7 +11,7 @@ import pytest
 
 from tools.compose_test.commands import CommandError
 from tools.compose_test.phases import PhaseError
-from tools.ray_test.job_scenario import STEPS, JobSeen
+from tools.ray_test.job_scenario import STEPS, JobReading
 from tools.ray_test.submitted_job import JobOutcome, submit_and_wait
 
 # In the words of Ray 2.60. `ray job submit` waits, and fails with the job.
@@ -75,11 +75,13 @@ def test_another_jobs_status_is_none_of_this_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seen", "problems"),
     [
-        (JobSeen("SUCCEEDED", STEPS, {}), 0),
-        (JobSeen("SUCCEEDED", STEPS - 1, {}), 1),
-        (JobSeen("STOPPED", STEPS, {}), 1),
-        (JobSeen("SUCCEEDED", STEPS, {7: "python -m services.reward"}), 1),
+        (JobReading("SUCCEEDED", STEPS, {}), 0),
+        (JobReading("SUCCEEDED", STEPS - 1, {}), 1),
+        (JobReading("STOPPED", STEPS, {}), 1),
+        (JobReading("SUCCEEDED", STEPS, {7: "python -m services.reward"}), 1),
     ],
 )
-def test_a_job_succeeds_with_all_its_steps_and_leaves_nothing(seen: JobSeen, problems: int) -> None:
+def test_a_job_succeeds_with_all_its_steps_and_leaves_nothing(
+    seen: JobReading, problems: int
+) -> None:
     assert len(seen.problems()) == problems

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.batch_check import BatchTerms, check_batch
+from services.trainer.loop.batch_check import BatchTerms, check_batch
 from sluice.errors import PeerError
 from sluice.types import (
     DataProgress,

@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import pytest
 
-from services.trainer import reward_client
-from services.trainer.reward_client import RewardClient
+from services.trainer.loop import reward_client
+from services.trainer.loop.reward_client import RewardClient
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.errors import DeadlineError, PeerError
-from sluice.rpc.stubs import reward_stub
+from sluice.rpc.client import reward_stub
 
 IMAGE = bytes(1 << 20)
 Images = Mapping[str, tuple[bytes, ...]]

@@ -8,10 +8,9 @@ from typing import TypeVar
 
 import pytest
 
-from services.trainer.bookkeeper import Bookkeeper
-from services.trainer.fleet import Fleet, Load, MemberState
-from services.trainer.received_tokens import ReceivedTokens
-from services.trainer.run_state import RunPhase, RunState
+from services.trainer.fleet.members import Fleet, Load, MemberState
+from services.trainer.loop.accounting import RunAccountant, TokensAcrossRestarts
+from services.trainer.loop.run_state import RunPhase, RunState
 from sluice.errors import DeadlineError, EngineError, NotReadyError, PeerError
 from sluice.types import ReplicaInfo
 
@@ -22,20 +21,20 @@ def load(generated: int, *, unsent: int = 0, running: int = 0, wall_s: float = 1
     return Load(0, 0, generated, 0.0, unsent, running, wall_s, {"idle": wall_s})
 
 
-def told(**tokens: float) -> dict[str, float]:
+def reported(**tokens: float) -> dict[str, float]:
     named = {f"reward/tokens/{name}": count for name, count in tokens.items()}
     return {**named, "reward/tokens/received": sum(tokens.values())}
 
 
-class Books:
+class ScriptedCounters:
     """A bookkeeper whose replicas and reward service answer by script; the last answer stays."""
 
     def __init__(self) -> None:
         self.fleet, self.state = Fleet("layout", 1e9), RunState("t", 5, 0, elapsed_s=10.0)
         self.loads: dict[str, list[Load | Exception]] = {}
-        self.told: list[Mapping[str, float] | Exception] = [{}]
+        self.reported: list[Mapping[str, float] | Exception] = [{}]
         self.wall_s = 10.0
-        self.keeper = Bookkeeper(
+        self.run_accounting = RunAccountant(
             self.fleet,
             self.state,
             ask_replica=self.ask_replica,
@@ -53,7 +52,7 @@ class Books:
         return _next(self.loads[info.name])
 
     async def ask_reward(self) -> Mapping[str, float]:
-        return _next(self.told)
+        return _next(self.reported)
 
 
 def _next(answers: list[AnswerT | Exception]) -> AnswerT:
@@ -64,26 +63,28 @@ def _next(answers: list[AnswerT | Exception]) -> AnswerT:
 
 
 @pytest.fixture
-def books(monkeypatch: pytest.MonkeyPatch) -> Books:
-    monkeypatch.setattr("services.trainer.bookkeeper._PAUSE_S", 0.0)
-    return Books()
+def accounting(monkeypatch: pytest.MonkeyPatch) -> ScriptedCounters:
+    monkeypatch.setattr("services.trainer.loop.accounting._PAUSE_S", 0.0)
+    return ScriptedCounters()
 
 
-async def test_the_books_hold_all_three_accounts_and_are_told_to_status_calls(books: Books) -> None:
-    books.register("a", load(100, unsent=10, running=20, wall_s=4.0))
-    books.register("b", load(50, wall_s=2.0))
-    books.told = [told(trained=90.0, pending=30.0)]
-    named = await books.keeper.take()
+async def test_the_books_hold_all_three_accounts_and_are_told_to_status_calls(
+    accounting: ScriptedCounters,
+) -> None:
+    accounting.register("a", load(100, unsent=10, running=20, wall_s=4.0))
+    accounting.register("b", load(50, wall_s=2.0))
+    accounting.reported = [reported(trained=90.0, pending=30.0)]
+    named = await accounting.run_accounting.take()
     assert (named["generated_tokens"], named["tokens_residual"]) == (150, 0)
     assert (named["tokens/trained"], named["tokens/aborted"]) == (90, 10)
     assert (named["tokens/pending"], named["tokens/under_way"]) == (30, 20)
     assert (named["rollout_wall_s"], named["rollout_s/idle"]) == (6.0, 6.0)
     assert named["trainer_s/starting"] == pytest.approx(10.0, abs=1.0)
-    assert {**books.state.accounts, "tokens_age_s": 0.0} == {**named, "tokens_age_s": 0.0}
+    assert {**accounting.state.accounts, "tokens_age_s": 0.0} == {**named, "tokens_age_s": 0.0}
 
 
 async def test_the_fleet_is_asked_at_once_between_two_looks_at_the_reward_service(
-    books: Books,
+    accounting: ScriptedCounters,
 ) -> None:
     asked, all_asked = list[str](), asyncio.Event()
 
@@ -97,74 +98,83 @@ async def test_the_fleet_is_asked_at_once_between_two_looks_at_the_reward_servic
 
     async def ask_reward() -> Mapping[str, float]:
         asked.append("reward")
-        return told(pending=2.0)
+        return reported(pending=2.0)
 
-    books.register("a")
-    books.register("b")
-    keeper = Bookkeeper(books.fleet, books.state, ask_replica=ask_replica, ask_reward=ask_reward)
-    await keeper.take()
+    accounting.register("a")
+    accounting.register("b")
+    run_accounting = RunAccountant(
+        accounting.fleet, accounting.state, ask_replica=ask_replica, ask_reward=ask_reward
+    )
+    await run_accounting.take()
     assert asked == ["reward", "replica", "replica", "reward"]
 
 
 async def test_tokens_that_come_in_while_all_are_asked_are_not_in_the_residual(
-    books: Books,
+    accounting: ScriptedCounters,
 ) -> None:
-    books.register("a", load(100, running=20))
-    books.told = [told(pending=70.0), told(pending=95.0)]
-    named = await books.keeper.take()
+    accounting.register("a", load(100, running=20))
+    accounting.reported = [reported(pending=70.0), reported(pending=95.0)]
+    named = await accounting.run_accounting.take()
     assert (named["generated_tokens"], named["tokens/under_way"]) == (100, 5)
     assert (named["tokens_residual"], named["tokens_moved"]) == (0, 25)
 
 
-async def test_tokens_that_were_lost_are_in_the_live_residual(books: Books) -> None:
-    books.register("a", load(100, running=20))
-    books.told = [told(pending=70.0)]
-    named = await books.keeper.take()
+async def test_tokens_that_were_lost_are_in_the_live_residual(accounting: ScriptedCounters) -> None:
+    accounting.register("a", load(100, running=20))
+    accounting.reported = [reported(pending=70.0)]
+    named = await accounting.run_accounting.take()
     assert (named["tokens_residual"], named["tokens_residual_share"]) == (10, 0.1)
 
 
-async def test_tokens_on_the_wire_are_asked_for_once_more(books: Books) -> None:
-    books.register("a", load(100))
-    books.told = [told(pending=68.0), told(pending=68.0), told(pending=100.0)]
-    assert (await books.keeper.take())["tokens_residual"] == 0
+async def test_tokens_on_the_wire_are_asked_for_once_more(accounting: ScriptedCounters) -> None:
+    accounting.register("a", load(100))
+    accounting.reported = [reported(pending=68.0), reported(pending=68.0), reported(pending=100.0)]
+    assert (await accounting.run_accounting.take())["tokens_residual"] == 0
 
 
 @pytest.mark.parametrize("silent", ["replica", "reward"])
 async def test_while_somebody_is_silent_the_last_whole_account_of_tokens_stands_with_its_age(
-    books: Books, silent: str
+    accounting: ScriptedCounters, silent: str
 ) -> None:
     error = PeerError("x", "asking", "")
-    books.register("a", load(100), error if silent == "replica" else load(160, wall_s=2.0))
-    later = error if silent == "reward" else told(trained=160.0)
-    books.told = [told(trained=100.0), told(trained=100.0), later]
-    await books.keeper.take()
-    named = await books.keeper.take()
+    accounting.register("a", load(100), error if silent == "replica" else load(160, wall_s=2.0))
+    later = error if silent == "reward" else reported(trained=160.0)
+    accounting.reported = [reported(trained=100.0), reported(trained=100.0), later]
+    await accounting.run_accounting.take()
+    named = await accounting.run_accounting.take()
     assert (named["generated_tokens"], named["tokens/trained"]) == (100, 100)
     assert named["tokens_residual"] == 0
     assert named["tokens_age_s"] > 0
-    first, second = books.state.accounts["tokens_age_s"], books.state.accounts["tokens_age_s"]
+    first, second = (
+        accounting.state.accounts["tokens_age_s"],
+        accounting.state.accounts["tokens_age_s"],
+    )
     assert named["tokens_age_s"] < first < second
 
 
 async def test_who_hangs_holds_nobody_up_for_longer_than_a_take_may_last(
-    books: Books, monkeypatch: pytest.MonkeyPatch
+    accounting: ScriptedCounters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.trainer.bookkeeper._LONGEST_TAKE_S", 0.0)
+    monkeypatch.setattr("services.trainer.loop.accounting._LONGEST_TAKE_S", 0.0)
 
     async def hang(_info: ReplicaInfo) -> Load:
         await asyncio.Event().wait()
         raise AssertionError
 
-    books.register("a")
-    books.told = [told(trained=0.0)]
-    keeper = Bookkeeper(books.fleet, books.state, ask_replica=hang, ask_reward=books.ask_reward)
+    accounting.register("a")
+    accounting.reported = [reported(trained=0.0)]
+    run_accounting = RunAccountant(
+        accounting.fleet, accounting.state, ask_replica=hang, ask_reward=accounting.ask_reward
+    )
     async with asyncio.timeout(10):
-        named = await keeper.take()
+        named = await run_accounting.take()
     assert "rollout_seconds_residual" in named
     assert "tokens_residual" not in named
 
 
-async def test_the_reward_services_answers_are_taken_in_their_order(books: Books) -> None:
+async def test_the_reward_services_answers_are_taken_in_their_order(
+    accounting: ScriptedCounters,
+) -> None:
     """An older answer that came in later would look like a service that started anew."""
     num_open, answers = 0, iter(range(1, 100))
 
@@ -174,16 +184,18 @@ async def test_the_reward_services_answers_are_taken_in_their_order(books: Books
         assert num_open == 1
         await asyncio.sleep(0)
         num_open -= 1
-        return told(trained=float(next(answers)))
+        return reported(trained=float(next(answers)))
 
     async def ask_replica(_info: ReplicaInfo) -> Load:
         return load(4)
 
-    books.register("a")
-    keeper = Bookkeeper(books.fleet, books.state, ask_replica=ask_replica, ask_reward=ask_reward)
+    accounting.register("a")
+    run_accounting = RunAccountant(
+        accounting.fleet, accounting.state, ask_replica=ask_replica, ask_reward=ask_reward
+    )
     async with asyncio.TaskGroup() as tasks:
         for _ in range(2):
-            tasks.create_task(keeper.take())
+            tasks.create_task(run_accounting.take())
 
 
 @pytest.mark.parametrize(
@@ -196,51 +208,55 @@ async def test_the_reward_services_answers_are_taken_in_their_order(books: Books
     ],
 )
 async def test_who_does_not_answer_stands_with_the_last_word(
-    books: Books, error: Exception
+    accounting: ScriptedCounters, error: Exception
 ) -> None:
-    books.register("a", load(100), error)
-    books.told = [told(trained=100.0), told(trained=100.0), error]
-    first = await books.keeper.take()
-    second = await books.keeper.take()
+    accounting.register("a", load(100), error)
+    accounting.reported = [reported(trained=100.0), reported(trained=100.0), error]
+    first = await accounting.run_accounting.take()
+    second = await accounting.run_accounting.take()
     assert first["generated_tokens"] == second["generated_tokens"] == 100
     assert first["tokens/trained"] == second["tokens/trained"] == 100
 
 
 async def test_without_token_counts_of_the_reward_service_there_is_no_such_account(
-    books: Books,
+    accounting: ScriptedCounters,
 ) -> None:
-    books.register("a", load(100))
-    named = await books.keeper.settle()
+    accounting.register("a", load(100))
+    named = await accounting.run_accounting.settle()
     assert "tokens_residual" not in named
     assert "rollout_seconds_residual" in named
 
 
-async def test_the_last_books_wait_until_all_that_was_sent_has_been_received(books: Books) -> None:
-    books.register("a", load(50), load(70), load(90), load(100))
-    books.told = [told(trained=50.0), told(trained=90.0), told(trained=100.0)]
-    named = await books.keeper.settle()
+async def test_the_last_books_wait_until_all_that_was_sent_has_been_received(
+    accounting: ScriptedCounters,
+) -> None:
+    accounting.register("a", load(50), load(70), load(90), load(100))
+    accounting.reported = [reported(trained=50.0), reported(trained=90.0), reported(trained=100.0)]
+    named = await accounting.run_accounting.settle()
     assert (named["generated_tokens"], named["tokens/trained"]) == (100, 100)
     assert named["tokens_residual"] == 0
 
 
 async def test_books_that_never_agree_stand_in_which_least_was_sent_meanwhile(
-    books: Books,
+    accounting: ScriptedCounters,
 ) -> None:
     """As when another client generates all the time."""
     sent = [(0, 30), (60, 70), (100, 140)]
     looks = [load(count, wall_s=float(count)) for pair in sent for count in pair]
     loads = [load(140 + 40 * i, wall_s=140.0 + i) for i in range(1, 20)]
-    books.register("a", *looks, *loads)
-    books.told = [told(trained=0.0)]
-    assert (await books.keeper.settle())["generated_tokens"] == 70
+    accounting.register("a", *looks, *loads)
+    accounting.reported = [reported(trained=0.0)]
+    assert (await accounting.run_accounting.settle())["generated_tokens"] == 70
 
 
-async def test_the_closed_books_hold_the_seconds_of_shutting_down(books: Books) -> None:
-    books.told = [told(trained=0.0)]
-    settled = await books.keeper.settle()
-    books.state.enter(RunPhase.FINISHED)
-    books.wall_s = 12.0
-    closed = books.keeper.close({**settled, "submitted": 3.0})
+async def test_the_closed_books_hold_the_seconds_of_shutting_down(
+    accounting: ScriptedCounters,
+) -> None:
+    accounting.reported = [reported(trained=0.0)]
+    settled = await accounting.run_accounting.settle()
+    accounting.state.enter(RunPhase.FINISHED)
+    accounting.wall_s = 12.0
+    closed = accounting.run_accounting.close({**settled, "submitted": 3.0})
     assert closed["trainer_wall_s"] == 12.0
     assert "trainer_s/finished" in closed
     assert closed["submitted"] == 3.0
@@ -250,14 +266,14 @@ async def test_the_closed_books_hold_the_seconds_of_shutting_down(books: Books) 
 
 
 def test_a_service_that_starts_anew_counts_on_where_the_one_before_stopped() -> None:
-    received = ReceivedTokens()
-    assert received.by_fate() is None
+    received = TokensAcrossRestarts()
+    assert received.by_use() is None
     received.update({"reward/other": 1.0})
-    assert received.by_fate() is None
-    received.update(told(trained=10.0, pending=5.0, aborted=1.0))
-    received.update(told(trained=14.0, pending=7.0, aborted=1.0))
-    received.update(told(trained=2.0, pending=3.0))
-    found = received.by_fate()
+    assert received.by_use() is None
+    received.update(reported(trained=10.0, pending=5.0, aborted=1.0))
+    received.update(reported(trained=14.0, pending=7.0, aborted=1.0))
+    received.update(reported(trained=2.0, pending=3.0))
+    found = received.by_use()
     assert found is not None
     assert (found["trained"], found["aborted"], found["pending"]) == (16.0, 8.0, 3.0)
     assert sum(found.values()) == 22.0 + 5.0
@@ -265,13 +281,13 @@ def test_a_service_that_starts_anew_counts_on_where_the_one_before_stopped() -> 
 
 def test_counters_of_those_who_left_stay_in_the_books() -> None:
     fleet = Fleet("layout", 6.0)
-    for incarnation in ("a-1", "a-2"):
-        info = ReplicaInfo("a", incarnation, "a:1", 8)
+    for instance_id in ("a-1", "a-2"):
+        info = ReplicaInfo("a", instance_id, "a:1", 8)
         fleet.register(info, "layout", 0.0)
-        fleet.heartbeat("a", incarnation, load(10, running=4), draining=False, now_s=1.0)
+        fleet.heartbeat("a", instance_id, load(10, running=4), draining=False, now_s=1.0)
     counters = fleet.counters()
     assert (counters.generated_tokens, counters.running_tokens) == (20, 4)
-    assert counters.unsent_tokens == 4  # what the first incarnation had not sent
+    assert counters.unsent_tokens == 4  # what the first instance had not sent
     assert counters.wall_s == 2.0
     fleet.expire(100.0)
     assert (fleet.counters().unsent_tokens, fleet.counters().running_tokens) == (8, 0)

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from services.trainer.learner.optimizer import PolicyOptimizer
-from services.trainer.learner.policy_state import save_policy_state
-from sluice.config.optim import OptimConfig
+from services.trainer.learner.model.optimizer import PolicyOptimizer
+from services.trainer.learner.model.trained_model import save_policy_state
+from sluice.config.schema.actor import OptimConfig
 from tests.support.tiny_policy import make_model
 
 

@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.learner.checkpoint import CheckpointStore, read_checkpoint, resume_remedy
-from services.trainer.learner.checkpoint_retention import StoredCheckpoint, superfluous_roles
+from services.trainer.learner.checkpoint import (
+    CheckpointStore,
+    StoredCheckpoint,
+    read_checkpoint,
+    resume_remedy,
+    superfluous_roles,
+)
 from sluice.errors import CheckpointError
 from tests.support.crashing_saver import save
 

@@ -11,7 +11,7 @@ import pytest
 
 from services.trainer.learner import checkpoint
 from services.trainer.learner.checkpoint import Checkpoint, CheckpointStore, resume_point
-from sluice.config.trainer import TrainerConfig
+from sluice.config.schema.trainer import TrainerConfig
 from sluice.errors import CheckpointError, ConfigError
 from sluice.types import DataProgress
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.trainer.run_state import RunPhase
-from sluice.concurrency.exception_leaves import leaves
-from sluice.errors import PeerError
+from services.trainer.loop.run_state import RunPhase
+from sluice.errors import PeerError, leaves
 from sluice.types import TrainBatch
 from tests.support.loop_world import WAIT_S, World, batch_of, run, until
 

@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
-from services.trainer.counter_calls import ReplicaCounterCalls, RewardCounterCalls
-from sluice.algorithm.accounts import ReplicaCounters
+from services.trainer.fleet.replica_client import ReplicaCounterCalls, RewardCounterCalls
+from sluice.algorithm.accounting import ReplicaCounters
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.errors import PeerError, SluiceError
-from sluice.rpc.stubs import reward_stub
+from sluice.rpc.client import reward_stub
 from sluice.types import ReplicaInfo
 from tests.support.rpc_server import connected
 
@@ -30,7 +30,7 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
         self.num_asked += 1
         self.asked_without_engine = request.without_engine
         return rollout_pb2.GetStatusResponse(
-            incarnation="a-1",
+            instance_id="a-1",
             generated_tokens=100,
             unsent_tokens=7,
             running_tokens=3,
@@ -62,9 +62,9 @@ async def calls() -> AsyncIterator[ReplicaCounterCalls]:
 
 async def test_a_replica_tells_all_that_enters_the_books(calls: ReplicaCounterCalls) -> None:
     async with serving(Replica()) as info:
-        told = await calls.ask(info)
+        reported = await calls.ask(info)
     seconds = {"idle": 1.5, "generating": 2.5}
-    assert told.counters == ReplicaCounters(100, 7, 3, 4.0, seconds, 20, 2)
+    assert reported.counters == ReplicaCounters(100, 7, 3, 4.0, seconds, 20, 2)
 
 
 async def test_the_books_do_not_wait_for_an_engines_step(calls: ReplicaCounterCalls) -> None:
@@ -79,7 +79,7 @@ async def test_the_counters_of_another_process_at_the_same_address_are_not_taken
 ) -> None:
     async with serving(Replica()) as info:
         with pytest.raises(PeerError, match="process a-1 answers there"):
-            await calls.ask(replace(info, incarnation="a-0"))
+            await calls.ask(replace(info, instance_id="a-0"))
 
 
 async def test_a_replica_that_is_gone_is_an_error(calls: ReplicaCounterCalls) -> None:
@@ -109,5 +109,5 @@ async def test_the_reward_service_tells_its_statistics() -> None:
             return reward_pb2.GetStatusResponse(statistics={"reward/tokens/received": 3.0})
 
     async with connected(reward=Reward()) as channel:
-        told = await RewardCounterCalls(reward_stub(channel)).ask()
-    assert told == {"reward/tokens/received": 3.0}
+        reported = await RewardCounterCalls(reward_stub(channel)).ask()
+    assert reported == {"reward/tokens/received": 3.0}

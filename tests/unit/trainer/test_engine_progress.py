@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.engine_progress import EngineProgress, EngineSign
+from services.trainer.fleet.members import EngineProgress, EngineSign
 
 STALL_S = 10.0
 
@@ -64,14 +64,14 @@ def test_a_suspect_is_out_until_it_answers_and_only_if_it_can() -> None:
 
 
 @given(
-    drawn=st.lists(st.integers(0, 3), max_size=30),
+    sampled=st.lists(st.integers(0, 3), max_size=30),
     gap_s=st.floats(0.1, STALL_S, exclude_max=True),
 )
 def test_an_engine_that_draws_at_every_heartbeat_is_never_stalled(
-    drawn: list[int], gap_s: float
+    sampled: list[int], gap_s: float
 ) -> None:
     tokens, progress = 0, EngineProgress(sign(), 0.0)
-    for number, more in enumerate(drawn, 1):
+    for number, more in enumerate(sampled, 1):
         tokens += more + 1
         progress = progress.after(sign(tokens), number * gap_s, STALL_S)
         assert not progress.is_stalled

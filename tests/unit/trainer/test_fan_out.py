@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.trainer.fan_out import fan_out
+from services.trainer.fleet.delivery import fan_out
 from sluice.errors import PeerError, SluiceError
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.trainer.fleet import Fleet, Load, MemberState
+from services.trainer.fleet.members import Fleet, Load, MemberState
 from sluice.errors import InvalidRequestError, NotFoundError
 from sluice.types import ReplicaInfo
 
@@ -20,8 +20,8 @@ def fleet() -> Fleet:
     return Fleet(LAYOUT, TTL_S)
 
 
-def replica(name: str = "a", incarnation: str = "1") -> ReplicaInfo:
-    return ReplicaInfo(name, f"{name}-{incarnation}", f"{name}:1", 8)
+def replica(name: str = "a", instance_id: str = "1") -> ReplicaInfo:
+    return ReplicaInfo(name, f"{name}-{instance_id}", f"{name}:1", 8)
 
 
 def load(tokens: int = 0, busy_s: float = 0.0) -> Load:
@@ -30,7 +30,7 @@ def load(tokens: int = 0, busy_s: float = 0.0) -> Load:
 
 def beat(fleet: Fleet, info: ReplicaInfo, now_s: float, **given: object) -> None:
     draining = bool(given.pop("draining", False))
-    fleet.heartbeat(info.name, info.incarnation, load(**given), draining=draining, now_s=now_s)  # type: ignore[arg-type]
+    fleet.heartbeat(info.name, info.instance_id, load(**given), draining=draining, now_s=now_s)  # type: ignore[arg-type]
 
 
 def states(fleet: Fleet) -> dict[str, MemberState]:
@@ -60,17 +60,17 @@ def test_registering_again_changes_nothing_but_the_address(fleet: Fleet) -> None
     assert fleet.in_state(MemberState.SERVING) == (moved,)
 
 
-def test_a_new_incarnation_replaces_the_old_one_and_has_no_weights(fleet: Fleet) -> None:
+def test_a_new_instance_replaces_the_old_one_and_has_no_weights(fleet: Fleet) -> None:
     fleet.register(replica(), LAYOUT, 0.0)
     fleet.mark_serving(replica(), 0)
-    fleet.register(replica(incarnation="2"), LAYOUT, 1.0)
-    assert fleet.in_state(MemberState.PENDING) == (replica(incarnation="2"),)
+    fleet.register(replica(instance_id="2"), LAYOUT, 1.0)
+    assert fleet.in_state(MemberState.PENDING) == (replica(instance_id="2"),)
     with pytest.raises(NotFoundError, match="register again"):
         beat(fleet, replica(), 2.0)
 
 
-def test_late_news_of_an_old_incarnation_do_not_touch_the_new_one(fleet: Fleet) -> None:
-    fleet.register(replica(incarnation="2"), LAYOUT, 0.0)
+def test_late_news_of_an_old_instance_do_not_touch_the_new_one(fleet: Fleet) -> None:
+    fleet.register(replica(instance_id="2"), LAYOUT, 0.0)
     fleet.mark_serving(replica(), 1)
     fleet.expel(replica(), "too late")
     assert states(fleet) == {"a": MemberState.PENDING}
@@ -133,7 +133,7 @@ def test_an_expelled_replica_may_come_back_and_a_refused_one_may_not(fleet: Flee
     assert not fleet.members()
     with pytest.raises(InvalidRequestError, match="replica a: its model has other shapes"):
         fleet.register(replica("a"), LAYOUT, 2.0)
-    fleet.register(replica("a", incarnation="2"), LAYOUT, 3.0)
+    fleet.register(replica("a", instance_id="2"), LAYOUT, 3.0)
     assert states(fleet) == {"a": MemberState.PENDING}
 
 
@@ -159,16 +159,16 @@ def test_totals_count_those_who_left_and_no_token_twice(fleet: Fleet) -> None:
     assert fleet.totals() == (17, 1.75)
     assert fleet.members()[0].tokens_per_second == pytest.approx(2.0)
     # Another process starts at nothing.
-    fleet.register(replica("a", incarnation="2"), LAYOUT, 4.0)
-    beat(fleet, replica("a", incarnation="2"), 5.0, tokens=3)
+    fleet.register(replica("a", instance_id="2"), LAYOUT, 4.0)
+    beat(fleet, replica("a", instance_id="2"), 5.0, tokens=3)
     assert fleet.totals() == (20, 1.75)
 
 
 def test_no_more_replicas_and_processes_than_the_limits_are_taken_on(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.trainer.fleet.MAX_MEMBERS", 2)
-    monkeypatch.setattr("services.trainer.fleet.MAX_INCARNATIONS", 3)
+    monkeypatch.setattr("services.trainer.fleet.members.MAX_MEMBERS", 2)
+    monkeypatch.setattr("services.trainer.fleet.members.MAX_INSTANCES", 3)
     for name in ("a", "b"):
         fleet.register(replica(name), LAYOUT, 0.0)
     with pytest.raises(InvalidRequestError, match="replica c: 2 replicas are registered"):

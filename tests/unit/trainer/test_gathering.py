@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from services.trainer.learner.gathering import gather_whole
-from services.trainer.learner.parallel import COPY_DIM, SHARD_DIM
+from services.trainer.learner.ranks.gathering import gather_whole
+from services.trainer.learner.ranks.parallel import COPY_DIM, SHARD_DIM
 from tests.support.threaded_ranks import ThreadedRank
 
 Weights = dict[str, torch.Tensor]

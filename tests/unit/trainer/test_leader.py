@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from services.trainer import leader
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
 
 WAIT_S = 20.0

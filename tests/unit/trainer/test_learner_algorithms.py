@@ -12,14 +12,13 @@ import pytest
 import torch
 from msgspec import structs
 
-from services.trainer.learner.parallel import SingleProcess
+from services.trainer.learner.ranks.parallel import SingleProcess
 from services.trainer.learner.worker import Learner
-from sluice.algorithm.advantages.registry import BATCH_ESTIMATORS
-from sluice.algorithm.losses.registry import POLICY_OBJECTIVES
+from sluice.algorithm.registry import BATCH_ESTIMATORS, POLICY_OBJECTIVES
 from sluice.config.run import RunConfig
 from sluice.errors import CheckpointError, ConfigError
-from sluice.types import Scored, TrainBatch
-from tests.support.tiny_policy import make_batch, make_config, save_model
+from sluice.types import Rollout, Scored, TrainBatch
+from tests.support.tiny_policy import make_batch, make_config, save_model, uniform
 
 CUT_DEPENDENT = {"geo_mean", "clip_cov", "kl_cov"}  # defined over the micro-batch, as in verl
 
@@ -228,6 +227,68 @@ def test_rejected_tokens_do_not_train(model_folder: Path) -> None:
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
 
 
+def test_rejected_tokens_leave_the_mask_before_the_advantages(model_folder: Path) -> None:
+    batch = make_batch()
+    groups = [replace(group, rollouts=_far_tails(group.rollouts)) for group in batch.groups]
+    tailed = replace(batch, groups=tuple(groups))
+    heads = [[r.num_tokens - _TAIL for r in group.rollouts] for group in groups]
+    rewards = [[scored.reward for scored in group.scores] for group in groups]
+    config = configured(
+        model_folder, algorithm={"adv_estimator": "opo"}, correction=_REJECTS_FAR_TOKENS
+    )
+    _, metrics = train(config, tailed)
+    expected = [
+        reward - np.average(of_group, weights=lengths)
+        for of_group, lengths in zip(rewards, heads, strict=True)
+        for reward in of_group
+    ]
+    assert metrics["critic/advantages/mean"] == pytest.approx(
+        np.average(expected, weights=[n for lengths in heads for n in lengths]), abs=1e-6
+    )
+    assert metrics["critic/advantages/max"] == pytest.approx(max(expected), abs=1e-6)
+
+
+def test_remax_gives_nothing_for_a_reward_on_a_rejected_token(model_folder: Path) -> None:
+    batch = make_batch()
+    groups = [replace(group, rollouts=_far_tails(group.rollouts)) for group in batch.groups]
+    config = configured(
+        model_folder, algorithm={"adv_estimator": "remax"}, correction=_REJECTS_FAR_TOKENS
+    )
+    _, metrics = train(config, with_baselines(replace(batch, groups=tuple(groups))))
+    assert (metrics["critic/returns/min"], metrics["critic/returns/max"]) == (0.0, 0.0)
+    assert metrics["critic/advantages/mean"] == pytest.approx(-0.5)
+
+
+def test_a_batch_of_which_every_token_is_rejected_trains_nothing_and_ends_nothing(
+    model_folder: Path,
+) -> None:
+    config = configured(
+        model_folder,
+        algorithm={"adv_estimator": "reinforce_plus_plus"},
+        correction=_REJECTS_FAR_TOKENS,
+    )
+    _, metrics = train(config, _with_behavior(make_batch(), -60.0))
+    assert metrics["actor/grad_norm"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_neither_policy_nor_critic_learns_from_rejected_responses(
+    model_folder: Path, name: str
+) -> None:
+    config = configured(
+        model_folder, algorithm={"adv_estimator": name}, correction=_REJECTS_FAR_TOKENS
+    )
+    batch = make_batch()
+    far = _with_behavior(batch, -60.0).groups[3:]
+    half = replace(batch, groups=(*batch.groups[:3], *far))
+    other = uniform(half, range(3, 6))  # other rewards, on rejected responses only
+    expected, found = train(config, half)[1], train(config, other)[1]
+    learnt = {n for n in expected if n.endswith(("vf_loss", "pg_loss", "grad_norm"))}
+    assert len(learnt) == (4 if name == "gae" else 2)
+    for metric in learnt:
+        assert found[metric] == pytest.approx(expected[metric], rel=1e-5), metric
+
+
 def test_normalised_importance_weights_have_mean_1(model_folder: Path) -> None:
     plain = configured(model_folder, ppo_mini_batch_size=6)
     correction = {"rollout_is": "token", "rollout_is_batch_normalize": True}
@@ -295,6 +356,23 @@ def test_off_policy_metrics_are_there_without_any_correction(model_folder: Path)
     _, metrics = train(configured(model_folder), make_batch())
     assert math.isfinite(metrics["rollout_corr/kl"])
     assert math.isfinite(metrics["rollout_corr/k3_kl"])
+
+
+_TAIL = 1
+_REJECTS_FAR_TOKENS: dict[str, object] = {
+    "rollout_rs": "token_k2",
+    "rollout_rs_threshold": 100.0,
+}
+
+
+def _far_tails(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
+    """The same responses; of each only the last token is rejected."""
+    found = []
+    for rollout in rollouts:
+        logprobs = rollout.behavior_logprobs.copy()
+        logprobs[-_TAIL:] = -60.0
+        found.append(replace(rollout, behavior_logprobs=logprobs))
+    return tuple(found)
 
 
 def _with_behavior(batch: TrainBatch, logprob: float) -> TrainBatch:

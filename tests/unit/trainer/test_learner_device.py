@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from services.trainer.learner.parallel import SingleProcess
-from services.trainer.learner.reference import ReferencePolicy
+from services.trainer.learner.ranks.parallel import SingleProcess
+from services.trainer.learner.update.reference import ReferencePolicy
 from services.trainer.learner.worker import Learner
-from sluice.config.actor import FsdpConfig
+from sluice.config.schema.actor import FsdpConfig
 from sluice.device.cpu import CpuDevice
 from sluice.errors import ConfigError
 from tests.support.tiny_policy import make_config, save_model, with_critic

@@ -11,15 +11,15 @@ from msgspec import structs
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 
-from services.trainer.learner.forward import token_outputs
-from services.trainer.learner.micro_batch import (
+from services.trainer.learner.batch.micro_batch import (
     MicroBatch,
     TrainingRow,
     build_micro_batch,
     training_rows,
 )
-from services.trainer.learner.packed_attention import PACKED_ATTENTION, register_packed_attention
-from services.trainer.learner.parallel import SingleProcess
+from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.model.forward import token_outputs
+from services.trainer.learner.ranks.parallel import SingleProcess
 from services.trainer.learner.worker import Learner
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.errors import ConfigError
@@ -67,7 +67,7 @@ def _packed(directory: Path, groups: list[TrainGroup]) -> tuple[list[TrainingRow
     return rows, micro_batch
 
 
-def _without_drawn_images(group: TrainGroup) -> TrainGroup:
+def _without_sampled_images(group: TrainGroup) -> TrainGroup:
     """transformers' own forward would take a drawn image token for a place of an image."""
     for rollout in group.rollouts:
         rollout.token_ids[rollout.token_ids == IMAGE] = IMAGE + 1
@@ -79,7 +79,7 @@ def test_logprobs_and_gradients_equal_the_plain_models(folder: Folder) -> None:
     model.requires_grad_(True)
     reader = make_reader(directory)
     groups = [
-        _without_drawn_images(make_image_group(reader, seed, seed % 3)) for seed in range(1, 5)
+        _without_sampled_images(make_image_group(reader, seed, seed % 3)) for seed in range(1, 5)
     ]
     rows, micro_batch = _packed(directory, groups)
     full = FullForward(directory, model, differentiable=True)

@@ -12,19 +12,20 @@ from pathlib import Path
 import pytest
 
 from services.rollout.engines.state_clock import EngineState
-from services.trainer.learner.parallel import SingleProcess
+from services.trainer.learner.ranks.parallel import SingleProcess
 from services.trainer.learner.worker import Learner
-from services.trainer.metrics.memory import memory_metrics
-from services.trainer.metrics.sequence_balance import balance_metrics, rank_cut
+from services.trainer.loop.run_state import RunPhase
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
     RunScale,
     StepTimes,
     account_metrics,
+    balance_metrics,
+    rank_cut,
     step_metrics,
 )
-from services.trainer.run_state import RunPhase
-from sluice.algorithm.accounts import RECEIVED, ReplicaCounters, run_books
+from services.trainer.telemetry import memory_metrics
+from sluice.algorithm.accounting import RECEIVED, ReplicaCounters, run_accounts
 from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
 from sluice.device.cpu import CpuDevice
 from sluice.types import Scored
@@ -95,8 +96,8 @@ def test_every_name_of_a_step_is_in_the_page(tmp_path: Path) -> None:
 def test_every_name_of_the_books_is_in_the_page() -> None:
     fleet = ReplicaCounters(8, 4, 2, 1.0, dict.fromkeys(map(str, EngineState), 0.25))
     phases = dict.fromkeys(map(str, RunPhase), 1.0)
-    books = run_books(fleet, dict.fromkeys(RECEIVED, 1.0), phases, 9.0)
-    emitted = account_metrics(books.as_mapping())
+    accounting = run_accounts(fleet, dict.fromkeys(RECEIVED, 1.0), phases, 9.0)
+    emitted = account_metrics(accounting.as_mapping())
     assert len(emitted) == len(RECEIVED) + 2 + len(RunPhase) + len(EngineState) + 3 * 3 + 2
     assert [name for name in emitted if not is_documented(name)] == []
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from services.trainer.learner.optimizer import PolicyOptimizer
-from sluice.config.loader import load_config
+from services.trainer.learner.model.optimizer import PolicyOptimizer
+from sluice.config.loading.loader import load_config
 
 OPTIM = "actor_rollout_ref.actor.optim"
 

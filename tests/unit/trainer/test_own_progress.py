@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 
 from services.trainer.learner.checkpoint import CheckpointStore
-from services.trainer.own_progress import beginning
-from sluice.config.loader import load_config
-from sluice.config.trainer import TrainerConfig
+from services.trainer.start import start_point
+from sluice.config.loading.loader import load_config
+from sluice.config.schema.trainer import TrainerConfig
 from sluice.errors import CheckpointError
-from sluice.launch.checkpoint_mark import MARK_VARIABLE, TRACKER_NAME, checkpoint_mark
-from sluice.launch.service_spec import RESTARTS_VARIABLE
+from sluice.service_contract import (
+    MARK_VARIABLE,
+    RESTARTS_VARIABLE,
+    TRACKER_NAME,
+    checkpoint_mark,
+)
 from sluice.types import DataProgress
 
 
@@ -42,7 +46,7 @@ def begins_at(
     store: CheckpointStore, folder: Path, given: dict[str, str], *overrides: str
 ) -> tuple[int | None, int | None]:
     """Steps of the checkpoint and of the record that stands."""
-    found = beginning(settings(*overrides), store, folder, given)
+    found = start_point(settings(*overrides), store, folder, given)
     return (found.checkpoint.step if found.checkpoint else None, found.replaces_after)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from services.trainer.fleet import Fleet
-from services.trainer.policy_announcer import PolicyAnnouncer
-from services.trainer.run_state import RunState
+from services.trainer.fleet.members import Fleet
+from services.trainer.loop.run_state import RunState
+from services.trainer.loop.train_loop import PolicyAnnouncer
 from sluice.errors import PeerError
 from sluice.types import DataProgress, ReplicaInfo
 

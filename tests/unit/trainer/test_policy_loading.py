@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.trainer.learner.model import load_policy
-from sluice.config.actor_rollout_ref import FsdpConfig, ModelConfig
+from services.trainer.learner.model.loading import load_policy
+from sluice.config.schema.actor import FsdpConfig
+from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
 from tests.support.tiny_policy import save_model
 

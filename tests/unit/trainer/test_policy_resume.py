@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.trainer.learner.checkpoint import CheckpointStore
-from services.trainer.learner.parallel import SingleProcess
+from services.trainer.learner.ranks.parallel import SingleProcess
 from services.trainer.learner.worker import Learner
 from sluice.errors import CheckpointError
 from sluice.types import DataProgress

@@ -11,9 +11,9 @@ import pytest
 import torch
 from msgspec import structs
 
-from services.trainer.learner import update
-from services.trainer.learner.forward import EntropyUse, TokenOutputs, token_outputs
-from services.trainer.learner.parallel import SingleProcess
+from services.trainer.learner.model.forward import EntropyUse, TokenOutputs, token_outputs
+from services.trainer.learner.ranks.parallel import SingleProcess
+from services.trainer.learner.update import policy_update
 from services.trainer.learner.worker import Learner
 from sluice.algorithm.advantages.grpo import grpo_advantages
 from sluice.config.run import RunConfig
@@ -54,7 +54,7 @@ class Forwards:
         self.differentiated: list[torch.Tensor] = []
         self.recomputed: list[torch.Tensor] = []
         self.entropies: list[EntropyUse] = []
-        monkeypatch.setattr(update, "token_outputs", self._record)
+        monkeypatch.setattr(policy_update, "token_outputs", self._record)
 
     def _record(self, *arguments: object, **keywords: object) -> TokenOutputs:
         outputs = token_outputs(*arguments, **keywords)  # type: ignore[arg-type]

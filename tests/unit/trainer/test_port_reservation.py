@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from services.trainer.port_reservation import PortReservation
+from services.trainer.start import PortReservation
 from sluice.errors import ConfigError
 
 HOST = "127.0.0.1"

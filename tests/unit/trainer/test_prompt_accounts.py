@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.prompt_accounts import acknowledged_groups, settled_accounts
+from services.trainer.loop.accounting import acknowledged_groups, settled_accounts
 
 # 22 = 8 trained + 5 filtered + 3 dropped + 2 skipped + 4 pending
 ACCOUNTS = {

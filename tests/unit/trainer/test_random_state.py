@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.trainer.learner.random_state import random_state, restore_random_state
+from services.trainer.learner.model.trained_model import random_state, restore_random_state
 
 CPU, XPU, CUDA = torch.device("cpu"), torch.device("xpu", 1), torch.device("cuda", 0)
 
@@ -35,12 +35,12 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> FakeGenerators:
 def test_any_accelerators_generator_goes_on_where_it_was(generators: FakeGenerators) -> None:
     generators.states[XPU] = torch.tensor([3, 0, 255], dtype=torch.uint8)
     saved = random_state(XPU)
-    drawn = torch.rand(3)
+    sampled = torch.rand(3)
     assert (set(saved), saved["xpu"]) == ({"cpu", "xpu"}, "0300ff")
     generators.states[XPU] = torch.zeros(3, dtype=torch.uint8)
     restore_random_state(saved, XPU)
     assert generators.states[XPU].tolist() == [3, 0, 255]
-    assert torch.equal(torch.rand(3), drawn)
+    assert torch.equal(torch.rand(3), sampled)
 
 
 def test_a_checkpoint_of_another_type_of_device_gives_the_cpus_state_alone(
@@ -48,11 +48,11 @@ def test_a_checkpoint_of_another_type_of_device_gives_the_cpus_state_alone(
 ) -> None:
     generators.states[CUDA] = torch.tensor([1], dtype=torch.uint8)
     saved = random_state(CUDA)
-    drawn = torch.rand(3)
+    sampled = torch.rand(3)
     generators.states.clear()
     for device in (XPU, CPU):
         restore_random_state(saved, device)
-        assert torch.equal(torch.rand(3), drawn)
+        assert torch.equal(torch.rand(3), sampled)
     assert not generators.states
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.learner.parallel import DataParallel
+from services.trainer.learner.ranks.parallel import DataParallel
 from services.trainer.learner.worker import Learner
 from tests.support.threaded_ranks import on_ranks
 from tests.support.tiny_policy import make_batch, make_config, save_model

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from services.trainer import reward_client
-from services.trainer.reward_client import RewardClient
+from services.trainer.loop import reward_client
+from services.trainer.loop.reward_client import RewardClient
 from sluice.api.common.v1 import common_pb2
 from sluice.api.reward.v1 import reward_pb2
 from sluice.errors import (
@@ -21,8 +21,8 @@ from sluice.errors import (
     PeerError,
     SluiceError,
 )
-from sluice.rpc import call
-from sluice.rpc.status_codes import status_of
+from sluice.rpc import client as call
+from sluice.rpc.status import status_of
 from sluice.types import DataProgress
 
 UNAVAILABLE, DEADLINE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED

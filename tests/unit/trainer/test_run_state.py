@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.trainer.run_state import RunPhase, RunState, StepRecord
+from services.trainer.loop.run_state import RunPhase, RunState, StepRecord
 from sluice.errors import NotReadyError
 
 
@@ -124,7 +124,7 @@ def test_the_run_is_over_after_the_last_step_or_a_stop(state: RunState) -> None:
 
 def test_seconds_of_all_phases_add_up(state: RunState, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = state._phase_since_s
-    monkeypatch.setattr("services.trainer.run_state.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("services.trainer.loop.run_state.time.monotonic", lambda: now_s)
     for phase, seconds in ((RunPhase.TRAINING, 1.0), (RunPhase.PUBLISHING, 2.0)):
         now_s += seconds
         state.enter(phase)
@@ -140,6 +140,6 @@ def test_seconds_of_all_phases_add_up(state: RunState, monkeypatch: pytest.Monke
 
 
 def test_what_starting_took_before_counts_as_starting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.run_state.time.monotonic", lambda: 100.0)
+    monkeypatch.setattr("services.trainer.loop.run_state.time.monotonic", lambda: 100.0)
     state = RunState("trainer-1", total_steps=5, step=0, elapsed_s=7.0)
     assert state.seconds_by_phase() == {RunPhase.STARTING: 7.0}

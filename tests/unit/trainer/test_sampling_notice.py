@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.trainer.sampling_notice import sampling_notice
-from sluice.config.loader import load_config
+from services.trainer.start import sampling_notice
+from sluice.config.loading.loader import load_config
 
 ROLLOUT = "actor_rollout_ref.rollout"
 WEIGHTS = "algorithm.rollout_correction.rollout_is=token"

@@ -7,13 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.learner.mini_batch import BatchCut, Share, split_batch
-from services.trainer.metrics.sequence_balance import (
-    RankCut,
-    balance_metrics,
-    rank_cut,
-    rank_rows,
-)
+from services.trainer.learner.batch.mini_batch import BatchCut, Share, split_batch
+from services.trainer.metrics.step_metrics import RankCut, balance_metrics, rank_cut, rank_rows
 from tests.support.tiny_policy import make_batch, make_config
 
 STEP = 3

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.learner.shards import shard_rows, shard_size
+from services.trainer.learner.model.sharding import shard_rows, shard_size
 from sluice.errors import ConfigError
 
 

@@ -13,21 +13,21 @@ from types import ModuleType
 
 import pytest
 
+from services.trainer.loop.reward_client import Example, ValidationReport
 from services.trainer.metrics import sinks as sinks_module
-from services.trainer.metrics.background_sink import BackgroundSink
-from services.trainer.metrics.console_sink import ConsoleSink
-from services.trainer.metrics.generations import Generation, choose_generations
-from services.trainer.metrics.guarded_sink import GuardedSink
-from services.trainer.metrics.jsonl_sink import JsonlSink
-from services.trainer.metrics.reporter import Reporter
+from services.trainer.metrics.local_sinks import ConsoleSink, JsonlSink
 from services.trainer.metrics.sinks import (
+    BackgroundSink,
+    GuardedSink,
     MetricSink,
+    Reporter,
     SinkTarget,
+    ValidationSample,
     check_sinks,
+    choose_validation_samples,
     open_sinks,
     sink_problems,
 )
-from services.trainer.reward_client import Evaluation, Example
 from sluice.errors import ConfigError, DeadlineError
 
 
@@ -122,29 +122,29 @@ async def test_a_full_disk_is_one_warning_and_not_the_end(
     for step in range(3):
         sink.write(step, {"m": 1.0})
     sink.close()
-    told = [record.message for record in caplog.records]
-    assert len(told) == 2
-    assert "No space left" in told[0]
-    assert told[1] == "logger jsonl: 3 writes failed"
+    reported = [record.message for record in caplog.records]
+    assert len(reported) == 2
+    assert "No space left" in reported[0]
+    assert reported[1] == "logger jsonl: 3 writes failed"
 
 
 async def test_validation_samples_are_lines_too(tmp_path: Path) -> None:
     (sink,) = await open_sinks(["jsonl"], tmp_path)
-    sink.write_generations(5, [Generation("1 + 1", "2\n", 1.0)])
+    sink.write_generations(5, [ValidationSample("1 + 1", "2\n", 1.0)])
     sink.close()
     found = lines(tmp_path / "generations.jsonl")
     assert found == [{"step": 5, "input": "1 + 1", "output": "2\n", "score": 1.0}]
 
 
 def test_the_same_prompts_are_shown_at_every_validation() -> None:
-    first = [Generation(f"prompt {i}", "a", 0.0) for i in range(20)]
-    later = [Generation(f"prompt {i}", "b", 1.0) for i in reversed(range(20))]
-    shown = [one.input for one in choose_generations(first, 5)]
+    first = [ValidationSample(f"prompt {i}", "a", 0.0) for i in range(20)]
+    later = [ValidationSample(f"prompt {i}", "b", 1.0) for i in reversed(range(20))]
+    shown = [one.input for one in choose_validation_samples(first, 5)]
     assert len(set(shown)) == 5
-    assert shown == [one.input for one in choose_generations(later, 5)]
+    assert shown == [one.input for one in choose_validation_samples(later, 5)]
     assert shown != [f"prompt {i}" for i in range(5)]
-    assert len(choose_generations(first, 50)) == 20
-    assert choose_generations(first, 0) == []
+    assert len(choose_validation_samples(first, 50)) == 20
+    assert choose_validation_samples(first, 0) == []
 
 
 class Kept:
@@ -176,9 +176,9 @@ def test_a_sink_that_fails_warns_once_and_counts(caplog: pytest.LogCaptureFixtur
     for step in range(4):
         sink.write(step, {})
     assert sink.num_dropped == 4
-    (told,) = caplog.records
-    assert "logger wandb failed" in told.message
-    assert "network gone" in told.message
+    (reported,) = caplog.records
+    assert "logger wandb failed" in reported.message
+    assert "network gone" in reported.message
 
 
 def test_a_slow_sink_never_holds_up_the_loop_and_gets_all_in_order() -> None:
@@ -313,17 +313,17 @@ def test_a_record_that_cannot_be_written_is_one_warning_and_not_the_end(
     sink = Kept()
     record = Reporter([sink], tmp_path)
     for step in (1, 2):
-        record.evaluation(step, Evaluation({"m": 0.5}, (), 1), 1.0)
+        record.evaluation(step, ValidationReport({"m": 0.5}, (), 1), 1.0)
     record.accounts({"submitted": 3.0})
     assert [step for step, _ in sink.written] == [1, 2]
-    (told,) = caplog.records
-    assert "1.jsonl is not written and the run goes on" in told.message
+    (reported,) = caplog.records
+    assert "1.jsonl is not written and the run goes on" in reported.message
 
 
 def test_a_validation_leaves_its_numbers_and_its_examples(tmp_path: Path) -> None:
     sink = Kept()
     examples = (Example("1 + 1 = ?", "2 ✓", "2", 1.0), Example("1 + 2 = ?", "2", "3", -1.0))
-    evaluation = Evaluation({"val-core/s/acc/mean@1": 0.5}, examples, 17)
+    evaluation = ValidationReport({"val-core/s/acc/mean@1": 0.5}, examples, 17)
     Reporter([sink], tmp_path).evaluation(4, evaluation, 2.5)
     assert sink.written == [
         (

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.learner import update
-from services.trainer.learner.advantage_stage import zero_advantage_rows
-from services.trainer.learner.forward import TokenOutputs, token_outputs
-from services.trainer.learner.parallel import DataParallel, SingleProcess
+from services.trainer.learner.model.forward import TokenOutputs, token_outputs
+from services.trainer.learner.ranks.parallel import DataParallel, SingleProcess
+from services.trainer.learner.update import policy_update
+from services.trainer.learner.update.advantages import zero_advantage_rows
 from services.trainer.learner.worker import Learner
 from sluice.config.run import RunConfig
 from sluice.types import TrainBatch
@@ -63,7 +63,7 @@ def test_skipped_samples_take_no_pass(model_folder: Path, monkeypatch: pytest.Mo
         passed.append(outputs.logprobs.numel())
         return outputs
 
-    monkeypatch.setattr(update, "token_outputs", record)
+    monkeypatch.setattr(policy_update, "token_outputs", record)
     batch = uniform(make_batch(), MOST)
     train_alone(skipping(make_config(model_folder, ppo_mini_batch_size=GROUPS)), batch)
     assert sum(passed) == sum(rollout.num_tokens for rollout in batch.groups[2].rollouts)

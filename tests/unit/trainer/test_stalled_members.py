@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from services.trainer.fleet import Fleet, Load, MemberState
+from services.trainer.fleet.members import Fleet, Load, MemberState
 from sluice.types import ReplicaInfo
 
 LAYOUT, TTL_S, STALL_S = "layout", 6.0, 20.0

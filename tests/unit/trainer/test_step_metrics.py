@@ -5,12 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.trainer.metrics.step_metrics import (
-    FleetInterval,
-    RunScale,
-    StepTimes,
-    step_metrics,
-)
+from services.trainer.metrics.step_metrics import FleetInterval, RunScale, StepTimes, step_metrics
 from sluice.types import (
     DataProgress,
     FinishReason,
@@ -112,11 +107,11 @@ def test_what_the_trainer_waits_for_a_batch_is_its_time_of_generation() -> None:
     assert found["timing_per_token_ms/gen"] == pytest.approx(1000.0 * 1.0 / (20 + 30))
 
 
-@pytest.mark.parametrize(("told", "found"), [(0.0, 0.0), (0.75, 0.75), (60.0, 1.0)])
+@pytest.mark.parametrize(("reported", "found"), [(0.0, 0.0), (0.75, 0.75), (60.0, 1.0)])
 def test_of_the_wait_for_a_batch_only_the_trainers_own_part_is_of_groups(
-    told: float, found: float
+    reported: float, found: float
 ) -> None:
-    assert metrics(**{"timing_s/wait_groups": told})["timing_s/wait_groups"] == found
+    assert metrics(**{"timing_s/wait_groups": reported})["timing_s/wait_groups"] == found
 
 
 def test_a_reward_service_that_does_not_tell_the_wait_for_groups_leaves_it_out() -> None:

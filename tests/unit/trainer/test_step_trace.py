@@ -7,11 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.trainer.loop import TrainLoop
-from services.trainer.step_trace import StepTrace
-from sluice.telemetry.span_names import SpanName
-from sluice.telemetry.trace_context import TraceContext
-from sluice.telemetry.tracing import TRACER
+from services.trainer.loop.train_loop import StepTrace, TrainLoop
+from sluice.telemetry.tracing import TRACER, SpanName, TraceContext
 from sluice.types import TrainBatch
 from tests.support.loop_world import WAIT_S, World, batch_of, run, until
 from tests.support.seen_spans import traced

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.trainer.sync_counts import SyncCounts, SyncPhase
+from services.trainer.fleet.delivery import SyncCounts, SyncPhase
 from sluice.errors import PeerError
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer, weights
 

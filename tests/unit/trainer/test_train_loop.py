@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from services.trainer.fleet import Load
-from services.trainer.loop import TrainLoop
-from services.trainer.run_state import RunPhase
-from sluice.concurrency.exception_leaves import leaves
-from sluice.errors import BatchUnfillableError, DataExhaustedError, DeadlineError
+from services.trainer.fleet.members import Load
+from services.trainer.loop.run_state import RunPhase
+from services.trainer.loop.train_loop import TrainLoop
+from sluice.errors import BatchUnfillableError, DataExhaustedError, DeadlineError, leaves
 from sluice.types import DataProgress
 from tests.support.loop_world import WAIT_S, World, run, until
 
@@ -64,13 +63,13 @@ async def test_the_record_holds_every_step_and_the_accounts(world: World) -> Non
 
 async def test_steps_and_the_end_of_the_run_have_its_books(world: World) -> None:
     world.loads["a"] = Load(0, 0, 70, 0.0, 10, 5, 3.0, {"idle": 3.0})
-    world.told = {"reward/tokens/received": 55.0, "reward/tokens/trained": 55.0}
+    world.reported = {"reward/tokens/received": 55.0, "reward/tokens/trained": 55.0}
     await run(world.loop())
     step, accounts = world.recorded["step 1"], world.recorded["accounts"]
-    for books in ({k.removeprefix("accounts/"): v for k, v in step.items()}, accounts):
-        assert books["tokens_residual"] == 0
-        assert (books["tokens/trained"], books["tokens/aborted"]) == (55, 10)
-        assert (books["generated_tokens"], books["rollout_s/idle"]) == (70, 3.0)
+    for accounting in ({k.removeprefix("accounts/"): v for k, v in step.items()}, accounts):
+        assert accounting["tokens_residual"] == 0
+        assert (accounting["tokens/trained"], accounting["tokens/aborted"]) == (55, 10)
+        assert (accounting["generated_tokens"], accounting["rollout_s/idle"]) == (70, 3.0)
     assert accounts["submitted"] == 9.0
 
 
@@ -188,10 +187,10 @@ async def test_a_service_that_starts_anew_during_a_step_is_told_that_its_batch_i
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(run(world.loop()))
         await until(lambda: "train 2" in world.events)
-        assert world.told_progress() == DataProgress(20)
+        assert world.reported_progress() == DataProgress(20)
         world.holds["train 2"].set()
         await until(lambda: "take 3" in world.events)
-        assert world.told_progress() == DataProgress(20)
+        assert world.reported_progress() == DataProgress(20)
         world.holds["take 3"].set()
 
 

@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from services.trainer.exported_metrics import TrainerMetrics
-from services.trainer.fleet import Fleet, Load
-from services.trainer.metrics.run_history import RunHistory
-from services.trainer.run_state import RunPhase, RunState
-from services.trainer.sync_counts import SyncCounts, SyncPhase
-from sluice.algorithm.accounts import ReplicaCounters, run_books
-from sluice.telemetry.histogram import Distribution
+from services.trainer.fleet.delivery import SyncCounts, SyncPhase
+from services.trainer.fleet.members import Fleet, Load
+from services.trainer.loop.run_state import RunPhase, RunState
+from services.trainer.telemetry import RunHistory, TrainerMetrics
+from sluice.algorithm.accounting import ReplicaCounters, run_accounts
 from sluice.telemetry.instruments import INSTRUMENTS
+from sluice.telemetry.metrics import Distribution
 from sluice.types import ReplicaInfo
 
 STEP = {"training/global_step": 3.0, "timing_s/step": 4.0, "timing_s/wait_batch": 0.2}
@@ -26,7 +25,7 @@ def metrics() -> TrainerMetrics:
     )
 
 
-def told(of: TrainerMetrics) -> Mapping[tuple[str, ...], float | Distribution]:
+def reported(of: TrainerMetrics) -> Mapping[tuple[str, ...], float | Distribution]:
     readings = list(of.readings())
     assert {one.instrument for one in readings} <= set(INSTRUMENTS["trainer"])
     found = {(one.instrument.name, *one.labels): one.value for one in readings}
@@ -38,7 +37,7 @@ def test_a_run_tells_its_phase_and_how_far_it_is() -> None:
     run = metrics()
     run.state.enter(RunPhase.TRAINING)
     run.state.version = 2
-    found = told(run)
+    found = reported(run)
     assert found[("sluice_trainer_steps_total",)] == 2.0
     assert found[("sluice_trainer_planned_steps",)] == 10.0
     assert found[("sluice_trainer_policy_version",)] == 2.0
@@ -48,12 +47,12 @@ def test_a_run_tells_its_phase_and_how_far_it_is() -> None:
 
 def test_the_books_are_told_by_fate_and_what_is_open_is_no_counter() -> None:
     run = metrics()
-    assert not [name for name, *_ in told(run) if name.startswith("sluice_tokens")]
+    assert not [name for name, *_ in reported(run) if name.startswith("sluice_tokens")]
     received = {"trained": 60.0, "stale": 10.0, "pending": 20.0}
     fleet = ReplicaCounters(130, 7, 6, 9.0, {"idle": 9.0}, 27, 3)
-    books = run_books(fleet, received, {"training": 5.0}, 5.0)
-    run.state.accounts = replace(books, tokens_age_s=30.0, tokens_moved=8).as_mapping()
-    found = told(run)
+    accounting = run_accounts(fleet, received, {"training": 5.0}, 5.0)
+    run.state.accounts = replace(accounting, tokens_age_s=30.0, tokens_moved=8).as_mapping()
+    found = reported(run)
     assert found[("sluice_tokens_generated_total",)] == 130.0
     assert found[("sluice_tokens_total", "direct_clients")] == 30.0
     assert found[("sluice_tokens_total", "trained")] == 60.0
@@ -74,7 +73,7 @@ def test_replicas_are_told_by_state_and_one_by_one() -> None:
     load = Load(3, 2, 50, 1.0, wall_seconds=5.0, seconds_by_state={"idle": 5.0})
     run.fleet.heartbeat("a", "a-1", load, draining=False, now_s=1.0)
     run.fleet.mark_serving(info, 4)
-    found = told(run)
+    found = reported(run)
     states = ("pending", "serving", "draining", "stalled")
     assert [found[("sluice_fleet_replicas", state)] for state in states] == [0.0, 1.0, 0.0, 0.0]
     assert found[("sluice_fleet_slots",)] == 8.0
@@ -85,7 +84,7 @@ def test_replicas_are_told_by_state_and_one_by_one() -> None:
     assert found[("sluice_fleet_replica_version", "a")] == 4.0
     assert found[("sluice_fleet_seconds_total", "idle")] == 5.0
     run.fleet.expel(info, "gone")
-    after = told(run)
+    after = reported(run)
     assert after[("sluice_fleet_tokens_total",)] == 50.0
     assert ("sluice_fleet_replica_version", "a") not in after
 
@@ -95,7 +94,7 @@ def test_the_last_step_and_the_last_validation_are_told() -> None:
     run.history.write(3, {**STEP, "actor/lr": 1e-4, "actor/skipped_updates": 2.0})
     run.history.write(4, {**STEP, "actor/lr": 5e-5, "actor/skipped_updates": 1.0})
     run.history.write(4, {"val-core/openai/gsm8k/acc/mean@8": 0.75, "val/failed": 0.0})
-    found = told(run)
+    found = reported(run)
     assert found[("sluice_trainer_learning_rate",)] == 5e-5
     assert found[("sluice_trainer_skipped_updates_total",)] == 3.0
     assert found[("sluice_trainer_validation_score", "openai/gsm8k", "acc", "mean@8")] == 0.75
@@ -112,7 +111,7 @@ def test_weight_updates_are_told_by_encoding_and_phase() -> None:
     run.sync.failed(SyncPhase.STAGE)
     with run.sync.timed(SyncPhase.COMMIT):
         pass
-    found = told(run)
+    found = reported(run)
     assert found[("sluice_weights_updates_total", "fleet")] == 1.0
     assert found[("sluice_weights_sent_bytes_total", "dense")] == 100.0
     assert found[("sluice_weights_sent_bytes_total", "sparse")] == 10.0

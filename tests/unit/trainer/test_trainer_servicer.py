@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.trainer.fleet import Fleet, MemberState
-from services.trainer.run_state import RunPhase, RunState, StepRecord
+from services.trainer.fleet.members import Fleet, MemberState
+from services.trainer.loop.run_state import RunPhase, RunState, StepRecord
 from services.trainer.servicer import _PHASE_TO_PROTO, TrainerServicer
-from sluice.algorithm.accounts import ReplicaCounters
+from sluice.algorithm.accounting import ReplicaCounters
 from sluice.api.common.v1 import common_pb2
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.errors import InvalidRequestError, NotFoundError, NotReadyError
@@ -26,7 +26,7 @@ class Service(TrainerServicer):
         super().__init__(self.fleet, self.state, heartbeat_interval_s=1.5, ttl_s=6.0)
 
     async def register(self, layout: str = "layout") -> trainer.RegisterReplicaResponse:
-        replica = common_pb2.Replica(name="a", incarnation="a-1", address="host:1", slots=8)
+        replica = common_pb2.Replica(name="a", instance_id="a-1", address="host:1", slots=8)
         request = trainer.RegisterReplicaRequest(replica=replica, weights_layout_digest=layout)
         return await self.RegisterReplica(request, CONTEXT)
 
@@ -52,7 +52,7 @@ async def test_a_heartbeat_carries_load_and_the_wish_to_drain(service: Service) 
     await service.register()
     request = trainer.HeartbeatRequest(
         name="a",
-        incarnation="a-1",
+        instance_id="a-1",
         slots_busy=3,
         generated_tokens=40,
         unsent_tokens=5,
@@ -68,14 +68,14 @@ async def test_a_heartbeat_carries_load_and_the_wish_to_drain(service: Service) 
     assert member.state is MemberState.DRAINING
     assert (member.load.slots_busy, member.load.generated_tokens) == (3, 40)
     assert service.fleet.counters() == ReplicaCounters(40, 5, 2, 3.0, {"idle": 3.0}, 9, 1)
-    request.incarnation = "another"
+    request.instance_id = "another"
     with pytest.raises(NotFoundError):
         await service.Heartbeat(request, CONTEXT)
 
 
 async def test_the_status_tells_run_and_replicas(service: Service) -> None:
     await service.register()
-    load = trainer.HeartbeatRequest(name="a", incarnation="a-1", slots_busy=3, queued=9)
+    load = trainer.HeartbeatRequest(name="a", instance_id="a-1", slots_busy=3, queued=9)
     await service.Heartbeat(load, CONTEXT)
     service.fleet.mark_serving(service.fleet.members()[0].info, 2)
     empty = await service.GetStatus(trainer.GetStatusRequest(), CONTEXT)

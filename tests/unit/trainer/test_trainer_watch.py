@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from services.trainer.fleet import Fleet, Load
-from services.trainer.run_state import RunPhase, RunState, StepRecord
+from services.trainer.fleet.members import Fleet, Load
+from services.trainer.loop.run_state import RunPhase, RunState, StepRecord
 from services.trainer.servicer import TrainerServicer
-from services.trainer.watch import TrainerWork, phase_waits
+from services.trainer.telemetry import TrainerWork, phase_waits
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.concurrency.advance import advance
-from sluice.config.service import TrainerServiceConfig
+from sluice.concurrency.deadlines import advance
+from sluice.config.schema.service import TrainerServiceConfig
 from sluice.types import ReplicaInfo
 
 SERVICE = TrainerServiceConfig(replica_wait_timeout_s=11.0, batch_timeout_s=22.0)
 CONTEXT: Any = None
-REPLICA = ReplicaInfo("rollout-0", "incarnation-0", "host:1", 8)
+REPLICA = ReplicaInfo("rollout-0", "instance-0", "host:1", 8)
 
 
 class Trainer:
@@ -37,10 +37,10 @@ def trainer(tmp_path: Path) -> Trainer:
 
 
 async def test_every_step_of_the_work_is_progress(trainer: Trainer) -> None:
-    seen = [trainer.work.sight().progress]
+    seen = [trainer.work.work_state().progress]
 
     def moved() -> None:
-        seen.append(trainer.work.sight().progress)
+        seen.append(trainer.work.work_state().progress)
         assert seen[-1] not in seen[:-1]
 
     trainer.state.enter(RunPhase.TRAINING)
@@ -50,9 +50,9 @@ async def test_every_step_of_the_work_is_progress(trainer: Trainer) -> None:
     await trainer.state.record(StepRecord(3, {}))
     moved()
     load = Load(slots_busy=1, queued=0, generated_tokens=40, busy_seconds=1.0)
-    trainer.fleet.heartbeat("rollout-0", "incarnation-0", load, draining=False, now_s=1.0)
+    trainer.fleet.heartbeat("rollout-0", "instance-0", load, draining=False, now_s=1.0)
     moved()
-    assert trainer.work.sight().progress == seen[-1]
+    assert trainer.work.work_state().progress == seen[-1]
 
 
 async def test_a_checkpoint_that_grows_is_progress_and_one_that_does_not_is_none(
@@ -65,9 +65,9 @@ async def test_a_checkpoint_that_grows_is_progress_and_one_that_does_not_is_none
     async def settled() -> object:
         """The progress that no further look changes."""
         for _ in range(5):
-            trainer.work.sight()
+            trainer.work.work_state()
             await asyncio.sleep(0.05)
-        return trainer.work.sight().progress
+        return trainer.work.work_state().progress
 
     seen = []
     for size in (0, 10, 20_000, 20_001):
@@ -81,14 +81,14 @@ def test_a_paused_or_finished_run_has_no_work(trainer: Trainer) -> None:
     for phase in RunPhase:
         trainer.state.enter(phase)
         rests = phase in {RunPhase.PAUSED, RunPhase.FINISHED}
-        assert trainer.work.sight().has_work is not rests
+        assert trainer.work.work_state().has_work is not rests
 
 
 def test_waits_for_others_are_left_to_their_own_deadlines(trainer: Trainer) -> None:
     found = {}
     for phase in RunPhase:
         trainer.state.enter(phase)
-        found[phase] = trainer.work.sight().patience_s
+        found[phase] = trainer.work.work_state().patience_s
     assert {phase: seconds for phase, seconds in found.items() if seconds} == {
         RunPhase.WAITING_FOR_REPLICAS: 11.0,
         RunPhase.WAITING_FOR_BATCH: 22.0,

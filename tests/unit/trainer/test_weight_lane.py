@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.trainer.weight_lane import WeightLane
-from sluice.concurrency.exception_leaves import leaves
-from sluice.errors import DeadlineError, PeerError
+from services.trainer.fleet.delivery import TransferSession
+from sluice.errors import DeadlineError, PeerError, leaves
 from sluice.types import ReplicaInfo
 
 INFO = ReplicaInfo("rollout-0", "1", "host:1", 8)
@@ -50,11 +49,13 @@ class RefusingReplica:
 async def test_our_own_part_that_does_not_end_after_a_failure_is_an_error_that_says_so() -> None:
     sender: Any = HangingSender()
     replica: Any = RefusingReplica()
-    lane = WeightLane(sender, lambda _: replica, (), lambda: 1, timeout_s=0.05, probe_timeout_s=1.0)
+    session = TransferSession(
+        sender, lambda _: replica, (), lambda: 1, timeout_s=0.05, probe_timeout_s=1.0
+    )
     snapshot: Any = None
     try:
         with pytest.raises(ExceptionGroup) as caught:
-            await lane.deliver((INFO,), snapshot)
+            await session.deliver((INFO,), snapshot)
     finally:
         sender.released.set()
     (error,) = leaves(caught.value)

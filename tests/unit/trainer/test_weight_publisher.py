@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.fleet import Load, MemberState
+from services.trainer.fleet.members import Load, MemberState
 from sluice.errors import DeadlineError, InvalidRequestError, PeerError, WeightSyncError
 from tests.support.publisher_fleet import TIMEOUT_S, Replica, Trainer, weights
 from tests.support.weight_digest import plain_digest
@@ -122,9 +122,9 @@ async def test_a_member_whose_heartbeats_come_joins_though_it_answers_no_probe(
 
     async def only_its_heart_beats() -> None:
         load = Load(slots_busy=8, queued=0, generated_tokens=0, busy_seconds=0.0)
-        name, incarnation = slow.info.name, slow.info.incarnation
+        name, instance_id = slow.info.name, slow.info.instance_id
         now_s = float(next(seconds))
-        trainer.fleet.heartbeat(name, incarnation, load, draining=False, now_s=now_s)
+        trainer.fleet.heartbeat(name, instance_id, load, draining=False, now_s=now_s)
         raise DeadlineError("slow", "answering a probe", 1.0)
 
     slow.faults = {"probe": only_its_heart_beats}
@@ -210,7 +210,7 @@ async def test_a_member_that_refuses_the_weights_is_dropped_at_once_and_for_good
     assert bad.calls.count("join") == 1
     with pytest.raises(InvalidRequestError, match="3 weights differ from this model"):
         trainer.register(bad)
-    trainer.add("bad", incarnation="2")
+    trainer.add("bad", instance_id="2")
 
 
 async def test_a_member_that_answers_but_never_receives_does_not_stop_the_others(

@@ -14,10 +14,8 @@ from PIL import Image
 
 from sluice.errors import InvalidRequestError
 from sluice.vision import image_files
-from sluice.vision.bare_image import bare_image
-from sluice.vision.exif_orientation import MAX_EXIF_BYTES, exif_orientation
-from sluice.vision.image_files import image_size, read_image
-from sluice.vision.image_header import read_image_header
+from sluice.vision.image_files import bare_image, decode_image, image_size
+from sluice.vision.image_header import MAX_EXIF_BYTES, exif_orientation, read_image_header
 from tests.support.image_files import png_chunk
 from tests.support.tiny_vision import image_file
 from tools.fuzz.nasty_images import exif_bomb, jpeg_with, png_with, webp_with
@@ -55,7 +53,7 @@ def test_nothing_but_pixels_reaches_pillow(kind: str, monkeypatch: pytest.Monkey
     file, plain = with_metadata(kind, SECRET), saved(kind)
     monkeypatch.setattr(Image, "open", opened)
     assert SECRET in file
-    seen = read_image(file, "images[0]")
+    seen = decode_image(file, "images[0]")
     (bare,) = given_to_pillow
     assert SECRET not in bare
     assert not original(io.BytesIO(bare)).info.keys() & {"exif", "xmp", "icc_profile"}
@@ -65,7 +63,7 @@ def test_nothing_but_pixels_reaches_pillow(kind: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exif_bomb_is_an_image_like_any_other(kind: str) -> None:
     file = with_metadata(kind, exif_bomb())
-    assert read_image(file, "images[0]").size == (30, 20)
+    assert decode_image(file, "images[0]").size == (30, 20)
     assert image_size(file, "images[0]") == (20, 30)
 
 
@@ -85,7 +83,7 @@ def test_a_bare_image_has_the_same_pixels(kind: str, mode: str) -> None:
 def test_a_jpeg_of_several_scans_or_with_restarts_is_whole(options: dict[str, Any]) -> None:
     file = saved("JPEG", "CMYK", **options)
     whole = Image.open(io.BytesIO(file)).convert("RGB").tobytes()
-    assert read_image(file, "images[0]").tobytes() == whole
+    assert decode_image(file, "images[0]").tobytes() == whole
 
 
 @pytest.mark.parametrize("name", [b"IHDR", b"eXIf", b"zTXt", b"IDAT"])
@@ -105,7 +103,7 @@ def test_whatever_a_decoder_raises_is_the_fault_of_the_image(
     file = saved("PNG")
     monkeypatch.setattr(Image, "open", stumbles)
     with pytest.raises(InvalidRequestError, match=r"images\[2\]: the image is damaged .*; send"):
-        read_image(file, "images[2]")
+        decode_image(file, "images[2]")
 
 
 def test_a_decoder_that_finds_another_size_than_the_header_is_not_believed(
@@ -114,7 +112,7 @@ def test_a_decoder_that_finds_another_size_than_the_header_is_not_believed(
     small = saved("PNG")
     monkeypatch.setattr(image_files, "bare_image", lambda _: small)
     with pytest.raises(InvalidRequestError, match="30 x 20 pixels, which its header does not say"):
-        read_image(image_file(0, 60, 60), "images[0]")
+        decode_image(image_file(0, 60, 60), "images[0]")
 
 
 def ifd(order: str, *entries: tuple[int, int, int, int]) -> bytes:
@@ -155,7 +153,7 @@ def test_damage_anywhere_is_refused_or_seen_as_it_was_measured(kind: str, seed: 
         data[rng.randrange(len(data))] = rng.randrange(256)
     try:
         height, width = read_image_header("images[0]", bytes(data)).upright_size
-        seen = read_image(bytes(data), "images[0]")
+        seen = decode_image(bytes(data), "images[0]")
     except InvalidRequestError:
         return
     assert seen.size == (width, height)

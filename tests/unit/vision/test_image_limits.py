@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sluice.config.derived import image_limits
-from sluice.config.loader import load_config
+from sluice.config.loading.loader import load_config
 from sluice.errors import InvalidRequestError
 from sluice.vision.image_limits import ImageLimits, check_images
 from tests.support.image_files import png

@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from transformers import AutoImageProcessor
 
 from sluice.errors import ConfigError, InvalidRequestError
-from sluice.vision.image_files import image_size, read_image
+from sluice.vision.image_files import decode_image, image_size
 from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
 from sluice.vision.vision_shape import read_vision_shape
 from tests.support.image_files import png
@@ -71,7 +71,7 @@ def _family(folder: Path) -> str:
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_every_format_is_read(kind: str) -> None:
-    assert read_image(image_file(0, 30, 20, kind), "images[0]").size == (30, 20)
+    assert decode_image(image_file(0, 30, 20, kind), "images[0]").size == (30, 20)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
@@ -82,14 +82,14 @@ def test_an_image_is_seen_upright_and_measured_so(kind: str, orientation: int) -
     stored = Image.open(io.BytesIO(image_file(0, 30, 20)))
     file = encoded(stored, kind, exif=exif, quality=100)
     expected = ImageOps.exif_transpose(Image.open(io.BytesIO(file))).convert("RGB")
-    seen = read_image(file, "images[0]")
+    seen = decode_image(file, "images[0]")
     assert seen.tobytes() == expected.tobytes()
     assert image_size(file, "images[0]") == (seen.height, seen.width)
 
 
 def test_what_is_transparent_is_white() -> None:
     nothing = encoded(Image.new("RGBA", (2, 2), (0, 0, 0, 0)))
-    assert read_image(nothing, "images[0]").getpixel((0, 0)) == (255, 255, 255)
+    assert decode_image(nothing, "images[0]").getpixel((0, 0)) == (255, 255, 255)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_what_is_transparent_is_white() -> None:
     ids=["empty", "rubbish", "gif", "bomb"],
 )
 def test_what_is_no_image_of_a_known_format_and_size_is_refused(file: bytes, message: str) -> None:
-    for use in (image_size, read_image):
+    for use in (image_size, decode_image):
         with pytest.raises(InvalidRequestError, match=message):
             use(file, "images[0]")
 
@@ -112,7 +112,7 @@ def test_a_damaged_image_is_refused_when_it_is_decoded() -> None:
     whole = image_file(0, 60, 60)
     damaged = whole[:60] + bytes(40) + whole[100:]
     with pytest.raises(InvalidRequestError, match=r"images\[3\]: the image is damaged"):
-        read_image(damaged, "images[3]")
+        decode_image(damaged, "images[3]")
 
 
 def test_a_stripe_that_no_grid_fits_is_refused(reader: ImagePromptReader) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.vision.model_kind import reads_images
+from sluice.vision.vision_shape import reads_images
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.errors import InvalidRequestError
-from sluice.vision.placeholders import expand_placeholders
+from sluice.vision.image_prompts import expand_placeholders
 from sluice.vision.rope_positions import Grid, find_images, rope_positions
 from tests.support.tiny_vision import FAMILIES, IMAGE, save_model
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.weights.changed_elements import changed_positions
+from sluice.weights.delta import changed_positions
 
 _DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool]
 

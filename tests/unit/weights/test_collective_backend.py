@@ -13,12 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from sluice.errors import ConfigError
-from sluice.weights.backend import (
-    Membership,
-    ProcessGroup,
-    create_process_group,
-    wait_a_little,
-)
+from sluice.weights.backend import Membership, ProcessGroup, create_process_group, wait_a_little
 
 
 def _membership(rank: int = 0, world_size: int = 1) -> Membership:

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from sluice.types import TensorSpec
 from sluice.weights import delta
-from sluice.weights.buffer import WeightBuffer
 from sluice.weights.delta import apply_change, encode_change, max_code_bytes
-from sluice.weights.plan import TransferPlan, plan_transfer
+from sluice.weights.plan import TransferPlan, WeightBuffer, plan_transfer
 
 _DTYPES = ("bfloat16", "float32", "float16", "int64", "uint8", "bool", "float64")
 _GUARD = 0xA5

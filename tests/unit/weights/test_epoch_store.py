@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from sluice.errors import DeadlineError, WeightSyncError
-from sluice.weights.epoch_store import EpochStore
-from sluice.weights.rendezvous import RendezvousStore
-from sluice.weights.store_messages import MAX_KEY_CHARS, MAX_VALUE_BYTES
+from sluice.weights.rendezvous import EpochStore, RendezvousStore
+from sluice.weights.store import MAX_KEY_CHARS, MAX_VALUE_BYTES
 from tests.support.raw_member import KEY
 from tests.support.weight_rendezvous import link_to
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.weights.gap_code import decode_gaps, encode_gaps
+from sluice.weights.delta import decode_gaps, encode_gaps
 
 _LENGTH = 1 << 18
 

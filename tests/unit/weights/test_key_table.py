@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.weights import key_table
-from sluice.weights.key_table import KeyTable
-from sluice.weights.store_messages import Action, Add, Answer, Delete, Question, Read, Write
+from sluice.weights import store
+from sluice.weights.store import (
+    Action,
+    Add,
+    Delete,
+    KeyTable,
+    Read,
+    StoreAnswer,
+    StoreQuestion,
+    Write,
+)
 
 
 def _table(epoch: int = 1) -> KeyTable:
@@ -15,12 +23,12 @@ def _table(epoch: int = 1) -> KeyTable:
     return table
 
 
-def _do(table: KeyTable, action: Action, epoch: int = 1) -> Answer:
-    return table.answer(Question(epoch, action))
+def _do(table: KeyTable, action: Action, epoch: int = 1) -> StoreAnswer:
+    return table.answer(StoreQuestion(epoch, action))
 
 
 def test_nothing_can_be_asked_before_an_epoch_began() -> None:
-    refusal = KeyTable().answer(Question(1, Read(("a",)))).refusal
+    refusal = KeyTable().answer(StoreQuestion(1, Read(("a",)))).refusal
     assert refusal == "epoch 1 is not open: none has begun"
 
 
@@ -28,30 +36,30 @@ def test_an_epoch_forgets_the_keys_of_the_one_before_and_refuses_its_late_member
     table = _table(1)
     _do(table, Write("a", b"old"))
     table.begin(2)
-    assert _do(table, Read(("a",)), epoch=2) == Answer((None,))
+    assert _do(table, Read(("a",)), epoch=2) == StoreAnswer((None,))
     assert _do(table, Write("a", b"late"), epoch=1).refusal == (
         "epoch 1 is not open: the store is at 2"
     )
-    assert _do(table, Read(("a",)), epoch=2) == Answer((None,))
+    assert _do(table, Read(("a",)), epoch=2) == StoreAnswer((None,))
 
 
 def test_a_full_table_refuses_more_keys_and_still_takes_known_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(key_table, "MAX_KEYS", 2)
+    monkeypatch.setattr(store, "MAX_KEYS", 2)
     table = _table()
     for key in ("a", "b"):
         assert _do(table, Write(key, b"1")).refusal is None
     assert "the store is full: 3 keys" in (_do(table, Write("c", b"1")).refusal or "")
     assert "the store is full" in (_do(table, Add("c", 1)).refusal or "")
     assert _do(table, Write("a", b"2")).refusal is None
-    assert _do(table, Read(("a", "b", "c"))) == Answer((b"2", b"1", None))
+    assert _do(table, Read(("a", "b", "c"))) == StoreAnswer((b"2", b"1", None))
     _do(table, Delete("a"))
     assert _do(table, Write("c", b"1")).refusal is None
 
 
 def test_the_bytes_of_all_keys_and_values_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_table, "MAX_TABLE_BYTES", 10)
+    monkeypatch.setattr(store, "MAX_TABLE_BYTES", 10)
     table = _table()
     assert _do(table, Write("a", b"x" * 9)).refusal is None
     assert "11 bytes" in (_do(table, Write("a", b"x" * 10)).refusal or "")

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from sluice.concurrency.threads import OwnerThread, wait_for_retired_threads
 from sluice.errors import DeadlineError, WeightSyncError
-from sluice.weights.owner_thread import OwnerThread, wait_for_retired_threads
 
 
 @pytest.fixture(autouse=True)

@@ -14,16 +14,15 @@ import pytest
 import torch
 
 import sluice.weights
-from sluice.config.host_port import join_host_port
+from sluice.concurrency.threads import wait_for_retired_threads
+from sluice.config.addresses import join_host_port
 from sluice.device.cpu import CpuDevice
 from sluice.errors import DeadlineError, WeightSyncError
 from sluice.types import TransferGroupSpec
-from sluice.weights.owner_thread import wait_for_retired_threads
 from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import WeightReceiver
-from sluice.weights.rendezvous import RendezvousStore, gather
+from sluice.weights.rendezvous import RendezvousStore, StoreLink, gather
 from sluice.weights.sender import WeightSender
-from sluice.weights.store_link import StoreLink
 from tests.support.raw_member import KEY
 from tests.support.weight_rendezvous import link_to, make_spec
 

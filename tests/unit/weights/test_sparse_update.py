@@ -13,12 +13,11 @@ import torch
 from sluice.device.cpu import CpuDevice
 from sluice.errors import InvalidRequestError
 from sluice.types import TensorSpec
-from sluice.weights.buffer import WeightBuffer
-from sluice.weights.plan import plan_transfer, tensor_specs
+from sluice.weights.plan import WeightBuffer, plan_transfer, tensor_specs
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.sender import WeightSender
-from sluice.weights.sparse_update import ChangeReceivingLane, encode_update
-from sluice.weights.update_header import Base
+from sluice.weights.sparse_update import ChangeReceivingPort, encode_update
+from sluice.weights.transfer import Base
 from tests.support.weight_digest import plain_digest
 
 _NEVER = threading.Event()
@@ -144,4 +143,4 @@ def test_memory_is_not_taken_for_sizes_that_cannot_be(size: int) -> None:
     sizes = [20] * len(staging.plan.buckets)
     sizes[2] = size
     with pytest.raises(ValueError, match=f"bucket 3 is said to change by {size} bytes"):
-        ChangeReceivingLane(staging, staging, sizes, _CPU, "a test")
+        ChangeReceivingPort(staging, staging, sizes, _CPU, "a test")

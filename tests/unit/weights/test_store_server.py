@@ -8,10 +8,8 @@ from contextlib import closing, suppress
 
 import pytest
 
-from sluice.weights import store_server
-from sluice.weights.store_messages import MAX_FRAME_BYTES
-from sluice.weights.store_seal import FRAME_HEADER, MAC_BYTES
-from sluice.weights.store_server import StoreServer
+from sluice.weights import store
+from sluice.weights.store import FRAME_HEADER, MAC_BYTES, MAX_FRAME_BYTES, StoreServer
 from tests.support.raw_member import KEY, WAIT_S, RawMember
 
 
@@ -47,7 +45,7 @@ def test_questions_of_one_connection_are_answered_in_order(port: int) -> None:
 
 def test_a_key_and_a_question_in_one_write_are_answered(port: int) -> None:
     with RawMember(port) as member:
-        member.link.sendall(member.hello + member.sealed(b"at once"))
+        member.link.sendall(member.hello + member.signed_frame(b"at once"))
         assert member.open(member.read_frame()) == b"at once"
 
 
@@ -60,8 +58,8 @@ def test_a_client_that_breaks_the_protocol_is_cut_off_and_others_are_not(
             "too long": FRAME_HEADER.pack(MAC_BYTES + MAX_FRAME_BYTES + 1),
             "too short": FRAME_HEADER.pack(MAC_BYTES - 1),
             "no frame": b"GET / HTTP/1.1\r\n\r\n",
-            "unanswerable": bad.sealed(b"unanswerable"),
-            "two": 2 * bad.sealed(b"a"),
+            "unanswerable": bad.signed_frame(b"unanswerable"),
+            "two": 2 * bad.signed_frame(b"a"),
         }[case]
         assert good.ask(b"before") == b"before"
         bad.link.sendall(sent)
@@ -71,7 +69,7 @@ def test_a_client_that_breaks_the_protocol_is_cut_off_and_others_are_not(
 
 def test_a_question_in_pieces_is_answered_and_keeps_nobody_waiting(port: int) -> None:
     with RawMember(port) as slow, _member(port) as other:
-        sent = slow.hello + slow.sealed(b"abc")
+        sent = slow.hello + slow.signed_frame(b"abc")
         for start in range(0, len(sent), 10):
             slow.link.sendall(sent[start : start + 10])
             assert other.ask(b"quick") == b"quick"
@@ -84,7 +82,7 @@ def test_a_client_that_does_not_read_its_answer_keeps_nobody_waiting() -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
     port, body = listener.getsockname()[1], bytes(MAX_FRAME_BYTES)
     with _serving(listener), _member(port) as deaf, _member(port) as other:
-        deaf.link.sendall(deaf.sealed(body))
+        deaf.link.sendall(deaf.signed_frame(body))
         for _ in range(3):
             assert other.ask(b"quick") == b"quick"
         assert deaf.open(deaf.read_frame()) == body
@@ -93,7 +91,7 @@ def test_a_client_that_does_not_read_its_answer_keeps_nobody_waiting() -> None:
 def test_connections_are_bounded_in_number_and_a_place_becomes_free_again(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_server, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(store, "MAX_CONNECTIONS", 1)
     with _member(port) as first:
         assert first.ask(b"a") == b"a"
         with (
@@ -109,7 +107,7 @@ def test_connections_are_bounded_in_number_and_a_place_becomes_free_again(
 def test_strangers_that_take_all_places_make_room_for_members(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(store, "MAX_CONNECTIONS", 2)
     with RawMember(port) as first, RawMember(port) as second, _member(port) as member:
         assert first.is_ended()
         assert member.ask(b"a") == b"a"
@@ -123,7 +121,7 @@ def test_strangers_that_take_all_places_make_room_for_members(
 def test_a_connection_that_asks_nothing_is_ended(
     monkeypatch: pytest.MonkeyPatch, is_member: bool
 ) -> None:
-    monkeypatch.setattr(store_server, "_SILENT_S", 0.1)
+    monkeypatch.setattr(store, "_SILENT_S", 0.1)
     listener = socket.create_server(("127.0.0.1", 0))
     with _serving(listener), RawMember(listener.getsockname()[1]) as member:
         # The beginning of a proof or of a question counts for nothing.

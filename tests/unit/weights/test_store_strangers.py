@@ -17,11 +17,9 @@ from sluice.errors import WeightSyncError
 from sluice.weights import rendezvous
 from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import WeightReceiver
-from sluice.weights.rendezvous import RendezvousStore
+from sluice.weights.rendezvous import RendezvousStore, StoreLink
 from sluice.weights.sender import WeightSender
-from sluice.weights.store_link import StoreLink
-from sluice.weights.store_messages import Add, Question, Read, Write, from_body, to_body
-from sluice.weights.store_seal import FRAME_HEADER
+from sluice.weights.store import FRAME_HEADER, Add, Read, StoreQuestion, Write, from_body, to_body
 from tests.support.raw_member import KEY, NONCE, WAIT_S, RawMember
 from tests.support.store_relay import StoreRelay
 from tests.support.weight_rendezvous import link_to, make_spec
@@ -30,7 +28,7 @@ _WEIGHTS = {"w": torch.arange(9.0)}
 _TENSORS = tensor_specs(_WEIGHTS.items())
 _NEVER = threading.Event()
 # What would do most harm if it were read: it makes a member seem to be there.
-_FORGERY = to_body(Question(1, Write("joined/1", b"1" * 64)))
+_FORGERY = to_body(StoreQuestion(1, Write("joined/1", b"1" * 64)))
 _WRONG_KEY = b"w" * 32
 
 
@@ -50,20 +48,20 @@ def _empty_key(port: int, _: bytes) -> RawMember:
 
 def _wrong_key(port: int, _: bytes) -> RawMember:
     stranger = RawMember(port, _WRONG_KEY)
-    stranger.link.sendall(stranger.hello + stranger.sealed(_FORGERY))
+    stranger.link.sendall(stranger.hello + stranger.signed_frame(_FORGERY))
     return stranger
 
 
 def _wrong_key_after_a_true_proof(port: int, key: bytes) -> RawMember:
     stranger = RawMember(port, key).greet()
     stranger.key = _WRONG_KEY
-    stranger.link.sendall(stranger.sealed(_FORGERY))
+    stranger.link.sendall(stranger.signed_frame(_FORGERY))
     return stranger
 
 
 def _repeated_frame(port: int, key: bytes) -> RawMember:
     stranger = RawMember(port, key).greet()
-    frame = stranger.sealed(to_body(Question(1, Read(()))))
+    frame = stranger.signed_frame(to_body(StoreQuestion(1, Read(()))))
     stranger.link.sendall(frame)
     stranger.open(stranger.read_frame())
     stranger.link.sendall(frame)
@@ -72,7 +70,7 @@ def _repeated_frame(port: int, key: bytes) -> RawMember:
 
 def _tampered_frame(port: int, key: bytes) -> RawMember:
     stranger = RawMember(port, key).greet()
-    stranger.link.sendall(_flipped(stranger.sealed(_FORGERY)))
+    stranger.link.sendall(_flipped(stranger.signed_frame(_FORGERY)))
     return stranger
 
 
@@ -85,8 +83,8 @@ def _truncated_proof(port: int, key: bytes) -> RawMember:
 
 def _truncated_mac(port: int, key: bytes) -> RawMember:
     stranger = RawMember(port, key).greet()
-    sealed = stranger.sealed(_FORGERY)[FRAME_HEADER.size + 1 :]
-    stranger.link.sendall(FRAME_HEADER.pack(len(sealed)) + sealed)
+    signed_frame = stranger.signed_frame(_FORGERY)[FRAME_HEADER.size + 1 :]
+    stranger.link.sendall(FRAME_HEADER.pack(len(signed_frame)) + signed_frame)
     return stranger
 
 
@@ -126,7 +124,7 @@ def bodies_read(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """Every question's body that the store parses."""
     bodies: list[bytes] = []
 
-    def spied(body: bytes, kind: type[Question]) -> Question:
+    def spied(body: bytes, kind: type[StoreQuestion]) -> StoreQuestion:
         bodies.append(body)
         return from_body(body, kind)
 
@@ -217,9 +215,9 @@ def test_a_connection_does_not_outlive_the_key_of_its_epoch(
     store: RendezvousStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RawMember(store.port).greet() as former:
-        former.ask(to_body(Question(1, Read(()))))
+        former.ask(to_body(StoreQuestion(1, Read(()))))
         store.begin(2, _WRONG_KEY)
-        former.link.sendall(former.sealed(to_body(Question(2, Write("a", b"1")))))
+        former.link.sendall(former.signed_frame(to_body(StoreQuestion(2, Write("a", b"1")))))
         assert former.is_ended()
     assert len(_refusals(caplog)) == 1
     assert link_to(store, epoch=2, store_key=_WRONG_KEY).ask(Read(("a",))) == (None,)

@@ -7,7 +7,7 @@ import torch
 
 from sluice.types import TensorSpec
 from sluice.weights.plan import plan_transfer
-from sluice.weights.update_header import Base, UpdateHeader, header_bytes
+from sluice.weights.transfer import Base, UpdateHeader, header_bytes
 
 _PLAN = plan_transfer([TensorSpec("w", "float32", (3000,))], 4096)
 _BASE = Base(6, "0f" * 16)

@@ -8,9 +8,8 @@ import pytest
 import torch
 import xxhash
 
-from sluice.weights.buffer import WeightBuffer
 from sluice.weights.digest import StreamDigest, WeightDigests
-from sluice.weights.plan import plan_transfer, tensor_specs
+from sluice.weights.plan import WeightBuffer, plan_transfer, tensor_specs
 from tests.support.weight_digest import plain_digest
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sluice.weights.buffer import WeightBuffer
-from sluice.weights.plan import plan_transfer, tensor_specs
-from sluice.weights.transfer import DirectLane, PackingLane, UnpackingLane
+from sluice.weights.plan import WeightBuffer, plan_transfer, tensor_specs
+from sluice.weights.transfer import DirectPort, PackingPort, UnpackingPort
 
 _CPU = torch.device("cpu")
 
@@ -27,7 +26,7 @@ def test_packed_buckets_equal_the_buffer_that_lies_like_the_wire() -> None:
     buffer = WeightBuffer(plan)
     for name, tensor in weights.items():
         buffer.tensors[name].copy_(tensor)
-    packing, direct = PackingLane(plan, weights, _CPU), DirectLane(buffer)
+    packing, direct = PackingPort(plan, weights, _CPU), DirectPort(buffer)
     assert len(plan.buckets) > 2
     for bucket in plan.buckets:
         assert torch.equal(packing.load(bucket), direct.load(bucket))
@@ -37,7 +36,7 @@ def test_unpacked_buckets_give_every_weight_back() -> None:
     weights = _weights()
     plan = plan_transfer(tensor_specs(weights.items()), 4096)
     received = WeightBuffer(plan)
-    packing, unpacking = PackingLane(plan, weights, _CPU), UnpackingLane(received, _CPU)
+    packing, unpacking = PackingPort(plan, weights, _CPU), UnpackingPort(received, _CPU)
     for bucket in plan.buckets:
         wire = unpacking.load(bucket)
         wire.copy_(packing.load(bucket))

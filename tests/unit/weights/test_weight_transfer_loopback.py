@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
 from sluice.errors import (
     ConfigError,
@@ -23,12 +24,11 @@ from sluice.errors import (
     WeightSyncError,
 )
 from sluice.weights import sender as sender_module
-from sluice.weights.owner_thread import wait_for_retired_threads
 from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.sender import WeightSender
 from sluice.weights.snapshot import SnapshotBuffers
-from sluice.weights.trailer import Trailer
+from sluice.weights.transfer import Trailer
 from tests.support.weight_digest import plain_digest
 
 if TYPE_CHECKING:

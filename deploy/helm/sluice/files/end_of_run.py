@@ -77,7 +77,7 @@ def is_over(job: dict[str, object]) -> bool:
 
 def wait_until_over(api: Api, namespace: str, job: str) -> None:
     """Returns when it is; errors of the API pass, and a Job that is missing is still to come."""
-    told = ""
+    reported = ""
     while True:
         try:
             if is_over(api.call("GET", f"/apis/batch/v1/namespaces/{namespace}/jobs/{job}")):
@@ -85,9 +85,9 @@ def wait_until_over(api: Api, namespace: str, job: str) -> None:
             problem = ""
         except OSError as error:
             problem = f"{job}: {error}"
-        if problem and problem != told:
+        if problem and problem != reported:
             sys.stderr.write(f"{problem}; asking again\n")
-        told = problem
+        reported = problem
         time.sleep(INTERVAL_S)
 
 

@@ -17,16 +17,16 @@ from pathlib import Path
 
 INTERVAL_S = 2.0
 _CONNECT_S = 5.0
-_TELL_EVERY_S = 30.0
+_REPORT_EVERY_S = 30.0
 ADDRESSES_VARIABLE = "POD_IPS"
 
 
-def run_goes_on(folder: str) -> str:
+def run_is_active(folder: str) -> str:
     """Empty if it does; else why it does not."""
     from sluice.launch.shared_run import SharedRun
 
     run = SharedRun(Path(folder))
-    if run.goes_on:
+    if run.is_active:
         return ""
     over = run.ending()
     return f"the run of {folder} has " + ("ended" if over is not None else "not begun")
@@ -55,7 +55,7 @@ def is_alone(name: str) -> str:
 
 
 CONDITIONS: dict[str, Callable[[str], str]] = {
-    "run": run_goes_on,
+    "run": run_is_active,
     "port": somebody_listens,
     "alone": is_alone,
 }
@@ -63,15 +63,15 @@ CONDITIONS: dict[str, Callable[[str], str]] = {
 
 def wait(condition: Callable[[str], str], subject: str, seconds: float) -> int:
     """The exit code; says what is waited for at first and now and then."""
-    began_s = told_s = time.monotonic()
-    told = ""
+    began_s = reported_s = time.monotonic()
+    reported = ""
     while missing := condition(subject):
         passed_s = time.monotonic() - began_s
         if passed_s >= seconds:
             sys.stderr.write(f"given up after {seconds:g} s: {missing}\n")
             return 1
-        if not told or time.monotonic() - told_s >= _TELL_EVERY_S:
-            told, told_s = missing, time.monotonic()
+        if not reported or time.monotonic() - reported_s >= _REPORT_EVERY_S:
+            reported, reported_s = missing, time.monotonic()
             sys.stderr.write(f"waiting: {missing}\n")
         time.sleep(min(INTERVAL_S, seconds - passed_s))
     return 0

@@ -355,14 +355,14 @@ class Replica(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
-    INCARNATION_FIELD_NUMBER: builtins.int
+    INSTANCE_ID_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     SLOTS_FIELD_NUMBER: builtins.int
     POLICY_VERSION_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Stable name, unique in the fleet."""
-    incarnation: builtins.str
+    instance_id: builtins.str
     """UUID made new at each start of the process."""
     address: builtins.str
     """gRPC address as host:port."""
@@ -376,13 +376,13 @@ class Replica(google.protobuf.message.Message):
         self,
         *,
         name: builtins.str = ...,
-        incarnation: builtins.str = ...,
+        instance_id: builtins.str = ...,
         address: builtins.str = ...,
         slots: builtins.int = ...,
         policy_version: builtins.int = ...,
         ranks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "incarnation", b"incarnation", "name", b"name", "policy_version", b"policy_version", "ranks", b"ranks", "slots", b"slots"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "instance_id", b"instance_id", "name", b"name", "policy_version", b"policy_version", "ranks", b"ranks", "slots", b"slots"]) -> None: ...
 
 global___Replica = Replica
 

@@ -492,12 +492,12 @@ class AnnouncePolicyRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    TRAINER_INCARNATION_FIELD_NUMBER: builtins.int
+    TRAINER_INSTANCE_ID_FIELD_NUMBER: builtins.int
     POLICY_VERSION_FIELD_NUMBER: builtins.int
     REPLICAS_FIELD_NUMBER: builtins.int
     RESUME_FROM_FIELD_NUMBER: builtins.int
-    trainer_incarnation: builtins.str
-    """The trainer's incarnation; a new one resets leases."""
+    trainer_instance_id: builtins.str
+    """The trainer's instance; a new one resets leases."""
     policy_version: builtins.int
     """The current version."""
     @property
@@ -514,13 +514,13 @@ class AnnouncePolicyRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        trainer_incarnation: builtins.str = ...,
+        trainer_instance_id: builtins.str = ...,
         policy_version: builtins.int = ...,
         replicas: collections.abc.Iterable[sluice.api.common.v1.common_pb2.Replica] | None = ...,
         resume_from: sluice.api.common.v1.common_pb2.DataProgress | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["resume_from", b"resume_from"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["policy_version", b"policy_version", "replicas", b"replicas", "resume_from", b"resume_from", "trainer_incarnation", b"trainer_incarnation"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["policy_version", b"policy_version", "replicas", b"replicas", "resume_from", b"resume_from", "trainer_instance_id", b"trainer_instance_id"]) -> None: ...
 
 global___AnnouncePolicyRequest = AnnouncePolicyRequest
 

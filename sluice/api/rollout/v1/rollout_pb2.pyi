@@ -259,7 +259,7 @@ class GetStatusResponse(google.protobuf.message.Message):
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
     NAME_FIELD_NUMBER: builtins.int
-    INCARNATION_FIELD_NUMBER: builtins.int
+    INSTANCE_ID_FIELD_NUMBER: builtins.int
     POLICY_VERSION_FIELD_NUMBER: builtins.int
     WEIGHT_DIGEST_FIELD_NUMBER: builtins.int
     SLOTS_FIELD_NUMBER: builtins.int
@@ -277,7 +277,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     DIRECT_UNSENT_TOKENS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Stable name of the replica."""
-    incarnation: builtins.str
+    instance_id: builtins.str
     """UUID of this process start."""
     policy_version: builtins.int
     """The version being served. Absent before the first weights arrived."""
@@ -319,7 +319,7 @@ class GetStatusResponse(google.protobuf.message.Message):
         self,
         *,
         name: builtins.str = ...,
-        incarnation: builtins.str = ...,
+        instance_id: builtins.str = ...,
         policy_version: builtins.int | None = ...,
         weight_digest: builtins.str = ...,
         slots: builtins.int = ...,
@@ -337,7 +337,7 @@ class GetStatusResponse(google.protobuf.message.Message):
         direct_unsent_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version", "wait_report", b"wait_report"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "direct_sent_tokens", b"direct_sent_tokens", "direct_unsent_tokens", b"direct_unsent_tokens", "engine", b"engine", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "name", b"name", "policy_version", b"policy_version", "queued", b"queued", "running_tokens", b"running_tokens", "seconds_by_state", b"seconds_by_state", "slots", b"slots", "slots_busy", b"slots_busy", "unsent_tokens", b"unsent_tokens", "wait_report", b"wait_report", "wall_seconds", b"wall_seconds", "weight_digest", b"weight_digest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "direct_sent_tokens", b"direct_sent_tokens", "direct_unsent_tokens", b"direct_unsent_tokens", "engine", b"engine", "generated_tokens", b"generated_tokens", "instance_id", b"instance_id", "name", b"name", "policy_version", b"policy_version", "queued", b"queued", "running_tokens", b"running_tokens", "seconds_by_state", b"seconds_by_state", "slots", b"slots", "slots_busy", b"slots_busy", "unsent_tokens", b"unsent_tokens", "wait_report", b"wait_report", "wall_seconds", b"wall_seconds", "weight_digest", b"weight_digest"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
 
 global___GetStatusResponse = GetStatusResponse

@@ -84,7 +84,7 @@ class RegisterReplicaRequest(google.protobuf.message.Message):
     """Hex digest of the names, dtypes and shapes of its weights."""
     @property
     def replica(self) -> sluice.api.common.v1.common_pb2.Replica:
-        """Name, incarnation, address and capacity; policy_version is ignored."""
+        """Name, instance, address and capacity; policy_version is ignored."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
     NAME_FIELD_NUMBER: builtins.int
-    INCARNATION_FIELD_NUMBER: builtins.int
+    INSTANCE_ID_FIELD_NUMBER: builtins.int
     POLICY_VERSION_FIELD_NUMBER: builtins.int
     SLOTS_BUSY_FIELD_NUMBER: builtins.int
     QUEUED_FIELD_NUMBER: builtins.int
@@ -158,8 +158,8 @@ class HeartbeatRequest(google.protobuf.message.Message):
     DIRECT_UNSENT_TOKENS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name."""
-    incarnation: builtins.str
-    """Its incarnation."""
+    instance_id: builtins.str
+    """Its instance."""
     policy_version: builtins.int
     """The version it serves. Absent before the first weights."""
     slots_busy: builtins.int
@@ -196,7 +196,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
         self,
         *,
         name: builtins.str = ...,
-        incarnation: builtins.str = ...,
+        instance_id: builtins.str = ...,
         policy_version: builtins.int | None = ...,
         slots_busy: builtins.int = ...,
         queued: builtins.int = ...,
@@ -212,7 +212,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
         direct_unsent_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "direct_sent_tokens", b"direct_sent_tokens", "direct_unsent_tokens", b"direct_unsent_tokens", "draining", b"draining", "engine_turns", b"engine_turns", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "name", b"name", "policy_version", b"policy_version", "queued", b"queued", "running_tokens", b"running_tokens", "seconds_by_state", b"seconds_by_state", "slots_busy", b"slots_busy", "unsent_tokens", b"unsent_tokens", "wall_seconds", b"wall_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "direct_sent_tokens", b"direct_sent_tokens", "direct_unsent_tokens", b"direct_unsent_tokens", "draining", b"draining", "engine_turns", b"engine_turns", "generated_tokens", b"generated_tokens", "instance_id", b"instance_id", "name", b"name", "policy_version", b"policy_version", "queued", b"queued", "running_tokens", b"running_tokens", "seconds_by_state", b"seconds_by_state", "slots_busy", b"slots_busy", "unsent_tokens", b"unsent_tokens", "wall_seconds", b"wall_seconds"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
@@ -270,7 +270,7 @@ class ReplicaStatus(google.protobuf.message.Message):
     """Sequences that wait for a slot."""
     @property
     def replica(self) -> sluice.api.common.v1.common_pb2.Replica:
-        """Name, incarnation, address, capacity and version."""
+        """Name, instance, address, capacity and version."""
 
     def __init__(
         self,
@@ -326,7 +326,7 @@ class GetStatusResponse(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
-    INCARNATION_FIELD_NUMBER: builtins.int
+    INSTANCE_ID_FIELD_NUMBER: builtins.int
     PHASE_FIELD_NUMBER: builtins.int
     PHASE_SECONDS_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
@@ -336,7 +336,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     METRICS_FIELD_NUMBER: builtins.int
     ACCOUNTS_FIELD_NUMBER: builtins.int
     WAIT_REPORT_FIELD_NUMBER: builtins.int
-    incarnation: builtins.str
+    instance_id: builtins.str
     """UUID of this start of the trainer."""
     phase: global___RunPhase.ValueType
     """What it does."""
@@ -371,7 +371,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        incarnation: builtins.str = ...,
+        instance_id: builtins.str = ...,
         phase: global___RunPhase.ValueType = ...,
         phase_seconds: builtins.float = ...,
         step: builtins.int = ...,
@@ -383,7 +383,7 @@ class GetStatusResponse(google.protobuf.message.Message):
         wait_report: sluice.api.common.v1.common_pb2.WaitReport | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version", "wait_report", b"wait_report"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "accounts", b"accounts", "incarnation", b"incarnation", "metrics", b"metrics", "phase", b"phase", "phase_seconds", b"phase_seconds", "policy_version", b"policy_version", "replicas", b"replicas", "step", b"step", "total_steps", b"total_steps", "wait_report", b"wait_report"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "accounts", b"accounts", "instance_id", b"instance_id", "metrics", b"metrics", "phase", b"phase", "phase_seconds", b"phase_seconds", "policy_version", b"policy_version", "replicas", b"replicas", "step", b"step", "total_steps", b"total_steps", "wait_report", b"wait_report"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
 
 global___GetStatusResponse = GetStatusResponse

@@ -18,16 +18,16 @@ from sluice.algorithm.sampling.coverage_guard import (
 
 
 def kept_like(
-    guard: CoverageGuard, generator: np.random.Generator, num_visits: int
+    guard: CoverageGuard, generator: np.random.Generator, num_attempts: int
 ) -> tuple[CoverageGuard, int, int]:
     """Groups drawn as the guard says: 50 % sure (4 % of them hard), 30 % easy, 20 % hard."""
     kept = hard = 0
-    for _ in range(num_visits):
+    for _ in range(num_attempts):
         side = (Side.SURE, Side.EASY, Side.HARD)[int(generator.choice(3, p=[0.5, 0.3, 0.2]))]
         hardness = {Side.SURE: generator.random() < 0.04, Side.EASY: False, Side.HARD: True}[side]
         probability = guard.probability(side, 0.8)
         if generator.random() < probability:
-            guard = guard.kept(side, hardness=float(hardness), worth=0.8, probability=probability)
+            guard = guard.kept(side, hardness=float(hardness), value=0.8, probability=probability)
             kept, hard = kept + 1, hard + int(hardness)
     return guard, kept, hard
 
@@ -71,8 +71,8 @@ def test_the_share_of_plain_drawing_is_estimated_though_groups_are_drawn_unevenl
 def test_too_many_hard_prompts_raise_the_easy_side_instead() -> None:
     guard = CoverageGuard(0.1)
     for _ in range(200):
-        guard = guard.kept(Side.SURE, hardness=0.3, worth=1.0, probability=1.0)
-        guard = guard.kept(Side.EASY, hardness=0.0, worth=0.9, probability=0.2)
+        guard = guard.kept(Side.SURE, hardness=0.3, value=1.0, probability=1.0)
+        guard = guard.kept(Side.EASY, hardness=0.0, value=0.9, probability=0.2)
     assert guard.probability(Side.EASY, 0.9) > 0.1
 
 
@@ -80,9 +80,9 @@ def with_plain_prompts() -> CoverageGuard:
     """200 times a hard group that is sure, one of the hard side, and a plain one."""
     guard = CoverageGuard(0.1)
     for _ in range(200):
-        guard = guard.kept(Side.SURE, hardness=1.0, worth=1.0, probability=1.0)
-        guard = guard.kept(Side.HARD, hardness=1.0, worth=0.5, probability=0.5)
-        guard = guard.kept(Side.PLAIN, hardness=0.0, worth=1.0, probability=0.6)
+        guard = guard.kept(Side.SURE, hardness=1.0, value=1.0, probability=1.0)
+        guard = guard.kept(Side.HARD, hardness=1.0, value=0.5, probability=0.5)
+        guard = guard.kept(Side.PLAIN, hardness=0.0, value=1.0, probability=0.6)
     return guard
 
 
@@ -96,20 +96,20 @@ def test_the_plain_side_and_the_hard_side_solve_the_aimed_share() -> None:
     guard = with_plain_prompts()
     s, w = guard.probability(Side.PLAIN), guard.probability(Side.HARD, 1.0)
     sure, plain, hard = (guard.classes[x] for x in (Side.SURE, Side.PLAIN, Side.HARD))
-    num_hard = sure.plain_hard + w * hard.worth_hard
+    num_hard = sure.plain_hard + w * hard.value_hard
     aim = guard.plain_share * (AIM + GAIN * (AIM - guard.ratio))
-    assert num_hard / (sure.plain + s * plain.plain + w * hard.worth) == pytest.approx(aim)
+    assert num_hard / (sure.plain + s * plain.plain + w * hard.value) == pytest.approx(aim)
 
 
 def test_plain_prompts_are_all_drawn_where_few_of_the_hard_side_keep_the_share() -> None:
     guard = CoverageGuard(0.1)
     for i in range(400):
-        guard = guard.kept(Side.SURE, hardness=0.5, worth=1.0, probability=1.0)
-        guard = guard.kept(Side.PLAIN, hardness=0.45, worth=1.0, probability=1.0)
+        guard = guard.kept(Side.SURE, hardness=0.5, value=1.0, probability=1.0)
+        guard = guard.kept(Side.PLAIN, hardness=0.45, value=1.0, probability=1.0)
         if i % 12 == 0:
-            guard = guard.kept(Side.HARD, hardness=1.0, worth=0.5, probability=0.2)
+            guard = guard.kept(Side.HARD, hardness=1.0, value=0.5, probability=0.2)
         if i % 50 in {0, 17, 34}:
-            guard = guard.kept(Side.EASY, hardness=0.0, worth=0.5, probability=0.1)
+            guard = guard.kept(Side.EASY, hardness=0.0, value=0.5, probability=0.1)
     assert guard.probability(Side.PLAIN) == 1.0
     assert 0.1 < guard.probability(Side.HARD, 1.0) < MOST_HARD_FACTOR
 
@@ -129,10 +129,10 @@ def test_plain_prompts_are_all_drawn_until_shares_are_known() -> None:
     st.floats(0, 1),
 )
 def test_probabilities_lie_between_exploration_and_one(
-    groups: list[tuple[Side, float, float, float]], worth: float
+    groups: list[tuple[Side, float, float, float]], value: float
 ) -> None:
     guard = CoverageGuard(0.05)
     for side, hardness, its_worth, probability in groups:
-        guard = guard.kept(side, hardness=hardness, worth=its_worth, probability=probability)
+        guard = guard.kept(side, hardness=hardness, value=its_worth, probability=probability)
     for side in Side:
-        assert 0.05 <= guard.probability(side, worth) <= 1.0
+        assert 0.05 <= guard.probability(side, value) <= 1.0

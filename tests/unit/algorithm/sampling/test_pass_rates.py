@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sluice.algorithm.sampling.pass_rates import (
     GRID,
-    Evidence,
+    GradeCounts,
     PassRateBelief,
     all_right_probability,
     all_wrong_probability,
@@ -25,7 +25,7 @@ counts = st.floats(0.0, 64.0)
 
 @given(counts, counts)
 def test_a_posterior_is_a_distribution(right: float, wrong: float) -> None:
-    weights = PassRateBelief().posterior(Evidence(right, wrong))
+    weights = PassRateBelief().posterior(GradeCounts(right, wrong))
     assert weights.min() >= 0.0
     assert weights.sum() == pytest.approx(1.0)
 
@@ -35,15 +35,15 @@ def test_a_further_right_sample_raises_the_expected_pass_rate(
     right: float, wrong: float, more: float
 ) -> None:
     belief = PassRateBelief()
-    before = mean_pass_rate(belief.posterior(Evidence(right, wrong)))
-    assert mean_pass_rate(belief.posterior(Evidence(right + more, wrong))) > before
+    before = mean_pass_rate(belief.posterior(GradeCounts(right, wrong)))
+    assert mean_pass_rate(belief.posterior(GradeCounts(right + more, wrong))) > before
 
 
 @given(counts, counts, st.integers(1, 32))
 def test_all_right_all_wrong_and_mixed_are_all_there_is(
     right: float, wrong: float, num_samples: int
 ) -> None:
-    weights = PassRateBelief().posterior(Evidence(right, wrong))
+    weights = PassRateBelief().posterior(GradeCounts(right, wrong))
     total = (
         all_right_probability(weights, num_samples)
         + all_wrong_probability(weights, num_samples)
@@ -54,8 +54,8 @@ def test_all_right_all_wrong_and_mixed_are_all_there_is(
 
 def test_evidence_in_two_portions_counts_like_both_at_once() -> None:
     population = PassRateBelief().population
-    at_once = posterior(population, Evidence(3.0, 5.0))
-    in_turn = posterior(posterior(population, Evidence(1.0, 4.0)), Evidence(2.0, 1.0))
+    at_once = posterior(population, GradeCounts(3.0, 5.0))
+    in_turn = posterior(posterior(population, GradeCounts(1.0, 4.0)), GradeCounts(2.0, 1.0))
     np.testing.assert_allclose(at_once, in_turn)
 
 
@@ -69,7 +69,7 @@ def test_the_population_is_learnt_from_groups_of_few_samples() -> None:
     for _ in range(60):
         rates = generator.choice([0.02, 0.98], p=[0.75, 0.25], size=64)
         right = generator.binomial(4, rates)
-        belief = belief.learn([(Evidence(float(r), float(4 - r)), 1.0) for r in right])
+        belief = belief.learn([(GradeCounts(float(r), float(4 - r)), 1.0) for r in right])
     population = belief.population
     assert float(population[GRID > 0.5].sum()) == pytest.approx(0.25, abs=0.05)
     assert mixed_probability(population, 16) == pytest.approx(1.0 - 0.98**16, abs=0.08)
@@ -83,14 +83,14 @@ def test_stopping_groups_by_their_samples_does_not_bend_what_is_learnt() -> None
         for rate in generator.choice([0.05, 0.6, 0.97], p=[0.4, 0.3, 0.3], size=64):
             probes = int(generator.binomial(4, rate))
             more = int(generator.binomial(12, rate)) if 0 < probes < 4 else 0
-            drawn = 16 if 0 < probes < 4 else 4
-            seen.append((Evidence(float(probes + more), float(drawn - probes - more)), 1.0))
+            sampled = 16 if 0 < probes < 4 else 4
+            seen.append((GradeCounts(float(probes + more), float(sampled - probes - more)), 1.0))
         belief = belief.learn(seen)
     assert mean_pass_rate(belief.population) == pytest.approx(0.491, abs=0.05)
 
 
 def test_a_prompt_drawn_rarely_stands_for_many() -> None:
-    once, often = Evidence(16.0, 0.0), Evidence(0.0, 16.0)
+    once, often = GradeCounts(16.0, 0.0), GradeCounts(0.0, 16.0)
     even = PassRateBelief().learn([(once, 4.0), (often, 4.0)])
     tilted = PassRateBelief().learn([(once, 40.0), (often, 4.0)])
     assert mean_pass_rate(tilted.population) > mean_pass_rate(even.population)
@@ -103,13 +103,13 @@ def test_nothing_seen_changes_nothing() -> None:
 
 def test_sixteen_wrong_samples_make_a_prompt_probably_hard_and_right_ones_do_not() -> None:
     belief = PassRateBelief()
-    assert hard_probability(belief.posterior(Evidence(0.0, 16.0))) > 0.85
-    assert hard_probability(belief.posterior(Evidence(16.0, 0.0))) < 1e-6
+    assert hard_probability(belief.posterior(GradeCounts(0.0, 16.0))) > 0.85
+    assert hard_probability(belief.posterior(GradeCounts(16.0, 0.0))) < 1e-6
 
 
 def test_negative_counts_are_refused() -> None:
     with pytest.raises(ConfigError, match="negative"):
-        Evidence(-1.0, 0.0)
+        GradeCounts(-1.0, 0.0)
 
 
 def test_of_the_point_at_the_limit_of_hard_a_part_is_hard() -> None:

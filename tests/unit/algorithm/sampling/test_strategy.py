@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from sluice.algorithm.sampling.attempt import Attempt, PromptHistory, remembered
 from sluice.algorithm.sampling.coverage_guard import Side
-from sluice.algorithm.sampling.prompt_memory import PromptHistory, remembered
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
-from sluice.algorithm.sampling.visit import Visit
 
 N = 16
 RULES = SamplingRules(
@@ -23,19 +22,19 @@ def strategy(name: StrategyName, **changes: object) -> SamplingStrategy:
     return SamplingStrategy(replace(RULES, strategy=name, **changes))  # type: ignore[arg-type]
 
 
-def load(in_flight: int = 0, kept: int = 0, training: int = 0, room: int = 10_000) -> LoopLoad:
-    return LoopLoad(in_flight, kept, training, room)
+def load(in_flight: int = 0, kept: int = 0, training: int = 0, capacity: int = 10_000) -> LoopLoad:
+    return LoopLoad(in_flight, kept, training, capacity)
 
 
 @dataclass
 class Totals:
-    drawn: int = 0
+    sampled: int = 0
     kept: int = 0
     hard: int = 0
 
     @property
     def per_trained(self) -> float:
-        return self.drawn / (N * self.kept)
+        return self.sampled / (N * self.kept)
 
 
 class World:
@@ -56,10 +55,10 @@ class World:
         for version in range(num_batches):
             kept = 0
             while kept < RULES.train_batch_size:
-                found = self._visit(version)
+                found = self._attempt_one(version)
                 kept += found.kept
                 if version >= warm_up:
-                    totals.drawn += found.drawn
+                    totals.sampled += found.sampled
                     totals.kept += found.kept
                     totals.hard += found.hard
             self.strategy.batch_formed()
@@ -67,26 +66,26 @@ class World:
                 self.memory[key] = remembered(self.memory.get(key), seen)
         return totals
 
-    def _visit(self, version: int) -> Totals:
+    def _attempt_one(self, version: int) -> Totals:
         prompt = self._sequence % self.rates.size
         self._sequence += 1
         key = str(prompt)
-        visit = self.strategy.visit(key, self._sequence, self.memory.get(key), version)
-        if visit.is_skipped:
-            self.strategy.skipped(visit)
+        attempt = self.strategy.attempt(key, self._sequence, self.memory.get(key), version)
+        if attempt.is_skipped:
+            self.strategy.skipped(attempt)
             return Totals()
-        self.strategy.started(visit)
+        self.strategy.started(attempt)
         answers = self._generator.random(N) < self.rates[prompt]
-        seen = answers[: visit.first_samples]
-        goes_on: Visit | None = visit
-        if visit.first_samples < N:
-            goes_on = self.strategy.after_probes(
-                visit, num_right=int(seen.sum()), num_scored=seen.size, version=version
+        seen = answers[: attempt.first_samples]
+        continued: Attempt | None = attempt
+        if attempt.first_samples < N:
+            continued = self.strategy.after_probes(
+                attempt, num_right=int(seen.sum()), num_scored=seen.size, version=version
             )
-            seen = answers if goes_on else seen
+            seen = answers if continued else seen
         kept = seen.size == N and 0 < seen.sum() < N
         self.strategy.ended(
-            goes_on or visit,
+            continued or attempt,
             num_right=int(seen.sum()),
             num_scored=seen.size,
             mean_tokens=100.0,
@@ -121,38 +120,38 @@ def test_without_the_guard_hard_prompts_are_lost(plain: Totals) -> None:
 
 def test_mixed_probes_always_go_on() -> None:
     chosen = strategy(StrategyName.STAGED)
-    visit = chosen.visit("a", 0, None, 0)
-    assert visit.first_samples == RULES.probe_samples
-    assert chosen.after_probes(visit, num_right=1, num_scored=4, version=0) is visit
+    attempt = chosen.attempt("a", 0, None, 0)
+    assert attempt.first_samples == RULES.probe_samples
+    assert chosen.after_probes(attempt, num_right=1, num_scored=4, version=0) is attempt
 
 
 def test_probes_that_could_not_be_graded_do_not_stop_a_group() -> None:
     chosen = strategy(StrategyName.STAGED)
-    visit = chosen.visit("a", 0, None, 0)
-    assert chosen.after_probes(visit, num_right=0, num_scored=0, version=0) is visit
+    attempt = chosen.attempt("a", 0, None, 0)
+    assert chosen.after_probes(attempt, num_right=0, num_scored=0, version=0) is attempt
 
 
 def test_stream_draws_every_prompt_whole_whatever_its_history() -> None:
     history = PromptHistory(160.0, 0.0, 100.0, 0, 10)
-    visit = strategy(StrategyName.STREAM).visit("a", 0, history, 0)
-    assert visit.first_samples == N
-    assert visit.history is None
+    attempt = strategy(StrategyName.STREAM).attempt("a", 0, history, 0)
+    assert attempt.first_samples == N
+    assert attempt.history is None
 
 
 def test_a_prompt_that_was_always_right_is_mostly_passed_by_but_explored_at_times() -> None:
     chosen = strategy(StrategyName.MEMORY)
     history = PromptHistory(64.0, 0.0, 100.0, 0, 4)
-    visits = [chosen.visit(str(i), i, history, 0) for i in range(1000)]
-    num_drawn = sum(not visit.is_skipped for visit in visits)
-    assert 60 <= num_drawn <= 140  # exploration 0.1
-    assert all(visit.probability == pytest.approx(0.1) for visit in visits)
+    attempts = [chosen.attempt(str(i), i, history, 0) for i in range(1000)]
+    num_sampled = sum(not attempt.is_skipped for attempt in attempts)
+    assert 60 <= num_sampled <= 140  # exploration 0.1
+    assert all(attempt.probability == pytest.approx(0.1) for attempt in attempts)
 
 
 def test_choices_depend_on_the_visit_alone() -> None:
     history = PromptHistory(64.0, 0.0, 100.0, 0, 4)
     first, second = strategy(StrategyName.MEMORY), strategy(StrategyName.MEMORY)
-    forward = [first.visit(str(i), i, history, 0).is_skipped for i in range(200)]
-    backward = [second.visit(str(i), i, history, 0).is_skipped for i in reversed(range(200))]
+    forward = [first.attempt(str(i), i, history, 0).is_skipped for i in range(200)]
+    backward = [second.attempt(str(i), i, history, 0).is_skipped for i in reversed(range(200))]
     assert forward == backward[::-1]
 
 
@@ -160,14 +159,14 @@ def test_what_is_learnt_does_not_depend_on_which_group_ended_first() -> None:
     learnt = []
     for order in (1, -1):
         chosen = strategy(StrategyName.STAGED_MEMORY)
-        visits = [chosen.visit(str(i), i, None, 0) for i in range(100)][::order]
-        for visit in visits:
+        attempts = [chosen.attempt(str(i), i, None, 0) for i in range(100)][::order]
+        for attempt in attempts:
             chosen.ended(
-                visit,
-                num_right=visit.sequence % 17,
+                attempt,
+                num_right=attempt.sequence % 17,
                 num_scored=N,
                 mean_tokens=10.0,
-                kept=visit.sequence % 17 not in {0, 16},
+                kept=attempt.sequence % 17 not in {0, 16},
                 version=0,
                 seconds=1.0,
             )
@@ -179,9 +178,9 @@ def test_what_is_learnt_does_not_depend_on_which_group_ended_first() -> None:
 def test_nothing_is_learnt_before_a_version_is_announced() -> None:
     chosen = strategy(StrategyName.STAGED)
     before = chosen.statistics()["sampling/price"]
-    visit = chosen.visit("a", 0, None, 0)
+    attempt = chosen.attempt("a", 0, None, 0)
     chosen.ended(
-        visit, num_right=0, num_scored=4, mean_tokens=1.0, kept=False, version=0, seconds=1.0
+        attempt, num_right=0, num_scored=4, mean_tokens=1.0, kept=False, version=0, seconds=1.0
     )
     assert chosen.statistics()["sampling/price"] == before
     assert chosen.new_version() == []  # staged remembers no prompts
@@ -193,7 +192,7 @@ def test_rounds_waits_for_the_whole_wave_and_throws_the_surplus_away() -> None:
     assert chosen.discards_surplus
     assert chosen.num_to_start(load()) == 128
     for i in range(128):
-        chosen.started(chosen.visit(str(i), i, None, 0))
+        chosen.started(chosen.attempt(str(i), i, None, 0))
     assert chosen.num_to_start(load(in_flight=1, kept=70)) == 0
     assert not chosen.may_form(load(in_flight=1, kept=70))
     assert chosen.may_form(load(kept=70))
@@ -208,27 +207,27 @@ def test_stream_carries_surplus_over_and_forms_whenever_there_are_enough() -> No
 def test_no_more_groups_start_than_the_fleet_has_room_for() -> None:
     for name in StrategyName:
         chosen = strategy(name, max_staleness=0)
-        assert chosen.num_to_start(load(room=3)) == 3
-        assert chosen.num_to_start(load(room=0)) == 0
+        assert chosen.num_to_start(load(capacity=3)) == 3
+        assert chosen.num_to_start(load(capacity=0)) == 0
 
 
 def test_a_group_sure_to_be_kept_takes_a_whole_place() -> None:
     chosen = strategy(StrategyName.STAGED)
     for sequence in range(400):
-        visit = chosen.visit(str(sequence), sequence, None, 0)
+        attempt = chosen.attempt(str(sequence), sequence, None, 0)
         chosen.ended(
-            visit, num_right=0, num_scored=4, mean_tokens=1.0, kept=False, version=0, seconds=1.0
+            attempt, num_right=0, num_scored=4, mean_tokens=1.0, kept=False, version=0, seconds=1.0
         )
-    unsure = chosen.num_to_start(LoopLoad(100, 0, 0, room=10_000))
-    sure = chosen.num_to_start(LoopLoad(100, 0, 0, room=10_000, num_sure=100))
+    unsure = chosen.num_to_start(LoopLoad(100, 0, 0, capacity=10_000))
+    sure = chosen.num_to_start(LoopLoad(100, 0, 0, capacity=10_000, num_sure=100))
     assert sure < unsure
-    assert chosen.num_to_start(LoopLoad(128, 0, 0, room=10_000, num_sure=128)) == 0
+    assert chosen.num_to_start(LoopLoad(128, 0, 0, capacity=10_000, num_sure=128)) == 0
 
 
 def test_a_prompt_known_to_be_in_between_is_drawn_without_probes() -> None:
     history = PromptHistory(8.0, 8.0, 100.0, 0, 1)
-    visit = strategy(StrategyName.STAGED_MEMORY).visit("a", 0, history, 0)
-    assert visit.first_samples == N
+    attempt = strategy(StrategyName.STAGED_MEMORY).attempt("a", 0, history, 0)
+    assert attempt.first_samples == N
 
 
 def after_wrong_samples() -> SamplingStrategy:
@@ -242,32 +241,34 @@ def test_a_group_that_passes_two_choices_counts_with_the_probability_of_both() -
     chosen = after_wrong_samples()
     factor = chosen.statistics()["sampling/draw_probability_hard"]
     history = PromptHistory(1.0, 16.0, 100.0, 40, 1)
-    visits = [chosen.visit(str(i), i, history, 40) for i in range(400)]
-    drawn = [replace(visit, first_samples=RULES.probe_samples, probability=0.5) for visit in visits]
-    passed = [
-        goes_on
-        for visit in drawn
-        if (goes_on := chosen.after_probes(visit, num_right=0, num_scored=4, version=40))
+    attempts = [chosen.attempt(str(i), i, history, 40) for i in range(400)]
+    sampled = [
+        replace(attempt, first_samples=RULES.probe_samples, probability=0.5) for attempt in attempts
     ]
-    assert {visit.side for visit in passed} == {Side.HARD}
+    passed = [
+        continued
+        for attempt in sampled
+        if (continued := chosen.after_probes(attempt, num_right=0, num_scored=4, version=40))
+    ]
+    assert {attempt.side for attempt in passed} == {Side.HARD}
     # With w as it is the guard expects what is really drawn.
-    assert all(factor * v.worth == pytest.approx(v.probability) for v in passed)
+    assert all(factor * v.value == pytest.approx(v.probability) for v in passed)
     assert all(0.1 < v.probability < 0.5 for v in passed)
 
 
 def test_known_prompts_less_likely_hard_are_thinned_and_others_are_not() -> None:
     chosen = after_wrong_samples()
     middling, hard = PromptHistory(8.0, 8.0, 1.0, 40, 1), PromptHistory(2.0, 30.0, 1.0, 40, 2)
-    plain = [chosen.visit(str(i), i, middling, 40) for i in range(1000)]
-    num_drawn = sum(not visit.is_skipped for visit in plain)
+    plain = [chosen.attempt(str(i), i, middling, 40) for i in range(1000)]
+    num_sampled = sum(not attempt.is_skipped for attempt in plain)
     probability = chosen.statistics()["sampling/draw_probability_plain"]
     assert probability < 1.0
-    assert num_drawn == pytest.approx(1000 * probability, abs=60)
-    assert {visit.side for visit in plain} == {Side.PLAIN}
-    assert chosen.visit("h", 0, hard, 40).side is not Side.PLAIN
-    assert all(not chosen.visit(str(i), i, None, 40).is_skipped for i in range(100))
+    assert num_sampled == pytest.approx(1000 * probability, abs=60)
+    assert {attempt.side for attempt in plain} == {Side.PLAIN}
+    assert chosen.attempt("h", 0, hard, 40).side is not Side.PLAIN
+    assert all(not chosen.attempt(str(i), i, None, 40).is_skipped for i in range(100))
     before = chosen.statistics()["sampling/skipped_plain"]
-    chosen.skipped(next(visit for visit in plain if visit.is_skipped))
+    chosen.skipped(next(attempt for attempt in plain if attempt.is_skipped))
     assert chosen.statistics()["sampling/skipped_plain"] == before + 1
 
 

@@ -7,13 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.sampling.pass_rates import GRID, Evidence, PassRateBelief, mixed_probability
-from sluice.algorithm.sampling.worth import (
+from sluice.algorithm.sampling.choice import (
     Stakes,
     plain_price,
     rest_of_group,
     saved_by_probes,
-    whole_visit,
+    whole_attempt,
+)
+from sluice.algorithm.sampling.pass_rates import (
+    GRID,
+    GradeCounts,
+    PassRateBelief,
+    mixed_probability,
 )
 
 N = 16
@@ -36,7 +41,7 @@ def test_the_price_is_one_where_every_group_is_mixed() -> None:
 
 
 def test_samples_had_at_exactly_the_price_are_worth_it() -> None:
-    assert Stakes(cost=12.0, gain=6.0).worth(2.0) == 1.0
+    assert Stakes(cost=12.0, gain=6.0).value(2.0) == 1.0
 
 
 def test_the_rest_of_a_group_costs_what_is_not_drawn_yet_and_gains_the_whole_group() -> None:
@@ -47,21 +52,21 @@ def test_the_rest_of_a_group_costs_what_is_not_drawn_yet_and_gains_the_whole_gro
 
 def test_uniform_probes_of_a_prompt_known_to_be_in_between_do_not_stop_it() -> None:
     price = plain_price(PassRateBelief().population, N)
-    known = PassRateBelief().posterior(Evidence(8.0, 8.0))
+    known = PassRateBelief().posterior(GradeCounts(8.0, 8.0))
     stakes = rest_of_group(known, num_right=4, num_probes=4, num_rest=12, samples_per_group=N)
-    assert stakes.worth(price) > 1.0
+    assert stakes.value(price) > 1.0
 
 
 def test_right_probes_of_a_prompt_that_was_always_right_stop_it() -> None:
-    known = PassRateBelief().posterior(Evidence(48.0, 0.0))
+    known = PassRateBelief().posterior(GradeCounts(48.0, 0.0))
     stakes = rest_of_group(known, num_right=4, num_probes=4, num_rest=12, samples_per_group=N)
-    assert stakes.worth(1.8) < 1.0
+    assert stakes.value(1.8) < 1.0
 
 
 def test_probes_make_a_visit_to_a_hopeless_prompt_cheaper() -> None:
     hopeless = all_at(0.002)
-    with_probes = whole_visit(hopeless, probe_samples=4, samples_per_group=N, price=1.8)
-    without = whole_visit(hopeless, probe_samples=None, samples_per_group=N, price=1.8)
+    with_probes = whole_attempt(hopeless, probe_samples=4, samples_per_group=N, price=1.8)
+    without = whole_attempt(hopeless, probe_samples=None, samples_per_group=N, price=1.8)
     assert without.cost == N
     assert with_probes.cost < 5.0
 
@@ -71,7 +76,7 @@ def test_a_visit_never_costs_more_than_a_group_nor_gains_more_than_plain_drawing
     rate: float, probes: int, price: float
 ) -> None:
     weights = all_at(rate)
-    stakes = whole_visit(weights, probe_samples=probes, samples_per_group=N, price=price)
+    stakes = whole_attempt(weights, probe_samples=probes, samples_per_group=N, price=price)
     assert probes <= stakes.cost + 1e-9
     assert stakes.cost <= N + 1e-9
     assert -1e-9 <= stakes.gain <= N * mixed_probability(weights, N) + 1e-6

@@ -1,0 +1,156 @@
+"""Queue groups for capacity on a replica, by priority and order of issue."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+
+from sluice.algorithm.routing import (
+    AnnouncedReplica,
+    ReplicaRequirement,
+    ReplicaRouter,
+    Reservation,
+    RoutedReplica,
+)
+from sluice.concurrency.waits import waiting_for
+
+_TIMER_SLACK_S = 0.001
+
+
+class Priority(IntEnum):
+    """Who is served first when replicas are full."""
+
+    EVALUATION = 0
+    TRAINING = 1
+
+
+@dataclass(slots=True, eq=False)
+class _QueuedGroup:
+    rank: tuple[int, int]
+    wanted: ReplicaRequirement
+    reserved: asyncio.Future[Reservation]
+
+
+class ReplicaQueue:
+    """The fleet and those who wait for it.
+
+    Args:
+        slack: sequences in flight per slot, at most.
+        on_capacity: called when there may be room for more.
+    """
+
+    def __init__(self, slack: float, on_capacity: Callable[[], None]) -> None:
+        self._fleet = ReplicaRouter(slack)
+        self._on_capacity = on_capacity
+        self._waiters: list[_QueuedGroup] = []
+
+    @property
+    def replicas(self) -> tuple[AnnouncedReplica, ...]:
+        """The announced replicas."""
+        return self._fleet.announced
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups without a replica."""
+        return len(self._waiters)
+
+    @property
+    def num_slots_in_use(self) -> int:
+        """Slots of announced replicas with a sequence of ours in them."""
+        return self._fleet.num_slots_in_use
+
+    def num_free_sequences(self, lowest_version: int) -> int:
+        """Sequences that could start now, less those that wait for a replica already."""
+        free = self._fleet.num_free(lowest_version, time.monotonic())
+        if not self._waiters:
+            return free
+        return free - sum(waiter.wanted.num_sequences for waiter in self._waiters)
+
+    def announce(self, replicas: Sequence[AnnouncedReplica]) -> tuple[RoutedReplica, ...]:
+        """Take on a new fleet; returns the members that are gone."""
+        gone = self._fleet.announce(replicas)
+        self._capacity_changed()
+        return gone
+
+    @asynccontextmanager
+    async def capacity(
+        self, wanted: ReplicaRequirement, rank: tuple[int, int]
+    ) -> AsyncIterator[Reservation]:
+        """Room on a replica; waits for it, lowest `rank` (priority, order of issue) first."""
+        reservation = await self._reserved(wanted, rank)
+        try:
+            yield reservation
+        finally:
+            self._fleet.give_back(reservation)
+            self._capacity_changed()
+
+    def answered(self, member: RoutedReplica) -> None:
+        """The replica works."""
+        if member.on_probation:
+            self._fleet.answered(member)
+            self._capacity_changed()
+
+    def sequences_ended(self, reservation: Reservation, count: int) -> None:
+        """Give back the room of finished sequences."""
+        for _ in range(count):
+            self._fleet.sequence_ended(reservation)
+        self._capacity_changed()
+
+    def has_capacity_beside(self, member: RoutedReplica, wanted: ReplicaRequirement) -> bool:
+        """Whether another replica than `member` would take the group at once."""
+        if self._waiters:
+            return False
+        paused_until, member.paused_until = member.paused_until, math.inf
+        try:
+            return self._fleet.choose(wanted, time.monotonic()) is not None
+        finally:
+            member.paused_until = paused_until
+
+    def pause(self, member: RoutedReplica) -> None:
+        """Avoid a replica that failed, until the next announcement or the end of a pause."""
+        now = time.monotonic()
+        until = self._fleet.failed(member, now)
+        asyncio.get_running_loop().call_later(until - now + _TIMER_SLACK_S, self._capacity_changed)
+
+    async def _reserved(self, wanted: ReplicaRequirement, rank: tuple[int, int]) -> Reservation:
+        reserved: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
+        waiter = _QueuedGroup(rank, wanted, reserved)
+        self._waiters.append(waiter)
+        self._waiters.sort(key=lambda other: other.rank)
+        self._serve()
+        try:
+            with waiting_for("rollout fleet", "making room for a group"):
+                return await reserved
+        except asyncio.CancelledError:
+            if reserved.done() and not reserved.cancelled():
+                self._fleet.give_back(reserved.result())
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            self._capacity_changed()
+            raise
+
+    def _capacity_changed(self) -> None:
+        self._serve()
+        self._on_capacity()
+
+    def _serve(self) -> None:
+        """Grant room in order. Nobody overtakes one who waits for room, only one who waits for a
+        version that no replica serves."""
+        now = time.monotonic()
+        still_waiting: list[_QueuedGroup] = []
+        blocked = False
+        for waiter in self._waiters:
+            member = None if blocked else self._fleet.choose(waiter.wanted, now)
+            if member is not None and not waiter.reserved.done():
+                waiter.reserved.set_result(
+                    self._fleet.reservation(member, waiter.wanted.num_sequences)
+                )
+                continue
+            blocked = blocked or self._fleet.serves(waiter.wanted)
+            still_waiting.append(waiter)
+        self._waiters = still_waiting

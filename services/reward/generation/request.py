@@ -1,0 +1,337 @@
+"""A request for samples of one prompt: its key, seeds and budget, samples already received, and
+the errors that end it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from struct import Struct
+from typing import Protocol
+
+from services.reward.generation.queue import Priority
+from sluice.algorithm.growing_sample import NewTokens
+from sluice.config.schema.rollout import RolloutConfig
+from sluice.errors import SluiceError, leaves
+from sluice.types import FailureKind, Prompt, ReplicaInfo, Rollout, SamplingParams, TokenIds
+
+_KEY_BYTES = 16
+_FRAME = Struct("<Q").pack
+
+
+def prompt_key(prompt: Prompt) -> str:
+    """BLAKE2b of messages, ground truth and images, 16 bytes in hexadecimal."""
+    framed: list[bytes] = []
+    for turn in prompt.messages:
+        framed += _framed(turn.role), _framed(turn.content)
+    framed.append(_framed(prompt.ground_truth))
+    framed += (blake2b(image, digest_size=_KEY_BYTES).digest() for image in prompt.images)
+    return blake2b(b"".join(framed), digest_size=_KEY_BYTES).hexdigest()
+
+
+def _framed(part: str) -> bytes:
+    """With its length, or "ab" + "c" would be "a" + "bc"."""
+    encoded = part.encode()
+    return _FRAME(len(encoded)) + encoded
+
+
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReceivedSamples:
+    """What is known of the samples of one prompt.
+
+    `digest` names what was asked for (`request_digest`); unfinished samples are ``ABORTED``.
+    """
+
+    digest: bytes
+    prompt_token_ids: TokenIds  # [prompt tokens]
+    rollouts: tuple[Rollout, ...]
+
+    def of(self, sample_indexes: Collection[int]) -> tuple[Rollout, ...]:
+        """Those of the samples with these indexes."""
+        return tuple(r for r in self.rollouts if r.sample_index in sample_indexes)
+
+    def up_to(self, version: int) -> ReceivedSamples:
+        """Without samples that hold a token of a version after `version`; the same if none does."""
+        kept = tuple(
+            rollout
+            for rollout in self.rollouts
+            if all(span.version <= version for span in rollout.version_spans)
+        )
+        return self if len(kept) == len(self.rollouts) else replace(self, rollouts=kept)
+
+
+def request_digest(prompt: Prompt, sampling: SamplingParams) -> bytes:
+    """BLAKE2b of a prompt's words and of how its samples are drawn, 16 bytes.
+
+    A place in the data may hold another prompt after a restart, and a run other limits: samples
+    are gone on with only where both are what they were.
+    """
+    admitted_as = (
+        f"{sampling.temperature!r}/{sampling.top_p!r}/{sampling.top_k}/{sampling.max_tokens}/"
+        f"{sampling.seed}/{sampling.stop_token_ids}/{sampling.ignore_eos}/{sampling.stop}"
+    )
+    identity = f"{prompt_key(prompt)}/{admitted_as}".encode()
+    return blake2b(identity, digest_size=_DIGEST_BYTES).digest()
+
+
+# What bounds one group, whichever requests its samples are asked for by.
+#
+# Consumes: starts, tokens and ends of the group's parts. Waits for: nothing. Produces: the
+# values that a deadline and a budget are measured by, and word to the parts under way when one
+# changes.
+
+
+@dataclass(slots=True, eq=False)
+class GroupBudget:
+    """The time and tokens of one group, shared by all of its requests.
+
+    Attributes:
+        first_start: when a replica took a part of it on first, in seconds of the event loop's
+            clock.
+        prompt_token_ids: its prompt as that replica reads it, or as one read it for an earlier
+            service whose samples were taken up, [prompt tokens].
+        num_tokens: response tokens that its parts hold, of unfinished samples too.
+        has_finished_samples: any of its samples is complete.
+        is_over: it has taken its time or its tokens.
+        engine_answered: a replica answered a request for it with an error of its engine.
+        engine_errors: why no replica could generate a sample, by its index.
+    """
+
+    first_start: float | None = None
+    prompt_token_ids: TokenIds | None = None
+    num_tokens: int = 0
+    has_finished_samples: bool = False
+    is_over: bool = False
+    engine_answered: bool = False
+    engine_errors: dict[int, str] = field(default_factory=dict)
+    _observers: list[Callable[[], None]] = field(default_factory=list)
+
+    def started(self, prompt_token_ids: TokenIds, now: float) -> None:
+        """A replica took a part of it on."""
+        if self.first_start is None:
+            self.first_start, self.prompt_token_ids = now, prompt_token_ids
+            self._notify()
+
+    def read_as(self, prompt_token_ids: TokenIds) -> None:
+        """Samples were taken up: it may be over before a replica takes a part of it on."""
+        if self.prompt_token_ids is None:
+            self.prompt_token_ids = prompt_token_ids
+
+    def end(self) -> None:
+        """It has taken its time or its tokens."""
+        if not self.is_over:
+            self.is_over = True
+            self._notify()
+
+    @contextmanager
+    def observed(self, observer: Callable[[], None]) -> Iterator[None]:
+        """Within it `follower` is told when the group starts or is over."""
+        self._observers.append(observer)
+        try:
+            yield
+        finally:
+            self._observers.remove(observer)
+
+    def _notify(self) -> None:
+        for observer in tuple(self._observers):
+            observer()
+
+
+PHASE = "generating"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """Samples of one prompt to draw, on replicas of `lowest_version` up to `highest_version`.
+
+    A sample is the same whichever others are asked for with it: its randomness depends on the
+    seed and its index alone. So a group may be drawn in parts, each by a request of its own; the
+    parts share `allowance`, by which the whole group is bounded.
+
+    With `goes_without` the samples that no replica could generate are left out, unless none is
+    left. `received` is what an earlier service had of the samples; with `is_saved` the next one is
+    to have what this one gets.
+    """
+
+    prompt: Prompt
+    sample_indexes: tuple[int, ...]
+    sampling: SamplingParams
+    priority: Priority
+    lowest_version: int
+    highest_version: int | None = None
+    budget: GroupBudget = field(default_factory=GroupBudget, compare=False, repr=False)
+    allows_missing: bool = False
+    received: ReceivedSamples | None = field(default=None, compare=False, repr=False)
+    is_saved: bool = False
+
+    def __post_init__(self) -> None:
+        indexes = self.sample_indexes
+        if not indexes or len(set(indexes)) != len(indexes) or min(indexes) < 0:
+            raise ValueError(f"sample_indexes: {indexes} are not one or more different indexes")
+
+    @property
+    def num_samples(self) -> int:
+        """Samples asked for."""
+        return len(self.sample_indexes)
+
+    def accepts(self, version: int) -> bool:
+        """Whether tokens of `version` will do."""
+        below = self.highest_version is None or version <= self.highest_version
+        return below and version >= self.lowest_version
+
+
+def first_samples(count: int) -> tuple[int, ...]:
+    """The indexes of a prompt's first `count` samples."""
+    return tuple(range(count))
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateEvent:
+    """Something a replica sent.
+
+    Attributes:
+        started: the prompt's tokens, and the version that starts; in the first event only.
+        rollouts: samples that ended, each with all of its tokens.
+        deltas: new tokens of samples that have not ended.
+        engine_tokens: tokens that the replica's engine has drawn for whomever, when none came of
+            these samples for some time and samples wait for a slot there.
+    """
+
+    started: tuple[TokenIds, int] | None
+    rollouts: tuple[Rollout, ...]
+    deltas: tuple[NewTokens, ...] = ()
+    engine_tokens: int | None = None
+
+
+class GenerationClient(Protocol):
+    """How replicas are called."""
+
+    def generate(
+        self,
+        replica: ReplicaInfo,
+        request: GroupRequest,
+        sample_indexes: Sequence[int],
+        partials: Sequence[Rollout],
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """Stream samples, of which `partials` are continued.
+
+        `SluiceError` on failure, `InvalidRequestError` if refused for good.
+        """
+        ...
+
+    async def retain(self, addresses: Collection[str]) -> None:
+        """Forget replicas at all other addresses."""
+        ...
+
+
+class GroupFailedError(SluiceError):
+    """A group cannot be generated: refused by the engine, or failed too often.
+
+    Args:
+        message: what happened.
+        kind: that of all its samples, where it is known.
+    """
+
+    def __init__(self, message: str, kind: FailureKind | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class OverlongPromptError(GroupFailedError):
+    """A prompt is over data.max_prompt_length, and such prompts are left out."""
+
+
+StartCallback = Callable[[int | None], None]
+SampleCallback = Callable[[Rollout], None]
+
+
+class OldestStart:
+    """The oldest of the versions under which the parts of a group began.
+
+    Args:
+        on_start: told whenever a part's version changes; ``None``: no part holds anything.
+    """
+
+    def __init__(self, on_start: StartCallback) -> None:
+        self._on_start = on_start
+        self._versions: dict[str, int | None] = {}
+
+    def of(self, part: str) -> StartCallback:
+        """What a part's request is given."""
+
+        def note(version: int | None) -> None:
+            self._versions[part] = version
+            started = [known for known in self._versions.values() if known is not None]
+            self._on_start(min(started, default=None))
+
+        return note
+
+
+def decisive(group: ExceptionGroup[Exception]) -> SluiceError:
+    """The error that decides a prompt's fate; raises the whole group if it holds a defect."""
+    found = leaves(group)
+    errors = [error for error in found if isinstance(error, SluiceError)]
+    if len(errors) < len(found):
+        raise group
+    return max(errors, key=_gravity)
+
+
+def _gravity(error: SluiceError) -> int:
+    """What all prompts would meet, then what is said of this prompt, then what one group met."""
+    if not isinstance(error, GroupFailedError):
+        return 2
+    return int(type(error) is not GroupFailedError)
+
+
+_SEED_BYTES = 8
+_SEED_MASK = 2**63 - 1
+
+
+def training_sampling(rollout: RolloutConfig, max_tokens: int) -> SamplingParams:
+    """Training parameters; the seed is filled in per prompt."""
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=max_tokens,
+        seed=rollout.seed,
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def greedy_sampling(training: SamplingParams) -> SamplingParams:
+    """The most probable token at every place, with the limits of the training samples."""
+    return replace(training, temperature=0.0, top_p=1.0, top_k=-1)
+
+
+def validation_sampling(
+    rollout: RolloutConfig, max_tokens: int, temperature: float | None
+) -> SamplingParams:
+    """Validation parameters; `temperature` overrides the configured one."""
+    wanted = rollout.val_kwargs
+    return SamplingParams(
+        temperature=wanted.temperature if temperature is None else temperature,
+        top_p=wanted.top_p,
+        top_k=wanted.top_k,
+        max_tokens=max_tokens,
+        seed=rollout.seed,
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def for_prompt(sampling: SamplingParams, prompt: Prompt, *, stage: str) -> SamplingParams:
+    """The same parameters with a seed of the prompt's own.
+
+    It depends on the base seed and on where the prompt stands: a data-set row on its position in
+    the stream (so a resumed run draws what the unbroken one would have drawn), a client's prompt
+    on its number in the order of issue.
+    """
+    place = prompt.sequence if prompt.position is None else prompt.position
+    text = f"{sampling.seed}/{stage}/{prompt.origin}/{place}"
+    digest = blake2b(text.encode(), digest_size=_SEED_BYTES).digest()
+    return replace(sampling, seed=int.from_bytes(digest, "little") & _SEED_MASK)

@@ -1,0 +1,298 @@
+"""Collect the samples of one request, and end its stream when the replica stalls or a bound is
+reached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from services.reward.generation.request import PHASE, GenerateEvent, GroupRequest, SampleCallback
+from sluice.algorithm.groups.stragglers import StragglerRules, StreamPace
+from sluice.algorithm.growing_sample import GrowingSample, NewTokens
+from sluice.algorithm.routing import RoutedReplica
+from sluice.errors import PeerError
+from sluice.types import FinishReason, Rollout, RolloutGroup, TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What one event added.
+
+    Attributes:
+        new_tokens: tokens that were not known before, by sample index.
+        ended: samples of which the stream brings no more, broken-off ones included.
+        num_finished: those of them that are complete.
+    """
+
+    new_tokens: dict[int, int]
+    ended: tuple[int, ...]
+    num_finished: int
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class CollectedGroup:
+    """The samples of one request on their way home, whichever replicas their tokens come from.
+
+    What bounds the group they are of is the request's `GroupAllowance`, which is kept here.
+
+    Attributes:
+        on_sample: told of each sample that has finished.
+        num_tokens: response tokens that it holds, of unfinished samples too.
+        was_moved: it was taken away from a slow replica.
+    """
+
+    request: GroupRequest
+    on_sample: SampleCallback | None = None
+    num_tokens: int = 0
+    was_moved: bool = False
+    _rollouts: dict[int, Rollout] = field(default_factory=dict)
+    _growing: dict[int, GrowingSample] = field(default_factory=dict)
+    _prompt_token_ids: TokenIds | None = None
+
+    @property
+    def prompt_token_ids(self) -> TokenIds | None:
+        """The prompt as a replica reads it; ``None`` before one took it on."""
+        return self._prompt_token_ids
+
+    @property
+    def finished(self) -> Mapping[int, Rollout]:
+        """Samples that have ended, by their index."""
+        return self._rollouts
+
+    @property
+    def growing(self) -> Mapping[int, GrowingSample]:
+        """Samples that have not ended and hold tokens, by their index."""
+        return self._growing
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Samples that have not ended."""
+        return tuple(i for i in self.request.sample_indexes if i not in self._rollouts)
+
+    def oldest_version(self, *, or_version: int | None = None) -> int | None:
+        """The oldest version among its tokens and `or_version`; ``None``: neither is there."""
+        sampled_by = [rollout.oldest_version for rollout in self._rollouts.values()]
+        growing_by = [span.version for g in self._growing.values() for span in g.version_spans]
+        versions = (*sampled_by, *growing_by, or_version)
+        return min((v for v in versions if v is not None), default=None)
+
+    def resume_saved(self) -> tuple[Rollout, ...]:
+        """Begin with what an earlier service received, as far as its versions are accepted.
+
+        Returns:
+            what was taken up.
+        """
+        received = self.request.received
+        if received is None:
+            return ()
+        accepted = tuple(
+            rollout
+            for rollout in received.of(self.request.sample_indexes)
+            if all(self.request.accepts(span.version) for span in rollout.version_spans)
+        )
+        for rollout in accepted:
+            self._prompt_token_ids = received.prompt_token_ids
+            self.request.budget.read_as(received.prompt_token_ids)
+            self._count(rollout.num_tokens)
+            if rollout.finish_reason is FinishReason.ABORTED:
+                self._growing[rollout.sample_index] = GrowingSample()
+                self._growing[rollout.sample_index].adopt(rollout)
+            else:
+                self._finish(rollout)
+        return accepted
+
+    def started(self, prompt_token_ids: TokenIds, now: float) -> None:
+        """A replica took it on."""
+        self._prompt_token_ids = prompt_token_ids
+        self.request.budget.started(prompt_token_ids, now)
+
+    def take(self, event: GenerateEvent, replica: str) -> Arrival:
+        """Store what a replica sent; raises `PeerError` if it is not what was asked for."""
+        if (event.rollouts or event.deltas) and self._prompt_token_ids is None:
+            raise PeerError(replica, PHASE, "it sent samples before the prompt's tokens")
+        new_tokens: dict[int, int] = {}
+        for delta in event.deltas:
+            size = self._grow(delta, replica)
+            new_tokens[delta.sample_index] = new_tokens.get(delta.sample_index, 0) + size
+        for rollout in event.rollouts:
+            size = self._end(rollout, replica)
+            new_tokens[rollout.sample_index] = new_tokens.get(rollout.sample_index, 0) + size
+        ended = tuple(rollout.sample_index for rollout in event.rollouts)
+        return Arrival(new_tokens, ended, sum(index in self._rollouts for index in ended))
+
+    def _grow(self, delta: NewTokens, replica: str) -> int:
+        self._check_asked(delta.sample_index, replica)
+        sample = self._growing.setdefault(delta.sample_index, GrowingSample())
+        sample.append(delta.token_ids, delta.behavior_logprobs, delta.version)
+        self._count(int(delta.token_ids.size))
+        return int(delta.token_ids.size)
+
+    def _end(self, rollout: Rollout, replica: str) -> int:
+        index = rollout.sample_index
+        self._check_asked(index, replica)
+        known = self._growing.pop(index, GrowingSample())
+        if not np.array_equal(rollout.token_ids[: known.num_tokens], known.token_ids()):
+            self._count(-known.num_tokens)  # whoever is wrong, the sample starts again
+            text = (
+                f"sample {index} came with {rollout.num_tokens} tokens that do not continue the "
+                f"{known.num_tokens} that came before"
+            )
+            raise PeerError(replica, PHASE, text)
+        self._count(rollout.num_tokens - known.num_tokens)
+        if rollout.finish_reason is FinishReason.ABORTED:
+            self._growing[index] = GrowingSample()
+            self._growing[index].adopt(rollout)
+        else:
+            self._finish(rollout)
+        return rollout.num_tokens - known.num_tokens
+
+    def _finish(self, rollout: Rollout) -> None:
+        self._rollouts[rollout.sample_index] = rollout
+        self.request.budget.has_finished_samples = True
+        if self.on_sample is not None:
+            self.on_sample(rollout)
+
+    def _count(self, tokens: int) -> None:
+        self.num_tokens += tokens
+        self.request.budget.num_tokens += tokens
+
+    def _check_asked(self, sample_index: int, replica: str) -> None:
+        if sample_index in self._rollouts or sample_index not in self.request.sample_indexes:
+            raise PeerError(replica, PHASE, f"sample {sample_index} was not asked for")
+
+    def partials(self) -> Sequence[Rollout]:
+        """What there is of unfinished samples, to be continued.
+
+        Samples with tokens of versions that the request excludes start again: their tokens are
+        thrown away here.
+        """
+        for index, sample in list(self._growing.items()):
+            if not all(self.request.accepts(span.version) for span in sample.version_spans):
+                del self._growing[index]
+                self._count(-sample.num_tokens)
+        return [s.rollout(index) for index, s in sorted(self._growing.items()) if s.num_tokens]
+
+    def end_unfinished(self) -> None:
+        """End the samples that are missing as they stand."""
+        for index in self.missing:
+            self._rollouts[index] = self._growing.pop(index, GrowingSample()).rollout(index)
+
+    def state(self) -> str:
+        """How far it is, for the log."""
+        num_finished = sum(
+            rollout.finish_reason is not FinishReason.ABORTED for rollout in self._rollouts.values()
+        )
+        oldest = self.oldest_version()
+        version = "no version" if oldest is None else f"version {oldest}"
+        return (
+            f"{self.num_tokens} tokens, {num_finished} of {self.request.num_samples} samples "
+            f"finished, {version}"
+        )
+
+    def group(self) -> RolloutGroup:
+        """The samples in order of their index; none may be missing, any part must have started."""
+        prompt_token_ids = self._prompt_token_ids
+        if prompt_token_ids is None:  # over before a replica took these samples on
+            prompt_token_ids = self.request.budget.prompt_token_ids
+        assert prompt_token_ids is not None
+        rollouts = tuple(self._rollouts[i] for i in sorted(self._rollouts))
+        return RolloutGroup(self.request.prompt, prompt_token_ids, rollouts)
+
+
+# Ends a stream whose replica is withdrawn or of which nothing comes, and a group at its bounds.
+#
+# Consumes: what the stream brings, as it arrives. Waits for: nothing itself; it moves the
+# deadline of the scope in which the stream is read. Produces: the reason for the end.
+
+
+class StreamEnd(StrEnum):
+    """Why a stream ended without an error."""
+
+    COMPLETE = "complete"
+    REPLICA_REMOVED = "withdrawn"
+    STALLED = "stalled"
+    SLOW = "slow"
+    GROUP_OVER = "group over"
+
+
+class StreamWatch:
+    """One stream.
+
+    Args:
+        scope: in which it is read.
+        member: its replica.
+        rules: when to give up.
+        over_at: when its group has taken its time; ``None``: not known, or never.
+        sample_indexes: what was asked for.
+        now: seconds of the event loop's clock.
+    """
+
+    def __init__(
+        self,
+        scope: asyncio.Timeout,
+        member: RoutedReplica,
+        rules: StragglerRules,
+        over_at: float | None,
+        sample_indexes: Collection[int],
+        now: float,
+    ) -> None:
+        self._scope, self._member, self._rules = scope, member, rules
+        self._begun, self._over_at = now, over_at
+        self.pace = StreamPace.begun(sample_indexes, now)
+        self._reschedule()
+
+    def accepted(self, now: float) -> None:
+        """The replica has taken the request."""
+        self.pace.accepted(now)
+        self._reschedule()
+
+    def bounded(self, over_at: float | None) -> None:
+        """Its group is over at `over_at`."""
+        self._over_at = over_at
+        self._reschedule()
+
+    def arrived(self, arrival: Arrival, now: float) -> None:
+        """Tokens came, or samples ended."""
+        self.pace.arrived(arrival.new_tokens, arrival.ended, now)
+        self._reschedule()
+
+    def engine_progressed(self, engine_tokens: int, now: float) -> None:
+        """The replica says that it draws tokens while samples wait for its slots."""
+        self.pace.engine_progressed(engine_tokens, now)
+        self._reschedule()
+
+    def removed(self, now: float) -> None:
+        """The replica has left the fleet: end the stream."""
+        if not self._scope.expired():
+            self._scope.reschedule(now)
+
+    def why_expired(self, now: float) -> StreamEnd:
+        """Why the scope ended the stream."""
+        if self._member.removed:
+            return StreamEnd.REPLICA_REMOVED
+        is_over = self._over_at is not None and now >= self._over_at
+        return StreamEnd.GROUP_OVER if is_over else StreamEnd.STALLED
+
+    def state(self, now: float) -> str:
+        """How far it is, for the log."""
+        pace = self.pace
+        without = f", {sorted(pace.waiting)}" if pace.waiting else ""
+        quietest = pace.quietest(now)
+        silent = f", of these {quietest[0]} is silent for {quietest[1]:.1f} s" if quietest else ""
+        return (
+            f"nothing for {now - pace.last_progress:.1f} s, stream of {now - self._begun:.1f} s "
+            f"with {pace.num_tokens} tokens; {len(pace.waiting)} samples without any{without}, "
+            f"{len(pace.running)} running{silent}, {pace.num_finished} ended"
+        )
+
+    def _reschedule(self) -> None:
+        # The end of a withdrawn stream is set already.
+        if self._member.removed or self._scope.expired():
+            return
+        ends = (self._rules.stalled_at(self.pace), self._over_at)
+        self._scope.reschedule(min((end for end in ends if end is not None), default=None))

@@ -1,0 +1,235 @@
+"""Grade samples: run the scorer, then shape the score (verl's reward managers); also grade
+responses that clients send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Protocol
+
+from services.reward.grading.messages import ScorerInput
+from sluice.algorithm.groups.outcomes import OutcomePolicy
+from sluice.algorithm.overlong import overlong_penalty
+from sluice.config.schema.reward import RewardConfig
+from sluice.errors import ExhaustedError, InvalidRequestError
+from sluice.rpc.auth import ClientQuota
+from sluice.telemetry.tracing import TRACER, Key, SpanName
+from sluice.types import (
+    Failed,
+    FailureKind,
+    FinishReason,
+    GradedGroup,
+    Outcome,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Scored,
+)
+
+_NOTHING: Mapping[int, Outcome] = MappingProxyType({})
+_NOBODY: Mapping[int, str] = MappingProxyType({})
+_NO_RULES = OutcomePolicy()
+
+
+class SampleScorer(Protocol):
+    """Grades response texts; `ScorerPool` does."""
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that scorers have worked since the start."""
+        ...
+
+    async def score(self, items: Sequence[ScorerInput]) -> tuple[Scored | Failed, ...]:
+        """One outcome per item."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OverlongShaping:
+    """Settings of the overlong penalty (`sluice.algorithm.overlong`), in tokens."""
+
+    max_response_tokens: int
+    buffer_tokens: int
+    penalty_factor: float
+    log: bool
+
+    def penalty(self, num_response_tokens: int) -> float:
+        """What is added to the score, <= 0."""
+        return overlong_penalty(
+            num_response_tokens,
+            max_response_tokens=self.max_response_tokens,
+            buffer_tokens=self.buffer_tokens,
+            penalty_factor=self.penalty_factor,
+        )
+
+
+def overlong_shaping(reward: RewardConfig, max_response_length: int) -> OverlongShaping | None:
+    """The configured shaping; ``None`` for the naive manager or when it is off.
+
+    Raises:
+        ConfigError: the buffer does not fit into the response length.
+    """
+    buffer = reward.reward_kwargs.overlong_buffer_cfg
+    if reward.reward_manager.name != "dapo" or not buffer.enable:
+        return None
+    limit = reward.reward_kwargs.max_resp_len or max_response_length
+    shaping = OverlongShaping(limit, buffer.len, buffer.penalty_factor, buffer.log)
+    shaping.penalty(0)  # reports impossible settings at the start of the service
+    return shaping
+
+
+class Grader:
+    """Grades whole groups.
+
+    Args:
+        scorer: the pool.
+        shaping: overlong penalty, if any.
+        policy: which samples are scored again.
+    """
+
+    def __init__(
+        self,
+        scorer: SampleScorer,
+        shaping: OverlongShaping | None,
+        policy: OutcomePolicy = _NO_RULES,
+    ) -> None:
+        self._scorer, self._shaping, self._policy = scorer, shaping, policy
+        self.num_scored_again = 0
+
+    async def grade(
+        self,
+        group: RolloutGroup,
+        greedy: RolloutGroup | None = None,
+        known: Mapping[int, Outcome] = _NOTHING,
+        engine_errors: Mapping[int, str] = _NOBODY,
+    ) -> GradedGroup:
+        """One outcome per sample, by the same scorer and shaping for the greedy response.
+
+        Args:
+            group: the samples.
+            greedy: the greedy response, if there is one.
+            known: outcomes of samples that were graded before, by their index.
+            engine_errors: why no replica could generate a sample, by its index.
+        """
+        lost = {
+            index: Failed(FailureKind.ENGINE_ERROR, detail)
+            for index, detail in engine_errors.items()
+        }
+        known = {**known, **lost}
+        ungraded = [r for r in group.rollouts if r.sample_index not in known]
+        beside = greedy.rollouts if greedy else ()
+        with TRACER.stage(SpanName.GRADE) as span:
+            graded = iter(await self.outcomes(group.prompt, (*ungraded, *beside)))
+            span.set({Key.NUM_SAMPLES: len(ungraded) + len(beside)})
+        outcomes = tuple(
+            known[r.sample_index] if r.sample_index in known else next(graded)
+            for r in group.rollouts
+        )
+        return GradedGroup(group, outcomes, GradedGroup(greedy, tuple(graded)) if greedy else None)
+
+    async def outcomes(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[Outcome, ...]:
+        """One outcome per response to a prompt; aborted ones are never graded."""
+        complete = [r for r in rollouts if r.finish_reason is not FinishReason.ABORTED]
+        scored = iter(await self._scored([_item(prompt, rollout) for rollout in complete]))
+        aborted = Failed(FailureKind.ABORTED, "generation was ended from outside")
+        return tuple(
+            aborted
+            if rollout.finish_reason is FinishReason.ABORTED
+            else self._shaped(next(scored), rollout)
+            for rollout in rollouts
+        )
+
+    async def _scored(self, items: Sequence[ScorerInput]) -> Sequence[Outcome]:
+        """One outcome per item, after all the attempts that the policy gives it."""
+        outcomes: list[Outcome] = list(await self._scorer.score(items)) if items else []
+        attempts = 1
+        while again := self._policy.to_score_again(outcomes, attempts):
+            attempts += 1
+            self.num_scored_again += len(again)
+            answers = await self._scorer.score([items[place] for place in again])
+            for place, answer in zip(again, answers, strict=True):
+                outcomes[place] = answer
+        return outcomes
+
+    def _shaped(self, outcome: Outcome, rollout: Rollout) -> Outcome:
+        if self._shaping is None or isinstance(outcome, Failed):
+            return outcome
+        penalty = self._shaping.penalty(rollout.num_tokens)
+        metrics = dict(outcome.metrics)
+        if self._shaping.log:
+            metrics |= {"overlong_reward": penalty, "overlong": float(penalty < 0)}
+        return replace(outcome, reward=outcome.score + penalty, metrics=metrics)
+
+
+def _item(prompt: Prompt, rollout: Rollout) -> ScorerInput:
+    return ScorerInput(
+        prompt.data_source,
+        rollout.text,
+        prompt.ground_truth,
+        prompt.extra_info,
+        question=prompt.messages[-1].content if prompt.messages else "",
+    )
+
+
+MAX_ITEMS = 4096
+MAX_CALLS = 32
+MAX_CLIENT_CALLS = 16
+DEFAULT_CLIENT_ITEMS = 4 * MAX_ITEMS
+ITEMS_PER_REQUEST = 32
+
+
+class ScoreRequests:
+    """Calls that grade without training.
+
+    Args:
+        scorers: the pool.
+        max_client_items: responses that one client may have under way.
+    """
+
+    def __init__(self, scorers: SampleScorer, max_client_items: int = DEFAULT_CLIENT_ITEMS) -> None:
+        self._scorers = scorers
+        self._client_calls = ClientQuota(MAX_CLIENT_CALLS, "Score calls", "RewardService/Score")
+        self._client_items = ClientQuota(
+            max_client_items, "responses to grade", "sluice.limits.max_client_score_items"
+        )
+        self._num_calls = 0
+
+    def check_size(self, num_items: int) -> None:
+        """Raises InvalidRequestError for too many items."""
+        if num_items > MAX_ITEMS:
+            raise InvalidRequestError(
+                f"items: {num_items} sent; send at most {MAX_ITEMS} in one call"
+            )
+
+    async def score(
+        self, items: Sequence[ScorerInput], client: str | None = None
+    ) -> list[Scored | Failed]:
+        """One outcome per item, in small requests between those of training.
+
+        Args:
+            items: what to grade.
+            client: who asks, for quotas; ``None``: nobody's in particular.
+
+        Raises:
+            InvalidRequestError: too many items.
+            ExhaustedError: too many calls at once, or items of the client.
+        """
+        self.check_size(len(items))
+        with self._client_calls.held(client, 1), self._client_items.held(client, len(items)):
+            return await self._score(items)
+
+    async def _score(self, items: Sequence[ScorerInput]) -> list[Scored | Failed]:
+        if self._num_calls >= MAX_CALLS:
+            raise ExhaustedError(
+                f"{self._num_calls} Score calls are running, the most at once; send one later"
+            )
+        self._num_calls += 1
+        try:
+            outcomes: list[Scored | Failed] = []
+            for start in range(0, len(items), ITEMS_PER_REQUEST):
+                outcomes += await self._scorers.score(items[start : start + ITEMS_PER_REQUEST])
+            return outcomes
+        finally:
+            self._num_calls -= 1

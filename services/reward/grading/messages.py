@@ -1,0 +1,144 @@
+"""Messages between the reward service and its scorer processes.
+
+Frames are a 4-byte little-endian length and a msgpack body. The service sends one `ScorerSetup`,
+then `ScoreRequest`s; the process answers `SetupReply`, then one `ScoreReply` per request, with the
+request's number: an answer that belongs to nothing that was asked is a fault, never a score.
+
+Beside the pipes both map one small page, in which the process notes which item of the request it
+works on and since when: after a hang or a crash the service knows whose fault it was.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Mapping
+from mmap import mmap
+from typing import NamedTuple
+
+import msgspec
+
+from services.reward.grading.scorers.reward_model_settings import RewardModelSettings
+
+FRAME_HEADER = struct.Struct("<I")
+MAX_REPLY_BYTES = 64 * 2**20
+PROGRESS_BYTES = 4096
+_PROGRESS = struct.Struct("<qd")
+_IDLE = -1
+
+
+class ScorerSetup(msgspec.Struct, frozen=True, array_like=True):
+    """First message to a process: what scores, and within which limits.
+
+    The custom function if `custom_path` is set, else the reward model if there is one, else the
+    built-in scorers by data source, `routes` first.
+    """
+
+    custom_path: str | None
+    custom_name: str
+    custom_kwargs: Mapping[str, object]
+    timeout_s: float
+    memory_bytes: int
+    routes: Mapping[str, str] = {}
+    reward_model: RewardModelSettings | None = None
+
+
+class SetupReply(msgspec.Struct, frozen=True, array_like=True):
+    """`error` is why the process cannot score; ``None``: it is ready."""
+
+    error: str | None
+
+
+class ScorerInput(msgspec.Struct, frozen=True, array_like=True):
+    """One response to grade. Only reward models look at `question`, the prompt's last turn."""
+
+    data_source: str
+    response: str
+    ground_truth: str
+    extra_info: Mapping[str, object] = {}
+    question: str = ""
+
+
+class ScoreRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Responses to grade in order."""
+
+    number: int
+    items: tuple[ScorerInput, ...]
+
+
+class ScorerNumber(msgspec.Struct, frozen=True, tag="number"):
+    """The scorer's finite number and its further finite numbers."""
+
+    score: float
+    metrics: dict[str, float]
+    prediction: str | None = None
+
+
+class ScorerRefusal(msgspec.Struct, frozen=True, tag="refusal"):
+    """Why the scorer gave no number."""
+
+    detail: str
+
+
+ScorerAnswer = ScorerNumber | ScorerRefusal
+
+
+class ScoreReply(msgspec.Struct, frozen=True, array_like=True):
+    """One answer per item, in order, to the request of that number."""
+
+    number: int
+    answers: tuple[ScorerAnswer, ...]
+
+
+class Progress(NamedTuple):
+    """`item` is being scored since `started_at` (``time.monotonic``); -1: none."""
+
+    item: int
+    started_at: float
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """A message as it goes through the pipe."""
+    body = msgspec.msgpack.encode(message)
+    return FRAME_HEADER.pack(len(body)) + body
+
+
+def encoding_error(message: msgspec.Struct) -> str | None:
+    """Why a message cannot be sent, such as an integer outside 64 bits; ``None``: it can be."""
+    try:
+        msgspec.msgpack.encode(message)
+    except (OverflowError, TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        return str(error)
+    return None
+
+
+def note_progress(page: mmap, item: int, started_at: float) -> None:
+    """Write who is being scored."""
+    _PROGRESS.pack_into(page, 0, item, started_at)
+
+
+def note_idle(page: mmap) -> None:
+    """Write that nothing is being scored."""
+    _PROGRESS.pack_into(page, 0, _IDLE, 0.0)
+
+
+def read_progress(
+    page: mmap, num_items: int, sent_at: float, now: float | None = None
+) -> Progress | None:
+    """Who is being scored; ``None`` between requests.
+
+    A scorer may have written anything: what names no item of the request counts as nothing, and a
+    time outside of the request as the nearest one in it.
+
+    Args:
+        page: the shared page.
+        num_items: of the request.
+        sent_at: when the request was sent, as by ``time.monotonic``.
+        now: the present, on the same clock.
+    """
+    item, started_at = _PROGRESS.unpack_from(page, 0)
+    if not 0 <= item < num_items:
+        return None
+    if not started_at >= sent_at:  # not a number, too
+        started_at = sent_at
+    return Progress(item, min(started_at, time.monotonic() if now is None else now))

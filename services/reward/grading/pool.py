@@ -1,0 +1,371 @@
+"""Run scorer processes: requests in, one outcome per sample out, whatever the scorers do.
+
+Consumes: lists of responses. Waits for: an idle process. Unblocked by: a process that answers, is
+killed for taking too long, or dies. Produces: one outcome per response, a number or a typed
+failure. On failure of a process: the item it worked on is failed, it is replaced, and the other
+items are scored again; one that uses CPU while it is idle is replaced as well. On shutdown: all
+processes are killed and reaped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+import msgspec
+
+from services.reward.grading.containment import (
+    IdleCpu,
+    end_left_behind,
+    end_marked,
+    family_of,
+    watch_idle,
+)
+from services.reward.grading.messages import (
+    ScorerAnswer,
+    ScorerInput,
+    ScorerRefusal,
+    ScorerSetup,
+    encoding_error,
+)
+from services.reward.grading.scorers.registry import scored_characters
+from services.reward.grading.scorers.reward_model_settings import (
+    RewardModelSettings,
+    configured_settings,
+)
+from services.reward.grading.worker import (
+    END_TIMEOUT_S,
+    PEER,
+    ScorerFault,
+    ScorerWorker,
+    start_worker,
+)
+from sluice.concurrency.deadlines import deadline
+from sluice.concurrency.waits import waiting_for
+from sluice.config.schema.reward import CustomRewardFunctionConfig, RewardConfig, ScorerPoolConfig
+from sluice.errors import DeadlineError
+from sluice.types import Failed, FailureKind, Scored
+
+logger = logging.getLogger(__name__)
+
+MAX_UNEXPLAINED_FAULTS = 3
+MAX_KNOWN_SOURCES = 256
+MAX_SOURCE_CHARS = 100
+
+
+@dataclass(slots=True, eq=False)
+class _WorkerSlot:
+    """A place for one process; empty before the first use and after a fault.
+
+    Attributes:
+        worker: the process.
+        is_idle: whether the next request may have it.
+        num_uses: requests that got it so far.
+        last_source: data source of the last item of the last request.
+    """
+
+    worker: ScorerWorker | None = None
+    is_idle: bool = False
+    num_uses: int = 0
+    last_source: str = ""
+
+
+class ScorerPool:
+    """`num_workers` scorer processes. Made by `running_scorer_pool`.
+
+    Args:
+        pool: limits.
+        custom: the user's function, if any.
+        routes: built-in scorers by data source, before verl's routing.
+        reward_model: whom to ask instead of the built-in scorers, if anyone.
+        run_dir: the run's folder; what earlier services of the same run left behind is ended.
+            ``None``: this is no run's.
+    """
+
+    def __init__(
+        self,
+        pool: ScorerPoolConfig,
+        custom: CustomRewardFunctionConfig,
+        routes: Mapping[str, str] | None = None,
+        reward_model: RewardModelSettings | None = None,
+        run_dir: Path | None = None,
+    ) -> None:
+        self._family = family_of(run_dir)
+        self._max_chars = pool.max_response_chars
+        uses_rules = custom.path is None and reward_model is None
+        self._tail_chars = _tail_chars(routes or {}) if uses_rules else _whole
+        self._setup = ScorerSetup(
+            custom.path,
+            custom.name,
+            custom.reward_kwargs,
+            pool.timeout_s,
+            pool.memory_mb * 2**20,
+            routes or {},
+            reward_model,
+        )
+        self._slots = [_WorkerSlot() for _ in range(pool.num_workers)]
+        self._idle: asyncio.LifoQueue[_WorkerSlot] = asyncio.LifoQueue()
+        self._busy_seconds = 0.0
+        self.num_replaced = 0
+        """Processes ended for what they did, since the start."""
+        self.num_ended_idle = 0
+        """Those of them that used CPU while they had nothing to score."""
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that processes have worked since the start, in sum."""
+        return self._busy_seconds
+
+    async def start(self) -> None:
+        """Start every process, so that a scorer that cannot be loaded is known at once.
+
+        What a service that was killed could not end is ended first.
+
+        Raises:
+            ConfigError: the custom function cannot be loaded, a route names no scorer, or a setting
+                of the reward model is impossible; `DeadlineError`: loading takes too long.
+        """
+        with _log_if_stuck():
+            async with deadline(
+                END_TIMEOUT_S, peer=PEER, phase="ending what a service left behind"
+            ):
+                await end_left_behind(self._family)
+        for slot in self._slots:
+            slot.worker = await self._new_worker()
+            self._put_back(slot)
+
+    async def watch(self) -> None:
+        """Until cancelled: end idle processes that use CPU; the next request starts another."""
+        await watch_idle(self._idle_uses, self._end_idle)
+
+    async def stop(self) -> None:
+        """Kill and reap every process, and all that any of them has started.
+
+        Raises:
+            DeadlineError: one is left (it hangs in the kernel).
+        """
+        workers = [slot.worker for slot in self._slots if slot.worker is not None]
+        for worker in workers:
+            worker.kill()
+        async with deadline(END_TIMEOUT_S, peer=PEER, phase="ending after SIGKILL"):
+            await end_marked(self._family)
+            for worker in workers:
+                await worker.wait_reaped()
+
+    async def score(self, items: Sequence[ScorerInput]) -> tuple[Scored | Failed, ...]:
+        """Grade responses; the reward of a scored one is its score.
+
+        Requests wait for a process in turn; those who ask bound how many do. An item that cannot
+        be sent is unscorable.
+        """
+        sent = [self._shortened(item) for item in items]
+        outcomes: dict[int, Scored | Failed] = _unsendable(sent)
+        remaining = [i for i in range(len(items)) if i not in outcomes]
+        num_unexplained = 0
+        while remaining:
+            try:
+                answers = await self._ask([sent[i] for i in remaining])
+            except ScorerFault as fault:
+                logger.warning(
+                    "scorer replaced (item %s; %d replaced so far): %s",
+                    *(fault.item, self.num_replaced, fault.detail),
+                )
+                failure = Failed(fault.kind, fault.detail)
+                num_unexplained += fault.item is None
+                if fault.item is not None:
+                    outcomes[remaining.pop(fault.item)] = failure
+                elif num_unexplained >= MAX_UNEXPLAINED_FAULTS:
+                    outcomes.update(dict.fromkeys(remaining, failure))
+                    break
+            else:
+                outcomes.update(zip(remaining, map(_outcome, answers), strict=True))
+                break
+        return tuple(outcomes[i] for i in range(len(items)))
+
+    async def _ask(self, items: Sequence[ScorerInput]) -> tuple[ScorerAnswer, ...]:
+        async with self._worker(items[-1].data_source) as worker:
+            started_at = time.monotonic()
+            try:
+                with waiting_for("scorer process", "grading"):
+                    return await worker.score(items)
+            finally:
+                self._busy_seconds += time.monotonic() - started_at
+
+    @asynccontextmanager
+    async def _worker(self, last_source: str) -> AsyncIterator[ScorerWorker]:
+        with waiting_for("scorer pool", "freeing a process"):
+            slot = await self._idle.get()
+        slot.is_idle, slot.last_source = False, last_source
+        slot.num_uses += 1
+        try:
+            if slot.worker is None:
+                slot.worker = await self._new_worker()
+            yield slot.worker
+        except BaseException:
+            # Fault or cancellation: the process may be in the middle of an item.
+            await self._discard(slot)
+            raise
+        finally:
+            self._put_back(slot)
+
+    async def _new_worker(self) -> ScorerWorker:
+        return await start_worker(self._setup, family=self._family)
+
+    def _put_back(self, slot: _WorkerSlot) -> None:
+        slot.is_idle = True
+        self._idle.put_nowait(slot)
+
+    def _take_out(self, slot: _WorkerSlot) -> None:
+        """No request gets this idle seat until it is put back; the others keep their order."""
+        idle = [self._idle.get_nowait() for _ in range(self._idle.qsize())]
+        for each in reversed(idle):
+            if each is not slot:
+                self._idle.put_nowait(each)
+        slot.is_idle = False
+
+    def _idle_uses(self) -> dict[str, int]:
+        """Requests so far of each process that has none now, by its mark."""
+        return {
+            slot.worker.mark: slot.num_uses
+            for slot in self._slots
+            if slot.worker is not None and slot.is_idle
+        }
+
+    def _idle_slot(self, mark: str, num_uses: int) -> _WorkerSlot | None:
+        """Where that process idles; ``None``: it has been asked, or replaced, since that number."""
+        for slot in self._slots:
+            if slot.worker is not None and slot.worker.mark == mark:
+                return slot if slot.is_idle and slot.num_uses == num_uses else None
+        return None
+
+    async def _end_idle(self, mark: str, num_uses: int, used: IdleCpu) -> None:
+        slot = self._idle_slot(mark, num_uses)
+        if slot is None or slot.worker is None:
+            return
+        self._take_out(slot)
+        self.num_replaced += 1
+        self.num_ended_idle += 1
+        logger.warning(
+            "scorer replaced (%d replaced so far, %d of them for this): %s",
+            *(self.num_replaced, self.num_ended_idle, _restlessness(used, slot.last_source)),
+        )
+        try:
+            slot.worker.kill()
+            with _log_if_stuck():
+                await slot.worker.wait_ended()
+            # Not before: a wait that a shutdown cuts short leaves the process to `stop`.
+            slot.worker = None
+        finally:
+            self._put_back(slot)
+
+    async def _discard(self, slot: _WorkerSlot) -> None:
+        worker, slot.worker = slot.worker, None
+        if worker is not None:
+            self.num_replaced += 1
+            worker.kill()
+            await worker.wait_ended()
+
+    def _shortened(self, item: ScorerInput) -> ScorerInput:
+        """Leave out what the scorer does not look at: long responses cost more to send."""
+        limit = min(self._max_chars, self._tail_chars(item.data_source) or self._max_chars)
+        if len(item.response) <= limit:
+            return item
+        return msgspec.structs.replace(item, response=item.response[-limit:])
+
+
+@asynccontextmanager
+async def running_scorer_pool(
+    pool: ScorerPoolConfig,
+    custom: CustomRewardFunctionConfig,
+    routes: Mapping[str, str] | None = None,
+    reward_model: RewardModelSettings | None = None,
+    run_dir: Path | None = None,
+) -> AsyncIterator[ScorerPool]:
+    """A started pool (arguments of `ScorerPool`); no process outlives the block."""
+    scorers = ScorerPool(pool, custom, routes, reward_model, run_dir)
+    try:
+        await scorers.start()
+        async with _beside(scorers.watch()):
+            yield scorers
+    finally:
+        await scorers.stop()
+
+
+@asynccontextmanager
+async def _beside(work: Coroutine[object, object, None]) -> AsyncIterator[None]:
+    """`work` goes on for the length of the block; the block's errors come out as they are."""
+    failure: Exception | None = None
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(work, name="idle scorers")
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  raised again below: the group would wrap it
+            failure = error
+        finally:
+            task.cancel()
+    if failure is not None:
+        raise failure
+
+
+def configured_scorer_pool(
+    reward: RewardConfig, run_dir: Path
+) -> AbstractAsyncContextManager[ScorerPool]:
+    """The pool that a run's configuration asks for, as `running_scorer_pool`.
+
+    Raises:
+        ConfigError: a reward model is enabled without its address or name.
+    """
+    model = configured_settings(reward.reward_model)
+    return running_scorer_pool(
+        reward.scorer_pool, reward.custom_reward_function, reward.scorer_routes, model, run_dir
+    )
+
+
+@contextmanager
+def _log_if_stuck() -> Iterator[None]:
+    try:
+        yield
+    except DeadlineError as error:
+        logger.warning("a scorer process is left behind: %s", error)
+
+
+def _restlessness(used: IdleCpu, last_source: str) -> str:
+    return (
+        f"it used {used.cpu_s:.1f} s of CPU in {used.idle_s:.1f} s without anything to score; the "
+        f"last item it graded was of data_source {last_source[:MAX_SOURCE_CHARS]!r}. Let the "
+        "reward function end the threads and processes it starts before it returns or raises"
+    )
+
+
+def _tail_chars(routes: Mapping[str, str]) -> Callable[[str], int | None]:
+    return lru_cache(MAX_KNOWN_SOURCES)(partial(scored_characters, routes=routes))
+
+
+def _whole(_data_source: str) -> int | None:
+    return None
+
+
+def _unsendable(items: Sequence[ScorerInput]) -> dict[int, Scored | Failed]:
+    """Failures of the items that cannot be encoded, by index; any data file may hold such a row."""
+    errors = {i: encoding_error(item) for i, item in enumerate(items)}
+    return {
+        i: Failed(
+            FailureKind.UNSCORABLE,
+            f"it cannot be sent to a scorer process: {error}; repair the row's extra_info "
+            "(integers of 64 bits, shallow lists and mappings)",
+        )
+        for i, error in errors.items()
+        if error is not None
+    }
+
+
+def _outcome(answer: ScorerAnswer) -> Scored | Failed:
+    if isinstance(answer, ScorerRefusal):
+        return Failed(FailureKind.UNSCORABLE, answer.detail)
+    return Scored(answer.score, answer.score, answer.metrics, answer.prediction)

@@ -1,0 +1,3 @@
+"""Scorers, one rule a file. In: a response and the ground truth. Out: a score. They run in
+scorer processes only.
+"""

@@ -1,0 +1,135 @@
+"""A user's reward function: found, checked and wrapped. Runs in scorer processes only.
+
+`path` names a Python file (also as ``file://...``) or, as ``pkg://module``, an importable module.
+The function is called as verl calls it: ``data_source``, ``solution_str``, ``ground_truth`` and
+``extra_info`` by keyword, and `reward_kwargs`, which win over these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+from services.reward.grading.scorers.registry import Scorer
+from sluice.errors import ConfigError
+
+MODULE_NAME = "sluice_custom_reward_function"
+PACKAGE_PREFIX = "pkg://"
+FILE_PREFIX = "file://"
+CALL_KEYS = ("data_source", "solution_str", "ground_truth", "extra_info")
+KEY = "reward.custom_reward_function"
+
+
+class CustomScorer:
+    """A user's function, sync or async, behind a plain call.
+
+    One event loop serves all calls, so that an async function may keep connections open. It is
+    closed with the scorer, at the latest when the process ends.
+
+    Args:
+        function: what the user's file defines.
+        kwargs: further arguments; they win over those of the call.
+    """
+
+    def __init__(self, function: Callable[..., object], kwargs: Mapping[str, object]) -> None:
+        self._function, self._kwargs = function, kwargs
+        self._runner: asyncio.Runner | None = None
+
+    def __call__(self, **call: object) -> object:
+        """The function's result, awaited if it is awaitable."""
+        returned = self._function(**{**call, **self._kwargs})
+        if not inspect.isawaitable(returned):
+            return returned
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+            weakref.finalize(self, self._runner.close)
+        return self._runner.run(_result(returned))
+
+
+async def _result(waiting: Awaitable[object]) -> object:
+    return await waiting
+
+
+def load_custom_scorer(path: str, name: str, kwargs: Mapping[str, object]) -> Scorer:
+    """Import what `path` names and wrap its function `name`.
+
+    Raises:
+        ConfigError: the file or module is missing or fails to import, has no such function, or
+            the function cannot be called with verl's arguments and `kwargs`.
+    """
+    module = _package_module(path) if path.startswith(PACKAGE_PREFIX) else _file_module(path)
+    function: object = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(
+            f"{KEY}.name: {path} defines no function '{name}'; define it or change the name"
+        )
+    _check_signature(function, path, name, kwargs)
+    return CustomScorer(cast("Callable[..., object]", function), kwargs)
+
+
+def _package_module(path: str) -> ModuleType:
+    name = path.removeprefix(PACKAGE_PREFIX)
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(
+            f"{KEY}.path: {path} names no module; write pkg:// and a dotted name, as in "
+            "pkg://package.module"
+        )
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise _import_error(path, error) from error
+
+
+def _file_module(path: str) -> ModuleType:
+    file = Path(path.removeprefix(FILE_PREFIX))
+    if not file.is_file():
+        raise ConfigError(f"{KEY}.path: no file {file}; give the path of a Python file")
+    spec = importlib.util.spec_from_file_location(MODULE_NAME, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{KEY}.path: {file} is no Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[MODULE_NAME] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise _import_error(path, error) from error
+    return module
+
+
+def _import_error(path: str, error: Exception) -> ConfigError:
+    last_line = traceback.format_exception_only(error)[-1].strip()
+    return ConfigError(
+        f"{KEY}.path: {path} fails to import: {last_line} ({_place(error)}); repair it"
+    )
+
+
+def _place(error: Exception) -> str:
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}"
+    deepest = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{deepest.filename}, line {deepest.lineno}"
+
+
+def _check_signature(
+    function: Callable[..., object], path: str, name: str, kwargs: Mapping[str, object]
+) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in callables do not tell
+        return
+    try:
+        signature.bind(**dict.fromkeys((*CALL_KEYS, *kwargs)))
+    except TypeError as error:
+        raise ConfigError(
+            f"{KEY}: {path}: {name}{signature} cannot be called with {', '.join(CALL_KEYS)} and "
+            f"reward_kwargs {sorted(kwargs)} by keyword: {error}; accept these names or **kwargs"
+        ) from error

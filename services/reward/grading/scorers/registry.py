@@ -1,0 +1,125 @@
+"""Which scorer grades which data source: verl's default routing, and the user's own routes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+from services.reward.grading.scorers import (
+    exact_match,
+    geo3k,
+    gsm8k,
+    math_boxed,
+    math_dapo,
+    multiple_choice,
+    symbolic_math,
+)
+from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
+from sluice.errors import ConfigError, DataError
+
+Rule = Callable[[str, str], object]
+"""(response, ground truth) -> score, or a mapping with ``score``."""
+
+
+class Scorer(Protocol):
+    """Grades one response; returns a number, or a mapping with ``score`` and further keys."""
+
+    def __call__(
+        self,
+        *,
+        data_source: str,
+        solution_str: str,
+        ground_truth: str,
+        extra_info: Mapping[str, object],
+    ) -> object:
+        """Grade."""
+        ...
+
+
+MATH_VERIFY = "math_verify"
+RULES: Mapping[str, Rule] = {
+    "math_dapo": math_dapo.compute_score,
+    "math_dapo_0_6": partial(math_dapo.compute_score, boxed_fallback=False),
+    "math_dapo_strict_box": partial(math_dapo.compute_score, strict_box_verify=True),
+    "gsm8k": gsm8k.compute_score,
+    "gsm8k_flexible": partial(gsm8k.compute_score, method="flexible"),
+    "math_boxed": math_boxed.compute_score,
+    "geo3k": geo3k.compute_score,
+    "multiple_choice": multiple_choice.compute_score,
+    "exact_match": exact_match.compute_score,
+    MATH_VERIFY: symbolic_math.compute_score,
+}
+"""Built-in scorers by the name that routes use."""
+
+TAILS: Mapping[str, int] = {
+    **dict.fromkeys(
+        ("math_dapo", "math_dapo_0_6", "math_dapo_strict_box"), math_dapo.SCORED_CHARACTERS
+    ),
+    **dict.fromkeys(("gsm8k", "gsm8k_flexible"), gsm8k.SCORED_CHARACTERS),
+}
+"""Scorers that look at the last characters of a response only, and at how many."""
+
+CODE_SOURCES = frozenset({"codecontests", "apps", "codeforces", "taco"})
+
+_REMEDY = (
+    "set reward.custom_reward_function.path to a Python file that defines "
+    "compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"
+)
+
+
+def scorer_for(
+    data_source: str, routes: Mapping[str, str] | None = None, *, row: str | None = None
+) -> Scorer:
+    """The built-in scorer of a data source.
+
+    Args:
+        data_source: as the row has it.
+        routes: the user's, by data source or beginning (``aime*``); they win over verl's.
+        row: where the data source comes from, for the message.
+
+    Raises:
+        DataError: no built-in scorer knows it, it is code and needs a sandbox, or the scorer's
+            package is not installed.
+        ConfigError: a route names no scorer.
+    """
+    place = f"{row}: " if row else ""
+    name = _name(data_source, routes or {})
+    if name is None:
+        raise DataError(f"{place}data_source '{data_source}': {_no_route(data_source)}")
+    if name == MATH_VERIFY:
+        symbolic_math.check_installed(f"{place}data_source '{data_source}'")
+    return partial(_apply, _rule(name))
+
+
+def scored_characters(data_source: str, routes: Mapping[str, str]) -> int | None:
+    """How many last characters of a response its scorer looks at; ``None``: all, or no scorer."""
+    return TAILS.get(_name(data_source, routes) or "")
+
+
+def check_routes(routes: Mapping[str, str]) -> None:
+    """Refuse routes to scorers that do not exist; errors as in `scorer_for`."""
+    for name in routes.values():
+        _rule(name)
+
+
+def _rule(name: str) -> Rule:
+    if name not in RULES:
+        raise ConfigError(
+            f"reward.scorer_routes: no scorer is called '{name}'; choose one of {', '.join(RULES)}"
+        )
+    return RULES[name]
+
+
+def _name(data_source: str, routes: Mapping[str, str]) -> str | None:
+    return scorer_name(data_source, routes) or scorer_name(data_source, DEFAULT_ROUTES)
+
+
+def _no_route(data_source: str) -> str:
+    if data_source in CODE_SOURCES:
+        return f"programs need a sandbox to run in, and none is built in; {_REMEDY}"
+    return f"no built-in scorer knows it (known: {', '.join(sorted(DEFAULT_ROUTES))}); {_REMEDY}"
+
+
+def _apply(rule: Rule, *, solution_str: str, ground_truth: str, **_call: object) -> object:
+    return rule(solution_str, ground_truth)

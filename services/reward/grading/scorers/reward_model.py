@@ -1,0 +1,196 @@
+"""A reward model behind HTTP as a scorer: ask, read one number, refuse all else.
+
+It runs in a scorer process like any other, so that a hanging connection is ended with its process
+at the latest. Speaks OpenAI's chat completions, which vLLM, SGLang and others serve.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from services.reward.grading.scorers.bounded_http import Endpoint, HttpFault, endpoint, post
+from services.reward.grading.scorers.reward_model_settings import KEY, RewardModelSettings
+from sluice.errors import ConfigError, DataError, PeerError
+
+PEER = "reward model"
+FIRST_PAUSE_S = 0.2
+BUDGET_SHARE = 0.9
+
+_PLACEHOLDER = re.compile(r"\{(question|response|ground_truth|data_source|extra_info\.[^{}]+)\}")
+_EXTRA_INFO = "extra_info."
+
+
+class _Message(msgspec.Struct):
+    content: str
+
+
+class _ChatChoice(msgspec.Struct):
+    message: _Message
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_ChatChoice]
+
+
+class RewardModelScorer:
+    """Grades by asking a model.
+
+    Args:
+        settings: whom to ask, and how.
+        item_timeout_s: wall-clock limit of one sample; all attempts fit into 90% of it.
+
+    Raises:
+        ConfigError: a setting is impossible; names its key.
+    """
+
+    def __init__(self, settings: RewardModelSettings, item_timeout_s: float) -> None:
+        _check_bounds(settings)
+        self._settings, self._budget_s = settings, BUDGET_SHARE * item_timeout_s
+        self._endpoint = _completions_endpoint(settings)
+        self._pattern = _pattern(settings)
+        self._headers = {"Content-Type": "application/json", **_authorization(settings)}
+
+    def __call__(self, *, solution_str: str, question: str = "", **call: object) -> float:
+        """The model's number for one response.
+
+        Raises:
+            PeerError: the model gave no usable answer in time.
+            DataError: the template asks for what the row does not hold.
+        """
+        values = {**call, "response": solution_str, "question": question}
+        prompt = filled(self._settings.prompt_template, values)
+        reply = self._ask(msgspec.json.encode(self._request(prompt)))
+        return number_in(reply, self._pattern, self._settings)
+
+    def _request(self, prompt: str) -> Mapping[str, object]:
+        return {
+            "model": self._settings.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": 0.0,
+            "max_tokens": self._settings.max_tokens,
+        }
+
+    def _ask(self, body: bytes) -> str:
+        ends_at = time.monotonic() + self._budget_s
+        for attempt in range(self._settings.max_attempts):
+            last = attempt == self._settings.max_attempts - 1
+            try:
+                return _content(self._post(body, ends_at - time.monotonic()))
+            except HttpFault as fault:
+                pause_s = FIRST_PAUSE_S * 2**attempt
+                if last or not fault.temporary or time.monotonic() + pause_s >= ends_at:
+                    phase = f"grading (attempt {attempt + 1})"
+                    raise PeerError(PEER, phase, str(fault)) from fault
+                time.sleep(pause_s)
+        raise AssertionError("max_attempts is at least 1")
+
+    def _post(self, body: bytes, left_s: float) -> bytes:
+        return post(
+            self._endpoint,
+            body,
+            self._headers,
+            timeout_s=max(min(self._settings.request_timeout_s, left_s), 0.001),
+            max_response_bytes=self._settings.max_response_bytes,
+        )
+
+
+def filled(template: str, values: Mapping[str, object]) -> str:
+    """`template` with its placeholders replaced, once: what is put in is not looked at again.
+
+    Raises:
+        DataError: ``{extra_info.KEY}`` of a row without that key.
+    """
+
+    def value(placeholder: re.Match[str]) -> str:
+        name = placeholder[1]
+        if not name.startswith(_EXTRA_INFO):
+            return str(values[name])
+        extra_info = values["extra_info"]
+        key = name.removeprefix(_EXTRA_INFO)
+        if not isinstance(extra_info, Mapping) or key not in extra_info:
+            raise DataError(
+                f"{KEY}.prompt_template asks for {{{name}}}, which the row lacks; add it to the "
+                "data or take it out of the template"
+            )
+        return str(extra_info[key])
+
+    return _PLACEHOLDER.sub(value, template)
+
+
+def number_in(reply: str, pattern: re.Pattern[str], settings: RewardModelSettings) -> float:
+    """The last number that `pattern` finds.
+
+    Raises:
+        PeerError: there is none, it is not finite, or it lies outside the bounds.
+    """
+    match = None
+    for match in pattern.finditer(reply):  # noqa: B007  the last one counts
+        pass
+    if match is None:
+        raise PeerError(PEER, "grading", f"no number in its reply {reply!r:.200}")
+    text = match[1] if pattern.groups else match[0]
+    try:
+        number = float(text)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not settings.min_score <= number <= settings.max_score:
+        raise PeerError(
+            PEER,
+            "grading",
+            f"{text!r:.50} in its reply {reply!r:.200} is no number from {settings.min_score:g} to "
+            f"{settings.max_score:g}",
+        )
+    return number
+
+
+def _content(answer: bytes) -> str:
+    try:
+        completion = msgspec.json.decode(answer, type=_Completion)
+    except msgspec.DecodeError as error:
+        raise HttpFault(f"no chat completion: {error}: {answer!r:.200}", temporary=False) from error
+    if not completion.choices:
+        raise HttpFault("a chat completion without choices", temporary=False)
+    return completion.choices[0].message.content
+
+
+def _completions_endpoint(settings: RewardModelSettings) -> Endpoint:
+    base = endpoint(settings.base_url, key=f"{KEY}.base_url")
+    return base._replace(path=base.path.rstrip("/") + "/chat/completions")
+
+
+def _check_bounds(settings: RewardModelSettings) -> None:
+    for name in ("max_attempts", "max_tokens", "max_response_bytes", "request_timeout_s"):
+        if not getattr(settings, name) > 0:
+            raise ConfigError(f"{KEY}.{name} = {getattr(settings, name)}: must be greater than 0")
+    if not settings.min_score < settings.max_score:
+        raise ConfigError(
+            f"{KEY}.min_score = {settings.min_score:g} must be less than max_score = "
+            f"{settings.max_score:g}"
+        )
+
+
+def _pattern(settings: RewardModelSettings) -> re.Pattern[str]:
+    try:
+        return re.compile(settings.score_pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"{KEY}.score_pattern = {settings.score_pattern!r} is no regular expression: {error}"
+        ) from error
+
+
+def _authorization(settings: RewardModelSettings) -> Mapping[str, str]:
+    if settings.api_key_env is None:
+        return {}
+    key = os.environ.get(settings.api_key_env)
+    if not key:
+        raise ConfigError(
+            f"{KEY}.api_key_env = {settings.api_key_env!r}: this environment variable is not set; "
+            "set it where the reward service runs"
+        )
+    return {"Authorization": f"Bearer {key}"}

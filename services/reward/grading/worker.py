@@ -1,0 +1,242 @@
+"""One scorer process, seen from the reward service: start, ask, kill."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from mmap import mmap
+from pathlib import Path
+
+import msgspec
+
+from services.reward.grading.containment import MARK_VARIABLE, end_marked, new_mark
+from services.reward.grading.messages import (
+    FRAME_HEADER,
+    MAX_REPLY_BYTES,
+    PROGRESS_BYTES,
+    Progress,
+    ScorerAnswer,
+    ScoreReply,
+    ScoreRequest,
+    ScorerInput,
+    ScorerSetup,
+    SetupReply,
+    frame,
+    note_idle,
+    read_progress,
+)
+from sluice.concurrency.deadlines import deadline
+from sluice.errors import ConfigError
+from sluice.types import FailureKind
+
+PEER = "scorer process"
+START_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 5.0
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+
+
+class ScorerFault(Exception):
+    """The process hung or died and has been killed.
+
+    Args:
+        kind: ``SCORER_TIMEOUT`` or ``SCORER_CRASH``.
+        item: index of the item it worked on; ``None`` if it worked on none.
+        detail: words for the log.
+    """
+
+    def __init__(self, kind: FailureKind, item: int | None, detail: str) -> None:
+        self.kind, self.item, self.detail = kind, item, detail
+        super().__init__(detail)
+
+
+class ScorerWorker:
+    """A running scorer process. One request at a time. Made by `start_worker`."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, page: mmap, timeout_s: float, mark: str
+    ) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._page, self._timeout_s = process, page, timeout_s
+        self._mark = mark
+        self._stdin, self._stdout = process.stdin, process.stdout
+        self._reply_decoder = msgspec.msgpack.Decoder(ScoreReply)
+        self._header: bytes | None = None
+        self._num_requests = self._num_items = 0
+        self._sent_at = 0.0
+
+    @property
+    def mark(self) -> str:
+        """What it and all it started carry; no other worker has it."""
+        return self._mark
+
+    async def set_up(self, setup: ScorerSetup, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Load the scorer within `timeout_s`.
+
+        Raises:
+            ConfigError: the custom function cannot be loaded.
+            DeadlineError: loading it takes too long.
+        """
+        self._stdin.write(frame(setup))
+        loading = setup.custom_path or "the built-in scorers"
+        try:
+            async with deadline(timeout_s, peer=PEER, phase=f"loading {loading}"):
+                reply = msgspec.msgpack.decode(await self._read_body(), type=SetupReply)
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            code = await self._process.wait()
+            raise ConfigError(
+                f"reward.custom_reward_function.path: the process that loads {loading} ended with "
+                f"{_ending(code)}; see its output above"
+            ) from error
+        if reply.error is not None:
+            raise ConfigError(reply.error)
+
+    async def score(self, items: Sequence[ScorerInput]) -> tuple[ScorerAnswer, ...]:
+        """Grade `items` in order.
+
+        Raises:
+            ScorerFault: one item ran over its time, the process ended, or its answer is none.
+        """
+        note_idle(self._page)
+        self._sent_at, self._num_items = time.monotonic(), len(items)
+        self._num_requests += 1
+        try:
+            self._stdin.write(frame(ScoreRequest(self._num_requests, tuple(items))))
+            reply = self._reply_decoder.decode(await self._reply_before_timeout())
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise await self._crash() from error
+        except msgspec.DecodeError as error:
+            raise _garbled(str(error)) from error
+        if reply.number != self._num_requests or len(reply.answers) != len(items):
+            raise _garbled(
+                f"{len(reply.answers)} answers to request {reply.number}; awaited are "
+                f"{len(items)} to request {self._num_requests}"
+            )
+        return reply.answers
+
+    def kill(self) -> None:
+        """End the process and its session, at once; `wait_ended` ends what has left that."""
+        with suppress(ProcessLookupError):
+            # It leads its own session, so this reaches whatever the scorer started as well, also
+            # after the scorer itself has ended, and no fork can get ahead of it.
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def wait_ended(self) -> None:
+        """End what a killed process started, and wait until all of it is gone.
+
+        Raises:
+            DeadlineError: they are not (one hangs in the kernel).
+        """
+        async with deadline(END_TIMEOUT_S, peer=PEER, phase="ending after SIGKILL"):
+            await end_marked(self._mark)
+            await self._process.wait()
+
+    async def wait_reaped(self) -> None:
+        """Wait until the killed process itself is gone; the caller sets the deadline."""
+        await self._process.wait()
+
+    async def _reply_before_timeout(self) -> bytes:
+        """Wait as long as the item in work has time left, item after item."""
+        while True:
+            try:
+                async with asyncio.timeout(self._time_left()):
+                    return await self._read_body()
+            except TimeoutError:
+                if self._time_left() > 0:
+                    continue
+                progress = self._progress()
+                detail = f"no answer within reward.scorer_pool.timeout_s = {self._timeout_s:g} s"
+                raise ScorerFault(
+                    FailureKind.SCORER_TIMEOUT, progress.item if progress else None, detail
+                ) from None
+
+    def _time_left(self) -> float:
+        """Of the item in work, but not of more than all items together, and one to read them."""
+        progress = self._progress()
+        started_at = progress.started_at if progress else self._sent_at
+        ends_at = min(
+            started_at + self._timeout_s, self._sent_at + (self._num_items + 1) * self._timeout_s
+        )
+        return ends_at - time.monotonic()
+
+    def _progress(self) -> Progress | None:
+        return read_progress(self._page, self._num_items, self._sent_at)
+
+    async def _read_body(self) -> bytes:
+        # The header is kept: a wait that is cut short must not lose it.
+        if self._header is None:
+            self._header = await self._stdout.readexactly(FRAME_HEADER.size)
+        (size,) = FRAME_HEADER.unpack(self._header)
+        if size > MAX_REPLY_BYTES:
+            raise _garbled(f"a frame of {size} bytes; at most {MAX_REPLY_BYTES} are read")
+        body = await self._stdout.readexactly(size)
+        self._header = None
+        return body
+
+    async def _crash(self) -> ScorerFault:
+        self.kill()
+        code = await self._process.wait()
+        progress = self._progress()
+        item = progress.item if progress else None
+        return ScorerFault(FailureKind.SCORER_CRASH, item, f"the scorer ended with {_ending(code)}")
+
+
+def _garbled(detail: str) -> ScorerFault:
+    return ScorerFault(FailureKind.SCORER_CRASH, None, f"the scorer's answer is garbled: {detail}")
+
+
+async def start_worker(
+    setup: ScorerSetup, *, timeout_s: float = START_TIMEOUT_S, family: str | None = None
+) -> ScorerWorker:
+    """Start a process and load its scorer; errors as in `ScorerWorker.set_up`.
+
+    Args:
+        setup: what it scores with.
+        timeout_s: limit of loading it.
+        family: see `scorer_mark`; ``None``: one of its own.
+    """
+    mark = new_mark(family)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(PROGRESS_BYTES)
+        page = mmap(file.fileno(), PROGRESS_BYTES)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.reward.grading.process"),
+            *(str(os.getpid()), str(file.fileno())),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=(file.fileno(),),
+            start_new_session=True,
+            env=_environment(mark),
+            limit=2**20,
+        )
+    worker = ScorerWorker(process, page, setup.timeout_s, mark)
+    try:
+        await worker.set_up(setup, timeout_s)
+    except BaseException:
+        worker.kill()
+        await worker.wait_ended()
+        raise
+    return worker
+
+
+def _environment(mark: str) -> dict[str, str]:
+    inherited = os.environ.get("PYTHONPATH")
+    path = [str(_PACKAGE_ROOT), *([inherited] if inherited else [])]
+    # One thread each: there are as many processes as the configuration asks for.
+    own = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", MARK_VARIABLE: mark}
+    # A reward function is to have no key to the run's services.
+    return {name: value for name, value in os.environ.items() if not _is_secret(name)} | own
+
+
+def _is_secret(name: str) -> bool:
+    return name.startswith("SLUICE_") and name.endswith(("TOKEN", "_FILE"))
+
+
+def _ending(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,344 @@
+"""Validation: the held-out set sampled and graded with one policy version (verl-semantics §6.3).
+
+A sample that could not be drawn or graded, after all its retries, has a failure for an outcome: it
+is counted and left out of the means; too many of them end the evaluation (`validation_results`).
+
+One evaluation runs at a time; another waits for its end, within its own deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.queue import Priority
+from services.reward.generation.request import (
+    GroupFailedError,
+    GroupRequest,
+    OverlongPromptError,
+    first_samples,
+    for_prompt,
+)
+from services.reward.grading.grader import Grader
+from services.reward.prompts.dataset import IssuedRow
+from services.reward.prompts.source import RowStream
+from services.reward.records.group_log import SampleDumps
+from services.reward.records.tokens import GenerationTrace
+from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
+from sluice.concurrency.deadlines import deadline
+from sluice.errors import InvalidRequestError, NotReadyError, PeerError, SluiceError
+from sluice.telemetry.samples import DumpedSample
+from sluice.types import (
+    Failed,
+    FailureKind,
+    Outcome,
+    Prompt,
+    PromptOrigin,
+    RolloutGroup,
+    SamplingParams,
+    Scored,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_GROUPS_AT_ONCE = 256
+ROWS_PER_READ = 64
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationOrder:
+    """What is asked for: `num_examples` responses are returned at most."""
+
+    policy_version: int
+    samples_per_prompt: int
+    sampling: SamplingParams
+    num_examples: int
+
+
+class Evaluator:
+    """Validation runs.
+
+    Args:
+        open_stream: opens the validation set; ``None``: there is none.
+        dispatcher: where groups are generated, before any training group.
+        grader: grades them as in training.
+        trace: who generated them.
+        on_tokens: told how many tokens were generated for each group, whatever came of it.
+        dumps: get the responses.
+        announced_version: the version announced last.
+    """
+
+    def __init__(
+        self,
+        open_stream: Callable[[], RowStream] | None,
+        dispatcher: GroupDispatcher,
+        grader: Grader,
+        trace: GenerationTrace,
+        dumps: SampleDumps,
+        announced_version: Callable[[], int | None],
+        on_tokens: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._open_stream, self._dispatcher, self._grader = open_stream, dispatcher, grader
+        self._trace, self._dumps, self._announced_version = trace, dumps, announced_version
+        self._on_tokens = on_tokens
+        self._turn = asyncio.Lock()
+        self._open: set[str] = set()  # prompts under way
+        self.num_graded_groups = 0
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens generated for groups that have not ended."""
+        return sum(self._trace.of(key, Priority.EVALUATION).num_tokens for key in self._open)
+
+    async def run(self, order: EvaluationOrder, seconds: float) -> EvaluationResult:
+        """Sample and grade the whole validation set.
+
+        Raises:
+            InvalidRequestError: there is no validation set.
+            NotReadyError: another version is announced.
+            PeerError: a replica sampled with another version meanwhile, or more than
+                `MAX_FAILED_SHARE` of the samples failed.
+            DeadlineError: not within `seconds`, the wait for another evaluation included.
+        """
+        open_stream = self._open_stream
+        if open_stream is None:
+            raise InvalidRequestError("there is no validation set; set data.val_files")
+        ends_at = time.monotonic() + seconds
+        phase = f"waiting to evaluate version {order.policy_version} after another evaluation"
+        async with deadline(seconds, peer="reward service", phase=phase):
+            await self._turn.acquire()
+        try:
+            return await self._run(open_stream(), order, ends_at - time.monotonic())
+        finally:
+            self._turn.release()
+
+    async def _run(
+        self, stream: RowStream, order: EvaluationOrder, seconds: float
+    ) -> EvaluationResult:
+        announced = self._announced_version()
+        if announced != order.policy_version:
+            raise NotReadyError(
+                f"version {order.policy_version} is to be evaluated, but "
+                f"{'none' if announced is None else announced} is announced; announce it first"
+            )
+        phase = f"evaluating version {order.policy_version}"
+        async with deadline(seconds, peer="rollout fleet", phase=phase):
+            found = await self._grade_all(stream, order)
+        prompts = found.prompts
+        await self._dumps.validated([s for p in prompts for s in p.samples], order.policy_version)
+        check_failures([o for p in prompts for o in p.outcomes], phase)
+        return found.result()
+
+    async def _grade_all(self, stream: RowStream, order: EvaluationOrder) -> ValidationRun:
+        """All groups."""
+        found = ValidationRun(order.num_examples)
+        capacity = asyncio.Semaphore(MAX_GROUPS_AT_ONCE)
+        async with asyncio.TaskGroup() as tasks:
+            while issued_rows := await asyncio.to_thread(stream.take, ROWS_PER_READ):
+                for issued in issued_rows:
+                    await capacity.acquire()
+                    task = tasks.create_task(
+                        self._validate(issued, order, found), name=f"validation {issued.position}"
+                    )
+                    task.add_done_callback(lambda _: capacity.release())
+        return found
+
+    async def _validate(
+        self, issued: IssuedRow, order: EvaluationOrder, found: ValidationRun
+    ) -> None:
+        """Adds the outcomes of one prompt."""
+        prompt = _prompt(issued)
+        self._open.add(prompt.prompt_id)
+        try:
+            group = await self._generated(prompt, order)
+        except OverlongPromptError as error:
+            logger.info("%s left out: %s", prompt.prompt_id, error)
+            return
+        except GroupFailedError as error:
+            failed = Failed(FailureKind.ENGINE_ERROR, str(error))
+            outcomes: tuple[Outcome, ...] = (failed,) * order.samples_per_prompt
+            found.add(issued.position, ValidatedPrompt(prompt.data_source, outcomes), None)
+            self._note_failure(prompt, failed)
+        else:
+            outcomes = await self._graded(group)
+            samples = self._dumps.of_validation(group, outcomes)
+            kept = ValidatedPrompt(prompt.data_source, outcomes, group.num_response_tokens, samples)
+            found.add(issued.position, kept, example_of(group, outcomes))
+        finally:
+            self._open.discard(prompt.prompt_id)
+            self._on_tokens(self._trace.take(prompt.prompt_id, Priority.EVALUATION).num_tokens)
+        self.num_graded_groups += 1
+
+    async def _generated(self, prompt: Prompt, order: EvaluationOrder) -> RolloutGroup:
+        request = GroupRequest(
+            prompt,
+            first_samples(order.samples_per_prompt),
+            for_prompt(order.sampling, prompt, stage="validation"),
+            Priority.EVALUATION,
+            lowest_version=order.policy_version,
+            highest_version=order.policy_version,
+        )
+        group = await self._dispatcher.generate(request)
+        versions = {span.version for r in group.rollouts for span in r.version_spans}
+        if versions - {order.policy_version}:
+            raise PeerError(
+                "rollout fleet",
+                f"evaluating version {order.policy_version}",
+                f"samples of versions {sorted(versions)} came; no weights may be published "
+                "during an evaluation",
+            )
+        return group
+
+    async def _graded(self, group: RolloutGroup) -> tuple[Outcome, ...]:
+        try:
+            outcomes = (await self._grader.grade(group)).outcomes
+        except SluiceError as error:  # no scorer process could be had
+            outcomes = (Failed(FailureKind.SCORER_CRASH, str(error)),) * len(group.rollouts)
+        for outcome in outcomes:
+            if isinstance(outcome, Failed):
+                self._note_failure(group.prompt, outcome)
+        return outcomes
+
+    def _note_failure(self, prompt: Prompt, failed: Failed) -> None:
+        trace = self._trace.of(prompt.prompt_id, Priority.EVALUATION)
+        logger.warning(
+            "%s left out (replica %s): %s: %s", prompt.prompt_id, trace, failed.kind, failed.detail
+        )
+
+
+def _prompt(issued: IssuedRow) -> Prompt:
+    row = issued.row
+    return Prompt(
+        prompt_id=f"validation-{issued.position}",
+        sequence=issued.position,
+        messages=row.messages,
+        data_source=row.data_source,
+        ground_truth=row.ground_truth,
+        origin=PromptOrigin.DATASET,
+        position=issued.position,
+        extra_info=row.extra_info,
+        place=row.place,
+        images=issued.images,
+    )
+
+
+MAX_FAILED_SHARE = 0.1
+"""Beyond this share of failed samples the means would be those of another set of prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValidatedPrompt:
+    """What is kept of a prompt until the means are taken: no tokens, and texts only if asked for.
+
+    Attributes:
+        data_source: of the prompt.
+        outcomes: one per sample asked for.
+        num_response_tokens: generated; 0 if the group could not be generated.
+        samples: to be written to a file.
+    """
+
+    data_source: str
+    outcomes: tuple[Outcome, ...]
+    num_response_tokens: int = 0
+    samples: tuple[DumpedSample, ...] = ()
+
+    @property
+    def scored(self) -> tuple[Scored, ...]:
+        """The outcomes that carry a number."""
+        return tuple(o for o in self.outcomes if isinstance(o, Scored))
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationExample:
+    """One response to look at."""
+
+    prompt: str
+    response: str
+    ground_truth: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Metrics by verl's names, and response tokens generated for them."""
+
+    metrics: dict[str, float]
+    examples: list[EvaluationExample]
+    num_generated_tokens: int
+
+
+def check_failures(outcomes: Sequence[Outcome], phase: str) -> None:
+    """Raises `PeerError` if more than `MAX_FAILED_SHARE` of the samples failed."""
+    failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+    if len(failed) <= MAX_FAILED_SHARE * len(outcomes):
+        return
+    counts = Counter(outcome.kind for outcome in failed)
+    summary = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+    most = counts.most_common(1)[0][0]
+    example = next(outcome for outcome in failed if outcome.kind is most)
+    is_sampling = most in (FailureKind.ENGINE_ERROR, FailureKind.ABORTED)
+    raise PeerError(
+        "rollout fleet" if is_sampling else "scorer pool",
+        phase,
+        f"{len(failed)} of {len(outcomes)} samples failed ({summary}), more than the "
+        f"{MAX_FAILED_SHARE:.0%} that may be left out of the means; for example {most}: "
+        f"{example.detail}",
+    )
+
+
+class ValidationRun:
+    """The validated prompts of one run, by position, and the examples of the first of them.
+
+    Args:
+        num_examples: responses to look at, at most.
+    """
+
+    def __init__(self, num_examples: int) -> None:
+        self._num_examples = num_examples
+        self._prompts: dict[int, ValidatedPrompt] = {}
+        self._examples: dict[int, EvaluationExample] = {}
+
+    @property
+    def prompts(self) -> list[ValidatedPrompt]:
+        """In the order of their positions."""
+        return [self._prompts[position] for position in sorted(self._prompts)]
+
+    def add(
+        self, position: int, prompt: ValidatedPrompt, example: EvaluationExample | None
+    ) -> None:
+        """Note a prompt; of the examples those of the lowest positions stay."""
+        self._prompts[position] = prompt
+        if example is not None:
+            self._examples[position] = example
+            if len(self._examples) > self._num_examples:
+                del self._examples[max(self._examples)]
+
+    def result(self) -> EvaluationResult:
+        """verl's metrics over what could be scored, and the examples."""
+        prompts = self.prompts
+        scored = [ValidationPrompt(p.data_source, p.scored) for p in prompts if p.scored]
+        num_failed = sum(len(p.outcomes) - len(p.scored) for p in prompts)
+        counts = {
+            "val-aux/num_prompts": float(len(scored)),
+            "val-aux/num_failed_samples": float(num_failed),
+        }
+        return EvaluationResult(
+            validation_metrics(scored) | counts,
+            [self._examples[position] for position in sorted(self._examples)],
+            sum(p.num_response_tokens for p in prompts),
+        )
+
+
+def example_of(group: RolloutGroup, outcomes: Sequence[Outcome]) -> EvaluationExample | None:
+    """The first response that was scored; ``None``: none was."""
+    prompt = group.prompt
+    for rollout, outcome in zip(group.rollouts, outcomes, strict=True):
+        if isinstance(outcome, Scored):
+            asked = prompt.messages[-1].content
+            return EvaluationExample(asked, rollout.text, prompt.ground_truth, outcome.score)
+    return None

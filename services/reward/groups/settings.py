@@ -1,0 +1,110 @@
+"""The rules of groups and batches, read from a run's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.reward.groups.batcher import BatchRules
+from services.reward.groups.filter import GroupNeeds
+from sluice.algorithm.groups.outcomes import OutcomeAction, OutcomePolicy, OutcomeRule
+from sluice.algorithm.groups.stragglers import StragglerRules
+from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
+from sluice.config.derived import batch_invariant, on_policy_fill
+from sluice.config.run import RunConfig
+from sluice.config.schema.sample_outcomes import ScoringFailureConfig
+from sluice.types import FailureKind, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSettings:
+    """Settings of the groups and batches of a run.
+
+    With `greedy` one more response to each prompt is drawn, as a baseline. `needs` says
+    which groups are of use. `probe_samples` are drawn of a group before the
+    rest is decided about; ``None``: all are drawn at once. `epoch_rows` is the size of the data
+    set, 0 without one.
+    """
+
+    rules: BatchRules
+    samples_per_group: int
+    sampling: SamplingParams
+    filter_metric: str | None
+    greedy: SamplingParams | None = None
+    needs: GroupNeeds = field(default_factory=GroupNeeds)
+    probe_samples: int | None = None
+    epoch_rows: int = 0
+
+    @property
+    def first_sequences(self) -> int:
+        """Sequences that a group asks the fleet for at first.
+
+        The greedy response is of no use to a group that ends after its probes, so it is drawn with
+        the rest.
+        """
+        if self.probe_samples is not None:
+            return self.probe_samples
+        return self.samples_per_group + (self.greedy is not None)
+
+
+def sampling_rules(config: RunConfig) -> SamplingRules:
+    """The rules of the run's strategy."""
+    sampling, batch_size = config.sluice.sampling, config.data.train_batch_size
+    return SamplingRules(
+        StrategyName(sampling.strategy),
+        train_batch_size=batch_size,
+        max_staleness=config.sluice.asynchrony.max_staleness,
+        samples_per_group=config.actor_rollout_ref.rollout.n,
+        gen_batch_size=config.data.gen_batch_size or batch_size,
+        max_num_gen_batches=config.algorithm.filter_groups.max_num_gen_batches,
+        probe_samples=sampling.probe_samples,
+        exploration=sampling.exploration,
+        coverage_guard=sampling.coverage_guard,
+        seed=abs(config.data.seed or 0),
+        paces=config.sluice.asynchrony.pace,
+        ahead_share=config.sluice.asynchrony.ahead_share,
+        on_policy_fill=on_policy_fill(config),
+    )
+
+
+def round_size(rules: SamplingRules) -> int:
+    """Groups that count as one round of generation: a wave, or a train batch without waves."""
+    has_waves = rules.strategy is StrategyName.ROUNDS
+    return rules.gen_batch_size if has_waves else rules.train_batch_size
+
+
+def straggler_rules(config: RunConfig) -> StragglerRules:
+    """When streams and groups are given up on.
+
+    Without partial tokens nobody can tell a long sample from a stuck one, so that only
+    `sluice.reward.generate_timeout_s` ends a stream. Where a run must repeat itself bit by bit, no
+    stream is moved for being slow: which one is, is a matter of timing, and a continued sample's
+    logprobs differ from an unbroken one's by rounding.
+    """
+    reward = config.sluice.reward
+    sees_tokens = reward.partial_interval_ms > 0
+    return StragglerRules(
+        stall_timeout_s=reward.stall_timeout_s if sees_tokens else None,
+        slow_factor=reward.slow_factor if sees_tokens and not batch_invariant(config) else None,
+        group_deadline_s=reward.group_deadline_s,
+        group_token_budget=reward.group_token_budget,
+    )
+
+
+def outcome_policy(config: RunConfig) -> OutcomePolicy:
+    """`sluice.reward.outcomes` as rules; the engine's attempts are counted by the dispatcher."""
+    outcomes = config.sluice.reward.outcomes
+    return OutcomePolicy(
+        {
+            FailureKind.UNSCORABLE: _rule(outcomes.unscorable),
+            FailureKind.SCORER_TIMEOUT: _rule(outcomes.scorer_timeout),
+            FailureKind.SCORER_CRASH: _rule(outcomes.scorer_crash),
+            FailureKind.ENGINE_ERROR: OutcomeRule(OutcomeAction(outcomes.engine_error.then)),
+            FailureKind.ABORTED: OutcomeRule(OutcomeAction(outcomes.aborted.then)),
+        }
+    )
+
+
+def _rule(failure: ScoringFailureConfig) -> OutcomeRule:
+    return OutcomeRule(
+        OutcomeAction(failure.action), failure.max_attempts, OutcomeAction(failure.then)
+    )

@@ -1,0 +1,287 @@
+"""The file of a durable ledger, `<run_dir>/reward/ledger.sqlite`: tables, format, opening.
+
+WAL mode, and every commit is synchronous: what was committed survives the machine. One reward
+service at a time holds the file, by an exclusive lock that ends with its process.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from services.reward.generation.request import ReceivedSamples
+from services.reward.ledger.content import (
+    EndedPrompt,
+    LedgerContent,
+    OpenLease,
+    body_digest,
+    decode_prompt,
+    decode_samples,
+)
+from sluice.errors import DataError
+from sluice.types import DataProgress, Prompt, PromptEnd
+
+APPLICATION_ID = 0x534C554C  # "SLUL"
+FORMAT = 1
+BUSY_TIMEOUT_S = 10.0
+
+_TABLES = """
+CREATE TABLE ledger (
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    next_sequence INTEGER NOT NULL,
+    low_water INTEGER NOT NULL,
+    num_acknowledged INTEGER NOT NULL,
+    trainer TEXT
+);
+INSERT INTO ledger VALUES (1, 0, 0, 0, NULL);
+CREATE TABLE pending (
+    prompt_id TEXT PRIMARY KEY,
+    sequence INTEGER NOT NULL,
+    position INTEGER,
+    body BLOB NOT NULL
+);
+CREATE TABLE ended (
+    number INTEGER PRIMARY KEY,
+    prompt_id TEXT NOT NULL UNIQUE,
+    sequence INTEGER NOT NULL,
+    body BLOB NOT NULL,
+    prompt_end TEXT NOT NULL,
+    step INTEGER,
+    rewards BLOB NOT NULL,
+    detail TEXT NOT NULL
+);
+CREATE INDEX ended_by_step ON ended (step) WHERE step IS NOT NULL;
+CREATE TABLE ended_positions (position INTEGER PRIMARY KEY);
+CREATE TABLE ends (prompt_end TEXT PRIMARY KEY, num_prompts INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE lease (
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    batch_id TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    prompt_ids BLOB NOT NULL
+);
+CREATE TABLE acknowledged (number INTEGER PRIMARY KEY, batch_id TEXT NOT NULL UNIQUE);
+"""
+
+# Beside the format: a program that knows nothing of them reads the others all the same.
+_FURTHER_TABLES = """
+CREATE TABLE IF NOT EXISTS strikes (
+    number INTEGER PRIMARY KEY,
+    key TEXT NOT NULL UNIQUE,
+    strikes INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS samples (
+    number INTEGER PRIMARY KEY,
+    prompt_id TEXT NOT NULL,
+    body BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS samples_by_prompt ON samples (prompt_id);
+CREATE TABLE IF NOT EXISTS images (
+    prompt_id TEXT NOT NULL,
+    place INTEGER NOT NULL,
+    image BLOB NOT NULL,
+    PRIMARY KEY (prompt_id, place)
+);
+"""
+
+
+def open_ledger_file(path: Path) -> sqlite3.Connection:
+    """The file, checked and locked; made with its folder if missing. Usable from any thread.
+
+    Raises:
+        DataError: it is damaged, in use, of another program or of another format.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        database = sqlite3.connect(
+            path, timeout=BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
+        )
+    except sqlite3.Error as error:
+        raise unusable(path, error) from error
+    try:
+        _prepare(database, path)
+    except sqlite3.Error as error:
+        database.close()
+        raise unusable(path, error) from error
+    except DataError:
+        database.close()
+        raise
+    return database
+
+
+def unusable(path: Path, why: object) -> DataError:
+    """The error for a file that cannot be read or written."""
+    words = " ".join(str(why).split())
+    if "locked" in words:
+        return DataError(
+            f"{path}: another process uses this ledger; end the other reward service, or choose "
+            "another sluice.run_dir"
+        )
+    return DataError(
+        f"{path}: the ledger cannot be used: {words}; free the disk or restore the file, or move "
+        "it away (with its -wal file) to start without the prompts that clients have submitted"
+    )
+
+
+def _prepare(database: sqlite3.Connection, path: Path) -> None:
+    database.execute("PRAGMA locking_mode = EXCLUSIVE")
+    found, is_empty = _number(database, "application_id"), _is_empty(database)
+    if not (is_empty and found == 0):
+        _check(database, path, found)
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute("PRAGMA synchronous = FULL")
+    # Takes the lock, and makes the tables once; a process that dies here leaves an empty file.
+    database.execute("BEGIN IMMEDIATE")
+    if is_empty:
+        for statement in _TABLES.split(";\n"):
+            database.execute(statement)
+        database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        database.execute(f"PRAGMA user_version = {FORMAT}")
+    for statement in _FURTHER_TABLES.split(";\n"):
+        database.execute(statement)
+    database.execute("COMMIT")
+
+
+def _check(database: sqlite3.Connection, path: Path, application_id: int) -> None:
+    if application_id != APPLICATION_ID:
+        raise DataError(
+            f"{path}: a database of another program, no ledger; move it away, or choose another "
+            "sluice.run_dir"
+        )
+    if (version := _number(database, "user_version")) != FORMAT:
+        raise DataError(
+            f"{path}: format {version}, and this version of sluice reads {FORMAT}; go on with the "
+            "version that wrote it, or move the file away to start without its prompts"
+        )
+    with closing(database.execute("PRAGMA quick_check(1)")) as rows:
+        if (words := rows.fetchone()[0]) != "ok":
+            raise unusable(path, words)
+
+
+def _is_empty(database: sqlite3.Connection) -> bool:
+    with closing(database.execute("SELECT count(*) FROM sqlite_schema")) as rows:
+        return bool(rows.fetchone()[0] == 0)
+
+
+def _number(database: sqlite3.Connection, pragma: str) -> int:
+    with closing(database.execute(f"PRAGMA {pragma}")) as rows:
+        return int(rows.fetchone()[0])
+
+
+_REWARD = "d"  # float64
+
+
+def read_content(database: sqlite3.Connection) -> LedgerContent:
+    """All of it.
+
+    Raises:
+        sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError: the file is damaged.
+    """
+    next_sequence, low_water, num_acknowledged, trainer = database.execute(
+        "SELECT next_sequence, low_water, num_acknowledged, trainer FROM ledger"
+    ).fetchone()
+    above = database.execute("SELECT position FROM ended_positions ORDER BY position")
+    by_end = database.execute("SELECT prompt_end, num_prompts FROM ends")
+    acknowledged = database.execute("SELECT batch_id FROM acknowledged ORDER BY number")
+    return LedgerContent(
+        next_sequence,
+        _pending(database),
+        _ended(database),
+        {PromptEnd(name): count for name, count in by_end},
+        DataProgress(low_water, tuple(position for (position,) in above)),
+        _lease(database),
+        tuple(batch_id for (batch_id,) in acknowledged),
+        num_acknowledged,
+        trainer,
+        dict(database.execute("SELECT key, strikes FROM strikes ORDER BY number").fetchall()),
+    )
+
+
+def read_samples(
+    database: sqlite3.Connection,
+) -> tuple[dict[str, ReceivedSamples], Counter[str]]:
+    """What was received of the samples of pending prompts, and the bytes it takes, by prompt id.
+
+    Raises:
+        sqlite3.Error, msgspec.MsgspecError, ValueError: the file is damaged.
+    """
+    rows = database.execute(
+        "SELECT prompt_id, samples.body FROM samples JOIN pending USING (prompt_id) "
+        "ORDER BY samples.number"
+    ).fetchall()
+    sizes = Counter[str]()
+    for prompt_id, body in rows:
+        sizes[prompt_id] += len(body)
+    return decode_samples(rows), sizes
+
+
+def read_trained_after(database: sqlite3.Connection, step: int) -> tuple[Prompt, ...]:
+    """Clients' prompts that steps after `step` trained, in the order of issue."""
+    rows = database.execute(
+        "SELECT prompt_id, sequence, body FROM ended "
+        "WHERE step > ? AND prompt_end = ? ORDER BY sequence",
+        (step, PromptEnd.TRAINED.value),
+    ).fetchall()
+    return tuple(
+        decode_prompt(name, sequence, None, body, _images(database, name))
+        for name, sequence, body in rows
+    )
+
+
+def pack_rewards(rewards: Sequence[float]) -> bytes:
+    """Rewards as a column holds them: float64."""
+    return array(_REWARD, rewards).tobytes()
+
+
+def _pending(database: sqlite3.Connection) -> tuple[Prompt, ...]:
+    rows = database.execute(
+        "SELECT prompt_id, sequence, position, body FROM pending ORDER BY sequence"
+    ).fetchall()
+    return tuple(
+        decode_prompt(name, sequence, position, body, _images(database, name))
+        for name, sequence, position, body in rows
+    )
+
+
+def _images(database: sqlite3.Connection, prompt_id: str) -> tuple[bytes, ...]:
+    rows = database.execute(
+        "SELECT image FROM images WHERE prompt_id = ? ORDER BY place", (prompt_id,)
+    )
+    return tuple(image for (image,) in rows)
+
+
+def _ended(database: sqlite3.Connection) -> dict[str, EndedPrompt]:
+    rows = database.execute(
+        "SELECT prompt_id, sequence, body, prompt_end, step, rewards, detail FROM ended "
+        "ORDER BY number"
+    )
+    return {
+        prompt_id: EndedPrompt(
+            sequence,
+            body_digest(body),
+            PromptEnd(end),
+            step,
+            tuple(_unpacked(rewards)),
+            detail,
+        )
+        for prompt_id, sequence, body, end, step, rewards, detail in rows
+    }
+
+
+def _unpacked(packed: bytes) -> array[float]:
+    rewards: array[float] = array(_REWARD)
+    rewards.frombytes(packed)
+    return rewards
+
+
+def _lease(database: sqlite3.Connection) -> OpenLease | None:
+    row = database.execute("SELECT batch_id, version, prompt_ids FROM lease").fetchone()
+    if row is None:
+        return None
+    batch_id, version, packed = row
+    return OpenLease(batch_id, version, msgspec.msgpack.decode(packed, type=tuple[str, ...]))

@@ -1,0 +1,352 @@
+"""Report the service's state: metrics for Prometheus, demand for the fleet, progress for the
+watchdog.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+from services.reward.app import RewardLoop
+from services.reward.groups.loop import Blocker, as_waits
+from services.reward.ledger.ledger import PromptState
+from services.reward.records.statistics import SAMPLE_OUTCOMES
+from sluice.algorithm.routing import FleetUse, replicas_needed, slots_needed
+from sluice.concurrency.waits import WAITS, Waiting, merged_waits
+from sluice.concurrency.watchdog import WorkState, watched_service
+from sluice.config.run import RunConfig
+from sluice.rpc.metrics import ProcessName, served_metrics
+from sluice.service_contract import restarts
+from sluice.telemetry.instruments import reward
+from sluice.telemetry.metrics import Histogram, InstrumentReading
+from sluice.types import PromptEnd, TrainGroup
+
+
+class BatchHistory:
+    """Takes every batch as it is formed."""
+
+    def __init__(self) -> None:
+        self._fill_s = Histogram(reward.BATCH_FILL_SECONDS.bounds)
+        self._staleness = Histogram(reward.STALENESS.bounds)
+        self.num_formed = 0
+
+    def formed(self, groups: Sequence[TrainGroup], version: int, fill_s: float) -> None:
+        """A batch for `version` was formed, `fill_s` seconds after the one before."""
+        self.num_formed += 1
+        self._fill_s.observe(fill_s)
+        for group in groups:
+            for rollout in group.rollouts:
+                if rollout.oldest_version is not None:
+                    self._staleness.observe(version - rollout.oldest_version)
+
+    def readings(self) -> Iterator[InstrumentReading]:
+        """All of them."""
+        yield reward.BATCH_FILL_SECONDS.at(self._fill_s.distribution())
+        yield reward.STALENESS.at(self._staleness.distribution())
+
+
+# Measures what the last batches cost the fleet, for `sluice.algorithm.routing`.
+#
+# It looks once a second, and only where metrics are on. What a look finds is taken to have held
+# since the look before.
+
+
+_INTERVAL_S = 1.0
+_BATCHES, _LEAST_S = 4, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFacts:
+    """The loop at one moment, as far as demand depends on it.
+
+    Attributes:
+        num_batches: batches that were formed so far.
+        is_starved: whether the trainer waits for a batch and generation is what is missing.
+        slots_in_use: slots of the fleet with a sequence.
+        num_slots: all of them.
+        num_replicas: announced replicas.
+    """
+
+    num_batches: int
+    is_starved: bool
+    slots_in_use: int
+    num_slots: int
+    num_replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    at_s: float
+    slot_seconds: float
+    starved_s: float
+
+
+class DemandMeter:
+    """Looks at the loop and remembers the last batches: `_BATCHES`, or `_LEAST_S` seconds of them.
+
+    Args:
+        facts: the loop now; must not block.
+    """
+
+    def __init__(self, facts: Callable[[], FleetFacts]) -> None:
+        self._facts = facts
+        self._latest: tuple[float, FleetFacts] | None = None
+        self._marks: deque[_Mark] = deque()
+        self._num_batches = 0
+        self.slot_seconds = self.starved_s = 0.0
+
+    def look(self, now_s: float) -> None:
+        """Takes the loop in at `now_s`, on a clock that rises."""
+        facts = self._facts()
+        if self._latest is not None:
+            before_s, before = self._latest
+            self.slot_seconds += before.slots_in_use * (now_s - before_s)
+            self.starved_s += (now_s - before_s) * before.is_starved
+        self._latest = (now_s, facts)
+        if facts.num_batches != self._num_batches:
+            self._num_batches = facts.num_batches
+            self._marks.append(_Mark(now_s, self.slot_seconds, self.starved_s))
+        while len(self._marks) > _BATCHES and now_s - self._marks[1].at_s >= _LEAST_S:
+            self._marks.popleft()
+
+    @property
+    def slots(self) -> float | None:
+        """Slots wanted; ``None`` before a batch was formed, since nothing is known."""
+        if self._latest is None or not self._marks:
+            return None
+        now_s, facts = self._latest
+        first = self._marks[0]
+        use = FleetUse(
+            now_s - first.at_s,
+            self.starved_s - first.starved_s,
+            self.slot_seconds - first.slot_seconds,
+        )
+        return slots_needed(use, facts.num_slots)
+
+    @property
+    def replicas(self) -> int | None:
+        """The same in replicas of the present size."""
+        slots = self.slots
+        if slots is None or self._latest is None:
+            return None
+        _, facts = self._latest
+        return replicas_needed(slots, num_slots=facts.num_slots, num_replicas=facts.num_replicas)
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Looks at intervals while the block runs, in the running event loop."""
+        loop = asyncio.get_running_loop()
+        upcoming: asyncio.TimerHandle | None = None
+
+        def look() -> None:
+            nonlocal upcoming
+            upcoming = loop.call_later(_INTERVAL_S, look)
+            self.look(time.monotonic())
+
+        look()
+        try:
+            yield
+        finally:
+            if upcoming is not None:
+                upcoming.cancel()
+
+
+_BY_STATISTIC = {
+    "reward/groups_kept": reward.GROUPS_KEPT,
+    "reward/groups_restarted": reward.GROUPS_RESTARTED,
+    "reward/surplus_discarded": reward.GROUPS_SURPLUS,
+    "reward/samples_graded": reward.SAMPLES_GRADED,
+    "reward/tokens/received": reward.RECEIVED_TOKENS,
+    "reward/reused_tokens": reward.REUSED_TOKENS,
+    "reward/validation_groups": reward.VALIDATION_GROUPS,
+    "reward/batches_acknowledged": reward.BATCHES,
+    "reward/quarantine": reward.QUARANTINED,
+    "reward/prompts_lost": reward.PROMPTS_LOST,
+    "sampling/yield": reward.YIELD,
+}
+_AGAIN = {
+    "scored": "reward/samples_scored_again",
+    "generated": "reward/samples_generated_again",
+}
+
+
+class BoundHistory:
+    """Counts the responses of batches that were as stale as is allowed.
+
+    Args:
+        max_staleness: versions; with 0 every response is at the bound, and none is counted.
+    """
+
+    def __init__(self, max_staleness: int) -> None:
+        self._max_staleness = max_staleness
+        self.num_at_bound = 0
+
+    def formed(self, groups: Sequence[TrainGroup], version: int) -> None:
+        """A batch for `version` was formed."""
+        if not self._max_staleness:
+            return
+        oldest = (rollout.oldest_version for group in groups for rollout in group.rollouts)
+        self.num_at_bound += sum(
+            one is not None and version - one >= self._max_staleness for one in oldest
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RewardMetrics:
+    """Where the numbers are.
+
+    Args:
+        loop: the service's parts.
+        history: of its batches.
+        bound: of their stalest responses.
+        demand: what they cost the fleet.
+        batch_size: groups of a batch.
+        max_staleness: versions.
+    """
+
+    loop: RewardLoop
+    history: BatchHistory
+    bound: BoundHistory
+    demand: DemandMeter
+    batch_size: int
+    max_staleness: int
+
+    def readings(self) -> Iterator[InstrumentReading]:
+        """All of them; called in the event loop."""
+        yield from self._prompts()
+        yield from self._counted()
+        yield from self._batch()
+        yield from self.history.readings()
+        yield from self._demanded()
+
+    def _prompts(self) -> Iterator[InstrumentReading]:
+        accounts = self.loop.ledger.accounts()
+        yield reward.PROMPTS_SUBMITTED.at(float(accounts.num_submitted))
+        for end in PromptEnd:
+            yield reward.PROMPTS_ENDED.at(float(accounts.by_end.get(end, 0)), end)
+        for state in PromptState:
+            yield reward.PROMPTS.at(float(accounts.by_state.get(state, 0)), state)
+        yield reward.GROUPS_QUEUED.at(float(self.loop.queue.num_waiting))
+        yield reward.SAVED_SAMPLES.at(float(self.loop.ledger.saved_bytes or 0))
+
+    def _counted(self) -> Iterator[InstrumentReading]:
+        counts = self.loop.statistics()
+        for name, instrument in _BY_STATISTIC.items():
+            yield instrument.at(counts.get(name, 0.0))
+        for outcome in SAMPLE_OUTCOMES:
+            yield reward.SAMPLES.at(counts.get(f"reward/outcomes/{outcome}", 0.0), outcome)
+        for what, name in _AGAIN.items():
+            yield reward.SAMPLES_AGAIN.at(counts.get(name, 0.0), what)
+        yield reward.SCORER_SECONDS.at(self.loop.recorder.scorer_seconds)
+
+    def _batch(self) -> Iterator[InstrumentReading]:
+        pipeline, num_kept = self.loop.pipeline, self.loop.batcher.num_kept
+        yield reward.BATCH_GROUPS.at(float(self.batch_size))
+        yield reward.BATCH_FILL.at(min(1.0, num_kept / self.batch_size))
+        yield reward.BATCH_ASKED.at(float(pipeline.batches.is_asked))
+        yield reward.RESPONSES_AT_BOUND.at(float(self.bound.num_at_bound))
+        yield reward.MAX_STALENESS.at(float(self.max_staleness))
+        if pipeline.policy_version is not None:
+            yield reward.KNOWN_VERSION.at(float(pipeline.policy_version))
+        yield reward.KNOWN_REPLICAS.at(float(len(self.loop.queue.replicas)))
+        for wait, seconds in pipeline.awaited():
+            # A lease's key goes on with the batch's id.
+            yield reward.AWAITED.at(seconds, wait.key.partition(" ")[0])
+
+    def _demanded(self) -> Iterator[InstrumentReading]:
+        yield reward.SLOT_SECONDS.at(self.demand.slot_seconds)
+        yield reward.STARVED_SECONDS.at(self.demand.starved_s)
+        if (slots := self.demand.slots) is not None:
+            yield reward.DEMAND_SLOTS.at(slots)
+        if (replicas := self.demand.replicas) is not None:
+            yield reward.DEMAND_REPLICAS.at(float(replicas))
+
+
+def fleet_facts(loop: RewardLoop, num_batches: int) -> FleetFacts:
+    """What demand depends on, now, after so many batches were formed."""
+    replicas = loop.queue.replicas
+    generates = loop.pipeline.num_generating > 0 or not replicas
+    return FleetFacts(
+        num_batches,
+        loop.pipeline.batches.is_asked and generates,
+        loop.queue.num_slots_in_use,
+        sum(replica.info.slots for replica in replicas),
+        len(replicas),
+    )
+
+
+@contextmanager
+def exported(config: RunConfig, loop: RewardLoop, name: str) -> Iterator[None]:
+    """Serves them while the block runs, if a port is set; else nothing is measured."""
+    endpoint = config.sluice.reward.endpoint
+    if endpoint.metrics_port is None:
+        yield
+        return
+    history = BatchHistory()
+    bound = BoundHistory(config.sluice.asynchrony.max_staleness)
+    demand = DemandMeter(lambda: fleet_facts(loop, history.num_formed))
+
+    def formed(groups: Sequence[TrainGroup], version: int, fill_s: float) -> None:
+        history.formed(groups, version, fill_s)
+        bound.formed(groups, version)
+
+    loop.recorder.on_batch = formed
+    metrics = RewardMetrics(
+        loop,
+        history,
+        bound,
+        demand,
+        config.data.train_batch_size,
+        config.sluice.asynchrony.max_staleness,
+    )
+    who = ProcessName("reward", name, restarts())
+    with demand.looking(), served_metrics(config.sluice, endpoint, who, metrics.readings):
+        yield
+
+
+def watching(config: RunConfig, loop: RewardLoop, address: str) -> AbstractContextManager[None]:
+    """The reward service's watchdog; `address` is where it serves."""
+    timeouts = config.sluice.reward.outcomes.scorer_timeout.max_attempts
+    # A group counts as progress when all of its samples are graded, each as slowly as is allowed.
+    grading_s = config.actor_rollout_ref.rollout.n * timeouts * config.reward.scorer_pool.timeout_s
+    work = RewardWork(loop, max(config.sluice.reward.generate_timeout_s, grading_s))
+    return watched_service(
+        "reward", config.sluice, work.work_state, address=address, waits=work.waits
+    )
+
+
+class RewardWork:
+    """What the watchdog asks.
+
+    Progress are prompts that ended, samples graded and tokens received. There is work while groups
+    are graded, or generated by replicas that are there: for others the trainer waits.
+
+    Args:
+        loop: the service's parts.
+        patience_s: seconds a replica may take to generate a group, or the scorers to grade it.
+    """
+
+    def __init__(self, loop: RewardLoop, patience_s: float) -> None:
+        self._loop, self._patience_s = loop, patience_s
+        self._looked_s = time.monotonic()
+        self._awaited: list[tuple[Blocker, float]] = []
+
+    def work_state(self) -> WorkState:
+        """In the event loop."""
+        pipeline = self._loop.pipeline
+        self._awaited, self._looked_s = pipeline.awaited(), time.monotonic()
+        generates = pipeline.num_generating > 0 and bool(self._loop.queue.replicas)
+        progress = (
+            *(pipeline.policy_version, self._loop.batcher.num_kept),
+            self._loop.recorder.progress,
+        )
+        return WorkState(progress, generates or pipeline.num_grading > 0, self._patience_s)
+
+    def waits(self) -> tuple[Waiting, ...]:
+        """In any thread."""
+        own = as_waits(self._awaited, time.monotonic() - self._looked_s)
+        return merged_waits((*own, *WAITS.snapshot()))

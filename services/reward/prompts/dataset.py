@@ -1,0 +1,268 @@
+"""The endless stream of data-set draws: streamed, shuffled, resumable to the row.
+
+A *position* counts draws, epoch after epoch: position p is row ``p % N`` of epoch ``p // N`` in
+that epoch's order. The order is a function of (seed, epoch) alone: blocks (row groups of Parquet, a
+thousand lines of JSON) are visited in random order, cut into windows of `shuffle_buffer_rows` rows,
+and each window is permuted. Memory holds one window; a stream can start at any position without
+drawing those before it, since the sizes of blocks say which of them to skip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from sluice.config.derived import image_limits, uses_critic
+from sluice.config.run import RunConfig
+from sluice.config.schema.data import DataConfig, FileList
+from sluice.data.prompt_files import (
+    PromptFiles,
+    SlabReader,
+    first_row_with_images,
+    open_prompt_files,
+    without_duplicates,
+)
+from sluice.data.prompt_rows import PromptColumns, PromptRow, images_refused
+from sluice.data.row_files import RowBlock, RowIndexes, Slab
+from sluice.types import DataProgress
+from sluice.vision.image_files import images_of_row
+from sluice.vision.image_limits import ImageLimits
+from sluice.vision.vision_shape import reads_images
+
+UNSHUFFLED_WINDOW_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedRow:
+    """One row drawn at a position of the stream; `images` are encoded files, in its order."""
+
+    position: int
+    row: PromptRow
+    images: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """What decides which row is drawn at a position.
+
+    `max_samples` rows are used in every epoch, the same ones: a random choice if `choose_at_random`
+    (``None``: if shuffled), else the first. ``None``: all rows.
+    """
+
+    shuffle: bool
+    seed: int
+    window_rows: int
+    max_samples: int | None
+    choose_at_random: bool | None = None
+
+
+class PromptStream:
+    """Draws from `progress` on, up to the end of the last epoch. Blocking reads; not thread-safe.
+
+    Args:
+        files: checked files.
+        order: shuffling.
+        total_epochs: epochs to draw.
+        progress: positions that ended before; they are not drawn again.
+        images: limits of the rows' images; ``None``: none are read.
+    """
+
+    def __init__(
+        self,
+        files: PromptFiles,
+        order: RowOrder,
+        *,
+        total_epochs: int,
+        progress: DataProgress,
+        images: ImageLimits | None = None,
+    ) -> None:
+        self._files, self._order, self._total_epochs = files, order, total_epochs
+        self._images = images
+        self._reader = SlabReader()
+        self._selected = _selection(files, order)
+        self.rows_per_epoch = files.num_rows if self._selected is None else self._selected.size
+        self._skipped = frozenset(progress.ended_above)
+        self._rows = self._rows_from(progress.low_water)
+
+    def take(self, count: int) -> list[IssuedRow]:
+        """The next `count` draws; fewer only at the end of the stream.
+
+        Raises:
+            DataError: a row is malformed, an image of it cannot be used, or a file is damaged.
+        """
+        return list(islice(self._rows, count))
+
+    def _rows_from(self, position: int) -> Iterator[IssuedRow]:
+        first_epoch, offset = divmod(position, self.rows_per_epoch)
+        for epoch in range(first_epoch, self._total_epochs):
+            yield from self._epoch_rows(epoch, offset if epoch == first_epoch else 0)
+
+    def _epoch_rows(self, epoch: int, offset: int) -> Iterator[IssuedRow]:
+        window_rows = self._order.window_rows
+        window = offset // window_rows
+        slabs = _Cutter(self._slabs(epoch, skip_rows=window * window_rows))
+        position = epoch * self.rows_per_epoch + window * window_rows
+        first = epoch * self.rows_per_epoch + offset
+        while rows := slabs.cut(window_rows):
+            for slab, index in self._permuted(rows, epoch, window):
+                if position >= first and position not in self._skipped:
+                    row = slab.decode(index, self._files.columns)
+                    yield IssuedRow(position, row, images_of_row(row, slab.path, self._images))
+                position += 1
+            window += 1
+
+    def _permuted(self, slabs: list[Slab], epoch: int, window: int) -> Iterator[tuple[Slab, int]]:
+        places = [(slab, index) for slab in slabs for index in range(len(slab))]
+        if not self._order.shuffle:
+            return iter(places)
+        generator = np.random.default_rng([self._order.seed, epoch, window + 1])
+        return (places[i] for i in generator.permutation(len(places)))
+
+    def _slabs(self, epoch: int, skip_rows: int) -> Iterator[Slab]:
+        """Slabs of the epoch's blocks in visiting order, without the first `skip_rows` rows."""
+        for group in self._block_order(epoch):
+            num_rows = self._num_selected(group)
+            if num_rows <= skip_rows:
+                skip_rows -= num_rows
+                continue
+            for slab in self._reader.read(group, self._selected):
+                if len(slab) > skip_rows:
+                    yield slab.slice(skip_rows, len(slab))
+                skip_rows = max(0, skip_rows - len(slab))
+
+    def _block_order(self, epoch: int) -> Iterator[RowBlock]:
+        groups = self._files.blocks
+        if not self._order.shuffle:
+            return iter(groups)
+        generator = np.random.default_rng([self._order.seed, epoch, 0])
+        return (groups[i] for i in generator.permutation(len(groups)))
+
+    def _num_selected(self, group: RowBlock) -> int:
+        if self._selected is None:
+            return group.num_rows
+        low, high = np.searchsorted(self._selected, (group.start, group.start + group.num_rows))
+        return int(high - low)
+
+
+class _Cutter:
+    """Cuts a run of slabs into pieces of a given number of rows."""
+
+    def __init__(self, slabs: Iterator[Slab]) -> None:
+        self._slabs = slabs
+        self._rest: Slab | None = None
+
+    def cut(self, num_rows: int) -> list[Slab]:
+        """The next `num_rows` rows; fewer at the end, none after it."""
+        pieces: list[Slab] = []
+        while num_rows:
+            slab = self._rest if self._rest is not None else next(self._slabs, None)
+            if slab is None:
+                break
+            piece = slab.slice(0, min(num_rows, len(slab)))
+            self._rest = slab.slice(len(piece), len(slab)) if len(piece) < len(slab) else None
+            pieces.append(piece)
+            num_rows -= len(piece)
+        return pieces
+
+
+def training_files(data: DataConfig, images: ImageLimits | None = None) -> PromptFiles | None:
+    """The checked training files; ``None`` if only clients give prompts.
+
+    Without `images` rows that hold some are refused.
+    With ``data.deduplicate`` all rows are read once, to leave out those whose messages and ground
+    truth came before.
+    """
+    files = _files(data, data.train_files, "data.train_files", images)
+    return without_duplicates(files) if files is not None and data.deduplicate else files
+
+
+def validation_files(data: DataConfig, images: ImageLimits | None = None) -> PromptFiles | None:
+    """The checked validation files, as `training_files`; ``None`` without validation."""
+    return _files(data, data.val_files, "data.val_files", images)
+
+
+def training_stream(
+    files: PromptFiles,
+    data: DataConfig,
+    *,
+    total_epochs: int,
+    progress: DataProgress,
+    images: ImageLimits | None = None,
+) -> PromptStream:
+    """Training draws as configured."""
+    order = _order(data, shuffle=data.shuffle, max_samples=data.train_max_samples)
+    return PromptStream(files, order, total_epochs=total_epochs, progress=progress, images=images)
+
+
+def validation_stream(
+    files: PromptFiles, data: DataConfig, images: ImageLimits | None = None
+) -> PromptStream:
+    """The validation set once, in the same order in every evaluation.
+
+    Which rows data.val_max_samples leaves is chosen as in training, by data.shuffle (verl's rule);
+    data.validation_shuffle is about their order alone.
+    """
+    order = _order(data, shuffle=data.validation_shuffle, max_samples=data.val_max_samples)
+    return PromptStream(files, order, total_epochs=1, progress=DataProgress(0), images=images)
+
+
+def _order(data: DataConfig, *, shuffle: bool, max_samples: int) -> RowOrder:
+    return RowOrder(
+        shuffle=shuffle,
+        seed=abs(data.seed or 0),
+        window_rows=max(data.shuffle_buffer_rows, 1) if shuffle else UNSHUFFLED_WINDOW_ROWS,
+        max_samples=max_samples if max_samples > 0 else None,
+        choose_at_random=data.shuffle,
+    )
+
+
+def _files(
+    data: DataConfig, paths: FileList | None, key: str, images: ImageLimits | None
+) -> PromptFiles | None:
+    if not paths:
+        return None
+    names = [paths] if isinstance(paths, str) else paths
+    column = data.image_key or None
+    if images is not None:
+        columns = PromptColumns(data.prompt_key, data.reward_fn_key, images=column)
+        return open_prompt_files(names, columns, config_key=key)
+    columns = PromptColumns(data.prompt_key, data.reward_fn_key, refused_images=column)
+    files = open_prompt_files(names, columns, config_key=key)
+    with_images = first_row_with_images(names, data.image_key)
+    if with_images is not None:
+        raise images_refused(f"{key}: {with_images}", data.image_key)
+    return files
+
+
+def _selection(files: PromptFiles, order: RowOrder) -> RowIndexes | None:
+    num_rows = files.num_rows if files.kept is None else int(files.kept.size)
+    if order.max_samples is None or order.max_samples >= num_rows:
+        return files.kept
+    at_random = order.shuffle if order.choose_at_random is None else order.choose_at_random
+    if at_random:
+        chosen = np.random.default_rng(order.seed).choice(
+            num_rows, order.max_samples, replace=False
+        )
+        chosen = np.sort(chosen).astype(np.int64)
+    else:
+        chosen = np.arange(order.max_samples, dtype=np.int64)
+    return chosen if files.kept is None else files.kept[chosen]
+
+
+_TEXT_ENGINES = frozenset({"sglang"})
+
+
+def prompt_images(config: RunConfig) -> ImageLimits | None:
+    """Limits of prompts' images; ``None``: a part of the run reads text alone.
+
+    That may be the model, the engine or a critic. Where this machine has no `config.json` of the
+    model, replicas refuse what they cannot read.
+    """
+    if uses_critic(config) or config.actor_rollout_ref.rollout.name in _TEXT_ENGINES:
+        return None
+    if reads_images(config.actor_rollout_ref.model.path) is False:
+        return None
+    return image_limits(config)

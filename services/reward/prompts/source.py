@@ -1,0 +1,162 @@
+"""Choose the next prompt: waiting prompts in order of issue, then the data set at its pace.
+
+Waiting prompts are clients' and those that start again; the data set's are accepted in its order,
+a few ahead, and started in the order that `pacing` gives them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from heapq import heapify, heappop, heappush
+from typing import Protocol
+
+from services.reward.generation.request import prompt_key
+from services.reward.ledger.ledger import PromptLedger
+from services.reward.prompts.dataset import IssuedRow
+from sluice.algorithm.sampling.pacing import AdmissionOrder, FinishForecast
+from sluice.errors import DataError
+from sluice.types import DataProgress, Prompt, PromptOrigin
+
+ROWS_PER_READ = 64
+DATASET_ID_PREFIX = "data-"
+
+
+class RowStream(Protocol):
+    """Draws in order; `PromptStream` is one."""
+
+    def take(self, count: int) -> list[IssuedRow]:
+        """The next draws; fewer only at the end."""
+        ...
+
+
+class PromptSource:
+    """Prompts to issue.
+
+    Args:
+        ledger: takes on what is drawn from the data set.
+        open_stream: opens the data set at a progress; ``None``: clients only.
+        check_data_source: raises `DataError` where no scorer knows a row's data source.
+        forecast: how long groups take.
+        num_in_line: rows that are weighed against each other for the next start; 1: none.
+    """
+
+    def __init__(
+        self,
+        ledger: PromptLedger,
+        open_stream: Callable[[DataProgress], RowStream] | None,
+        check_data_source: Callable[[str], None],
+        forecast: FinishForecast,
+        num_in_line: int = 1,
+    ) -> None:
+        self._ledger, self._open_stream = ledger, open_stream
+        self._check_data_source = check_data_source
+        self._forecast, self._num_in_line = forecast, num_in_line
+        self._waiting: list[tuple[int, Prompt]] = []
+        self._order = AdmissionOrder()
+        self._in_line: dict[int, Prompt] = {}  # by sequence
+        self._stream: RowStream | None = None
+        self._issued: deque[IssuedRow] = deque()
+        self._at_end = False
+        self._num_in_hand = 0
+
+    @property
+    def has_dataset(self) -> bool:
+        """Whether there is a data set at all."""
+        return self._open_stream is not None
+
+    @property
+    def num_waiting(self) -> int:
+        """Accepted prompts that wait to be issued, those in hand included."""
+        return len(self._waiting) + len(self._in_line) + self._num_in_hand
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the data set was read to its end and nothing waits."""
+        return self._at_end and not self._issued and not self.num_waiting
+
+    @contextmanager
+    def in_hand(self) -> Iterator[None]:
+        """A prompt that was issued is being decided about; it counts as waiting meanwhile."""
+        self._num_in_hand += 1
+        try:
+            yield
+        finally:
+            self._num_in_hand -= 1
+
+    def start_data(self, progress: DataProgress) -> None:
+        """Draw from `progress` on; what was read ahead is forgotten."""
+        self._issued.clear()
+        self._at_end = False
+        self._stream = self._open_stream(progress) if self._open_stream else None
+
+    def put(self, prompt: Prompt) -> None:
+        """Issue an accepted prompt before any later one and before the data set."""
+        heappush(self._waiting, (prompt.sequence, prompt))
+
+    def forget_data(self) -> None:
+        """Issue no data-set prompt that waits: the ledger has forgotten them."""
+        self._waiting = [each for each in self._waiting if each[1].origin is PromptOrigin.CLIENT]
+        heapify(self._waiting)
+        self._in_line.clear()
+        self._order.clear()
+
+    async def next_prompt(self, version: int, now_s: float) -> Prompt | None:
+        """The next prompt, accepted by the ledger; ``None`` if there is none now.
+
+        Args:
+            version: announced now.
+            now_s: on the forecast's clock.
+
+        Raises:
+            DataError: the data set holds a row that cannot be used.
+        """
+        while not self._waiting and len(self._in_line) < self._num_in_line:
+            if not self._issued and not self._at_end:
+                await self._read_ahead()
+            if not self._issued:
+                break
+            self._line_up(self._accept(self._issued.popleft()), version)
+        if self._waiting:
+            return heappop(self._waiting)[1]
+        if not self._in_line:
+            return None
+        sequence = self._order.take(version, self._forecast.tokens_in_time(now_s))
+        return self._in_line.pop(sequence)
+
+    def _line_up(self, prompt: Prompt, version: int) -> None:
+        expected = self._forecast.tokens(prompt_key(prompt)) if self._num_in_line > 1 else 0.0
+        self._order.add(prompt.sequence, expected, version)
+        self._in_line[prompt.sequence] = prompt
+
+    async def _read_ahead(self) -> None:
+        stream = self._stream
+        if stream is None:
+            return
+        issued_rows = await asyncio.to_thread(stream.take, ROWS_PER_READ)
+        if stream is self._stream:  # it is another after a restart meanwhile
+            self._issued.extend(issued_rows)
+            self._at_end = len(issued_rows) < ROWS_PER_READ
+
+    def _accept(self, issued: IssuedRow) -> Prompt:
+        row = issued.row
+        try:
+            self._check_data_source(row.data_source)
+        except DataError as error:
+            raise DataError(f"{row.place}: {error}") from error
+        prompt = Prompt(
+            prompt_id=f"{DATASET_ID_PREFIX}{issued.position}",
+            sequence=self._ledger.next_sequence(),
+            messages=row.messages,
+            data_source=row.data_source,
+            ground_truth=row.ground_truth,
+            origin=PromptOrigin.DATASET,
+            position=issued.position,
+            extra_info=row.extra_info,
+            place=row.place,
+            images=issued.images,
+        )
+        self._ledger.accept(prompt)
+        return prompt

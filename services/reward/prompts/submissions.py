@@ -1,0 +1,333 @@
+"""Prompts submitted by clients: receipts at once, outcomes when the prompts end.
+
+What a client is told is durable first: a receipt or an outcome leaves once the ledger has committed
+what it says. A client that goes away loses no prompt, and may ask: the same prompt sent again, in
+another call or to a service that has started anew, is not accepted twice; its receipt is repeated,
+and its outcome too, as far as ended prompts are remembered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from services.reward.ledger.content import body_digest, encode_body
+from services.reward.ledger.ledger import PromptLedger
+from services.reward.prompts.source import DATASET_ID_PREFIX
+from services.reward.records.outcomes import PromptOutcome
+from sluice.errors import DataError, ExhaustedError, InvalidRequestError, SluiceError
+from sluice.rpc.status import QUOTA_REFUSALS
+from sluice.types import ChatMessage, Prompt, PromptOrigin
+
+MAX_ID_BYTES = 128
+MAX_UNSENT = 1024
+MAX_SESSIONS = 256
+DEFAULT_IMAGE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A prompt as a client sent it."""
+
+    prompt_id: str
+    messages: tuple[ChatMessage, ...]
+    data_source: str
+    ground_truth: str
+    extra_info: Mapping[str, object]
+    images: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """`sequence` is ``None`` when the prompt was refused."""
+
+    prompt_id: str
+    sequence: int | None
+    refused_because: str = ""
+    is_retryable: bool = False
+
+    @classmethod
+    def refusal(cls, prompt_id: str, error: SluiceError) -> Receipt:
+        """Of a prompt that `error` keeps out; an `ExhaustedError` does not for good."""
+        return cls(shown_id(prompt_id), None, str(error), isinstance(error, ExhaustedError))
+
+
+class SubmissionSession:
+    """One client's call: receipts and outcomes on their way to it.
+
+    Args:
+        ledger: has to have committed what the client is told; ``None``: nothing is waited for.
+        client: whose it is, for quotas; ``None``: nobody's in particular.
+    """
+
+    def __init__(self, ledger: PromptLedger | None = None, client: str | None = None) -> None:
+        self._ledger, self.client = ledger, client
+        self._events: asyncio.Queue[tuple[int, Receipt | PromptOutcome] | None] = asyncio.Queue()
+        self._is_closed = False
+        self._has_capacity = asyncio.Event()
+        self._has_capacity.set()
+        self.num_open = 0
+
+    def put(self, event: Receipt | PromptOutcome) -> None:
+        """Tell the client, once the ledger's changes so far are durable."""
+        change_number = self._ledger.noted() if self._ledger is not None else 0
+        self._events.put_nowait((change_number, event))
+        if self._events.qsize() >= MAX_UNSENT:
+            self._has_capacity.clear()
+
+    async def capacity(self) -> None:
+        """Wait until the client has read enough of what it was told to be given more."""
+        await self._has_capacity.wait()
+
+    def check_capacity(self, most: int) -> None:
+        """Raises ExhaustedError if `most` of its prompts are unfinished."""
+        if self.num_open >= most:
+            QUOTA_REFUSALS.add("sluice.limits.max_prompts_per_stream")
+            raise ExhaustedError(
+                f"{self.num_open} prompts of this call are unfinished, the most that "
+                "sluice.limits.max_prompts_per_stream allows; wait for outcomes"
+            )
+
+    def close_input(self) -> None:
+        """No more prompts come: the call ends when all of them have ended."""
+        self._is_closed = True
+        self._events.put_nowait(None)
+
+    def lose(self) -> None:
+        """Another call waits for one of its prompts from now on."""
+        self.num_open -= 1
+        self._events.put_nowait(None)
+
+    def end(self) -> None:
+        """The service ends: the call does, whatever is unfinished."""
+        self.num_open = 0
+        self.close_input()
+
+    async def next_event(self) -> Receipt | PromptOutcome | None:
+        """What to send next; ``None`` at the end.
+
+        Raises:
+            DataError, DeadlineError: the ledger cannot be written.
+        """
+        while not (self._is_closed and self.num_open <= 0 and self._events.empty()):
+            reported = await self._events.get()
+            if self._events.qsize() < MAX_UNSENT:
+                self._has_capacity.set()
+            if reported is not None:
+                change_number, event = reported
+                if self._ledger is not None:
+                    await self._ledger.durable(change_number)
+                return event
+        return None
+
+
+class Submissions:
+    """All clients.
+
+    Args:
+        ledger: numbers prompts.
+        accept: hands an accepted prompt to the loop; `InvalidRequestError` for a used id.
+        check_data_source: raises `DataError` where no scorer knows a data source.
+        max_pending: unfinished client prompts at once.
+        max_image_bytes: images of these, bytes.
+    """
+
+    def __init__(
+        self,
+        ledger: PromptLedger,
+        accept: Callable[[Prompt], None],
+        check_data_source: Callable[[str], None],
+        max_pending: int,
+        max_image_bytes: int = DEFAULT_IMAGE_BYTES,
+    ) -> None:
+        self._ledger, self._accept, self._max_pending = ledger, accept, max_pending
+        self._max_image_bytes = max_image_bytes
+        self._check_data_source = check_data_source
+        self._sessions: dict[str, SubmissionSession] = {}
+        self._open_sessions: set[SubmissionSession] = set()
+
+    def submit(
+        self,
+        submission: Submission,
+        session: SubmissionSession,
+        check_capacity: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Accept or refuse a prompt, or find it again; the receipt goes to the session.
+
+        Args:
+            check_room: raises `ExhaustedError` where the client has too many unfinished prompts;
+                not asked for a prompt that is found again, which takes no further room.
+        """
+        if (outcome := self._known_outcome(submission)) is not None:
+            session.put(Receipt(submission.prompt_id, outcome.prompt.sequence))
+            session.put(_without_images(outcome))
+            return
+        try:
+            prompt = self._known_pending(submission, session)
+            if prompt is None:
+                prompt = self._accepted(submission, check_capacity)
+        except (InvalidRequestError, DataError, ExhaustedError) as error:
+            session.put(Receipt.refusal(submission.prompt_id, error))
+            return
+        if (before := self._sessions.get(prompt.prompt_id)) is not None:
+            before.lose()
+        self._sessions[prompt.prompt_id] = session
+        session.num_open += 1
+        session.put(Receipt(prompt.prompt_id, prompt.sequence))
+
+    def ended(self, outcome: PromptOutcome) -> None:
+        """A prompt ended: tell its client, if it has one that still listens."""
+        if outcome.prompt.origin is not PromptOrigin.CLIENT:
+            return
+        session = self._sessions.pop(outcome.prompt.prompt_id, None)
+        if session is not None:
+            session.num_open -= 1
+            session.put(_without_images(outcome))
+
+    def check_quota(self, session: SubmissionSession, most: int) -> None:
+        """Raises ExhaustedError if `most` prompts of the session's client are unfinished."""
+        if session.client is None:
+            return
+        num_open = sum(s.num_open for s in self._open_sessions if s.client == session.client)
+        if num_open >= most:
+            QUOTA_REFUSALS.add("sluice.limits.max_client_prompts")
+            raise ExhaustedError(
+                f"client {session.client!r}: {num_open} prompts are unfinished, the most that "
+                "sluice.limits.max_client_prompts allows; wait for outcomes"
+            )
+
+    @contextmanager
+    def session(
+        self, most: int = MAX_SESSIONS, client: str | None = None
+    ) -> Iterator[SubmissionSession]:
+        """A client's session; when it leaves its prompts stay.
+
+        Raises:
+            ExhaustedError: `most` are open.
+        """
+        if len(self._open_sessions) >= most:
+            raise ExhaustedError(
+                f"{len(self._open_sessions)} SubmitPrompts calls are open, the most that "
+                "sluice.limits.max_submit_streams allows; end one, or send all prompts in one call"
+            )
+        session = SubmissionSession(self._ledger, client)
+        self._open_sessions.add(session)
+        try:
+            yield session
+        finally:
+            self._open_sessions.discard(session)
+            for prompt_id in [key for key, owner in self._sessions.items() if owner is session]:
+                del self._sessions[prompt_id]
+
+    def end(self) -> None:
+        """The service ends: all calls do."""
+        for session in self._open_sessions:
+            session.end()
+
+    def _accepted(self, submission: Submission, check_capacity: Callable[[], None]) -> Prompt:
+        _check_fields(submission)
+        self._check_data_source(submission.data_source)
+        self._check_image_size(submission)
+        self._check_unused(submission.prompt_id)
+        # Whoever is told that there is no room waits for it.
+        check_capacity()
+        self._check_pending()
+        self._check_image_capacity(submission)
+        prompt = _prompt(submission, self._ledger.next_sequence())
+        self._accept(prompt)
+        return prompt
+
+    def _check_unused(self, prompt_id: str) -> None:
+        ledger = self._ledger
+        if ledger.prompt(prompt_id) is not None or ledger.ended(prompt_id) is not None:
+            raise InvalidRequestError(
+                f"prompt_id '{prompt_id}' was used before; choose a new one for each prompt"
+            )
+
+    def _check_pending(self) -> None:
+        if self._ledger.num_clients_pending >= self._max_pending:
+            raise ExhaustedError(
+                f"{self._ledger.num_clients_pending} prompts are unfinished, the most that "
+                "sluice.reward.max_client_pending allows; wait for outcomes"
+            )
+
+    def _check_image_size(self, submission: Submission) -> None:
+        size = sum(map(len, submission.images))
+        if size > self._max_image_bytes:
+            raise InvalidRequestError(
+                f"images: {size} bytes; sluice.limits.max_client_images_mb allows "
+                f"{self._max_image_bytes >> 20} MiB; send fewer or smaller ones"
+            )
+
+    def _check_image_capacity(self, submission: Submission) -> None:
+        size, held = sum(map(len, submission.images)), self._ledger.client_image_bytes
+        if size and held + size > self._max_image_bytes:
+            raise ExhaustedError(
+                f"images: {size} bytes, and unfinished prompts hold {held} bytes of images; "
+                f"sluice.limits.max_client_images_mb allows {self._max_image_bytes >> 20} MiB; "
+                "wait for outcomes"
+            )
+
+    def _known_pending(self, submission: Submission, session: SubmissionSession) -> Prompt | None:
+        """The pending prompt that is sent again, by another call than the one that waits for it."""
+        prompt = self._ledger.prompt(submission.prompt_id)
+        if prompt is None or self._sessions.get(prompt.prompt_id) is session:
+            return None
+        return prompt if _prompt(submission, prompt.sequence) == prompt else None
+
+    def _known_outcome(self, submission: Submission) -> PromptOutcome | None:
+        """The outcome of an ended prompt that is sent again."""
+        ended = self._ledger.ended(submission.prompt_id)
+        if ended is None:
+            return None
+        prompt = _prompt(submission, ended.sequence)
+        try:
+            is_same_prompt = body_digest(encode_body(prompt)) == ended.digest
+        except InvalidRequestError:
+            return None
+        if not is_same_prompt:
+            return None
+        return PromptOutcome(prompt, ended.end, ended.step, ended.rewards, ended.detail)
+
+
+def shown_id(prompt_id: str) -> str:
+    """An id as receipts of refused prompts echo it: whole if it may be one, else its beginning."""
+    return prompt_id if len(prompt_id) <= MAX_ID_BYTES else prompt_id[:MAX_ID_BYTES]
+
+
+def _check_fields(submission: Submission) -> None:
+    size = len(submission.prompt_id.encode())
+    if not 1 <= size <= MAX_ID_BYTES:
+        raise InvalidRequestError(f"prompt_id: {size} bytes; use 1 to {MAX_ID_BYTES}")
+    if submission.prompt_id.startswith(DATASET_ID_PREFIX):
+        raise InvalidRequestError(
+            f"prompt_id '{submission.prompt_id}': '{DATASET_ID_PREFIX}…' names data-set rows; "
+            "choose another"
+        )
+    if not submission.messages or not all(turn.role for turn in submission.messages):
+        raise InvalidRequestError("messages: send at least one turn, each with a role")
+    if not submission.data_source:
+        raise InvalidRequestError("data_source: empty; it routes the prompt to its scorer")
+
+
+def _prompt(submission: Submission, sequence: int) -> Prompt:
+    return Prompt(
+        prompt_id=submission.prompt_id,
+        sequence=sequence,
+        messages=submission.messages,
+        data_source=submission.data_source,
+        ground_truth=submission.ground_truth,
+        origin=PromptOrigin.CLIENT,
+        position=None,
+        extra_info=submission.extra_info,
+        images=submission.images,
+    )
+
+
+def _without_images(outcome: PromptOutcome) -> PromptOutcome:
+    """As a client is told it, which may take its time to read."""
+    if not outcome.prompt.images:
+        return outcome
+    return replace(outcome, prompt=replace(outcome.prompt, images=()))

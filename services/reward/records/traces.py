@@ -1,0 +1,175 @@
+"""Trace every prompt: one span from acceptance to end, with a child span for each stage.
+
+What a stage does adds its own spans (`group_run`, `grading`, `judgement`), in the task of the
+prompt's group; what a prompt waits for is timed here, as the ledger tells where it stands. A
+prompt that begins again stays in its trace.
+
+A trace's id follows from the prompt's and from a key of the run's folder, so that a service that
+starts anew goes on with the traces of its prompts. That of a client which sent its own context is
+not noted anywhere: such a prompt goes on in a trace of its own.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+
+from services.reward.ledger.ledger import PromptObserver, PromptState
+from sluice.telemetry.tracing import (
+    NOTHING,
+    TRACER,
+    Key,
+    RecordedSpan,
+    Span,
+    SpanKind,
+    SpanName,
+    TraceContext,
+    Tracer,
+)
+from sluice.types import Prompt, PromptEnd, PromptOrigin
+
+KEY_FILE = Path("reward") / "trace_key"
+PENDING = "pending"
+FORGOTTEN = "forgotten"
+_KEY_BYTES = _ID_BYTES = 16
+_MAX_DETAIL_CHARS = 500
+_FAILURES = {PromptEnd.DROPPED_FAILED, PromptEnd.DROPPED_STALE}
+
+
+def trace_key(run_dir: Path, *, is_first: bool) -> bytes:
+    """The key of a run's folder; a run that begins there (`is_first`) makes another one, since its
+    prompts have the ids of those before."""
+    path = run_dir / KEY_FILE
+    if is_first or not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(secrets.token_hex(_KEY_BYTES), encoding="ascii")
+        partial.replace(path)
+    return path.read_bytes()
+
+
+@dataclass(slots=True)
+class _PromptSpans:
+    """A recorded prompt: its span, and those of what it waits for."""
+
+    prompt: RecordedSpan
+    stages: dict[SpanName, Span] = field(default_factory=dict)
+
+    def begin(self, tracer: Tracer, stage: SpanName) -> None:
+        self.finish(stage)
+        self.stages[stage] = tracer.child(self.prompt.context, stage)
+
+    def finish(self, *stages: SpanName) -> None:
+        for stage in stages:
+            self.stages.pop(stage, NOTHING).end()
+
+
+class PromptTraces(PromptObserver):
+    """The recorded prompts that are pending.
+
+    Args:
+        key: of the run's folder.
+        tracer: records them.
+    """
+
+    def __init__(self, key: bytes = b"", tracer: Tracer = TRACER) -> None:
+        self._key, self._tracer = key, tracer
+        self._spans_by_prompt: dict[str, _PromptSpans] = {}
+
+    def accepted(self, prompt: Prompt) -> None:
+        """Begins the trace; a client's prompt goes on with that of the present call."""
+        is_client = prompt.origin is PromptOrigin.CLIENT
+        span = self._tracer.trace(
+            SpanName.PROMPT,
+            caller=self._tracer.current() if is_client else None,
+            trace_id=self._trace_id(prompt.prompt_id),
+            attributes={
+                Key.PROMPT_ID: prompt.prompt_id,
+                Key.PROMPT_ORIGIN: prompt.origin.value,
+                Key.PROMPT_SEQUENCE: prompt.sequence,
+                Key.DATA_SOURCE: prompt.data_source,
+            },
+            kind=SpanKind.SERVER if is_client else SpanKind.INTERNAL,
+        )
+        if not isinstance(span, RecordedSpan):
+            return
+        spans = self._spans_by_prompt[prompt.prompt_id] = _PromptSpans(span)
+        if is_client:
+            spans.begin(self._tracer, SpanName.SUBMIT)
+        else:
+            with self._tracer.child(span.context, SpanName.READ) as draw:
+                draw.set({Key.PROMPT_PLACE: prompt.place})
+        spans.begin(self._tracer, SpanName.ADMIT)
+
+    def receipt_sent(self, prompt_id: str) -> None:
+        """The client has been told that its prompt was accepted."""
+        if (spans := self._spans_by_prompt.get(prompt_id)) is not None:
+            spans.finish(SpanName.SUBMIT)
+
+    def moved(self, prompt_id: str, state: PromptState) -> None:
+        """Ends what the prompt has waited for, and begins what it waits for."""
+        spans = self._spans_by_prompt.get(prompt_id)
+        if spans is None:
+            return
+        spans.finish(SpanName.ADMIT, SpanName.WAIT)
+        if state is PromptState.WAITING:
+            spans.begin(self._tracer, SpanName.ADMIT)
+        elif state is PromptState.KEPT:
+            spans.begin(self._tracer, SpanName.WAIT)
+
+    def ended(self, prompt_id: str, end: PromptEnd, step: int | None, detail: str) -> None:
+        """Ends the trace's first span."""
+        self._end(prompt_id, end.value, step, detail, failed=end in _FAILURES)
+
+    def forgotten(self, prompt_id: str) -> None:
+        """Ends the trace's first span."""
+        self._end(prompt_id, FORGOTTEN)
+
+    def close(self) -> None:
+        """The service ends: so do all spans; a durable ledger goes on with the prompts."""
+        for prompt_id in list(self._spans_by_prompt):
+            self._end(prompt_id, PENDING)
+
+    def within(self, prompt_id: str) -> Span:
+        """What happens inside, and the tasks that begin there, belong to the prompt."""
+        if not self._tracer.is_on:
+            return NOTHING
+        context = self._context(prompt_id)
+        return self._tracer.within(context) if context else self._tracer.unrecorded()
+
+    def traceparent(self, prompt_id: str) -> str:
+        """The prompt's span, for others; empty if it is not recorded."""
+        context = self._context(prompt_id)
+        return context.traceparent if context else ""
+
+    def _context(self, prompt_id: str) -> TraceContext | None:
+        spans = self._spans_by_prompt.get(prompt_id)
+        return spans.prompt.context if spans else None
+
+    def _trace_id(self, prompt_id: str) -> int:
+        digest = blake2b(prompt_id.encode(), digest_size=_ID_BYTES, key=self._key)
+        return int.from_bytes(digest.digest(), "big")
+
+    def _end(
+        self,
+        prompt_id: str,
+        end: str,
+        step: int | None = None,
+        detail: str = "",
+        *,
+        failed: bool = False,
+    ) -> None:
+        spans = self._spans_by_prompt.pop(prompt_id, None)
+        if spans is None:
+            return
+        spans.finish(*tuple(spans.stages))
+        spans.prompt.set({Key.PROMPT_END: end})
+        if step is not None:
+            spans.prompt.set({Key.STEP: step})
+        if detail:
+            spans.prompt.set({Key.DETAIL: detail[:_MAX_DETAIL_CHARS]})
+        if failed:
+            spans.prompt.fail(detail or end)
+        spans.prompt.end()

@@ -1,1 +1,0 @@
-"""Scorers: what a response is worth. They run in scorer processes only."""

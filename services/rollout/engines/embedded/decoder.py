@@ -1,0 +1,99 @@
+"""The decoder Protocol: what turns tokens into logits for the generation loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sluice.vision.image_prompts import ImagePrompt
+
+TokenRow = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefilledPrompts:
+    """Keys and values of some prompts, computed together and padded on the right.
+
+    Attributes:
+        lengths: tokens of each prompt.
+        layers: per layer keys and values, each [prompts, kv heads, padded length, head dim]; empty
+            for a decoder without a cache.
+    """
+
+    lengths: tuple[int, ...]
+    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeBatch:
+    """One decode step of rows ``0 .. rows - 1``.
+
+    Attributes:
+        token_ids: [rows] int64, each row's newest token.
+        positions: [rows] int64, where that token stands (0-based).
+        length: how far attention looks; above every position.
+        history: [rows, >= length] int64, all tokens of each row up to its position.
+        shifts: [rows] int64, what rotary embeddings add to `positions` behind a prompt with images
+            (`RopePositions.shift`); ``None``: no row has one.
+    """
+
+    token_ids: TokenRow
+    positions: npt.NDArray[np.int64]
+    length: int
+    history: npt.NDArray[np.int64]
+    shifts: npt.NDArray[np.int64] | None = None
+
+
+class Decoder(Protocol):
+    """Prefill and decode over slots."""
+
+    def prefill(
+        self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
+    ) -> PrefilledPrompts:
+        """Computes the state of non-empty prompts, without touching any row.
+
+        Args:
+            prompts: a prompt each, less its last token; or one with tokens drawn behind it.
+            images: of each prompt; empty: none has any.
+
+        Raises:
+            NotImplementedError: a prompt has images, which this decoder does not read.
+        """
+        ...
+
+    def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
+        """Gives row ``rows[i]`` the state of prompt ``prompts[i]``."""
+        ...
+
+    def move(self, sources: Rows, targets: Rows, length: int) -> None:
+        """Copies the first `length` positions of rows `sources` over rows `targets`."""
+        ...
+
+    def decode(self, batch: DecodeBatch) -> torch.Tensor:
+        """Adds each row's newest token to its state; logits of what follows, [rows, vocab]."""
+        ...
+
+    def refresh(self) -> None:
+        """Takes over changed model weights. The rows' state stays as it is."""
+        ...
+
+
+def pad_right(
+    prompts: Sequence[TokenRow], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids, filled up with zeros, and positions; both [prompts, longest] int64.
+
+    In a causal model no real token sees the padding behind it.
+    """
+    longest = max(len(prompt) for prompt in prompts)
+    token_ids = np.zeros((len(prompts), longest), dtype=np.int64)
+    for row, prompt in zip(token_ids, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    positions = torch.arange(longest, device=device).expand(len(prompts), -1)
+    return torch.from_numpy(token_ids).to(device), positions

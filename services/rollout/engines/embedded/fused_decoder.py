@@ -1,0 +1,308 @@
+"""RMSNorm in few operations (Zhang and Sennrich, "Root mean square layer normalization", 2019).
+
+``w x / sqrt(mean(x^2) + eps)`` is ``(w sqrt(n)) x / hypot(|x|, sqrt(n eps))`` for x of n numbers.
+In float32 this takes four kernels where torch's own composition on the CPU takes about ten; with
+batches of small rows the calls cost more than the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from services.rollout.engines.embedded.decoder import (
+    DecodeBatch,
+    PrefilledPrompts,
+    Rows,
+    TokenRow,
+    pad_right,
+)
+from services.rollout.engines.embedded.kv_cache import (
+    CausalBias,
+    SlotCache,
+    decode_attention,
+    prefill_attention,
+)
+from sluice.vision.image_prompts import ImagePrompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class RmsNorm:
+    """A norm over the last axis.
+
+    Args:
+        parts: weights [n], each with how many heads it serves, or with ``None`` where the input
+            has no axis of heads. Several parts stand one behind the other along that axis.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, parts: Sequence[tuple[torch.Tensor, int | None]], eps: float) -> None:
+        self._parts, self._eps = tuple(parts), eps
+        weight = parts[0][0]
+        self._width = weight.shape[-1]
+        self._composed = weight.dtype == torch.float32
+        self._floor = torch.tensor((self._width * eps) ** 0.5, device=weight.device)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Takes over changed weights."""
+        weights = [
+            weight if heads is None else weight.expand(heads, -1) for weight, heads in self._parts
+        ]
+        factor = self._width**0.5 if self._composed else 1.0
+        self._weight = torch.cat(weights) * factor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., n] or [..., heads, n] in, the same out."""
+        if not self._composed:
+            # Half precision needs the sum of squares in float32, as torch does it.
+            return torch.rms_norm(x, (self._width,), None, self._eps).mul_(self._weight)
+        size = torch.linalg.vector_norm(x, 2, -1, True)
+        return torch.div(x, torch.hypot(size, self._floor)).mul_(self._weight)
+
+
+# A hand-written forward of the Llama family (Llama, Mistral, Qwen2, Qwen3) for small overhead.
+#
+# Query, key and value projections are one matrix, and so are gate and up. The model's own
+# parameters become views of them, so weights copied into the model are in place here as well;
+# where the model's parameters point to other memory, the matrix is what lies there, or a copy if
+# its parts do not lie one behind the other. Rotary tables are computed once. Prefill stops at
+# the last layer's keys and values, since no logits are needed.
+
+
+_FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Norms:
+    before: RmsNorm
+    qk: RmsNorm | None  # of all query heads, then all key heads
+    after: RmsNorm
+
+    def refresh(self) -> None:
+        self.before.refresh()
+        self.after.refresh()
+        if self.qk is not None:
+            self.qk.refresh()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    norms: _Norms
+    qkv: torch.Tensor  # [(heads + 2 kv heads) * head dim, hidden]
+    qkv_bias: torch.Tensor | None
+    output: torch.Tensor  # [heads * head dim, hidden], transposed view
+    output_bias: torch.Tensor | None
+    gate_up: torch.Tensor  # [2 * intermediate, hidden]
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor  # [intermediate, hidden], transposed view
+    down_bias: torch.Tensor | None
+
+
+def _fuse(linears: Sequence[nn.Linear]) -> None:
+    """Makes the weights and biases of `linears` views of one weight and one bias."""
+    for name in ("weight", "bias") if _has_bias(linears[0]) else ("weight",):
+        parts: list[torch.Tensor] = [getattr(linear, name) for linear in linears]
+        views = torch.cat([part.detach() for part in parts]).split([len(part) for part in parts])
+        for linear, view in zip(linears, views, strict=True):
+            setattr(linear, name, nn.Parameter(view, requires_grad=False))
+
+
+def _fused(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One weight and bias for `linears`: views if the parts are neighbours in memory."""
+    weight = _whole([linear.weight.data for linear in linears])
+    return weight, _whole([x.bias.data for x in linears]) if _has_bias(linears[0]) else None
+
+
+def _whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    first, place = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != place or not part.is_contiguous():
+            return torch.cat(list(parts))
+        place += part.nbytes
+    storage = first.untyped_storage()
+    if place > storage.data_ptr() + storage.nbytes():
+        return torch.cat(list(parts))
+    rows = sum(len(part) for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _has_bias(linear: nn.Linear) -> bool:
+    bias: torch.Tensor | None = linear.bias
+    return bias is not None
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise NotImplementedError(what)
+
+
+class FusedDecoder:
+    """See the module's docstring.
+
+    Raises:
+        NotImplementedError: the model is not of the family, or uses an option not covered.
+    """
+
+    def __init__(self, model: PreTrainedModel, slots: int, max_model_len: int) -> None:
+        config = model.config
+        _require(config.model_type in _FAMILY, f"model type {config.model_type!r}")
+        _require(config.hidden_act == "silu", f"activation {config.hidden_act!r}")
+        rope = (config.rope_parameters or {}).get("rope_type", "default")
+        _require(rope not in _LENGTH_DEPENDENT_ROPE, f"rope type {rope!r}")
+        window = config.sliding_window if hasattr(config, "sliding_window") else None
+        _require(window is None or window >= max_model_len, f"sliding window {window}")
+        self._model, self._device = model, model.device
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._eps: float = config.rms_norm_eps
+        self._embedding: torch.Tensor = model.model.embed_tokens.weight
+        self._head: torch.Tensor = model.lm_head.weight
+        self._head_bias: torch.Tensor | None = model.lm_head.bias
+        self._last_norm = RmsNorm([(model.model.norm.weight, None)], self._eps)
+        attention = model.model.layers[0].self_attn
+        self._head_dim: int = attention.head_dim
+        self._scale: float = attention.scaling
+        self._modules = [(module, self._norms(module)) for module in model.model.layers]
+        for module, _ in self._modules:
+            attention, mlp = module.self_attn, module.mlp
+            _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
+            _fuse([mlp.gate_proj, mlp.up_proj])
+        self.refresh()
+        self._rotary_tables(max_model_len)
+        shapes = [(self._kv_heads, self._head_dim, self._head_dim)] * len(self._layers)
+        self._cache = SlotCache(shapes, slots, max_model_len, model.dtype, self._device)
+        self._bias = CausalBias(max_model_len, model.dtype, self._device)
+
+    def _norms(self, module: nn.Module) -> _Norms:
+        before: Any = module.input_layernorm
+        after: Any = module.post_attention_layernorm
+        attention: Any = module.self_attn
+        qk_norm = None
+        if hasattr(attention, "q_norm"):
+            parts = (
+                (attention.q_norm.weight, self._heads),
+                (attention.k_norm.weight, self._kv_heads),
+            )
+            qk_norm = RmsNorm(parts, self._eps)
+        return _Norms(
+            RmsNorm([(before.weight, None)], self._eps),
+            qk_norm,
+            RmsNorm([(after.weight, None)], self._eps),
+        )
+
+    def _layer(self, module: nn.Module, norms: _Norms) -> _Layer:
+        attention: Any = module.self_attn
+        mlp: Any = module.mlp
+        qkv, qkv_bias = _fused([attention.q_proj, attention.k_proj, attention.v_proj])
+        gate_up, gate_up_bias = _fused([mlp.gate_proj, mlp.up_proj])
+        return _Layer(
+            norms=norms,
+            qkv=qkv,
+            qkv_bias=qkv_bias,
+            output=attention.o_proj.weight.t(),
+            output_bias=attention.o_proj.bias,
+            gate_up=gate_up,
+            gate_up_bias=gate_up_bias,
+            down=mlp.down_proj.weight.t(),
+            down_bias=mlp.down_proj.bias,
+        )
+
+    def _rotary_tables(self, max_model_len: int) -> None:
+        """cos and signed sin, [positions, 1, head dim].
+
+        Transformers rotates by ``x cos + rotate_half(x) sin``; `rotate_half` is a roll by half the
+        head whose first half is negated, and the sign is moved into the table.
+        """
+        positions = torch.arange(max_model_len, device=self._device)[None]
+        like = torch.empty(0, dtype=self._layers[0].qkv.dtype, device=self._device)
+        cos, sin = self._model.model.rotary_emb(like, positions)
+        _require(cos.shape[-1] == self._head_dim, "partial rotary embedding")
+        sign = torch.ones_like(sin)
+        sign[..., : self._head_dim // 2] = -1
+        self._cos, self._sin = cos[0, :, None].clone(), (sin * sign)[0, :, None].clone()
+
+    def refresh(self) -> None:
+        """See `Decoder.refresh`: norms copy their weights, all else points to the model's."""
+        for _, norms in self._modules:
+            norms.refresh()
+        self._layers = [self._layer(module, norms) for module, norms in self._modules]
+        self._last_norm.refresh()
+
+    def _project(
+        self, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated queries, and rotated keys with values behind; [tokens, heads, head dim]."""
+        normed = layer.norms.before(hidden)
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(hidden), -1, self._head_dim)
+        rotated = self._heads + self._kv_heads
+        unrotated = qkv[:, :rotated]
+        qk = unrotated if layer.norms.qk is None else layer.norms.qk(unrotated)
+        turned = torch.roll(qk, self._head_dim // 2, -1)
+        torch.addcmul(qk * cos, turned, sin, out=unrotated)
+        queries, keys_values = qkv.split((self._heads, 2 * self._kv_heads), 1)
+        return queries, keys_values
+
+    def _finish(self, layer: _Layer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Output projection, residuals and the feed-forward part; [tokens, hidden]."""
+        hidden = torch.addmm(hidden, attended.reshape(len(hidden), -1), layer.output)
+        if layer.output_bias is not None:
+            hidden = hidden + layer.output_bias
+        normed = layer.norms.after(hidden)
+        gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+        hidden = torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
+        return hidden if layer.down_bias is None else hidden + layer.down_bias
+
+    def prefill(
+        self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
+    ) -> PrefilledPrompts:
+        """See `Decoder.prefill`; no model of the family reads images."""
+        _require(not any(images), "images")
+        token_ids, positions = pad_right(prompts, self._device)
+        batch, longest = token_ids.shape
+        flat = positions.reshape(-1)
+        cos, sin = self._cos[flat], self._sin[flat]
+        hidden = F.embedding(token_ids.view(-1), self._embedding)
+        layers = []
+        for number, layer in enumerate(self._layers, start=1):
+            queries, keys_values = (
+                part.unflatten(0, (batch, longest)).transpose(1, 2)
+                for part in self._project(layer, hidden, cos, sin)
+            )
+            keys, values = keys_values.chunk(2, 1)
+            layers.append((keys, values))
+            if number < len(self._layers):
+                attended = prefill_attention(queries, keys, values, scaling=self._scale)
+                hidden = self._finish(layer, hidden, attended.transpose(1, 2))
+        return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(layers))
+
+    def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
+        """See `Decoder.insert`."""
+        self._cache.insert(prefilled, prompts, rows)
+
+    def move(self, sources: Rows, targets: Rows, length: int) -> None:
+        """See `Decoder.move`."""
+        self._cache.move(sources, targets, length)
+
+    def decode(self, batch: DecodeBatch) -> torch.Tensor:
+        """See `Decoder.decode`."""
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        token_ids = torch.from_numpy(batch.token_ids).to(self._device)
+        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        bias = self._bias.rows(positions, batch.length, self._kv_heads)
+        index = self._cache.append_index(self._kv_heads, positions)
+        caches = self._cache.used(len(positions), batch.length)
+        hidden = F.embedding(token_ids, self._embedding)
+        for number, layer in enumerate(self._layers):
+            queries, keys_values = self._project(layer, hidden, cos, sin)
+            self._cache.append(number, index, keys_values)
+            attended = decode_attention(queries, *caches[number], bias, self._scale)
+            hidden = self._finish(layer, hidden, attended)
+        return F.linear(self._last_norm(hidden), self._head, self._head_bias)

@@ -1,0 +1,198 @@
+"""Decoders for any transformers model: one with the slot cache, and one without a cache as the
+last resort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from services.rollout.engines.embedded import kv_cache
+from services.rollout.engines.embedded.decoder import (
+    DecodeBatch,
+    PrefilledPrompts,
+    Rows,
+    TokenRow,
+    pad_right,
+)
+from services.rollout.engines.embedded.kv_cache import (
+    CausalBias,
+    DecodeForward,
+    PrefillForward,
+    SlotCache,
+)
+from sluice.vision.image_prompts import ImagePrompt
+from sluice.vision.torch_inputs import (
+    ImageFeatures,
+    encode_images,
+    forward_with_images,
+    text_attention,
+)
+from sluice.vision.vision_shape import FAMILIES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class RecomputeDecoder:
+    """Keeps no state: the history in each batch is all it needs."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._device = model.device
+
+    def prefill(
+        self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
+    ) -> PrefilledPrompts:
+        """See `Decoder.prefill`: nothing to compute."""
+        if any(images):
+            raise NotImplementedError("images")
+        return PrefilledPrompts(tuple(len(p) for p in prompts), ())
+
+    def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
+        """See `Decoder.insert`: nothing to store."""
+
+    def move(self, sources: Rows, targets: Rows, length: int) -> None:
+        """See `Decoder.move`: nothing to move."""
+
+    def decode(self, batch: DecodeBatch) -> torch.Tensor:
+        """See `Decoder.decode`."""
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        steps = torch.arange(batch.length, device=self._device)
+        real = steps <= positions[:, None]
+        token_ids = torch.from_numpy(batch.history[:, : batch.length].copy()).to(self._device)
+        output = self._model(
+            input_ids=token_ids.masked_fill(~real, 0), attention_mask=real.long(), use_cache=False
+        )
+        logits: torch.Tensor = output.logits
+        return logits[torch.arange(len(positions), device=self._device), positions]
+
+    def refresh(self) -> None:
+        """See `Decoder.refresh`: the model's own weights are used, nothing is derived."""
+
+
+def prefill_with_images(
+    model: PreTrainedModel,
+    token_ids: torch.Tensor,
+    images: Sequence[ImagePrompt | None],
+    forward: PrefillForward,
+) -> None:
+    """Runs the model over prompts, some of which have images; `forward` collects keys and values.
+
+    Args:
+        model: a vision-language model whose language model attends by `slot_attention`.
+        token_ids: [prompts, longest] int64, padded on the right.
+        images: of each prompt. Prompts that share one object share the pass of the vision tower.
+        forward: of this pass.
+    """
+    longest = token_ids.shape[1]
+    is_image = np.zeros(tuple(token_ids.shape), dtype=np.bool_)
+    positions = np.empty((3, *token_ids.shape), dtype=np.int64)
+    positions[:] = np.arange(longest)
+    encoded: dict[ImagePrompt, list[ImageFeatures]] = {}
+    features: list[ImageFeatures] = []
+    for row, image in enumerate(images):
+        if image is None:
+            continue
+        is_image[row, image.places] = True
+        positions[:, row] = image.positions.extended(longest)
+        if image not in encoded:
+            encoded[image] = _encode(model, image)
+        features += encoded[image]
+    device = token_ids.device
+    with kv_cache.slot_forward(forward):
+        forward_with_images(
+            model,
+            token_ids,
+            torch.from_numpy(positions).to(device),
+            torch.from_numpy(is_image).to(device),
+            features,
+        )
+
+
+def _encode(model: PreTrainedModel, image: ImagePrompt) -> list[ImageFeatures]:
+    pixel_values = torch.from_numpy(image.pixel_values).to(model.device)
+    return encode_images(model, pixel_values, torch.from_numpy(image.grid_thw).to(model.device))
+
+
+class GenericDecoder:
+    """Runs the model's own forward with our attention in place of its own.
+
+    Raises:
+        NotImplementedError: the model does not call the attention interface, or uses layers whose
+            state a key/value cache does not hold.
+    """
+
+    def __init__(self, model: PreTrainedModel, slots: int, max_model_len: int) -> None:
+        kv_cache.register()
+        self._model = model
+        self._device = model.device
+        config = model.config.get_text_config(decoder=True)
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if kinds - {"full_attention", "sliding_attention"}:
+            raise NotImplementedError(f"layer types {sorted(kinds)}")
+        family = model.config.model_type
+        self._reads_images = family in FAMILIES
+        model.set_attn_implementation(text_attention(family, FAMILIES, kv_cache.NAME))
+        forward = self._forward_prompts([np.zeros(2, dtype=np.int64)])
+        window = getattr(config, "sliding_window", None)
+        slides = "sliding_attention" in kinds or (not kinds and window is not None)
+        if slides and not forward.windowed and (window or 0) < max_model_len:
+            raise NotImplementedError("a sliding window that is not told to the attention function")
+        if len(forward.layers) != config.num_hidden_layers:
+            raise NotImplementedError(
+                f"{len(forward.layers)} attention calls in {config.num_hidden_layers} layers"
+            )
+        shapes = [(k.shape[1], k.shape[3], v.shape[3]) for k, v in forward.layers]
+        self._cache = SlotCache(shapes, slots, max_model_len, model.dtype, self._device)
+        self._bias = CausalBias(max_model_len, model.dtype, self._device)
+
+    def _forward_prompts(
+        self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
+    ) -> PrefillForward:
+        token_ids, positions = pad_right(prompts, self._device)
+        forward = PrefillForward()
+        if any(image is not None for image in images):
+            if not self._reads_images:
+                raise NotImplementedError(f"images for a {self._model.config.model_type} model")
+            prefill_with_images(self._model, token_ids, images, forward)
+            return forward
+        with kv_cache.slot_forward(forward):
+            self._model.base_model(input_ids=token_ids, position_ids=positions, use_cache=False)
+        return forward
+
+    def prefill(
+        self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
+    ) -> PrefilledPrompts:
+        """See `Decoder.prefill`."""
+        forward = self._forward_prompts(prompts, images)
+        return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(forward.layers))
+
+    def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
+        """See `Decoder.insert`."""
+        self._cache.insert(prefilled, prompts, rows)
+
+    def move(self, sources: Rows, targets: Rows, length: int) -> None:
+        """See `Decoder.move`."""
+        self._cache.move(sources, targets, length)
+
+    def decode(self, batch: DecodeBatch) -> torch.Tensor:
+        """See `Decoder.decode`."""
+        token_ids = torch.from_numpy(batch.token_ids).to(self._device)
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        turned = positions
+        if self._reads_images and batch.shifts is not None:
+            turned = positions + torch.from_numpy(batch.shifts).to(self._device)
+        forward = DecodeForward(self._cache, self._bias, positions, batch.length)
+        with kv_cache.slot_forward(forward):
+            output = self._model(
+                input_ids=token_ids[:, None], position_ids=turned[:, None], use_cache=False
+            )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def refresh(self) -> None:
+        """See `Decoder.refresh`: the model's own weights are used, nothing is derived."""

@@ -1,0 +1,323 @@
+"""The preallocated keys and values of every slot, and attention over them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from services.rollout.engines.embedded.decoder import PrefilledPrompts, Rows
+
+LayerShape = tuple[int, int, int]
+"""KV heads, key head dim, value head dim."""
+
+
+class SlotCache:
+    """Keys and values of all layers.
+
+    Args:
+        shapes: of each layer. Where key and value dims differ, the narrower one is padded.
+        slots: rows.
+        max_model_len: positions a row may have.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        slots: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._shapes = tuple(shapes)
+        # Zeros, not empty: masked positions still meet a zero weight, and 0 * inf is nan.
+        sizes = [(slots, heads, 2, max_model_len, max(k, v)) for heads, k, v in shapes]
+        self._stack: torch.Tensor | None = None
+        if len(set(shapes)) == 1:
+            self._stack = torch.zeros(len(sizes), *sizes[0], dtype=dtype, device=device)
+            self._layers = list(self._stack.unbind(0))
+        else:
+            self._layers = [torch.zeros(*size, dtype=dtype, device=device) for size in sizes]
+        self._tokens = [layer.view(-1, layer.shape[-1]) for layer in self._layers]
+        # Flat index of position 0 by slot, then key and value, then head: the order of `append`.
+        self._starts = {
+            heads: torch.arange(slots * heads * 2, device=device)
+            .view(slots, heads, 2)
+            .transpose(1, 2)
+            .reshape(slots, 2 * heads)
+            * max_model_len
+            for heads, _, _ in shapes
+        }
+
+    def append_index(self, heads: int, positions: torch.Tensor) -> torch.Tensor:
+        """Where `append` writes the rows' tokens at `positions`, for layers with so many heads."""
+        return (self._starts[heads][: positions.shape[0]] + positions[:, None]).view(-1)
+
+    def append(self, layer: int, index: torch.Tensor, keys_values: torch.Tensor) -> None:
+        """Writes one token per row.
+
+        Args:
+            index: of `append_index`.
+            keys_values: [rows, 2 * kv heads, head dim], the keys of all heads before the values.
+        """
+        tokens = self._tokens[layer]
+        tokens.index_copy_(0, index, keys_values.reshape(-1, tokens.shape[1]))
+
+    def used(self, rows: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Per layer the keys and values of the first rows, each [rows * kv heads, length, dim]."""
+        heads, key_dim, value_dim = self._shapes[0]
+        if self._stack is not None and key_dim == value_dim:
+            # One view of all layers: slicing each would cost as much as a small matrix product.
+            size = (len(self._layers), rows * heads, length, key_dim)
+            per_layer, _, per_head, per_kind, per_token, _ = self._stack.stride()
+            strides = (per_layer, per_head, per_token, 1)
+            keys = self._stack.as_strided(size, strides).unbind(0)
+            values = self._stack.as_strided(size, strides, per_kind).unbind(0)
+            return list(zip(keys, values, strict=True))
+        pairs = []
+        for layer, (heads, key_dim, value_dim) in zip(self._layers, self._shapes, strict=True):
+            part = layer.view(-1, *layer.shape[2:])[: rows * heads, :, :length]
+            pairs.append((part[:, 0, :, :key_dim], part[:, 1, :, :value_dim]))
+        return pairs
+
+    def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
+        """Copies prefilled prompts into rows, with the padding: it lies behind each position."""
+        device = self._layers[0].device
+        source, target = torch.from_numpy(prompts).to(device), torch.from_numpy(rows).to(device)
+        for layer, (keys, values) in zip(self._layers, prefilled.layers, strict=True):
+            layer[:, :, 0, : keys.shape[2], : keys.shape[3]][target] = keys[source]
+            layer[:, :, 1, : values.shape[2], : values.shape[3]][target] = values[source]
+
+    def move(self, sources: Rows, targets: Rows, length: int) -> None:
+        """Copies `length` positions from rows to rows; the two sets share no row."""
+        device = self._layers[0].device
+        source, target = torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device)
+        for layer in self._layers:
+            part = layer[:, :, :, :length]
+            part[target] = part[source]
+
+
+# Attention over the slot cache, and its registration with transformers.
+#
+# Decode folds the query heads that share a key/value head into the query length, so keys and
+# values are never repeated (grouped-query attention, Ainslie et al., 2023), and reads only the
+# part of the cache in use. Transformers models find it under `NAME`; they pass only the new
+# tokens' keys and values, and the running `SlotForward` of this thread says where these belong.
+
+
+NAME = "sluice_slots"
+
+
+class CausalBias:
+    """Rows of additive masks: 0 up to a position, minus infinity behind it.
+
+    All rows are windows of one vector, so looking them up costs one copy and needs no memory of
+    the square of the length.
+    """
+
+    def __init__(self, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._last = max_model_len - 1
+        steps = torch.zeros(2 * max_model_len, dtype=dtype, device=device)
+        steps[max_model_len:] = -torch.inf
+        self._windows = steps.as_strided((max_model_len, max_model_len), (1, 1))
+
+    def rows(self, positions: torch.Tensor, length: int, kv_heads: int) -> torch.Tensor:
+        """[rows * kv heads, 1, length] for [rows] positions below `length`."""
+        # Window w is zero up to index last - w, so a row at position p is window last - p.
+        windows = (self._last - positions)[:, None].expand(-1, kv_heads).reshape(-1)
+        return self._windows.narrow(1, 0, length).index_select(0, windows).unsqueeze(1)
+
+
+def decode_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor,
+    scaling: float,
+    *,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One query token per row over the rows' cached tokens.
+
+    Args:
+        queries: [rows, heads, head dim].
+        keys: [rows * kv heads, length, head dim]; values alike.
+        bias: [rows * kv heads, 1, length], additive.
+        scaling: factor of the scores.
+        softcap: bound of the scores, x -> c tanh(x / c).
+        sinks: [heads] extra logits without a value.
+
+    Returns:
+        [rows * kv heads, heads / kv heads, value head dim], contiguous.
+    """
+    rows, heads = queries.shape[:2]
+    group = rows * heads // keys.shape[0]
+    queries = queries.reshape(keys.shape[0], group, -1)
+    transposed = keys.transpose(1, 2)
+    if softcap is None:
+        scores = torch.baddbmm(bias.expand(-1, group, -1), queries, transposed, alpha=scaling)
+    else:
+        scores = _soften(torch.bmm(queries, transposed) * scaling, softcap) + bias
+    if sinks is not None:
+        # [rows * kv heads, group, 1]
+        column = sinks.to(scores.dtype).expand(rows, -1).reshape(-1, group, 1)
+        return torch.bmm(_weights(scores, column).contiguous(), values)
+    return torch.bmm(torch.softmax(scores, -1), values)
+
+
+def _soften(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax over the last axis; `sinks`, with a last axis of 1, take part and are dropped."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+
+
+def prefill_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of prompts over themselves; padding on the right needs no mask.
+
+    Args:
+        queries: [prompts, heads, tokens, head dim]; keys and values have kv heads.
+        window: how many tokens each sees, itself included; ``None`` for all.
+
+    Returns:
+        [prompts, heads, tokens, value head dim].
+    """
+    heads, tokens = queries.shape[1:3]
+    grouped = heads != keys.shape[1]
+    windowed = window is not None and window < tokens
+    if not windowed and softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
+    group = heads // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    seen = torch.ones(tokens, tokens, dtype=torch.bool, device=queries.device).tril_()
+    if windowed and window is not None:
+        seen = seen.triu_(1 - window)
+    scores = _soften((queries @ keys.transpose(2, 3)).float() * scaling, softcap)
+    scores = scores.masked_fill_(~seen, -torch.inf)
+    weights = _weights(scores, None if sinks is None else sinks[:, None, None])
+    return weights.to(values.dtype) @ values
+
+
+@dataclass(slots=True, eq=False)
+class PrefillForward:
+    """A forward pass over prompts; collects each layer's keys and values."""
+
+    layers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    windowed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class DecodeForward:
+    """A forward pass over the rows' newest tokens; `layer` counts attention calls."""
+
+    cache: SlotCache
+    causal_bias: CausalBias
+    positions: torch.Tensor  # [rows]
+    length: int
+    layer: int = 0
+    _used: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False)
+    _biases: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+    _indexes: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._used = self.cache.used(self.positions.shape[0], self.length)
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the next layer's new tokens, [rows, kv heads, dim]; all its keys and values."""
+        layer, self.layer = self.layer, self.layer + 1
+        heads, narrower = keys.shape[1], keys.shape[2] - values.shape[2]
+        if heads not in self._indexes:
+            self._indexes[heads] = self.cache.append_index(heads, self.positions)
+        if narrower:
+            keys, values = F.pad(keys, (0, max(0, -narrower))), F.pad(values, (0, max(0, narrower)))
+        self.cache.append(layer, self._indexes[heads], torch.cat((keys, values), 1))
+        return self._used[layer]
+
+    def bias(self, heads: int, window: int | None) -> torch.Tensor:
+        """The mask for layers with so many kv heads and, maybe, a sliding window."""
+        window = None if window is None or window >= self.length else window
+        if (heads, window) not in self._biases:
+            bias = self.causal_bias.rows(self.positions, self.length, heads)
+            if window is not None:
+                places = torch.arange(self.length, device=bias.device)
+                gone = places <= self.positions.repeat_interleave(heads)[:, None] - window
+                bias = bias.masked_fill(gone[:, None], -torch.inf)
+            self._biases[heads, window] = bias
+        return self._biases[heads, window]
+
+
+class _Running(threading.local):
+    forward: PrefillForward | DecodeForward | None = None
+
+
+_running = _Running()
+
+
+@contextmanager
+def slot_forward(forward: PrefillForward | DecodeForward) -> Iterator[None]:
+    """Makes `forward` the one that model calls of this thread belong to."""
+    _running.forward = forward
+    try:
+        yield
+    finally:
+        _running.forward = None
+
+
+def _attend(  # noqa: PLR0913, PLR0917 - the signature is transformers'
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' attention interface: heads before tokens in, tokens before heads out."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    forward = _running.forward
+    if isinstance(forward, PrefillForward):
+        forward.layers.append((key, value))
+        forward.windowed |= sliding_window is not None
+        out = prefill_attention(
+            query, key, value, scaling=scale, window=sliding_window, softcap=softcap, sinks=s_aux
+        )
+        return out.transpose(1, 2).contiguous(), None
+    if forward is None:
+        raise RuntimeError(f"attention {NAME!r} was called outside a slot engine's forward pass")
+    keys, values = forward.append(key[:, :, 0], value[:, :, 0])
+    bias = forward.bias(key.shape[1], sliding_window)
+    out = decode_attention(query[:, :, 0], keys, values, bias, scale, softcap=softcap, sinks=s_aux)
+    return out.view(query.shape[0], 1, query.shape[1], -1), None
+
+
+def register() -> None:
+    """Makes `NAME` known to transformers as an attention that needs no mask. Repeatable."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, lambda *_, **__: None)

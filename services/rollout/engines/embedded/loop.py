@@ -1,0 +1,536 @@
+"""The engine's core: schedule waiting samples, run one decode step at a time, and return chunks
+of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from services.rollout.engines.causal_lm import CausalLM
+from services.rollout.engines.embedded.batch_invariance import DecodeShapes
+from services.rollout.engines.embedded.decoder import Decoder, PrefilledPrompts, TokenRow
+from services.rollout.engines.embedded.rows import RowTable, RunningSample
+from services.rollout.engines.protocol import (
+    GenerationRequest,
+    PauseMode,
+    SampleChunk,
+    UnsentTokens,
+    num_tokens,
+)
+from services.rollout.engines.sampling import (
+    SamplingPlan,
+    plan_sampling,
+    sample_keys,
+    sample_tokens,
+)
+from services.rollout.engines.state_clock import EngineState, StateClock
+from services.rollout.engines.weight_inbox import LiveWeights, NewWeights
+from sluice.telemetry.process import process_age_s
+from sluice.types import FinishReason
+from sluice.vision.image_prompts import ImagePrompt
+
+
+@dataclass(slots=True, eq=False)
+class EngineRequest:
+    """A request in the engine; `remaining` samples have not ended.
+
+    `due` is when tokens of unfinished samples are handed out next, in seconds of
+    `time.perf_counter`: each `partial_interval_s` from the first step on; never if that is None.
+    `images` are the prompt's, made ready for the model.
+    """
+
+    request: GenerationRequest
+    every_token: bool
+    remaining: int
+    partial_interval_s: float | None = None
+    due: float = math.inf
+    images: ImagePrompt | None = None
+
+
+@dataclass(slots=True, eq=False)
+class RequestOutput:
+    """What one ticket gets after a step."""
+
+    engine_request: EngineRequest
+    chunks: list[SampleChunk] = field(default_factory=list)
+
+
+# Which waiting samples get the free slots, and what has to be prefilled for them.
+#
+# By priority, then first come, first served. A group's samples share one prefill; if slots run
+# out in the middle of a group, its prefilled prompt is kept for the samples that follow.
+
+
+_REFILL_SHARE = 16
+
+
+@dataclass(slots=True, eq=False)
+class WaitingGroup:
+    """Samples that continue the same tokens.
+
+    Attributes:
+        tokens: prompt, and what was drawn before of a sample that is continued.
+        samples: those still waiting.
+        prefilled: where the state of ``tokens[:-1]`` is, once it was computed.
+        priority: groups of higher priority go first.
+        images: the prompt's.
+    """
+
+    tokens: TokenRow
+    samples: deque[RunningSample]
+    prefilled: tuple[PrefilledPrompts, int] | None = None
+    priority: int = 0
+    images: ImagePrompt | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdmittedSamples:
+    """Samples of one group that enter now."""
+
+    group: WaitingGroup
+    samples: tuple[RunningSample, ...]
+
+
+@dataclass(slots=True, eq=False)
+class GroupQueue:
+    """Waiting groups by priority, then in order of arrival."""
+
+    slots: int
+    _groups: deque[WaitingGroup] = field(default_factory=deque)
+    waiting: int = 0
+
+    def append(self, group: WaitingGroup) -> None:
+        """Takes a group with at least one sample."""
+        place = len(self._groups)
+        while place and self._groups[place - 1].priority < group.priority:
+            place -= 1
+        self._groups.insert(place, group)
+        self.waiting += len(group.samples)
+
+    def admit(self, free: int) -> list[AdmittedSamples]:
+        """The samples that enter `free` slots.
+
+        While others run, slots are refilled a sixteenth of all at a time: a prefill of one group
+        costs about as much as one of several.
+        """
+        if free < min(self.waiting, max(1, self.slots // _REFILL_SHARE)):
+            return []
+        admissions = []
+        while free > 0 and self._groups:
+            group = self._groups[0]
+            count = min(free, len(group.samples))
+            admissions.append(
+                AdmittedSamples(group, tuple(group.samples.popleft() for _ in range(count)))
+            )
+            free -= count
+            self.waiting -= count
+            if not group.samples:
+                self._groups.popleft()
+        return admissions
+
+    def remove(self, unwanted: Callable[[RunningSample], bool]) -> list[RunningSample]:
+        """Takes the samples that fulfil `unwanted` out of the queue."""
+        removed: list[RunningSample] = []
+        for group in self._groups:
+            removed.extend(sample for sample in group.samples if unwanted(sample))
+            group.samples = deque(sample for sample in group.samples if not unwanted(sample))
+        self._groups = deque(group for group in self._groups if group.samples)
+        self.waiting -= len(removed)
+        return removed
+
+    def forget_prefilled(self) -> None:
+        """Waiting groups are prefilled again: the weights have changed."""
+        for group in self._groups:
+            group.prefilled = None
+
+
+def prefill_batches(lengths: list[int], token_budget: int) -> Iterator[list[int]]:
+    """Indexes of prompts to prefill together: of similar length, padded to at most the budget.
+
+    A budget of 0 puts each prompt in a batch of its own.
+    """
+    order = np.argsort(lengths, kind="stable")
+    batch: list[int] = []
+    for index in order.tolist():
+        if batch and (len(batch) + 1) * lengths[index] > token_budget:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+# The engine's core: groups in, one decode step at a time, chunks of tokens out.
+#
+# Synchronous and without threads. A sample enters with the state of all its tokens but the last,
+# which the next decode step feeds; so each of its tokens, the first included, comes from a
+# decode step, and is drawn by the weights that serve at that moment.
+
+
+_PREFILL_TOKENS = 8192
+
+
+class GenerationLoop:
+    """Generates with one model.
+
+    Attributes:
+        version: the policy version that serves; ``None`` before the first weights.
+        digest: of its weights.
+        generated_tokens: drawn since the start.
+        dropped: those of them that were never delivered, their request being cancelled: unsent.
+        busy_seconds: spent in steps since the start.
+        clock: the time since the process started, by what was done.
+        weights: the model's.
+
+    Args:
+        invariant_shapes: decode only in these shapes, and prefill each prompt alone.
+        recompute_kv: after a swap compute the state of running samples with the new weights.
+    """
+
+    def __init__(
+        self,
+        language_model: CausalLM,
+        decoder: Decoder,
+        *,
+        slots: int,
+        max_model_len: int,
+        invariant_shapes: DecodeShapes | None,
+        recompute_kv: bool,
+    ) -> None:
+        self._language_model = language_model
+        self.weights = LiveWeights(language_model)
+        self._decoder = decoder
+        self._device = language_model.model.device
+        self._max_model_len = max_model_len
+        self._shapes = invariant_shapes
+        self._prefill_tokens = _PREFILL_TOKENS if invariant_shapes is None else 0
+        self._recompute_kv = recompute_kv
+        self._table = RowTable(slots, max_model_len)
+        self._queue = GroupQueue(slots)
+        self._plan = SamplingPlan()
+        self._deliveries: dict[EngineRequest, RequestOutput] = {}
+        self._next_due = math.inf
+        self._pause: PauseMode | None = None
+        self.version: int | None = None
+        self.digest = ""
+        self.generated_tokens = 0
+        self.dropped = UnsentTokens()
+        self.busy_seconds = 0.0
+        self.clock = StateClock(process_age_s())
+
+    @property
+    def slots(self) -> int:
+        """Samples that can be generated at once."""
+        return self._table.slots
+
+    @property
+    def slots_busy(self) -> int:
+        """Samples that are being generated."""
+        return self._table.busy
+
+    @property
+    def queued(self) -> int:
+        """Samples that wait for a slot."""
+        return self._queue.waiting
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        if self._pause is None:
+            return self._table.busy > 0 or self._queue.waiting > 0
+        return self.is_draining
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether samples are being drawn to their end before a pause."""
+        return self._pause is PauseMode.DRAIN and self._table.busy > 0
+
+    def pause(self, mode: PauseMode) -> None:
+        """Lets no sample in, and none go on either, but with DRAIN; until `resume`."""
+        self._pause = mode
+        if mode is PauseMode.ABORT:
+            self.abort_all()
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        recompute, self._pause = self._pause is PauseMode.RECOMPUTE, None
+        if recompute:
+            with torch.inference_mode():
+                self._queue.forget_prefilled()
+                self._recompute()
+
+    def submit(self, engine_request: EngineRequest) -> None:
+        """Queues a request's samples; one that is complete already ends at once."""
+        request = engine_request.request
+        prompt = request.prompt_token_ids.astype(np.int64)
+        partials = {partial.sample_index: partial for partial in request.partials}
+        fresh = deque[RunningSample]()
+        keys = sample_keys(request.sampling.seed, request.sample_indexes)
+        for index, key in zip(request.sample_indexes, keys, strict=True):
+            partial = partials.get(index)
+            sampled = prompt[:0] if partial is None else partial.token_ids.astype(np.int64)
+            sample = self._sample(engine_request, index, key, np.concatenate((prompt, sampled)))
+            if not sampled.size:
+                fresh.append(sample)
+            elif (reason := _end_of(sample, sampled)) is not None:
+                self._deliver(sample, reason)
+            else:
+                self._enqueue(sample.tokens, deque((sample,)), engine_request)
+        if fresh:
+            self._enqueue(prompt, fresh, engine_request)
+
+    def _enqueue(
+        self, tokens: TokenRow, samples: deque[RunningSample], engine_request: EngineRequest
+    ) -> None:
+        priority = engine_request.request.priority
+        self._queue.append(
+            WaitingGroup(tokens, samples, priority=priority, images=engine_request.images)
+        )
+
+    def _sample(
+        self, engine_request: EngineRequest, index: int, key: np.uint64, tokens: TokenRow
+    ) -> RunningSample:
+        sampling, prompt = engine_request.request.sampling, engine_request.request.prompt_token_ids
+        eos = () if sampling.ignore_eos else self._language_model.eos_token_ids
+        return RunningSample(
+            owner=engine_request,
+            sample_index=index,
+            tokens=tokens,
+            prompt_length=len(prompt),
+            length_limit=min(len(prompt) + sampling.max_tokens, self._max_model_len),
+            stop_ids=tuple({*eos, *sampling.stop_token_ids}),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            key=key,
+            streaming=engine_request.every_token,
+            watch=engine_request.request.watch(),
+            images=engine_request.images,
+        )
+
+    def cancel(self, engine_request: EngineRequest) -> None:
+        """Drops a request's samples and frees their rows; nothing more is delivered to it."""
+        dropped = self.dropped.of(engine_request.request)
+        self._queue.remove(lambda sample: sample.owner is engine_request)
+        for row in self._table.occupied():
+            sample = self._table.samples[row]
+            if sample is not None and sample.owner is engine_request:
+                dropped.unsent += self._table.undelivered(row)
+                self._table.leave(row)
+        delivery = self._deliveries.pop(engine_request, None)
+        if delivery is not None:
+            dropped.unsent += num_tokens(delivery.chunks)
+
+    def rest(self) -> None:
+        """Notes that there is nothing to do until the next command."""
+        if self.clock.state is not EngineState.STARTING:
+            self.clock.enter(EngineState.IDLE)
+
+    def abort_all(self) -> None:
+        """Ends every sample with what it has."""
+        for sample in self._queue.remove(lambda _: True):
+            self._deliver(sample, FinishReason.ABORTED)
+        for row in self._table.occupied():
+            self._finish(row, FinishReason.ABORTED)
+
+    def swap(self, new: NewWeights, version: int, digest: str) -> None:
+        """Takes new weights between two steps.
+
+        Tokens not handed out yet are, under the version that drew them.
+
+        Raises:
+            WeightSyncError: the tensors do not fit the model; the old weights go on serving.
+
+        Any other error came half-way: the weights are a mixture, and the loop must not go on.
+        """
+        self.weights.check(new.tensors)
+        interrupted = self.clock.state
+        if interrupted is not EngineState.STARTING:
+            self.clock.enter(EngineState.SWAPPING)
+        try:
+            self._exchange(new)
+            self.version, self.digest = version, digest
+            interrupted = EngineState.GENERATING if self.has_work else EngineState.IDLE
+        finally:
+            self.clock.enter(interrupted)
+
+    def _exchange(self, new: NewWeights) -> None:
+        for row in self._table.occupied():
+            self._hand_out(row)
+        self.weights.take(new, self.digest)
+        with torch.inference_mode():
+            self._decoder.refresh()
+            self._queue.forget_prefilled()
+            if self._recompute_kv:
+                self._recompute()
+
+    def _recompute(self) -> None:
+        rows = self._table.occupied()
+        prefixes = [self._table.history[row, : self._table.position[row]] for row in rows]
+        known = [index for index, prefix in enumerate(prefixes) if prefix.size]
+        images = [self._table.images(rows[index]) for index in known]
+        for prefilled, members in self._prefill([prefixes[index] for index in known], images):
+            targets = np.array([rows[known[member]] for member in members], dtype=np.int64)
+            self._decoder.insert(prefilled, np.arange(len(members)), targets)
+
+    def _prefill(
+        self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None]
+    ) -> list[tuple[PrefilledPrompts, list[int]]]:
+        """Prefilled batches, each with the indexes of its prompts."""
+        lengths = [len(prompt) for prompt in prompts]
+        return [
+            (
+                self._decoder.prefill([prompts[i] for i in members], [images[i] for i in members]),
+                members,
+            )
+            for members in prefill_batches(lengths, self._prefill_tokens)
+        ]
+
+    def step(self) -> None:
+        """Fills free slots and draws one token for every running sample."""
+        started = time.perf_counter()
+        self.clock.enter(EngineState.GENERATING)
+        with torch.inference_mode():
+            self._admit()
+            sources, targets = self._table.close_holes()
+            if sources.size:
+                length = int(self._table.position[targets].max()) + 1
+                self._decoder.move(sources, targets, length)
+            if self._table.rows:
+                self._sample_tokens()
+        self.busy_seconds += time.perf_counter() - started
+
+    def _admit(self) -> None:
+        if self._pause is not None:
+            return
+        admissions = self._queue.admit(self._table.free) if self._queue.waiting else []
+        # A prompt of one token has no state before it.
+        new = [a.group for a in admissions if a.group.prefilled is None and len(a.group.tokens) > 1]
+        prompts, images = [group.tokens[:-1] for group in new], [group.images for group in new]
+        for prefilled, members in self._prefill(prompts, images):
+            for place, member in enumerate(members):
+                new[member].prefilled = (prefilled, place)
+        self._enter(admissions)
+
+    def _enter(self, admissions: Sequence[AdmittedSamples]) -> None:
+        samples = [(sample, a.group.prefilled) for a in admissions for sample in a.samples]
+        if not samples:
+            return
+        rows = self._table.enter([sample for sample, _ in samples])
+        self._plan_partials({sample.owner for sample, _ in samples})
+        inserts: dict[PrefilledPrompts, list[tuple[int, int]]] = {}
+        for row, (_, state) in zip(rows.tolist(), samples, strict=True):
+            if state is not None:
+                inserts.setdefault(state[0], []).append((state[1], row))
+        for prefilled, pairs in inserts.items():
+            prompts, targets = np.array(pairs, dtype=np.int64).T
+            self._decoder.insert(prefilled, prompts.copy(), targets.copy())
+
+    def _sample_tokens(self) -> None:
+        table = self._table
+        if table.changed:
+            rows = table.rows
+            self._plan = plan_sampling(
+                table.temperature[:rows],
+                table.top_p[:rows],
+                table.top_k[:rows],
+                self._language_model.vocab_size,
+                self._device,
+            )
+            table.changed = False
+        logits = self._decoder.decode(table.batch(self._shapes))[: table.rows]
+        uniform = torch.from_numpy(table.uniforms()).to(self._device)
+        tokens, logprobs = sample_tokens(logits, self._plan, uniform)
+        stopped, full = table.record(tokens.cpu().numpy(), logprobs.cpu().numpy())
+        self.generated_tokens += table.rows
+        for row in np.flatnonzero(stopped | full).tolist():
+            self._finish(row, FinishReason.STOP if stopped[row] else FinishReason.LENGTH)
+        for row in table.streaming_rows():
+            self._hand_out(row)
+        now = time.perf_counter()
+        if now >= self._next_due:
+            self._hand_out_partials(now)
+
+    def _plan_partials(self, entered: Iterable[object]) -> None:
+        """Plans when requests whose samples enter hand out tokens of unfinished ones."""
+        for engine_request in entered:
+            assert isinstance(engine_request, EngineRequest)
+            if engine_request.partial_interval_s is not None and math.isinf(engine_request.due):
+                engine_request.due = time.perf_counter() + engine_request.partial_interval_s
+            self._next_due = min(self._next_due, engine_request.due)
+
+    def _hand_out_partials(self, now: float) -> None:
+        """Hands out the tokens of unfinished samples whose request is due."""
+        running = [
+            (row, sample)
+            for row in self._table.occupied()
+            if (sample := self._table.samples[row]) is not None
+        ]
+        engine_requests = {sample.owner for _, sample in running}
+        due = {t for t in engine_requests if isinstance(t, EngineRequest) and t.due <= now}
+        for row, sample in running:
+            if sample.owner in due:
+                self._hand_out(row)
+        for engine_request in due:
+            engine_request.due = now + (engine_request.partial_interval_s or math.inf)
+        waits = (t.due for t in engine_requests if isinstance(t, EngineRequest))
+        self._next_due = min(waits, default=math.inf)
+
+    def _finish(self, row: int, reason: FinishReason) -> None:
+        sample = self._table.samples[row]
+        assert sample is not None
+        tokens, logprobs = self._table.take(row)
+        self._table.leave(row)
+        self._deliver(sample, reason, tokens, logprobs)
+
+    def _hand_out(self, row: int) -> None:
+        sample = self._table.samples[row]
+        assert sample is not None
+        tokens, logprobs = self._table.take(row)
+        if tokens.size:
+            self._deliver(sample, None, tokens, logprobs)
+
+    def _deliver(
+        self,
+        sample: RunningSample,
+        reason: FinishReason | None,
+        tokens: np.ndarray | None = None,
+        logprobs: np.ndarray | None = None,
+    ) -> None:
+        engine_request = sample.owner
+        assert isinstance(engine_request, EngineRequest)
+        assert self.version is not None
+        chunk = SampleChunk(
+            sample.sample_index,
+            np.empty(0, np.uint32) if tokens is None else tokens,
+            np.empty(0, np.float32) if logprobs is None else logprobs,
+            self.version,
+            reason,
+        )
+        if reason is not None:
+            engine_request.remaining -= 1
+        self._deliveries.setdefault(engine_request, RequestOutput(engine_request)).chunks.append(
+            chunk
+        )
+
+    def take_deliveries(self) -> list[RequestOutput]:
+        """What has come since the last call."""
+        deliveries = list(self._deliveries.values())
+        self._deliveries.clear()
+        return deliveries
+
+
+def _end_of(sample: RunningSample, sampled: TokenRow) -> FinishReason | None:
+    """Why a continued sample has nothing left to draw, if so; its watch sees what was drawn."""
+    if int(sample.tokens[-1]) in sample.stop_ids:
+        return FinishReason.STOP
+    if sample.watch is not None and sample.watch.push(sampled.tolist()) is not None:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(sample.tokens) >= sample.length_limit else None

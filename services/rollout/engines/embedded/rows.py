@@ -1,0 +1,238 @@
+"""What the engine knows of each running sample, in arrays with one entry per slot.
+
+The rows in use are the first `rows`; freed ones among them are holes until they are filled or
+closed. Everything done per step is done for all rows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from services.rollout.engines.embedded.batch_invariance import DecodeShapes
+from services.rollout.engines.embedded.decoder import DecodeBatch, Rows
+from services.rollout.engines.sampling import uniforms
+from services.rollout.engines.text import StopStringWatch
+from sluice.vision.image_prompts import ImagePrompt
+
+_FIELDS = 6
+_NO_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunningSample:
+    """One sample as it enters a row.
+
+    Attributes:
+        owner: whose sample it is; only handed back.
+        tokens: prompt and any response tokens drawn before.
+        prompt_length: tokens of `tokens` that are the prompt.
+        length_limit: prompt plus response tokens at which it ends.
+        stop_ids: tokens that end it.
+        key: its random stream.
+        watch: for strings that end it; it has seen what was drawn before.
+        images: the prompt's.
+    """
+
+    owner: object
+    sample_index: int
+    tokens: npt.NDArray[np.int64]
+    prompt_length: int
+    length_limit: int
+    stop_ids: tuple[int, ...]
+    temperature: float
+    top_p: float
+    top_k: int
+    key: np.uint64
+    streaming: bool
+    watch: StopStringWatch | None = None
+    images: ImagePrompt | None = None
+
+
+class RowTable:
+    """Rows of running samples.
+
+    Attributes:
+        rows: rows in use, holes included.
+        history: [slots, max_model_len] int64, prompt and response tokens.
+        logprobs: [slots, max_model_len] float32, behaviour logprobs at the same places.
+        position: [slots] int64, index of the newest token in `history`.
+        delivered: [slots] int64, index of the first token in `history` that was not handed out.
+        samples: per slot, ``None`` for holes and unused slots.
+        changed: rows entered, left or moved since it was last reset.
+    """
+
+    def __init__(self, slots: int, max_model_len: int) -> None:
+        self.slots = slots
+        self.rows = 0
+        self.history = np.zeros((slots, max_model_len), dtype=np.int64)
+        self.logprobs = np.zeros((slots, max_model_len), dtype=np.float32)
+        self._integers = np.zeros((_FIELDS, slots), dtype=np.int64)
+        self.position, self._prompt_length, self._limit = self._integers[:3]
+        self.top_k, self.delivered, self._shift = self._integers[3:]
+        self.temperature = np.ones(slots, dtype=np.float32)
+        self.top_p = np.ones(slots, dtype=np.float64)
+        # Drawn when a sample enters: as many operations as for one step, for all of its steps.
+        self._uniforms = np.zeros((slots, max_model_len), dtype=np.float64)
+        self._stop_ids = np.full((slots, 1), _NO_TOKEN, dtype=np.int64)
+        self._streaming = np.zeros(slots, dtype=np.bool_)
+        self._watched = np.zeros(slots, dtype=np.bool_)
+        self._row_start = np.arange(slots, dtype=np.int64) * max_model_len
+        self.samples: list[RunningSample | None] = [None] * slots
+        self._holes: list[int] = []
+        self.changed = True
+
+    @property
+    def busy(self) -> int:
+        """Rows that hold a sample."""
+        return self.rows - len(self._holes)
+
+    @property
+    def free(self) -> int:
+        """Samples that can enter."""
+        return self.slots - self.busy
+
+    def occupied(self) -> list[int]:
+        """Rows that hold a sample."""
+        return [row for row in range(self.rows) if self.samples[row] is not None]
+
+    def enter(self, samples: Sequence[RunningSample]) -> Rows:
+        """Gives each sample a row, holes first; at most `free` samples."""
+        rows = []
+        keys = np.array([sample.key for sample in samples], dtype=np.uint64)
+        for sample in samples:
+            if self._holes:
+                row = self._holes.pop()
+            else:
+                row, self.rows = self.rows, self.rows + 1
+            self._write(row, sample)
+            rows.append(row)
+        self.changed = True
+        entered = np.array(rows, dtype=np.int64)
+        self._draw_uniforms(entered, keys)
+        return entered
+
+    def _draw_uniforms(self, rows: Rows, keys: npt.NDArray[np.uint64]) -> None:
+        """The number for the token after place p is kept at place p."""
+        start, end = int(self.position[rows].min()), int(self._limit[rows].max())
+        places = np.arange(start, end)
+        index = np.maximum(places + 1 - self._prompt_length[rows][:, None], 0)
+        self._uniforms[rows, start:end] = uniforms(keys[:, None], index)
+
+    def _write(self, row: int, sample: RunningSample) -> None:
+        length = len(sample.tokens)
+        self.history[row, :length] = sample.tokens
+        self.position[row] = length - 1
+        self.delivered[row] = length
+        self._prompt_length[row] = sample.prompt_length
+        self._limit[row] = sample.length_limit
+        self.temperature[row] = sample.temperature
+        self.top_p[row], self.top_k[row] = sample.top_p, sample.top_k
+        self._streaming[row] = sample.streaming
+        self._watched[row] = sample.watch is not None
+        self._shift[row] = 0 if sample.images is None else sample.images.positions.shift
+        missing = len(sample.stop_ids) - self._stop_ids.shape[1]
+        if missing > 0:
+            self._stop_ids = np.pad(
+                self._stop_ids, ((0, 0), (0, missing)), constant_values=_NO_TOKEN
+            )
+        self._stop_ids[row] = _NO_TOKEN
+        self._stop_ids[row, : len(sample.stop_ids)] = sample.stop_ids
+        self.samples[row] = sample
+
+    def leave(self, row: int) -> None:
+        """Frees a row."""
+        self.samples[row] = None
+        self._streaming[row] = self._watched[row] = False
+        self._holes.append(row)
+        self.changed = True
+
+    def close_holes(self) -> tuple[Rows, Rows]:
+        """Moves the last rows into the holes; returns (sources, targets) for the decoder."""
+        used = self.busy
+        targets = [row for row in self._holes if row < used]
+        sources = [row for row in range(used, self.rows) if self.samples[row] is not None]
+        self._holes.clear()
+        self.rows = used
+        source, target = np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64)
+        if sources:
+            self._integers[:, target] = self._integers[:, source]
+            for array in (
+                self.history,
+                self.logprobs,
+                self.temperature,
+                self.top_p,
+                self._uniforms,
+                self._stop_ids,
+                self._streaming,
+                self._watched,
+            ):
+                array[target] = array[source]
+            for from_row, to_row in zip(sources, targets, strict=True):
+                self.samples[to_row], self.samples[from_row] = self.samples[from_row], None
+        return source, target
+
+    def batch(self, shapes: DecodeShapes | None = None) -> DecodeBatch:
+        """The next decode step of all rows, padded to `shapes`; there must be no holes.
+
+        A padding row feeds token 0 at position 0 of an unused slot.
+        """
+        rows = width = self.rows
+        length = int(self.position[:rows].max()) + 1
+        if shapes is not None:
+            width, length = shapes.padded(rows, length)
+        positions = np.zeros(width, dtype=np.int64)
+        positions[:rows] = self.position[:rows]
+        tokens = self.history.reshape(-1)[self._row_start[:width] + positions]
+        shifts = np.zeros(width, dtype=np.int64)
+        shifts[:rows] = self._shift[:rows]
+        return DecodeBatch(tokens, positions, length, self.history[:width], shifts)
+
+    def uniforms(self) -> npt.NDArray[np.float64]:
+        """Each row's random number for its next token."""
+        rows = self.rows
+        sampled: npt.NDArray[np.float64] = self._uniforms.reshape(-1)[
+            self._row_start[:rows] + self.position[:rows]
+        ]
+        return sampled
+
+    def record(
+        self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Appends one token per row; tells which rows met a stop token or string, and which their
+        limit."""
+        rows = self.rows
+        self.position[:rows] += 1
+        place = self._row_start[:rows] + self.position[:rows]
+        self.history.reshape(-1)[place] = tokens
+        self.logprobs.reshape(-1)[place] = logprobs
+        stopped = (self._stop_ids[:rows] == tokens[:, None]).any(1)
+        for row in np.flatnonzero(self._watched[:rows]).tolist():
+            sample = self.samples[row]
+            assert sample is not None
+            assert sample.watch is not None
+            stopped[row] |= sample.watch.push([int(tokens[row])]) is not None
+        return stopped, self.position[:rows] + 1 >= self._limit[:rows]
+
+    def images(self, row: int) -> ImagePrompt | None:
+        """Of a row's prompt."""
+        sample = self.samples[row]
+        return None if sample is None else sample.images
+
+    def streaming_rows(self) -> list[int]:
+        """Rows whose tokens are handed out as they come."""
+        rows: list[int] = np.flatnonzero(self._streaming[: self.rows]).tolist()
+        return rows
+
+    def undelivered(self, row: int) -> int:
+        """How many tokens of a row were not handed out yet."""
+        return int(self.position[row]) + 1 - int(self.delivered[row])
+
+    def take(self, row: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]:
+        """The tokens of a row that were not handed out yet, and their logprobs."""
+        start, end = int(self.delivered[row]), int(self.position[row]) + 1
+        self.delivered[row] = end
+        return self.history[row, start:end].astype(np.uint32), self.logprobs[row, start:end].copy()

@@ -1,0 +1,458 @@
+"""The only module that imports SGLang: what the adapter uses of its client and of its scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import gc
+import importlib
+import importlib.metadata
+import inspect
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.rollout.engines.sglang.sampler import sample_rows, uniform_rows
+from services.rollout.engines.vendor.samples import Delta, SamplingChoice
+from sluice.errors import ConfigError, EngineError
+
+_ONE_TOKEN = float(np.finfo(np.float32).tiny)
+"""A nucleus that holds the most probable token only."""
+
+
+def sampling_parameters(choice: SamplingChoice) -> dict[str, object]:
+    """What a request of SGLang says of how to sample."""
+    top_k, top_p = choice.top_k, choice.top_p
+    if top_k == 1 and choice.temperature > 0:
+        # To SGLang that is temperature 0, whose logprobs are those at temperature 1.
+        top_k, top_p = -1, _ONE_TOKEN
+    return {
+        "temperature": choice.temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "max_new_tokens": choice.max_tokens,
+        "sampling_seed": choice.seed,
+        "stop_token_ids": list(choice.stop_token_ids),
+        # Otherwise it would ignore stop tokens too; that the model's end tokens are among them, or
+        # do not end a sample, is seen to in the scheduler.
+        "ignore_eos": False,
+    }
+
+
+def read_delta(request_id: str, output: Mapping[str, Any], known: int) -> Delta:
+    """What is new in an output of SGLang; some repeat a token that came before.
+
+    Args:
+        request_id: for errors.
+        known: tokens of the sample that came before.
+
+    Raises:
+        EngineError: SGLang refused the sample, or tokens are missing.
+    """
+    reported = output["meta_info"]
+    reason = reported.get("finish_reason") or {}
+    if reason.get("type") == "abort" and reason.get("status_code") is not None:
+        raise EngineError(f"SGLang: sample {request_id} was refused: {reason.get('message')}")
+    new = int(reported["completion_tokens"]) - known
+    tokens = list(output["output_ids"])[-new:] if new else []
+    logprobs = [float(one[0]) for one in reported.get("output_token_logprobs", ())][-new:]
+    if len(tokens) != new or (new and len(logprobs) != new):
+        raise EngineError(
+            f"SGLang: {new} tokens of sample {request_id} came as {len(tokens)} token ids with "
+            f"{len(logprobs)} logprobs"
+        )
+    return Delta(
+        tokens,
+        logprobs if new else [],
+        reason.get("type"),
+        reported.get("cached_tokens"),
+        tuple(
+            (one["version"], one["start"], one["end"])
+            for one in reported.get("weight_versions", ())
+        ),
+    )
+
+
+# The one file that imports SGLang: what the adapter uses of its client and of its scheduler.
+#
+# Works with SGLang 0.5.23, whose Python API changes often: what is missing in another version is
+# named when it starts.
+
+# SGLang need not be installed where types are checked: its values have none here.
+# ruff: noqa: ANN401
+
+
+_CALL_TIMEOUT_S = 60.0
+_LOAD_TIMEOUT_S = 600.0
+_END_TIMEOUT_S = 20.0
+_SETTLING_TURNS = 1000
+_NEEDED = (
+    *("generate_request", "pause_generation", "continue_generation", "get_internal_state"),
+    *("update_weights_from_disk", "update_weight_version", "flush_cache"),
+)
+
+
+def installed_sglang() -> str | None:
+    """The version of SGLang in this environment; imports nothing."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def engine_environment(given: Mapping[str, str], *, on_cpu: bool, threads: int) -> dict[str, str]:
+    """Variables that SGLang and its processes read when they are imported; given ones are kept."""
+    # Of its context SGLang keeps some tokens for itself; see `SglangSettings.engine_arguments`.
+    wanted = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    if on_cpu:
+        wanted |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(threads)}
+    return {name: value for name, value in wanted.items() if name not in given}
+
+
+def run_scheduler(*arguments: Any) -> None:
+    """SGLang's scheduler process with sluice's sampler; SGLang starts it by this name."""
+    _end_with_parent()
+    _install_sampler()
+    importlib.import_module("sglang.srt.managers.scheduler").run_scheduler_process(*arguments)
+
+
+def run_detokenizer(*arguments: Any) -> None:
+    """SGLang's detokenizer process; SGLang starts it by this name."""
+    _end_with_parent()
+    module: Any = importlib.import_module("sglang.srt.managers.detokenizer_manager")
+    module.run_detokenizer_process(*arguments)
+
+
+def _end_with_parent() -> None:
+    """Has this process killed when its parent is gone.
+
+    SGLang asks the system for that, but only after seconds of imports, and of a parent that was
+    gone by then it hears nothing.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+def _install_sampler() -> None:
+    """Registers the sampler, and has every batch know its samples' seeds and stop tokens.
+
+    SGLang itself fills seeds in only in its deterministic mode, which restricts the attention, and
+    ignores stop tokens where it ignores the model's end tokens.
+    """
+    samplers: Any = importlib.import_module("sglang.srt.layers.sampler")
+    batches: Any = importlib.import_module("sglang.srt.sampling.sampling_batch_info")
+
+    def make() -> Any:
+        sampler = samplers.Sampler()
+        sampler.forward = _forward(sampler)
+        return sampler
+
+    def enter(info: Any, batch: Any, _: int) -> None:
+        for one in batch.reqs:
+            one.eos_token_ids = None  # a request's stop tokens are all that end it
+        seeds = [one.sampling_params.sampling_seed or 0 for one in batch.reqs]
+        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(
+            info.device, non_blocking=True
+        )
+
+    samplers.register_sampler_backend("pytorch", make)
+    batches.SamplingBatchInfo.adjusted_from_schedule_batch = enter
+
+
+def _forward(sampler: Any) -> Callable[..., torch.Tensor]:
+    def forward(output: Any, info: Any, return_logprob: bool, *rest: Any, **_: Any) -> torch.Tensor:
+        positions = rest[2]  # after SGLang's top_logprobs_nums and token_ids_logprobs
+        logits = sampler._preprocess_logits(output.next_token_logits, info)
+        uniform = uniform_rows(info.sampling_seed, positions)
+        most = info.max_top_k if info.need_top_k_sampling else None
+        tokens, logprobs = sample_rows(
+            logits, info.temperatures, info.top_ks, info.top_ps, most, uniform
+        )
+        if return_logprob:
+            output.next_token_logprobs = logprobs
+        return tokens.to(torch.int32)
+
+    return forward
+
+
+class SglangClient:
+    """SGLang's asynchronous engine. Everything is called in one event loop.
+
+    Args:
+        arguments: of SGLang's engine, by its own names.
+        on_death: called in that loop when a process of SGLang ends.
+
+    Raises:
+        ConfigError: SGLang cannot be imported, or refuses the arguments.
+        EngineError: it did not start.
+    """
+
+    def __init__(self, arguments: Mapping[str, object], on_death: Callable[[], None]) -> None:
+        try:
+            engines: Any = importlib.import_module("sglang.srt.entrypoints.engine")
+            self._requests: Any = importlib.import_module("sglang.srt.managers.io_struct")
+        except (ImportError, OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.name is 'sglang', but SGLang cannot be imported "
+                f"({error!r}); install sglang 0.5.23 in an environment of its own"
+            ) from error
+        self.version = installed_sglang() or "of unknown version"
+        _check_arguments(engines.ServerArgs, arguments, self.version)
+        before, sockets = set(multiprocessing.active_children()), _sockets()
+        try:
+            self._engine: Any = _start(engines, arguments)
+        except Exception as error:
+            _end(_children_since(before))
+            _close(_sockets() - sockets)
+            kind = ConfigError if isinstance(error, ValueError | TypeError) else EngineError
+            raise kind(
+                f"SGLang {self.version} did not start: {error}; what its processes said stands "
+                "above; look at actor_rollout_ref.rollout and its engine_kwargs.sglang"
+            ) from error
+        self._processes, self._sockets = _children_since(before), _sockets() - sockets
+        self._manager: Any = self._engine.tokenizer_manager
+        _stop_watchdog(self._manager)
+        self._on_death, self._is_broken = on_death, False
+        self._deadlines: set[asyncio.Timeout] = set()
+        self._loop = asyncio.get_running_loop()
+        for one in self._processes:
+            self._loop.add_reader(one.sentinel, self._note_death)
+
+    def _note_death(self) -> None:
+        self._unwatch()
+        self._is_broken = True
+        for deadline in self._deadlines:
+            deadline.reschedule(self._loop.time())
+        self._on_death()
+
+    def _unwatch(self) -> None:
+        for one in self._processes:
+            self._loop.remove_reader(one.sentinel)
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Ids of SGLang's processes."""
+        return tuple(one.pid for one in self._processes if one.pid is not None)
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        salt: str,
+        choice: SamplingChoice,
+        priority: int = 0,
+    ) -> AsyncIterator[Delta]:
+        """Draws one sample. Cancelling the consumer aborts it.
+
+        Args:
+            request_id: not that of another sample under way, and not how one begins.
+            prompt: token ids.
+            salt: prompts with different ones share nothing in the prefix cache.
+            priority: higher ones are drawn first; 0 is the usual one.
+
+        Raises:
+            EngineError: SGLang failed.
+        """
+        asked = self._requests.GenerateReqInput(
+            rid=request_id,
+            input_ids=list(prompt),
+            sampling_params=sampling_parameters(choice),
+            return_logprob=True,
+            stream=True,
+            priority=priority,
+            cache_salt=salt,
+        )
+        known = 0
+        try:
+            async with aclosing(self._manager.generate_request(asked, None)) as outputs:
+                async for output in outputs:
+                    delta = read_delta(request_id, output, known)
+                    known += len(delta.token_ids)
+                    yield delta
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"SGLang: sample {request_id} failed: {error!r}") from error
+
+    async def pause(self, *, retract: bool) -> None:
+        """Stops drawing; all tokens drawn before have been handed to their consumers.
+
+        Args:
+            retract: what runs gives its cache up and computes it anew when it goes on.
+
+        Raises:
+            EngineError: SGLang failed, or did not answer in time.
+        """
+        mode = "retract" if retract else "in_place"
+        pausing = self._requests.PauseGenerationReqInput(mode=mode)
+        await self._answer(self._manager.pause_generation(pausing), "pause", _CALL_TIMEOUT_S)
+        await self.heartbeat(_CALL_TIMEOUT_S)
+        await self._settled()
+
+    async def _settled(self) -> None:
+        """Until every consumer has taken what has come: SGLang would merge it with later tokens."""
+        for _ in range(_SETTLING_TURNS):
+            states = self._manager.rid_to_state.values()
+            if not any(state.out_list and not state.abort_sent for state in states):
+                return
+            await asyncio.sleep(0)
+        raise EngineError("SGLang: tokens that came before a pause were not taken")
+
+    async def resume(self) -> None:
+        """Draws on."""
+        resume_request = self._requests.ContinueGenerationReqInput()
+        await self._answer(
+            self._manager.continue_generation(resume_request), "resume", _CALL_TIMEOUT_S
+        )
+
+    async def heartbeat(self, timeout_s: float) -> None:
+        """Returns when the scheduler's loop has answered, after all that it was told before.
+
+        Raises:
+            EngineError: it did not.
+        """
+        await self._answer(self._manager.get_internal_state(), "a question", timeout_s)
+
+    async def running_samples(self) -> int:
+        """Samples that the scheduler held when it last published its load, after a step or two."""
+        for _ in range(3):
+            await self.heartbeat(_CALL_TIMEOUT_S)
+        (load,) = await self._answer(self._manager.get_loads(), "a question", _CALL_TIMEOUT_S)
+        return int(load.num_running_reqs)
+
+    async def load(self, folder: str, version: int, *, flush: bool) -> None:
+        """Has the model compute with a checkpoint; call it during a pause.
+
+        Args:
+            folder: with the weights, as safetensors.
+            version: that tokens drawn from here on belong to.
+            flush: forget all caches; only where the pause retracted what runs.
+
+        Raises:
+            EngineError: it failed; the model may be a mixture of versions.
+        """
+        update = self._requests.UpdateWeightFromDiskReqInput(
+            model_path=folder,
+            load_format="safetensors",
+            flush_cache=flush,
+            weight_version=str(version),
+        )
+        loading = self._manager.update_weights_from_disk(update, None)
+        success, message, *_ = await self._answer(loading, "loading weights", _LOAD_TIMEOUT_S)
+        if not success:
+            raise EngineError(f"SGLang: loading version {version} failed: {message}")
+
+    async def flush(self) -> None:
+        """Forgets all caches; call it during a pause that retracted what ran.
+
+        Raises:
+            EngineError: something runs.
+        """
+        flushed = await self._answer(self._manager.flush_cache(), "flush", _CALL_TIMEOUT_S)
+        if not flushed.success:
+            raise EngineError(f"SGLang: its caches were not flushed: {flushed.message}")
+
+    async def tag_version(self, version: int) -> None:
+        """Tokens drawn from here on belong to `version`."""
+        tag = self._requests.UpdateWeightVersionReqInput(new_version=str(version))
+        await self._answer(
+            self._manager.update_weight_version(tag), "naming the version", _CALL_TIMEOUT_S
+        )
+
+    async def _answer(self, call: Awaitable[Any], what: str, timeout_s: float) -> Any:
+        """What SGLang answers; its errors, its silence and its end as an EngineError."""
+        deadline = asyncio.timeout(0 if self._is_broken else timeout_s)
+        self._deadlines.add(deadline)
+        try:
+            async with deadline:
+                return await call
+        except TimeoutError as error:
+            why = "one of its processes has ended" if self._is_broken else f"{timeout_s:g} s"
+            raise EngineError(f"SGLang: no answer to {what} ({why})") from error
+        except Exception as error:
+            raise EngineError(f"SGLang: {what} failed: {error!r}") from error
+        finally:
+            self._deadlines.discard(deadline)
+
+    async def close(self) -> None:
+        """Ends SGLang's processes; nothing else may be called after it."""
+        self._unwatch()
+        # It would end every child of this process, sluice's own among them.
+        atexit.unregister(self._engine.shutdown)
+        tasks = list(self._manager.asyncio_tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_END_TIMEOUT_S)
+        await asyncio.to_thread(_end, self._processes)
+        _close(self._sockets)
+
+
+def _start(engines: Any, arguments: Mapping[str, object]) -> Any:
+    missing = [name for name in _NEEDED if not hasattr(engines.TokenizerManager, name)]
+    if missing:
+        raise TypeError(f"it has no {', '.join(missing)}; install 0.5.23")
+    processes = {
+        "run_scheduler_process_func": staticmethod(run_scheduler),
+        "run_detokenizer_process_func": staticmethod(run_detokenizer),
+    }
+    kind: Any = type("Engine", (engines.Engine,), processes)
+    return kind(**arguments)
+
+
+def _check_arguments(kind: Any, arguments: Mapping[str, object], version: str) -> None:
+    known = set(inspect.signature(kind).parameters)
+    unknown = sorted(arguments.keys() - known)
+    if unknown:
+        raise ConfigError(
+            f"SGLang {version} has no engine arguments {', '.join(unknown)}; take them out of "
+            "actor_rollout_ref.rollout.engine_kwargs.sglang"
+        )
+
+
+def _children_since(before: set[BaseProcess]) -> list[BaseProcess]:
+    return [one for one in multiprocessing.active_children() if one not in before]
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    for one in processes:
+        one.kill()
+    for one in processes:
+        one.join(_END_TIMEOUT_S)
+
+
+def _sockets() -> set[Any]:
+    """Those of SGLang's messages, which nothing lists, without second handles of the same."""
+    kind: Any = importlib.import_module("zmq").Socket
+    # Not isinstance, which asks objects for their class, and some do things then.
+    found = [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    return {one for one in found if not one._shadow}
+
+
+def _close(sockets: Iterable[Any]) -> None:
+    """SGLang leaves them to the garbage collector, which may take their context first, whose end
+    waits for them for ever."""
+    for one in sockets:
+        one.close(linger=0)
+
+
+def _stop_watchdog(manager: Any) -> None:
+    """It answers the end of a process with a signal that ends this one."""
+    watchdog = getattr(manager, "_subprocess_watchdog", None)
+    if watchdog is not None:
+        watchdog.stop()

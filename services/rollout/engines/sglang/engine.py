@@ -1,0 +1,278 @@
+"""SGLang behind the engine Protocol, with weights handed to its process in shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import Future
+from contextlib import aclosing
+from pathlib import Path
+
+import torch
+
+from services.rollout.engines.protocol import (
+    CommitResult,
+    EngineLoad,
+    GenerationRequest,
+    SampleChunk,
+    StagedVersion,
+)
+from services.rollout.engines.sglang.client import installed_sglang
+from services.rollout.engines.sglang.core import SglangCore
+from services.rollout.engines.sglang.settings import SglangSettings, sglang_settings
+from services.rollout.engines.vendor.engine import ClientEngine
+from services.rollout.engines.vendor.samples import Pace
+from services.rollout.engines.weight_inbox import WeightInbox
+from sluice.config.run import RunConfig
+from sluice.device.select import transfer_device
+from sluice.errors import ConfigError, InvalidRequestError, NotReadyError
+from sluice.types import TransferGroupSpec
+
+_ALIGNMENT = 8
+_DTYPES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_safetensors(descriptor: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes tensors on the CPU into an open file, in the format safetensors.
+
+    Raises:
+        OSError: there is no room.
+    """
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with os.fdopen(descriptor, "wb", closefd=False) as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for tensor in tensors.values():
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+class WeightHandover:
+    """A folder that holds one version; it has to be closed.
+
+    Args:
+        tensors: on the CPU, by checkpoint name; copied.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._descriptor = os.memfd_create("sluice-weights")
+        self.folder = Path(tempfile.mkdtemp(prefix="sluice-weights-"))
+        try:
+            write_safetensors(self._descriptor, tensors)
+            link = self.folder / "model.safetensors"
+            link.symlink_to(f"/proc/{os.getpid()}/fd/{self._descriptor}")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Frees the memory, as soon as nobody reads it. Repeating it is harmless."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+# SGLang behind the engine Protocol.
+#
+# SGLang's client runs in a thread with an event loop of its own; its scheduler is a process,
+# into which `sglang_features` brings the sampler. New weights are received here, in the
+# replica's process, and handed over as a checkpoint in memory. This file is what the service's
+# event loop sees of them.
+
+
+_PROBE_TIMEOUT_S = 60.0
+
+
+def create(config: RunConfig) -> SglangEngine:
+    """The engine for a run configuration.
+
+    Raises:
+        ConfigError: SGLang is not installed, or keys contradict each other.
+    """
+    if installed_sglang() is None:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.name is 'sglang', but SGLang is not installed here; install "
+            "sglang 0.5.23 beside sluice, in an environment of its own (it needs another torch "
+            "than vLLM does), or set actor_rollout_ref.rollout.name=torch"
+        )
+    return SglangEngine(sglang_settings(config))
+
+
+class SglangEngine(ClientEngine[SglangCore]):
+    """See `services.rollout.engines.protocol.Engine`."""
+
+    def __init__(self, settings: SglangSettings) -> None:
+        super().__init__("SGLang", settings)
+        self._settings = settings
+        self._inbox: WeightInbox | None = None
+        self._epoch: int | None = None
+        self._handover: WeightHandover | None = None
+        self._swap: tuple[tuple[int, str], Future[float]] | None = None  # of (version, digest)
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Ids of the processes that SGLang computes in."""
+        return self._in_thread()[1].processes
+
+    async def running_samples(self) -> int:
+        """Samples that SGLang's scheduler held when it last published its load."""
+        thread, core = self._in_thread()
+        return await thread.call(core.running_samples(), "asking for its load")
+
+    async def start(self) -> None:
+        """Starts SGLang without weights. Raises ConfigError for a path that holds no model."""
+        settings = self._settings
+        _survive_quit_signals()
+        core = await self._build(SglangCore.build(settings))
+        wire = transfer_device(settings.device, settings.weights_backend)
+        self._inbox = WeightInbox(wire, core.layout.tensors, {})
+
+    async def stop(self) -> None:
+        """Aborts what runs and frees everything. Repeating it is harmless."""
+        inbox, self._inbox = self._inbox, None
+        self._drop_handover()
+        if inbox is not None:
+            inbox.close()
+        await super().stop()
+
+    async def probe(self) -> EngineLoad:
+        """Answers from inside the engine's loop, so that a hung engine does not answer."""
+        thread, core = self._in_thread()
+        await thread.call(core.heartbeat(_PROBE_TIMEOUT_S), "ending a step")
+        return self.load()
+
+    async def generate(
+        self,
+        request: GenerationRequest,
+        *,
+        every_token: bool,
+        partial_interval_s: float | None = None,
+    ) -> AsyncGenerator[tuple[SampleChunk, ...], None]:
+        """Draws the samples; see the protocol."""
+        self._admit(request)
+        if request.images:
+            raise InvalidRequestError(
+                f"request {request.request_id}: {len(request.images)} images; replicas with SGLang "
+                "take text only: set actor_rollout_ref.rollout.name to vllm or torch"
+            )
+        number, pace = next(self._numbers), Pace(every_token, partial_interval_s)
+        generating = self._sample(
+            request, lambda core, post: core.new_run(number, request, pace, post)
+        )
+        async with aclosing(generating) as all_chunks:
+            async for chunks in all_chunks:
+                yield chunks
+
+    def _weights(self) -> WeightInbox:
+        self._in_thread()
+        if self._inbox is None:
+            raise NotReadyError("the SGLang engine is not running")
+        return self._inbox
+
+    async def join_group(self, spec: TransferGroupSpec) -> str:
+        """Joins one epoch's transfer group, leaving any earlier one; returns the plan's digest."""
+        inbox = self._weights()
+        self._drop_handover()
+        self._epoch = spec.epoch
+        return await inbox.join(spec)
+
+    async def stage(self, epoch: int, version: int) -> StagedVersion:
+        """Receives one version while generation goes on, and lays it out for SGLang."""
+        inbox = self._weights()
+        self._drop_handover()
+        staged = await inbox.stage(epoch, version)
+        tensors = inbox.staged(epoch, version, staged.digest).tensors
+        handover = await _handed_over(tensors)
+        try:
+            inbox.staged(epoch, version, staged.digest)
+        except BaseException:
+            handover.close()
+            raise
+        self._drop_handover()
+        self._handover = handover
+        return staged
+
+    async def commit(self, epoch: int, version: int, digest: str) -> CommitResult:
+        """Swaps the staged version in between two decode steps. Idempotent."""
+        thread, core = self._in_thread()
+        if (core.version, core.digest) == (version, digest):
+            # The swap of a call that was cancelled may not draw on yet.
+            await thread.call(core.swapped(), f"drawing on with version {version}")
+            return CommitResult(version, digest, 0.0)
+        inbox = self._weights()
+        staged = inbox.staged(epoch, version, digest)
+        handover, self._handover = self._handover, None
+        if handover is not None:
+            swap = thread.begin(core.swap(str(handover.folder), version, digest))
+            swap.add_done_callback(lambda _: handover.close())
+            self._swap = (version, digest), swap
+        elif self._swap is not None and self._swap[0] == (version, digest):
+            swap = self._swap[1]  # begun by a call that was cancelled
+        else:
+            raise NotReadyError(f"version {version} is not staged")
+        with self._swapping():
+            # Not to be cancelled half-way: the model would be a mixture of versions.
+            stall_s = await asyncio.shield(asyncio.wrap_future(swap))
+        inbox.release(staged)
+        return CommitResult(version, digest, stall_s)
+
+    async def abort_update(self, epoch: int, reason: str) -> None:
+        """Throws away what is staged and leaves the group. Idempotent."""
+        if epoch == self._epoch:
+            self._drop_handover()
+        self._weights().abort(epoch, reason)
+
+    def _drop_handover(self) -> None:
+        handover, self._handover = self._handover, None
+        if handover is not None:
+            handover.close()
+
+
+async def _handed_over(tensors: Mapping[str, torch.Tensor]) -> WeightHandover:
+    """Made in a thread; what it makes for a call that was cancelled meanwhile is closed."""
+    made = asyncio.get_running_loop().run_in_executor(None, WeightHandover, tensors)
+    try:
+        return await asyncio.shield(made)
+    except asyncio.CancelledError:
+        made.add_done_callback(_close_made)
+        raise
+
+
+def _close_made(made: asyncio.Future[WeightHandover]) -> None:
+    if not made.cancelled() and made.exception() is None:
+        made.result().close()
+
+
+def _survive_quit_signals() -> None:
+    """A process of SGLang that fails sends one; that it has ended is noticed anyway."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL:
+        signal.signal(signal.SIGQUIT, lambda *_: None)

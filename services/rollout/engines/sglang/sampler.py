@@ -1,0 +1,87 @@
+"""How SGLang draws tokens for sluice: as the embedded engine does, down to the random numbers.
+
+SGLang's own sampler tells logprobs from before the cut by top-k and top-p, cuts by both at once
+rather than one after the other, and heeds seeds only in its deterministic mode.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from services.rollout.engines.sampling import SamplingPlan, sample_keys, sample_tokens
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_BITS = 12  # of 64 that a number in [0, 1) does without
+_NO_CUT = 2.0  # above any mass
+
+
+def _signed(value: int) -> int:
+    """The 64-bit integer with the same bits."""
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+def stream_seed(seed: int, sample_index: int, prompt_tokens: int) -> int:
+    """A 64-bit signed integer from which a sample's numbers follow by position alone.
+
+    With it, `uniform_rows` gives the number of response token *t* at the position of the token
+    before it, `prompt_tokens` + *t* - 1: the same one as `counter_random.uniforms`.
+    """
+    key = int(sample_keys(seed, [sample_index])[0])
+    return _signed(key + (2 - prompt_tokens) * _GAMMA)
+
+
+def _shifted(state: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shifted right with zeros from the left, which int64 has no operation for."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def uniform_rows(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Numbers in [0, 1 - 2^-52], one a row; see `counter_random` for the source.
+
+    Args:
+        seeds: [rows] int64, of `stream_seed`.
+        positions: [rows] integers, of the newest tokens.
+    """
+    state = seeds + positions.to(torch.int64) * _signed(_GAMMA)
+    state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
+    state = (state ^ _shifted(state, 27)) * _signed(0x94D049BB133111EB)
+    state = state ^ _shifted(state, 31)
+    return _shifted(state, _BITS).to(torch.float64) * 2.0**-52
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    most_candidates: int | None,
+    uniform: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws a token a row. Nothing here waits for the device.
+
+    Args:
+        logits: [rows, vocab].
+        temperatures: [rows, 1], positive.
+        top_ks: [rows] integers; 1 is greedy, the vocabulary's size or more is off.
+        top_ps: [rows]; 1 is off.
+        most_candidates: no less than any of `top_ks`; ``None`` if they are all off.
+        uniform: [rows] float64, see `uniform_rows`.
+
+    Returns:
+        Token ids [rows] int64 and behaviour logprobs [rows] float32.
+    """
+    vocab = logits.shape[1]
+    greedy = top_ks == 1
+    kept = torch.where(greedy, vocab, top_ks.to(torch.int64)).clamp(max=vocab)
+    whole = greedy | (top_ps >= 1)
+    mass = torch.where(whole, _NO_CUT, top_ps.to(torch.float64))
+    plan = SamplingPlan(
+        temperature=temperatures,
+        greedy=greedy,
+        top_k=kept[:, None],
+        top_p=mass[:, None],
+        candidates=min(most_candidates or vocab, vocab),
+    )
+    return sample_tokens(logits, plan, uniform)

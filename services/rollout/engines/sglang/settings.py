@@ -1,0 +1,123 @@
+"""What the SGLang engine needs to know: the run configuration's keys in SGLang's own words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.rollout.engines.vendor.engine import ClientEngineSettings, with_engine_kwargs
+from sluice.config.run import RunConfig
+from sluice.config.schema.rollout import RolloutConfig
+from sluice.errors import ConfigError
+
+_RESERVED_TOKENS = 8
+"""Of its context, SGLang refuses prompts that come within 6 tokens of the end."""
+_OURS: Mapping[str, str] = {
+    "model_path": "set actor_rollout_ref.model.path",
+    "trust_remote_code": "set actor_rollout_ref.model.trust_remote_code",
+    "device": "set sluice.rollout.device",
+    "dtype": "set actor_rollout_ref.rollout.dtype",
+    "context_length": "set actor_rollout_ref.rollout.max_model_len",
+    "max_running_requests": "set actor_rollout_ref.rollout.max_num_seqs",
+    "tp_size": "set actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "dp_size": "set actor_rollout_ref.rollout.data_parallel_size",
+    "pp_size": "replicas run without pipeline stages",
+    "load_format": "the trainer's weights arrive when the replica joins",
+    "sampling_backend": "tokens are drawn, and their logprobs told, by sluice's own sampler",
+    "skip_tokenizer_init": "prompts and responses are token ids",
+    "stream_interval": "a token belongs to the version that serves when it comes",
+    "incremental_streaming_output": "tokens are taken as they come",
+    "enable_priority_scheduling": "requests say their priority",
+    "schedule_low_priority_values_first": "requests say their priority",
+    "speculative_algorithm": "drafts are not updated with the weights",
+    "enable_beam_search": "samples are drawn one by one",
+}
+"""Arguments that engine_kwargs must leave alone, with what to do instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class SglangSettings(ClientEngineSettings):
+    """Settings of one `SglangEngine`."""
+
+    def engine_arguments(self, device_type: str) -> dict[str, object]:
+        """All arguments of SGLang's engine, `arguments` last.
+
+        Args:
+            device_type: where SGLang computes, ``cpu`` or ``cuda``. On the CPU there are no graphs
+                to capture, torch computes the attention, and the cache holds what the slots need.
+        """
+        fixed: dict[str, object] = {
+            "model_path": self.model_path,
+            "trust_remote_code": self.trust_remote_code,
+            "device": device_type,
+            "dtype": self.dtype,
+            "context_length": self.max_model_len + _RESERVED_TOKENS,
+            "max_running_requests": self.slots,
+            "load_format": "dummy",
+            "sampling_backend": "pytorch",
+            "skip_tokenizer_init": True,
+            "stream_interval": 1,
+            "incremental_streaming_output": True,
+            "enable_priority_scheduling": True,
+            "disable_priority_preemption": True,
+            "log_level": "warning",
+            "sleep_on_idle": True,
+            # Kept samples would end with a token drawn by the old weights that comes after the
+            # swap; retracted ones are handed on first.
+            "disable_overlap_schedule": not self.recompute_kv,
+        }
+        if device_type == "cpu":
+            fixed |= {
+                "attention_backend": "torch_native",
+                "max_total_tokens": self.slots * (self.max_model_len + _RESERVED_TOKENS),
+                "disable_overlap_schedule": True,
+            }
+        chosen = fixed | dict(self.arguments)
+        if device_type == "cpu":
+            chosen["disable_cuda_graph"] = True
+        elif device_type.startswith("cuda") and self.device and ":" in self.device:
+            chosen.setdefault("base_gpu_id", int(self.device.partition(":")[2]))
+        return chosen
+
+
+def sglang_settings(config: RunConfig) -> SglangSettings:
+    """The part of a run configuration that concerns this engine.
+
+    Raises:
+        ConfigError: engine_kwargs.sglang is no mapping or sets what another key decides, or one
+            replica would take more than one device.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    _one_device(rollout)
+    deterministic = bool(config.sluice.rollout.batch_invariant)
+    return SglangSettings.of(config, _arguments(rollout, deterministic=deterministic))
+
+
+def _arguments(rollout: RolloutConfig, *, deterministic: bool) -> dict[str, object]:
+    """The rollout's keys by SGLang's names, and what `engine_kwargs` add."""
+    tokens = rollout.max_num_batched_tokens
+    arguments: dict[str, object] = {
+        "random_seed": rollout.seed,
+        "mem_fraction_static": rollout.gpu_memory_utilization,
+        "tp_size": rollout.tensor_model_parallel_size,
+        "dp_size": rollout.data_parallel_size,
+        "ep_size": rollout.expert_parallel_size,
+        "max_prefill_tokens": tokens,
+        "chunked_prefill_size": tokens if rollout.enable_chunked_prefill else -1,
+        "disable_radix_cache": not rollout.enable_prefix_caching,
+        "disable_cuda_graph": rollout.enforce_eager,
+        "cuda_graph_bs": rollout.cudagraph_capture_sizes,
+        "quantization": rollout.quantization,
+        "enable_deterministic_inference": deterministic or None,
+    }
+    return with_engine_kwargs(arguments, rollout, "SGLang", _OURS)
+
+
+def _one_device(rollout: RolloutConfig) -> None:
+    devices = rollout.tensor_model_parallel_size * rollout.data_parallel_size
+    if devices > 1:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout: tensor_model_parallel_size * data_parallel_size = "
+            f"{devices} with name=sglang; it was never run on more than one device: set both to 1 "
+            "and start more replicas"
+        )

@@ -1,0 +1,142 @@
+"""Decode a growing response token by token, and find the stop string that ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from sluice.types import TokenIds
+
+Decode = Callable[[TokenIds], str]
+"""The text of response tokens; called in the thread that follows them."""
+
+# A character of UTF-8 has four bytes at most, and a token one at least. An unfinished one lacks one
+# byte or more, for each of which a tokenizer may write one sign, or one for all.
+_MOST_CHARACTER_TOKENS = 4
+_MOST_UNFINISHED_SIGNS = 3
+_UNFINISHED = "\ufffd"
+# As many tokens of bytes that are no text hold the last three signs and something before them.
+_MOST_UNSETTLED_TOKENS = 12
+_TOKENS_AT_ONCE = 256
+
+
+class IncrementalDetokenizer:
+    """The text of a growing response that stays, whatever follows.
+
+    Each token is decoded together with the few since the last whole character, not with the whole
+    response: how a token reads depends on its neighbours alone. The settled text of a response
+    depends on its tokens, and not on the pieces in which they came.
+
+    Args:
+        decode: of the model's tokenizer.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._window: list[int] = []  # tokens whose text is known, then tokens whose is not yet
+        self._known_tokens, self._known_characters = 0, 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Takes further tokens on; the text that they settle."""
+        return "".join(
+            self._piece(token_ids[start : start + _TOKENS_AT_ONCE])
+            for start in range(0, len(token_ids), _TOKENS_AT_ONCE)
+        )
+
+    def _piece(self, token_ids: Sequence[int]) -> str:
+        text = self._text([*self._window, *token_ids])
+        if text.endswith(_UNFINISHED):
+            return "".join(map(self._token, token_ids))
+        self._window.extend(token_ids)
+        return self._settle_all(text)
+
+    def _token(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._text(self._window)
+        if not text.endswith(_UNFINISHED):
+            return self._settle_all(text)
+        unfinished, unknown = len(text) - len(text.rstrip(_UNFINISHED)), self._num_unknown
+        if unknown >= _MOST_CHARACTER_TOKENS:
+            # Bytes that are no text, the last of which may still begin a character.
+            unfinished = min(unfinished, _MOST_UNFINISHED_SIGNS)
+        settled = text[self._known_characters : len(text) - unfinished]
+        self._known_characters += len(settled)
+        if unknown >= _MOST_UNSETTLED_TOKENS:
+            self._keep(_MOST_UNSETTLED_TOKENS)
+            self._known_characters = len(self._text(self._window)) - unfinished
+        return settled
+
+    def _settle_all(self, text: str) -> str:
+        settled = text[self._known_characters :]
+        known = self._text(self._window[self._known_tokens :])
+        # After tokens without text, as special ones, a tokenizer takes the next for the first.
+        if known or len(self._window) > _TOKENS_AT_ONCE:
+            self._keep(self._num_unknown)
+            self._known_characters = len(known)
+        else:
+            self._known_tokens, self._known_characters = len(self._window), len(text)
+        return settled
+
+    @property
+    def _num_unknown(self) -> int:
+        return len(self._window) - self._known_tokens
+
+    def _keep(self, num_tokens: int) -> None:
+        self._window = self._window[-num_tokens:]
+        self._known_tokens = len(self._window)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return self._decode(np.array(token_ids, np.uint32))
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """The text before the stop string that begins first; all of it if it holds none."""
+    found = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(found)] if found else text
+
+
+def stable_prefix(text: str, stops: Sequence[str]) -> str:
+    """What of an unfinished text stays, whatever follows: no stop string, nor the beginning of one.
+
+    It only grows as the text grows, up to the first stop string.
+    """
+    reported = before_stop(text, stops)
+    if len(reported) < len(text):
+        return reported
+    held = max((_overlap(text, stop) for stop in stops), default=0)
+    return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with, without being all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if stop.startswith(text[-size:])), 0)
+
+
+class StopStringWatch:
+    """Follows one response token by token.
+
+    Args:
+        stops: at least one, none of them empty.
+        decode: of the model's tokenizer.
+    """
+
+    def __init__(self, stops: Sequence[str], decode: Decode) -> None:
+        self._stops, self._text = tuple(stops), IncrementalDetokenizer(decode)
+        self._kept = max(map(len, stops)) - 1
+        self._tail = ""  # the end of the text, in which a stop string may have begun
+
+    def push(self, token_ids: Sequence[int]) -> int | None:
+        """Takes further tokens on.
+
+        Returns:
+            How many of them belong to the response, whose last one completes a stop string;
+            ``None`` if there is none. Nothing may be pushed after it.
+        """
+        for place, token in enumerate(token_ids):
+            self._tail += self._text.push((token,))
+            if any(stop in self._tail for stop in self._stops):
+                return place + 1
+            self._tail = self._tail[-self._kept :] if self._kept else ""
+        return None

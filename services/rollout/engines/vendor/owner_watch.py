@@ -1,0 +1,66 @@
+"""The vendor's processes of an engine end with the process that started them, however that ended.
+
+vLLM's outlive a killed owner for good and go on holding the device. They inherit the owner's id in
+a variable, and watch it from the import of `services.rollout` on, which is the first thing that a
+process spawned by a replica imports: long before its engine has started.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import MutableMapping
+
+OWNER_VARIABLE = "SLUICE_ENGINE_OWNER_PID"
+
+# Ids of processes, since a forked one inherits these sets, but not the thread that watches.
+_WATCHING: set[int] = set()
+_TAKES_PARENT: set[int] = set()
+
+
+def own_processes(environment: MutableMapping[str, str]) -> None:
+    """Has the processes that this one starts from here on end with it."""
+    environment[OWNER_VARIABLE] = str(os.getpid())
+
+
+def end_with_owner(*, with_parent: bool = False) -> None:
+    """Kills this process when its owner is gone.
+
+    Does nothing without an owner, and where the system cannot watch processes. A process has one
+    watch: a repetition can only add `with_parent` to it.
+
+    Args:
+        with_parent: kill a process between this one and its owner first.
+    """
+    owner = int(os.environ.get(OWNER_VARIABLE, os.getpid()))
+    if owner == os.getpid() or not hasattr(os, "pidfd_open"):
+        return
+    if with_parent:
+        _TAKES_PARENT.add(os.getpid())
+    if os.getpid() not in _WATCHING:
+        _begin_watch(owner)
+
+
+def _begin_watch(owner: int) -> None:
+    parent = os.getppid()  # asked while the owner lives: later it may be who adopts orphans
+    try:
+        watched = os.pidfd_open(owner)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+    except OSError:  # a kernel or a sandbox without the call, or no descriptor left
+        return
+    _WATCHING.add(os.getpid())
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(watched, select.POLLIN)
+        poll.poll()
+        takes_parent = os.getpid() in _TAKES_PARENT and parent not in (owner, 1)
+        if takes_parent and os.getppid() == parent:
+            os.kill(parent, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="owner-watch", daemon=True).start()

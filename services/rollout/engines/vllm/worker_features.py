@@ -1,0 +1,230 @@
+"""vLLM's workers and its engine's process from within: what sluice uses there, looked up here.
+
+Read in the sources of vLLM 0.23 to 0.33, run with 0.32 on the CPU. vLLM has two model runners. V1
+keeps its samples in `requests`; V2, which is the default of newer versions wherever Triton works,
+keeps them in `req_states`. What is missing is told by name when a worker begins, and not at its
+first update. What differs between vLLM's clients is looked up in `vllm_features`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from sluice.errors import ConfigError
+
+# vLLM need not be installed where types are checked: its values have none here.
+# ruff: noqa: ANN401
+
+
+_log = logging.getLogger(__name__)
+_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+_V1_REMEDY = f"set {_RUNNER_VARIABLE}=0, with which vLLM takes its model runner V1"
+_VERSION_REMEDY = (
+    "install vLLM 0.32, with which this adapter was run, or another of 0.23 to 0.33, for which it "
+    "was written"
+)
+_LOADER = "vllm.model_executor.model_loader.dummy_loader"
+_LOADER_ARGUMENTS = ["self", "model", "model_config"]
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_REPORTS_PREEMPTED = "reset_preempted_req_ids"
+
+
+class WorkerFeatures:
+    """What one worker of this version can do.
+
+    Args:
+        worker: vLLM's, whose model is loaded.
+
+    Raises:
+        ConfigError: it lacks something; all that it lacks is named, with the remedy.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        runner: Any = getattr(worker, "model_runner", None)
+        held = _held_samples(runner)
+        missing = list(_missing(runner))
+        if not missing:
+            missing = list(_missing_in_layers(runner.get_model()))
+        if missing or held is None:
+            raise ConfigError(_refusal(worker, runner, missing))
+        self._worker, self._runner, self._held = worker, runner, held
+
+    def num_samples(self) -> int:
+        """Samples that the worker holds since its last step."""
+        return self._held()
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Replaces all weights by vLLM's layer by layer reload, which processes each anew.
+
+        On the CPU a linear layer computes with a packed copy of its weight. The reload renews that
+        of layers that got tensors, which an output layer tied to the embedding does not. Experts
+        compute with packed weights too, but vLLM packs them only as it builds their kernel.
+        """
+        model: torch.nn.Module = self._runner.get_model()
+        with torch.inference_mode(), _current_config(self._worker):
+            for method in _expert_methods(model):
+                method.moe_kernel = None  # no graph holds its address on the CPU
+            self._runner.reload_weights(weights_iterator=weights)
+            for module in _packed_layers(self._runner.get_model()):
+                if _is_matrix(getattr(module, "weight", None)):
+                    module.quant_method.process_weights_after_loading(module)
+
+
+def dummy_loader() -> Any:
+    """vLLM's loader of dummy weights; ``None`` if there is none of that name and signature."""
+    try:
+        loader: Any = importlib.import_module(_LOADER).DummyModelLoader
+        arguments = list(inspect.signature(loader.load_weights).parameters)
+    except (ImportError, AttributeError):
+        return None
+    return loader if arguments == _LOADER_ARGUMENTS else None
+
+
+def runner_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """What has vLLM take its model runner V1 where V2 would not keep the rules.
+
+    A cache that is emptied under running samples, as for new weights with
+    ``sluice.weights.recompute_kv``, sends them back to wait. V2 gives their slots back when the
+    scheduler tells it of them. The scheduler of 0.23 and 0.24 does not, so that samples that are
+    drawn before these find no slot, which ends the engine. V1 has no such slots.
+
+    Args:
+        given: the environment.
+
+    Raises:
+        ConfigError: it asks for V2 all the same.
+    """
+    try:
+        scheduler: Any = importlib.import_module(_SCHEDULER).Scheduler
+        preempt = scheduler._preempt_request  # there is no other sign of it
+        reported: Sequence[str] = preempt.__code__.co_names
+    except (ImportError, AttributeError):  # what has become of it cannot be told
+        return {}
+    chosen = given.get(_RUNNER_VARIABLE)
+    if _REPORTS_PREEMPTED in reported or (chosen or "").lower() in ("0", "false"):
+        return {}
+    if chosen is not None:
+        raise ConfigError(
+            f"{_RUNNER_VARIABLE}={chosen}: vLLM {_version()} does not tell its model runner V2 "
+            f"of samples whose cache is computed anew, and would end; {_V1_REMEDY}, or unset it"
+        )
+    _log.info("vLLM %s takes its model runner V1: V2 would not keep all rules", _version())
+    return {_RUNNER_VARIABLE: "0"}
+
+
+def _held_samples(runner: Any) -> Callable[[], int] | None:
+    """Counts what a runner holds: V1 in `requests`, V2 in `req_states`."""
+    if isinstance(getattr(runner, "requests", None), Mapping):
+        return lambda: len(runner.requests)
+    if isinstance(getattr(_states(runner), "req_id_to_index", None), Mapping):
+        return lambda: len(runner.req_states.req_id_to_index)
+    return None
+
+
+def _states(runner: Any) -> Any:
+    return getattr(runner, "req_states", None)
+
+
+def _missing(runner: Any) -> Iterator[str]:
+    """Names of what a runner and vLLM's modules lack."""
+    if runner is None:
+        yield "model_runner"
+        return
+    if _held_samples(runner) is None:
+        wanted = "requests" if _states(runner) is None else "req_states.req_id_to_index"
+        yield f"model_runner.{wanted}"
+    if not callable(getattr(runner, "get_model", None)):
+        yield "model_runner.get_model"
+    reload = getattr(runner, "reload_weights", None)
+    if not callable(reload):
+        yield "model_runner.reload_weights"
+    elif not _takes(reload, "weights_iterator"):
+        yield "model_runner.reload_weights(weights_iterator)"
+    if _module("vllm") is not None and dummy_loader() is None:
+        yield f"{_LOADER}.DummyModelLoader.load_weights(model, model_config)"
+
+
+def _missing_in_layers(model: torch.nn.Module) -> Iterator[str]:
+    """Names of what would leave packed copies of old weights behind, on the CPU."""
+    packed = [_method(layer) for layer in _packed_layers(model)]
+    for method in {type(one): one for one in packed}.values():
+        if not callable(getattr(method, "process_weights_after_loading", None)):
+            yield f"{type(method).__name__}.process_weights_after_loading"
+    for method in {type(one): one for one in _expert_methods(model)}.values():
+        if not hasattr(method, "moe_kernel"):
+            yield f"{type(method).__name__}.moe_kernel"
+
+
+def _packed_layers(model: torch.nn.Module) -> Iterator[Any]:
+    """Linear layers that compute with a packed copy of their weight."""
+    return (module for module in model.modules() if hasattr(module, "cpu_linear"))
+
+
+def _expert_methods(model: torch.nn.Module) -> Iterator[Any]:
+    """How layers of experts compute on the CPU."""
+    return (
+        _method(module)
+        for module in model.modules()
+        if _method(module) is not None and _is_on_cpu(getattr(module, "w13_weight", None))
+    )
+
+
+def _method(module: torch.nn.Module) -> Any:
+    return getattr(module, "quant_method", None)
+
+
+def _is_on_cpu(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.device.type == "cpu"
+
+
+def _is_matrix(weight: torch.Tensor | None) -> bool:
+    """Packed weights leave an empty tensor behind, but for one that is tied."""
+    return weight is not None and weight.ndim == 2 and weight.numel() > 0
+
+
+def _takes(function: Callable[..., object], name: str) -> bool:
+    """V2 hands all its arguments on to V1's method, up to 0.31."""
+    parameters = inspect.signature(function).parameters
+    kinds = {one.kind for one in parameters.values()}
+    return name in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _current_config(worker: Any) -> AbstractContextManager[object]:
+    """vLLM's configuration for layers that ask for it as their weights are processed.
+
+    The runner's own method does not set it: the worker's does, from 0.27 on.
+    """
+    config = getattr(worker, "vllm_config", None)
+    enter = getattr(_module("vllm.config"), "set_current_vllm_config", None)
+    if config is None or enter is None:
+        return nullcontext()
+    context: AbstractContextManager[object] = enter(config)
+    return context
+
+
+def _refusal(worker: Any, runner: Any, missing: Sequence[str]) -> str:
+    is_v2 = getattr(worker, "use_v2_model_runner", _states(runner) is not None)
+    kind = type(runner)
+    return (
+        f"vLLM {_version()}: its worker ({kind.__module__}.{kind.__qualname__}, model runner "
+        f"{'V2' if is_v2 else 'V1'}) has no {', '.join(missing)}, which weight updates need; "
+        + (f"{_V1_REMEDY}, or {_VERSION_REMEDY}" if is_v2 else _VERSION_REMEDY)
+    )
+
+
+def _version() -> str:
+    return str(getattr(_module("vllm"), "__version__", "of unknown version"))
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None

@@ -1,0 +1,122 @@
+"""Show a replica's work to others: spans of samples, Prometheus readings, and the watchdog's
+view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Self
+
+from services.rollout.engines.protocol import EngineLoad
+from sluice.concurrency.deadlines import units_done
+from sluice.concurrency.watchdog import WorkState, watched_service
+from sluice.config.run import RunConfig
+from sluice.rpc.metrics import ProcessName, served_metrics
+from sluice.service_contract import restarts
+from sluice.telemetry.instruments import rollout
+from sluice.telemetry.metrics import InstrumentReading
+from sluice.telemetry.tracing import TRACER, Key, Moment, SpanName
+from sluice.types import Rollout
+
+
+class SampleSpans:
+    """The samples of the present call that have not ended; nothing where it is not recorded.
+
+    As a context manager it ends them with the call: those that are left have been broken off.
+
+    Args:
+        indexes: the samples that were asked for.
+    """
+
+    def __init__(self, indexes: Iterable[int]) -> None:
+        current = TRACER.current()
+        self._parent = current if current is not None and current.is_sampled else None
+        self._open = set(indexes) if self._parent else set[int]()
+        self._began = Moment.now()
+
+    def ended(self, rollouts: Iterable[Rollout]) -> None:
+        """These samples have ended."""
+        if self._parent is None:
+            return
+        for sample in rollouts:
+            if sample.sample_index in self._open:
+                self._open.remove(sample.sample_index)
+                TRACER.past(self._parent, SpanName.SAMPLE, self._began, _attributes(sample))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._parent is None:
+            return
+        for index in sorted(self._open):
+            asked: dict[str, int] = {Key.SAMPLE_INDEX: index}
+            TRACER.past(self._parent, SpanName.SAMPLE, self._began, asked, "broken off")
+        self._open.clear()
+
+
+def _attributes(rollout: Rollout) -> dict[str, str | int]:
+    found: dict[str, str | int] = {
+        Key.SAMPLE_INDEX: rollout.sample_index,
+        Key.NUM_TOKENS: rollout.num_tokens,
+        Key.FINISH_REASON: rollout.finish_reason.value,
+    }
+    if rollout.version_spans:
+        found[Key.VERSION] = rollout.version_spans[-1].version
+        if rollout.version_spans[0].version != rollout.version_spans[-1].version:
+            found[Key.OLDEST_VERSION] = rollout.version_spans[0].version
+    return found
+
+
+def load_readings(load: EngineLoad) -> Iterator[InstrumentReading]:
+    """The engine's counters."""
+    yield rollout.OWN_SLOTS.at(float(load.slots))
+    yield rollout.OWN_SLOTS_BUSY.at(float(load.slots_busy))
+    yield rollout.OWN_QUEUE.at(float(load.queued))
+    yield rollout.OWN_VERSION.at(float(-1 if load.version is None else load.version))
+    yield rollout.GENERATED.at(float(load.generated_tokens))
+    yield rollout.UNSENT.at(float(load.unsent_tokens))
+    yield rollout.RUNNING.at(float(load.running_tokens))
+    yield rollout.DIRECT.at(float(load.direct_sent_tokens + load.direct_unsent_tokens))
+    yield rollout.BUSY_SECONDS.at(load.busy_seconds)
+    for state, seconds in load.seconds_by_state.items():
+        yield rollout.STATE_SECONDS.at(seconds, state)
+
+
+def exported(
+    config: RunConfig, name: str, load: Callable[[], EngineLoad]
+) -> AbstractContextManager[None]:
+    """Serves them while the block runs, if a port is set.
+
+    Args:
+        config: the run's.
+        name: the replica's.
+        load: its engine's latest counters.
+    """
+    who = ProcessName("rollout", name, restarts())
+    endpoint = config.sluice.rollout.endpoint
+    return served_metrics(config.sluice, endpoint, who, lambda: load_readings(load()))
+
+
+def watching(
+    config: RunConfig, name: str, load: Callable[[], EngineLoad], address: str
+) -> AbstractContextManager[None]:
+    """A replica's watchdog.
+
+    Progress are tokens drawn and versions taken. There is work while samples run or wait for a
+    slot; one without weights or without prompts is idle.
+    """
+
+    def work_state() -> WorkState:
+        found = load()
+        progress = (found.generated_tokens, found.busy_seconds, found.version, units_done())
+        return WorkState(progress, found.slots_busy + found.queued > 0)
+
+    return watched_service(name, config.sluice, work_state, address=address)

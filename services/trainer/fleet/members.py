@@ -1,0 +1,330 @@
+"""The replicas by name and instance, for as long as they live and their engines progress."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from sluice.algorithm.accounting import ReplicaCounters, fleet_counters
+from sluice.errors import InvalidRequestError, NotFoundError
+from sluice.types import ReplicaInfo
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSign:
+    """What one heartbeat tells. `turns` is 0 where an engine does not count them."""
+
+    tokens: int
+    turns: int
+    has_work: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProgress:
+    """An engine as it was last seen to get on.
+
+    Args:
+        sign: at the time of the last progress.
+        since_s: when that was.
+        is_stalled: whether it is out of use until it gets on again.
+    """
+
+    sign: EngineSign
+    since_s: float
+    is_stalled: bool = False
+
+    def after(self, sign: EngineSign, now_s: float, stall_s: float) -> EngineProgress:
+        """What a heartbeat makes of it.
+
+        An engine with work gets on when it draws tokens; one without has nothing to draw. A stalled
+        one whose work was taken away proves itself by answering: its last known load may be stale.
+        """
+        has_progress = sign.tokens > self.sign.tokens
+        if not self.is_stalled:
+            if has_progress or not sign.has_work:
+                return EngineProgress(sign, now_s)
+            # Tokens and turns stay those of the stall's beginning.
+            return replace(self, is_stalled=now_s - self.since_s > stall_s)
+        answers = sign.turns > self.sign.turns or sign.turns == 0
+        if has_progress or (answers and not sign.has_work):
+            return EngineProgress(sign, now_s)
+        return self
+
+    def suspected(self) -> EngineProgress:
+        """The same, out of use until it gets on; an engine that counts no turns is not suspected.
+
+        For a replica that did not answer another question.
+        """
+        return replace(self, is_stalled=self.sign.turns > 0)
+
+
+# Who serves: replicas by name and instance, as long as they live and get on.
+#
+# A replica lives as long as its heartbeats come. One that lives, has work and draws no token is
+# put out of use, and comes back as a newcomer when its engine gets on.
+#
+# Pure state with the time passed in; the shell calls it from one event loop. `changed` is set at
+# every change of membership or state and cleared by whoever acts on it.
+
+logger = logging.getLogger(__name__)
+
+
+class MemberState(StrEnum):
+    """What a replica may be used for."""
+
+    PENDING = "pending"  # known, without the current weights
+    SERVING = "serving"
+    DRAINING = "draining"  # takes nothing new; its samples are generated elsewhere
+    STALLED = "stalled"  # lives, but its engine does not get on; as above, until it does
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a replica tells of itself, in heartbeats and when it is asked."""
+
+    slots_busy: int
+    queued: int
+    generated_tokens: int
+    busy_seconds: float
+    unsent_tokens: int = 0
+    running_tokens: int = 0
+    wall_seconds: float = 0.0
+    seconds_by_state: Mapping[str, float] = field(default_factory=dict)
+    direct_sent_tokens: int = 0
+    direct_unsent_tokens: int = 0
+
+    @property
+    def counters(self) -> ReplicaCounters:
+        """What enters the run's books."""
+        return ReplicaCounters(
+            self.generated_tokens,
+            self.unsent_tokens,
+            self.running_tokens,
+            self.wall_seconds,
+            self.seconds_by_state,
+            self.direct_sent_tokens,
+            self.direct_unsent_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FleetMember:
+    """One replica as last heard of."""
+
+    info: ReplicaInfo
+    state: MemberState
+    version: int
+    last_seen_s: float
+    load: Load
+    tokens_per_second: float
+    idle_share: float
+
+
+MAX_MEMBERS = 4_096
+"""Replicas at one time; as many as an announcement to the reward service may name."""
+
+MAX_INSTANCES = 65_536
+"""Processes over the life of a trainer: the counters of those that left count on."""
+
+
+class Fleet:
+    """All known replicas.
+
+    Args:
+        layout_digest: replicas whose weights have other names, dtypes or shapes are refused.
+        ttl_s: seconds without a heartbeat after which a replica is dropped.
+        stall_s: seconds with work and without a token after which a replica is put out of use.
+    """
+
+    def __init__(self, layout_digest: str, ttl_s: float, stall_s: float = math.inf) -> None:
+        self._layout_digest, self._ttl_s, self._stall_s = layout_digest, ttl_s, stall_s
+        self._members: dict[str, FleetMember] = {}
+        # By instance, also of those who left: their counters count on when they come back.
+        self._loads: dict[str, Load] = {}
+        self._progress: dict[str, EngineProgress] = {}
+        self._refusals: dict[str, str] = {}
+        self.changed = asyncio.Event()
+
+    def register(self, info: ReplicaInfo, layout_digest: str, now_s: float) -> None:
+        """Adds a replica as pending; a new instance replaces the old one.
+
+        Raises:
+            InvalidRequestError: its weights do not fit the trainer's model, it was refused, or
+                there are too many.
+        """
+        refusal = self._refusals.get(info.instance_id)
+        if refusal is not None:
+            raise InvalidRequestError(f"replica {info.name}: {refusal}")
+        if layout_digest != self._layout_digest:
+            raise InvalidRequestError(
+                f"replica {info.name}: its weights have other names, dtypes or shapes than the "
+                "trainer's; use the same model path and rollout.dtype for both"
+            )
+        known = self._members.get(info.name)
+        if known is not None and known.info.instance_id == info.instance_id:
+            self._members[info.name] = replace(known, info=info, last_seen_s=now_s)
+            return
+        if known is None and len(self._members) >= MAX_MEMBERS:
+            raise InvalidRequestError(
+                f"replica {info.name}: {MAX_MEMBERS} replicas are registered, which is the limit"
+            )
+        if info.instance_id not in self._loads and len(self._loads) >= MAX_INSTANCES:
+            raise InvalidRequestError(
+                f"replica {info.name}: {MAX_INSTANCES} processes have registered so far; start "
+                "the trainer anew, which forgets those that are gone"
+            )
+        load = self._loads.setdefault(info.instance_id, Load(0, 0, 0, 0.0))
+        progress = self._progress.get(info.instance_id)
+        is_stalled = progress is not None and progress.is_stalled
+        state = MemberState.STALLED if is_stalled else MemberState.PENDING
+        self._members[info.name] = FleetMember(info, state, -1, now_s, load, 0.0, 0.0)
+        logger.info("replica %s registered at %s", info.name, info.address)
+        self.changed.set()
+
+    def heartbeat(
+        self,
+        name: str,
+        instance_id: str,
+        load: Load,
+        *,
+        draining: bool,
+        now_s: float,
+        turns: int = 0,
+    ) -> None:
+        """Notes that a replica lives, and whether its engine gets on.
+
+        Args:
+            name, instance: which.
+            load: its counters.
+            draining: whether it is going away.
+            now_s: the time.
+            turns: questions that its engine's loop has answered; 0: they are not counted.
+
+        Raises:
+            NotFoundError: this instance is unknown; it registers again.
+        """
+        member = self._find(name, instance_id)
+        elapsed_s = max(now_s - member.last_seen_s, 1e-6)
+        tokens = load.generated_tokens - member.load.generated_tokens
+        busy_s = load.busy_seconds - member.load.busy_seconds
+        sign = EngineSign(load.generated_tokens, turns, load.slots_busy + load.queued > 0)
+        progress = self._note_progress(instance_id, sign, now_s)
+        state = MemberState.DRAINING if draining else _judged(member.state, progress)
+        self._note(instance_id, load)
+        self._members[name] = replace(
+            member,
+            state=state,
+            last_seen_s=now_s,
+            load=load,
+            tokens_per_second=tokens / elapsed_s,
+            idle_share=min(1.0, max(0.0, 1.0 - busy_s / elapsed_s)),
+        )
+        if state is not member.state:
+            _notify(name, member.state, state, now_s - progress.since_s)
+            self.changed.set()
+
+    def note_counters(self, info: ReplicaInfo, load: Load) -> None:
+        """Notes what a replica told when it was asked; that it lives, only heartbeats say."""
+        if info.instance_id in self._loads:
+            self._note(info.instance_id, load)
+
+    def expire(self, now_s: float) -> tuple[ReplicaInfo, ...]:
+        """Drops and returns the replicas that were silent for longer than the time to live."""
+        silent = [m for m in self._members.values() if now_s - m.last_seen_s > self._ttl_s]
+        for member in silent:
+            self._drop(member.info, f"no heartbeat for {now_s - member.last_seen_s:.1f} s")
+        return tuple(member.info for member in silent)
+
+    def expel(self, info: ReplicaInfo, reason: str) -> None:
+        """Drops one instance; a later heartbeat of it is answered with NOT_FOUND."""
+        member = self._members.get(info.name)
+        if member is None or member.info.instance_id != info.instance_id:
+            return
+        self._drop(info, reason)
+        # It lives but failed us; when it registers again, its engine has to answer first.
+        if (progress := self._progress.get(info.instance_id)) is not None:
+            self._progress[info.instance_id] = progress.suspected()
+
+    def refuse(self, info: ReplicaInfo, reason: str) -> None:
+        """Drops one instance for good: what is wrong with it does not pass."""
+        self._refusals[info.instance_id] = reason
+        self.expel(info, reason)
+
+    def mark_serving(self, info: ReplicaInfo, version: int) -> None:
+        """The replica proved that it holds `version`."""
+        member = self._members.get(info.name)
+        if member is None or member.info.instance_id != info.instance_id:
+            return
+        state = MemberState.SERVING if member.state is MemberState.PENDING else member.state
+        self._members[info.name] = replace(member, state=state, version=version)
+        self.changed.set()
+
+    def members(self) -> tuple[FleetMember, ...]:
+        """Everyone, in order of name."""
+        return tuple(self._members[name] for name in sorted(self._members))
+
+    def in_state(self, *states: MemberState) -> tuple[ReplicaInfo, ...]:
+        """Who is in one of `states`, in order of name."""
+        return tuple(member.info for member in self.members() if member.state in states)
+
+    def totals(self) -> tuple[int, float]:
+        """Tokens generated and seconds busy, over all replicas that ever registered."""
+        loads = self._loads.values()
+        return sum(load.generated_tokens for load in loads), sum(
+            load.busy_seconds for load in loads
+        )
+
+    def counters(self) -> ReplicaCounters:
+        """Sums over all replicas that ever registered.
+
+        What those who have left had not sent by their last word, nobody gets any more.
+        """
+        present = {member.info.instance_id for member in self._members.values()}
+        return fleet_counters(
+            load.counters if instance_id in present else load.counters.abandoned()
+            for instance_id, load in self._loads.items()
+        )
+
+    def _drop(self, info: ReplicaInfo, reason: str) -> None:
+        logger.warning("replica %s dropped: %s", info.name, reason)
+        del self._members[info.name]
+        self.changed.set()
+
+    def _note_progress(self, instance_id: str, sign: EngineSign, now_s: float) -> EngineProgress:
+        known = self._progress.get(instance_id) or EngineProgress(sign, now_s)
+        self._progress[instance_id] = known.after(sign, now_s, self._stall_s)
+        return self._progress[instance_id]
+
+    def _note(self, instance_id: str, load: Load) -> None:
+        """Keeps the newest counters: answers and heartbeats overtake each other."""
+        known = self._loads.get(instance_id)
+        if known is None or load.wall_seconds >= known.wall_seconds:
+            self._loads[instance_id] = load
+
+    def _find(self, name: str, instance_id: str) -> FleetMember:
+        member = self._members.get(name)
+        if member is None or member.info.instance_id != instance_id:
+            raise NotFoundError(f"replica {name} ({instance_id}) is unknown; register again")
+        return member
+
+
+def _judged(state: MemberState, progress: EngineProgress) -> MemberState:
+    """A replica's state after a heartbeat; one that gets on again needs the weights first."""
+    if state in (MemberState.PENDING, MemberState.SERVING) and progress.is_stalled:
+        return MemberState.STALLED
+    if state is MemberState.STALLED and not progress.is_stalled:
+        return MemberState.PENDING
+    return state
+
+
+def _notify(name: str, before: MemberState, state: MemberState, idle_s: float) -> None:
+    if state is MemberState.DRAINING:
+        logger.info("replica %s drains", name)
+    elif state is MemberState.STALLED:
+        logger.warning("replica %s out of use: work, but no token for %.1f s", name, idle_s)
+    elif before is MemberState.STALLED:
+        logger.info("replica %s gets on again and needs the present weights", name)

@@ -1,0 +1,217 @@
+"""Brings every replica to the same version, or drops the replica.
+
+Consumes: a frozen version (`SnapshotBuffers`) and the fleet's members.
+Waits for: deliveries (`weight_lane`); each phase of one has a deadline.
+Unblocked by: answers, deadlines and failures of members.
+Produces: replicas marked as serving the version.
+On failure: members that are silent, hold other weights or refuse them are dropped, and everything
+    is sent again in the next epoch. If that fails too though all answer, each member gets the
+    version in a group of its own, and who cannot take it there is dropped.
+On shutdown: `close` leaves the group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from services.trainer.fleet.delivery import (
+    DeliveryResult,
+    ReplicaCalls,
+    SyncCounts,
+    TransferSession,
+)
+from services.trainer.fleet.members import Fleet, MemberState
+from sluice.errors import WeightSyncError
+from sluice.types import ReplicaInfo, TensorSpec
+from sluice.weights.sender import WeightSender
+from sluice.weights.snapshot import SnapshotBuffers
+
+logger = logging.getLogger(__name__)
+
+_JOINT_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """One version is served. `stall_s` is the longest time any replica drew no token.
+
+    `sent_bytes` went out in the broadcast that arrived; `dense_bytes` are those of all weights.
+    Both are 0 if each replica was sent to by itself.
+    """
+
+    version: int
+    replicas: int
+    attempts: int
+    seconds: float
+    stall_s: float
+    sent_bytes: int = 0
+    dense_bytes: int = 0
+
+    @property
+    def traffic(self) -> dict[str, float]:
+        """Metrics of what went over the wire, if it went in one broadcast."""
+        if not self.dense_bytes:
+            return {}
+        return {
+            "weights/bytes_sent": float(self.sent_bytes),
+            "weights/bytes_share": self.sent_bytes / self.dense_bytes,
+        }
+
+
+class WeightPublisher:
+    """Publishes versions to the fleet and seeds newcomers.
+
+    Args:
+        fleet: who is there.
+        snapshots: where frozen versions are.
+        tensors: the weights as they travel.
+        make_sender: a new rank 0 with its own rendezvous store.
+        connect: opens the control calls to a replica.
+        timeout_s: seconds our own part of a collective has to end after a failure.
+        probe_timeout_s: seconds a replica has to answer after a failure.
+        sends_changes: whether an update may go out as what changed since the one before.
+        counts: of what updates take.
+    """
+
+    def __init__(  # noqa: PLR0913 - all that a lane is made of
+        self,
+        fleet: Fleet,
+        snapshots: SnapshotBuffers,
+        tensors: Sequence[TensorSpec],
+        *,
+        make_sender: Callable[[], WeightSender],
+        connect: Callable[[ReplicaInfo], ReplicaCalls],
+        timeout_s: float,
+        probe_timeout_s: float,
+        sends_changes: bool = True,
+        counts: SyncCounts | None = None,
+    ) -> None:
+        self._counts = counts or SyncCounts()
+        self._sends_changes = sends_changes
+        self._fleet, self._snapshots, self._tensors = fleet, snapshots, tuple(tensors)
+        self._make_sender, self._connect = make_sender, connect
+        self._timeout_s, self._probe_timeout_s = timeout_s, probe_timeout_s
+        self._epochs = itertools.count(1)
+        self._main = self._new_session()
+        # Instances that a delivery is under way to: a replica is in one group at a time.
+        self._taken: set[str] = set()
+
+    async def publish(self, version: int) -> PublishReport:
+        """Sends the frozen `version` to all members that are not being seeded at the moment.
+
+        Raises:
+            WeightSyncError: no member could take it.
+        """
+        began_s = time.monotonic()
+        for attempt in itertools.count(1):
+            members = self._free(MemberState.PENDING, MemberState.SERVING)
+            if not members:
+                return PublishReport(version, 0, attempt, time.monotonic() - began_s, 0.0)
+            if attempt <= _JOINT_ATTEMPTS:
+                delivery = await self._deliver(self._main, members)
+            else:
+                delivery = await self._deliver_one_by_one(members)
+            if delivery.is_complete:
+                seconds = time.monotonic() - began_s
+                stall_s = max(delivery.served.values(), default=0.0)
+                sent, dense = _num_bytes(delivery)
+                served = len(delivery.served)
+                return PublishReport(version, served, attempt, seconds, stall_s, sent, dense)
+        raise AssertionError("counting has no end")
+
+    async def seed_newcomers(self) -> None:
+        """Sends the newest version to pending replicas in a group of their own.
+
+        They are given up after some attempts; they register again, and then are newcomers again.
+        """
+        if self._snapshots.version is None:
+            return
+        newcomers: tuple[ReplicaInfo, ...] = ()
+        for _ in range(_JOINT_ATTEMPTS):
+            newcomers = self._free(MemberState.PENDING)
+            if not newcomers:
+                return
+            session = self._new_session()
+            try:
+                await self._deliver(session, newcomers)
+            finally:
+                await session.close()
+        for info in set(newcomers) & set(self._free(MemberState.PENDING)):
+            self._fleet.expel(info, f"did not get the weights in {_JOINT_ATTEMPTS} epochs")
+
+    async def close(self) -> None:
+        """Leaves the group and closes all control calls."""
+        await self._main.close()
+
+    def _new_session(self) -> TransferSession:
+        return TransferSession(
+            self._make_sender(),
+            self._connect,
+            self._tensors,
+            lambda: next(self._epochs),
+            timeout_s=self._timeout_s,
+            probe_timeout_s=self._probe_timeout_s,
+            signs_of_life=self._signs_of_life,
+            read_again=self._snapshots.read_again if self._sends_changes else None,
+            counts=self._counts,
+        )
+
+    def _signs_of_life(self) -> dict[str, float]:
+        return {member.info.instance_id: member.last_seen_s for member in self._fleet.members()}
+
+    def _free(self, *states: MemberState) -> tuple[ReplicaInfo, ...]:
+        members = self._fleet.in_state(*states)
+        return tuple(info for info in members if info.instance_id not in self._taken)
+
+    async def _deliver(
+        self, session: TransferSession, members: tuple[ReplicaInfo, ...]
+    ) -> DeliveryResult:
+        with self._take(members), self._snapshots.read() as snapshot:
+            delivery = await session.deliver(members, snapshot)
+        if delivery.served:
+            to = "fleet" if session is self._main else "newcomers"
+            stall_s = max(delivery.served.values())
+            self._counts.arrived(to, *_num_bytes(delivery), stall_s)
+        for info, reason in delivery.refused.items():
+            self._fleet.refuse(info, reason)
+        for info, reason in delivery.lost.items():
+            self._fleet.expel(info, reason)
+        for info in delivery.served:
+            # A newcomer that got a version which is not the newest any more stays pending.
+            if snapshot.version == self._snapshots.version:
+                self._fleet.mark_serving(info, snapshot.version)
+        return delivery
+
+    async def _deliver_one_by_one(self, members: tuple[ReplicaInfo, ...]) -> DeliveryResult:
+        """Finds out who makes joint epochs fail: all answer, but one cannot receive."""
+        logger.warning("%d epochs failed; sending to each replica by itself", _JOINT_ATTEMPTS)
+        served: dict[ReplicaInfo, float] = {}
+        for info in members:
+            delivery = await self._deliver(self._main, (info,))
+            served.update(delivery.served)
+            if not delivery.served:
+                self._fleet.expel(info, "could not take the weights in a group of its own")
+        if not served:
+            names = ", ".join(info.name for info in members)
+            raise WeightSyncError(names, "publish", "none could take the weights")
+        return DeliveryResult(served, is_complete=True)
+
+    @contextmanager
+    def _take(self, members: tuple[ReplicaInfo, ...]) -> Iterator[None]:
+        instance_ids = {info.instance_id for info in members}
+        self._taken |= instance_ids
+        try:
+            yield
+        finally:
+            self._taken -= instance_ids
+
+
+def _num_bytes(delivery: DeliveryResult) -> tuple[int, int]:
+    """Bytes sent, and bytes of all weights, of the last broadcast."""
+    report = delivery.report
+    return (0, 0) if report is None else (report.sent_bytes, report.dense_bytes)

@@ -1,0 +1,159 @@
+"""One rank's share of each optimizer step of a train batch."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.trainer.learner.batch.micro_batch import (
+    MicroBatch,
+    TrainingRow,
+    build_micro_batch,
+    training_rows,
+)
+from sluice.algorithm.packing import (
+    MicroBatchPlan,
+    assign_groups_to_ranks,
+    assign_rows_to_ranks,
+    plan_micro_batches,
+    plan_minibatches,
+    plan_whole_group_micro_batches,
+)
+from sluice.errors import ConfigError
+from sluice.types import TrainGroup
+from sluice.vision.image_prompts import ImagePrompt, ImagePromptReader
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MiniBatch:
+    """`micro_batches` are this rank's; the counts are the mini-batch's over all ranks.
+
+    `global_rows` counts empty responses too, `global_tokens` response tokens, and both count what
+    is skipped.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    global_groups: int
+    global_rows: int
+    global_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which share of the rows is this rank's."""
+
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCut:
+    """How a train batch is cut; one of `token_budget` and `rows_per_micro` is given.
+
+    `whole_groups` keeps all rows of a prompt in one micro-batch, for losses that compare them.
+    With a `shuffle_seed` groups are permuted first.
+    """
+
+    mini_batch_groups: int
+    token_budget: int | None
+    rows_per_micro: int | None
+    shuffle_seed: int | None = None
+    whole_groups: bool = False
+
+
+def split_batch(
+    groups: Sequence[TrainGroup],
+    cut: BatchCut,
+    share: Share,
+    *,
+    step: int,
+    device: torch.device,
+    image_prompts: ImagePromptReader | None = None,
+    skipped: Container[int] = (),
+) -> list[MiniBatch]:
+    """Cut a train batch into mini-batches of groups, and this rank's rows into micro-batches.
+
+    Groups are shuffled by a generator of the seed and `step`; the mini-batches stay the same in
+    all ``ppo_epochs`` passes. Images are decoded for this rank's rows only, once a mini-batch.
+    Rows whose place in the batch is in `skipped` are in no micro-batch.
+
+    Raises:
+        ConfigError: the groups do not divide into mini-batches; or one has images, and there is
+            nothing that reads them.
+    """
+    order = np.arange(len(groups))
+    if cut.shuffle_seed is not None:
+        order = np.random.default_rng([cut.shuffle_seed, step]).permutation(len(groups))
+    ends = list(accumulate(len(group.rollouts) for group in groups))
+    numbers = [range(end - len(g.rollouts), end) for g, end in zip(groups, ends, strict=True)]
+    return [
+        _mini_batch(
+            [groups[order[i]] for i in members],
+            [numbers[order[i]] for i in members],
+            cut,
+            share,
+            device,
+            image_prompts,
+            skipped,
+        )
+        for members in plan_minibatches(len(groups), cut.mini_batch_groups)
+    ]
+
+
+def _mini_batch(
+    groups: Sequence[TrainGroup],
+    numbers: Sequence[Sequence[int]],
+    cut: BatchCut,
+    share: Share,
+    device: torch.device,
+    image_prompts: ImagePromptReader | None,
+    skipped: Container[int],
+) -> MiniBatch:
+    all_rows = training_rows(groups, numbers)
+    rows = [row for row in all_rows if row.number not in skipped]
+    sizes = [row.size for row in rows]
+    assign = assign_groups_to_ranks if cut.whole_groups else assign_rows_to_ranks
+    plan = plan_whole_group_micro_batches if cut.whole_groups else plan_micro_batches
+    plans = plan(
+        sizes,
+        assign(sizes, share.world_size)[share.rank],
+        token_budget=cut.token_budget,
+        rows_per_micro=cut.rows_per_micro,
+    )
+    images = _images(groups, rows, plans, image_prompts)
+    micro_batches = (build_micro_batch(rows, planned, device, images) for planned in plans)
+    return MiniBatch(
+        tuple(micro_batch for micro_batch in micro_batches if micro_batch is not None),
+        global_groups=len(groups),
+        global_rows=len(all_rows),
+        global_tokens=sum(row.size.response_tokens for row in all_rows),
+    )
+
+
+def _images(
+    groups: Sequence[TrainGroup],
+    rows: Sequence[TrainingRow],
+    plans: Sequence[MicroBatchPlan],
+    image_prompts: ImagePromptReader | None,
+) -> dict[int, ImagePrompt]:
+    """Of the planned rows' prompts, by their place in the mini-batch."""
+    own = sorted({rows[index].group for plan in plans for index in plan.row_indices})
+    seen = [place for place in own if groups[place].images]
+    if seen and image_prompts is None:
+        raise ConfigError(
+            f"prompt {groups[seen[0]].prompt_id} comes with images, which the model to be trained "
+            "does not read; train a vision-language model (actor_rollout_ref.model.path), without "
+            "a critic"
+        )
+    return {
+        place: image_prompts.read(groups[place].prompt_token_ids, groups[place].images)
+        for place in seen
+        if image_prompts is not None
+    }

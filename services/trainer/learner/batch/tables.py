@@ -1,0 +1,107 @@
+"""A train batch as tables [rows, longest response], and the way between them and micro-batches.
+
+Advantages are worked out over the whole batch, forward passes run on packed micro-batches of one
+rank; a table brings what the passes found together again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.trainer.learner.batch.micro_batch import MicroBatch
+from services.trainer.learner.ranks.parallel import DataParallel
+from sluice.errors import ConfigError
+from sluice.types import TrainBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchTable:
+    """The batch's rows in the order of its groups and their rollouts, W the longest response."""
+
+    scores: Tensor  # float32 [rows], shaped rewards
+    group_index: Tensor  # int64 [rows]
+    mask: Tensor  # bool [rows, W], true at response tokens
+    baselines: Tensor  # float32 [rows], reward of the prompt's greedy response; nan: none given
+    group_without_baseline: str | None  # batch and group of the first
+
+    @property
+    def width(self) -> int:
+        """W, at least 1."""
+        return self.mask.shape[1]
+
+
+def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
+    """Lay a batch out."""
+    rows = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rollouts))]
+    lengths = torch.tensor([batch.groups[g].rollouts[i].num_tokens for g, i in rows], device=device)
+    width = max(1, int(lengths.max()))
+    return BatchTable(
+        scores=torch.tensor(
+            [batch.groups[g].scores[i].reward for g, i in rows], dtype=torch.float32, device=device
+        ),
+        group_index=torch.tensor([g for g, _ in rows], device=device),
+        mask=torch.arange(width, device=device) < lengths[:, None],
+        baselines=_baselines(batch, device),
+        group_without_baseline=_group_without_baseline(batch),
+    )
+
+
+def _group_without_baseline(batch: TrainBatch) -> str | None:
+    without = (group.prompt_id for group in batch.groups if group.baseline_reward is None)
+    first = next(without, None)
+    return None if first is None else f"batch {batch.batch_id}, group {first}"
+
+
+def _baselines(batch: TrainBatch, device: torch.device) -> Tensor:
+    nothing = float("nan")
+    found = [
+        nothing if group.baseline_reward is None else group.baseline_reward
+        for group in batch.groups
+        for _ in group.rollouts
+    ]
+    return torch.tensor(found, dtype=torch.float32, device=device)
+
+
+def reward_components(
+    batch: TrainBatch, names: Sequence[str], device: torch.device
+) -> Mapping[str, Tensor]:
+    """Named values of the scorer, float32 [rows] each.
+
+    Raises:
+        ConfigError: a sample lacks one.
+    """
+    scores = [scored for group in batch.groups for scored in group.scores]
+    for name in names:
+        if any(name not in scored.metrics for scored in scores):
+            known = sorted(set[str]().union(*(scored.metrics for scored in scores)))
+            raise ConfigError(
+                f"algorithm.gdpo_reward_keys: '{name}' is not among the values that the reward "
+                f"function returns for every sample ({', '.join(known)})"
+            )
+    return {
+        name: torch.tensor([scored.metrics[name] for scored in scores], device=device)
+        for name in names
+    }
+
+
+def gather_tokens(
+    found: Iterable[tuple[MicroBatch, Tensor]],
+    table: BatchTable,
+    parallel: DataParallel,
+    phase: str,
+) -> Tensor:
+    """A table [rows, W] of values [N] of every rank's micro-batches, 0 off the mask. Collective."""
+    values = torch.zeros(table.mask.shape, dtype=torch.float32, device=table.mask.device)
+    for micro_batch, tokens in found:
+        values[micro_batch.batch_rows, micro_batch.columns] = tokens.detach().float()
+    parallel.all_reduce_sum([values], phase)
+    return values
+
+
+def tokens_of(values: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """The values [N] of a micro-batch's tokens in a table."""
+    return values[micro_batch.batch_rows, micro_batch.columns]

@@ -1,0 +1,199 @@
+"""Loading the policy: a Hugging Face language model that trains on packed tokens.
+
+A vision-language model's language model does; its vision tower attends as transformers has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging as transformers_logging
+
+from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from sluice.config.schema.actor import FsdpConfig
+from sluice.config.schema.actor_rollout_ref import ModelConfig
+from sluice.errors import ConfigError
+from sluice.vision.torch_inputs import text_attention
+from sluice.vision.vision_shape import FAMILIES, read_vision_shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_policy(
+    model: ModelConfig, precision: FsdpConfig, device: torch.device, max_tokens: int
+) -> PreTrainedModel:
+    """Read the model from disk, never from a network, with master weights on `device`.
+
+    The model stays in evaluation mode: dropout would make the logprobs of the update differ from
+    those of the same weights elsewhere.
+
+    Args:
+        model: path and options.
+        precision: master dtype and the dtype of forward and backward.
+        device: where weights live.
+        max_tokens: longest prompt plus response, for checking sliding windows.
+
+    Raises:
+        ConfigError: the path holds no complete causal language model, or one whose attention the
+            trainer does not compute; the message names the key and the remedy.
+    """
+    if precision.model_dtype == "bfloat16" and precision.dtype == "float32":
+        raise ConfigError(
+            "actor_rollout_ref.actor.fsdp_config: dtype=float32 with model_dtype=bfloat16 computes "
+            "more precisely than the weights are kept; set model_dtype=float32 or dtype=bfloat16"
+        )
+    loaded = _read(model, DTYPES[precision.model_dtype])
+    return _prepared(loaded, model, device, max_tokens)
+
+
+def load_critic(
+    model: ModelConfig, precision: FsdpConfig, device: torch.device, max_tokens: int
+) -> PreTrainedModel:
+    """Like `load_policy`, but with a value head of one output instead of the vocabulary's.
+
+    The head is drawn from torch's global generator unless the files hold one.
+    """
+    loaded = _read(model, DTYPES[precision.model_dtype], is_critic=True)
+    return _prepared(loaded, model, device, max_tokens)
+
+
+def _prepared(
+    loaded: PreTrainedModel, model: ModelConfig, device: torch.device, max_tokens: int
+) -> PreTrainedModel:
+    check_attention(loaded.config, max_tokens)
+    loaded.to(device)  # type: ignore[arg-type]  # transformers narrows torch's overloads
+    loaded.eval()
+    if model.enable_gradient_checkpointing:
+        _checkpoint_layers(loaded)
+    return loaded
+
+
+def freeze_vision_tower(model: PreTrainedModel) -> None:
+    """Leave what encodes images as it is, its merger into the language model included.
+
+    Raises:
+        ConfigError: the model has nothing of the kind.
+    """
+    tower: object = getattr(model.base_model, "visual", None)
+    if not isinstance(tower, torch.nn.Module):
+        raise ConfigError(
+            "actor_rollout_ref.actor.freeze_vision_tower: a "
+            f"{model.config.model_type} model reads no images; leave the key out"
+        )
+    tower.requires_grad_(requires_grad=False)
+
+
+def compute_context(precision: FsdpConfig, device: torch.device) -> AbstractContextManager[object]:
+    """Autocast where compute and master dtype differ; enter it anew each time."""
+    if precision.dtype == precision.model_dtype:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=DTYPES[precision.dtype])
+
+
+def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
+    """Refuse attention that is not plainly causal over `max_tokens` tokens.
+
+    A sliding window at least that long never hides anything and is accepted.
+
+    Raises:
+        ConfigError: naming what the model's configuration asks for.
+    """
+    text = config.get_text_config()
+    settings = text.to_dict()
+    kinds = set(settings.get("layer_types") or ())
+    window = settings.get("sliding_window")
+    slides = "sliding_attention" in kinds or (
+        not kinds and settings.get("use_sliding_window", True)
+    )
+    problems = sorted(kinds - {"full_attention", "sliding_attention"})
+    if slides and window is not None and window < max_tokens:
+        problems.append(
+            f"sliding_window={window}, shorter than data.max_prompt_length + "
+            f"data.max_response_length = {max_tokens}"
+        )
+    problems += [
+        f"{key}={settings[key]}" for key in ("attn_logit_softcapping",) if settings.get(key)
+    ]
+    if problems:
+        raise ConfigError(
+            f"actor_rollout_ref.model.path: the {text.model_type} model uses "
+            f"{', '.join(problems)}, which sluice's trainer does not compute; choose a "
+            "model with plain causal attention (or, for a sliding window, shorten prompts and "
+            "responses)"
+        )
+
+
+def _read(model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False) -> PreTrainedModel:
+    register_packed_attention()
+    own = {"num_labels": 1} if is_critic else {}
+    key = f"actor_rollout_ref.model.path='{model.path}'"
+    remedy = (
+        "give the directory of a Hugging Face causal language model (config.json, *.safetensors)"
+    )
+    if not (Path(model.path) / "config.json").is_file():
+        raise ConfigError(f"{key}: no config.json there; {remedy}")
+    shape = read_vision_shape(model.path)
+    family: Any = AutoModelForCausalLM if shape is None else AutoModelForImageTextToText
+    if is_critic:
+        family = AutoModelForTokenClassification
+    kind = "" if shape is None else shape.model_type
+    # transformers would draw a progress bar over the console of every rank.
+    transformers_logging.disable_progress_bar()
+    try:
+        loading: object = family.from_pretrained(
+            model.path,
+            **own,
+            dtype=dtype,
+            attn_implementation=text_attention(kind, FAMILIES, PACKED_ATTENTION),
+            local_files_only=True,
+            trust_remote_code=model.trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"{key} cannot be loaded ({error}); {remedy}") from error
+    loaded, report = cast("tuple[PreTrainedModel, Mapping[str, Collection[object]]]", loading)
+    missing = [key for key in map(str, report["missing_keys"]) if not _is_value_head(key)]
+    if missing or report["mismatched_keys"]:
+        lacking = sorted([*missing, *map(str, report["mismatched_keys"])])
+        raise ConfigError(
+            f"{key}: {len(lacking)} weights are missing or of another shape, first {lacking[0]}; "
+            "copy the complete checkpoint"
+        )
+    return loaded
+
+
+def _is_value_head(name: str) -> bool:
+    """A critic starts from a language model, whose files have no such weights."""
+    return name.split(".", 1)[0] in {"score", "classifier"}
+
+
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    """Recompute decoder layers in the backward pass.
+
+    transformers does so for layers in training mode only; the flag is set on the layers themselves
+    and not on what they contain, so that dropout stays off.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"actor_rollout_ref.model.enable_gradient_checkpointing: {type(model).__name__} does "
+            "not support it; set it to false"
+        )
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True

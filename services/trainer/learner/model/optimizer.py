@@ -1,0 +1,179 @@
+"""AdamW over the policy, stepped with clipped gradients and a learning rate by train batch."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from services.trainer.learner.model.sharding import Gradients, assign
+from sluice.algorithm.learning_rate import learning_rate_multiplier, resolve_warmup_steps
+from sluice.config.schema.actor import OptimConfig
+from sluice.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+class FlatGradients:
+    """All gradients in one buffer a dtype; each parameter's `grad` is a view into it.
+
+    Summing over ranks is then one collective, and clearing one write.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.buffers: list[Tensor] = []
+        by_dtype = sorted(parameters, key=lambda parameter: str(parameter.dtype))
+        for dtype, members in groupby(by_dtype, key=lambda parameter: parameter.dtype):
+            self._lay_out(list(members), dtype)
+
+    def _lay_out(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
+        size = sum(parameter.numel() for parameter in parameters)
+        buffer = torch.zeros(size, dtype=dtype, device=parameters[0].device)
+        cursor = 0
+        for parameter in parameters:
+            view = buffer[cursor : cursor + parameter.numel()]
+            parameter.grad = view.view(parameter.shape)
+            cursor += parameter.numel()
+        self.buffers.append(buffer)
+
+    def complete(self) -> None:
+        """Every parameter has its view."""
+
+    def zero(self) -> None:
+        """Set all gradients to 0 in place."""
+        for buffer in self.buffers:
+            buffer.zero_()
+
+    def norm(self) -> float:
+        """Global L2 norm, in float32 whatever the dtype."""
+        squares = [torch.linalg.vector_norm(b, dtype=torch.float32).square() for b in self.buffers]
+        return math.sqrt(float(sum(squares)))
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for buffer in self.buffers:
+            buffer.mul_(factor)
+
+
+class PolicyOptimizer:
+    """One optimizer step per mini-batch.
+
+    Args:
+        named_parameters: trained parameters by name, tied ones once.
+        config: AdamW and schedule.
+        total_steps: train batches of the run, the schedule's length unless the config gives one.
+        gradients: of sharded parameters; by default one buffer for parameters held whole.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Mapping[str, nn.Parameter],
+        config: OptimConfig,
+        total_steps: int,
+        gradients: Gradients | None = None,
+    ) -> None:
+        self._named, self._config = dict(named_parameters), config
+        own = config.total_training_steps
+        self._total_steps = own if own > 0 else total_steps
+        self._warmup_steps = resolve_warmup_steps(
+            config.lr_warmup_steps, config.lr_warmup_steps_ratio, self._total_steps
+        )
+        self.gradients: Gradients = gradients or FlatGradients(list(self._named.values()))
+        self._adamw = torch.optim.AdamW(
+            self._named.values(),
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self.skipped_updates = 0
+
+    def begin_batch(self, schedule_step: int) -> float:
+        """Set the learning rate for train batch `schedule_step` (0-based) and return it."""
+        rate = self._config.lr * learning_rate_multiplier(
+            schedule_step,
+            schedule=self._config.lr_scheduler_type,
+            warmup_steps=self._warmup_steps,
+            total_steps=self._total_steps,
+            min_lr_ratio=self._config.min_lr_ratio,
+            num_cycles=self._config.num_cycles,
+        )
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def step(self) -> float:
+        """Clip and apply the accumulated gradients, then clear them.
+
+        Returns:
+            the gradient norm before clipping. If it is not finite, no weight changes and
+            `skipped_updates` counts the step.
+        """
+        self.gradients.complete()
+        norm = self.gradients.norm()
+        if math.isfinite(norm):
+            if norm > self._config.clip_grad:
+                self.gradients.scale(self._config.clip_grad / (norm + 1e-6))
+            self._adamw.step()
+        else:
+            self.skipped_updates += 1
+            logger.warning(
+                "optimizer step skipped: gradient norm is %s (%d skipped so far)",
+                norm,
+                self.skipped_updates,
+            )
+        self.gradients.zero()
+        return norm
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """AdamW's moments and counts as ``<parameter name>.<moment>``; empty before any step.
+
+        A sharded parameter's moments are sharded like it.
+        """
+        return {
+            f"{name}.{moment}": self._adamw.state[parameter][moment]
+            for name, parameter in self._named.items()
+            for moment in MOMENTS
+            if parameter in self._adamw.state
+        }
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Inverse of `state_tensors`, from whole tensors.
+
+        Raises:
+            CheckpointError: a parameter's state is missing, of another shape or unknown.
+        """
+        expected = {f"{name}.{moment}" for name in self._named for moment in MOMENTS}
+        if tensors and (wrong := expected.symmetric_difference(tensors)):
+            raise CheckpointError(
+                f"optimizer state of another model: {len(wrong)} names differ, first "
+                f"{min(wrong)}; resume with the model that was trained"
+            )
+        self._adamw.state.clear()
+        for name, parameter in self._named.items() if tensors else ():
+            self._adamw.state[parameter] = {
+                moment: self._fitting(f"{name}.{moment}", tensors, parameter, moment)
+                for moment in MOMENTS
+            }
+
+    def _fitting(
+        self, key: str, tensors: Mapping[str, Tensor], parameter: nn.Parameter, moment: str
+    ) -> Tensor:
+        tensor = tensors[key]
+        if moment != "step" and tensor.shape != parameter.shape:
+            raise CheckpointError(
+                f"optimizer state {key} has shape {tuple(tensor.shape)}, the model "
+                f"{tuple(parameter.shape)}; resume with the model that was trained"
+            )
+        if moment == "step":
+            return tensor.to(parameter.device).clone()
+        own = torch.zeros_like(parameter, dtype=tensor.dtype, requires_grad=False)
+        assign(own, tensor)
+        return own

@@ -1,0 +1,359 @@
+"""One model of this rank with its optimizer, whole or in shards, and its files in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from services.trainer.learner.checkpoint import resume_remedy
+from services.trainer.learner.model.optimizer import PolicyOptimizer
+from services.trainer.learner.model.sharding import (
+    ShardedGradients,
+    Shards,
+    assign,
+    plain_class,
+    shard_model,
+    shard_size,
+)
+from services.trainer.learner.ranks.parallel import DataParallel
+from sluice.concurrency.deadlines import advance
+from sluice.config.schema.actor import FsdpConfig, OptimConfig
+from sluice.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+_CPU = "cpu"
+
+
+def random_state(device: torch.device) -> dict[str, str]:
+    """States of the CPU's generator and of the device's own as hex, by device type."""
+    states = {_CPU: torch.get_rng_state()}
+    if device.type != _CPU:
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return {kind: state.numpy().tobytes().hex() for kind, state in states.items()}
+
+
+def restore_random_state(states: Mapping[str, str], device: torch.device) -> None:
+    """Go on from what `random_state` returned; that of another type of device is left out.
+
+    Raises:
+        ValueError: a state is not hex.
+        RuntimeError: a state has another length than the generator's.
+    """
+    for kind, state in states.items():
+        if kind == _CPU:
+            torch.set_rng_state(_from_hex(state))
+        elif kind == device.type:
+            torch.get_device_module(device).set_rng_state(_from_hex(state), device)
+
+
+def _from_hex(state: str) -> Tensor:
+    return torch.from_numpy(np.frombuffer(bytes.fromhex(state), dtype=np.uint8).copy())
+
+
+# What is in a checkpoint's ``actor`` folder: the model, the optimizer, the random state.
+#
+# huggingface/ config, weights and tokenizer; any Hugging Face tool loads it
+# optimizer.safetensors AdamW's moments and counts by parameter name extra_state.json random
+# generators, count of skipped optimizer steps
+
+WholeTensors: TypeAlias = Callable[[], AbstractContextManager[Iterator[tuple[str, Tensor]]]]
+"""Opens a stream of named tensors, whole whatever this rank holds of them."""
+
+HUGGINGFACE_FOLDER = "huggingface"
+OPTIMIZER_FILE = "optimizer.safetensors"
+EXTRA_STATE_FILE = "extra_state.json"
+_READABLE = 0o644
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template*",
+    "*processor_config.json",
+    "*.model",
+    "*.tiktoken",
+)
+
+
+def save_policy_state(
+    directory: Path,
+    model: PreTrainedModel,
+    optimizer: PolicyOptimizer,
+    model_path: str,
+    *,
+    weights: WholeTensors | None,
+    moments: WholeTensors,
+) -> None:
+    """Write all three into `directory`, which is made.
+
+    Args:
+        directory: new or empty.
+        model: what the weights belong to; they are written in their dtype.
+        optimizer: of that model.
+        model_path: where the model was first read from; the tokenizer's files are copied.
+        weights: all parameters by the model's names, tied ones once; ``None``: the model is whole.
+        moments: what `PolicyOptimizer.state_tensors` holds.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+    """
+    huggingface = directory / HUGGINGFACE_FOLDER
+    try:
+        _save_model(huggingface, model, weights)
+        advance()
+        save_file(_on_host(moments), directory / OPTIMIZER_FILE)
+        advance()
+    except SafetensorError as error:  # its own form of a full disk
+        raise OSError(f"{directory}: {error}") from error
+    for pattern in TOKENIZER_FILES:
+        for file in Path(model_path).glob(pattern):
+            shutil.copyfile(file, huggingface / file.name)
+    for file in directory.rglob("*.safetensors"):
+        file.chmod(_READABLE)  # safetensors lets only the owner read them
+    extra = {
+        "random_state": random_state(_device(model)),
+        "skipped_updates": optimizer.skipped_updates,
+    }
+    (directory / EXTRA_STATE_FILE).write_text(json.dumps(extra), encoding="utf-8")
+
+
+def load_policy_state(
+    directory: Path,
+    model: PreTrainedModel,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: PolicyOptimizer,
+) -> float:
+    """Replace weights, optimizer state and random state in place; sharded ones by this rank's part.
+
+    Args:
+        directory: what `save_policy_state` wrote, whatever was sharded then.
+        model: sharded or whole.
+        parameters: of the model, all of them.
+        optimizer: of the model.
+
+    Returns:
+        `weight_sum` of the weights read.
+
+    Raises:
+        CheckpointError: a file is missing or unreadable, or belongs to another model.
+    """
+    total = _load_weights(directory / HUGGINGFACE_FOLDER, model, parameters)
+    optimizer.load_state_tensors(_read_tensors(directory / OPTIMIZER_FILE))
+    try:
+        extra = json.loads((directory / EXTRA_STATE_FILE).read_text(encoding="utf-8"))
+        optimizer.skipped_updates = int(extra["skipped_updates"])
+        restore_random_state(extra["random_state"], _device(model))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{directory / EXTRA_STATE_FILE} cannot be read ({error}); "
+            f"{resume_remedy(directory.parent)}"
+        ) from error
+    return total
+
+
+def weight_sum(model: nn.Module) -> float:
+    """Sum of all weights of a model that is not sharded; differs where the weights do."""
+    return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _save_model(folder: Path, model: PreTrainedModel, weights: WholeTensors | None) -> None:
+    """Holds whole weights only until it returns: the moments, twice as many, come next."""
+    state = None if weights is None else {**_on_host(weights), **_buffers(model)}
+    model.save_pretrained(folder, state_dict=state)
+
+
+def _on_host(tensors: WholeTensors) -> dict[str, Tensor]:
+    """As they are one after the other; what comes from a bucket must not keep it alive."""
+    with tensors() as stream:
+        return {name: _own_copy(tensor.detach().cpu()) for name, tensor in stream}
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    own = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if own and tensor.is_contiguous() else tensor.contiguous().clone()
+
+
+def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What the model's files hold beside parameters."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {n: t.detach().cpu() for n, t in model.state_dict().items() if n not in parameters}
+
+
+def _load_weights(
+    folder: Path, model: PreTrainedModel, trained: Mapping[str, nn.Parameter]
+) -> float:
+    """Reload through transformers, which knows about shards and renamed or fused weights."""
+    _refuse_another_family(folder, model)
+    try:
+        loading: object = plain_class(model).from_pretrained(
+            folder,
+            dtype=model.dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{_damaged_file(folder) or folder} cannot be read ({error}); "
+            f"{resume_remedy(folder.parents[1])}"
+        ) from error
+    saved, report = cast("tuple[PreTrainedModel, Mapping[str, Collection[str]]]", loading)
+    loaded = dict(saved.named_parameters())
+    differing = sorted(set(trained).symmetric_difference(loaded) | set(report["missing_keys"]))
+    differing += [n for n in trained if n in loaded and trained[n].shape != loaded[n].shape]
+    if differing:
+        raise CheckpointError(
+            f"{folder}: {len(differing)} weights do not fit the model at "
+            f"actor_rollout_ref.model.path, first {differing[0]}; resume with the model that was "
+            "trained"
+        )
+    for name, parameter in trained.items():
+        assign(parameter, loaded[name])
+    return weight_sum(saved)
+
+
+def _refuse_another_family(folder: Path, model: PreTrainedModel) -> None:
+    """transformers would try to squeeze one family's weights into another's layers."""
+    file = folder / "config.json"
+    try:
+        family = json.loads(file.read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read ({error}); {resume_remedy(folder.parents[1])}"
+        ) from error
+    if family != model.config.model_type:
+        raise CheckpointError(
+            f"{folder} holds a {family} model and actor_rollout_ref.model.path a "
+            f"{model.config.model_type}; resume with the model that was trained, or start anew "
+            "with trainer.resume_mode=disable"
+        )
+
+
+def _damaged_file(folder: Path) -> Path | None:
+    """The first weights file whose header or length is wrong."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError):
+            return file
+    return None
+
+
+class _TensorFile(Mapping[str, Tensor]):
+    """A safetensors file; a tensor is read when it is asked for."""
+
+    def __init__(self, file: Path) -> None:
+        self._opened = safe_open(file, framework="pt")
+        self._names = frozenset(self._opened.keys())  # type: ignore[no-untyped-call]
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._opened.get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _read_tensors(file: Path) -> Mapping[str, Tensor]:
+    try:
+        return _TensorFile(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read ({error}); {resume_remedy(file.parents[1])}"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainedModel:
+    """`parameters` are this rank's, whole or sharded, tied ones once; the optimizer has those that
+    are trained. `initial_sum` is `weight_sum` of what was loaded."""
+
+    model: PreTrainedModel
+    parameters: Mapping[str, nn.Parameter]
+    optimizer: PolicyOptimizer
+    shards: Shards | None
+    initial_sum: float
+
+
+def trained_model(
+    model: PreTrainedModel,
+    sharding: FsdpConfig,
+    optim: OptimConfig,
+    parallel: DataParallel,
+    total_steps: int,
+    *,
+    key: str,
+    device: torch.device,
+) -> TrainedModel:
+    """Spread a whole model over the ranks, if they share it, and give it an optimizer. Collective.
+
+    Args:
+        model: the same on every rank.
+        sharding: how many ranks share one copy.
+        optim: AdamW and schedule.
+        parallel: all ranks.
+        total_steps: train batches of the run.
+        key: where `sharding` is in the configuration.
+        device: where a model that is held whole goes.
+
+    Raises:
+        ConfigError: the ranks cannot be divided so.
+    """
+    total = weight_sum(model)
+    shards = share_model(model, sharding, parallel, key=key, device=device)
+    parameters = dict(model.named_parameters()) if shards is None else shards.parameters
+    learnt = {name: one for name, one in parameters.items() if one.requires_grad}
+    gradients = None
+    if shards is not None:
+        gradients = ShardedGradients(list(learnt.values()), parallel, shards.num_copies)
+    optimizer = PolicyOptimizer(learnt, optim, total_steps, gradients)
+    return TrainedModel(model, parameters, optimizer, shards, total)
+
+
+def share_model(
+    model: PreTrainedModel,
+    sharding: FsdpConfig,
+    parallel: DataParallel,
+    *,
+    key: str,
+    device: torch.device,
+) -> Shards | None:
+    """Cut a model over the ranks; ``None``: it is whole, on `device`. Collective.
+
+    Raises:
+        ConfigError: the ranks cannot be divided so.
+    """
+    size = shard_size(sharding.fsdp_size, parallel.world_size, f"{key}.fsdp_size")
+    mesh = parallel.shard_mesh(size)
+    if mesh is None:
+        model.to(device)  # type: ignore[arg-type]  # transformers narrows torch's overloads
+        return None
+    return shard_model(
+        model,
+        mesh,
+        reshard_after_forward=sharding.reshard_after_forward,
+        sums_once=sharding.use_no_sync_for_gradient_accumulation,
+    )

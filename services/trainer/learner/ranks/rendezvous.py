@@ -1,0 +1,145 @@
+"""Where the trainer's ranks find each other: a store of keys at rank 0.
+
+Torch's own store (``env://``) asks a name server for the name of each address that connects, and
+an answer that is lost costs 5 s. The store of the weight transfers does not; it is opened at
+MASTER_ADDR:MASTER_PORT, for one epoch, as long as the ranks live.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sluice.config.addresses import join_host_port, split_host_port
+from sluice.errors import ConfigError, DeadlineError, PeerError, WeightSyncError
+from sluice.types import TransferGroupSpec
+from sluice.weights.rendezvous import EpochStore, RendezvousStore, StoreLink, gather
+from sluice.weights.store import Read
+
+FORMING = "forming the trainer ranks' process group"
+LATE_REMEDY = (
+    "see the other ranks' logs; raise sluice.trainer.command_timeout_s if one of them was only slow"
+)
+_EPOCH = 0
+_RETRY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """This process among the ranks, and where rank 0 has its store."""
+
+    rank: int
+    world_size: int
+    host: str
+    port: int
+
+    @property
+    def store_name(self) -> str:
+        """For errors."""
+        return f"trainer rank 0 at {join_host_port(self.host, self.port)}"
+
+
+class RankRendezvous:
+    """A store that all ranks have reached. Keep it as long as their group lives.
+
+    Args:
+        place: this rank's.
+        timeout_s: seconds until all ranks are there; also for each later wait of torch.
+
+    Raises:
+        ConfigError: rank 0 cannot listen at its address.
+        DeadlineError: rank 0 or other ranks did not come; names them.
+        PeerError: the store answered with a refusal, or went away.
+    """
+
+    def __init__(self, place: RankPlace, timeout_s: float) -> None:
+        self._server = RendezvousStore(place.host, place.port) if place.rank == 0 else None
+        try:
+            if self._server is not None:
+                self._server.begin(_EPOCH)
+            self.store = _joined(place, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the store, at rank 0. The group's end comes first."""
+        if self._server is not None:
+            self._server.close()
+
+
+def rank_place(environment: Mapping[str, str]) -> RankPlace:
+    """The place that torchrun's variables give.
+
+    Raises:
+        ConfigError: one of them is missing or makes no sense; names it.
+    """
+    rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    if rank >= world_size:
+        raise _no_place(f"RANK = {rank} is not below WORLD_SIZE = {world_size}")
+    port = _number(environment, "MASTER_PORT")
+    if not 0 < port <= 65535:
+        raise _no_place(f"MASTER_PORT = {port} is not in 1..65535")
+    host = split_host_port(_given(environment, "MASTER_ADDR"))[0]
+    return RankPlace(rank, world_size, host, port)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = _given(environment, name)
+    if not (text.isascii() and text.isdigit()):
+        raise _no_place(f"{name} = {text!r} is no number")
+    return int(text)
+
+
+def _given(environment: Mapping[str, str], name: str) -> str:
+    if not environment.get(name):
+        raise _no_place(f"{name} is not set")
+    return environment[name]
+
+
+def _no_place(why: str) -> ConfigError:
+    return ConfigError(
+        f"several trainer ranks need torchrun's environment, and {why}; start them with torchrun "
+        "or sluice up"
+    )
+
+
+def _joined(place: RankPlace, timeout_s: float) -> EpochStore:
+    """Reaches the store and waits there for all ranks."""
+    spec = TransferGroupSpec(
+        epoch=_EPOCH,
+        host=place.host,
+        port=place.port,
+        rank=place.rank,
+        world_size=place.world_size,
+        backend="",
+        bucket_bytes=0,
+        timeout_s=timeout_s,
+        tensors=(),
+        plan_digest="",
+    )
+    link = _reached(spec, place)
+    try:
+        gather(link, spec, {rank: f"trainer rank {rank}" for rank in range(place.world_size)})
+    except DeadlineError as error:
+        raise DeadlineError(error.peer, FORMING, timeout_s, LATE_REMEDY) from error
+    except WeightSyncError as error:
+        raise PeerError(place.store_name, FORMING, error.detail) from error
+    return EpochStore(link, timeout_s, "another trainer rank")
+
+
+def _reached(spec: TransferGroupSpec, place: RankPlace) -> StoreLink:
+    """Asks until the store answers: rank 0 may start later than the others."""
+    ends_s = time.monotonic() + spec.timeout_s
+    while True:
+        try:
+            link = StoreLink(spec, FORMING, lambda: None)
+            link.ask(Read(()))
+        except (DeadlineError, WeightSyncError) as error:
+            if time.monotonic() > ends_s:
+                why = f"{error}; {LATE_REMEDY}"
+                raise DeadlineError(place.store_name, FORMING, spec.timeout_s, why) from error
+        else:
+            return link
+        time.sleep(_RETRY_S)

@@ -1,0 +1,232 @@
+"""The part of the run configuration that the critic needs; what is null follows the actor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from services.trainer.learner.batch.micro_batch import MicroBatch
+from services.trainer.learner.batch.mini_batch import BatchCut, MiniBatch, Share, split_batch
+from services.trainer.learner.batch.tables import BatchTable, gather_tokens, tokens_of
+from services.trainer.learner.model.forward import response_values
+from services.trainer.learner.model.loading import compute_context, load_critic
+from services.trainer.learner.model.sharding import EvenPasses
+from services.trainer.learner.model.trained_model import trained_model
+from services.trainer.learner.ranks.parallel import DataParallel
+from sluice.algorithm.losses.objective import aggregate
+from sluice.algorithm.losses.value_loss import ValueLoss, value_loss
+from sluice.config.run import RunConfig
+from sluice.config.schema.actor import FsdpConfig, OptimConfig
+from sluice.config.schema.actor_rollout_ref import ModelConfig
+from sluice.config.schema.critic import CriticConfig
+from sluice.device.protocol import Device
+from sluice.types import TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class CriticSettings:
+    """Model, optimizer, and how a train batch is cut and its losses are aggregated."""
+
+    model: ModelConfig
+    precision: FsdpConfig
+    optim: OptimConfig
+    cut: BatchCut
+    epochs: int
+    cliprange_value: float
+    loss_agg_mode: str
+    loss_scale_factor: float
+    max_tokens: int
+
+
+def critic_settings(config: RunConfig) -> CriticSettings:
+    """Read them."""
+    critic, actor = config.critic, config.actor_rollout_ref.actor
+    scale = critic.loss_scale_factor or actor.loss_scale_factor or config.data.max_response_length
+    return CriticSettings(
+        model=_model(config),
+        precision=critic.fsdp,
+        optim=critic.optim,
+        cut=_cut(critic, config),
+        epochs=critic.ppo_epochs or actor.ppo_epochs,
+        cliprange_value=critic.cliprange_value,
+        loss_agg_mode=critic.loss_agg_mode or actor.loss_agg_mode,
+        loss_scale_factor=float(scale),
+        max_tokens=config.data.max_prompt_length + config.data.max_response_length,
+    )
+
+
+def _model(config: RunConfig) -> ModelConfig:
+    policy, own = config.actor_rollout_ref.model, config.critic.model
+    return structs.replace(
+        policy,
+        path=own.path or policy.path,
+        enable_gradient_checkpointing=own.enable_gradient_checkpointing,
+    )
+
+
+def _cut(critic: CriticConfig, config: RunConfig) -> BatchCut:
+    actor = config.actor_rollout_ref.actor
+    by_tokens = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
+    shuffles = actor.shuffle if critic.shuffle is None else critic.shuffle
+    return BatchCut(
+        mini_batch_groups=critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
+        token_budget=critic.ppo_max_token_len_per_gpu if by_tokens else None,
+        rows_per_micro=(
+            None
+            if by_tokens
+            else critic.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
+        ),
+        shuffle_seed=critic.data_loader_seed if shuffles else None,
+    )
+
+
+CPU = torch.device("cpu")
+LOSS = "critic/vf_loss"
+TOKEN_MEANS = ("critic/vf_clipfrac", "critic/vpred_mean")
+
+
+class Critic:
+    """A value model with its own optimizer. Collective: every rank runs the same batches.
+
+    Raises:
+        ConfigError: the model cannot be loaded or trained.
+    """
+
+    def __init__(
+        self, settings: CriticSettings, parallel: DataParallel, device: Device, total_steps: int
+    ) -> None:
+        self._settings, self._parallel, self._device = settings, parallel, device
+        self.trained = trained_model(
+            load_critic(settings.model, settings.precision, CPU, settings.max_tokens),
+            settings.precision,
+            settings.optim,
+            parallel,
+            total_steps,
+            key="critic.fsdp",
+            device=device.torch_device,
+        )
+        self.model, self.optimizer = self.trained.model, self.trained.optimizer
+        self._passes = EvenPasses(self.trained.shards, parallel, self._forward, device.torch_device)
+        self._mini_batches: list[MiniBatch] = []
+        self._old_values: list[list[Tensor]] = []
+
+    @torch.no_grad()
+    def values(self, batch: TrainBatch, table: BatchTable, step: int) -> Tensor:
+        """Values [rows, W] before the update; keeps what `update` of the same batch needs."""
+        self._mini_batches = split_batch(
+            batch.groups,
+            self._settings.cut,
+            Share(self._parallel.rank, self._parallel.world_size),
+            step=step,
+            device=self._device.torch_device,
+        )
+        self._passes.begin(sum(len(one.micro_batches) for one in self._mini_batches))
+        self._old_values = [
+            [self._forward(micro_batch) for micro_batch in mini_batch.micro_batches]
+            for mini_batch in self._mini_batches
+        ]
+        self._passes.end_forward_only()
+        found = (
+            pair
+            for mini_batch, old in zip(self._mini_batches, self._old_values, strict=True)
+            for pair in zip(mini_batch.micro_batches, old, strict=True)
+        )
+        return gather_tokens(found, table, self._parallel, "gathering the critic's values")
+
+    def update(self, returns: Tensor, mask: Tensor, step: int) -> dict[str, float]:
+        """All optimizer steps of the batch given to `values`.
+
+        Args:
+            returns: [rows, W], what the values should become.
+            mask: bool [rows, W], false at tokens that are left out; the loss's denominators stay.
+            step: number of this train batch in the run, from 1.
+
+        Returns:
+            ``critic/vf_loss``, ``vf_clipfrac``, ``vpred_mean``, ``grad_norm`` and ``lr``.
+        """
+        rate = self.optimizer.begin_batch(step - 1)
+        sums: list[Tensor] = []
+        num_tokens = 0
+        norms = []
+        for _ in range(self._settings.epochs):
+            for mini_batch, old in zip(self._mini_batches, self._old_values, strict=True):
+                losses = self._accumulate(mini_batch, old, returns, mask)
+                self._parallel.all_reduce_sum(
+                    self.optimizer.gradients.buffers, "summing the critic's gradients"
+                )
+                norms.append(self.optimizer.step())
+                sums += [
+                    torch.stack([one.loss.detach(), *(one.metric_sums[n] for n in TOKEN_MEANS)])
+                    for one in losses
+                ]
+                num_tokens += sum(one.num_tokens for one in losses)
+        self._mini_batches, self._old_values = [], []
+        return {**self._means(sums, num_tokens, len(norms)), **_norm(norms), "critic/lr": rate}
+
+    def _accumulate(
+        self, mini_batch: MiniBatch, old_values: Sequence[Tensor], returns: Tensor, mask: Tensor
+    ) -> list[ValueLoss]:
+        losses = []
+        self._passes.begin(len(mini_batch.micro_batches))
+        for micro_batch, old in zip(mini_batch.micro_batches, old_values, strict=True):
+            kept = tokens_of(mask, micro_batch)
+            loss = value_loss(
+                self._forward(micro_batch)[kept],
+                old[kept],
+                tokens_of(returns, micro_batch)[kept],
+                cliprange_value=self._settings.cliprange_value,
+                aggregate=partial(
+                    aggregate,
+                    row_index=micro_batch.rows[kept],
+                    mode=self._settings.loss_agg_mode,
+                    global_tokens=mini_batch.global_tokens,
+                    global_rows=mini_batch.global_rows,
+                    loss_scale_factor=self._settings.loss_scale_factor,
+                ),
+            )
+            self._passes.before_backward()
+            loss.loss.backward()
+            losses.append(loss)
+        self._passes.end_step()
+        return losses
+
+    def _forward(self, micro_batch: MicroBatch) -> Tensor:
+        with compute_context(self._settings.precision, self._device.torch_device):
+            return response_values(self.model, micro_batch)
+
+    def _means(self, sums: Sequence[Tensor], num_tokens: int, num_steps: int) -> dict[str, float]:
+        own = torch.stack(list(sums)).sum(0).tolist() if sums else [0.0] * (1 + len(TOKEN_MEANS))
+        vectors = self._parallel.all_gather([*own, num_tokens], "summing the critic's metrics")
+        loss, *totals, tokens = (sum(column) for column in zip(*vectors, strict=True))
+        means = {n: t / max(tokens, 1.0) for n, t in zip(TOKEN_MEANS, totals, strict=True)}
+        return {LOSS: loss / max(num_steps, 1), **means}
+
+
+def value_metrics(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
+    """``critic/values/*`` and ``critic/vf_explained_var`` over the response tokens of a batch.
+
+    The latter is ``1 - var(returns - values) / (var(returns) + 1e-5)``, variances unbiased; it is
+    left out for fewer than two tokens.
+    """
+    predicted, wanted = values[mask].double(), returns[mask].double()
+    if predicted.numel() < 2:
+        return {}
+    explained = 1.0 - (wanted - predicted).var() / (wanted.var() + 1e-5)
+    return {
+        "critic/values/mean": float(predicted.mean()),
+        "critic/values/max": float(predicted.max()),
+        "critic/values/min": float(predicted.min()),
+        "critic/vf_explained_var": float(explained),
+    }
+
+
+def _norm(norms: Sequence[float]) -> dict[str, float]:
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    return {"critic/grad_norm": float(np.mean(finite))} if finite else {}

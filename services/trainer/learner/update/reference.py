@@ -1,0 +1,68 @@
+"""The frozen reference policy, which divergences are measured from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.trainer.learner.batch.micro_batch import MicroBatch
+from services.trainer.learner.model.forward import token_outputs
+from services.trainer.learner.model.loading import compute_context, load_policy
+from services.trainer.learner.model.sharding import EvenPasses
+from services.trainer.learner.model.trained_model import share_model
+from services.trainer.learner.ranks.parallel import DataParallel
+from sluice.config.schema.actor import FsdpConfig
+from sluice.config.schema.actor_rollout_ref import ModelConfig
+from sluice.device.protocol import Device
+
+_SHARDING = "actor_rollout_ref.actor.fsdp_config"
+CPU = torch.device("cpu")
+
+
+class ReferencePolicy:
+    """The model as the run began with; a resumed run reads it from the same files.
+
+    Its weights wait in the CPU's memory and are on the device only during `logprobs`, like verl's.
+    They are shared over ranks like the policy's.
+
+    Raises:
+        ConfigError: the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        precision: FsdpConfig,
+        device: Device,
+        max_tokens: int,
+        parallel: DataParallel,
+    ) -> None:
+        self._model = load_policy(model, precision, CPU, max_tokens)
+        self._model.requires_grad_(requires_grad=False)
+        self._precision, self._device = precision, device
+        shards = share_model(self._model, precision, parallel, key=_SHARDING, device=CPU)
+        self._passes = EvenPasses(shards, parallel, self._idle_pass, device.torch_device)
+        self._model.to(CPU)  # type: ignore[arg-type]  # transformers narrows the overloads
+
+    @torch.no_grad()
+    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        """Logprobs [N] of each micro-batch's tokens, at the sampling temperature. Collective."""
+        device = self._device.torch_device
+        self._passes.begin(len(micro_batches))
+        self._model.to(device)  # type: ignore[arg-type]  # transformers narrows the overloads
+        try:
+            found = [self._one(micro_batch, temperature) for micro_batch in micro_batches]
+            self._passes.end_forward_only()
+            return found
+        finally:
+            self._model.to(CPU)  # type: ignore[arg-type]
+            self._device.empty_cache()  # the update asks for blocks of other sizes
+
+    def _idle_pass(self, micro_batch: MicroBatch) -> Tensor:
+        return self._one(micro_batch, 1.0)
+
+    def _one(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
+        with compute_context(self._precision, self._device.torch_device):
+            return token_outputs(self._model, micro_batch, temperature=temperature).logprobs

@@ -1,0 +1,118 @@
+"""Whether a train batch is what the trainer asked for: the last look before it is trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from sluice.algorithm.groups.filter import fewest_samples
+from sluice.errors import PeerError
+from sluice.types import Rollout, Scored, TrainBatch, TrainGroup
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTerms:
+    """What every batch of a run has to keep to.
+
+    Args:
+        num_groups: groups in a batch (``data.train_batch_size``).
+        samples_per_group: samples drawn for a prompt (``rollout.n``). A group may hold fewer,
+            since samples can fail, but at least `fewest_samples`.
+        max_staleness: versions that a sample's oldest token may lag behind the version updated.
+        whole_groups: no sample may be missing, since the loss compares all of a group's.
+        with_baselines: every group carries the reward of a greedy response.
+    """
+
+    num_groups: int
+    samples_per_group: int
+    max_staleness: int
+    whole_groups: bool = False
+    with_baselines: bool = False
+
+    @property
+    def fewest_samples(self) -> int:
+        """Samples that make a group."""
+        return fewest_samples(self.samples_per_group, whole_groups=self.whole_groups)
+
+
+def check_batch(batch: TrainBatch, terms: BatchTerms, step: int) -> None:
+    """Refuses a batch that must not be trained.
+
+    Args:
+        batch: as received for `step`.
+        terms: of the run.
+        step: from 1; it updates version ``step - 1`` to version ``step``.
+
+    Raises:
+        PeerError: names the batch, the group, the sample and what is wrong with it.
+    """
+    for problem in _problems(batch, terms, step - 1):
+        raise PeerError(
+            "reward service",
+            f"handing out the batch of step {step}",
+            f"batch {batch.batch_id}, {problem}; the batch is refused and was not trained",
+        )
+
+
+def _problems(batch: TrainBatch, terms: BatchTerms, version: int) -> Iterator[str]:
+    if batch.policy_version != version:
+        yield f"formed for version {batch.policy_version}, but version {version} is updated"
+    if len(batch.groups) != terms.num_groups:
+        yield f"{len(batch.groups)} groups instead of {terms.num_groups}"
+    seen: set[str] = set()
+    for group in batch.groups:
+        name = f"group {group.prompt_id}"
+        if group.prompt_id in seen:
+            yield f"{name}: it is in the batch twice"
+        seen.add(group.prompt_id)
+        yield from (f"{name}: {problem}" for problem in _group_problems(group, terms))
+        for rollout, scored in zip(group.rollouts, group.scores, strict=False):
+            sample = f"{name}, sample {rollout.sample_index}"
+            problems = _sample_problems(rollout, scored, terms.max_staleness, version)
+            yield from (f"{sample}: {problem}" for problem in problems)
+
+
+def _group_problems(group: TrainGroup, terms: BatchTerms) -> Iterator[str]:
+    num_samples = len(group.rollouts)
+    if not terms.fewest_samples <= num_samples <= terms.samples_per_group:
+        yield f"{num_samples} samples, expected {terms.fewest_samples}..{terms.samples_per_group}"
+    if len(group.scores) != num_samples:
+        yield f"{len(group.scores)} scores for {num_samples} samples"
+    indices = [rollout.sample_index for rollout in group.rollouts]
+    if len(set(indices)) != num_samples:
+        yield f"sample indices {indices} repeat"
+    if not group.prompt_token_ids.size:
+        yield "the prompt holds no tokens"
+    if group.baseline_reward is not None and not math.isfinite(group.baseline_reward):
+        yield f"its baseline_reward is {group.baseline_reward}"
+    if group.baseline_reward is None and terms.with_baselines:
+        yield (
+            "it has no baseline_reward, the greedy response's reward that the run's "
+            "algorithm.adv_estimator needs of every group; run the reward service with the same "
+            "configuration"
+        )
+
+
+def _sample_problems(
+    rollout: Rollout, scored: Scored, max_staleness: int, version: int
+) -> Iterator[str]:
+    if rollout.token_ids.size != rollout.behavior_logprobs.size:
+        yield f"{rollout.behavior_logprobs.size} logprobs for {rollout.token_ids.size} tokens"
+    unusable = np.flatnonzero(~np.isfinite(rollout.behavior_logprobs))
+    if unusable.size:
+        first = int(unusable[0])
+        yield f"the logprob of token {first} is {rollout.behavior_logprobs[first]}"
+    if not math.isfinite(scored.reward):
+        yield f"its reward is {scored.reward}"
+    newest = max((span.version for span in rollout.version_spans), default=version)
+    if newest > version:
+        yield f"tokens of version {newest}, but version {version} is the newest there is"
+    oldest = rollout.oldest_version
+    if oldest is not None and version - oldest > max_staleness:
+        yield (
+            f"tokens of version {oldest} are {version - oldest} versions behind version {version}, "
+            f"sluice.asynchrony.max_staleness allows {max_staleness}"
+        )

@@ -1,0 +1,217 @@
+"""Token and time accounting of a run: where its tokens, and the time of trainer and replicas,
+went.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+# What became of the tokens that the reward service received.
+RECEIVED = (
+    "trained",
+    "filtered_all_right",
+    "filtered_all_wrong",
+    "filtered_uniform",
+    "stale",
+    "withdrawn",
+    "failed",
+    "aborted",
+    "surplus",
+    "taken_over",
+    "evaluation",
+    "pending",
+)
+TOKENS_AGE, TOKENS_MOVED = "tokens_age_s", "tokens_moved"
+# Drawn in calls that go on at the replicas, and not sent yet.
+_UNDER_WAY = "under_way"
+# Drawn for callers that are no service of the run: the SDK, the command line, the OpenAI front.
+_DIRECT_CLIENTS = "direct_clients"
+_ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaCounters:
+    """Counters of one replica's process since its start, or sums of them.
+
+    Of `generated_tokens` the caller never got `unsent_tokens` and has not got `running_tokens`.
+    Callers that are no service of the run got `direct_sent_tokens`; of the unsent ones
+    `direct_unsent_tokens` were drawn for them.
+    """
+
+    generated_tokens: int = 0
+    unsent_tokens: int = 0
+    running_tokens: int = 0
+    wall_s: float = 0.0
+    seconds_by_state: Mapping[str, float] = field(default_factory=dict)
+    direct_sent_tokens: int = 0
+    direct_unsent_tokens: int = 0
+
+    @property
+    def sent_tokens(self) -> int:
+        """Tokens that services of the run got."""
+        kept = self.unsent_tokens + self.running_tokens
+        return self.generated_tokens - kept - self.direct_sent_tokens
+
+    def abandoned(self) -> ReplicaCounters:
+        """The same of a replica that has left: what it had not sent, nobody gets any more."""
+        unsent = self.unsent_tokens + self.running_tokens
+        return replace(self, unsent_tokens=unsent, running_tokens=0)
+
+
+def fleet_counters(replicas: Iterable[ReplicaCounters]) -> ReplicaCounters:
+    """The sums over replicas."""
+    known, seconds = tuple(replicas), Counter[str]()
+    for replica in known:
+        seconds.update(replica.seconds_by_state)
+    return ReplicaCounters(
+        generated_tokens=sum(replica.generated_tokens for replica in known),
+        unsent_tokens=sum(replica.unsent_tokens for replica in known),
+        running_tokens=sum(replica.running_tokens for replica in known),
+        wall_s=sum(replica.wall_s for replica in known),
+        seconds_by_state=dict(seconds),
+        direct_sent_tokens=sum(replica.direct_sent_tokens for replica in known),
+        direct_unsent_tokens=sum(replica.direct_unsent_tokens for replica in known),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A total and its parts, in tokens or in seconds."""
+
+    total: float
+    parts: Mapping[str, float]
+
+    @property
+    def residual(self) -> float:
+        """What of the total no part explains; below 0 where the parts are more than the total."""
+        return self.total - sum(self.parts.values())
+
+    @property
+    def residual_share(self) -> float:
+        """Size of the residual over the total; 0 of nothing."""
+        residual = abs(self.residual)
+        return residual / max(self.total, residual) if residual else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunAccounts:
+    """The accounts at one moment. `tokens` is ``None`` if the reward service's are not known.
+
+    `tokens` may be older than the others by `tokens_age_s`; its residual may be off by
+    `tokens_moved` tokens, which came in while everybody was asked.
+    """
+
+    tokens: Account | None
+    trainer: Account
+    rollout: Account
+    tokens_age_s: float = 0.0
+    tokens_moved: int = 0
+
+    def as_mapping(self) -> dict[str, float]:
+        """All numbers by the names of `accounts.json`, totals and residuals included."""
+        named = {
+            f"{prefix}/{part}": value
+            for prefix, account in (
+                ("tokens", self.tokens),
+                ("trainer_s", self.trainer),
+                ("rollout_s", self.rollout),
+            )
+            if account is not None
+            for part, value in account.parts.items()
+        }
+        totals = (
+            ("tokens", "generated_tokens", self.tokens),
+            ("trainer_seconds", "trainer_wall_s", self.trainer),
+            ("rollout_seconds", "rollout_wall_s", self.rollout),
+        )
+        for name, total, account in totals:
+            if account is not None:
+                named[total] = account.total
+                named[f"{name}_residual"] = account.residual
+                named[f"{name}_residual_share"] = account.residual_share
+        if self.tokens is not None:
+            named[TOKENS_AGE] = self.tokens_age_s
+            named[TOKENS_MOVED] = float(self.tokens_moved)
+        return named
+
+
+def token_account(fleet: ReplicaCounters, received: Mapping[str, float]) -> Account:
+    """What became of all tokens that replicas drew.
+
+    Tokens that a replica drew for a call that ended before they were sent count as aborted, like
+    those of samples that the reward service broke off. All tokens of other clients' calls count for
+    those clients: the ones that they got, and the ones that were not sent.
+    """
+    parts = {name: float(received.get(name, 0.0)) for name in RECEIVED}
+    parts[_ABORTED] += fleet.unsent_tokens - fleet.direct_unsent_tokens
+    parts[_UNDER_WAY] = float(fleet.running_tokens)
+    parts[_DIRECT_CLIENTS] = float(fleet.direct_sent_tokens + fleet.direct_unsent_tokens)
+    return Account(float(fleet.generated_tokens), parts)
+
+
+def run_accounts(
+    fleet: ReplicaCounters,
+    received: Mapping[str, float] | None,
+    trainer_s: Mapping[str, float],
+    trainer_wall_s: float,
+) -> RunAccounts:
+    """Settles the three accounts.
+
+    Args:
+        fleet: sums over all replicas that ever took part, those that left as `abandoned`.
+        received: tokens that the reward service got, by what became of them (`RECEIVED`; missing
+            ones are 0, others are ignored); None: not known.
+        trainer_s: the trainer's seconds by phase.
+        trainer_wall_s: seconds since its process started, by another clock.
+    """
+    return RunAccounts(
+        None if received is None else token_account(fleet, received),
+        Account(trainer_wall_s, dict(trainer_s)),
+        Account(fleet.wall_s, dict(fleet.seconds_by_state)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenReading:
+    """The fleet's counters, read between two readings of the reward service's.
+
+    Tokens flow from the fleet to the service all the time, so no two readings fit. But what came in
+    between the service's two is known, and a token that came in after the fleet was read was drawn:
+    by then it was under way, or drawn even later.
+
+    Attributes:
+        before: tokens that the reward service had got, by what became of them.
+        fleet: sums over the replicas, read after `before`.
+        after: as `before`, read when all replicas had answered.
+    """
+
+    before: Mapping[str, float]
+    fleet: ReplicaCounters
+    after: Mapping[str, float]
+
+    @property
+    def moved_tokens(self) -> int:
+        """Tokens that the reward service got between its two readings.
+
+        The residual may be off by so many at most.
+        """
+        return max(0, round(sum(self.after.values()) - sum(self.before.values())))
+
+    def account(self) -> Account:
+        """The tokens by what became of them, at the moment of `after`.
+
+        Tokens that were sent and have not been received are in the residual; so are those that were
+        received and not sent, but for `moved_tokens` of them.
+        """
+        fleet = self.fleet
+        unknown = round(sum(self.after.values())) - fleet.sent_tokens
+        late = min(max(0, unknown), self.moved_tokens)
+        sampled_late = max(0, late - fleet.running_tokens)
+        at_the_end = replace(
+            fleet,
+            generated_tokens=fleet.generated_tokens + sampled_late,
+            running_tokens=fleet.running_tokens + sampled_late - late,
+        )
+        return token_account(at_the_end, self.after)

@@ -1,0 +1,132 @@
+"""Token-level rewards: the score at the last token, less the KL penalty
+(`algorithm.use_kl_in_reward`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from sluice.algorithm.advantages.statistics import masked_mean
+from sluice.algorithm.kl_estimator import kl_estimate
+from sluice.errors import ConfigError
+
+
+def last_token_rewards(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Each row's score on its last masked position, 0 elsewhere.
+
+    The score of a row without any goes to its last column: such a row has no tokens to train, but
+    still counts in the statistics of its group, as in verl.
+
+    Args:
+        scores: float [rows].
+        mask: bool [rows, width], width >= 1.
+
+    Returns:
+        float [rows, width], in the scores' dtype.
+    """
+    rewards = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)
+    from_the_end = mask.flip(-1).to(torch.int8).argmax(-1, keepdim=True)
+    return rewards.scatter(-1, mask.shape[-1] - 1 - from_the_end, scores.unsqueeze(-1))
+
+
+MAX_PROPORTIONAL_ERROR = 0.2
+CONTROLLER_TYPES = ("fixed", "adaptive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlController:
+    """A state; `after_batch` gives the next one.
+
+    ``fixed`` keeps `coef`. ``adaptive`` moves it towards `target_kl` (Ziegler et al. 2019, arXiv
+    1909.08593, §2.2): ``coef * (1 + clip(kl / target_kl - 1, -0.2, 0.2) * rows / horizon)``.
+
+    Args:
+        type: ``fixed`` or ``adaptive``.
+        coef: coefficient of the penalty in the next batch.
+        target_kl: divergence a token to be reached, > 0.
+        horizon: rows over which a clipped error of 1 would double the coefficient, > 0.
+
+    Raises:
+        ConfigError: unknown type, or a bound of the adaptive controller is broken.
+    """
+
+    type: str = "fixed"
+    coef: float = 0.001
+    target_kl: float = 0.1
+    horizon: float = 10000.0
+
+    def __post_init__(self) -> None:
+        if self.type not in CONTROLLER_TYPES:
+            raise ConfigError(
+                f"algorithm.kl_ctrl.type: unknown value '{self.type}'; known: "
+                f"{', '.join(CONTROLLER_TYPES)}"
+            )
+        if self.type == "adaptive" and not (self.horizon > 0 and self.target_kl > 0):
+            raise ConfigError(
+                "algorithm.kl_ctrl.horizon and target_kl must be > 0 with type=adaptive, got "
+                f"{self.horizon} and {self.target_kl}"
+            )
+
+    def after_batch(self, current_kl: float, *, num_rows: int) -> KlController:
+        """The state after a batch of `num_rows` rows whose mean divergence was `current_kl`."""
+        if self.type == "fixed":
+            return self
+        error = current_kl / self.target_kl - 1.0
+        clipped = min(max(error, -MAX_PROPORTIONAL_ERROR), MAX_PROPORTIONAL_ERROR)
+        return dataclasses.replace(self, coef=self.coef * (1.0 + clipped * num_rows / self.horizon))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PenalizedRewards:
+    """Rewards less the penalty, the controller for the next batch, and the metrics.
+
+    Args:
+        rewards: float [rows, width], token-level.
+        controller: after this batch.
+        metrics: ``actor/reward_kl_penalty``, the mean over rows of each row's token mean, and
+            ``actor/reward_kl_penalty_coeff``, the coefficient that was used.
+    """
+
+    rewards: torch.Tensor
+    controller: KlController
+    metrics: Mapping[str, float]
+
+
+@torch.no_grad()
+def penalize_rewards(
+    scores: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    kind: str,
+    controller: KlController,
+) -> PenalizedRewards:
+    """``scores - coef * KL(old || ref)`` on the mask, the scores elsewhere.
+
+    Args:
+        scores: float [rows, width], token-level.
+        old_logprobs: float [rows, width], of the policy before the batch.
+        ref_logprobs: float [rows, width], of the reference policy.
+        mask: bool [rows, width], the tokens of the responses.
+        kind: name of a `kl_estimate`.
+        controller: its state before the batch.
+
+    Raises:
+        ConfigError: unknown kind.
+    """
+    estimate = kl_estimate(old_logprobs, ref_logprobs, kind=kind)
+    penalty = torch.where(mask.bool(), estimate, torch.zeros_like(estimate))
+    current_kl = float(masked_mean(penalty, mask, -1).mean()) if scores.numel() else 0.0
+    return PenalizedRewards(
+        rewards=scores - controller.coef * penalty,
+        controller=controller.after_batch(current_kl, num_rows=scores.shape[0]),
+        metrics={
+            "actor/reward_kl_penalty": current_kl,
+            "actor/reward_kl_penalty_coeff": controller.coef,
+        },
+    )

@@ -1,0 +1,377 @@
+"""Decide when a train batch is formed, and of which groups (bounded staleness)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+OnStale = Literal["wait", "drop"]
+
+KeptByVersion = Mapping[int, Mapping[str, int]]
+"""Kept groups: oldest version -> prompt id -> sequence."""
+
+RunningByVersion = Mapping[int, Collection[str]]
+"""Groups still being generated or graded: start version -> prompt ids. Their tokens are of that
+version or later."""
+
+_NONE: RunningByVersion = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDecision:
+    """What to do with the kept groups now, by prompt id.
+
+    `chosen` (oldest first) is empty or of exactly the batch size. `dropped` (oldest version first)
+    are beyond the bound for ever, whether or not a batch is formed. `waiting_for` are the start
+    versions of the running groups that hold a batch back. `doomed` names running groups to cancel
+    (`doomed_groups`). `num_missing` is how many more kept groups a batch needs.
+    """
+
+    chosen: tuple[str, ...]
+    dropped: tuple[str, ...]
+    waiting_for: tuple[int, ...]
+    expired: tuple[str, ...]
+    num_missing: int
+
+
+def staleness(current_version: int, oldest_version: int) -> int:
+    """How many versions the oldest token of a group is behind the policy about to be updated.
+
+    Raises:
+        ValueError: the token is from a version that does not exist yet.
+    """
+    if oldest_version > current_version:
+        raise ValueError(
+            f"tokens of version {oldest_version} cannot meet a policy of version {current_version}"
+        )
+    return current_version - oldest_version
+
+
+def may_form_batch(
+    kept: KeptByVersion,
+    running: RunningByVersion,
+    *,
+    version: int,
+    max_staleness: int,
+    batch_size: int,
+    on_stale: OnStale,
+    kept_bound: Callable[[int], float] = float,
+    reserved: RunningByVersion = _NONE,
+) -> BatchDecision:
+    """Decide whether the batch for `version` is formed now, and of which groups.
+
+    A kept group newer than `version` is neither chosen nor dropped: its policy is published but
+    not announced yet. Costs O(versions), and O(groups) of the versions that something is decided
+    about.
+
+    Args:
+        kept: the kept groups that wait.
+        running: all running groups, but for those in `claimed`.
+        version: the version the batch will update.
+        max_staleness: S >= 0.
+        batch_size: B >= 1, groups in a batch.
+        on_stale: ``wait`` or ``drop``, see the top of this file.
+        kept_bound: upper bound on how many of a number of running groups will be kept. The
+            default (all) loses nothing; `admission.kept_upper_bound` waits less at low yield.
+        claimed: running groups whose place is certain.
+    """
+    oldest_allowed = version - max_staleness
+    dropped = _older_than(kept, oldest_allowed)
+    first_alive = _first_alive(kept, running, reserved, oldest_allowed, batch_size)
+    expired = _older_than(running, first_alive) + _older_than(reserved, oldest_allowed)
+    eligible = sorted(v for v in kept if oldest_allowed <= v <= version)
+    num_missing = max(0, batch_size - sum(len(kept[v]) for v in eligible))
+    if num_missing:
+        return BatchDecision((), dropped, (), expired, num_missing)
+    filling = _filling(kept, eligible, batch_size)
+    waiting_for: tuple[int, ...] = ()
+    if on_stale == "wait":
+        alive = {v: len(ids) for v, ids in running.items() if v >= first_alive and ids}
+        for v, ids in reserved.items():
+            if v >= oldest_allowed and ids:
+                alive[v] = alive.get(v, 0) + len(ids)
+        waiting_for = _last_chance(
+            alive, filling[-1], oldest_allowed, batch_size=batch_size, kept_bound=kept_bound
+        )
+    chosen = () if waiting_for else _in_order(kept, filling)[:batch_size]
+    return BatchDecision(chosen, dropped, waiting_for, expired, 0)
+
+
+def expired_groups(
+    kept: KeptByVersion,
+    running: RunningByVersion,
+    *,
+    next_version: int,
+    max_staleness: int,
+    batch_size: int,
+    reserved: RunningByVersion = _NONE,
+) -> tuple[str, ...]:
+    """Running groups that would have no place in time if they were kept: their prompt ids.
+
+    Batches of `next_version` to u + S have ``(u + S - next_version + 1) * B`` places for groups of
+    version u or older. Where kept groups fill them, no running group that old has one left; nor
+    has it one where it would push out a kept group of a younger version. Ask whenever a group is
+    kept and whenever one starts: nothing else leaves a running group without a place. Costs
+    O(versions) where none is doomed.
+
+    Args:
+        kept: the kept groups that wait.
+        running: all running groups, but for those in `claimed`.
+        next_version: version of the next batch to be formed: the current one, or the one after it
+            while the trainer holds a batch.
+        max_staleness: S.
+        batch_size: B.
+        claimed: running groups whose place is certain.
+    """
+    oldest_allowed = next_version - max_staleness
+    first_alive = _first_alive(kept, running, reserved, oldest_allowed, batch_size)
+    return _older_than(running, first_alive) + _older_than(reserved, oldest_allowed)
+
+
+def _first_alive(
+    kept: KeptByVersion,
+    running: RunningByVersion,
+    reserved: RunningByVersion,
+    oldest_allowed: int,
+    batch_size: int,
+) -> int:
+    """Running groups of this version or later may have a place; older ones have none."""
+    first_alive, filled = oldest_allowed, 0
+    if not kept and not reserved:  # asked at every start: nothing fills a place
+        return first_alive
+    for version in sorted(v for v in {*kept, *running, *reserved} if v >= oldest_allowed):
+        filled += len(kept.get(version, ())) + len(reserved.get(version, ()))
+        if filled >= (version - oldest_allowed + 1) * batch_size:
+            first_alive = version + 1
+    return first_alive
+
+
+def _older_than(groups: Mapping[int, Collection[str]], version: int) -> tuple[str, ...]:
+    old = sorted([v for v in groups if v < version])  # a list is faster than a generator
+    if not old:
+        return ()
+    return tuple(prompt_id for v in old for prompt_id in groups[v])
+
+
+def _filling(kept: KeptByVersion, eligible: Sequence[int], batch_size: int) -> list[int]:
+    """The oldest of the eligible versions whose groups fill a batch; all of them are needed."""
+    filling, filled = [], 0
+    for version in eligible:
+        filling.append(version)
+        filled += len(kept[version])
+        if filled >= batch_size:
+            break
+    return filling
+
+
+def _in_order(kept: KeptByVersion, versions: Sequence[int]) -> tuple[str, ...]:
+    """Kept groups of ascending versions, by sequence within each."""
+    return tuple(
+        prompt_id for v in versions for prompt_id in sorted(kept[v], key=kept[v].__getitem__)
+    )
+
+
+def _last_chance(
+    alive: Mapping[int, int],
+    newest_chosen: int,
+    oldest_allowed: int,
+    *,
+    batch_size: int,
+    kept_bound: Callable[[int], float],
+) -> tuple[int, ...]:
+    """Start versions of running groups that would find no place if the batch were formed now.
+
+    Args:
+        alive: running groups by start version, none older than `oldest_allowed`.
+        newest_chosen: youngest version in the batch.
+        oldest_allowed: oldest version that may be in it.
+        batch_size: B.
+        kept_bound: see `may_form_batch`.
+    """
+    waiting_for = [v for v in alive if v == oldest_allowed]
+    for start_version in range(oldest_allowed + 1, newest_chosen):
+        # All kept groups this old are chosen, since a younger one is: only running ones remain.
+        older = sorted(v for v in alive if v <= start_version)
+        places = (start_version - oldest_allowed) * batch_size
+        if kept_bound(sum(alive[v] for v in older)) > places:
+            waiting_for = older
+    return tuple(waiting_for)
+
+
+# The ages of kept and running groups, counted by version as they change.
+#
+# State without a clock or I/O, for the reward service and the simulator alike. Every start, end
+# and kept group may leave something to decide, and thousands of groups may be running: so they
+# are held by version, where the rules of `staleness` see their numbers without a look at each.
+
+
+class GroupAges:
+    """Kept and running groups of one run, by prompt id.
+
+    The two are told apart only by who tells: a group may be both, between being kept and the end
+    of its task. Of those that run, some claim a place, from before they hold tokens until they end.
+
+    Args:
+        batch_size: B >= 1, groups in a batch.
+        max_staleness: S >= 0.
+        on_stale: ``wait`` or ``drop``, see `staleness`.
+    """
+
+    def __init__(self, batch_size: int, max_staleness: int, on_stale: OnStale) -> None:
+        self._batch_size, self._max_staleness = batch_size, max_staleness
+        self._on_stale: OnStale = on_stale
+        self._kept = _ByVersion()
+        self._running = _ByVersion()
+        self._reserved = _ByVersion()  # of those that run, whose place is certain
+
+    def keep(self, prompt_id: str, oldest_version: int, sequence: int) -> None:
+        """A group waits for a batch.
+
+        Args:
+            prompt_id: names it.
+            oldest_version: of its tokens.
+            sequence: its place among groups of that version; the lowest is taken first.
+        """
+        self._kept.put(prompt_id, oldest_version, sequence)
+        self._reserved.take(prompt_id)  # its task may not have ended; it takes one place, not two
+
+    def remove(self, prompt_id: str) -> None:
+        """A kept group waits no more; harmless if it does not."""
+        self._kept.take(prompt_id)
+
+    def remove_all(self) -> None:
+        """No kept group waits any more."""
+        self._kept = _ByVersion()
+
+    def reserve(self, prompt_id: str, version: int) -> None:
+        """A group's place in the batch for `version` is certain until it leaves (`withdrawals`),
+        whether or not it holds tokens yet."""
+        self._reserved.put(prompt_id, version)
+
+    def runs(self, prompt_id: str, start_version: int) -> None:
+        """A group's tokens are of `start_version` or later: it starts, or starts over."""
+        has_reservation = prompt_id in self._reserved.versions
+        (self._reserved if has_reservation else self._running).put(prompt_id, start_version)
+
+    def pauses(self, prompt_id: str) -> None:
+        """A group holds no tokens any more; what it claims remains. Harmless if it held none."""
+        self._running.take(prompt_id)
+
+    def left(self, prompt_id: str) -> None:
+        """A group runs no more; harmless if it did not."""
+        self._running.take(prompt_id)
+        self._reserved.take(prompt_id)
+
+    def decide(self, version: int, kept_bound: Callable[[int], float] = float) -> BatchDecision:
+        """What to do now towards the batch for `version` (`staleness.may_form_batch`)."""
+        return may_form_batch(
+            self._kept.groups,
+            self._running.groups,
+            version=version,
+            max_staleness=self._max_staleness,
+            batch_size=self._batch_size,
+            on_stale=self._on_stale,
+            kept_bound=kept_bound,
+            reserved=self._reserved.groups,
+        )
+
+    def expired(self, next_version: int) -> tuple[str, ...]:
+        """Running groups without a place from `next_version` on (`staleness.doomed_groups`)."""
+        return expired_groups(
+            self._kept.groups,
+            self._running.groups,
+            next_version=next_version,
+            max_staleness=self._max_staleness,
+            batch_size=self._batch_size,
+            reserved=self._reserved.groups,
+        )
+
+    def drops(self, prompt_id: str, next_version: int) -> bool:
+        """Whether a doomed group is dropped for its age; if not, it begins again.
+
+        Raises:
+            KeyError: the group is not running, or claims its place (such a one begins again).
+        """
+        is_too_old = self._running.versions[prompt_id] < next_version - self._max_staleness
+        return self._on_stale == "drop" and is_too_old
+
+
+class _ByVersion:
+    """Groups by version (no version without one), and the version of each."""
+
+    def __init__(self) -> None:
+        self.groups: dict[int, dict[str, int]] = {}  # version -> prompt id -> sequence
+        self.versions: dict[str, int] = {}
+
+    def put(self, prompt_id: str, version: int, sequence: int = 0) -> None:
+        if prompt_id in self.versions:
+            self.take(prompt_id)
+        self.versions[prompt_id] = version
+        same_age = self.groups.get(version)
+        if same_age is None:
+            same_age = self.groups[version] = {}
+        same_age[prompt_id] = sequence
+
+    def take(self, prompt_id: str) -> None:
+        version = self.versions.pop(prompt_id, None)
+        if version is None:
+            return
+        same_age = self.groups[version]
+        del same_age[prompt_id]
+        if not same_age:
+            del self.groups[version]
+
+
+# Which groups have been withdrawn, and which of them have a place for certain.
+#
+# A group is withdrawn when a batch is full without it: it is broken off, and its prompt is drawn
+# anew by the next policy. Where an on-policy batch is filled on average (`admission`), that
+# meets whatever takes longest, so long answers would be withdrawn again and again, and seldom be
+# trained. Therefore a prompt that has been withdrawn `CLAIM_AFTER` times claims a place when it
+# starts once more: it counts as a kept group does, and is not withdrawn. The batch waits for it,
+# and withdraws others for it: so only few hold claims at a time, first come first served.
+#
+# State without a clock or I/O, for the reward service and the simulator alike.
+
+RESERVE_AFTER = 3
+"""Withdrawals after which a group claims its place."""
+
+RESERVED_SHARE = 1 / 8
+"""Share of a batch's places that may be claimed at a time; at least one place."""
+
+
+class Preemptions:
+    """Withdrawn groups of one run, by prompt id, until a group of the prompt ends.
+
+    Args:
+        batch_size: B, groups in a train batch.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self._max_reserved = max(1, int(RESERVED_SHARE * batch_size))
+        self._times: dict[str, int] = {}
+        self._reserved_ids: set[str] = set()
+
+    def reserves_slot(self, prompt_id: str) -> bool:
+        """A group starts, perhaps once more; whether it holds a claim from here on."""
+        is_due = self._times.get(prompt_id, 0) >= RESERVE_AFTER
+        if is_due and len(self._reserved_ids) < self._max_reserved:
+            self._reserved_ids.add(prompt_id)
+        return prompt_id in self._reserved_ids
+
+    def preempted(self, prompt_id: str) -> None:
+        """A group was broken off for want of a place, and will start again."""
+        self._times[prompt_id] = self._times.get(prompt_id, 0) + 1
+        self._reserved_ids.discard(prompt_id)
+
+    def ended(self, prompt_id: str) -> None:
+        """A group was kept, filtered or failed; harmless if it was never withdrawn."""
+        self._times.pop(prompt_id, None)
+        self._reserved_ids.discard(prompt_id)
+
+    def forget(self) -> None:
+        """Nothing was withdrawn."""
+        self._times.clear()
+        self._reserved_ids.clear()

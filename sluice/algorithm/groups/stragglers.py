@@ -1,0 +1,188 @@
+"""Decide which streams and groups are given up, from times that the caller passes.
+
+A *stream* is one replica's answer to one request for samples of a group. It is stalled when nothing
+comes of it, slow when its samples grow much slower than those of other replicas; either way its
+samples continue elsewhere. A *group* is over when it has taken its time or its tokens; what is
+unfinished then ends as it stands.
+
+Times are seconds of any clock that never goes back; rates are tokens a second and running sample.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+# A rate is the mean of at least so many arrivals of tokens, and over so long.
+LEAST_ARRIVALS = 4
+LEAST_OBSERVED_S = 1.0
+# Share of the newest rate in a replica's; the rest is what was known before.
+NEWEST_SHARE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class StragglerRules:
+    """When to give up; ``None`` turns a rule off.
+
+    Attributes:
+        stall_timeout_s: a stream of which nothing comes for so long is stalled.
+        slow_factor: a stream so many times slower than the median of the other replicas is slow.
+        group_deadline_s: seconds after its first start at which a group is over.
+        group_token_budget: response tokens at which a group is over.
+    """
+
+    stall_timeout_s: float | None = None
+    slow_factor: float | None = None
+    group_deadline_s: float | None = None
+    group_token_budget: int | None = None
+
+    def stalled_at(self, pace: StreamPace) -> float | None:
+        """When a stream is stalled unless something comes of it before."""
+        return None if self.stall_timeout_s is None else pace.last_progress + self.stall_timeout_s
+
+    def is_slow(self, rate: float | None, others: float | None) -> bool:
+        """Whether a stream of `rate` lags behind replicas whose median rate is `others`."""
+        if self.slow_factor is None or rate is None or others is None:
+            return False
+        return rate * self.slow_factor < others
+
+    def over_at(self, first_start: float | None) -> float | None:
+        """When a group that started at `first_start` has taken its time."""
+        if self.group_deadline_s is None or first_start is None:
+            return None
+        return first_start + self.group_deadline_s
+
+    def is_spent(self, num_tokens: int) -> bool:
+        """Whether a group with so many response tokens has taken its tokens."""
+        return self.group_token_budget is not None and num_tokens >= self.group_token_budget
+
+
+@dataclass(slots=True)
+class StreamPace:
+    """How a stream comes along.
+
+    Attributes:
+        waiting: samples of which no token came from this stream; they may wait for a slot.
+        running: samples of which tokens came, but not all.
+        last_progress: when something came that shows that these samples get on.
+        num_tokens: tokens that came.
+    """
+
+    waiting: set[int]
+    last_progress: float
+    running: set[int] = field(default_factory=set)
+    num_tokens: int = 0
+    num_finished: int = 0
+    _newest: dict[int, float] = field(default_factory=dict)  # when a running sample's token came
+    _accepted: float | None = None
+    _engine_tokens: int | None = None
+    _last_arrival: float | None = None
+    _num_arrivals: int = 0
+    _grown_tokens: int = 0  # of running samples, since their first tokens came
+    _grown_s: float = 0.0  # sample-seconds that these took
+    _whole_tokens: int = 0  # of finished samples
+    _whole_s: float = 0.0  # from acceptance, so that waiting for a slot counts as well
+
+    @classmethod
+    def begun(cls, sample_indexes: Collection[int], now: float) -> StreamPace:
+        """The pace of a stream that was just asked for `sample_indexes`."""
+        return cls(set(sample_indexes), now)
+
+    def accepted(self, now: float) -> None:
+        """The replica has taken the request."""
+        self._accepted = self.last_progress = now
+
+    def engine_progressed(self, engine_tokens: int, now: float) -> None:
+        """The replica says how many tokens it has drawn for whomever.
+
+        More than before are a sign of life for samples that may wait for a slot. Samples that have
+        one get tokens of their own.
+        """
+        if self.waiting and engine_tokens != self._engine_tokens:
+            self.last_progress = now
+        self._engine_tokens = engine_tokens
+
+    def arrived(self, new_tokens: dict[int, int], finished: Collection[int], now: float) -> None:
+        """New tokens came by sample index, and the last of those in `finished`."""
+        if self._last_arrival is not None:
+            self._grown_tokens += sum(new_tokens.get(index, 0) for index in self.running)
+            self._grown_s += len(self.running) * (now - self._last_arrival)
+            self._num_arrivals += bool(self.running)
+        if self._accepted is not None:
+            self._whole_tokens += sum(new_tokens.get(index, 0) for index in finished)
+            self._whole_s += len(finished) * (now - self._accepted)
+        came = {index for index, count in new_tokens.items() if count}
+        self.waiting -= came | set(finished)
+        self.running = (self.running | came) - set(finished)
+        self._newest = {index: now if index in came else self._newest[index]
+                        for index in self.running}  # fmt: skip
+        self.num_tokens += sum(new_tokens.values())
+        self.num_finished += len(finished)
+        self._last_arrival = self.last_progress = now
+
+    def quietest(self, now: float) -> tuple[int, float] | None:
+        """The running sample that has been without a new token for longest, and for how long."""
+        if not self._newest:
+            return None
+        index = min(self._newest, key=self._newest.__getitem__)
+        return index, now - self._newest[index]
+
+    def rate(self, now: float) -> float | None:
+        """Tokens a second and running sample, since its first tokens; ``None``: too early to say.
+
+        A sample that ends between two arrivals counts as running until the second one.
+        """
+        if self._num_arrivals < LEAST_ARRIVALS or self._last_arrival is None:
+            return None
+        seconds = self._grown_s + len(self.running) * (now - self._last_arrival)
+        return self._grown_tokens / seconds if seconds >= LEAST_OBSERVED_S else None
+
+    def least_rate(self) -> float | None:
+        """What the rate of finished samples was at least; ``None``: none has finished."""
+        return self._whole_tokens / self._whole_s if self._whole_s > 0 else None
+
+
+class RateTable:
+    """The latest rate of each replica, smoothed."""
+
+    def __init__(self) -> None:
+        self._rates: dict[str, float] = {}
+        self._sorted: list[float] = []
+
+    def note(self, replica: str, rate: float) -> None:
+        """A stream of `replica` ran at `rate`."""
+        before = self._rates.get(replica)
+        if before is not None:
+            del self._sorted[bisect_left(self._sorted, before)]
+            rate = NEWEST_SHARE * rate + (1 - NEWEST_SHARE) * before
+        self._rates[replica] = rate
+        insort(self._sorted, rate)
+
+    def retain(self, replicas: Collection[str]) -> None:
+        """Forget all other replicas."""
+        self._rates = {name: rate for name, rate in self._rates.items() if name in replicas}
+        self._sorted = sorted(self._rates.values())
+
+    def median_of_others(self, replica: str) -> float | None:
+        """The median rate of all replicas but this one; ``None``: no rate of another is known.
+
+        Its own rate is left out since in a small fleet it would pull the median to itself.
+        """
+        own = self._rates.get(replica)
+        if own is None:
+            return _median(self._sorted, len(self._sorted))
+        place = bisect_left(self._sorted, own)
+        return _median(self._sorted, place)
+
+
+def _median(values: Sequence[float], left_out: int) -> float | None:
+    """The median of sorted values without the one at place `left_out`, if there is such a place."""
+    count = len(values) - (left_out < len(values))
+    if count == 0:
+        return None
+
+    def at(place: int) -> float:
+        return values[place + (place >= left_out)]
+
+    return (at((count - 1) // 2) + at(count // 2)) / 2

@@ -1,0 +1,244 @@
+"""How many new groups to start now (over-generation by continuous refill).
+
+Every kept group must find a place in a train batch before it is too stale. A group started under
+version v may be trained in the batches of v, ..., v + S: room for ``(S + 1) * B`` kept groups,
+less those leased to the trainer already. Groups start while
+
+    kept + upper bound on how many of those in flight will be kept <= (S + 1) * B - in training
+
+*Never waste.* With the trivial bound (everything in flight is kept) no kept group can ever be left
+over: batches take the oldest groups first, so every group counted above has a place in time. That
+bound is used at S = 0 where a run has to repeat; it means at most ``B - kept - in flight`` new
+groups. A prompt then starts only if all before it, were they all kept, would leave a batch
+unfilled; hence the prompts issued for a batch are the shortest run of the stream that yields B kept
+groups, whatever the timing, and none is left over.
+
+*As many as are expected to be needed.* The trivial bound waits for the longest answers several
+times over, each time for fewer groups. Where an on-policy run need not repeat, so many groups run
+that those kept of them fill the batch on average: ``(B - kept) / mean yield``. When it is full, the
+ones still running are withdrawn and drawn anew by the next policy (`staleness.doomed_groups`):
+tokens are lost, never a kept group.
+
+At S >= 1 the trivial bound would idle a fleet whose groups are mostly filtered. The bound is then
+``mean + z * sd`` of a binomial whose rate is itself an upper confidence limit. Groups that end
+early are not typical of those still running (short answers are more often all right), which is
+why the rate errs upwards twice. What exceeds the bound by bad luck still waits for later batches;
+if even those are full, `staleness.doomed_groups` names the groups to cancel while they run.
+
+*No older than wanted.* All places but those of one batch are for groups that will be trained by a
+later policy than drew them. Where A of them are wanted at most, groups start while
+
+    kept + mean of how many of those in flight will be kept < B + A - in training
+
+too. This bound may err: the one above sees to it that every kept group has its place.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from sluice.errors import BatchUnfillableError, ConfigError
+
+DEFAULT_Z = 3.0
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class YieldEstimate:
+    """Share of ended groups that were kept, recent ones weighing more.
+
+    Starts at the prior (a yield of 1 worth eight observations): the first admissions of a run are
+    as careful as at S = 0 and open up as filtered groups are seen.
+
+    Args:
+        decay: weight of the past at each observation; 0.98 remembers about 50 groups.
+        prior_yield: yield assumed before anything is seen, above 0 and at most 1.
+        prior_weight: how many observations the prior is worth; it never decays, so the estimate
+            never reaches 0 and admission never grows without bound.
+    """
+
+    decay: float = 0.98
+    prior_yield: float = 1.0
+    prior_weight: float = 8.0
+    kept_weight: float = 0.0
+    observed_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        rates_are_valid = 0.0 < self.decay <= 1.0 and 0.0 < self.prior_yield <= 1.0
+        if not rates_are_valid or self.prior_weight <= 0.0:
+            raise ConfigError(
+                f"yield estimate: decay {self.decay} and prior yield {self.prior_yield} must lie "
+                f"in (0, 1] and prior weight {self.prior_weight} above 0"
+            )
+
+    def observe(self, kept: bool) -> YieldEstimate:
+        """The estimate after one more group ended, kept or filtered."""
+        return replace(
+            self,
+            kept_weight=self.decay * self.kept_weight + float(kept),
+            observed_weight=self.decay * self.observed_weight + 1.0,
+        )
+
+    @property
+    def mean(self) -> float:
+        """Expected yield, in (0, 1]."""
+        kept = self.kept_weight + self.prior_yield * self.prior_weight
+        return kept / (self.observed_weight + self.prior_weight)
+
+    def upper(self, z: float = DEFAULT_Z) -> float:
+        """Upper confidence limit of the yield, `z` standard errors above the mean."""
+        mean = self.mean
+        # The sum of decaying weights is about half their effective number: errs upwards.
+        variance = max(mean * (1.0 - mean), 0.0) / (self.observed_weight + self.prior_weight)
+        return min(1.0, mean + z * math.sqrt(variance))
+
+
+def kept_upper_bound(num_groups: int, estimate: YieldEstimate, z: float = DEFAULT_Z) -> float:
+    """How many of `num_groups` running groups may be kept: mean and `z` sd, at most all."""
+    rate = estimate.upper(z)
+    spread = math.sqrt(num_groups * rate * (1.0 - rate))
+    return min(float(num_groups), num_groups * rate + z * spread)
+
+
+def groups_to_admit(  # noqa: PLR0913 - the loop, as far as it matters
+    *,
+    train_batch_size: int,
+    max_staleness: int,
+    num_in_flight: int,
+    num_kept: int,
+    num_in_training: int,
+    estimate: YieldEstimate,
+    max_in_flight: int,
+    num_ahead: int | None = None,
+    fills_on_average: bool = False,
+) -> int:
+    """Number of groups to start now, >= 0.
+
+    Args:
+        train_batch_size: B, groups in a train batch.
+        max_staleness: S, versions a group may be behind when it is trained.
+        num_in_flight: groups started and not yet ended.
+        num_kept: kept groups waiting for a batch.
+        num_in_training: groups leased to the trainer whose new policy is not yet announced.
+        estimate: the yield seen so far; ignored at S = 0 unless `fills_on_average`.
+        max_in_flight: absolute bound from the room on the fleet: more would only age in a queue.
+        num_ahead: A, how many kept groups beyond a batch are wanted; ``None``: as many as fit.
+        fills_on_average: at S = 0, start what is expected to be needed, not what surely is.
+    """
+    filled = num_in_training + num_kept
+    capacity = (max_staleness + 1) * train_batch_size - filled
+    if max_staleness > 0:
+        most = most_in_flight(capacity, estimate)
+    else:
+        most = math.ceil(capacity / estimate.mean) if fills_on_average else capacity
+    if num_ahead is not None:
+        most = min(most, math.ceil((train_batch_size + num_ahead - filled) / estimate.mean))
+    return max(0, min(most, max_in_flight) - num_in_flight)
+
+
+@lru_cache(maxsize=4096)  # asked at every event, while estimate and room change at few
+def most_in_flight(capacity: int, estimate: YieldEstimate, z: float = DEFAULT_Z) -> int:
+    """Most running groups n whose `kept_upper_bound` is at most `room`; 0 without room.
+
+    With ``x = sqrt(n)`` the bound ``r x^2 + z sqrt(r (1 - r)) x`` is a parabola, whose larger root
+    is at `room`.
+    """
+    if capacity <= 0:
+        return 0
+    rate = estimate.upper(z)
+    half = z * math.sqrt(rate * (1.0 - rate)) / 2.0
+    root = (math.sqrt(half * half + rate * capacity) - half) / rate
+    return max(capacity, math.floor(root * root + _ROUNDING))
+
+
+def groups_with_capacity(num_free: int, *, first_sequences: int, is_idle: bool) -> int:
+    """Groups that may be asked of the fleet, by the sequences that each asks for at first.
+
+    What a group with probes asks for later is not kept free for it: it waits, and is served before
+    groups that start.
+
+    Args:
+        num_free: sequences that could start, less those that wait already; below 0 if more wait
+            than fit.
+        first_sequences: sequences of a group's first request, at least 1.
+        is_idle: whether no group is under way. Then one has room wherever a sequence has: a group
+            larger than a replica must run as well.
+
+    Returns:
+        at least 0.
+    """
+    capacity = max(0, num_free // first_sequences)
+    return max(1, capacity) if is_idle and num_free > 0 else capacity
+
+
+# When a yield is hopeless: too few of the last groups were kept.
+#
+# The reward service and the simulator judge by the same values.
+
+DEFAULT_MIN_YIELD, DEFAULT_NUM_GROUPS = 0.005, 2000
+"""Those of `algorithm.filter_groups.min_yield` and `min_yield_groups`."""
+REMEDY = (
+    "choose prompts the policy solves sometimes, draw more samples (actor_rollout_ref.rollout.n), "
+    "or lower min_yield (raise max_num_gen_batches if that was given)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LastGroups:
+    """Which of the last groups were kept, of those that ended as kept, filtered or failed.
+
+    Args:
+        num_groups: how many these are.
+        kept: a bit for each, the newest lowest; 1: it was kept.
+    """
+
+    num_groups: int = 0
+    kept: int = 0
+
+    @property
+    def share(self) -> float:
+        """Kept ones of all, in [0, 1]; 1 where there is none."""
+        return self.kept.bit_count() / self.num_groups if self.num_groups else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class YieldFloor:
+    """The bound below which a run gives up.
+
+    Args:
+        min_yield: least share of kept groups, in [0, 1]; 0: no bound.
+        num_groups: how many of the last groups the share is taken over, at least 1.
+    """
+
+    min_yield: float = DEFAULT_MIN_YIELD
+    num_groups: int = DEFAULT_NUM_GROUPS
+
+    def after(self, last: LastGroups, *, is_kept: bool) -> LastGroups:
+        """The last groups once another one has ended."""
+        num_groups = min(last.num_groups + 1, self.num_groups)
+        within = (1 << self.num_groups) - 1
+        return LastGroups(num_groups, (last.kept << 1 | is_kept) & within)
+
+    def is_hopeless(self, last: LastGroups) -> bool:
+        """Whether too few of the last groups were kept; fewer than `num_groups` say nothing."""
+        return last.num_groups >= self.num_groups and last.share < self.min_yield
+
+    def error(
+        self, last: LastGroups, summary: str = "", remedy: str = REMEDY
+    ) -> BatchUnfillableError:
+        """What giving up says.
+
+        The first words are verl's, which its users look for in a log (verl-semantics, filtering).
+
+        Args:
+            last: groups that ended.
+            story: what else is known of them; follows the numbers.
+            remedy: what may help.
+        """
+        return BatchUnfillableError(
+            f"Generated too many groups for those kept: only {last.share:.2%} of the last "
+            f"{self.num_groups} groups were kept, below "
+            f"algorithm.filter_groups.min_yield = {self.min_yield:g}{summary}; {remedy}"
+        )

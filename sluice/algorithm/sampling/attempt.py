@@ -1,0 +1,119 @@
+"""One attempt at a prompt: what earlier attempts showed, what was decided, how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sluice.algorithm.sampling.coverage_guard import Side
+from sluice.algorithm.sampling.pass_rates import GradeCounts
+
+KEPT_PER_VERSION = 0.995
+"""A visit counts this much less for each version between its own and the present one: half after
+about 140. The policy learns, so that samples of another one say less about what it would answer;
+one that begins anew in the folder of an earlier run is as far from that run's last visits."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptHistory:
+    """Earlier visits of a prompt, as of `version`.
+
+    `num_right` and `num_wrong` are discounted counts of graded samples, `mean_tokens` the mean
+    length of their responses.
+    """
+
+    num_right: float
+    num_wrong: float
+    mean_tokens: float
+    version: int
+    num_attempts: int
+
+    def aged(self, version: int) -> PromptHistory:
+        """The same with the counts discounted to `version`, older or younger than its own."""
+        factor = KEPT_PER_VERSION ** abs(version - self.version)
+        return PromptHistory(
+            self.num_right * factor,
+            self.num_wrong * factor,
+            self.mean_tokens,
+            version,
+            self.num_attempts,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RememberedAttempt:
+    """One visit that has ended: what is added to a history, whatever was added meanwhile.
+
+    `num_scored` samples were graded, `num_right` of them right, with `mean_tokens` tokens each in
+    the mean; `version` was announced at the end.
+    """
+
+    num_right: int
+    num_scored: int
+    mean_tokens: float
+    version: int
+
+
+def remembered(history: PromptHistory | None, seen: RememberedAttempt) -> PromptHistory:
+    """The history after one more visit; ``None``: there was none before."""
+    before = (history or PromptHistory(0.0, 0.0, 0.0, seen.version, 0)).aged(seen.version)
+    weight_before = before.num_right + before.num_wrong
+    total = weight_before + seen.num_scored
+    mean = before.mean_tokens * weight_before + seen.mean_tokens * seen.num_scored
+    return PromptHistory(
+        before.num_right + seen.num_right,
+        before.num_wrong + seen.num_scored - seen.num_right,
+        mean / total if total else 0.0,
+        before.version,
+        before.num_attempts + 1,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A prompt that was drawn.
+
+    Args:
+        key: names the prompt across visits.
+        sequence: its place in the order of issue.
+        history: of its earlier visits, where a strategy remembers them.
+        first_samples: samples to draw first; 0: the prompt is passed by.
+        draw_probability: with which it was drawn at all, by its history; in (0, 1].
+        probability: with which it came this far, the choice about its rest included; in (0, 1].
+        side, worth: of the choice it passed, for the coverage guard; the harder one's of two, its
+            worth times the other's probability.
+    """
+
+    key: str
+    sequence: int
+    history: PromptHistory | None
+    first_samples: int
+    admission_probability: float = 1.0
+    probability: float = 1.0
+    side: Side = Side.SURE
+    value: float = 1.0
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether nothing is generated for it."""
+        return self.first_samples == 0
+
+    def known(self, version: int) -> GradeCounts:
+        """The evidence of its earlier visits, discounted to `version`."""
+        if self.history is None:
+            return GradeCounts()
+        aged = self.history.aged(version)
+        return GradeCounts(aged.num_right, aged.num_wrong)
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptEnd:
+    """A group that was kept or filtered, or stopped after its first samples.
+
+    `version` is the policy version announced at its end.
+    """
+
+    attempt: Attempt
+    grade_counts: GradeCounts
+    mean_tokens: float
+    kept: bool
+    version: int

@@ -1,0 +1,336 @@
+"""`sluice data`: published data sets to verl's format, and a look at what a file holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from sluice.cli.terminal import output_console, print_table, printable
+from sluice.data.inspection import (
+    QUANTILES,
+    Inspection,
+    Lengths,
+    MeasureTokens,
+    histogram,
+    inspect_files,
+    quantiles,
+)
+from sluice.data.known_sources import scorer_name
+from sluice.data.prepare import Preparation, Prepared, prepare
+from sluice.data.prompt_files import open_prompt_files
+from sluice.data.prompt_rows import PromptColumns, PromptRow
+from sluice.data.published_rows import PUBLISHED_SETS, Wishes
+from sluice.data.raw_rows import check_raw_file
+from sluice.errors import ConfigError, DataError
+from sluice.types import ChatMessage
+from sluice.vision.image_files import images_of_row
+from sluice.vision.image_limits import DEFAULT_LIMITS
+
+
+def token_counter(folder: Path) -> MeasureTokens:
+    """A function from messages to tokens, a generation prompt included, as the rollout counts.
+
+    Args:
+        folder: a model or tokenizer directory.
+
+    Raises:
+        ConfigError: it holds no tokenizer, or one without a chat template, or transformers is not
+            installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(
+            "--tokenizer: transformers is not installed; pip install 'sluice[torch]'"
+        ) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"--tokenizer: {folder} holds no tokenizer ({error}); give a model directory"
+        ) from error
+    if not tokenizer.chat_template:
+        raise ConfigError(f"--tokenizer: {folder} has no chat template; give a chat model's")
+
+    def count(messages: Sequence[ChatMessage]) -> int:
+        turns = [{"role": m.role, "content": m.content} for m in messages]
+        try:
+            text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        except Exception as error:
+            raise DataError(f"the chat template refused the messages: {error}") from error
+        return len(tokenizer(str(text), add_special_tokens=False)["input_ids"])
+
+    return count
+
+
+BAR_COLUMNS = 40
+NO_SCORER = "none"
+_HEAD_CHARACTERS = 400
+_QUANTILE_NAMES = tuple(
+    {0.0: "least", 0.5: "median", 1.0: "most"}.get(q, f"{q:.0%}") for q in QUANTILES
+)
+
+
+def print_inspection(console: Console, file: str, columns: str, found: Inspection) -> None:
+    """Prints all findings, problems last."""
+    facts = [
+        ("rows", str(found.num_rows)),
+        ("columns", columns),
+        ("duplicates", _share(found.num_duplicates, found.num_rows)),
+        *([("images", str(found.num_images))] if found.num_images else []),
+        ("unusable rows", _share(found.num_bad, found.num_rows)),
+    ]
+    print_table(console, printable(file), ("what", "value"), facts)
+    print_table(
+        console, "data sources", ("data source", "rows", "scorer"), _sources(found), right=("rows",)
+    )
+    if found.characters.size:
+        _print_lengths(console, found)
+    for number, row in enumerate(found.head):
+        _print_row(console, number, row)
+    _print_remedies(console, found)
+
+
+def inspection_as_json(file: str, columns: list[str], found: Inspection) -> dict[str, object]:
+    """The same as one object."""
+    return {
+        "file": file,
+        "columns": columns,
+        "num_rows": found.num_rows,
+        "num_duplicates": found.num_duplicates,
+        "num_images": found.num_images,
+        "num_bad": found.num_bad,
+        "problems": found.problems,
+        "data_sources": {
+            source: {"rows": rows, "scorer": scorer_name(source)}
+            for source, rows in found.sources.items()
+        },
+        "characters": _named_quantiles(found.characters),
+        "tokens": _named_quantiles(found.tokens),
+    }
+
+
+def print_prepared(console: Console, output: str, made: Prepared) -> None:
+    """One line of what was written, and what was left out."""
+    left_out = [
+        *([f"{made.num_duplicates} duplicates"] if made.num_duplicates else []),
+        *([f"{made.num_bad} unusable rows"] if made.num_bad else []),
+    ]
+    tail = f", left out {' and '.join(left_out)}" if left_out else ""
+    line = f"{output}: {made.num_written} rows of {made.num_read} read{tail}"
+    console.print(printable(line), soft_wrap=True, markup=False)
+    for problem in made.problems:
+        console.print(printable(f"  {problem}"), soft_wrap=True, markup=False)
+
+
+def _sources(found: Inspection) -> list[tuple[str, str, str]]:
+    return [
+        (printable(source), str(rows), scorer_name(source) or NO_SCORER)
+        for source, rows in found.sources.most_common()
+    ]
+
+
+def _print_lengths(console: Console, found: Inspection) -> None:
+    rows = [("characters", *map(str, quantiles(found.characters)))]
+    if found.tokens.size:
+        rows.append(("tokens", *map(str, quantiles(found.tokens))))
+    names = ("prompt length", *_QUANTILE_NAMES)
+    print_table(console, "prompt lengths", names, rows, right=names[1:])
+    unit, lengths = ("tokens", found.tokens) if found.tokens.size else _by_characters(found)
+    bins = histogram(lengths)
+    highest = max(one.count for one in bins)
+    bars = [
+        (f"{b.low} to {b.high}", str(b.count), "█" * -(-b.count * BAR_COLUMNS // highest))
+        for b in bins
+    ]
+    print_table(console, f"prompts by {unit}", (unit, "rows", ""), bars, right=(unit, "rows"))
+
+
+def _by_characters(found: Inspection) -> tuple[str, Lengths]:
+    """What the histogram shows without a tokenizer."""
+    return "characters", found.characters
+
+
+def _print_row(console: Console, number: int, row: PromptRow) -> None:
+    console.print(Text(f"row {number}: {printable(row.data_source)}", style="bold"))
+    for message in row.messages:
+        text = message.content
+        cut = text if len(text) <= _HEAD_CHARACTERS else f"{text[:_HEAD_CHARACTERS]}…"
+        console.print(
+            Text(printable(f"{message.role}: {cut}")), soft_wrap=True, markup=False, highlight=False
+        )
+    console.print(Text(printable(f"ground truth: {row.ground_truth}\n")), soft_wrap=True)
+
+
+def _print_remedies(console: Console, found: Inspection) -> None:
+    for problem in found.problems:
+        console.print(Text(printable(f"problem: {problem}")), soft_wrap=True)
+    if found.num_bad > len(found.problems):
+        console.print(Text(f"and {found.num_bad - len(found.problems)} more"))
+    unknown = sorted(source for source in found.sources if scorer_name(source) is None)
+    if unknown:
+        names = printable(", ".join(unknown))
+        console.print(
+            Text(
+                f"note: no built-in scorer for {names}; name one with reward.scorer_routes, or set "
+                "reward.custom_reward_function.path"
+            ),
+            soft_wrap=True,
+        )
+    if found.num_duplicates:
+        console.print(
+            Text(
+                f"note: {found.num_duplicates} rows repeat earlier ones; 'sluice data prepare' "
+                "leaves them out with --deduplicate"
+            ),
+            soft_wrap=True,
+        )
+
+
+def _named_quantiles(lengths: Lengths) -> Mapping[str, int]:
+    return dict(zip(_QUANTILE_NAMES, quantiles(lengths), strict=False))
+
+
+def _share(count: int, total: int) -> str:
+    return f"{count} ({count / total:.1%})" if count else "0"
+
+
+SetName = Literal["dapo-math-17k", "aime-2024", "math-500", "gsm8k", "geo3k", "dianjin", "jsonl"]
+
+data_commands = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Prepare data sets for training and inspect them; nothing is downloaded.\n\n"
+    "\b\nExample:\n  sluice data inspect train.parquet",
+)
+
+
+@data_commands.command("prepare")
+def prepare_set(  # noqa: PLR0913 - one parameter an option
+    name: Annotated[SetName, typer.Argument(help="What the input files are.")],
+    *,
+    inputs: Annotated[
+        list[Path], typer.Option("--input", help="File as published; repeat for several, in order.")
+    ],
+    output: Annotated[Path, typer.Option("--output", help="Folder to write to.")],
+    split: Annotated[
+        str | None, typer.Option(help="Name of the split; none: the usual one of the set.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Rows to write at most.")] = None,
+    deduplicate: Annotated[
+        bool, typer.Option("--deduplicate", help="Leave out rows with the same prompt and answer.")
+    ] = False,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out rows that cannot be used.")
+    ] = False,
+    data_source: Annotated[
+        str | None, typer.Option(help="What routes rows to a scorer; none: the set's name.")
+    ] = None,
+    instruction: Annotated[
+        str | None, typer.Option(help="Text beside every question in place of the set's own.")
+    ] = None,
+    prompt_field: Annotated[
+        str, typer.Option(help="jsonl: field with the question, unless rows are in verl's format.")
+    ] = "prompt",
+    answer_field: Annotated[
+        str, typer.Option(help="jsonl: field with the right answer, likewise.")
+    ] = "answer",
+) -> None:
+    """Turn files as they were published into a Parquet file in verl's format.
+
+    \b
+    Examples:
+      sluice data prepare dapo-math-17k --input dapo-math-17k.parquet --output data --deduplicate
+      sluice data prepare gsm8k --input test.parquet --output data --split test
+      sluice data prepare jsonl --input mine.jsonl --output data --data-source math_dapo
+    """
+    published = PUBLISHED_SETS[name]
+    split = split or published.split
+    stem = inputs[0].stem if name == "jsonl" else name
+    order = Preparation(
+        name,
+        tuple(inputs),
+        output / f"{stem}-{split}.parquet",
+        Wishes(
+            split,
+            data_source or published.data_source or stem,
+            instruction,
+            prompt_field,
+            answer_field,
+        ),
+        limit,
+        deduplicate,
+        skip_bad,
+    )
+    with _progress("preparing", None) as advance:
+        made = prepare(order, lambda _num_read: advance(1))
+    print_prepared(output_console(), str(order.output), made)
+
+
+@data_commands.command("inspect")
+def inspect(
+    file: Annotated[Path, typer.Argument(help="A .parquet, .json or .jsonl file.")],
+    *,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Model folder; prompts are then measured in tokens too.")
+    ] = None,
+    head: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 0,
+    prompt_key: Annotated[str, typer.Option(help="Column with the messages.")] = "prompt",
+    reward_fn_key: Annotated[
+        str, typer.Option(help="Column that routes a row to its scorer.")
+    ] = "data_source",
+    image_key: Annotated[str, typer.Option(help="Column with images, if there is one.")] = "images",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Count what a file holds: data sources and their scorers, lengths, copies, unusable rows.
+
+    Images are read, and must be within the limits that sluice.limits has by default.
+    The exit code is 1 if a row cannot be used.
+
+    \b
+    Example:
+      sluice data inspect train.parquet --tokenizer models/Qwen3-8B --head 2
+    """
+    columns = PromptColumns(prompt_key, reward_fn_key, images=image_key)
+    files = open_prompt_files([str(file)], columns, config_key="FILE")
+    measure = None if tokenizer is None else token_counter(tokenizer)
+    with _progress("reading", files.num_rows) as advance:
+        found = inspect_files(
+            files,
+            measure_tokens=measure,
+            check_row=partial(images_of_row, limits=DEFAULT_LIMITS),
+            num_head=head,
+            on_rows=advance,
+        )
+    names = check_raw_file(file)
+    if as_json:
+        typer.echo(json.dumps(inspection_as_json(str(file), names, found), sort_keys=True))
+    else:
+        print_inspection(output_console(), str(file), ", ".join(names), found)
+    if found.num_bad:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _progress(task: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error where that is a terminal; the function advances it by rows."""
+    console = Console(stderr=True)
+    shown = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(
+        *shown,
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    ) as bars:
+        bar = bars.add_task(task, total=total)
+        yield lambda rows: bars.advance(bar, rows)

@@ -1,0 +1,111 @@
+"""`sluice merge`: write a checkpoint's model as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sluice.errors import CheckpointError, ConfigError
+
+_MOST_DIFFERENCES = 20
+
+
+def merge(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder global_step_N, or its actor folder.")
+    ],
+    target: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="New folder for the model.")
+    ] = None,
+    *,
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32", "keep"],
+        typer.Option(help="Of the weights; keep: as they were saved."),
+    ] = "bfloat16",
+    role: Annotated[Literal["actor", "critic"], typer.Option(help="Which model.")] = "actor",
+    compare: Annotated[
+        Path | None, typer.Option(help="Hugging Face folder that should hold the same weights.")
+    ] = None,
+    is_value_model: Annotated[
+        bool, typer.Option("--is-value-model", help="The model has a value head (a critic).")
+    ] = False,
+    tie_word_embedding: Annotated[
+        bool, typer.Option("--tie-word-embedding", help="Leave out the output matrix.")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own model code.")
+    ] = False,
+) -> None:
+    """Write the model of a checkpoint for transformers, vLLM and everything else.
+
+    Takes sluice's checkpoints and verl's FSDP shards. With --compare the exit code is 1 if weights
+    differ; without OUT nothing is written and DIR itself is compared.
+
+    \b
+    Examples:
+      sluice merge runs/quickstart/checkpoints/global_step_100 merged
+      sluice merge checkpoints/dapo/qwen3/global_step_100/actor merged --dtype keep
+      sluice merge merged --compare base_model
+    """
+    if target is None and compare is None:
+        raise ConfigError("sluice merge: name the folder to write (OUT), or --compare one")
+    _need_torch()
+    # Here, because --help must not take the seconds that torch needs.
+    from sluice.checkpoint.merge import MergeOptions, merge_checkpoint
+    from sluice.checkpoint.safetensors_files import compare_weights
+    from sluice.checkpoint.source import CheckpointFormat, find_source
+
+    source = find_source(checkpoint, role)
+    if target is not None:
+        options = MergeOptions(dtype, is_value_model, tie_word_embedding, trust_remote_code)
+        with _progress("merging") as on_tensor:
+            merge_checkpoint(source, target, options, on_tensor)
+        typer.echo(f"{target}: {dtype if dtype != 'keep' else 'as saved'}, from {source.role}")
+    elif source.format is not CheckpointFormat.HUGGING_FACE:
+        raise CheckpointError(f"{checkpoint} holds shards; name a folder to merge them to (OUT)")
+    if compare is None:
+        return
+    with _progress("comparing") as on_tensor:
+        differences = compare_weights(
+            target or source.huggingface, find_source(compare).huggingface, on_tensor
+        )
+    _report(differences, compare)
+
+
+def _report(differences: list[str], other: Path) -> None:
+    for line in differences[:_MOST_DIFFERENCES]:
+        typer.echo(line, err=True)
+    if len(differences) > _MOST_DIFFERENCES:
+        typer.echo(f"... {len(differences) - _MOST_DIFFERENCES} more", err=True)
+    if differences:
+        raise typer.Exit(1)
+    typer.echo(f"the weights equal those of {other}")
+
+
+def _need_torch() -> None:
+    try:
+        import safetensors  # noqa: F401 - whether it is there
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"sluice merge needs {error.name}; run pip install 'sluice[torch]'"
+        ) from error
+
+
+@contextmanager
+def _progress(text: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error; without a terminal nothing is drawn."""
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, disable=not sys.stderr.isatty()
+    ) as bars:
+        bar = bars.add_task(text, total=None)
+        yield lambda done, total: bars.update(bar, completed=done, total=total)

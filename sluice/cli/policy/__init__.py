@@ -1,0 +1,3 @@
+"""Commands that ask the policy in training: `generate`, `score`, `submit`, `eval`, `serve-
+openai`.
+"""

@@ -1,0 +1,79 @@
+"""`sluice eval`: validate the policy in training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from sluice.cli.running_run import ask_run
+from sluice.client.policy_client import PolicyClient, ValidationResult
+from sluice.client.run_monitor import RunMonitor
+from sluice.concurrency.process import stop_on_signals
+from sluice.errors import NotReadyError
+
+_EXIT_INTERRUPTED = 130
+ResultT = TypeVar("ResultT")
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("runs/quickstart"),
+    *,
+    n: Annotated[int | None, typer.Option("-n", min=1, help="Responses per prompt.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
+    wait: Annotated[
+        float, typer.Option(min=0.0, help="Seconds the step under way may take to end.")
+    ] = 600.0,
+) -> None:
+    """Run the validation set through the present policy of a run that is going on.
+
+    Training is held after the step under way and goes on afterwards, unless somebody else holds it
+    too: the numbers are of one policy version. Without options the run's own validation settings
+    hold.
+
+    \b
+    Example:
+      sluice eval runs/quickstart -n 4 --temperature 0.7
+    """
+    evaluated = asyncio.run(until_signal(_evaluate(run, n, temperature, wait)))
+    if evaluated is None:
+        typer.echo("interrupted; the run goes on", err=True)
+        raise typer.Exit(_EXIT_INTERRUPTED)
+    step, result = evaluated
+    typer.echo(f"policy after step {step}")
+    # The figures that verl calls core come first.
+    by_rank = sorted(result.metrics.items(), key=lambda item: ("val-core/" not in item[0], item[0]))
+    for name, value in by_rank:
+        typer.echo(f"{name}: {value:.4f}")
+
+
+async def _evaluate(
+    run: Path, n: int | None, temperature: float | None, wait_s: float
+) -> tuple[int, ValidationResult]:
+    location, _ = await ask_run(run)
+    credentials = location.credentials
+    monitor = RunMonitor(location.trainer, location.reward, credentials=credentials)
+    client = PolicyClient(location.reward, credentials=credentials)
+    async with monitor, client, monitor.held(wait_s) as held:
+        if held.version is None:
+            raise NotReadyError("no policy version was published yet; try again in a moment")
+        return held.step, await client.evaluate(held.version, n=n, temperature=temperature)
+
+
+async def until_signal(work: Coroutine[None, None, ResultT]) -> ResultT | None:
+    """Runs `work`; None if SIGTERM or SIGINT came first, after it has let go what it held."""
+    stop = asyncio.Event()
+    with stop_on_signals(stop):
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(work, name="evaluation")
+            signals = tasks.create_task(_cancel_on(stop, running), name="signals")
+            running.add_done_callback(lambda _: signals.cancel())
+    return None if running.cancelled() else running.result()
+
+
+async def _cancel_on(stop: asyncio.Event, running: asyncio.Task[ResultT]) -> None:
+    await stop.wait()
+    running.cancel()

@@ -1,0 +1,164 @@
+"""`sluice generate`: sample from the policy in training."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sluice.cli.running_run import ask_run
+from sluice.cli.terminal import printable
+from sluice.client.async_client import AsyncClient
+from sluice.client.generation_types import (
+    MAX_SAMPLES,
+    ChatWithImages,
+    GenerateOptions,
+    GenerationStarted,
+    Prompt,
+    SampleDelta,
+    SampleFinished,
+    Sampling,
+)
+from sluice.errors import DataError, InvalidRequestError
+from sluice.types import IMAGE_MARK, ChatMessage, Rollout
+
+_STDIN = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class _GenerateOutput:
+    as_json: bool
+    stream: bool
+
+
+def generate(  # noqa: PLR0913 - one parameter an option
+    prompt: Annotated[str, typer.Argument(help="The user's turn; - reads it from stdin.")],
+    *,
+    run: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
+    n: Annotated[int, typer.Option("-n", min=1, max=MAX_SAMPLES, help="Responses.")] = 1,
+    system: Annotated[str, typer.Option(help="A system turn before the prompt.")] = "",
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="A PNG, JPEG or WebP file for an <image> in the prompt; repeatable."),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text, after its BOS: no chat template.")
+    ] = False,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus mass in (0, 1].")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Most probable tokens kept; -1: all.")] = -1,
+    max_tokens: Annotated[int, typer.Option(min=0, help="Longest response; 0: the context.")] = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="A text that ends a response, which leaves it out; may be repeated."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Fixes the randomness.")] = None,
+    priority: Annotated[
+        int, typer.Option(min=-100, max=100, help="Higher goes first; training has 0.")
+    ] = 0,
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds in all; none: as long as it takes.")
+    ] = None,
+    token_budget: Annotated[
+        int, typer.Option(min=0, help="Most tokens of all responses, shared out; 0: no bound.")
+    ] = 0,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Show text as it comes, of the first response.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line.")] = False,
+) -> None:
+    """Sample responses from the replicas of a run that is going on.
+
+    The least busy replica takes the prompt. If it dies, another one goes on from the tokens that
+    came. Interrupting ends the samples. Images stand first if no <image> says where.
+
+    \b
+    Examples:
+      sluice generate "What is 2 + 6 + 9? End with 'Answer: N'." -n 4
+      sluice generate "Count to five." --stream --temperature 0 --deadline 30
+      sluice generate "Q: What is 2 + 2? A:" --raw --stop "Q:" --stop "END"
+      sluice generate "<image>How many circles are there?" --image shapes.png
+    """
+    options = GenerateOptions(
+        n=n,
+        sampling=Sampling(temperature, top_p, top_k, max_tokens, seed, stop=tuple(stop or ())),
+        priority=priority,
+        deadline_s=deadline,
+        token_budget=token_budget,
+    )
+    text = _read_stdin() if prompt == _STDIN else prompt
+    if raw and image:
+        raise InvalidRequestError("--image: not with --raw, since chat templates place images")
+    asked: Prompt = text if raw else _conversation(system, text, image or [])
+    asyncio.run(_generate(run, asked, options, _GenerateOutput(as_json, stream and not as_json)))
+
+
+def _conversation(system: str, text: str, images: list[Path]) -> Prompt:
+    if images and IMAGE_MARK not in text:
+        text = IMAGE_MARK * len(images) + text
+    turns = [ChatMessage("system", system)] if system else []
+    turns.append(ChatMessage("user", text))
+    return ChatWithImages(turns, images) if images else turns
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise DataError(f"stdin: no text of {error.encoding} ({error.reason})") from error
+
+
+async def _generate(
+    run: Path, prompt: Prompt, options: GenerateOptions, output: _GenerateOutput
+) -> None:
+    await ask_run(run)  # says how a run ended that does not go on
+    async with AsyncClient.connect(run) as client:
+        if output.stream:
+            await _show_stream(client, prompt, options)
+            return
+        for rollout in (await client.generate(prompt, options)).rollouts:
+            typer.echo(_json_line(rollout) if output.as_json else _text(rollout))
+
+
+async def _show_stream(client: AsyncClient, prompt: Prompt, options: GenerateOptions) -> None:
+    async with aclosing(client.stream(prompt, options)) as events:
+        async for event in events:
+            match event:
+                case SampleDelta(sample_index=0):
+                    typer.echo(_shown(event.text), nl=False)
+                case SampleFinished(rollout) if rollout.sample_index == 0:
+                    typer.echo()
+                case SampleFinished(rollout):
+                    typer.echo(_text(rollout))
+                case GenerationStarted(moved_because=reason) if reason:
+                    typer.echo(f"\ncontinued by {event.replica}: {printable(reason)}", err=True)
+
+
+def _text(rollout: Rollout) -> str:
+    spans = ", ".join(f"{span.version}" for span in rollout.version_spans)
+    head = f"[{rollout.sample_index}] version {spans} ({rollout.finish_reason})"
+    return f"{head}\n{_shown(rollout.text)}"
+
+
+def _shown(text: str) -> str:
+    """A pipe gets the text as it is; a terminal would obey escape sequences in it."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
+def _json_line(rollout: Rollout) -> str:
+    return json.dumps(
+        {
+            "index": rollout.sample_index,
+            "text": rollout.text,
+            "finish_reason": rollout.finish_reason.value,
+            "token_ids": rollout.token_ids.tolist(),
+            "logprobs": rollout.behavior_logprobs.tolist(),
+            "versions": [[span.version, span.start, span.end] for span in rollout.version_spans],
+        }
+    )

@@ -1,0 +1,92 @@
+"""`sluice score`: grade responses with the scorers of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from sluice.cli.policy.row_files import read_rows
+from sluice.cli.running_run import ask_run
+from sluice.cli.terminal import printable
+from sluice.client.async_client import AsyncClient
+from sluice.client.scoring import ScoreItem
+from sluice.types import Failed, Scored
+
+_NEEDS = "data_source, response and ground_truth, each a text; extra_info is optional"
+
+
+class _ScoreRow(msgspec.Struct):
+    data_source: str
+    response: str
+    ground_truth: str
+    extra_info: dict[str, Any] | None = None
+
+
+def score(
+    file: Annotated[Path, typer.Argument(help="JSON lines or parquet, one response a row.")],
+    *,
+    run: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds in all; none: as long as it takes.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line.")] = False,
+) -> None:
+    """Grade responses with the scorers of a run that is going on; nothing is trained on them.
+
+    \b
+    A line of the file; extra_info, for the scorer, may be added:
+      {"data_source": "math_dapo", "ground_truth": "9", "response": "Answer: 9"}
+
+    Prints a line for each, in order, then the mean on stderr. The exit code is 1 if a response
+    could not be graded.
+
+    \b
+    Example:
+      sluice score responses.jsonl --run runs/quickstart
+    """
+    items = [
+        ScoreItem(row.data_source, row.response, row.ground_truth, row.extra_info or {})
+        for _, row in read_rows(file, _ScoreRow, _NEEDS)
+    ]
+    outcomes = asyncio.run(_score(run, items, deadline))
+    for index, outcome in enumerate(outcomes):
+        typer.echo(_json_line(outcome) if as_json else f"[{index}] {_line(outcome)}")
+    scores = [outcome.score for outcome in outcomes if isinstance(outcome, Scored)]
+    mean = f", mean score {sum(scores) / len(scores):.4f}" if scores else ""
+    typer.echo(f"{len(scores)} of {len(outcomes)} graded{mean}", err=True)
+    if len(scores) < len(outcomes):
+        raise typer.Exit(1)
+
+
+async def _score(
+    run: Path, items: list[ScoreItem], deadline_s: float | None
+) -> list[Scored | Failed]:
+    await ask_run(run)  # says how a run ended that does not go on
+    async with AsyncClient.connect(run) as client:
+        return await client.score(items, deadline_s=deadline_s)
+
+
+def _line(outcome: Scored | Failed) -> str:
+    if isinstance(outcome, Failed):
+        return printable(f"failed: {outcome.kind}: {outcome.detail}")
+    metrics = " ".join(f"{name}={value:g}" for name, value in sorted(outcome.metrics.items()))
+    said = "" if outcome.prediction is None else f" prediction {outcome.prediction!r}"
+    return printable(f"score {outcome.score:g} {metrics}{said}".replace("  ", " "))
+
+
+def _json_line(outcome: Scored | Failed) -> str:
+    if isinstance(outcome, Failed):
+        return json.dumps({"failure": outcome.kind.value, "detail": outcome.detail})
+    return json.dumps(
+        {
+            "score": outcome.score,
+            "reward": outcome.reward,
+            "metrics": dict(outcome.metrics),
+            "prediction": outcome.prediction,
+        }
+    )

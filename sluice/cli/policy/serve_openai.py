@@ -1,0 +1,125 @@
+"""`sluice serve-openai`: the policy in training behind an OpenAI-compatible HTTP address."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sluice.cli.running_run import ask_run
+from sluice.client.async_client import AsyncClient
+from sluice.concurrency.process import stop_on_signals
+from sluice.config.addresses import join_host_port
+from sluice.errors import ConfigError
+from sluice.rpc.ports import check_bindable
+from sluice.security.token_file import GivenToken, TokenFile, TokenSource
+
+if TYPE_CHECKING:
+    from sluice.openai_front.web_app import FrontSettings
+
+
+KEY_VARIABLE = "SLUICE_OPENAI_KEY"
+_CLIENT_NAME = "openai-front"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def serve_openai(  # noqa: PLR0913 - one parameter an option
+    run: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("runs/quickstart"),
+    *,
+    host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port; 0: the system chooses.")
+    ] = 8000,
+    model_name: Annotated[str, typer.Option(help="Name that requests give.")] = "policy",
+    key_file: Annotated[
+        Path | None, typer.Option(help="File of API keys, one a line; none: SLUICE_OPENAI_KEY.")
+    ] = None,
+    deadline: Annotated[
+        float | None, typer.Option(help="Longest request, seconds; none: as long as it takes.")
+    ] = None,
+    max_choices: Annotated[
+        int, typer.Option(min=1, help="Most choices drawn at once, of all requests.")
+    ] = 4096,
+    max_key_choices: Annotated[
+        int, typer.Option(min=1, help="Most choices drawn at once, of the requests with one key.")
+    ] = 2048,
+    max_connections: Annotated[int, typer.Option(min=1, help="Most connections at once.")] = 512,
+    max_priority: Annotated[
+        int,
+        typer.Option(
+            min=-100,
+            max=100,
+            help=(
+                "Highest priority of a request; training has 0. The run's "
+                "sluice.limits.max_client_priority binds as well."
+            ),
+        ),
+    ] = 0,
+) -> None:
+    """Serve the replicas of a run over HTTP as OpenAI's API does, for evaluation harnesses.
+
+    Answers /v1/chat/completions, /v1/completions and /v1/models, streamed or not. Every request is
+    drawn by the newest weights; system_fingerprint tells their version. On other interfaces than
+    loopback it asks for an API key.
+
+    \b
+    Example:
+      sluice serve-openai runs/quickstart --port 8000
+    """
+    if deadline is not None and not 0 < deadline < math.inf:
+        raise ConfigError(f"--deadline {deadline}: give seconds above 0, or leave it out")
+    settings = _settings_class()(
+        model_name,
+        deadline,
+        _keys(host, key_file),
+        max_choices,
+        max_connections,
+        max_key_choices=max_key_choices,
+        max_priority=max_priority,
+    )
+    asyncio.run(_serve(run, host, port, settings))
+
+
+def _settings_class() -> type[FrontSettings]:
+    try:
+        from sluice.openai_front.web_app import FrontSettings
+    except ImportError as error:
+        raise ConfigError(
+            "serve-openai: aiohttp is not installed; pip install 'sluice[openai-front]'"
+        ) from error
+    return FrontSettings
+
+
+def _keys(host: str, key_file: Path | None) -> TokenSource | None:
+    """Raises ConfigError for an open interface without a key."""
+    if key_file is not None:
+        return TokenFile(key_file, "--key-file")
+    given = os.environ.get(KEY_VARIABLE)
+    if given is not None:
+        return GivenToken(given, KEY_VARIABLE)
+    if host not in _LOOPBACK:
+        raise ConfigError(
+            f"--host {host}: others could use it; give --key-file or {KEY_VARIABLE}, or listen on "
+            "127.0.0.1"
+        )
+    return None
+
+
+async def _serve(run: Path, host: str, port: int, settings: FrontSettings) -> None:
+    from sluice.openai_front.web_app import OpenAIFront, listening
+
+    await ask_run(run)  # says how a run ended that does not go on
+    check_bindable(host, port)
+    stop = asyncio.Event()
+    with stop_on_signals(stop):
+        async with (
+            AsyncClient.connect(run, name=_CLIENT_NAME) as client,
+            listening(OpenAIFront(client, settings), host, port) as bound,
+        ):
+            address = join_host_port(host, bound)
+            typer.echo(f"serving {settings.model_name!r} at http://{address}/v1")
+            await stop.wait()

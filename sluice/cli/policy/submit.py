@@ -1,0 +1,216 @@
+"""`sluice submit`: submit prompts to a run, to be trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import aclosing
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any, Self
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sluice.cli.policy.row_files import read_rows
+from sluice.cli.running_run import ask_run
+from sluice.cli.terminal import printable
+from sluice.client.async_client import AsyncClient
+from sluice.client.generation_types import Image
+from sluice.client.policy_client import NewPrompt, PromptEvent
+from sluice.data.image_sources import image_source
+from sluice.errors import DataError
+from sluice.types import ChatMessage
+
+_NEEDS = (
+    "prompt ([{role, content}]), data_source and ground_truth (or reward_model.ground_truth), each "
+    "a text; prompt_id, extra_info and images (paths, data: URIs or {bytes, path}) are optional"
+)
+_STEM_LENGTH, _DIGEST_BYTES = 64, 8
+
+
+class _PromptTurn(msgspec.Struct):
+    role: str
+    content: str
+
+
+class _RewardModel(msgspec.Struct):
+    ground_truth: str
+
+
+class _PromptRow(msgspec.Struct):
+    prompt: list[_PromptTurn]
+    data_source: str
+    ground_truth: str | None = None
+    reward_model: _RewardModel | None = None
+    prompt_id: str | None = None
+    extra_info: dict[str, Any] | None = None
+    images: list[Any] | None = None
+
+
+def read_prompts(file: Path) -> list[NewPrompt]:
+    """Reads prompts to submit: JSON lines or parquet, as for training or with `ground_truth` flat.
+
+    A row without `prompt_id` gets one of the file's name, the row's place and content, so that the
+    same file given again is the same prompts.
+
+    Raises:
+        DataError: naming the file, the line or row and what is wrong with it.
+    """
+    return [_prompt(file, place, row) for place, row in read_rows(file, _PromptRow, _NEEDS)]
+
+
+def _prompt(file: Path, place: str, row: _PromptRow) -> NewPrompt:
+    answer = row.ground_truth
+    if answer is None:
+        if row.reward_model is None:
+            raise DataError(f"{file}, {place}: no ground_truth; a row needs {_NEEDS}")
+        answer = row.reward_model.ground_truth
+    return NewPrompt(
+        row.prompt_id or _made_id(file, place, row),
+        tuple(ChatMessage(turn.role, turn.content) for turn in row.prompt),
+        row.data_source,
+        answer,
+        row.extra_info or {},
+        tuple(_image(file, place, index, one) for index, one in enumerate(row.images or ())),
+    )
+
+
+def _image(file: Path, place: str, index: int, found: object) -> Image:
+    """The bytes of an image, or where they are: relative paths are beside the file."""
+    try:
+        source = image_source(found)
+    except ValueError as error:
+        raise DataError(f"{file}, {place}: images[{index}] {error}") from error
+    return source if isinstance(source, bytes) else file.parent / source
+
+
+def _made_id(file: Path, place: str, row: _PromptRow) -> str:
+    fields = msgspec.structs.asdict(row)
+    if not row.images:  # as before rows could have any: the same file is the same prompts
+        del fields["images"]
+    digest = hashlib.blake2b(msgspec.json.encode(fields), digest_size=_DIGEST_BYTES).hexdigest()
+    stem = "".join(c if c.isascii() and c.isprintable() else "_" for c in file.stem[:_STEM_LENGTH])
+    return f"{stem}:{place.replace(' ', '-')}:{digest}"
+
+
+class SubmissionView:
+    """Context manager; `show` takes each event. The bar is for terminals only.
+
+    Args:
+        total: prompts submitted.
+        watch: outcomes count as progress, not receipts.
+        console: of the bar and the summary; none: stderr.
+    """
+
+    def __init__(self, total: int, *, watch: bool, console: Console | None = None) -> None:
+        self._watch, self._console = watch, console or Console(stderr=True)
+        self._counts: Counter[str] = Counter()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            redirect_stdout=True,
+            transient=True,
+        )
+        self._task = self._bar.add_task("submitting", total=total)
+
+    @property
+    def num_refused(self) -> int:
+        """Prompts that were refused."""
+        return self._counts["refused"]
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+        self._console.print(self.summary(), soft_wrap=True, markup=False, highlight=False)
+
+    def show(self, event: PromptEvent, line: str) -> None:
+        """Prints the event's line and moves the bar."""
+        self._counts[event.event] += 1
+        typer.echo(line)
+        is_done = event.event == "refused" or self._watch == (event.event != "accepted")
+        self._bar.update(self._task, description=self.summary(), advance=1 if is_done else 0)
+
+    def summary(self) -> str:
+        """``120 accepted, 80 trained, 40 filtered_all_right``."""
+        counts = [f"{count} {event}" for event, count in self._counts.items()]
+        return ", ".join(counts) or "nothing was answered"
+
+
+def submit(
+    file: Annotated[Path, typer.Argument(help="JSON lines or parquet, one prompt a row.")],
+    *,
+    run: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
+    watch: Annotated[bool, typer.Option("--watch", help="Wait for the outcomes as well.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line.")] = False,
+) -> None:
+    """Submit prompts for training; accepted ones are trained on or filtered, never lost.
+
+    \b
+    A line of the file, wrapped here; prompt_id, extra_info and images may be left out:
+      {"prompt_id": "a1", "data_source": "math_dapo", "ground_truth": "9",
+       "prompt": [{"role": "user", "content": "<image>What is 2 + 3 + 4?"}],
+       "images": ["sum.png"]}
+
+    Images are paths beside the file, or data: URIs; each stands for an <image> in the texts.
+    Parquet files have the columns of a training set. The command may be interrupted and repeated:
+    the same prompts are not accepted twice, and their outcomes are told again. Prompts wait where
+    there is no room for them: with --watch as long as it takes, else until nothing got on for a
+    minute. The exit code is 1 if a prompt was refused.
+
+    \b
+    Example:
+      sluice submit prompts.jsonl --watch
+    """
+    prompts = read_prompts(file)
+    if asyncio.run(_submit(run, prompts, watch=watch, as_json=as_json)):
+        raise typer.Exit(1)
+
+
+async def _submit(run: Path, prompts: Sequence[NewPrompt], *, watch: bool, as_json: bool) -> int:
+    """Prints what becomes of the prompts; how many were refused."""
+    await ask_run(run)  # says how a run ended that does not go on
+    with SubmissionView(len(prompts), watch=watch) as view:
+        async with (
+            AsyncClient.connect(run) as client,
+            aclosing(client.submit(prompts, until_outcome=watch)) as events,
+        ):
+            async for event in events:
+                view.show(event, _json_line(event) if as_json else printable(_line(event)))
+    return view.num_refused
+
+
+def _line(event: PromptEvent) -> str:
+    step = "" if event.step is None else f" in step {event.step}"
+    rewards = f" rewards {list(event.rewards)}" if event.rewards else ""
+    detail = f": {event.detail}" if event.detail else ""
+    return f"{event.prompt_id} {event.event}{step}{rewards}{detail}"
+
+
+def _json_line(event: PromptEvent) -> str:
+    return json.dumps(
+        {
+            "prompt_id": event.prompt_id,
+            "event": event.event,
+            "step": event.step,
+            "rewards": list(event.rewards),
+            "detail": event.detail,
+        }
+    )

@@ -1,0 +1,1 @@
+"""Commands that make, start and scale a run: `up`, `quickstart`, `prepare`, `certs`, `scale`."""

@@ -1,0 +1,222 @@
+"""`sluice prepare`: the folder of a run whose services have hosts of their own."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from sluice.cli.run.certificates import (
+    CERTIFICATES,
+    ensure_certificates,
+    renew_certificates,
+    security_settings,
+)
+from sluice.cli.run.quickstart import PreparationView, asset_settings
+from sluice.cli.run.up import split_arguments
+from sluice.config.check import remarks
+from sluice.config.derived import checkpoint_folder
+from sluice.config.explain import launch_notices, replaced_values
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import dump_config, write_config
+from sluice.config.rules.checks import check_config
+from sluice.config.run import RunConfig
+from sluice.launch.container_settings import (
+    DASHBOARD_VARIABLE,
+    DEVICE_VARIABLE,
+    OBSERVED_VARIABLE,
+    STOP_GRACE_VARIABLE,
+    check_stop_grace,
+    device_settings,
+    observed_settings,
+)
+from sluice.launch.network_layout import CONFIG_NAME, dashboard_settings, network_settings
+from sluice.launch.plan import check_reward_function
+from sluice.launch.shared_run import SharedRun
+from sluice.quickstart.prepare import prepare as prepare_quickstart
+from sluice.report.run_record import ACCOUNTS_NAME
+from sluice.service_contract import TRACKER_NAME
+from sluice.telemetry.metrics_page import forget_targets
+
+
+def spent_notice(config: RunConfig) -> str | None:
+    """What to say before a run that goes on from a checkpoint of its last step; None otherwise.
+
+    Nothing is said where the number of steps follows from the data only
+    (``trainer.total_training_steps`` is null).
+    """
+    planned, done = config.trainer.total_training_steps, _newest_step(config)
+    if config.trainer.resume_mode != "auto" or planned is None or done is None or done < planned:
+        return None
+    return (
+        f"the newest checkpoint in {checkpoint_folder(config)} is of step {done}, and "
+        f"trainer.total_training_steps = {planned}: the run ends without a step; raise it, or "
+        "begin in a folder without checkpoints (in Compose after docker compose down -v, in Helm "
+        "with another run.name)"
+    )
+
+
+def _newest_step(config: RunConfig) -> int | None:
+    try:
+        text = (Path(checkpoint_folder(config)) / TRACKER_NAME).read_text(encoding="utf-8")
+        return int(text)
+    except (OSError, ValueError):
+        return None  # The trainer tells what is wrong with it.
+
+
+_SEED = 0
+
+_Quickstart = Annotated[
+    bool, typer.Option("--quickstart", help="Make the quickstart's model and data first.")
+]
+_Secure = Annotated[
+    bool, typer.Option("--secure", help="Make certificates and tokens, and ask for them.")
+]
+# What Compose's files ask for by a variable.
+_Observed = Annotated[
+    bool,
+    typer.Option("--observed", help="Serve metrics, and send traces.", envvar=OBSERVED_VARIABLE),
+]
+_Dashboard = Annotated[
+    bool,
+    typer.Option(
+        "--dashboard",
+        help="Serve the live page to other hosts too; with --secure.",
+        envvar=DASHBOARD_VARIABLE,
+    ),
+]
+_Device = Annotated[
+    str | None,
+    typer.Option(
+        help="What trainer and replicas compute on: cpu, cuda or npu.", envvar=DEVICE_VARIABLE
+    ),
+]
+_StopGrace = Annotated[
+    str | None,
+    typer.Option(
+        help="How long the containers' engine lets a service stop, such as 90s; a job that may "
+        "take longer is refused.",
+        envvar=STOP_GRACE_VARIABLE,
+    ),
+]
+
+
+def prepare(  # noqa: PLR0913 - one parameter an option
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG] [KEY=VALUE]...",
+            help="A YAML file, and keys to override in verl's spelling.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    run_dir: Annotated[Path, typer.Option(help="Folder that all services of the run see.")] = Path(
+        "runs/run"
+    ),
+    quickstart: _Quickstart = False,
+    secure: _Secure = False,
+    observed: _Observed = False,
+    dashboard: _Dashboard = False,
+    device: _Device = None,
+    stop_grace: _StopGrace = None,
+    restart: Annotated[
+        bool, typer.Option("--anew", help="Begin a run even if one is there that has not ended.")
+    ] = False,
+) -> None:
+    """Write the configuration of a run whose services have hosts of their own, such as containers.
+
+    Each service is found by the name of its kind (trainer, reward, rollout) at a port that never
+    changes. A run that is there and has not ended goes on with the configuration it has.
+
+    \b
+    Examples:
+      sluice prepare run.yaml --run-dir /runs/run trainer.save_freq=20
+      sluice prepare --quickstart --secure --run-dir /runs/run
+    """
+    console = Console()
+    file, overrides = split_arguments(arguments or [])
+    settings: list[str] = []
+    if quickstart:
+        settings += _quickstart_settings(run_dir, console)
+    if secure:
+        settings += _security(run_dir.absolute() / CERTIFICATES, console)
+    settings += _extra_settings(observed=observed, dashboard=dashboard, device=device)
+    settings += [*network_settings(), f"sluice.run_dir={run_dir.absolute()}"]
+    with as_file(files("sluice.quickstart") / "quickstart.yaml") as job:
+        base = job if quickstart else file
+        config = load_config(base, [*settings, *overrides])
+        notices = launch_notices(base, overrides)
+    replaced = replaced_values(None if quickstart else file, [*settings, *overrides])
+    for line in (*(one.text for one in notices), *replaced, *remarks(config)):
+        _print_line(console, f"notice: {line}")
+    check_config(config)
+    check_reward_function(config.reward)
+    if stop_grace is not None:
+        check_stop_grace(_checked_config(run_dir, config, restart=restart), stop_grace)
+    if secure:
+        is_active = SharedRun(run_dir).is_active and not restart
+        folder = run_dir.absolute() / CERTIFICATES
+        renew_certificates(folder, partial(_print_line, console), run_is_active=is_active)
+    _begin(run_dir, config, console, restart=restart)
+
+
+def _extra_settings(*, observed: bool, dashboard: bool, device: str | None) -> list[str]:
+    return [
+        *(observed_settings() if observed else ()),
+        *(dashboard_settings() if dashboard else ()),
+        *(device_settings(device) if device is not None else ()),
+    ]
+
+
+def _checked_config(run_dir: Path, config: RunConfig, *, restart: bool) -> RunConfig:
+    """What services will read: a run that goes on keeps what it began with."""
+    written = run_dir / CONFIG_NAME
+    if not restart and SharedRun(run_dir).is_active and written.is_file():
+        return load_config(written, ())
+    return config
+
+
+def _begin(run_dir: Path, config: RunConfig, console: Console, *, restart: bool) -> None:
+    """Writes what a run begins with; one that goes on keeps what it has."""
+    run, written = SharedRun(run_dir), run_dir / CONFIG_NAME
+    if restart:
+        run.forget()
+    is_active = run.is_active and written.is_file()
+    if not is_active:
+        if (notice := spent_notice(config)) is not None:
+            _print_line(console, f"notice: {notice}")
+        write_config(config, written)
+        # It says that the run has ended.
+        (run_dir / ACCOUNTS_NAME).unlink(missing_ok=True)
+        forget_targets(run_dir)
+        run.begin(Path(checkpoint_folder(config)))
+    elif written.read_text(encoding="utf-8") != dump_config(config):
+        _print_line(
+            console,
+            f"notice: {written} stays as it is, and other settings are not heeded: the run has not "
+            "ended, and its services read that file; stop them and give --anew to begin again",
+        )
+    _print_line(console, f"{run_dir}: the run {'goes on' if is_active else 'begins'}")
+
+
+def _security(folder: Path, console: Console) -> list[str]:
+    # The configuration's checks need files that services take; a renewal can wait for them.
+    ensure_certificates(folder, partial(_print_line, console))
+    return security_settings(folder)
+
+
+def _print_line(console: Console, line: str) -> None:
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _quickstart_settings(run_dir: Path, console: Console) -> list[str]:
+    with PreparationView(console) as view:
+        assets = prepare_quickstart(
+            run_dir / "assets", task="quickstart", seed=_SEED, progress=view.show
+        )
+    return asset_settings(assets, run_dir, _SEED)

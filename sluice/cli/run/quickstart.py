@@ -1,0 +1,212 @@
+"""`sluice quickstart`: from nothing to a model that has visibly learned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from importlib.resources import as_file, files
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Self
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sluice.cli.run.up import ShowLogs, start_run
+from sluice.config.loading.loader import load_config
+from sluice.config.rules.checks import check_config
+from sluice.config.run import RunConfig
+from sluice.errors import ConfigError
+from sluice.quickstart.prepare import QuickstartAssets, prepare
+from sluice.quickstart.settings import PrepareProgress
+from sluice.report.html_report import write_report
+from sluice.report.summary import summarize, write_summary
+
+MARKER = ".sluice-run"
+_TEXT = "Made by sluice, which replaces the results in this folder when it runs here again.\n"
+
+
+def mark_run_folder(folder: Path) -> None:
+    """Makes `folder` one that may be cleared: a missing or empty one, or one claimed before.
+
+    Raises:
+        ConfigError: it holds files that sluice did not put there, or is no folder.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"run folder {folder}: is a file; give another folder")
+    if not (folder / MARKER).is_file():
+        if folder.is_dir() and (found := min((file.name for file in folder.iterdir()), default="")):
+            raise ConfigError(
+                f"run folder {folder}: holds {found!r} and no {MARKER}, so sluice did not make it "
+                "and will not replace results in it; give a folder that is empty or does not "
+                "exist, or delete this one"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARKER).write_text(_TEXT, encoding="utf-8")
+
+
+def remove_results(folder: Path, patterns: Iterable[str]) -> None:
+    """Deletes files of a claimed folder; links are deleted, never followed.
+
+    Args:
+        folder: the run's.
+        patterns: globs relative to it.
+
+    Raises:
+        ConfigError: the folder was not claimed.
+    """
+    if not (folder / MARKER).is_file():
+        raise ConfigError(f"run folder {folder}: holds no {MARKER}; nothing is deleted there")
+    for pattern in patterns:
+        for file in folder.glob(pattern):
+            file.unlink()
+
+
+_LINE_EVERY_S = 5.0
+
+
+class PreparationView:
+    """Context manager; `show` takes the progress.
+
+    Args:
+        console: where to show it.
+        clock: seconds, never going back.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._next_line_s = clock()
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+        self._bars = Progress(
+            *columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal
+        )
+        self._bar = self._bars.add_task("making data and tokenizer", total=None)
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def show(self, progress: PrepareProgress) -> None:
+        """Updates the bar, or prints a line if the last one is a few seconds old."""
+        text = _text(progress)
+        if progress.stage != "data":
+            self._bars.update(
+                self._bar, description=text, total=progress.total, completed=progress.done
+            )
+        last = progress.done == progress.total
+        if not self._console.is_terminal and (last or self._clock() >= self._next_line_s):
+            self._next_line_s = self._clock() + _LINE_EVERY_S
+            self._console.print(f"{text}: {progress.done}/{progress.total}", soft_wrap=True)
+
+
+def _text(progress: PrepareProgress) -> str:
+    match progress.stage:
+        case "reused":
+            return "model and data are there"
+        case "data":
+            return "making data and tokenizer"
+        case _:
+            loss = "" if progress.loss is None else f" (loss {progress.loss:.3f})"
+            return f"supervised warm start{loss}"
+
+
+_RESULTS = (
+    "metrics.jsonl",
+    "accounts.json",
+    "summary.json",
+    "report.html",
+    "validation/*.jsonl",
+    "tensorboard/events.out.tfevents.*",
+    "logs/*.log",
+    "groups.jsonl",
+    "traces.jsonl",
+    "samples/*.jsonl",
+    "reward/ledger.sqlite*",
+    "reward/prompt_memory.sqlite*",
+)
+
+
+def quickstart(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Keys to override in verl's spelling.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    task: Annotated[
+        str, typer.Option(help="quickstart, stretch (harder), or shapes (pictures).")
+    ] = "quickstart",
+    seed: Annotated[int, typer.Option(help="Seeds data, model and sampling.")] = 0,
+    run_dir: Annotated[Path, typer.Option(help="Folder of everything written.")] = Path(
+        "runs/quickstart"
+    ),
+    logs: ShowLogs = False,
+) -> None:
+    """Make a tiny model and data set, train it with DAPO by three services, and report.
+
+    Needs no network and no GPU. Writes metrics, checkpoints, summary.json and report.html into
+    the run's folder, in place of an earlier quickstart's.
+
+    \b
+    Examples:
+      sluice quickstart
+      sluice quickstart trainer.total_training_steps=20 --seed 1
+      sluice quickstart --task shapes --run-dir runs/shapes
+    """
+    began_s = time.monotonic()
+    console = Console()
+    _load(overrides or [])  # a mistake is told before anything is made
+    mark_run_folder(run_dir)
+    with PreparationView(console) as view:
+        assets = prepare(run_dir / "assets", task=task, seed=seed, progress=view.show)
+    config = _load([*asset_settings(assets, run_dir, seed), *(overrides or [])])
+    check_config(config)
+    run_dir = Path(config.sluice.run_dir)
+    mark_run_folder(run_dir)  # another one, where an override says so
+    # A quickstart always starts anew; numbers of an earlier one would mix with its own.
+    remove_results(run_dir, _RESULTS)
+    training_from_s = time.monotonic()
+    end = start_run(config, console, logs=logs)
+    if end.exit_code != 0:
+        raise typer.Exit(end.exit_code)
+    now_s = time.monotonic()
+    summary = summarize(
+        run_dir, seconds_total=now_s - began_s, seconds_services=now_s - training_from_s
+    )
+    write_summary(summary, run_dir / "summary.json")
+    write_report(run_dir, summary, run_dir / "report.html")
+    text = f"{summary.as_text()}\nreport: {run_dir / 'report.html'}"
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def _load(overrides: list[str]) -> RunConfig:
+    with as_file(files("sluice.quickstart") / "quickstart.yaml") as base:
+        return load_config(base, overrides)
+
+
+def asset_settings(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[str]:
+    """Overrides of the job for what was made for it: paths, seeds, the task's lengths."""
+    return [
+        f"actor_rollout_ref.model.path={assets.model_dir.absolute()}",
+        f"data.train_files={assets.train_file.absolute()}",
+        f"data.val_files={assets.val_file.absolute()}",
+        f"sluice.run_dir={run_dir}",
+        f"data.max_prompt_length={assets.task.max_prompt_tokens}",
+        f"data.max_response_length={assets.task.max_response_tokens}",
+        f"reward.reward_kwargs.overlong_buffer_cfg.len={assets.task.overlong_buffer_tokens}",
+        f"data.seed={seed}",
+        f"actor_rollout_ref.rollout.seed={seed}",
+        f"trainer.seed={seed}",
+    ]

@@ -1,0 +1,122 @@
+"""`sluice scale`: change the number of replicas of a running run."""
+
+from __future__ import annotations
+
+import asyncio
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from sluice.client.launcher import Launcher, Scaling
+from sluice.client.run_address import RunLocation, locate_run
+from sluice.client.run_monitor import RunMonitor
+from sluice.concurrency.deadlines import deadline
+from sluice.errors import DeadlineError, NotReadyError, PeerError
+from sluice.launch.replica_scale import check_number, is_replica_name
+from sluice.launch.servicer import launcher_of
+
+_POLL_S = 0.5
+
+
+class Scalable(StrEnum):
+    """What there may be more or fewer of."""
+
+    ROLLOUT = "rollout"
+
+
+def scale(
+    service: Annotated[Scalable, typer.Argument(help="What to scale.")],
+    count: Annotated[int, typer.Argument(help="How many there shall be, 1 or more.")],
+    *,
+    run_dir: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds to wait until it is so.")
+    ] = 600.0,
+) -> None:
+    """Start or drain replicas of a run that `sluice up` has started, and wait until it is done.
+
+    New replicas serve once they hold the current weights. The highest numbers leave first; what
+    they were sampling continues on the others. 0 is refused: nobody would sample.
+
+    \b
+    Example:
+      sluice scale rollout 4 --run-dir runs/quickstart
+    """
+    check_number(count)
+    asyncio.run(scale_rollout(count, locate_run(run_dir), timeout, Console(highlight=False)))
+
+
+async def scale_rollout(
+    count: int, location: RunLocation, timeout_s: float, console: Console
+) -> None:
+    """Has the launcher of a run keep `count` replicas, and waits until they serve.
+
+    Raises:
+        NotReadyError: no launcher answers.
+        DeadlineError: it takes longer than `timeout_s` seconds.
+    """
+    found = launcher_of(location.run_dir)
+    async with (
+        Launcher(found.address, found.credentials) as launcher,
+        RunMonitor(location.trainer, location.reward, credentials=location.credentials) as monitor,
+    ):
+        try:
+            change = await launcher.set_replicas(count)
+        except PeerError as error:
+            raise NotReadyError(
+                f"run: the launcher of {location.run_dir} does not answer; it has ended"
+            ) from error
+        if change.started or change.drained:
+            console.print(_as_text(change))
+        elif not await _outstanding(launcher, monitor):
+            console.print(f"{count} replicas already; nothing to do")
+            return
+        with console.status("waiting") as status:
+            async with deadline(
+                timeout_s,
+                peer="rollout fleet",
+                phase=f"scaling to {count} replicas",
+                remedy=f"see the logs in {location.run_dir / 'logs'}; the change goes on",
+            ):
+                while left := await _seen_outstanding(launcher, monitor):
+                    status.update(f"waiting for {', '.join(left)}")
+                    await asyncio.sleep(_POLL_S)
+        console.print(f"done: {count} replicas")
+
+
+def _as_text(change: Scaling) -> str:
+    parts = [("starting", change.started), ("draining", change.drained)]
+    return "; ".join(f"{what} {', '.join(names)}" for what, names in parts if names)
+
+
+async def _seen_outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str]:
+    """As `_outstanding`, while we wait: a launcher on a busy machine may answer late."""
+    try:
+        return await _outstanding(launcher, monitor)
+    except (DeadlineError, PeerError):
+        return ["the launcher to answer"]
+
+
+async def _outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str]:
+    """What is not done yet, whoever asked for it: replicas of the launcher that have not left, and
+    those that stay and do not serve."""
+    replicas = [each for each in await launcher.services() if is_replica_name(each.name)]
+    serving = await _serving(monitor)
+    late = [f"{each.name} to leave" for each in replicas if each.is_draining]
+    return late + [
+        f"{each.name} to serve"
+        for each in replicas
+        if not each.is_draining and each.name not in serving
+    ]
+
+
+async def _serving(monitor: RunMonitor) -> set[str]:
+    """Names of replicas that serve; none while the trainer is away."""
+    try:
+        replicas = (await monitor.snapshot()).replicas
+    except (PeerError, DeadlineError):
+        return set()
+    return {replica.name for replica in replicas if replica.state == "serving"}

@@ -1,0 +1,251 @@
+"""`sluice up`: a whole run, on this machine or on the nodes of a Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.text import Text
+
+from sluice.cli.terminal import printable
+from sluice.cli.watch.live_view import LiveView
+from sluice.client.launcher import Launcher
+from sluice.client.run_address import CONFIG_NAME
+from sluice.client.run_monitor import RunMonitor
+from sluice.config.addresses import peer_address
+from sluice.config.check import remarks
+from sluice.config.explain import launch_notices
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
+from sluice.config.rules.checks import check_config
+from sluice.config.run import RunConfig
+from sluice.config.schema.security import with_absolute_files
+from sluice.errors import ConfigError, SluiceError
+from sluice.launch.cluster.nodes import with_absolute_paths
+from sluice.launch.cluster.placement import parse_demands
+from sluice.launch.cluster.ray_run import RayOptions, ray_plan
+from sluice.launch.network_layout import launcher_grace_s
+from sluice.launch.plan import LaunchPlan, check_reward_function, local_plan
+from sluice.launch.processes.supervisor import EXIT_INTERRUPTED, RunEnd, Supervisor
+from sluice.launch.replica_scale import ReplicaScale
+from sluice.launch.service_spec import with_ports
+from sluice.launch.servicer import launch_service, launcher_of
+from sluice.report.run_record import ACCOUNTS_NAME
+from sluice.rpc.credentials import service_credentials
+from sluice.rpc.status import expect_no_tls
+from sluice.telemetry.metrics_page import forget_target, forget_targets
+
+# A launcher that was killed may have left its address, where nobody answers.
+_LAUNCHER_ANSWERS_S = 3.0
+
+
+class Where(StrEnum):
+    """What a run is started on."""
+
+    LOCAL = "local"
+    RAY = "ray"
+
+
+ConfigAndOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CONFIG] [KEY=VALUE]...",
+        help="A YAML file, and keys to override in verl's spelling.",
+        show_default=False,
+    ),
+]
+ShowLogs = Annotated[bool, typer.Option("--logs", help="Show all log lines of the services.")]
+On = Annotated[Where, typer.Option("--on", help="Start processes here, or on a Ray cluster.")]
+RayAddress = Annotated[
+    str,
+    typer.Option(
+        metavar="HOST:PORT", help="Head of the Ray cluster; auto: the one of this machine."
+    ),
+]
+Demanded = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--resources",
+        metavar="SERVICE=NAME:AMOUNT",
+        help="What each process of a service takes of Ray besides threads and devices; repeatable.",
+        show_default=False,
+    ),
+]
+CapacityTimeout = Annotated[
+    float, typer.Option(min=1.0, help="Seconds in which the Ray cluster has to have room.")
+]
+
+
+def up(
+    arguments: ConfigAndOverrides = None,
+    *,
+    logs: ShowLogs = False,
+    on: On = Where.LOCAL,
+    ray_address: RayAddress = "auto",
+    resources: Demanded = None,
+    room_timeout: CapacityTimeout = 300.0,
+) -> None:
+    """Start all services of a run, here or on the nodes of a Ray cluster, and follow it to its end.
+
+    Ctrl-C once ends everything in order. Exit codes: 0 the run reached its end, 1 something
+    failed, 130 interrupted.
+
+    \b
+    Examples:
+      sluice up run.yaml
+      sluice up run.yaml data.train_batch_size=32 --logs
+      sluice up run.yaml --on ray --resources rollout=NPU:8
+    """
+    ray = RayOptions(ray_address, parse_demands(resources or ()), room_timeout)
+    if on is not Where.RAY and resources:
+        raise ConfigError("--resources: only --on ray hands them out; give both, or neither")
+    _run(arguments, logs=logs, ray=ray if on is Where.RAY else None)
+
+
+def train(arguments: ConfigAndOverrides = None, *, logs: ShowLogs = False) -> None:
+    """Train on this machine: the same as `sluice up`, for those who look for this name.
+
+    \b
+    Example:
+      sluice train run.yaml trainer.total_training_steps=100
+    """
+    _run(arguments, logs=logs)
+
+
+def _run(arguments: list[str] | None, *, logs: bool, ray: RayOptions | None = None) -> None:
+    file, overrides = split_arguments(arguments or [])
+    console, config = Console(), load_config(file, overrides)
+    for line in (*(one.text for one in launch_notices(file, overrides)), *remarks(config)):
+        console.print(f"notice: {line}", soft_wrap=True, markup=False, highlight=False)
+    end = start_run(config, console, logs=logs, ray=ray)
+    raise typer.Exit(end.exit_code)
+
+
+def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """The configuration file, if the first argument is one, and the overrides."""
+    if not arguments:
+        return None, []
+    first = Path(arguments[0])
+    if first.is_file() or not ("=" in arguments[0] or arguments[0].startswith(("+", "~"))):
+        return first, arguments[1:]
+    return None, arguments
+
+
+def start_run(
+    config: RunConfig, console: Console, *, logs: bool, ray: RayOptions | None = None
+) -> RunEnd:
+    """Checks, starts and follows a run; every process has ended when this returns.
+
+    Args:
+        ray: the cluster that it is started on; by default this machine.
+
+    Raises:
+        ConfigError: the configuration does not hold together, or not with the cluster, or another
+            run goes on in its folder; nothing was started.
+    """
+    check_config(config)
+    if config.trainer.nnodes > 1 and ray is None:
+        raise ConfigError(
+            f"trainer.nnodes = {config.trainer.nnodes}: `sluice up` starts a run on one machine; "
+            "set it to 1, start it with --on ray on a Ray cluster, or start "
+            "`python -m services.trainer` with torchrun on each machine"
+        )
+    check_reward_function(config.reward)
+    run_dir = Path(config.sluice.run_dir).absolute()
+    _show_launcher_messages(console)
+    end = asyncio.run(_start(config, run_dir / CONFIG_NAME, console, logs=logs, ray=ray))
+    for failure in end.failures:
+        console.print(Text("failed: ", style="red") + Text(printable(failure)), soft_wrap=True)
+    if end.failures:
+        console.print(f"all log lines: {run_dir / 'logs'}", soft_wrap=True)
+    if end.exit_code == EXIT_INTERRUPTED:
+        console.print("interrupted; everything has ended")
+    return end
+
+
+async def _start(
+    config: RunConfig,
+    config_file: Path,
+    console: Console,
+    *,
+    logs: bool,
+    ray: RayOptions | None,
+) -> RunEnd:
+    await _refuse_beside_another(config_file.parent)
+    # It says that the run has ended, which from now on is not so.
+    (config_file.parent / ACCOUNTS_NAME).unlink(missing_ok=True)
+    if ray is None:
+        config = with_ports(_with_absolute_paths(config))
+        write_config(config, config_file)
+        return await _supervise(local_plan(config, config_file), console, logs=logs)
+    console.print("placing the run on the Ray cluster")
+    async with ray_plan(with_absolute_paths(config), config_file, ray) as plan:
+        return await _supervise(plan, console, logs=logs)
+
+
+async def _refuse_beside_another(run_dir: Path) -> None:
+    """Raises ConfigError where a launcher of this machine keeps a run already."""
+    try:
+        found = launcher_of(run_dir)
+        async with (
+            asyncio.timeout(_LAUNCHER_ANSWERS_S),
+            Launcher(found.address, found.credentials) as launcher,
+        ):
+            await launcher.services()
+    except (SluiceError, TimeoutError):
+        return
+    raise ConfigError(
+        f"sluice.run_dir = {run_dir}: another run goes on in this folder; end it first, or give "
+        "another folder"
+    )
+
+
+def _show_launcher_messages(console: Console) -> None:
+    handler = RichHandler(console=console, show_time=False, show_path=False)
+    logger = logging.getLogger("sluice.launch")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+
+
+async def _supervise(plan: LaunchPlan, console: Console, *, logs: bool) -> RunEnd:
+    service = plan.config.sluice
+    run_dir = Path(service.run_dir)
+    view = LiveView(console, run_dir, tuple(spec.name for spec in plan.specs), show_logs=logs)
+    supervisor = Supervisor(
+        plan.specs,
+        run_dir / "logs",
+        view.log_line,
+        launcher_grace_s(service.shutdown_grace_s),
+        plan.host,
+        on_left=lambda name: forget_target(run_dir, name),
+    )
+    trainer = peer_address(service.trainer.endpoint, "sluice.trainer.endpoint")
+    reward = peer_address(service.reward.endpoint, "sluice.reward.endpoint")
+    credentials = service_credentials(service.security, service.trainer.endpoint)
+    if not credentials.is_encrypted:
+        expect_no_tls()
+    monitor = RunMonitor(trainer, reward, credentials=credentials)
+    scale = ReplicaScale(supervisor, plan.make_replica, has_fixed_port=plan.has_fixed_port)
+    control = launch_service(run_dir, supervisor, scale)
+    forget_targets(run_dir)
+    async with monitor, control, asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(view.follow(monitor), name="live-view")
+        end = await supervisor.run()
+        following.cancel()
+    return end
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The run folder and credentials, absolute, since commands may run in another directory."""
+    run_dir = str(Path(config.sluice.run_dir).absolute())
+    security = with_absolute_files(config.sluice.security)
+    return msgspec.structs.replace(
+        config, sluice=msgspec.structs.replace(config.sluice, run_dir=run_dir, security=security)
+    )

@@ -1,0 +1,408 @@
+"""`sluice simulate`: estimate what a strategy, a fleet and a staleness bound cost, before they
+are paid.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sluice.algorithm.sampling.rules import StrategyName
+from sluice.cli.simulate import options
+from sluice.cli.simulate.subject import Choices, Subject, subject, with_choices
+from sluice.cli.terminal import output_console, print_table
+from sluice.errors import ConfigError
+from sluice.simulate.fitting.plots import plot_comparison, plot_result, plot_sweep
+from sluice.simulate.fitting.sweep import TOLERANCE, Sweep, grid_around, sweep
+from sluice.simulate.fitting.twin import Twin, TwinFigure, twin
+from sluice.simulate.result import SimulationResult
+from sluice.simulate.result import simulate as simulate_run
+from sluice.simulate.settings import SimulationSettings
+from sluice.simulate.strategies import Compared, FillTimes, compare, simulate_fill_times
+
+
+def print_result(console: Console, result: SimulationResult, fill: FillTimes) -> None:
+    """Prints one simulation's figures and accounts."""
+    rows = [
+        ("generated / trained tokens", f"{result.gen_per_trained:.2f}"),
+        ("seconds to fill a batch *", _seconds(fill.mean_s)),
+        ("  median, p99", f"{_seconds(fill.p50_s)}, {_seconds(fill.p99_s)}"),
+        ("seconds a step", _seconds(result.step_s)),
+        ("  median, p99", f"{_seconds(result.step_s_p50)}, {_seconds(result.step_s_p99)}"),
+        ("steps per hour", f"{result.steps_per_hour:.2f}"),
+        ("trainer idle", f"{result.trainer_idle_share:.1%}"),
+        ("fleet idle", f"{result.fleet_idle_share:.1%}"),
+        ("slots used", f"{result.slots_used_share:.1%}"),
+        ("staleness mean, p99, max", _staleness(result)),
+        ("samples beyond the bound", str(result.num_staleness_exceeded)),
+        ("kept groups discarded", _discarded(result)),
+        ("running groups restarted", str(result.num_restarted)),
+        ("long prompts, trained to issued", f"{result.long_prompt_ratio:.3f}"),
+        ("hard prompts among trained", f"{result.hard_share:.1%}"),
+        ("samples", str(result.num_samples)),
+    ]
+    title = f"{result.strategy}: {result.num_steps} steps"
+    print_table(console, title, ("figure", "value"), rows, right=("value",))
+    console.print("* simulated with a trainer that takes no time", soft_wrap=True)
+    console.print()
+    total = result.accounts["generated"]
+    accounts = [(n, f"{v:.0f}", f"{v / total:.1%}") for n, v in result.accounts.items()]
+    columns = ("response tokens", "number", "share")
+    print_table(console, "accounts", columns, accounts, right=columns[1:])
+
+
+def print_comparison(console: Console, title: str, compared: Sequence[Compared]) -> None:
+    """Prints strategies side by side."""
+    columns = (
+        *("strategy", "gen/trained", "to rounds", "fill s", "p99", "faster", "steps/h", "faster "),
+        *("trainer idle", "fleet idle", "staleness", "over S", "discarded", "restarted"),
+        *("long ratio", "hard share", "to stream"),
+    )
+    rows = [
+        (
+            one.result.strategy,
+            f"{one.result.gen_per_trained:.2f}",
+            f"{one.gen_ratio:.2f}x",
+            _seconds(one.fill.mean_s),
+            _seconds(one.fill.p99_s),
+            f"{one.fill_speedup:.2f}x",
+            f"{one.result.steps_per_hour:.1f}",
+            f"{one.step_speedup:.2f}x",
+            f"{one.result.trainer_idle_share:.0%}",
+            f"{one.result.fleet_idle_share:.0%}",
+            _staleness(one.result),
+            str(one.result.num_staleness_exceeded + one.fill.ideal.num_staleness_exceeded),
+            _discarded(one.result),
+            str(one.result.num_restarted),
+            f"{one.result.long_prompt_ratio:.3f}",
+            f"{one.result.hard_share:.1%}",
+            f"{one.hard_share_ratio:.2f}x",
+        )
+        for one in compared
+    ]
+    print_table(console, title, columns, rows, right=columns[1:])
+    console.print(
+        "fill: with a trainer that takes no time. staleness: mean, p99, max.", soft_wrap=True
+    )
+
+
+def print_sweep(console: Console, title: str, found: Sweep) -> None:
+    """Prints all points, and the one to take."""
+    columns = ("replicas", "S", "steps/h", "trainer idle", "fleet idle", "staleness", "")
+    rows = [
+        (
+            str(point.num_replicas),
+            str(point.max_staleness),
+            f"{point.result.steps_per_hour:.2f}",
+            f"{point.result.trainer_idle_share:.0%}",
+            f"{point.result.fleet_idle_share:.0%}",
+            _staleness(point.result),
+            "<- recommended" if point is found.recommended else "",
+        )
+        for point in found.points
+    ]
+    print_table(console, title, columns, rows, right=columns[:-1])
+    best = found.recommended
+    console.print(
+        f"{best.num_replicas} replicas and max_staleness {best.max_staleness}: the fewest "
+        f"replicas, then the least staleness, within {TOLERANCE:.0%} of the best step rate",
+        soft_wrap=True,
+    )
+    if found.is_at_edge:
+        console.print(
+            "That is at the edge of the grid: more may be better. The grid is laid around "
+            "--replicas (or the run's) and --max-staleness; give larger ones.",
+            soft_wrap=True,
+        )
+
+
+def print_twin(console: Console, title: str, found: Twin) -> None:
+    """Prints a run's figures beside its simulation's."""
+    columns = ("figure", "run", "simulated", "difference", "relative error")
+    rows = [twin_row(figure) for figure in found.figures]
+    print_table(console, title, columns, rows, right=columns[1:])
+    console.print(
+        "difference: simulated less run, in points of idle shares; relative error: that over the "
+        "run's figure",
+        soft_wrap=True,
+    )
+
+
+def twin_row(figure: TwinFigure) -> tuple[str, str, str, str, str]:
+    """A figure's name, both values, their difference, and that over the run's."""
+    name, relative = figure.name.replace("_", " "), figure.relative_error
+    of_run = "" if relative is None else f"{relative:+.1%}"
+    if figure.is_share:
+        points = f"{100 * figure.difference:+.1f} points"
+        return name, f"{figure.real:.1%}", f"{figure.simulated:.1%}", points, of_run
+    difference = f"{figure.difference:+.3f}"
+    return name, f"{figure.real:.3f}", f"{figure.simulated:.3f}", difference, of_run
+
+
+def result_as_json(result: SimulationResult, fill: FillTimes | None = None) -> dict[str, object]:
+    """One simulation as an object, without single steps' times; with `fill` the times to fill."""
+    figures = {name: value for name, value in asdict(result).items() if name != "step_times_s"}
+    if fill is not None:
+        figures |= {"fill_s_mean": fill.mean_s, "fill_s_p50": fill.p50_s, "fill_s_p99": fill.p99_s}
+    return figures
+
+
+def comparison_as_json(compared: Sequence[Compared]) -> dict[str, object]:
+    """Strategies by name."""
+    return {
+        one.result.strategy: {
+            **result_as_json(one.result, one.fill),
+            "fill_speedup": one.fill_speedup,
+            "gen_ratio": one.gen_ratio,
+            "step_speedup": one.step_speedup,
+            "hard_share_ratio": one.hard_share_ratio,
+        }
+        for one in compared
+    }
+
+
+def sweep_as_json(found: Sweep) -> dict[str, object]:
+    """All points, and the recommendation."""
+    return {
+        "points": [
+            {
+                "replicas": point.num_replicas,
+                "max_staleness": point.max_staleness,
+                **result_as_json(point.result),
+            }
+            for point in found.points
+        ],
+        "recommended": {
+            "replicas": found.recommended.num_replicas,
+            "max_staleness": found.recommended.max_staleness,
+            "is_at_edge": found.is_at_edge,
+        },
+    }
+
+
+def twin_as_json(found: Twin) -> dict[str, object]:
+    """Figures by name, and the simulation."""
+    return {
+        "twin_error": {figure.name: figure.error for figure in found.figures},
+        "figures": [
+            {
+                **asdict(figure),
+                "error": figure.error,
+                "difference": figure.difference,
+                "relative_error": figure.relative_error,
+            }
+            for figure in found.figures
+        ],
+        "simulated": result_as_json(found.result, found.fill),
+    }
+
+
+def _staleness(result: SimulationResult) -> str:
+    mean, p99 = result.staleness_mean, result.staleness_p99
+    return f"{mean:.2f} / {p99:.0f} / {result.staleness_max}"
+
+
+def _discarded(result: SimulationResult) -> str:
+    return f"{result.num_kept_discarded} ({result.discarded_share:.1%})"
+
+
+def _seconds(value: float) -> str:
+    """Three digits at least: batches fill in a second or in an hour."""
+    return f"{value:.0f}" if value >= 100.0 else f"{value:#.3g}"
+
+
+def simulate(  # noqa: PLR0913 - one parameter an option
+    *,
+    mixture: options.Mixture = None,
+    workload: options.WorkloadFile = None,
+    strategy: options.Strategy = None,
+    replicas: options.Replicas = None,
+    slots: options.Slots = None,
+    step_ms: options.StepMs = None,
+    sequence_ms: options.SequenceMs = None,
+    steps: options.Steps = None,
+    max_staleness: options.MaxStaleness = None,
+    ahead_share: options.AheadShare = None,
+    on_policy_fill: options.OnPolicyFill = None,
+    on_stale: options.WhenStale = None,
+    group_size: options.GroupSize = None,
+    batch_size: options.BatchSize = None,
+    gen_batch_size: options.GenBatchSize = None,
+    trainer_s: options.TrainerSeconds = None,
+    seed: options.Seed = 0,
+    run: options.Run = None,
+    compare_all: options.Compare = False,
+    sweep_grid: options.SweepGrid = False,
+    plot: options.Plot = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Simulate over-generation, staleness and fleet by the functions that a run is driven by.
+
+    With --run and no other mode it sets the run's step time, idle shares and waste beside those of
+    its simulation; with --compare or --sweep, --replicas and others ask what the run would do then.
+
+    \b
+    Examples:
+      sluice simulate --compare --mixture early
+      sluice simulate --workload workload.yaml --step-ms 12 --sequence-ms 0.05
+      sluice simulate --strategy stream --replicas 1024 --slots 64 --batch-size 512 --steps 60
+      sluice simulate --sweep --trainer-s 120 --plot plots
+      sluice simulate --run runs/quickstart --compare --replicas 4
+
+    \b
+    A workload's file (all but pass_rates may be left out; docs/simulator.md has the fields):
+      pass_rates: [{alpha: 0.25, beta: 5, weight: 0.6}, {alpha: 6, beta: 0.25, weight: 0.4}]
+      lengths: {median_tokens_solved: 1500, median_tokens_unsolved: 3500, max_tokens: 16384}
+      num_prompts: 8192
+    """
+    if compare_all and sweep_grid:
+        raise ConfigError("simulate: --compare and --sweep exclude each other; give one of them")
+    model = options.Model(
+        *(mixture, workload, replicas, slots, step_ms, sequence_ms),
+        *(group_size, batch_size, gen_batch_size, trainer_s),
+    )
+    choices = Choices(strategy, max_staleness, ahead_share, on_policy_fill, on_stale)
+    mode = _compare if compare_all else _sweep if sweep_grid else _one if run is None else _twin
+    _simulate(mode, model, choices, (run, steps, seed), _SimulateOutput(plot, as_json))
+
+
+@dataclass(frozen=True, slots=True)
+class _SimulateOutput:
+    """Where figures go."""
+
+    plot: Path | None
+    as_json: bool
+
+
+_Mode = Callable[[Subject, _SimulateOutput], None]
+
+
+def _simulate(
+    mode: _Mode,
+    model: options.Model,
+    choices: Choices,
+    of_run: tuple[Path | None, int | None, int],
+    output: _SimulateOutput,
+) -> None:
+    """Refuses what excludes each other before anything is read."""
+    if of_run[0] is not None:
+        model.refuse_beside_run(asks_what_if=mode in (_compare, _sweep))
+    found = subject(model, *of_run)
+    mode(replace(found, settings=with_choices(found.settings, choices)), output)
+
+
+def _compare(found: Subject, output: _SimulateOutput) -> None:
+    settings = found.settings
+    with _progress("comparing", 2 * len(StrategyName) * settings.num_steps) as on_step:
+        compared = compare(settings, found.open_workload, on_step=on_step)
+    if output.as_json:
+        typer.echo(json.dumps(comparison_as_json(compared), sort_keys=True))
+    else:
+        print_comparison(output_console(), f"{found.name}: {_described(settings)}", compared)
+    if output.plot is not None:
+        _notify(plot_comparison(output.plot, compared))
+
+
+def _sweep(found: Subject, output: _SimulateOutput) -> None:
+    settings = found.settings
+    sizes, bounds = grid_around(settings.fleet.num_replicas, settings.rules.max_staleness)
+    if settings.rules.strategy is StrategyName.ROUNDS:
+        bounds = (0,)
+    with _progress("sweeping", len(sizes) * len(bounds) * settings.num_steps) as on_step:
+        points = sweep(settings, found.open_workload, sizes, bounds, on_step=on_step)
+    if output.as_json:
+        typer.echo(json.dumps(sweep_as_json(points), sort_keys=True))
+    else:
+        title = f"{found.name}, {settings.rules.strategy}: {_described(settings)}"
+        print_sweep(output_console(), title, points)
+    if output.plot is not None:
+        _notify(plot_sweep(output.plot, points))
+
+
+def _twin(found: Subject, output: _SimulateOutput) -> None:
+    settings, fitted = found.settings, found.fitted
+    assert fitted is not None
+    _check_rules_are_the_runs(fitted.settings, settings)
+    with _progress("simulating", 2 * settings.num_steps) as on_step:
+        both = twin(fitted.run, settings, on_step=on_step)
+    if output.as_json:
+        typer.echo(json.dumps(twin_as_json(both), sort_keys=True))
+    else:
+        console = output_console()
+        print_result(console, both.result, both.fill)
+        print_twin(console, found.name, both)
+    if output.plot is not None:
+        _notify(plot_result(output.plot, both.result, both.fill))
+
+
+def _check_rules_are_the_runs(of_run: SimulationSettings, given: SimulationSettings) -> None:
+    """The difference that another rule makes is no error of the simulation."""
+    for option, value, other in (
+        ("--strategy", of_run.rules.strategy, given.rules.strategy),
+        ("--max-staleness", of_run.rules.max_staleness, given.rules.max_staleness),
+        ("--ahead-share", of_run.rules.ahead_share, given.rules.ahead_share),
+        ("--on-policy-fill", of_run.rules.on_policy_fill, given.rules.on_policy_fill),
+        ("--on-stale", of_run.on_stale, given.on_stale),
+    ):
+        if value != other:
+            raise ConfigError(
+                f"{option}: {other}, but the run had {value}, and a run is set beside its own "
+                f"simulation; leave {option} out, or give --compare or --sweep"
+            )
+
+
+def _one(found: Subject, output: _SimulateOutput) -> None:
+    settings = found.settings
+    with _progress("simulating", 2 * settings.num_steps) as on_step:
+        result = simulate_run(settings, found.open_workload(), on_step=on_step)
+        fill = simulate_fill_times(settings, found.open_workload(), on_step)
+    if output.as_json:
+        typer.echo(json.dumps(result_as_json(result, fill), sort_keys=True))
+    else:
+        print_result(output_console(), result, fill)
+    if output.plot is not None:
+        _notify(plot_result(output.plot, result, fill))
+
+
+def _described(settings: SimulationSettings) -> str:
+    rules, fleet = settings.rules, settings.fleet
+    ahead = f", {rules.ahead_share:g} of it ahead" if rules.num_ahead is not None else ""
+    if rules.preempts:
+        ahead = " with as many groups as are expected to fill a batch"
+    return (
+        f"{rules.train_batch_size} groups of {rules.samples_per_group}, "
+        f"S = {rules.max_staleness}{ahead}, "
+        f"{fleet.num_replicas} replicas with {fleet.slots} slots, "
+        f"{1000 * fleet.base_step_s:.3g} + {1000 * fleet.per_sequence_s:.3g} n ms a decoding step "
+        "of n sequences, "
+        f"{settings.trainer.train_s:g} s to train, "
+        f"{settings.num_steps} steps, the first {settings.num_warmup} left out"
+    )
+
+
+def _notify(files: tuple[Path, ...]) -> None:
+    for file in files:
+        typer.echo(f"wrote {file}", err=True)
+
+
+@contextmanager
+def _progress(task: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error where that is a terminal; each call is one step."""
+    console = Console(stderr=True)
+    shown = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(
+        *shown,
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    ) as bars:
+        bar = bars.add_task(task, total=total)
+        yield lambda _num_leased: bars.advance(bar)

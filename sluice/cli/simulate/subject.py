@@ -1,0 +1,152 @@
+"""What `sluice simulate` simulates: by its options, or a run that they may change."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from sluice.algorithm.groups.staleness import OnStale
+from sluice.algorithm.sampling.rules import OnPolicyFill, SamplingRules, StrategyName
+from sluice.cli.simulate.fitted import FittedSimulation, fitted_simulation
+from sluice.cli.simulate.options import Model
+from sluice.errors import ConfigError
+from sluice.simulate.settings import (
+    DEFAULT_STEPS,
+    FleetSettings,
+    SimulationSettings,
+    TrainerSettings,
+)
+from sluice.simulate.strategies import OpenWorkload, of_strategy
+from sluice.simulate.workload import DescribedWorkload, MixtureWorkload
+from sluice.simulate.workload_file import read_workload
+
+_MS = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is simulated.
+
+    Args:
+        name: of the workload, for titles.
+        settings: the rest.
+        open_workload: the same data set at each call.
+        fitted: the run that it was fitted to, if any.
+    """
+
+    name: str
+    settings: SimulationSettings
+    open_workload: OpenWorkload
+    fitted: FittedSimulation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Rules that may be others than a run's; ``None``: not given."""
+
+    strategy: StrategyName | None = None
+    max_staleness: int | None = None
+    ahead_share: float | None = None
+    on_policy_fill: OnPolicyFill | None = None
+    on_stale: OnStale | None = None
+
+
+def subject(model: Model, run: Path | None, steps: int | None, seed: int) -> Subject:
+    """What the options describe, beside a run with its folder.
+
+    Raises:
+        ConfigError: options that exclude each other, a workload's file or a run's folder is wrong.
+        DataError: a run's record cannot be simulated.
+    """
+    if run is not None:
+        fitted = fitted_simulation(run, steps, seed)
+        settings = changed(fitted.settings, model)
+        return Subject(str(run), settings, fitted.open_workload, fitted)
+    model.refuse_two_workloads()
+    settings = of_model(model, steps, seed)
+    if model.workload is not None:
+        description = read_workload(model.workload)
+        return Subject(str(model.workload), settings, partial(DescribedWorkload, description, seed))
+    mixture = model.mixture or "mid"
+    return Subject(mixture, settings, partial(MixtureWorkload, mixture, seed))
+
+
+def of_model(model: Model, steps: int | None, seed: int) -> SimulationSettings:
+    """Settings without a run; the defaults are those that the options' help names."""
+    batch_size, group_size = model.batch_size or 64, model.group_size or 16
+    rules = SamplingRules(
+        StrategyName.STREAM,
+        train_batch_size=batch_size,
+        max_staleness=4,
+        samples_per_group=group_size,
+        gen_batch_size=batch_size,
+        probe_samples=min(4, group_size - 1),
+        seed=seed,
+        on_policy_fill="expected",
+    )
+    settings = SimulationSettings(
+        rules,
+        fleet=FleetSettings(num_replicas=8, slots=128),
+        trainer=TrainerSettings(train_s=60.0),
+        num_steps=steps or DEFAULT_STEPS,
+        seed=seed,
+    )
+    return changed(settings, model)
+
+
+def changed(settings: SimulationSettings, model: Model) -> SimulationSettings:
+    """The settings with the fleet, the trainer and the waves that were given."""
+    times = {"step-ms": model.step_ms, "sequence-ms": model.sequence_ms}
+    for name, value in {**times, "trainer-s": model.trainer_s}.items():
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"--{name}: {value:g} is no time; give a finite number")
+    rules = settings.rules
+    if model.gen_batch_size is not None:
+        wave = model.gen_batch_size or rules.train_batch_size
+        rules = replace(rules, gen_batch_size=wave)
+    return replace(
+        settings,
+        rules=rules,
+        fleet=_fleet(settings.fleet, model),
+        trainer=_trainer(settings.trainer, model.trainer_s),
+    )
+
+
+def with_choices(settings: SimulationSettings, choices: Choices) -> SimulationSettings:
+    """What was given on the command line goes before what was fitted."""
+    rules = settings.rules
+    if choices.max_staleness is not None:
+        rules = replace(rules, max_staleness=choices.max_staleness)
+    if choices.ahead_share is not None:
+        rules = replace(rules, ahead_share=choices.ahead_share)
+    if choices.on_policy_fill is not None:
+        rules = replace(rules, on_policy_fill=choices.on_policy_fill)
+    settings = replace(settings, rules=rules, on_stale=choices.on_stale or settings.on_stale)
+    return of_strategy(settings, choices.strategy or rules.strategy)
+
+
+def _fleet(fleet: FleetSettings, model: Model) -> FleetSettings:
+    base_s = fleet.base_step_s if model.step_ms is None else model.step_ms * _MS
+    per_sequence_s = fleet.per_sequence_s if model.sequence_ms is None else model.sequence_ms * _MS
+    if base_s + per_sequence_s <= 0.0:
+        raise ConfigError(
+            f"--step-ms: {base_s / _MS:g}, and --sequence-ms: {per_sequence_s / _MS:g}: a decoding "
+            "step would take no time; give one of them above 0"
+        )
+    return replace(
+        fleet,
+        num_replicas=model.replicas or fleet.num_replicas,
+        slots=model.slots or fleet.slots,
+        base_step_s=base_s,
+        per_sequence_s=per_sequence_s,
+    )
+
+
+def _trainer(trainer: TrainerSettings, train_s: float | None) -> TrainerSettings:
+    """A faster trainer's steps differ by fewer seconds, too."""
+    if train_s is None:
+        return trainer
+    factor = train_s / trainer.train_s if trainer.train_s else 1.0
+    return replace(trainer, train_s=train_s, spread_s=trainer.spread_s * factor)

@@ -1,0 +1,1 @@
+"""Commands that show a run: `status`, `dashboard`, and the table that `up` refreshes."""

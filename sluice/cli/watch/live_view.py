@@ -1,0 +1,259 @@
+"""Show a running run: where it is, how it learns, where tokens and time go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from sluice.cli.terminal import printable
+from sluice.client.run_monitor import ReplicaSnapshot, RunMonitor, RunSnapshot
+from sluice.errors import SluiceError
+from sluice.report.run_record import METRICS_NAME, AccuracyPoint, accuracy_of
+from sluice.report.summary import AccountView, account_views
+
+
+class AccuracyTail:
+    """Reads each line of the file once; a line still being written waits for the next time."""
+
+    def __init__(self, metrics_file: Path) -> None:
+        self._file = metrics_file
+        self._read_bytes = 0
+        self._newest: AccuracyPoint | None = None
+
+    def newest(self) -> AccuracyPoint | None:
+        """The last validation's accuracy; none before the first."""
+        if not self._file.is_file() or self._file.stat().st_size <= self._read_bytes:
+            return self._newest
+        with self._file.open("rb") as file:
+            file.seek(self._read_bytes)
+            complete, _, _ = file.read().rpartition(b"\n")
+        self._read_bytes += len(complete) + 1 if complete else 0
+        for line in complete.splitlines():
+            if b'"val-core/' in line:
+                self._note(json.loads(line))
+        return self._newest
+
+    def _note(self, row: dict[str, float | None]) -> None:
+        accuracy = accuracy_of(row)
+        if accuracy is not None:
+            self._newest = AccuracyPoint(int(row["step"] or 0), accuracy)
+
+
+_MIN_REPORTED_S = 5.0
+_PAIRS_A_ROW = 3
+
+
+def run_table(snapshot: RunSnapshot, accuracy: AccuracyPoint | None) -> RenderableType:
+    """Renders a snapshot; `accuracy` is the last validation's."""
+    parts: list[RenderableType] = [_head(snapshot), _numbers(snapshot, accuracy)]
+    if snapshot.replicas:
+        parts.append(_fleet(snapshot.replicas))
+    views = account_views(snapshot.accounts)
+    if views:
+        parts.append(_accounts(views))
+    parts += [
+        Text(f"waiting for {a.peer}: {a.phase} ({a.seconds:.0f} s)", style="yellow")
+        for a in snapshot.awaited
+        if a.seconds > _MIN_REPORTED_S
+    ]
+    return Group(*parts)
+
+
+def step_line(
+    step: int,
+    total: int,
+    metrics: Mapping[str, float],
+    replicas: tuple[ReplicaSnapshot, ...] = (),
+) -> str:
+    """One finished step as a plain line.
+
+    Args:
+        step: its number, which is also the policy version it made.
+        total: steps of the run.
+        metrics: of the step.
+        replicas: the fleet, if it is known; otherwise only its size is told, from `metrics`.
+    """
+    cells = "  ".join(f"{name} {value}" for name, value in _cells(metrics))
+    return f"step {step}/{total}  {cells}  version {step}  {_fleet_text(metrics, replicas)}"
+
+
+def _fleet_text(metrics: Mapping[str, float], replicas: tuple[ReplicaSnapshot, ...]) -> str:
+    """How many replicas serve which version, such as ``replicas 3 (2 at 7, 1 at 6)``."""
+    serving = Counter(replica.version for replica in replicas if replica.state == "serving")
+    if not serving:
+        count = metrics.get("rollout/replicas")
+        return f"replicas {'-' if count is None else format(count, '.0f')}"
+    versions = ", ".join(
+        f"{count} at {version}" for version, count in sorted(serving.items())[::-1]
+    )
+    return f"replicas {serving.total()} ({versions})"
+
+
+def _head(snapshot: RunSnapshot) -> RenderableType:
+    line = Table.grid(padding=(0, 2))
+    version = "none" if snapshot.version is None else str(snapshot.version)
+    line.add_row(
+        Text(f"step {snapshot.step}/{snapshot.total_steps}", style="bold"),
+        ProgressBar(total=max(snapshot.total_steps, 1), completed=snapshot.step, width=20),
+        f"{snapshot.phase} ({snapshot.phase_seconds:.0f} s)",
+        f"policy version {version}",
+    )
+    return line
+
+
+def _numbers(snapshot: RunSnapshot, accuracy: AccuracyPoint | None) -> Table:
+    """Names and values side by side, three pairs a row: 80 columns are enough."""
+    held_out = "-" if accuracy is None else f"{accuracy.accuracy:.3f}"
+    reward, *others = _cells(snapshot.metrics)
+    cells = [reward, ("held-out accuracy", held_out), *others]
+    grid = Table.grid(padding=(0, 2))
+    for _ in range(_PAIRS_A_ROW):
+        grid.add_column(style="dim")
+        grid.add_column(justify="right")
+    for begin in range(0, len(cells), _PAIRS_A_ROW):
+        grid.add_row(*(text for pair in cells[begin : begin + _PAIRS_A_ROW] for text in pair))
+    return grid
+
+
+def _cells(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Names and values of what is shown of a step; a dash for what it has not."""
+
+    def number(name: str, form: str) -> str:
+        value = metrics.get(name)
+        return "-" if value is None else format(value, form)
+
+    groups = "/".join(
+        number(f"train/groups_{kind}", ".0f") for kind in ("kept", "all_right", "all_wrong")
+    )
+    # Groups that are mixed (kept), all right and all wrong.
+    return [
+        ("reward", number("critic/rewards/mean", ".2f")),
+        ("kept/right/wrong", groups),
+        ("generated÷trained", number("train/generated_per_trained_tokens", ".2f")),
+        ("staleness", number("train/staleness_max", ".0f")),
+        ("tokens/s", number("rollout/tokens_per_s", ",.0f")),
+        ("trainer idle", number("trainer/idle_share", ".0%")),
+        ("rollout idle", number("rollout/idle_share", ".0%")),
+        ("s/step", number("timing_s/step", ".2f")),
+    ]
+
+
+def _accounts(views: tuple[AccountView, ...]) -> Table:
+    """Where tokens and seconds went since the start; long lines are wrapped in their column."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for view in views:
+        grid.add_row(view.title, view.total_text, view.parts_text)
+    return grid
+
+
+def _fleet(replicas: tuple[ReplicaSnapshot, ...]) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for name in ("replica", "state", "version", "busy", "tokens/s", "idle"):
+        table.add_column(name, justify="left" if name in {"replica", "state"} else "right")
+    for replica in replicas:
+        table.add_row(
+            replica.name,
+            replica.state,
+            str(replica.version),
+            f"{replica.slots_busy}/{replica.slots}",
+            f"{replica.tokens_per_second:,.0f}",
+            f"{replica.idle_share:.0%}",
+        )
+    return table
+
+
+_REFRESH_S = 1.0
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+_LOUD = (" WARNING ", " ERROR ", " CRITICAL ", "Traceback")
+
+
+class LiveView:
+    """Follows one run until cancelled.
+
+    Args:
+        console: where to show it.
+        run_dir: the run's folder, for validation numbers.
+        names: service names, for colours.
+        show_logs: print every log line, not only warnings and errors.
+    """
+
+    def __init__(
+        self, console: Console, run_dir: Path, names: tuple[str, ...], *, show_logs: bool
+    ) -> None:
+        self._console, self._show_logs = console, show_logs
+        self._log_dir = run_dir / "logs"
+        self._accuracy = AccuracyTail(run_dir / METRICS_NAME)
+        self._shown_accuracy: AccuracyPoint | None = None
+        self._colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
+        self._width = max(map(len, names), default=0)
+
+    def log_line(self, name: str, line: str) -> None:
+        """Prints a service's line if it should be seen."""
+        if self._show_logs or any(word in line for word in _LOUD):
+            prefix = Text(f"{name:<{self._width}} | ", style=self._colours.get(name, "white"))
+            self._console.print(prefix + Text(printable(line)), soft_wrap=True)
+
+    async def follow(self, monitor: RunMonitor) -> None:
+        """Shows the run until cancelled; a service that does not answer is waited for."""
+        self._print(f"starting {len(self._colours)} processes; logs: {self._log_dir}")
+        if self._console.is_terminal:
+            await self._refresh_table(monitor)
+        else:
+            await self._print_steps(monitor)
+
+    async def _refresh_table(self, monitor: RunMonitor) -> None:
+        """The last table stays: towards the end the services leave before their supervisor."""
+        waiting = Text("waiting for the services to start", style="dim")
+        with Live(waiting, console=self._console, refresh_per_second=4) as live:
+            while True:
+                try:
+                    snapshot = await monitor.snapshot()
+                except SluiceError:
+                    await asyncio.sleep(_REFRESH_S)
+                    continue
+                live.update(run_table(snapshot, self._accuracy.newest()))
+                await asyncio.sleep(_REFRESH_S)
+
+    async def _print_steps(self, monitor: RunMonitor) -> None:
+        following = 1
+        while True:
+            try:
+                total = (await monitor.snapshot()).total_steps
+                async for step, metrics in monitor.steps(following):
+                    following = step + 1
+                    self._print(step_line(step, total, metrics, await _announced_fleet(monitor)))
+                    self._print_new_accuracy()
+            except SluiceError:
+                await asyncio.sleep(_REFRESH_S)
+            else:
+                self._print_new_accuracy()
+                return  # the run has ended and so has its stream
+
+    def _print_new_accuracy(self) -> None:
+        point = self._accuracy.newest()
+        if point is not None and point != self._shown_accuracy:
+            self._print(f"held-out accuracy after step {point.step}: {point.accuracy:.3f}")
+        self._shown_accuracy = point
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+async def _announced_fleet(monitor: RunMonitor) -> tuple[ReplicaSnapshot, ...]:
+    """The replicas at the moment; none once the trainer leaves."""
+    try:
+        return (await monitor.snapshot()).replicas
+    except SluiceError:
+        return ()

@@ -1,0 +1,90 @@
+"""`sluice status`: what a run is doing now, or how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from sluice.cli.running_run import PastRun, ask_run, past_run
+from sluice.cli.watch.live_view import AccuracyTail, run_table
+from sluice.cli.watch.waits import explain, wait_object, wait_table
+from sluice.client.run_address import CONFIG_NAME, locate_run
+from sluice.client.wait_survey import survey_waits
+from sluice.errors import ConfigError, NotReadyError
+from sluice.report.run_record import METRICS_NAME
+
+
+def status(
+    run: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("runs/quickstart"),
+    *,
+    why: Annotated[
+        bool, typer.Option("--why", help="Show what each service waits for, and who is behind it.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show step, accuracy, group composition, idle shares, replicas and books of a run.
+
+    The books tell what became of all tokens that were generated, and where the seconds of trainer
+    and replicas went. The residual is what they cannot explain.
+
+    Of a run that is not going on it shows how far it came.
+
+    \b
+    Examples:
+      sluice status runs/quickstart
+      sluice status --why runs/quickstart
+    """
+    folder = locate_run(run).run_dir
+    try:
+        if why and _show_why(run, as_json=as_json):
+            return
+        location, snapshot = asyncio.run(ask_run(run))
+    except NotReadyError:
+        _show_past(past_run(folder), folder, as_json=as_json)
+        return
+    except ConfigError as error:
+        past = past_run(folder)
+        if past.phase != "finished":  # whether it goes on only its services could tell
+            raise
+        _show_past(past, folder, as_json=as_json)
+        typer.echo(f"note: its services could not have been asked: {error}", err=True)
+        return
+    if as_json:
+        typer.echo(json.dumps(asdict(snapshot), sort_keys=True))
+        return
+    accuracy = AccuracyTail(location.run_dir / METRICS_NAME).newest()
+    Console().print(run_table(snapshot, accuracy))
+
+
+def _show_past(past: PastRun, folder: Path, *, as_json: bool) -> None:
+    typer.echo(json.dumps(asdict(past), sort_keys=True) if as_json else past.as_text(folder))
+
+
+def _show_why(run: Path, *, as_json: bool) -> bool:
+    """Shows what the services wait for; false if none answers and none has a process."""
+    location = locate_run(run)
+    # It is written when a run starts; processes noted before are of an earlier one.
+    config_file = location.run_dir / CONFIG_NAME
+    services = asyncio.run(
+        survey_waits(
+            location.trainer,
+            location.reward,
+            location.run_dir,
+            since_s=config_file.stat().st_mtime if config_file.is_file() else 0.0,
+            credentials=location.credentials,
+        )
+    )
+    if all(service.failure and service.process in {"", "gone"} for service in services):
+        return False
+    found = explain(services)
+    if as_json:
+        typer.echo(json.dumps(wait_object(found), sort_keys=True))
+    else:
+        Console().print(wait_table(found))
+    return True

@@ -1,0 +1,229 @@
+"""Explain what a run waits for: follow the waits to the service that holds up the others."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sluice.client.wait_survey import ServiceWaits
+from sluice.concurrency.waits import Waiting
+
+FLEET = "rollout fleet"
+MIN_REPORTED_S = 1.0
+"""Waits that are shorter are the ordinary course of a run."""
+
+_MAX_WAITERS_REPORTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a run stands where it stands.
+
+    `cause` is one sentence; `root` the service behind it, ``None`` if nobody waits for any.
+    `services` begin with the root; then come those that wait for it, the nearest first.
+    """
+
+    cause: str
+    root: str | None
+    services: tuple[ServiceWaits, ...]
+
+
+def explain(services: Sequence[ServiceWaits]) -> Explanation:
+    """Finds the root: of the services that do not answer the one most waits lead to, otherwise
+    the end of the chain of the longest waits.
+
+    A service that refuses the caller is not silent: where one does, that is the cause, since
+    nothing can be told of what is behind it.
+
+    Args:
+        services: of one run, with different names.
+    """
+    by_name = {service.name: service for service in services}
+    refused = [service for service in services if service.is_refused]
+    silent = [service for service in services if service.failure]
+    if refused:
+        root = refused[0].name
+        cause = "; ".join([refused[0].failure, *_also_refused(refused[1:])])
+    elif silent:
+        root = max(silent, key=lambda one: (_num_led_to(one.name, by_name), one.name)).name
+        cause = _silence(by_name[root], [s for s in silent if s.name != root], by_name)
+    elif chain := _chain(by_name):
+        root, cause = chain[-1][1], _chain_in_words(chain, by_name)
+    else:
+        return Explanation(
+            "every service answers, and none waits for another", None, tuple(services)
+        )
+    distances = _distances(root, by_name)
+    far = len(services)
+    ordered = sorted(services, key=lambda s: (distances.get(s.name, far), s.name))
+    return Explanation(cause, root, tuple(ordered))
+
+
+def _targets(peer: str, by_name: Mapping[str, ServiceWaits]) -> tuple[str, ...]:
+    """The services that a wait's peer stands for; none for a thing that is no service."""
+    if peer in by_name:
+        return (peer,)
+    if peer == FLEET:
+        return tuple(service.name for service in by_name.values() if service.is_replica)
+    return ()
+
+
+def _waits_on(
+    root: str, by_name: Mapping[str, ServiceWaits]
+) -> tuple[tuple[ServiceWaits, Waiting], ...]:
+    """Who waits for `root`, by its own name before the fleet's, and longest first."""
+    found = [
+        (service, wait)
+        for service in by_name.values()
+        for wait in service.waits
+        if service.name != root and root in _targets(wait.peer, by_name)
+    ]
+    return tuple(sorted(found, key=lambda pair: (pair[1].peer != root, -pair[1].seconds)))
+
+
+def _distances(root: str, by_name: Mapping[str, ServiceWaits]) -> dict[str, int]:
+    """Waits between each service and `root`; services that do not wait for it are left out."""
+    found, reached = {root: 0}, deque([root])
+    while reached:
+        name = reached.popleft()
+        for service, _ in _waits_on(name, by_name):
+            if service.name not in found:
+                found[service.name] = found[name] + 1
+                reached.append(service.name)
+    return found
+
+
+def _num_led_to(root: str, by_name: Mapping[str, ServiceWaits]) -> int:
+    """Waits that end at `root`, over any number of services."""
+    return sum(
+        wait.count for name in _distances(root, by_name) for _, wait in _waits_on(name, by_name)
+    )
+
+
+def _also_refused(others: Sequence[ServiceWaits]) -> list[str]:
+    names = ", ".join(service.name for service in others)
+    return [f"refused by {names} as well"] if names else []
+
+
+def _silence(
+    root: ServiceWaits, others: Sequence[ServiceWaits], by_name: Mapping[str, ServiceWaits]
+) -> str:
+    waits = _waits_on(root.name, by_name)
+    known_s = [wait.seconds for _, wait in waits if wait.peer == root.name]
+    known_s += [root.unheard_s] if root.unheard_s is not None else []
+    lasting = f"has not answered for {max(known_s):.0f} s" if known_s else "does not answer"
+    process = f" (its process {root.pid} is {root.process})" if root.process else ""
+    reported = [_wait_in_words(service, wait) for service, wait in waits[:_MAX_WAITERS_REPORTED]]
+    parts = [f"{root.name} {lasting}{process}", *reported]
+    if others:
+        parts.append(f"no answer either from {', '.join(other.name for other in others)}")
+    return "; ".join(parts)
+
+
+def _wait_in_words(service: ServiceWaits, wait: Waiting) -> str:
+    many = f"{wait.count} waits of {service.name} are" if wait.count > 1 else f"{service.name} is"
+    whom = "it" if wait.peer != FLEET else f"the {FLEET}"
+    return f"{many} waiting for {whom} ({wait.phase}, {wait.seconds:.0f} s)"
+
+
+def _chain(by_name: Mapping[str, ServiceWaits]) -> list[tuple[str, str, Waiting]]:
+    """The longest waits from service to service, as (who, for whom, wait).
+
+    It begins with the service for which no other waits, and whose wait is the longest.
+    """
+    waiting = [name for name in by_name if _next(name, by_name, {name}) is not None]
+    heads = [name for name in waiting if not _waits_on(name, by_name)] or waiting
+    if not heads:
+        return []
+    name = max(heads, key=lambda head: max(w.seconds for w in by_name[head].waits))
+    chain: list[tuple[str, str, Waiting]] = []
+    seen = {name}
+    while (step := _next(name, by_name, seen)) is not None:
+        chain.append((name, *step))
+        name = step[0]
+        seen.add(name)
+    return chain
+
+
+def _next(
+    name: str, by_name: Mapping[str, ServiceWaits], seen: set[str]
+) -> tuple[str, Waiting] | None:
+    """The service that the longest wait worth telling is for; of a fleet, whom most waits are
+    for."""
+    for wait in sorted(by_name[name].waits, key=lambda wait: -wait.seconds):
+        targets = [each for each in _targets(wait.peer, by_name) if each not in seen]
+        if targets and wait.seconds >= MIN_REPORTED_S:
+            own = {each: _count_for(each, by_name[name]) for each in targets}
+            return max(targets, key=lambda each: (own[each], each)), wait
+    return None
+
+
+def _count_for(peer: str, service: ServiceWaits) -> int:
+    return sum(wait.count for wait in service.waits if wait.peer == peer)
+
+
+def _chain_in_words(
+    chain: Sequence[tuple[str, str, Waiting]], by_name: Mapping[str, ServiceWaits]
+) -> str:
+    links = [f"waits for {whom} ({wait.phase}, {wait.seconds:.0f} s)" for _, whom, wait in chain]
+    root = by_name[chain[-1][1]]
+    own = max(
+        (wait for wait in root.waits if not _targets(wait.peer, by_name)),
+        key=lambda wait: wait.seconds,
+        default=None,
+    )
+    if root.still_s is not None and root.still_s >= MIN_REPORTED_S:
+        end = f"got nothing done for {root.still_s:.0f} s"
+    elif own is not None and own.seconds >= MIN_REPORTED_S:
+        end = f"waits for {own.peer} ({own.phase}, {own.seconds:.0f} s)"
+    else:
+        end = "is at work"
+    return ", which ".join([f"{chain[0][0]} {links[0]}", *links[1:], end])
+
+
+_MOST_ROWS_A_SERVICE = 8
+
+
+def wait_table(explanation: Explanation) -> RenderableType:
+    """The cause in a sentence, then a row a wait, the root of all first."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for name in ("service", "waits for", "phase"):
+        table.add_column(name, overflow="fold")
+    table.add_column("since", justify="right", no_wrap=True)
+    for service in explanation.services:
+        for row in _rows(service):
+            table.add_row(*(Text(cell) for cell in row))
+    return Group(Text(explanation.cause, style="bold"), table)
+
+
+def wait_object(explanation: Explanation) -> dict[str, Any]:
+    """The same for programs: ``cause``, ``root`` and ``services``, each with all of its waits."""
+    return asdict(explanation)
+
+
+def _rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:
+    if service.failure:
+        process = f"; process {service.pid} is {service.process}" if service.process else ""
+        unheard = "" if service.unheard_s is None else f"{service.unheard_s:.0f} s"
+        yield service.name, "-", f"{service.failure}{process}", unheard
+        return
+    if service.still_s is not None and service.still_s >= MIN_REPORTED_S:
+        yield service.name, "-", "no progress though there is work", f"{service.still_s:.0f} s"
+    reported = [wait for wait in service.waits if wait.seconds >= MIN_REPORTED_S]
+    for wait in reported[:_MOST_ROWS_A_SERVICE]:
+        yield service.name, wait.peer, _phase(wait), f"{wait.seconds:.0f} s"
+    left_out = len(reported) - _MOST_ROWS_A_SERVICE
+    if left_out > 0:
+        yield service.name, "...", f"{left_out} more; all of them with --json", ""
+    if not reported:
+        yield service.name, "-", "nobody for longer than a second", ""
+
+
+def _phase(wait: Waiting) -> str:
+    return f"{wait.phase} ({wait.count} times)" if wait.count > 1 else wait.phase

@@ -1,0 +1,364 @@
+"""Generate across replica failures: another replica continues what one has sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sluice.algorithm.growing_sample import GrowingSample
+from sluice.api.common.v1 import common_pb2 as common
+from sluice.api.rollout.v1 import rollout_pb2 as rollout
+from sluice.client.channels import ServiceChannels
+from sluice.client.fleet import ClientFleet
+from sluice.client.generation_types import (
+    ChatWithImages,
+    GenerateOptions,
+    GenerationEvent,
+    GenerationStarted,
+    Prompt,
+    SampleDelta,
+    SampleFinished,
+    encoded_images,
+    is_conversation,
+)
+from sluice.codec.fields import shortened, token_ids_from_bytes, token_ids_to_bytes
+from sluice.codec.messages import template_kwargs_to_proto
+from sluice.codec.rollout import (
+    chat_prompt_to_proto,
+    new_tokens_from_proto,
+    rollout_from_proto,
+    rollout_to_proto,
+)
+from sluice.errors import (
+    DeadlineError,
+    ExhaustedError,
+    InvalidRequestError,
+    PeerDefectError,
+    PeerError,
+    SluiceError,
+)
+from sluice.rpc.client import rollout_stub, stream_call
+from sluice.rpc.retries import Retries, RetryPolicy
+from sluice.types import ChatMessage, FinishReason, Rollout, TokenIds
+
+_SEED_BITS = 63
+_PARTIAL_INTERVAL_MS = 500
+
+
+@dataclass(slots=True, eq=False)
+class _SampleProgress:
+    grown: GrowingSample = field(default_factory=GrowingSample)
+    sent_text: str = ""
+
+
+class GenerationProgress:
+    """The unfinished samples of one request: what was drawn of them, and how to ask for the rest.
+
+    Args:
+        prompt: what to generate from.
+        options: what to draw. Without a seed one is drawn here, so that the samples stay the same
+            wherever they are continued.
+        every_token: tokens are told as they come.
+    """
+
+    def __init__(self, prompt: Prompt, options: GenerateOptions, *, every_token: bool) -> None:
+        self._options, self._every_token = options, every_token
+        seed = options.sampling.seed
+        self._seed = secrets.randbits(_SEED_BITS) if seed is None else seed
+        self._prompt, self._is_accepted = _prompt_to_proto(prompt, options), False
+        first = options.first_sample
+        self._open = {index: _SampleProgress() for index in range(first, first + options.n)}
+
+    @property
+    def num_open(self) -> int:
+        """Samples that have not finished."""
+        return len(self._open)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known of them."""
+        return sum(sample.grown.num_tokens for sample in self._open.values())
+
+    @property
+    def traceparent(self) -> str:
+        """The caller's span; empty: none."""
+        return self._options.traceparent
+
+    def request(self) -> rollout.GenerateRequest:
+        """Asks for the rest of all samples that are open."""
+        options = self._options
+        return rollout.GenerateRequest(
+            request_id=options.request_id,
+            prompt=self._prompt,
+            sample_indexes=self._open,
+            sampling=self._sampling(),
+            stream_mode=(
+                rollout.STREAM_MODE_TOKENS if self._every_token else rollout.STREAM_MODE_SAMPLES
+            ),
+            partial_interval_ms=_PARTIAL_INTERVAL_MS,
+            partials=[
+                rollout_to_proto(sample.grown.rollout(index))
+                for index, sample in self._open.items()
+                if sample.grown.num_tokens
+            ],
+            priority=options.priority,
+            # The share of each sample is that of the first request.
+            token_budget=options.token_budget // options.n * self.num_open,
+        )
+
+    def take(
+        self, message: rollout.GenerateResponse, replica: str, moved_because: str
+    ) -> Iterator[GenerationEvent]:
+        """Takes on a message of a replica; what the client is told of it.
+
+        Raises:
+            PeerDefectError: the message is not what a replica sends.
+        """
+        try:
+            if message.HasField("accepted"):
+                yield self._started(message.accepted, replica, moved_because)
+            for delta in message.deltas:
+                yield from self._grow(delta)
+            for finished in message.rollouts:
+                yield from self._finish(rollout_from_proto(finished))
+        except InvalidRequestError as error:  # its mistake, not that of the request
+            raise PeerDefectError(replica, "reading its samples", str(error)) from error
+
+    def _sample(self, index: int) -> _SampleProgress:
+        if not self._is_accepted or index not in self._open:
+            raise InvalidRequestError(f"sample {index} is not awaited")
+        return self._open[index]
+
+    def _started(
+        self, accepted: rollout.PromptAccepted, replica: str, moved_because: str
+    ) -> GenerationStarted:
+        self._is_accepted = True
+        if not self._prompt.chat.images:
+            # Continued from the very tokens, whatever the next replica makes of the text.
+            self._prompt = common.PromptInput(
+                tokens=common.TokenPrompt(token_ids_u32=accepted.prompt_token_ids_u32)
+            )
+        ids = token_ids_from_bytes(accepted.prompt_token_ids_u32, "accepted.prompt_token_ids_u32")
+        return GenerationStarted(ids, accepted.policy_version, replica, moved_because)
+
+    def _grow(self, delta: rollout.TokenDelta) -> Iterator[SampleDelta]:
+        tokens, sample = new_tokens_from_proto(delta), self._sample(delta.sample_index)
+        sample.grown.append(tokens.token_ids, tokens.behavior_logprobs, tokens.version)
+        if self._every_token:
+            sample.sent_text += delta.text
+            yield SampleDelta(
+                delta.sample_index,
+                tokens.token_ids,
+                tokens.behavior_logprobs,
+                tokens.version,
+                delta.text,
+            )
+
+    def _finish(self, ended: Rollout) -> Iterator[GenerationEvent]:
+        sample = self._sample(ended.sample_index)
+        if ended.finish_reason is FinishReason.ABORTED:  # a replica that leaves: go on elsewhere
+            sample.grown = GrowingSample()
+            sample.grown.adopt(ended)
+            return
+        del self._open[ended.sample_index]
+        if self._every_token and ended.text.startswith(sample.sent_text):
+            rest = ended.text[len(sample.sent_text) :]
+            yield from [_text_alone(ended, rest)] if rest else []
+        yield SampleFinished(ended)
+
+    def _sampling(self) -> common.SamplingParams:
+        wanted = self._options.sampling
+        return common.SamplingParams(
+            temperature=wanted.temperature,
+            top_p=wanted.top_p,
+            top_k=wanted.top_k,
+            max_tokens=wanted.max_tokens,
+            seed=self._seed,
+            stop_token_ids=wanted.stop_token_ids,
+            ignore_eos=wanted.ignore_eos,
+            stop=wanted.stop,
+        )
+
+
+def _text_alone(ended: Rollout, text: str) -> SampleDelta:
+    """Text that no delta brought: of a sample that was continued in the middle of a character."""
+    version = ended.version_spans[-1].version if ended.version_spans else 0
+    return SampleDelta(
+        ended.sample_index, ended.token_ids[:0], ended.behavior_logprobs[:0], version, text
+    )
+
+
+def _prompt_to_proto(prompt: Prompt, options: GenerateOptions) -> common.PromptInput:
+    message = _input_to_proto(prompt)
+    if options.add_special_tokens is not None:
+        message.add_special_tokens = options.add_special_tokens
+    arguments = template_kwargs_to_proto(options.chat_template_kwargs)
+    if arguments is not None:
+        if not message.HasField("chat"):
+            raise InvalidRequestError(
+                f"chat_template_kwargs: {shortened(dict(options.chat_template_kwargs))} for a "
+                f"prompt of {message.WhichOneof('input')}; send turns, or leave it out"
+            )
+        message.chat.template_kwargs.CopyFrom(arguments)
+    return message
+
+
+def _input_to_proto(prompt: Prompt) -> common.PromptInput:
+    try:
+        if isinstance(prompt, str):
+            return common.PromptInput(text=prompt)
+        if isinstance(prompt, ChatWithImages):
+            return chat_prompt_to_proto(prompt.messages, encoded_images("prompt", prompt))
+        if is_conversation(prompt):
+            return chat_prompt_to_proto([turn for turn in prompt if isinstance(turn, ChatMessage)])
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"prompt: no text of Unicode: {error}") from error
+    return common.PromptInput(
+        tokens=common.TokenPrompt(token_ids_u32=token_ids_to_bytes(_token_ids(prompt)))
+    )
+
+
+def _token_ids(prompt: Prompt) -> TokenIds:
+    try:
+        ids = np.asarray(prompt)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise InvalidRequestError(f"prompt: not token ids of 32 bits: {error}") from error
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        found = f"{ids.ndim} dimensions of {ids.dtype}"
+        raise InvalidRequestError(f"prompt: not token ids of 32 bits: {found}")
+    if ids.size and (ids.min() < 0 or ids.max() > np.iinfo(np.uint32).max):
+        found = f"they are in {ids.min()}..{ids.max()}"
+        raise InvalidRequestError(f"prompt: not token ids of 32 bits: {found}")
+    return ids.astype(np.uint32)
+
+
+_PHASE = "generating"
+_LONGEST_S = 604_800.0
+_FLEET = "the fleet"
+
+
+class _StallError(PeerError):
+    """A replica took a request up, and nothing came."""
+
+
+class ResumableGeneration:
+    """Generates on the replicas of a run.
+
+    Args:
+        fleet: chooses the replica for each try.
+        channels: to replicas.
+        policy: how long failures in a row are borne.
+    """
+
+    def __init__(self, fleet: ClientFleet, channels: ServiceChannels, policy: RetryPolicy) -> None:
+        self._fleet, self._channels, self._policy = fleet, channels, policy
+
+    async def run(
+        self, prompt: Prompt, options: GenerateOptions, *, every_token: bool
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """Events until every sample has finished; leaving early ends the samples.
+
+        Raises:
+            DeadlineError: `options.deadline_s` has passed.
+            SluiceError: the request is refused, or nothing got on for the policy's patience.
+        """
+        progress = GenerationProgress(prompt, options, every_token=every_token)
+        whole_s = options.deadline_s
+        retries = Retries(self._policy, None if whole_s is None else time.monotonic() + whole_s)
+        moved_because = ""
+        full: list[str] = []
+        while progress.num_open:
+            remaining_s = retries.remaining_s(_FLEET, _PHASE, whole_s)
+            num_tokens = progress.num_tokens
+            try:
+                once = self._once(progress, remaining_s, moved_because, full)
+                async with aclosing(once) as events:
+                    async for event in events:
+                        if isinstance(event, GenerationStarted):
+                            retries.answered()
+                        else:
+                            retries.got_on()
+                        yield event
+            except SluiceError as error:
+                if progress.num_tokens > num_tokens:  # of samples that are told of whole
+                    retries.got_on()
+                if isinstance(error, _StallError):
+                    retries.stalled()
+                moved_because = str(error)
+                await retries.wait_after(error)
+
+    async def _once(
+        self,
+        progress: GenerationProgress,
+        deadline_s: float | None,
+        moved_because: str,
+        full: list[str],
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """What one replica draws, to its end or failure; one without room joins `full`."""
+        address = (await self._fleet.choose(full)).address
+        known = progress.num_tokens
+        try:
+            with self._fleet.occupied(address, progress.num_open):
+                stream = self._stream(address, progress, deadline_s)
+                async with aclosing(_moving(stream, address, self._policy.stall_s)) as messages:
+                    async for message in messages:
+                        for event in progress.take(message, address, moved_because):
+                            yield event
+            if progress.num_open:
+                got = progress.num_tokens - known
+                detail = f"it ended {progress.num_open} samples early, {got} tokens on"
+                raise PeerError(address, _PHASE, detail)
+        except ExhaustedError:
+            # The next try goes elsewhere. Smaller requests, and others' quotas, may have room.
+            full[:] = [each for each in full if each != address] + [address]
+            raise
+        except SluiceError as error:
+            if not _is_callers_doing(error, deadline_s):
+                self._fleet.failed(address)
+            raise
+
+    def _stream(
+        self, address: str, progress: GenerationProgress, deadline_s: float | None
+    ) -> AsyncGenerator[rollout.GenerateResponse, None]:
+        request = progress.request()
+        self._channels.check_size("prompt", request)
+        stub = rollout_stub(self._channels.to(address))
+        return stream_call(
+            self._channels.named(stub.Generate, progress.traceparent),
+            request,
+            name="RolloutService/Generate",
+            peer=address,
+            phase=_PHASE,
+            deadline_s=min(_LONGEST_S if deadline_s is None else deadline_s, _LONGEST_S),
+        )
+
+
+async def _moving(
+    stream: AsyncGenerator[rollout.GenerateResponse, None], address: str, stall_s: float
+) -> AsyncGenerator[rollout.GenerateResponse, None]:
+    """The messages of a stream. A hung engine leaves its connection as it is, so nothing else ends
+    the wait for it; one that is busy with others' samples says so."""
+    async with aclosing(stream) as messages:
+        while True:
+            try:
+                async with asyncio.timeout(stall_s):
+                    message = await anext(messages)
+            except StopAsyncIteration:
+                return
+            except TimeoutError as error:
+                detail = f"it sent neither tokens nor a sign of life for {stall_s:g} s"
+                raise _StallError(address, _PHASE, detail) from error
+            yield message
+
+
+def _is_callers_doing(error: SluiceError, deadline_s: float | None) -> bool:
+    """A request that cannot be, or a deadline of the caller's that passed, is no failure."""
+    if isinstance(error, DeadlineError):
+        return deadline_s is not None
+    return isinstance(error, InvalidRequestError)

@@ -1,0 +1,322 @@
+"""Values that several protos share: replicas, images, chat template arguments, waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.struct_pb2 import Struct
+
+from sluice.api.common.v1 import common_pb2 as common
+from sluice.api.weights.v1 import weights_pb2 as weights
+from sluice.codec.fields import (
+    MAX_NUMBER,
+    check_count,
+    check_name,
+    check_range,
+    check_text,
+    shortened,
+)
+from sluice.concurrency.waits import WAITS, Waiting, merged_waits
+from sluice.concurrency.watchdog import still_seconds
+from sluice.config.addresses import split_host_port
+from sluice.errors import ConfigError, InvalidRequestError
+from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
+from sluice.vision.image_limits import ImageLimits, check_images
+
+if TYPE_CHECKING:
+    from sluice.api.reward.v1 import reward_pb2 as reward
+
+
+MAX_REPLICA_RANKS = 1024
+"""Devices of one replica, each a rank of transfer groups."""
+
+
+def replica_to_proto(replica: ReplicaInfo, policy_version: int) -> common.Replica:
+    """Encodes a replica and the version it serves (ignored when registering)."""
+    return common.Replica(
+        name=replica.name,
+        instance_id=replica.instance_id,
+        address=replica.address,
+        slots=replica.slots,
+        policy_version=policy_version,
+        ranks=replica.ranks,
+    )
+
+
+def replica_from_proto(message: common.Replica) -> ReplicaInfo:
+    """Decodes a replica.
+
+    Raises:
+        InvalidRequestError: name, instance, address or slots are missing, or there are more
+            ranks than a replica may have.
+    """
+    for field in ("name", "instance_id", "address", "slots"):
+        if not getattr(message, field):
+            raise InvalidRequestError(f"replica.{field}: missing")
+    if message.ranks > MAX_REPLICA_RANKS:
+        raise InvalidRequestError(
+            f"replica.ranks: {message.ranks}; a replica has at most {MAX_REPLICA_RANKS}"
+        )
+    return ReplicaInfo(
+        message.name, message.instance_id, message.address, message.slots, message.ranks or 1
+    )
+
+
+def group_spec_to_proto(spec: TransferGroupSpec) -> weights.JoinGroupRequest:
+    """Encodes what a member needs to join."""
+    return weights.JoinGroupRequest(
+        epoch=spec.epoch,
+        host=spec.host,
+        port=spec.port,
+        rank=spec.rank,
+        world_size=spec.world_size,
+        backend=spec.backend,
+        bucket_bytes=spec.bucket_bytes,
+        timeout_seconds=spec.timeout_s,
+        tensors=[
+            weights.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in spec.tensors
+        ],
+        plan_digest=spec.plan_digest,
+        store_key=spec.store_key,
+        ranks=spec.ranks,
+    )
+
+
+def group_spec_from_proto(message: weights.JoinGroupRequest) -> TransferGroupSpec:
+    """Decodes what a member needs to join.
+
+    Raises:
+        InvalidRequestError: rank, ranks and world size do not fit together.
+    """
+    ranks = message.ranks or 1
+    if not 1 <= message.rank <= message.world_size - ranks:
+        raise InvalidRequestError(
+            f"rank {message.rank} of {message.world_size} for a receiver of {ranks}: receivers "
+            "have 1 to world_size - 1"
+        )
+    return TransferGroupSpec(
+        epoch=message.epoch,
+        host=message.host,
+        port=message.port,
+        rank=message.rank,
+        world_size=message.world_size,
+        backend=message.backend,
+        bucket_bytes=message.bucket_bytes,
+        timeout_s=message.timeout_seconds,
+        tensors=tuple(TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in message.tensors),
+        plan_digest=message.plan_digest,
+        store_key=message.store_key,
+        ranks=ranks,
+    )
+
+
+MAX_REPLICAS, MAX_SLOTS = 4096, 65536
+_MAX_ADDRESS_BYTES = 300
+
+
+def check_replica(replica: common.Replica, field: str) -> None:
+    """Names, an address of the form host:port and slots. Raises InvalidRequestError."""
+    check_name(f"{field}.name", replica.name)
+    check_name(f"{field}.instance_id", replica.instance_id)
+    check_range(f"{field}.slots", replica.slots, 1, MAX_SLOTS)
+    check_range(f"{field}.policy_version", replica.policy_version, 0, MAX_NUMBER)
+    _check_address(f"{field}.address", replica.address)
+
+
+def check_replicas(replicas: Sequence[common.Replica]) -> None:
+    """Each as `check_replica`, no name twice, not too many. Raises InvalidRequestError."""
+    check_count("replicas", replicas, MAX_REPLICAS)
+    seen: set[str] = set()
+    for index, replica in enumerate(replicas):
+        check_replica(replica, f"replicas[{index}]")
+        if replica.name in seen:
+            raise InvalidRequestError(
+                f"replicas[{index}].name: {shortened(replica.name)} is announced twice; send each "
+                "replica once"
+            )
+        seen.add(replica.name)
+
+
+def _check_address(field: str, address: str) -> None:
+    check_text(field, address, _MAX_ADDRESS_BYTES)
+    try:
+        port = split_host_port(address)[1] if address.isprintable() else None
+    except ConfigError:
+        port = None
+    if port is None or any(sign.isspace() for sign in address):
+        raise InvalidRequestError(
+            f"{field}: {shortened(address)} is not host:port; send an address that peers can "
+            "connect to"
+        )
+
+
+def check_chat_images(prompt: common.ChatPrompt, limits: ImageLimits) -> None:
+    """Images of a prompt to generate from: within the limits, one for each mark.
+
+    Raises:
+        InvalidRequestError: names the image, the value and the remedy.
+    """
+    texts = (turn.content for turn in prompt.messages)
+    check_images("prompt.chat.images", prompt.images, texts, limits)
+
+
+def check_submitted_images(
+    request: reward.SubmitPromptsRequest, limits: ImageLimits | None
+) -> None:
+    """Images of a prompt to train on, as `check_chat_images`.
+
+    Args:
+        request: the prompt.
+        limits: of images; ``None``: the run reads none.
+
+    Raises:
+        InvalidRequestError: names the image, the value and the remedy.
+    """
+    if limits is not None:
+        texts = (turn.content for turn in request.messages)
+        check_images("images", request.images, texts, limits)
+    elif request.images:
+        raise InvalidRequestError(
+            f"images: {len(request.images)} given, and this run reads text alone; send prompts "
+            "without images, or train Qwen2-VL, Qwen2.5-VL or Qwen3-VL with the engine torch or "
+            "vllm and without a critic"
+        )
+
+
+def check_taken_images(group: reward.TrainGroup, images: Sequence[bytes]) -> None:
+    """As many images for a group of a batch as it said. Raises InvalidRequestError."""
+    if len(images) != group.num_images:
+        raise InvalidRequestError(
+            f"group {group.prompt_id}: {len(images)} images came for the {group.num_images} that "
+            "its prompt has"
+        )
+
+
+MAX_TEMPLATE_KWARGS_BYTES = 1 << 16
+# A message's numbers are doubles, which hold no larger integer.
+_LARGEST_INTEGER = 1 << 53
+# Each level is several of a message, of which protobuf reads 100.
+_MAX_LEVELS = 16
+_FIELD = "chat_template_kwargs"
+_JSON_TYPES = (bool, int, float, str, list, tuple, Mapping, type(None))
+
+
+def template_kwargs_to_proto(values: Mapping[str, object]) -> Struct | None:
+    """Encodes arguments; none for none at all.
+
+    Raises:
+        InvalidRequestError: a value is no JSON, lies too deep, or there are too many bytes.
+    """
+    if not values:
+        return None
+    _check_levels(values, _FIELD, _MAX_LEVELS)
+    struct = Struct()
+    try:
+        struct.update(cast("dict[str, Any]", values))
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise InvalidRequestError(
+            f"{_FIELD}: cannot be sent ({str(error)[:100]}); give texts, finite numbers, lists, "
+            "mappings"
+        ) from error
+    _check_size(struct)
+    return struct
+
+
+def template_kwargs_from_proto(chat: common.ChatPrompt) -> dict[str, Any]:
+    """Decodes the arguments of a conversation; whole numbers are integers, 1.0 like 1.
+
+    Raises:
+        InvalidRequestError: too many bytes or levels, or a number that is not finite.
+    """
+    if not chat.HasField("template_kwargs"):
+        return {}
+    _check_size(chat.template_kwargs)
+    try:
+        values = dict(MessageToDict(chat.template_kwargs))
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"{_FIELD}: not JSON ({str(error)[:100]}); send texts, finite numbers, lists, mappings"
+        ) from error
+    _check_levels(values, _FIELD, _MAX_LEVELS)
+    return {key: _with_integers(value) for key, value in values.items()}
+
+
+def _with_integers(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """A template that counts or prints must find the number that was sent."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _with_integers(inner) for key, inner in value.items()}
+    return [_with_integers(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _check_size(struct: Struct) -> None:
+    if (size := struct.ByteSize()) > MAX_TEMPLATE_KWARGS_BYTES:
+        raise InvalidRequestError(
+            f"{_FIELD}: {size} bytes; send at most {MAX_TEMPLATE_KWARGS_BYTES}"
+        )
+
+
+def _check_levels(value: object, place: str, levels: int) -> None:
+    if not isinstance(value, _JSON_TYPES):
+        raise InvalidRequestError(
+            f"{place}: a {type(value).__name__}; give texts, finite numbers, lists, mappings"
+        )
+    if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
+        raise InvalidRequestError(
+            f"{place}: {shortened(value)}; give whole numbers up to 2**53 either way, or a text"
+        )
+    inner: list[tuple[str, object]] = []
+    if isinstance(value, Mapping):
+        inner = [(f"{place}.{str(key)[:60]}", each) for key, each in value.items()]
+    elif isinstance(value, list | tuple):
+        inner = [(place, each) for each in value]
+    if inner and not levels:
+        raise InvalidRequestError(
+            f"{_FIELD}: {shortened(place)} lies more than {_MAX_LEVELS} levels deep; send less deep"
+        )
+    for name, each in inner:
+        _check_levels(each, name, levels - 1)
+
+
+_MOST_WAITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class WaitReport:
+    """A process's waits, the longest first.
+
+    `still_s` are seconds without progress although there is work; ``None``: there is none, or
+    nobody looks.
+    """
+
+    waits: tuple[Waiting, ...]
+    still_s: float | None
+
+
+def present_waits_to_proto(further: Iterable[Waiting] = ()) -> common.WaitReport:
+    """This process's waits, and `further` ones that only its service knows."""
+    waits = merged_waits((*further, *WAITS.snapshot()), _MOST_WAITS)
+    return common.WaitReport(
+        waits=[
+            common.Wait(
+                peer=wait.peer,
+                phase=wait.phase,
+                seconds=max(wait.seconds, 0.0),
+                count=wait.count,
+                task=wait.task,
+            )
+            for wait in waits
+        ],
+        still_seconds=still_seconds(),
+    )
+
+
+def wait_report_from_proto(message: common.WaitReport) -> WaitReport:
+    """As it was sent."""
+    waits = (Waiting(w.peer, w.phase, w.seconds, w.count, w.task) for w in message.waits)
+    still_s = message.still_seconds if message.HasField("still_seconds") else None
+    return WaitReport(tuple(waits), still_s)

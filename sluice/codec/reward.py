@@ -1,0 +1,260 @@
+"""Calls of the reward service: train batches, scores and data progress; what requests must
+fulfil.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import DecodeError, EncodeError
+
+from sluice.api.common.v1 import common_pb2 as common
+from sluice.api.reward.v1 import reward_pb2 as reward
+from sluice.codec.fields import (
+    MAX_NUMBER,
+    check_name,
+    check_range,
+    check_text,
+    token_ids_from_bytes,
+    token_ids_to_bytes,
+)
+from sluice.codec.messages import check_replicas, check_taken_images
+from sluice.codec.rollout import check_turns, rollout_from_proto, rollout_to_proto
+from sluice.errors import DataError, InvalidRequestError
+from sluice.types import DataProgress, PromptEnd, Scored, TrainBatch, TrainGroup
+
+if TYPE_CHECKING:
+    from google.protobuf.struct_pb2 import Struct
+
+
+PROMPT_END_TO_PROTO = {
+    PromptEnd.TRAINED: reward.PROMPT_END_TRAINED,
+    PromptEnd.FILTERED_ALL_RIGHT: reward.PROMPT_END_FILTERED_ALL_RIGHT,
+    PromptEnd.FILTERED_ALL_WRONG: reward.PROMPT_END_FILTERED_ALL_WRONG,
+    PromptEnd.FILTERED_UNIFORM: reward.PROMPT_END_FILTERED_UNIFORM,
+    PromptEnd.DROPPED_STALE: reward.PROMPT_END_DROPPED_STALE,
+    PromptEnd.DROPPED_FAILED: reward.PROMPT_END_DROPPED_FAILED,
+    PromptEnd.DROPPED_SURPLUS: reward.PROMPT_END_DROPPED_SURPLUS,
+    PromptEnd.SKIPPED: reward.PROMPT_END_SKIPPED,
+}
+
+
+def score_to_proto(scored: Scored) -> common.Score:
+    """Encodes a grade."""
+    return common.Score(
+        score=scored.score,
+        reward=scored.reward,
+        metrics=dict(scored.metrics),
+        prediction=scored.prediction,
+    )
+
+
+def score_from_proto(message: common.Score) -> Scored:
+    """Decodes a grade."""
+    return Scored(
+        score=message.score,
+        reward=message.reward,
+        metrics=dict(message.metrics),
+        prediction=message.prediction if message.HasField("prediction") else None,
+    )
+
+
+def progress_to_proto(progress: DataProgress) -> common.DataProgress:
+    """Encodes data progress."""
+    return common.DataProgress(low_water=progress.low_water, ended_above=progress.ended_above)
+
+
+def progress_from_proto(message: common.DataProgress) -> DataProgress:
+    """Decodes data progress."""
+    return DataProgress(message.low_water, tuple(message.ended_above))
+
+
+def train_group_to_proto(group: TrainGroup, *, with_images: bool = True) -> reward.TrainGroup:
+    """Encodes one kept group; `with_images` = False: but for its images, which are counted."""
+    return reward.TrainGroup(
+        prompt_id=group.prompt_id,
+        prompt_token_ids_u32=token_ids_to_bytes(group.prompt_token_ids),
+        rollouts=[rollout_to_proto(rollout) for rollout in group.rollouts],
+        scores=[score_to_proto(scored) for scored in group.scores],
+        data_source=group.data_source,
+        baseline_reward=group.baseline_reward,
+        images=group.images if with_images else (),
+        num_images=len(group.images),
+        traceparent=group.traceparent,
+    )
+
+
+def train_group_from_proto(message: reward.TrainGroup) -> TrainGroup:
+    """Decodes one kept group.
+
+    Raises:
+        InvalidRequestError: as many scores as rollouts are needed, and as many images as said.
+    """
+    if len(message.rollouts) != len(message.scores):
+        raise InvalidRequestError(
+            f"group {message.prompt_id}: {len(message.scores)} scores for "
+            f"{len(message.rollouts)} rollouts; send one each"
+        )
+    check_taken_images(message, message.images)
+    return TrainGroup(
+        prompt_id=message.prompt_id,
+        prompt_token_ids=token_ids_from_bytes(
+            message.prompt_token_ids_u32, "group.prompt_token_ids_u32"
+        ),
+        rollouts=tuple(rollout_from_proto(rollout) for rollout in message.rollouts),
+        scores=tuple(score_from_proto(score) for score in message.scores),
+        data_source=message.data_source,
+        baseline_reward=(message.baseline_reward if message.HasField("baseline_reward") else None),
+        images=tuple(message.images),
+        traceparent=message.traceparent,
+    )
+
+
+def train_batch_to_proto(batch: TrainBatch, *, with_images: bool = True) -> reward.TrainBatch:
+    """Encodes a batch; without images its size does not depend on them."""
+    return reward.TrainBatch(
+        batch_id=batch.batch_id,
+        policy_version=batch.policy_version,
+        groups=[train_group_to_proto(group, with_images=with_images) for group in batch.groups],
+        progress=progress_to_proto(batch.progress),
+        statistics=dict(batch.statistics),
+    )
+
+
+def group_images_to_proto(batch: TrainBatch) -> Iterator[reward.TakeImagesResponse]:
+    """Encodes the images of a batch, a message for each group that has any."""
+    for group in batch.groups:
+        if group.images:
+            yield reward.TakeImagesResponse(prompt_id=group.prompt_id, images=group.images)
+
+
+def with_group_images(message: reward.TrainBatch, images: Mapping[str, Sequence[bytes]]) -> None:
+    """Puts the images of groups, by prompt id, into a batch that came without.
+
+    Raises:
+        InvalidRequestError: they are not as many as a group said.
+    """
+    for group in message.groups:
+        found = images.get(group.prompt_id, ())
+        check_taken_images(group, found)
+        group.images.extend(found)
+
+
+def train_batch_from_proto(message: reward.TrainBatch) -> TrainBatch:
+    """Decodes a batch."""
+    return TrainBatch(
+        batch_id=message.batch_id,
+        policy_version=message.policy_version,
+        groups=tuple(train_group_from_proto(group) for group in message.groups),
+        progress=progress_from_proto(message.progress),
+        statistics=dict(message.statistics),
+    )
+
+
+def train_batch_to_bytes(batch: TrainBatch) -> bytes:
+    """A batch as bytes, for the trainer's ranks.
+
+    Raises:
+        DataError: it is larger than a message can be.
+    """
+    try:
+        return train_batch_to_proto(batch).SerializeToString()
+    except (EncodeError, ValueError) as error:
+        images = sum(len(image) for group in batch.groups for image in group.images)
+        raise DataError(
+            f"train batch {batch.batch_id}: with {images >> 20} MiB of images it cannot be sent to "
+            "the other trainer ranks, which take less than 2 GiB; lower data.train_batch_size, or "
+            "make the images smaller"
+        ) from error
+
+
+def train_batch_from_bytes(data: bytes) -> TrainBatch:
+    """Inverse of `train_batch_to_bytes`.
+
+    Raises:
+        InvalidRequestError: the bytes hold no batch.
+    """
+    try:
+        return train_batch_from_proto(reward.TrainBatch.FromString(data))
+    except DecodeError as error:
+        raise InvalidRequestError(f"train batch: {len(data)} bytes cannot be parsed") from error
+
+
+MAX_SOURCE_BYTES = 256
+MAX_SAMPLES, MAX_TEMPERATURE = 1024, 100.0
+
+
+def extra_info_of(struct: Struct, field: str, max_bytes: int) -> dict[str, Any]:
+    """Further information of a prompt or response as Python values."""
+    size = struct.ByteSize()
+    if size > max_bytes:
+        raise InvalidRequestError(
+            f"{field}: {size} bytes; sluice.limits.max_extra_info_kb allows {max_bytes}; send what "
+            "the scorer needs only"
+        )
+    try:
+        return dict(MessageToDict(struct))
+    except (ValueError, RecursionError) as error:
+        # The error shows the value, which may be long.
+        raise InvalidRequestError(
+            f"{field}: not JSON ({str(error)[:100]}); send texts, finite numbers, lists, mappings"
+        ) from error
+
+
+def check_prompt(request: reward.SubmitPromptsRequest, max_turns: int) -> None:
+    """Few turns, with short roles, and a name of the data source."""
+    check_turns("messages", request.messages, max_turns)
+    check_text("data_source", request.data_source, MAX_SOURCE_BYTES)
+    if request.prompt_id and not request.prompt_id.isprintable():
+        check_name("prompt_id", request.prompt_id)
+
+
+def check_score(request: reward.ScoreRequest) -> None:
+    """Short names of data sources: what is known of a source is kept by its name."""
+    for index, item in enumerate(request.items):
+        check_text(f"items[{index}].data_source", item.data_source, MAX_SOURCE_BYTES)
+
+
+def check_take(request: reward.TakeBatchRequest) -> None:
+    """A step and a version that can be."""
+    check_range("step", request.step, 1, MAX_NUMBER)
+    check_range("policy_version", request.policy_version, 0, MAX_NUMBER)
+
+
+def check_take_images(request: reward.TakeImagesRequest) -> None:
+    """A batch that can be."""
+    check_name("batch_id", request.batch_id)
+
+
+def check_acknowledgement(request: reward.AcknowledgeBatchRequest) -> None:
+    """A batch and a step that can be."""
+    check_name("batch_id", request.batch_id)
+    check_range("step", request.step, 1, MAX_NUMBER)
+
+
+def check_announcement(request: reward.AnnouncePolicyRequest) -> None:
+    """A trainer, a version, replicas, and a position of the data set that can be."""
+    check_name("trainer_instance_id", request.trainer_instance_id)
+    check_range("policy_version", request.policy_version, 0, MAX_NUMBER)
+    check_replicas(request.replicas)
+    progress = request.resume_from
+    check_range("resume_from.low_water", progress.low_water, 0, MAX_NUMBER)
+    before = progress.low_water - 1
+    for position in progress.ended_above:
+        if not before < position <= MAX_NUMBER:
+            raise InvalidRequestError(
+                f"resume_from.ended_above: {position} after {before}; send rising positions from "
+                "low_water on"
+            )
+        before = position
+
+
+def check_evaluation(request: reward.EvaluateRequest) -> None:
+    """A version, samples and a temperature that can be."""
+    check_range("policy_version", request.policy_version, 0, MAX_NUMBER)
+    if request.HasField("n"):
+        check_range("n", request.n, 1, MAX_SAMPLES)
+    if request.HasField("temperature") and not 0 <= request.temperature <= MAX_TEMPERATURE:
+        raise InvalidRequestError(f"temperature: {request.temperature} is not in [0, 100]")

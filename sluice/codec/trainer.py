@@ -1,0 +1,95 @@
+"""What calls of the trainer service must fulfil. Each function raises InvalidRequestError."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from sluice.api.trainer.v1 import trainer_pb2 as trainer
+from sluice.codec.fields import (
+    MAX_NUMBER,
+    check_count,
+    check_finite,
+    check_name,
+    check_range,
+    check_text,
+)
+from sluice.codec.messages import check_replica
+from sluice.errors import ExhaustedError, InvalidRequestError
+
+MAX_HOLDERS = 64
+MAX_LEASE_S = 7 * 24 * 3600.0
+MAX_REASON_BYTES = 2000
+_MAX_STATES = 16
+_TOKEN_COUNTS = (
+    "generated_tokens",
+    "unsent_tokens",
+    "running_tokens",
+    "direct_sent_tokens",
+    "direct_unsent_tokens",
+)
+
+
+def check_register(request: trainer.RegisterReplicaRequest) -> None:
+    """A replica with a name, an address and a possible number of slots."""
+    check_replica(request.replica, "replica")
+    check_name("weights_layout_digest", request.weights_layout_digest)
+
+
+def check_heartbeat(request: trainer.HeartbeatRequest) -> None:
+    """Counters that can be added up: finite, not negative, of few states."""
+    check_name("name", request.name)
+    check_name("instance_id", request.instance_id)
+    check_finite("busy_seconds", request.busy_seconds)
+    check_finite("wall_seconds", request.wall_seconds)
+    check_count("seconds_by_state", request.seconds_by_state, _MAX_STATES)
+    for state, seconds in request.seconds_by_state.items():
+        check_name("seconds_by_state", state)
+        check_finite(f"seconds_by_state of {state!r}", seconds)
+    if request.HasField("policy_version"):
+        check_range("policy_version", request.policy_version, 0, MAX_NUMBER)
+    for field in _TOKEN_COUNTS:
+        check_range(field, getattr(request, field), 0, MAX_NUMBER)
+
+
+def check_watch(request: trainer.WatchStepsRequest) -> None:
+    """From a step that can be."""
+    check_range("from_step", request.from_step, 0, MAX_NUMBER)
+
+
+def check_watchers(num_open: int, most: int) -> None:
+    """Room for another stream. Raises ExhaustedError."""
+    if num_open >= most:
+        raise ExhaustedError(
+            f"{num_open} WatchSteps calls are open, the most that sluice.limits.max_watchers "
+            "allows; end one, or watch later"
+        )
+
+
+def check_pause(request: trainer.PauseRequest, holders: Collection[str]) -> None:
+    """A holder among few, and a lease that ends.
+
+    Raises:
+        ExhaustedError: too many others hold the run.
+    """
+    check_name("holder", request.holder, may_be_empty=True)
+    if request.HasField("lease_seconds"):
+        lease_s = request.lease_seconds
+        if not 0.0 < lease_s <= MAX_LEASE_S:
+            raise InvalidRequestError(
+                f"lease_seconds: {lease_s} is not above 0 and at most {MAX_LEASE_S:.0f}; leave it "
+                "out to pause until Resume"
+            )
+    if request.holder not in holders and len(holders) >= MAX_HOLDERS:
+        raise ExhaustedError(
+            f"holder: {len(holders)} callers hold the run, the most at once; resume one of them"
+        )
+
+
+def check_resume(request: trainer.ResumeRequest) -> None:
+    """A holder as in `check_pause`."""
+    check_name("holder", request.holder, may_be_empty=True)
+
+
+def check_stop(request: trainer.StopRequest) -> None:
+    """A reason that fits a log line."""
+    check_text("reason", request.reason, MAX_REASON_BYTES)

@@ -1,0 +1,192 @@
+"""A service's process: its mark in the run's folder, stop signals, its supervisor's death, its
+exit status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from sluice.errors import SluiceError, leaves
+
+SUPERVISOR_VARIABLE = "SLUICE_SUPERVISOR_PID"
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_supervisor() -> None:
+    """Asks the kernel for SIGKILL when the parent dies, if the parent said it supervises us.
+
+    Linux only; elsewhere, and without a supervisor, nothing happens.
+    """
+    supervisor = os.environ.get(SUPERVISOR_VARIABLE)
+    if supervisor is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(supervisor):  # it died before the kernel knew
+        sys.exit("the supervisor is gone")
+
+
+# Keeps the collection of cyclic garbage short in processes that live long.
+#
+# A full collection looks through every container that the process holds. With torch and
+# transformers loaded these are 370,000, and it holds all threads up for 0.2 to 0.3 s (measured
+# 2026-11-23), a replica's decode steps among them, although next to nothing of it is ever thrown
+# away.
+
+
+def exempt_start_up() -> None:
+    """What this process holds by now is never looked through again; call it once it is up.
+
+    What part of it is thrown away later is freed as ever, unless a cycle keeps it.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+# Which process is which service of a run, noted in its folder, and what the kernel says of it.
+#
+# A service that does not answer cannot say why; its process's state often does.
+
+FOLDER = "processes"
+_STATE_FIELD, _START_FIELD = 0, 19  # of what follows the command's name in /proc/PID/stat
+_STOPPED, _ENDED = frozenset("Tt"), frozenset("ZXx")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMark:
+    """One process.
+
+    Attributes:
+        name: the service's.
+        pid: its process id on `host`.
+        host: the machine's name.
+        started: ticks from the machine's start to the process's; tells it from a later one with
+            the same id. 0 where it cannot be known.
+        address: where it serves, host:port; empty: not at all.
+    """
+
+    name: str
+    pid: int
+    host: str
+    started: int
+    address: str = ""
+
+    def state(self) -> str:
+        """In words: alive, stopped by a signal, a zombie, gone, or out of sight."""
+        if self.host != socket.gethostname():
+            return f"out of sight on {self.host}"
+        fields = _stat(self.pid)
+        if not fields or (self.started and int(fields[_START_FIELD]) != self.started):
+            return "gone" if Path("/proc/self").exists() else "unknown"
+        letter = fields[_STATE_FIELD]
+        if letter in _STOPPED:
+            return "stopped by a signal"
+        return "a zombie" if letter in _ENDED else "alive"
+
+
+@contextmanager
+def marked_process(run_dir: Path, name: str, address: str = "") -> Iterator[None]:
+    """Notes this process in the run's folder while the block runs.
+
+    Nothing happens where there is no such folder: a replica may run on a machine without it.
+    """
+    fields = _stat(os.getpid())
+    started = int(fields[_START_FIELD]) if fields else 0
+    mark = ProcessMark(name, os.getpid(), socket.gethostname(), started, address)
+    file = run_dir / FOLDER / f"{name.replace('/', '_')}.json"
+    with suppress(OSError):  # a full disk is told of by those who need it
+        if run_dir.is_dir():
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(json.dumps(asdict(mark)), encoding="utf-8")
+    try:
+        yield
+    finally:
+        if _read(file) == mark:
+            file.unlink(missing_ok=True)
+
+
+def process_marks(run_dir: Path, since_s: float = 0.0) -> tuple[ProcessMark, ...]:
+    """The processes noted since `since_s` (seconds of the file system's clock), by name."""
+    found = []
+    for file in sorted((run_dir / FOLDER).glob("*.json")):
+        with suppress(OSError):
+            mark = _read(file) if file.stat().st_mtime >= since_s else None
+            found += [mark] if mark is not None else []
+    return tuple(found)
+
+
+def _read(file: Path) -> ProcessMark | None:
+    try:
+        return ProcessMark(**json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return []
+    return text.rsplit(")", 1)[1].split()
+
+
+@contextmanager
+def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
+    """Sets `stop` on SIGTERM or SIGINT while the block runs. Needs a running event loop."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+def exit_status(name: str, run: Callable[[], object]) -> int:
+    """Runs a program's body; 0 when it returns, 1 after errors of ours, which are printed.
+
+    Args:
+        name: stands before each message.
+        run: the body.
+    """
+    try:
+        run()
+    except SluiceError as error:
+        return _report(name, [error])
+    except BaseExceptionGroup as group:
+        if group.split(SluiceError)[1] is not None:
+            raise
+        return _report(name, leaves(group))
+    return 0
+
+
+def _report(name: str, errors: list[BaseException] | list[SluiceError]) -> int:
+    for line in dict.fromkeys(str(error) for error in errors):
+        sys.stderr.write(f"{name}: ERROR {line}\n")
+    return 1
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process now, without taking the interpreter apart.
+
+    That takes torch and transformers seconds and frees nothing that the kernel would not free.
+    The caller has ended everything that matters in order; handlers of `atexit` are not run.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,115 @@
+"""Split and join host:port, and derive addresses from endpoint settings."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from sluice.config.schema.service import EndpointConfig
+from sluice.errors import ConfigError
+
+_LARGEST_PORT = 65535
+
+
+def bare_host(host: str) -> str:
+    """A host as sockets want it: an IPv6 address without the brackets that URLs put around it."""
+    return host.removeprefix("[").removesuffix("]")
+
+
+def join_host_port(host: str, port: int) -> str:
+    """host:port, with brackets around an address of IPv6 whether or not `host` has them."""
+    bare = bare_host(host)
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def split_host_port(address: str) -> tuple[str, int | None]:
+    """The host, without brackets, and the port; None where there is none.
+
+    Takes names, addresses of IPv4 and IPv6, the latter in brackets if a port follows.
+
+    Raises:
+        ConfigError: `address` is none of these.
+    """
+    host, port = _parts(address)
+    if not host or any(sign in host for sign in "[]/"):
+        raise _refused(address)
+    if ":" in host:
+        _check_ipv6(host, address)
+    if port is None:
+        return host, None
+    if not (port.isascii() and port.isdigit() and 0 < int(port) <= _LARGEST_PORT):
+        raise _refused(address)
+    return host, int(port)
+
+
+def _parts(address: str) -> tuple[str, str | None]:
+    if address.startswith("["):
+        host, closing, rest = address[1:].partition("]")
+        if not closing or ":" not in host or rest[:1] not in {"", ":"}:
+            raise _refused(address)
+        return host, rest[1:] if rest else None
+    if address.count(":") == 1:
+        host, _, port = address.partition(":")
+        return host, port
+    return address, None
+
+
+def _check_ipv6(host: str, address: str) -> None:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError as error:
+        raise _refused(address) from error
+
+
+def _refused(address: str) -> ConfigError:
+    return ConfigError(
+        f"address {address!r} is not host:port; write name:7001, 10.0.0.1:7001 or [fd00::1]:7001 "
+        f"(ports 1 to {_LARGEST_PORT})"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether every address that `host` stands for is of this machine alone."""
+    try:
+        found = socket.getaddrinfo(bare_host(host), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    # A link-local address carries its interface after a percent sign.
+    addresses = {str(address[0]).partition("%")[0] for *_, address in found}
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
+
+
+def advertised_address(endpoint: EndpointConfig, port: int) -> str:
+    """host:port that peers use for a server bound to `port`.
+
+    Raises:
+        ConfigError: `advertise` is no address.
+    """
+    host, advertised_port = split_host_port(endpoint.advertise or endpoint.host)
+    return join_host_port(host, advertised_port or port)
+
+
+def advertised_host(endpoint: EndpointConfig) -> str:
+    """The host that peers use, without port and brackets.
+
+    Raises:
+        ConfigError: `advertise` is no address.
+    """
+    return split_host_port(endpoint.advertise or endpoint.host)[0]
+
+
+def peer_address(endpoint: EndpointConfig, path: str) -> str:
+    """host:port of a peer that listens elsewhere.
+
+    Raises:
+        ConfigError: no port is set, neither in `advertise` nor beside it, or `advertise` is no
+            address.
+    """
+    host, advertised_port = split_host_port(endpoint.advertise or endpoint.host)
+    port = advertised_port or endpoint.port
+    if port == 0:
+        raise ConfigError(
+            f"{path}: neither advertise nor port is set, so peers cannot find the service; "
+            "set one, or start the run with `sluice up`, which chooses ports"
+        )
+    return join_host_port(host, port)

@@ -1,0 +1,302 @@
+"""Convert verl's keys and values into sluice's. A key that the user set is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sluice.algorithm.sampling.rules import StrategyName
+from sluice.config.catalogue.entry import ABSENT
+from sluice.config.loading.settings_tree import SettingsTree, value_at
+
+_ACTOR_KEY, _ROLLOUT_KEY = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_DTYPES = {
+    "fp32": "float32",
+    "float": "float32",
+    "torch.float32": "float32",
+    "bf16": "bfloat16",
+    "torch.bfloat16": "bfloat16",
+}
+_LOGGERS = {"file": "jsonl", "vemlp_wandb": "wandb"}
+_MANAGERS = {"prime": "naive", "rate_limited": "naive", "limited": "naive", "remote": "naive"}
+
+
+def _dtype(value: object) -> object:
+    return _DTYPES.get(value, value) if isinstance(value, str) else value
+
+
+def _loggers(value: object) -> object:
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        return value
+    return [_LOGGERS.get(name, name) if isinstance(name, str) else name for name in value]
+
+
+def _manager(value: object) -> object:
+    return _MANAGERS.get(value, value) if isinstance(value, str) else value
+
+
+def _keep_all(value: object) -> object:
+    return None if type(value) is int and value <= 0 else value
+
+
+def _home(value: object) -> object:
+    if isinstance(value, list):
+        return [_home(item) for item in value]
+    is_home = isinstance(value, str) and value.startswith("~/")
+    return str(Path(str(value)).expanduser()) if is_home else value
+
+
+def _quantization(value: object) -> object:
+    return None if value is False else value
+
+
+WORDS: dict[str, Callable[[object], object]] = {
+    f"{_ACTOR_KEY}.fsdp_config.model_dtype": _dtype,
+    f"{_ACTOR_KEY}.fsdp_config.dtype": _dtype,
+    "critic.fsdp.model_dtype": _dtype,
+    "critic.fsdp.dtype": _dtype,
+    f"{_ROLLOUT_KEY}.dtype": _dtype,
+    f"{_ROLLOUT_KEY}.quantization": _quantization,
+    "reward.reward_manager.name": _manager,
+    "trainer.logger": _loggers,
+    "trainer.default_local_dir": _home,
+    "trainer.resume_from_path": _home,
+    "data.train_files": _home,
+    "data.val_files": _home,
+    "actor_rollout_ref.model.path": _home,
+    "critic.model.path": _home,
+    "reward.custom_reward_function.path": _home,
+    "trainer.max_actor_ckpt_to_keep": _keep_all,
+    "trainer.max_critic_ckpt_to_keep": _keep_all,
+}
+"""Keys whose values have other words in verl, with what turns them into ours."""
+
+NULL_IS_DEFAULT = ("algorithm.filter_groups.metric", "reward.custom_reward_function.name")
+"""Keys whose null in verl asks for the default."""
+
+
+def translate_words(tree: SettingsTree) -> None:
+    """Replaces values in place; what is not known is left to the check of types."""
+    for key, translate in WORDS.items():
+        value = tree.get(key)
+        if value is not ABSENT:
+            path = tuple(key.split("."))
+            tree.set(path, translate(value), tree.spelled.get(path, path))
+    for key in NULL_IS_DEFAULT:
+        if tree.get(key) is None:
+            tree.remove(tuple(key.split(".")))
+    _symmetric_clip(tree)
+
+
+def _symmetric_clip(tree: SettingsTree) -> None:
+    """A bound set to null takes the value of clip_ratio, as in verl."""
+    for bound in ("clip_ratio_low", "clip_ratio_high"):
+        path = ("actor_rollout_ref", "actor", bound)
+        if tree.get(".".join(path)) is None:
+            tree.remove(path)
+            symmetric = tree.get(f"{_ACTOR_KEY}.clip_ratio")
+            if symmetric is not ABSENT:
+                tree.set(path, symmetric, path)
+
+
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT, _V1 = "actor_rollout_ref.rollout", "trainer.v1"
+_FILTER, _ENGINE = "algorithm.filter_groups", f"{_ROLLOUT}.checkpoint_engine"
+_CORRECTION = "algorithm.rollout_correction"
+_STALENESS = "sluice.asynchrony.max_staleness"
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What is set, with the schema's defaults below; every value has its key's type."""
+
+    tree: SettingsTree
+    defaults: Mapping[str, object]
+
+    def given(self, key: str) -> object:
+        """The value that was set; `None` also where none was."""
+        value = self.tree.get(key)
+        return None if value is ABSENT else value
+
+    def number(self, key: str) -> float:
+        """The number that holds: what was set, else the default."""
+        value = self.given(key)
+        if value is None:
+            value = value_at(self.defaults, key.split("."), ABSENT)
+        assert isinstance(value, int | float)
+        return value
+
+    def put(self, key: str, value: object, *, over: bool = False) -> None:
+        """Sets `key` unless it was set; with `over` in any case."""
+        path = tuple(key.split("."))
+        if over or self.tree.get(key) is ABSENT:
+            self.tree.set(path, value, path)
+
+
+def convert_settings(tree: SettingsTree, defaults: Mapping[str, object]) -> None:
+    """Applies every conversion in place. Types must have been checked before."""
+    settings = _Settings(tree, defaults)
+    for convert in _CONVERSIONS:
+        convert(settings)
+
+
+def _lengths(settings: _Settings) -> None:
+    """The engine's own limits win over the data's, as in verl."""
+    for name in ("prompt", "response"):
+        limit = settings.given(f"{_ROLLOUT}.{name}_length")
+        if limit is not None:
+            settings.put(f"data.max_{name}_length", limit, over=True)
+
+
+def _generation_rounds(settings: _Settings) -> None:
+    """k rounds of g prompts that keep fewer than P: a yield below P / (k g) over k g groups.
+
+    Where there are rounds they are counted themselves.
+    """
+    rounds = settings.given(f"{_FILTER}.max_num_gen_batches")
+    if not isinstance(rounds, int):
+        return
+    if rounds <= 0 or settings.given("sluice.sampling.strategy") == StrategyName.ROUNDS:
+        settings.put(f"{_FILTER}.min_yield", 0.0)
+        return
+    batch = settings.number("data.train_batch_size")
+    per_round = settings.given("data.gen_batch_size") or batch
+    assert isinstance(per_round, int | float)
+    groups = int(rounds * per_round)
+    settings.put(f"{_FILTER}.min_yield", min(1.0, batch / groups))
+    settings.put(f"{_FILTER}.min_yield_groups", groups)
+
+
+def _micro_batches(settings: _Settings) -> None:
+    """Rows over all ranks, verl's old keys, into rows per rank."""
+    ranks = int(settings.number("trainer.nnodes") * settings.number("trainer.n_gpus_per_node"))
+    for key in (
+        f"{_ACTOR}.ppo_micro_batch_size",
+        "critic.ppo_micro_batch_size",
+    ):
+        rows = settings.given(key)
+        if isinstance(rows, int):
+            settings.put(f"{key}_per_gpu", max(1, rows // ranks))
+
+
+def _replicas(settings: _Settings) -> None:
+    """Devices for rollouts over devices per replica."""
+    machines = settings.given(f"{_ROLLOUT}.nnodes")
+    if not isinstance(machines, int) or machines == 0:
+        return
+    each = settings.given(f"{_ROLLOUT}.n_gpus_per_node")
+    devices = machines * (each if isinstance(each, int) else 8)
+    sizes = [f"{_ROLLOUT}.{name}_parallel_size" for name in ("tensor_model", "data")]
+    per_replica = int(settings.number(sizes[0]) * settings.number(sizes[1]))
+    settings.put("sluice.rollout.replicas", max(1, devices // per_replica))
+
+
+def _transport(settings: _Settings) -> None:
+    bucket = settings.given(f"{_ENGINE}.update_weights_bucket_megabytes")
+    if bucket is not None:
+        settings.put("sluice.weights.bucket_mb", bucket)
+    backend = settings.given(f"{_ENGINE}.backend")
+    if backend in ("nccl", "hccl"):
+        settings.put("sluice.weights.backend", backend)
+
+
+def _images(settings: _Settings) -> None:
+    images = settings.given(f"{_ROLLOUT}.limit_images")
+    if images is not None:
+        settings.put("sluice.limits.max_prompt_images", images)
+
+
+def _asynchrony(settings: _Settings) -> None:
+    mode = settings.given(f"{_V1}.trainer_mode")
+    ahead = settings.given(f"{_V1}.colocate_async.num_warmup_batches")
+    oldest = settings.given(f"{_V1}.sampler.max_off_policy_threshold")
+    if mode == "sync":
+        settings.put(_STALENESS, 0)
+    elif mode == "colocate_async":
+        settings.put(_STALENESS, ahead if isinstance(ahead, int) else 1)
+    elif mode == "separate_async":
+        settings.put(_STALENESS, max(0, (oldest if isinstance(oldest, int) else 8) - 1))
+        settings.put(
+            "sluice.asynchrony.on_stale",
+            settings.given(f"{_V1}.sampler.max_off_policy_strategy") or "drop",
+        )
+
+
+def _schedule(settings: _Settings) -> None:
+    """Megatron's names of the learning-rate schedule."""
+    for prefix in (f"{_ACTOR}.optim", "critic.optim"):
+        style = settings.given(f"{prefix}.lr_decay_style")
+        if style is not None:
+            settings.put(f"{prefix}.lr_scheduler_type", style)
+        steps = settings.given(f"{prefix}.lr_decay_steps")
+        if steps is not None:
+            settings.put(f"{prefix}.total_training_steps", steps)
+        least = settings.given(f"{prefix}.min_lr")
+        if isinstance(least, int | float):
+            peak = settings.number(f"{prefix}.lr")
+            settings.put(f"{prefix}.min_lr_ratio", min(1.0, least / peak))
+
+
+def _reward_workers(settings: _Settings) -> None:
+    workers = settings.given("reward.num_workers")
+    if workers is not None:
+        settings.put("reward.scorer_pool.num_workers", workers)
+
+
+def _retention(settings: _Settings) -> None:
+    if settings.given("trainer.remove_previous_ckpt_in_save") is True:
+        settings.put("trainer.max_actor_ckpt_to_keep", 1)
+
+
+def _group_scale(settings: _Settings) -> None:
+    scale = settings.given("algorithm.scale_rewards")
+    if scale is not None:
+        settings.put("algorithm.norm_adv_by_std_in_grpo", bool(scale))
+
+
+def _adpo(settings: _Settings) -> None:
+    """Its estimator and its loss go together; either one asks for both."""
+    pair = ("algorithm.adv_estimator", f"{_ACTOR}.policy_loss.loss_mode")
+    if "adpo" in map(settings.given, pair):
+        for key in pair:
+            settings.put(key, "adpo")
+
+
+def _correction(settings: _Settings) -> None:
+    """Samples of older policies are corrected for, by what the loss reads (`correction_rules`).
+
+    A null that was written is kept: it is refused, so that nobody loses the correction unawares.
+    """
+    weights, behaviour = f"{_CORRECTION}.rollout_is", f"{_ACTOR}.use_rollout_log_probs"
+    loss = settings.given(f"{_ACTOR}.policy_loss.loss_mode")
+    is_bypassed = settings.given(f"{_CORRECTION}.bypass_mode") is True or loss == "bypass_mode"
+    if not settings.number(_STALENESS) or settings.given(behaviour) is True:
+        return
+    if is_bypassed and settings.given(f"{_CORRECTION}.loss_type") != "reinforce":
+        return  # its ratio is to the behaviour policy
+    if loss == "adpo":
+        others = ("rollout_is", "rollout_is_batch_normalize", "rollout_rs")
+        if not any(settings.given(f"{_CORRECTION}.{name}") for name in others):
+            settings.put(behaviour, True)
+    else:
+        settings.put(weights, "token")
+
+
+_CONVERSIONS: tuple[Callable[[_Settings], None], ...] = (
+    _lengths,
+    _generation_rounds,
+    _micro_batches,
+    _replicas,
+    _transport,
+    _images,
+    _asynchrony,
+    _schedule,
+    _reward_workers,
+    _retention,
+    _group_scale,
+    _adpo,
+    _correction,
+)

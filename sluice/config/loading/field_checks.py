@@ -1,0 +1,119 @@
+"""Check names, types and refused values of the settings that were given."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Literal, Union, get_args, get_origin
+
+import msgspec
+
+from sluice.config.catalogue.entry import Entry, Refusal
+from sluice.config.loading.keys import KeyPath, find_key, is_section, unknown_key
+from sluice.config.loading.settings_tree import SettingsTree
+from sluice.config.loading.yaml_text import parse_scalar
+
+_WORDS: dict[object, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    object: "any value",
+    type(None): "null",
+}
+_BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+
+
+def expectation(annotation: object) -> str:
+    """For example ``an integer >= 1 or null``."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _bounded(arguments[0], arguments[1:])
+    if origin is Literal:
+        return f"one of {', '.join(str(choice) for choice in arguments)}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(expectation(choice) for choice in arguments)
+    if origin is list:
+        return f"a list with each element {expectation(arguments[0])}"
+    if origin is tuple:
+        return f"a list of {len(arguments)}: {', '.join(map(expectation, arguments))}"
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)):
+        return "a mapping"
+    return _WORDS.get(annotation, str(annotation))
+
+
+def _bounded(annotation: object, metas: tuple[object, ...]) -> str:
+    words = expectation(annotation)
+    bounds = [
+        f"{sign} {getattr(meta, name)}"
+        for meta in metas
+        if isinstance(meta, msgspec.Meta)
+        for name, sign in _BOUNDS
+        if getattr(meta, name) is not None
+    ]
+    return f"{words} {' and '.join(bounds)}" if bounds else words
+
+
+def structure_problems(tree: SettingsTree) -> list[str]:
+    """A sentence for every unknown key, wrong type and refused value, in the user's spelling."""
+    return [
+        problem for path, value in tree.leaves() for problem in _leaf_problems(tree, path, value)
+    ]
+
+
+def _leaf_problems(tree: SettingsTree, path: KeyPath, value: object) -> Iterator[str]:
+    found, written = find_key(path), tree.written(path)
+    if found is None:
+        if not is_section(path):
+            yield unknown_key(tuple(written.split(".")))
+        elif value is not None:
+            yield f"{written} = {shown(value)}: expected keys below it"
+        return
+    if found.entry.path == ".".join(path):
+        refusal = refusal_of(found.entry, value)
+        if refusal:
+            yield f"{written} = {shown(value)} is refused: {refusal}"
+            return
+    yield from _type_problem(written, value, found.annotation)
+
+
+def refusal_of(entry: Entry, value: object) -> str:
+    """Why the value is an error for this key; empty if it is none."""
+    return _first_reason(entry.refusals, value)
+
+
+def caveat_of(entry: Entry, value: object) -> str:
+    """Why the value does not do what it asks for; empty if it does."""
+    return _first_reason(entry.caveats, value)
+
+
+def _first_reason(refusals: Iterable[Refusal], value: object) -> str:
+    return next((one.reason for one in refusals if one.applies(value)), "")
+
+
+def _type_problem(written: str, value: object, annotation: object) -> Iterator[str]:
+    try:
+        msgspec.convert(value, annotation)
+    except msgspec.ValidationError:
+        hint = _hint(value, annotation)
+        yield f"{written} = {shown(value)}: expected {expectation(annotation)}{hint}"
+
+
+def _hint(value: object, annotation: object) -> str:
+    """The remedy where a value has the right words but the wrong YAML type."""
+    wanted = expectation(annotation)
+    if value == "None" and wanted.endswith("null"):
+        return "; the word for nothing is null"
+    if isinstance(value, str) and wanted.startswith("true or false"):
+        return "; YAML 1.2 knows no other words for them"
+    if isinstance(value, int | float) and wanted.startswith("a string"):
+        return "; put the value in quotes"
+    if isinstance(value, str) and isinstance(parse_scalar(value), int | float):
+        return "; write it without quotes"
+    return ""
+
+
+def shown(value: object) -> str:
+    """The value for a message, cut at 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,178 @@
+"""Load the run configuration: a YAML file, dotted overrides, references, the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from sluice.config.loading.conversions import convert_settings, translate_words
+from sluice.config.loading.field_checks import shown, structure_problems
+from sluice.config.loading.keys import field_types, find_key
+from sluice.config.loading.overrides import apply_overrides, expand_overrides, is_override_file
+from sluice.config.loading.references import resolve_references
+from sluice.config.loading.settings_tree import SettingsTree, tree_of, value_at
+from sluice.config.loading.yaml_text import parse_document
+from sluice.config.problems import raise_problems
+from sluice.config.run import RunConfig
+from sluice.errors import ConfigError
+
+
+def load_config(path: Path | None, overrides: Sequence[str]) -> RunConfig:
+    """Reads `path` (or starts from the defaults), applies `overrides`, checks names and types.
+
+    Every key of verl is accepted, in old and new spellings; `sluice.config.explain.notices` says
+    what becomes of those that are mapped or have no effect. What fields mean to each other is not
+    checked here: see `sluice.config.rules.checks`.
+
+    Args:
+        path: YAML file, or a file of overrides; `None` for the defaults.
+        overrides: ``key.path=value`` and the like, or names of files of them (``@file``), applied
+            in order after the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or keys or values are wrong: all of them are named,
+            each with the path, the value, what was expected and where it came from.
+    """
+    source = str(path) if path is not None else "built-in defaults"
+    if overrides:
+        source = f"{source} and overrides"
+    settings = read_settings(path, overrides)
+    translate_words(settings)
+    raise_problems(structure_problems(settings), source)
+    convert_settings(settings, defaults())
+    raise_problems(structure_problems(settings), f"{source}, converted")
+    return msgspec.convert(_schema_part(settings), RunConfig)
+
+
+def read_settings(path: Path | None, overrides: Sequence[str]) -> SettingsTree:
+    """What a file and overrides set, in sluice's spelling, references resolved, types unchecked.
+
+    Raises:
+        ConfigError: as `load_config`, except for types and refused values.
+    """
+    if path is not None and is_override_file(path):
+        return settings_of({}, [f"@{str(path).removeprefix('@')}", *overrides], str(path))
+    return settings_of({} if path is None else read_document(path), overrides, str(path))
+
+
+def settings_of(
+    document: Mapping[str, object], overrides: Sequence[str], source: str
+) -> SettingsTree:
+    """The same for mappings that were read already; `source` names them in errors."""
+    tree = tree_of(document, source)
+    apply_overrides(tree, expand_overrides(overrides), defaults())
+    return resolve_references(tree, defaults())
+
+
+def read_document(path: Path) -> Mapping[str, object]:
+    """The mapping in a YAML file; empty for an empty file.
+
+    Raises:
+        ConfigError: the file cannot be read, is no YAML, or holds something else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"configuration file {path} does not exist; give the path of a YAML file"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
+    document = parse_document(text, str(path))
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(
+            f"configuration file {path} holds {shown(document)}; expected sections such as "
+            f"{', '.join(field_types(RunConfig))}"
+        )
+    return document
+
+
+@cache
+def defaults() -> Mapping[str, object]:
+    """The schema's defaults as nested mappings."""
+    tree = msgspec.to_builtins(RunConfig())
+    assert isinstance(tree, dict)
+    return tree
+
+
+def _schema_part(settings: SettingsTree) -> dict[str, object]:
+    """The values that the schema holds; those of other keys, checked and converted, are left."""
+    kept = SettingsTree()
+    for path, value in settings.leaves():
+        found = find_key(path)
+        if found is not None and found.in_schema:
+            kept.set(path, value, path)
+    return kept.values
+
+
+# Values by dotted key: of the typed configuration, and of keys that only verl has.
+#
+# The typed configuration does not keep keys that mean nothing to sluice (Megatron's sizes, say).
+# verl's rules and the estimate of memory need them all the same, so they are read from where the
+# user set them.
+
+
+class KeySettings:
+    """Looks keys up in the typed configuration, then among those the user set."""
+
+    def __init__(self, config: RunConfig, as_set: Mapping[str, object] | None = None) -> None:
+        self._typed: Mapping[str, object] = msgspec.to_builtins(config)
+        self._as_set = as_set or {}
+
+    def is_set(self, *keys: str) -> bool:
+        """Whether the user gave one of these keys a value other than null."""
+        return any(self._as_set.get(key) is not None for key in keys)
+
+    def value(self, *keys: str) -> object:
+        """The value of the first of these spellings that has one; `None` if none has."""
+        for source in (self._in_schema, self._as_set.get):
+            for key in keys:
+                found = source(key)
+                if found is not None:
+                    return found
+        return None
+
+    def whole(self, *keys: str, otherwise: int) -> int:
+        """A whole number; `otherwise` where none is set."""
+        found = self.whole_or_none(*keys)
+        return otherwise if found is None else found
+
+    def whole_or_none(self, *keys: str) -> int | None:
+        """A whole number, or nothing."""
+        found = self.value(*keys)
+        return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+    def number(self, *keys: str, otherwise: float) -> float:
+        """A number; `otherwise` where none is set."""
+        found = self.value(*keys)
+        if isinstance(found, int | float) and not isinstance(found, bool):
+            return float(found)
+        return otherwise
+
+    def flag(self, *keys: str, otherwise: bool) -> bool:
+        """True or false; `otherwise` where neither is set."""
+        found = self.value(*keys)
+        return found if isinstance(found, bool) else otherwise
+
+    def text(self, *keys: str, otherwise: str) -> str:
+        """A text; `otherwise` where none is set."""
+        found = self.value(*keys)
+        return found if isinstance(found, str) else otherwise
+
+    def _in_schema(self, key: str) -> object:
+        return value_at(self._typed, key.split("."), None)
+
+
+def keys_as_set(file: Path | None, overrides: Sequence[str]) -> dict[str, object]:
+    """Every key that a file or the overrides set, dotted, in sluice's spelling.
+
+    Raises:
+        ConfigError: as `load_config` does for names and references.
+    """
+    settings = read_settings(file, overrides)
+    return {".".join(path): value for path, value in settings.leaves()}

@@ -1,0 +1,252 @@
+"""Command-line overrides in Hydra's notation, given as words or in files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from sluice.config.catalogue.entry import ABSENT
+from sluice.config.loading.keys import (
+    KeyPath,
+    canonical,
+    canonical_leaves,
+    find_key,
+    is_open,
+    is_section,
+    unknown_key,
+)
+from sluice.config.loading.settings_tree import SettingsTree, value_at
+from sluice.config.loading.yaml_text import parse_override_value
+from sluice.config.problems import raise_problems
+from sluice.errors import ConfigError
+
+YAML_SUFFIXES = (".yaml", ".yml")
+OVERRIDE_SUFFIX = ".overrides"
+_OVERRIDE = re.compile(r"^['\"]?[+~]*[A-Za-z_][A-Za-z0-9_.-]*=")
+_SHELL_WORDS = ("python", "python3", "export", "set", "torchrun", "ray", "bash")
+
+
+@dataclass(frozen=True, slots=True)
+class OverrideText:
+    """An override and where it stands; `source` is empty for the command line."""
+
+    text: str
+    source: str = ""
+
+
+def expand_overrides(items: Sequence[str]) -> list[OverrideText]:
+    """The overrides in `items` in order, each file replaced by its lines.
+
+    An item is a file if it starts with ``@``, or if it holds no ``=`` and names a file.
+
+    Raises:
+        ConfigError: a file cannot be read, or a line is of a shell script.
+    """
+    return [override for item in items for override in _expand(item)]
+
+
+def _expand(item: str) -> Iterator[OverrideText]:
+    if item.startswith("@"):
+        yield from read_override_file(Path(item[1:]))
+    elif "=" not in item and not item.startswith("~") and Path(item).is_file():
+        yield from read_override_file(Path(item))
+    else:
+        yield OverrideText(item)
+
+
+def is_override_file(path: Path) -> bool:
+    """Whether the file, which need not exist, holds overrides rather than YAML.
+
+    So it is if its name starts with ``@`` or ends in .overrides, or if it is not called .yaml or
+    .yml and its first line that is no comment is an override.
+    """
+    if str(path).startswith("@") or path.suffix == OVERRIDE_SUFFIX:
+        return True
+    if path.suffix in YAML_SUFFIXES or not path.is_file():
+        return False
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    first = next((text for line in lines if (text := _without_comment(line).strip())), "")
+    return _OVERRIDE.match(first) is not None
+
+
+def read_override_file(path: Path) -> list[OverrideText]:
+    """The overrides in a file.
+
+    Blank lines and comments are passed over: a ``#`` at the start of a line or after a space, not
+    within quotes. A backslash at the end of a line has no meaning, and quotes around a whole line
+    or around a bracketed value, which a shell would take away, are taken away.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line belongs to a shell script.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"override file {path} cannot be read: {error}; give a text file of key=value lines"
+        ) from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        text = _without_comment(line).strip().removesuffix("\\").strip()
+        if not text:
+            continue
+        source = f"{path}, line {number}"
+        if text.startswith("--") or text.split()[0] in _SHELL_WORDS:
+            raise ConfigError(
+                f"{source}: {text!r} is of a launch script; keep only the key=value lines"
+            )
+        found.append(OverrideText(_unquoted(text), source))
+    return found
+
+
+def _without_comment(line: str) -> str:
+    quote = ""
+    for at, character in enumerate(line):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character == "#" and (at == 0 or line[at - 1].isspace()):
+            return line[:at]
+    return line
+
+
+def _unquoted(text: str) -> str:
+    if _is_quoted(text):
+        text = text[1:-1]
+    key, equals, value = text.partition("=")
+    if _is_quoted(value) and value[1:2] in ("[", "{"):
+        value = value[1:-1]
+    return f"{key}{equals}{value}"
+
+
+def _is_quoted(text: str) -> bool:
+    return len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]
+
+
+_FORM = re.compile(r"^(?P<mode>\+\+|\+|~)?(?P<path>[^=+~]+)(?P<equals>=)?(?P<value>.*)$", re.DOTALL)
+_KEY = re.compile(r"^[A-Za-z_][A-Za-z0-9_-]*$")
+
+
+class OverrideMode(StrEnum):
+    """What the sign before the key asks for."""
+
+    SET = ""
+    ADD = "+"
+    FORCE = "++"
+    REMOVE = "~"
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """One parsed override; `path` as written, `value` of a removal `ABSENT` unless one is given."""
+
+    text: str
+    mode: OverrideMode
+    path: KeyPath
+    value: object
+    source: str = ""
+
+    @property
+    def where(self) -> str:
+        """For errors: file and line, or nothing."""
+        return f" ({self.source})" if self.source else ""
+
+
+def parse_override(text: str, source: str = "") -> Override:
+    """Parses one override.
+
+    Raises:
+        ConfigError: not of one of the four forms, or the value is no YAML.
+    """
+    form = _FORM.match(text.strip())
+    path = tuple(form["path"].strip().split(".")) if form else ()
+    where = f" ({source})" if source else ""
+    if form is None or not all(_KEY.match(key) for key in path):
+        raise ConfigError(
+            f"override {text!r}{where}: write key.path=value (+ or ++ before it), or ~key.path"
+        )
+    mode = OverrideMode(form["mode"] or "")
+    if form["equals"] is None and mode is not OverrideMode.REMOVE:
+        raise ConfigError(f"override {text!r}{where}: no value; write {text.strip()}=VALUE")
+    value = (
+        ABSENT
+        if form["equals"] is None
+        else parse_override_value(form["value"].strip(), f"override {text!r}{where}")
+    )
+    return Override(text, mode, path, value, source)
+
+
+def apply_overrides(
+    tree: SettingsTree, overrides: Sequence[OverrideText], defaults: Mapping[str, object]
+) -> None:
+    """Applies the overrides to `tree` in order; of two for one key the later wins.
+
+    `defaults` are the schema's values, which count as present: ``+`` refuses a key that has a
+    value already unless it is null, the new value is a mapping or list (Hydra's rule), or verl
+    itself does not know the key by that name.
+
+    Raises:
+        ConfigError: a malformed override, or unknown keys (all of them are named).
+    """
+    parsed = [parse_override(item.text, item.source) for item in overrides]
+    raise_problems([problem for o in parsed for problem in _unknown(o)], "overrides")
+    for override in parsed:
+        if override.mode is OverrideMode.REMOVE:
+            _remove(tree, override, defaults)
+            continue
+        if override.mode is OverrideMode.ADD:
+            _refuse_second_value(tree, override, defaults)
+        for path, spelled, value in canonical_leaves(override.value, override.path):
+            tree.set(path, value, spelled)
+
+
+def _unknown(override: Override) -> list[str]:
+    if override.mode is OverrideMode.REMOVE:
+        leaves = [(canonical(override.path), override.path)]
+    else:
+        leaves = [(p, s) for p, s, _ in canonical_leaves(override.value, override.path)]
+    return [
+        f"{unknown_key(spelled)}{override.where}"
+        for path, spelled in leaves
+        if find_key(path) is None and not is_section(path)
+    ]
+
+
+def _remove(tree: SettingsTree, override: Override, defaults: Mapping[str, object]) -> None:
+    path = canonical(override.path)
+    present = _current(tree, path, defaults)
+    if override.value is not ABSENT and present != override.value:
+        raise ConfigError(
+            f"override {override.text!r}{override.where}: the value is {present!r}, so nothing was "
+            f"removed; write ~{'.'.join(override.path)}"
+        )
+    tree.remove(path)
+
+
+def _refuse_second_value(
+    tree: SettingsTree, override: Override, defaults: Mapping[str, object]
+) -> None:
+    path = canonical(override.path)
+    renamed = path != override.path
+    present = _current(tree, path, defaults)
+    if present in (None, ABSENT) or isinstance(override.value, dict | list):
+        return
+    if renamed or is_open(path):
+        return
+    key = ".".join(override.path)
+    raise ConfigError(
+        f"override {override.text!r}{override.where}: {key} has the value {present!r} already; "
+        f"write {key}=VALUE or ++{key}=VALUE"
+    )
+
+
+def _current(tree: SettingsTree, path: KeyPath, defaults: Mapping[str, object]) -> object:
+    for source in (tree.values, defaults):
+        found = value_at(source, path, ABSENT)
+        if found is not ABSENT:
+            return found
+    return ABSENT

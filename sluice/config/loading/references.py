@@ -1,0 +1,104 @@
+"""Resolves ``${a.b}`` references between configuration values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from sluice.config.catalogue.entry import ABSENT
+from sluice.config.catalogue.table import CATALOGUE
+from sluice.config.loading.keys import KeyPath, canonical, find_key, is_section, unknown_key
+from sluice.config.loading.settings_tree import SettingsTree, value_at
+from sluice.config.loading.yaml_text import parse_scalar
+from sluice.errors import ConfigError
+
+_REFERENCE = re.compile(r"\$\{([^{}]*)\}")
+_SELECT = re.compile(r"^oc\.select:([^,]*)(?:,(.*))?$", re.DOTALL)
+
+
+def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> SettingsTree:
+    """A copy of `tree` without references.
+
+    A value that is one reference takes the other value with its type; a reference inside a longer
+    string is written out. ``${.a}`` starts beside the key itself, ``${..a}`` one section above;
+    ``${oc.select:a.b,c}`` is c where a.b is unknown or unset. Keys the tree does not set are looked
+    up in `defaults`, then in the catalogue.
+
+    Raises:
+        ConfigError: a reference to an unknown key, to itself in a circle, or to a resolver such as
+            ``oc.env``.
+    """
+    resolver = _Resolver(tree, defaults)
+    values = {key: resolver.resolve(value, (key,)) for key, value in tree.values.items()}
+    return SettingsTree(values, dict(tree.spelled))
+
+
+class _Resolver:
+    def __init__(self, tree: SettingsTree, defaults: Mapping[str, object]) -> None:
+        self._sources = (tree.values, defaults)
+
+    def resolve(self, value: object, chain: tuple[str, ...]) -> object:
+        """`value` without references; `chain` names the keys on the way, for circles."""
+        if isinstance(value, Mapping):
+            return {k: self.resolve(v, (*chain[:-1], f"{chain[-1]}.{k}")) for k, v in value.items()}
+        if isinstance(value, list):
+            return [self.resolve(item, chain) for item in value]
+        while isinstance(value, str):
+            inner = _REFERENCE.search(value)
+            if inner is None:
+                break
+            found = self._look_up(inner[1].strip(), chain)
+            if inner[0] == value:
+                return found
+            value = f"{value[: inner.start()]}{_written(found)}{value[inner.end() :]}"
+        return value
+
+    def _look_up(self, key: str, chain: tuple[str, ...]) -> object:
+        select = _SELECT.match(key)
+        if select:
+            path = _absolute(select[1].strip(), chain[-1])
+            found = self._value(path, chain)
+            default = None if select[2] is None else parse_scalar(select[2].strip())
+            return default if found is ABSENT else found
+        if ":" in key:
+            raise ConfigError(
+                f"{chain[-1]}: the reference ${{{key}}} calls a resolver; only ${{key.path}} is "
+                "known, so write the value itself"
+            )
+        path = _absolute(key, chain[-1])
+        found = self._value(path, chain)
+        if found is not ABSENT:
+            return found
+        if find_key(canonical(path)) is None and not is_section(canonical(path)):
+            raise ConfigError(f"{chain[-1]}: reference ${{{key}}}: {unknown_key(path)}")
+        raise ConfigError(f"{chain[-1]}: reference ${{{key}}}: that key has no value; set it")
+
+    def _value(self, path: KeyPath, chain: tuple[str, ...]) -> object:
+        proper = canonical(path)
+        key = ".".join(proper)
+        if key in chain:
+            raise ConfigError(
+                f"{chain[-1]}: references run in a circle: {' -> '.join((*chain, key))}"
+            )
+        for source in self._sources:
+            found = value_at(source, proper, ABSENT)
+            if found is not ABSENT:
+                return self.resolve(found, (*chain, key))
+        entry = CATALOGUE.get(key)
+        return ABSENT if entry is None else entry.default
+
+
+def _absolute(key: str, at: str) -> KeyPath:
+    """`key` as a path; leading dots count sections upwards from the key `at`."""
+    name = key.lstrip(".")
+    dots = len(key) - len(name)
+    above = at.split(".")[:-dots] if dots else []
+    return (*above, *name.split("."))
+
+
+def _written(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

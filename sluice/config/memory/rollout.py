@@ -1,0 +1,104 @@
+"""Memory of one device of an inference engine: weights, KV cache, and the guide's fit rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sluice.config.memory.shape import ModelShape
+
+GIB = 1 << 30
+_FIT_BYTES = 2
+"""The guide's rule counts bfloat16 weights, whatever the engine's quantisation."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutLayout:
+    """One engine.
+
+    Args:
+        tp: tensor parallel size.
+        ep: expert parallel size; 1: experts are cut like everything else, by `tp`.
+        utilization: share of the device the engine may fill, graphs excepted.
+        weight_bytes: 2 for bfloat16, 1 for fp8.
+        batched_tokens: token budget of one engine step.
+        max_num_seqs: sequences that run at once.
+        longest_row: prompt and response, tokens.
+    """
+
+    tp: int
+    ep: int
+    utilization: float
+    weight_bytes: int
+    kv_bytes: int
+    batched_tokens: int
+    max_num_seqs: int
+    longest_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutMemory:
+    """Bytes on one device; the last three need the device's size and are `None` without it."""
+
+    weights: float
+    activations: float
+    kv_per_token: int
+    kv_of_all_sequences: int
+    kv_cache: float | None
+    kv_tokens: int | None
+    longest_rows: int | None
+
+
+def rollout_memory(
+    shape: ModelShape, layout: RolloutLayout, device_bytes: float | None
+) -> RolloutMemory:
+    """Estimates an engine's memory; the cache gets what weights and activations leave."""
+    weights, activations = engine_weights(shape, layout), engine_activations(shape, layout)
+    per_token = kv_bytes_per_token(shape, layout.tp, layout.kv_bytes)
+    wanted = per_token * layout.longest_row * layout.max_num_seqs
+    if device_bytes is None:
+        return RolloutMemory(weights, activations, per_token, wanted, None, None, None)
+    cache = max(device_bytes * layout.utilization - weights - activations, 0.0)
+    tokens = int(cache // per_token)
+    return RolloutMemory(
+        weights, activations, per_token, wanted, cache, tokens, tokens // layout.longest_row
+    )
+
+
+def engine_weights(shape: ModelShape, layout: RolloutLayout) -> float:
+    """Bytes of weights on one device: all over `tp`, but experts over `ep` where it is used."""
+    experts = shape.expert_parameters / (layout.ep if layout.ep > 1 else layout.tp)
+    others = (shape.total_parameters - shape.expert_parameters) / layout.tp
+    return (experts + others) * layout.weight_bytes
+
+
+def engine_activations(shape: ModelShape, layout: RolloutLayout) -> float:
+    """Bytes of one step's values: residual stream and widest MLP, and float32 logits to sample."""
+    widest = 2 * shape.hidden + 2 * shape.mlp_width / layout.tp
+    return layout.batched_tokens * widest * 2 + layout.max_num_seqs * shape.vocab * 4
+
+
+def kv_bytes_per_token(shape: ModelShape, tp: int, kv_bytes: int = 2) -> int:
+    """Bytes one token takes in the cache of one device: key and value of each layer.
+
+    Heads are cut by `tp`; below one head per device they are replicated.
+    """
+    heads = -(-shape.kv_heads // tp)
+    return 2 * shape.layers * heads * shape.head_dim * kv_bytes
+
+
+def smallest_tensor_parallel(
+    shape: ModelShape, device_bytes: float, utilization: float
+) -> int | None:
+    """The smallest size that fits: device memory × utilization × TP > parameters × 2 bytes.
+
+    Only sizes that divide the attention heads are possible; `None` if not even all heads' number
+    of devices is enough.
+    """
+    needed = shape.total_parameters * _FIT_BYTES
+    sizes = (size for size in range(1, shape.heads + 1) if shape.heads % size == 0)
+    return next((tp for tp in sizes if device_bytes * utilization * tp > needed), None)
+
+
+def fits(shape: ModelShape, layout: RolloutLayout, device_bytes: float) -> bool:
+    """Whether the guide's rule holds for the layout's own tensor parallel size."""
+    return device_bytes * layout.utilization * layout.tp > shape.total_parameters * _FIT_BYTES

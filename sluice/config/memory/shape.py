@@ -1,0 +1,284 @@
+"""The shape of a decoder-only model: the sizes that decide its memory, read from its
+config.json or from a table of published models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import msgspec
+
+from sluice.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder with grouped-query attention and gated (three-matrix) MLPs.
+
+    Args:
+        intermediate: width of a dense layer's MLP.
+        experts: routed experts of a mixture-of-experts layer; 0 for a dense model.
+        expert_intermediate: width of one routed expert.
+        shared_intermediate: width of the expert that every token passes; 0 without one.
+        dense_layers: layers of a mixture-of-experts model with a dense MLP.
+        qkv_bias: query, key and value projections have biases (Qwen2, Qwen2.5).
+        qk_norm: queries and keys are normalised per head (Qwen3).
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
+    dense_layers: int = 0
+
+    @property
+    def query_width(self) -> int:
+        """Values of all query heads of one token."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Values of all key heads, or of all value heads, of one token."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers with routed experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def embedding_parameters(self) -> int:
+        """One vocabulary matrix."""
+        return self.vocab * self.hidden
+
+    @property
+    def vocabulary_parameters(self) -> int:
+        """Embedding and language-model head; one matrix where they are tied."""
+        return self.embedding_parameters * (1 if self.tied_embeddings else 2)
+
+    @property
+    def attention_parameters(self) -> int:
+        """Attention and both norms of one layer: q and o are h·Hd, k and v are h·KVd."""
+        projections = 2 * self.hidden * (self.query_width + self.kv_width)
+        biases = self.query_width + 2 * self.kv_width if self.qkv_bias else 0
+        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        return projections + biases + norms
+
+    @property
+    def expert_parameters(self) -> int:
+        """All routed experts of the whole model: gate, up and down of each."""
+        return self.expert_layers * self.experts * 3 * self.hidden * self.expert_intermediate
+
+    @property
+    def total_parameters(self) -> int:
+        """All parameters."""
+        return self.vocabulary_parameters + self.dense_parameters + self.expert_parameters
+
+    @property
+    def dense_parameters(self) -> int:
+        """Everything but vocabulary matrices and routed experts."""
+        per_expert_layer = self.hidden * (self.experts + 3 * self.shared_intermediate)
+        mlps = 3 * self.hidden * self.intermediate * (self.layers - self.expert_layers)
+        mlps += self.expert_layers * per_expert_layer
+        return self.layers * self.attention_parameters + mlps + self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token passes through."""
+        if not self.experts:
+            return self.total_parameters
+        routed = self.expert_parameters * self.experts_per_token // self.experts
+        return self.vocabulary_parameters + self.dense_parameters + routed
+
+    @property
+    def mlp_width(self) -> int:
+        """MLP values of one token in the widest kind of layer."""
+        if not self.expert_layers:
+            return self.intermediate
+        return self.experts_per_token * self.expert_intermediate + self.shared_intermediate
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer on average, the unit that sharded training gathers."""
+        whole = self.dense_parameters - self.hidden + self.expert_parameters
+        return whole // self.layers
+
+
+# Shapes of well-known models, from the config.json files their makers publish.
+#
+# Used where `actor_rollout_ref.model.path` names a model that this machine does not hold.
+
+_QWEN3_VOCAB, _QWEN25_VOCAB = 151_936, 152_064
+
+
+def _qwen3(layers: int, hidden: int, heads: int, intermediate: int, *, tied: bool) -> ModelShape:
+    return ModelShape(
+        layers,
+        hidden,
+        heads,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=intermediate,
+        vocab=_QWEN3_VOCAB,
+        tied_embeddings=tied,
+        qk_norm=True,
+    )
+
+
+def _qwen3_moe(layers: int, hidden: int, heads: int, dense: int, expert: int) -> ModelShape:
+    return ModelShape(
+        layers,
+        hidden,
+        heads,
+        kv_heads=4,
+        head_dim=128,
+        intermediate=dense,
+        vocab=_QWEN3_VOCAB,
+        qk_norm=True,
+        experts=128,
+        experts_per_token=8,
+        expert_intermediate=expert,
+    )
+
+
+def _qwen25(layers: int, hidden: int, heads: int, kv_heads: int, width: int) -> ModelShape:
+    return ModelShape(
+        layers,
+        hidden,
+        heads,
+        kv_heads,
+        head_dim=128,
+        intermediate=width,
+        vocab=_QWEN25_VOCAB,
+        qkv_bias=True,
+    )
+
+
+PUBLISHED_SHAPES: Mapping[str, ModelShape] = MappingProxyType(
+    {
+        "Qwen3-0.6B": _qwen3(28, 1024, 16, 3072, tied=True),
+        "Qwen3-8B": _qwen3(36, 4096, 32, 12_288, tied=False),
+        "Qwen3-32B": _qwen3(64, 5120, 64, 25_600, tied=False),
+        "Qwen3-30B-A3B": _qwen3_moe(48, 2048, 32, 6144, 768),
+        "Qwen3-235B-A22B": _qwen3_moe(94, 4096, 64, 12_288, 1536),
+        "Qwen2.5-7B": _qwen25(28, 3584, 28, 4, 18_944),
+        "Qwen2.5-32B": _qwen25(64, 5120, 40, 8, 27_648),
+    }
+)
+
+# Fine-tuned and vision variants share the language model of the base.
+_VARIANT = re.compile(r"-(instruct|thinking|base|math|coder|vl|hf|chat|\d{4})(?=-|$)")
+
+
+def published_shape(path: str) -> ModelShape | None:
+    """The shape of the model whose name ends `path`, for example ``Qwen/Qwen3-8B-Base``."""
+    name = path.rstrip("/").rpartition("/")[2]
+    return _BY_PLAIN_NAME.get(_plain(name))
+
+
+def _plain(name: str) -> str:
+    return _VARIANT.sub("", name.lower())
+
+
+_BY_PLAIN_NAME = {_plain(name): shape for name, shape in PUBLISHED_SHAPES.items()}
+
+
+def find_shape(model_path: str, config_file: Path | None) -> ModelShape | None:
+    """The shape from `config_file`, else from the model's own folder, else by the model's name.
+
+    Raises:
+        ConfigError: a file is there but describes no such model.
+    """
+    if config_file is not None:
+        return read_shape(config_file)
+    local = Path(model_path) / "config.json"
+    if model_path and local.is_file():
+        return read_shape(local)
+    return published_shape(model_path)
+
+
+def unknown_shape(model_path: str) -> str:
+    """The sentence for a model whose shape is not known here."""
+    return (
+        f"actor_rollout_ref.model.path = {model_path!r} holds no config.json here and is none of "
+        f"the models known by name ({', '.join(PUBLISHED_SHAPES)}); give its config.json with "
+        "--model-config FILE for the estimate of memory"
+    )
+
+
+def read_shape(file: Path) -> ModelShape:
+    """Reads a config.json.
+
+    Raises:
+        ConfigError: naming the file and what it lacks.
+    """
+    try:
+        content = msgspec.json.decode(file.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"model configuration {file}: {error}; give a config.json") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"model configuration {file}: holds no JSON object; give a config.json")
+    text = content.get("text_config")  # vision models keep their language model here
+    own = {**content, **text} if isinstance(text, dict) else content
+    try:
+        return shape_of(own)
+    except ConfigError as error:
+        raise ConfigError(f"model configuration {file}: {error}") from error
+
+
+def shape_of(config: Mapping[str, object]) -> ModelShape:
+    """The shape a config.json describes.
+
+    Raises:
+        ConfigError: a size is missing, or attention is of a kind that is not estimated.
+    """
+    if "kv_lora_rank" in config:
+        raise ConfigError("multi-head latent attention (kv_lora_rank) is not estimated")
+    heads = _size(config, "num_attention_heads")
+    hidden = _size(config, "hidden_size")
+    kind = str(config.get("model_type", ""))
+    experts = _size(config, "num_experts", _size(config, "num_local_experts", 0))
+    dense_layers = config.get("mlp_only_layers")
+    width = _size(config, "intermediate_size")
+    return ModelShape(
+        layers=_size(config, "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_size(config, "num_key_value_heads", heads),
+        head_dim=_size(config, "head_dim", hidden // heads),
+        intermediate=width,
+        vocab=_size(config, "vocab_size"),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=kind.startswith("qwen2") or bool(config.get("attention_bias")),
+        qk_norm=kind.startswith("qwen3"),
+        experts=experts,
+        experts_per_token=_size(config, "num_experts_per_tok", 0) if experts else 0,
+        expert_intermediate=_size(config, "moe_intermediate_size", width) if experts else 0,
+        shared_intermediate=_size(config, "shared_expert_intermediate_size", 0) if experts else 0,
+        dense_layers=len(dense_layers) if experts and isinstance(dense_layers, list) else 0,
+    )
+
+
+def _size(config: Mapping[str, object], key: str, otherwise: int | None = None) -> int:
+    value = config.get(key)
+    if value is None and otherwise is not None:
+        return otherwise
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(f"{key} = {value!r}: expected a whole number")
+    if otherwise is None and value == 0:
+        raise ConfigError(f"{key} = 0: expected a size of at least 1")
+    return value

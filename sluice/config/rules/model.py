@@ -1,0 +1,132 @@
+"""Rules that need the model's shape, and rules of the inference engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from sluice.config.memory.shape import ModelShape
+from sluice.config.problems import Violation, violation
+from sluice.config.verl_run import MEGATRON, ROLLOUT, VerlRun, largest_divisor
+
+_SHARED_ENGINES = ("vllm", "sglang")
+"""Engines with limits of their own: what these refuse is no rule of verl's alone."""
+
+
+def engine_violations(run: VerlRun) -> list[Violation]:
+    """What the engines of verl refuse whatever the model."""
+    return [*_engine(run), *_one_engine(run)]
+
+
+def shape_violations(run: VerlRun, shape: ModelShape) -> list[Violation]:
+    """Parallel sizes by which the model's heads and experts cannot be cut."""
+    return [*_sequence_heads(run, shape), *_tensor_heads(run, shape), *_experts(run, shape)]
+
+
+def _engine(run: VerlRun) -> Iterator[Violation]:
+    engine, here = run.engine, run.engine.name in _SHARED_ENGINES
+    if engine.mode == "sync":
+        yield violation("engine-mode", f"{ROLLOUT}.mode = sync is gone", f"{ROLLOUT}.mode=async")
+    if engine.pp != 1:
+        key = f"{ROLLOUT}.pipeline_model_parallel_size"
+        yield violation("engine-pipeline", f"{key} = {engine.pp}: engines have none", f"{key}=1")
+    if engine.ep > 1 and engine.ep != engine.tp * engine.dp and engine.name != "trtllm":
+        yield violation(
+            "engine-experts",
+            f"{ROLLOUT}.expert_parallel_size = {engine.ep} must be tensor_model_parallel_size * "
+            f"data_parallel_size = {engine.tp} * {engine.dp}",
+            f"{ROLLOUT}.expert_parallel_size={engine.tp * engine.dp}",
+            here=here,
+        )
+    if not engine.chunked_prefill and engine.batched_tokens < engine.context:
+        yield violation(
+            "engine-tokens",
+            f"{ROLLOUT}.max_num_batched_tokens = {engine.batched_tokens} is less than the context "
+            f"of {engine.context} tokens while {ROLLOUT}.enable_chunked_prefill is false",
+            f"{ROLLOUT}.max_num_batched_tokens={engine.context}",
+            here=here,
+        )
+
+
+def _one_engine(run: VerlRun) -> Iterator[Violation]:
+    """A replica is one engine of vLLM's or SGLang's."""
+    engine = run.engine
+    if engine.name in {"vllm", "sglang"} and engine.dp > 1:
+        yield violation(
+            "engine-replicas",
+            f"{ROLLOUT}.data_parallel_size = {engine.dp} with name = {engine.name}, but a "
+            "replica is one engine; start more of them (sluice.rollout.replicas)",
+            f"{ROLLOUT}.data_parallel_size=1",
+            here=True,
+        )
+    if engine.name == "sglang" and engine.tp > 1:
+        yield violation(
+            "engine-tensor",
+            f"{ROLLOUT}.tensor_model_parallel_size = {engine.tp} with name = sglang, whose adapter "
+            "serves one device; only that of vllm serves several",
+            f"{ROLLOUT}.tensor_model_parallel_size=1",
+            here=True,
+        )
+
+
+def _sequence_heads(run: VerlRun, shape: ModelShape) -> Iterator[Violation]:
+    sizes = [("actor_rollout_ref.actor", run.batch.split.sp)]
+    sizes += [(one.section, one.sp) for one in run.log_prob_passes if one.section != ROLLOUT]
+    if run.batch.split.megatron:
+        return
+    for section, sp in sizes:
+        if _cuts_heads(shape, sp):
+            continue
+        key = f"{section}.ulysses_sequence_parallel_size"
+        possible = _largest(sp, run.batch.split.world, lambda size: _cuts_heads(shape, size))
+        yield violation(
+            "sp-heads",
+            f"{key} = {sp} cannot cut {shape.heads} attention heads and {shape.kv_heads} "
+            "key-value heads evenly",
+            f"{key}={possible}",
+        )
+
+
+def _tensor_heads(run: VerlRun, shape: ModelShape) -> Iterator[Violation]:
+    sizes = [(f"{ROLLOUT}.tensor_model_parallel_size", run.engine.tp)]
+    if run.batch.split.megatron:
+        sizes.append((f"{MEGATRON}.tensor_model_parallel_size", run.batch.split.tp))
+    for key, tp in sizes:
+        if shape.heads % tp:
+            yield violation(
+                "tp-heads",
+                f"{key} = {tp} cannot cut {shape.heads} attention heads evenly",
+                f"{key}={largest_divisor(shape.heads, tp)}",
+            )
+
+
+def _experts(run: VerlRun, shape: ModelShape) -> Iterator[Violation]:
+    split, key = run.batch.split, f"{MEGATRON}.expert_model_parallel_size"
+    if not split.megatron or run.ep == 1:
+        return
+    if shape.experts == 0:
+        yield violation("experts", f"{key} = {run.ep} for a model without experts", f"{key}=1")
+        return
+    ranks = run.ep * run.etp * split.pp
+    if shape.experts % run.ep or split.world % ranks:
+        possible = _largest(
+            run.ep,
+            shape.experts,
+            lambda size: split.world % (size * run.etp * split.pp) == 0,
+        )
+        yield violation(
+            "experts",
+            f"{key} = {run.ep} must divide {shape.experts} experts, and with expert tensor "
+            f"{run.etp} and pipeline {split.pp} the {split.world} trainer ranks",
+            f"{key}={possible}",
+        )
+
+
+def _cuts_heads(shape: ModelShape, sp: int) -> bool:
+    """Key-value heads may be fewer than ranks if each is copied to equally many."""
+    return shape.heads % sp == 0 and (shape.kv_heads % sp == 0 or sp % shape.kv_heads == 0)
+
+
+def _largest(at_most: int, dividing: int, possible: Callable[[int], bool]) -> int:
+    """The largest divisor of `dividing` up to `at_most` that is possible, at least 1."""
+    sizes = range(at_most, 0, -1)
+    return next((size for size in sizes if dividing % size == 0 and possible(size)), 1)

@@ -1,0 +1,69 @@
+"""`sluice.security.*`: who may call the services. Holds names of files, never a secret."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from sluice.config.schema.section import Section
+
+FILE_FIELDS = ("ca_file", "cert_file", "key_file", "token_file")
+# An empty text is a variable that was not filled in, not a wish for no protection.
+_Given = Annotated[str, Meta(min_length=1)]
+
+
+class SecurityConfig(Section, frozen=True):
+    """TLS and bearer tokens of every server and every call."""
+
+    tls: Annotated[
+        Literal["off", "server", "mtls"],
+        Meta(
+            description=(
+                "server: callers check the server's certificate; mtls: the server checks the "
+                "caller's as well; off: nothing is encrypted."
+            )
+        ),
+    ] = "off"
+    ca_file: Annotated[
+        _Given | None,
+        Meta(
+            description=(
+                "PEM file of the authorities that signed the peers' certificates; none, for "
+                "server only: the system's."
+            )
+        ),
+    ] = None
+    cert_file: Annotated[
+        _Given | None, Meta(description="PEM file of this process's certificate and its chain.")
+    ] = None
+    key_file: Annotated[
+        _Given | None, Meta(description="PEM file of the certificate's private key, unencrypted.")
+    ] = None
+    server_name: Annotated[
+        _Given | None,
+        Meta(
+            description=(
+                "Name that every server's certificate carries, whatever its address; none: the "
+                "address that is connected to."
+            )
+        ),
+    ] = None
+    token_file: Annotated[
+        _Given | None,
+        Meta(
+            description=(
+                "File of bearer tokens, one a line: all are accepted, the first is presented; "
+                "none: that of SLUICE_TOKEN, or no token is asked for."
+            )
+        ),
+    ] = None
+
+
+def with_absolute_files(security: SecurityConfig) -> SecurityConfig:
+    """The same with paths that hold in every working directory."""
+    given = {name: getattr(security, name) for name in FILE_FIELDS}
+    absolute = {name: str(Path(path).absolute()) for name, path in given.items() if path}
+    return msgspec.structs.replace(security, **absolute)

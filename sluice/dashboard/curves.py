@@ -1,0 +1,143 @@
+"""Curves of all steps in at most so many points, such that no peak and no gap is lost."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sluice.dashboard.step_history import StepHistory
+
+FEWEST_POINTS = 4
+
+Values = npt.NDArray[np.float64]
+Indexes = npt.NDArray[np.int64]
+
+
+def kept_points(values: Values, most: int) -> Indexes:
+    """Which points of a curve to show: at most `most`, in order.
+
+    First and last point are always among them, and of each of the equal stretches between those its
+    smallest and its largest value. A stretch without any number (NaN) keeps one point, so that the
+    gap is seen.
+
+    Args:
+        values: [points], in the order of the curve; NaN where there is no value.
+        most: at least `FEWEST_POINTS`.
+
+    Returns:
+        [kept] indexes into `values`, rising.
+
+    Raises:
+        ValueError: `most` is too small.
+    """
+    if most < FEWEST_POINTS:
+        raise ValueError(f"{most} points are too few for a curve; at least {FEWEST_POINTS}")
+    if values.size <= most:
+        return np.arange(values.size)
+    edges = bucket_edges(values.size - 2, (most - 2) // 2) + 1
+    kept = [0, values.size - 1]
+    for begin, end in pairwise(edges):
+        stretch = values[begin:end]
+        if np.isnan(stretch).all():
+            kept.append(int(begin))
+        else:
+            kept += [int(begin + np.nanargmin(stretch)), int(begin + np.nanargmax(stretch))]
+    return np.unique(np.asarray(kept, dtype=np.int64))
+
+
+def bucket_edges(num_points: int, most: int) -> Indexes:
+    """Where to cut `num_points` into at most `most` stretches that differ by one point at most.
+
+    Returns:
+        [stretches + 1] from 0 to `num_points`; stretches are never empty.
+    """
+    num_buckets = max(min(num_points, most), 1)
+    return np.linspace(0, num_points, num_buckets + 1).round().astype(np.int64)
+
+
+def bucket_sums(values: Values, edges: Indexes) -> Values:
+    """[stretches] the sum over each stretch; NaN counts as 0.
+
+    Args:
+        values: [points].
+        edges: [stretches + 1], of `bucket_edges`.
+    """
+    running = np.concatenate([[0.0], np.cumsum(np.nan_to_num(values))])
+    sums: Values = running[edges[1:]] - running[edges[:-1]]
+    return sums
+
+
+_CURVES = {
+    "reward": "critic/rewards/mean",
+    "staleness_mean": "train/staleness_mean",
+    "staleness_max": "train/staleness_max",
+    "tokens_per_s": "rollout/tokens_per_s",
+    "trainer_idle": "trainer/idle_share",
+    "rollout_idle": "rollout/idle_share",
+    "step_s": "timing_s/step",
+}
+COMPOSITION = {
+    "kept": ("kept",),
+    "all_right": ("all_right",),
+    "all_wrong": ("all_wrong",),
+    "stale": ("stale",),
+    "failed": ("failed",),
+    "other": ("uniform", "surplus"),
+}
+"""Parts of a column of groups, and the metrics ``train/groups_<name>`` that add up to each."""
+
+
+def curve_points(history: StepHistory, most: int) -> dict[str, Any]:
+    """Curves, and groups by what they were.
+
+    Args:
+        history: all steps.
+        most: points of a curve, and columns of groups; at least 4.
+
+    Returns:
+        ``num_steps``; each curve as ``x`` (steps) and ``y`` (null: no value); ``composition`` with
+        first and last step of each column (``from``, ``to``) and the groups in it by kind.
+    """
+    steps = history.steps
+    curves = {name: _curve(steps, history.column(metric), most) for name, metric in _CURVES.items()}
+    validations = history.accuracies()
+    accuracy = _curve(
+        np.array([step for step, _ in validations], dtype=np.int64),
+        np.array([value for _, value in validations], dtype=np.float64),
+        most,
+    )
+    return {
+        "num_steps": int(steps.size),
+        "curves": {**curves, "accuracy": accuracy},
+        "composition": _composition(history, steps, most),
+    }
+
+
+def _curve(
+    steps: npt.NDArray[np.int64], values: npt.NDArray[np.float64], most: int
+) -> dict[str, list[Any]]:
+    kept = kept_points(values, most)
+    return {"x": steps[kept].tolist(), "y": [_number(value) for value in values[kept].tolist()]}
+
+
+def _number(value: float) -> float | None:
+    return float(f"{value:.6g}") if np.isfinite(value) else None
+
+
+def _composition(
+    history: StepHistory, steps: npt.NDArray[np.int64], most: int
+) -> dict[str, list[Any]]:
+    if steps.size == 0:
+        return {"from": [], "to": [], **{kind: [] for kind in COMPOSITION}}
+    edges = bucket_edges(steps.size, most)
+    columns: dict[str, list[Any]] = {
+        "from": steps[edges[:-1]].tolist(),
+        "to": steps[edges[1:] - 1].tolist(),
+    }
+    for kind, parts in COMPOSITION.items():
+        sums = sum(bucket_sums(history.column(f"train/groups_{part}"), edges) for part in parts)
+        columns[kind] = np.asarray(sums).tolist()
+    return columns

@@ -1,0 +1,266 @@
+"""The page's first lines: health, state, step, accuracy, speed, waits, fleet and accounting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sluice.client.run_monitor import ReplicaSnapshot, RunSnapshot
+from sluice.dashboard.curves import COMPOSITION
+from sluice.dashboard.live_status import LiveAnswer
+from sluice.dashboard.step_history import StepHistory
+from sluice.report.run_record import ACCOUNTS_NAME
+from sluice.report.summary import account_views
+
+_STUCK_S = 60.0
+_STUCK_STEPS = 5.0
+_MANY_FAILED = 0.1
+_FEW_KEPT = 0.05
+_RESIDUAL = 0.02
+_AT_REST = frozenset({"paused", "finished"})
+_COMING, _LEAVING = "pending", "draining"
+
+
+class RunVerdict(StrEnum):
+    """What the page shows first."""
+
+    HEALTHY = "healthy"
+    ATTENTION = "needs attention"
+    TROUBLE = "in trouble"
+    FINISHED = "finished"
+    NOT_RUNNING = "not running"
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """A verdict and why, a sentence each; none for a run that is well."""
+
+    verdict: RunVerdict
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What the verdict is made of.
+
+    Args:
+        answers: whether the trainer does.
+        is_finished: whether the run reached its end.
+        phase: of the trainer, and for how many seconds.
+        step_s: what a step takes, seconds, the middle of the last ones; ``None`` before the first.
+        wait: who is behind what is waited for, a sentence; empty: nobody waits.
+        replicas: the fleet.
+        prompts: the accounts of prompts, ``prompts_lost`` among them if it is known.
+        recent: groups of the last steps by ``train/groups_<kind>``.
+        residual_share: of the books of tokens.
+    """
+
+    answers: bool
+    is_finished: bool
+    phase: str = ""
+    phase_seconds: float = 0.0
+    step_s: float | None = None
+    wait: str = ""
+    replicas: Sequence[ReplicaSnapshot] = ()
+    prompts: Mapping[str, float] | None = None
+    recent: Mapping[str, float] | None = None
+    residual_share: float = 0.0
+
+
+def health_of(facts: RunFacts) -> Health:
+    """Judges a run."""
+    if not facts.answers or facts.phase == "finished":
+        if facts.is_finished or facts.phase == "finished":
+            return Health(RunVerdict.FINISHED, ())
+        if facts.wait:
+            return Health(RunVerdict.TROUBLE, (f"the trainer does not answer; {facts.wait}",))
+        reason = "the trainer does not answer, and the run has not reached its end"
+        return Health(RunVerdict.NOT_RUNNING, (reason,))
+    trouble = tuple(_trouble(facts))
+    attention = tuple(_attention(facts))
+    if trouble:
+        return Health(RunVerdict.TROUBLE, trouble + attention)
+    return Health(RunVerdict.ATTENTION if attention else RunVerdict.HEALTHY, attention)
+
+
+def _trouble(facts: RunFacts) -> Iterator[str]:
+    serving = [replica for replica in facts.replicas if replica.state == "serving"]
+    coming = [replica for replica in facts.replicas if replica.state == _COMING]
+    if facts.replicas and not serving and not coming:
+        yield "no replica serves"
+    lost = (facts.prompts or {}).get("prompts_lost", 0.0)
+    if lost:
+        yield f"{lost:.0f} prompts are lost: neither pending nor ended"
+
+
+def _attention(facts: RunFacts) -> Iterator[str]:
+    usual_s = max(_STUCK_S, _STUCK_STEPS * (facts.step_s or 0.0))
+    if facts.phase not in _AT_REST and facts.phase_seconds > usual_s:
+        behind = f"; {facts.wait}" if facts.wait else ""
+        yield f"{facts.phase} for {facts.phase_seconds:.0f} s{behind}"
+    if facts.phase == "paused":
+        yield f"held between steps for {facts.phase_seconds:.0f} s"
+    usual = {"serving", _COMING, _LEAVING}
+    for replica in (r for r in facts.replicas if r.state not in usual):
+        yield f"replica {replica.name} is {replica.state}"
+    yield from _composition(facts.recent or {})
+    if abs(facts.residual_share) > _RESIDUAL:
+        yield f"{abs(facts.residual_share):.1%} of all tokens are in no account"
+
+
+def _composition(recent: Mapping[str, float]) -> Iterator[str]:
+    total = sum(recent.values())
+    if total <= 0:
+        return
+    failed, kept = recent.get("failed", 0.0) / total, recent.get("kept", 0.0) / total
+    if failed > _MANY_FAILED:
+        yield f"{failed:.0%} of the groups of the last steps failed"
+    if kept < _FEW_KEPT:
+        yield f"only {kept:.1%} of the groups of the last steps were mixed"
+
+
+_RECENT_STEPS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class RunAtRest:
+    """What is known without asking.
+
+    Attributes:
+        name: of the run's folder.
+        total_steps: that the configuration asks for; ``None``: it depends on the data set.
+        final_accounts: of a run that reached its end; empty otherwise.
+    """
+
+    name: str
+    total_steps: int | None
+    final_accounts: Mapping[str, float]
+
+
+def read_final_accounts(run_dir: Path) -> Mapping[str, float]:
+    """`accounts.json`, which says that the run reached its end; empty without it.
+
+    Raises:
+        OSError: it is there and cannot be read.
+    """
+    try:
+        text = (run_dir / ACCOUNTS_NAME).read_bytes()
+        return msgspec.json.decode(text, type=dict[str, float])
+    except (FileNotFoundError, msgspec.DecodeError):
+        return {}
+
+
+def overview(rest: RunAtRest, history: StepHistory, live: LiveAnswer | None) -> dict[str, Any]:
+    """One object for the page; see `docs/dashboard.md` for its fields."""
+    run = live.run if live else None
+    accounts = _accounts(rest, history, run)
+    facts = _facts(rest, history, live, accounts)
+    health = health_of(facts)
+    accuracies = history.accuracies()
+    return {
+        "name": rest.name,
+        "health": health.verdict.value,
+        "reasons": list(health.reasons),
+        "phase": run.phase if run else _phase_of(health.verdict),
+        "phase_seconds": _round(run.phase_seconds) if run else None,
+        "step": run.step if run else _last_step(history),
+        "total_steps": run.total_steps if run else rest.total_steps,
+        "version": run.version if run else None,
+        "accuracy": _point(accuracies[-1]) if accuracies else None,
+        "first_accuracy": _point(accuracies[0]) if len(accuracies) > 1 else None,
+        "reward": _newest(history, "critic/rewards/mean"),
+        "tokens_per_s": _newest(history, "rollout/tokens_per_s"),
+        "tokens_per_s_now": _tokens_per_s(run),
+        "wait": asdict(live.wait) if live and live.wait else None,
+        "awaited": [asdict(one) for one in run.awaited] if run else [],
+        "replicas": [asdict(replica) for replica in run.replicas] if run else [],
+        "prompts": dict(run.prompts) if run else _prompts(accounts),
+        "accounts": [asdict(view) for view in account_views(accounts)],
+        "num_unread_lines": history.num_unread,
+    }
+
+
+def _phase_of(verdict: RunVerdict) -> str:
+    return "does not answer" if verdict is RunVerdict.TROUBLE else verdict.value
+
+
+def _facts(
+    rest: RunAtRest,
+    history: StepHistory,
+    live: LiveAnswer | None,
+    accounts: Mapping[str, float],
+) -> RunFacts:
+    run = live.run if live else None
+    seconds = history.column("timing_s/step")[-_RECENT_STEPS:]
+    known = seconds[~np.isnan(seconds)]
+    return RunFacts(
+        answers=run is not None,
+        is_finished=bool(rest.final_accounts),
+        phase=run.phase if run else "",
+        phase_seconds=run.phase_seconds if run else 0.0,
+        step_s=float(np.median(known)) if known.size else None,
+        wait=live.wait.cause if live and live.wait and live.wait.root else "",
+        replicas=run.replicas if run else (),
+        prompts=rest.final_accounts,
+        recent=_recent_groups(history),
+        residual_share=accounts.get("tokens_residual_share", 0.0)
+        if history.steps.size > 1
+        else 0.0,
+    )
+
+
+def _recent_groups(history: StepHistory) -> dict[str, float]:
+    return {
+        kind: float(
+            sum(
+                np.nansum(history.column(f"train/groups_{part}")[-_RECENT_STEPS:]) for part in parts
+            )
+        )
+        for kind, parts in COMPOSITION.items()
+    }
+
+
+def _accounts(
+    rest: RunAtRest, history: StepHistory, run: RunSnapshot | None
+) -> Mapping[str, float]:
+    """The newest books there are."""
+    return rest.final_accounts or (run.accounts if run else {}) or history.accounts
+
+
+def _prompts(accounts: Mapping[str, float]) -> dict[str, float]:
+    names = ("submitted", "pending", "trained", "skipped")
+    return {
+        name: value
+        for name, value in accounts.items()
+        if name in names or (name.startswith(("filtered_", "dropped_")) and "/" not in name)
+    }
+
+
+def _tokens_per_s(run: RunSnapshot | None) -> float | None:
+    if run is None:
+        return None
+    return _round(sum(replica.tokens_per_second for replica in run.replicas))
+
+
+def _newest(history: StepHistory, name: str) -> float | None:
+    value = history.newest.get(name)
+    return None if value is None else _round(value)
+
+
+def _last_step(history: StepHistory) -> int:
+    steps = history.steps
+    return int(steps[-1]) if steps.size else 0
+
+
+def _point(point: tuple[int, float]) -> dict[str, float]:
+    return {"step": point[0], "value": _round(point[1])}
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -1,0 +1,278 @@
+"""The page's files, whom it answers, what its addresses ask for, and its data as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, TypeVar
+
+import msgspec
+
+from sluice.config.addresses import bare_host, split_host_port
+from sluice.dashboard.curves import FEWEST_POINTS
+from sluice.dashboard.sample_browser import Cursor, FoundGroup, Page, SampleFilter
+from sluice.dashboard.sample_lines import SampleSource, ShownOutcome
+from sluice.errors import ConfigError, InvalidRequestError
+from sluice.security.token_file import TokenSource, role_of
+from sluice.telemetry.samples import SampledResponse
+
+_TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+_INDEX = "index.html"
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """One file with what its answer says of it."""
+
+    body: bytes
+    content_type: str
+    etag: str
+
+
+def page_files() -> Mapping[str, PageFile]:
+    """By the path of their address; ``/`` is the page. No other path is ever looked up on disk."""
+    found = {}
+    for entry in (files("sluice.dashboard") / "static").iterdir():
+        suffix = entry.name[entry.name.rfind(".") :]
+        if suffix in _TYPES:
+            body = entry.read_bytes()
+            path = "/" if entry.name == _INDEX else f"/static/{entry.name}"
+            found[path] = PageFile(body, _TYPES[suffix], etag_of(body))
+    return found
+
+
+def etag_of(body: bytes) -> str:
+    """The same for the same bytes, in quotes."""
+    return f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
+
+
+_POLICY = (
+    "default-src 'none'",
+    "script-src 'self'",
+    "style-src 'self'",
+    "img-src 'self'",
+    "connect-src 'self'",
+    "base-uri 'none'",
+    "form-action 'none'",
+    "frame-ancestors 'none'",
+    # A script that assigned text as markup would fail, ours included.
+    "require-trusted-types-for 'script'",
+    "trusted-types 'none'",
+)
+HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": "; ".join(_POLICY),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
+}
+"""Of every answer. All that a model or a prompt says is hostile."""
+
+_SCHEME = "bearer "
+
+
+def is_loopback_name(host: str) -> bool:
+    """Whether the ``Host`` header of a request names this machine's loopback interface.
+
+    A page of another site whose name was made to lead here (DNS rebinding) sends its own name.
+    """
+    try:
+        name, _ = split_host_port(host)
+    except ConfigError:
+        return False
+    if name.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(bare_host(name)).is_loopback
+    except ValueError:
+        return False
+
+
+def is_cross_site(headers: Mapping[str, str]) -> bool:
+    """Whether a browser says that a page of another site sends the request."""
+    return headers.get("Sec-Fetch-Site", "none") not in {"none", "same-origin"}
+
+
+def admits(tokens: TokenSource | None, authorization: str) -> bool:
+    """Whether an ``Authorization`` header shows one of the tokens; without any all are let in."""
+    if tokens is None:
+        return True
+    if not authorization.lower().startswith(_SCHEME):
+        return False
+    return role_of(tokens.tokens(), authorization[len(_SCHEME) :].strip()) is not None
+
+
+MOST_POINTS, USUAL_POINTS = 2000, 400
+MOST_GROUPS, USUAL_GROUPS = 100, 25
+MOST_TEXT_CHARS = 200
+_MOST_SHOWN = 40
+_NumberT = TypeVar("_NumberT", int, float)
+
+Query = Mapping[str, str]
+
+
+def parse_points(query: Query) -> int:
+    """Points of a curve. Raises InvalidRequestError."""
+    found = _integer(query, "points", FEWEST_POINTS, MOST_POINTS)
+    return USUAL_POINTS if found is None else found
+
+
+def parse_page_size(query: Query) -> int:
+    """Groups of a page. Raises InvalidRequestError."""
+    found = _integer(query, "most", 1, MOST_GROUPS)
+    return USUAL_GROUPS if found is None else found
+
+
+def parse_search_text(query: Query) -> str:
+    """What has to be in a prompt or response; empty: anything. Raises InvalidRequestError."""
+    text = query.get("text", "")
+    if len(text) > MOST_TEXT_CHARS:
+        raise InvalidRequestError(
+            f"text: has {len(text)} characters; give at most {MOST_TEXT_CHARS}"
+        )
+    return text
+
+
+def parse_filter(query: Query) -> SampleFilter:
+    """Which groups. Raises InvalidRequestError."""
+    largest = 2**31 - 1
+    outcomes = [name for name in query.get("outcome", "").split(",") if name]
+    known = {outcome.value: outcome for outcome in ShownOutcome}
+    for name in outcomes:
+        if name not in known:
+            raise InvalidRequestError(
+                f"outcome: {_shown(name)} is none; give some of {', '.join(known)}"
+            )
+    return SampleFilter(
+        frozenset(known[name] for name in outcomes),
+        _integer(query, "first_step", 0, largest),
+        _integer(query, "last_step", 0, largest),
+        _number(query, "least_score"),
+        _number(query, "most_score"),
+    )
+
+
+def parse_cursor(query: Query) -> Cursor | None:
+    """Where the page before ended. Raises InvalidRequestError."""
+    text = query.get("after", "")
+    if not text:
+        return None
+    step, dot, ordinal = text.partition(".")
+    if not (dot and _is_count(step) and _is_count(ordinal)):
+        raise InvalidRequestError(f"after: {_shown(text)} is no place; give `next` of a page")
+    return Cursor(int(step), int(ordinal))
+
+
+def cursor_text(cursor: Cursor | None) -> str | None:
+    """The other way round; ``None`` for the end of the list."""
+    return None if cursor is None else f"{cursor.step}.{cursor.ordinal}"
+
+
+def parse_ordinal(text: str) -> int:
+    """The number of a group. Raises InvalidRequestError."""
+    if not _is_count(text):
+        raise InvalidRequestError(f"group: {_shown(text)} is no number of a group")
+    return int(text)
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 15
+
+
+def _integer(query: Query, name: str, least: int, most: int) -> int | None:
+    value = _parsed(query, name, int)
+    if value is not None and not least <= value <= most:
+        raise InvalidRequestError(f"{name}: {value} is not from {least} to {most}")
+    return value
+
+
+def _number(query: Query, name: str) -> float | None:
+    value = _parsed(query, name, float)
+    if value is not None and not math.isfinite(value):
+        raise InvalidRequestError(f"{name}: {value} is no finite number")
+    return value
+
+
+def _parsed(query: Query, name: str, parse: Callable[[str], _NumberT]) -> _NumberT | None:
+    text = query.get(name, "")
+    if not text:
+        return None
+    try:
+        return parse(text[:_MOST_SHOWN])
+    except ValueError as error:
+        raise InvalidRequestError(f"{name}: {_shown(text)} is no number") from error
+
+
+def _shown(text: str) -> str:
+    return repr(text[:_MOST_SHOWN])
+
+
+_EXCERPT_CHARS = 160
+
+
+def page_object(page: Page, counts: dict[str, int]) -> dict[str, Any]:
+    """A page of the list.
+
+    Args:
+        counts: indexed groups by outcome.
+    """
+    return {
+        "groups": [_row(found) for found in page.groups],
+        "next": cursor_text(page.next),
+        "num_matching": page.num_matching,
+        "num_searched": page.num_searched,
+        "counts": counts,
+    }
+
+
+def group_object(found: FoundGroup) -> dict[str, Any]:
+    """A group whole."""
+    group = found.group
+    return {
+        **_row(found),
+        "prompt": group.prompt,
+        "ground_truth": group.ground_truth,
+        "data_source": group.data_source,
+        "replicas": group.replicas,
+        "ended_at": group.ended_at or None,
+        "responses": [_response(response) for response in group.responses],
+    }
+
+
+def _row(found: FoundGroup) -> dict[str, Any]:
+    entry, group = found.entry, found.group
+    is_validation = entry.outcome is ShownOutcome(SampleSource.VALIDATION.value)
+    versions = [v for response in group.responses for v in response.versions or ()]
+    return {
+        "id": entry.ordinal,
+        "prompt_id": group.prompt_id,
+        "step": entry.step,
+        "outcome": entry.outcome.value,
+        "is_trained": group.step is not None,
+        "versions": _versions(versions, group.version, is_validation=is_validation),
+        "mean_score": None if math.isnan(entry.mean_score) else round(entry.mean_score, 4),
+        "scores": [response.score for response in group.responses],
+        "excerpt": group.prompt[:_EXCERPT_CHARS],
+    }
+
+
+def _versions(versions: list[int], announced: int, *, is_validation: bool) -> list[int] | None:
+    """Oldest and newest version that drew a token, as far as that is known."""
+    if versions:
+        return [min(versions), max(versions)]
+    return [announced, announced] if is_validation else None
+
+
+def _response(response: SampledResponse) -> dict[str, Any]:
+    return dict(msgspec.structs.asdict(response))

@@ -1,0 +1,186 @@
+"""Accelerators of this host, and the start of a process that computes on one. Loads no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterable, Mapping, MutableMapping
+from pathlib import Path
+
+from sluice.config.run import RunConfig
+from sluice.config.schema.service import EndpointConfig
+from sluice.device.ascend_checks import (
+    AscendDemand,
+    AscendFinding,
+    AscendHost,
+    ascend_findings,
+    visible_devices,
+    vllm_findings,
+)
+from sluice.device.ascend_environment import (
+    hccl_environment,
+    hccl_settings,
+    import_environment,
+)
+from sluice.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+_DEVICE_FOLDER = Path("/dev")
+_NPU_FILE = re.compile(r"v?davinci(\d+)")  # a share of one begins with "v"
+_DISTRIBUTIONS = ("torch-npu", "torch_npu")
+
+
+def has_torch_npu() -> bool:
+    """Whether the package is there; says nothing about hardware. Imports nothing."""
+    return importlib.util.find_spec("torch_npu") is not None
+
+
+def device_numbers(
+    environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER
+) -> tuple[str, ...]:
+    """NPUs that a process started from here may use, by the host's numbers.
+
+    Args:
+        devices: where the driver puts one file for each.
+    """
+    visible = visible_devices(environment)
+    return _files(devices) if visible is None else visible
+
+
+def wants_npu(
+    name: str | None, environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER
+) -> bool:
+    """Whether a process with this ``device`` key will compute on an NPU.
+
+    Args:
+        name: as configured; ``None`` takes what is there, and an NPU first.
+    """
+    if name is not None and name != "auto":
+        return name.partition(":")[0] == "npu"
+    return has_torch_npu() and bool(device_numbers(environment, devices))
+
+
+def ascend_host(environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER) -> AscendHost:
+    """What there is."""
+    return AscendHost(
+        environment=dict(environment),
+        torch_version=_version("torch") or "",
+        torch_npu_version=next(filter(None, map(_version, _DISTRIBUTIONS)), None),
+        num_devices=len(_files(devices)),
+        interfaces=frozenset(name for _, name in socket.if_nameindex()),
+        vllm_version=_version("vllm"),
+        vllm_ascend_version=_version("vllm-ascend"),
+    )
+
+
+def launch_environment(
+    config: RunConfig,
+    device: str | None,
+    endpoint: EndpointConfig,
+    given: Mapping[str, str] = os.environ,
+) -> dict[str, str]:
+    """Variables that a launcher adds to `given` for a process.
+
+    Args:
+        device: the process's ``device`` key.
+        endpoint: where it serves.
+    """
+    if wants_npu(device, given):
+        return hccl_environment(hccl_settings(config, endpoint), given)
+    return import_environment(has_torch_npu=has_torch_npu(), given=given)
+
+
+def prepare_process(
+    config: RunConfig,
+    device: str | None,
+    endpoint: EndpointConfig,
+    *,
+    collectives_on_device: bool,
+    runs_vllm: bool = False,
+    environment: MutableMapping[str, str] = os.environ,
+) -> None:
+    """Sets what HCCL will read in this process, and checks the host if it is asked for an NPU.
+
+    Does nothing for other devices. Nothing is fatal where a device key only takes what is there:
+    detection may pass the NPU over, and says why. What keeps vLLM from it is logged.
+
+    Raises:
+        ConfigError: all that is wrong, each with its remedy.
+    """
+    if not wants_npu(device, environment):
+        return
+    environment.update(hccl_environment(hccl_settings(config, endpoint), environment))
+    if device is not None and device != "auto":
+        check_host(AscendDemand(1, collectives_on_device, runs_vllm), environment)
+    elif runs_vllm:
+        for finding in vllm_findings(ascend_host(environment)):
+            _log.warning("NPU: %s", finding)
+
+
+def check_host(demand: AscendDemand, environment: Mapping[str, str]) -> None:
+    """Logs what is not fatal.
+
+    Raises:
+        ConfigError: what is.
+    """
+    _notify(ascend_findings(ascend_host(environment), demand))
+
+
+def _notify(found: Iterable[AscendFinding]) -> None:
+    findings = tuple(found)
+    for finding in findings:
+        if not finding.is_fatal:
+            _log.warning("NPU: %s", finding)
+    fatal = [str(finding) for finding in findings if finding.is_fatal]
+    if fatal:
+        raise ConfigError('device "npu": ' + "; ".join(fatal))
+
+
+def _files(devices: Path) -> tuple[str, ...]:
+    found = (_NPU_FILE.fullmatch(file.name) for file in devices.glob("*davinci*"))
+    return tuple(str(number) for number in sorted(int(one[1]) for one in found if one))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+CUDA_VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_GPU_FILE = re.compile(r"nvidia\d+")
+
+
+def gpu_numbers(environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER) -> tuple[str, ...]:
+    """GPUs that a process started from here may use, by CUDA's numbers or by name.
+
+    CUDA numbers what it sees from 0, whatever the driver calls the files: a container with the
+    host's third GPU alone has a file nvidia2 and a GPU 0.
+
+    Args:
+        devices: where the driver puts one file for each.
+    """
+    visible = environment.get(CUDA_VISIBLE_VARIABLE)
+    if visible is not None:
+        return tuple(one.strip() for one in visible.split(",") if one.strip())
+    files = [file for file in devices.glob("nvidia*") if _GPU_FILE.fullmatch(file.name)]
+    return tuple(str(number) for number in range(len(files)))
+
+
+def wants_gpu(
+    name: str | None, environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER
+) -> bool:
+    """Whether a process with this ``device`` key will compute on any GPU that there is.
+
+    Args:
+        name: as configured; ``None`` takes what is there. ``cuda:N`` has chosen already.
+    """
+    if name is None or name == "auto":
+        there = bool(gpu_numbers(environment, devices))
+        return there and not wants_npu(name, environment, devices)
+    return name == "cuda"

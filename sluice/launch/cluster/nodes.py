@@ -1,0 +1,272 @@
+"""What a launcher has to know of the node of a service: addresses, devices, and the paths that
+it opens there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from sluice.config.addresses import bare_host
+from sluice.config.loading.loader import load_config
+from sluice.config.run import RunConfig
+from sluice.config.schema.security import FILE_FIELDS, with_absolute_files
+from sluice.config.schema.service import EndpointConfig
+from sluice.device.host import launch_environment
+from sluice.launch.network_layout import Kind
+from sluice.launch.service_spec import ServiceSpec
+
+_PACKAGE, _FILE = "pkg://", "file://"
+
+
+def paths_of(kind: Kind, config: RunConfig) -> dict[str, str]:
+    """What has to be there before a service starts, by the key that names it."""
+    return {
+        **dict(_own_paths(kind, config)),
+        **{
+            f"sluice.security.{name}": path
+            for name in FILE_FIELDS
+            if (path := getattr(config.sluice.security, name))
+        },
+    }
+
+
+def missing_paths(paths: Mapping[str, str]) -> list[str]:
+    """Those that are not on this node, as ``key = path``."""
+    return [f"{key} = {path}" for key, path in paths.items() if not Path(path).exists()]
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The same with every path of a file or folder absolute, as seen from here.
+
+    Processes on other nodes have another working directory.
+    """
+    model, trainer = config.actor_rollout_ref.model, config.trainer
+    function, critic = config.reward.custom_reward_function, config.critic
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        actor_rollout_ref=replace(
+            config.actor_rollout_ref, model=replace(model, path=_absolute(model.path))
+        ),
+        critic=replace(
+            critic, model=replace(critic.model, path=_absolute_if_given(critic.model.path))
+        ),
+        data=replace(
+            config.data,
+            train_files=_all_absolute(config.data.train_files),
+            val_files=_all_absolute(config.data.val_files),
+        ),
+        reward=replace(
+            config.reward,
+            custom_reward_function=replace(function, path=_absolute_if_given(function.path)),
+        ),
+        trainer=replace(
+            trainer,
+            default_local_dir=_absolute_if_given(trainer.default_local_dir),
+            resume_from_path=_absolute_if_given(trainer.resume_from_path),
+            rollout_data_dir=_absolute_if_given(trainer.rollout_data_dir),
+            validation_data_dir=_absolute_if_given(trainer.validation_data_dir),
+        ),
+        sluice=replace(
+            config.sluice,
+            run_dir=_absolute(config.sluice.run_dir),
+            security=with_absolute_files(config.sluice.security),
+        ),
+    )
+
+
+def _own_paths(kind: Kind, config: RunConfig) -> Iterator[tuple[str, str]]:
+    if kind != "reward":
+        yield "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
+    if kind == "trainer":
+        if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path:
+            yield "trainer.resume_from_path", config.trainer.resume_from_path
+        if config.critic.model.path:
+            yield "critic.model.path", config.critic.model.path
+    if kind == "reward":
+        for key in ("train_files", "val_files"):
+            for number, file in enumerate(_listed(getattr(config.data, key))):
+                yield f"data.{key}[{number}]", file
+        path = config.reward.custom_reward_function.path
+        if path and not path.startswith(_PACKAGE):
+            yield "reward.custom_reward_function.path", path.removeprefix(_FILE)
+
+
+def _listed(files: str | list[str] | None) -> list[str]:
+    return [files] if isinstance(files, str) else files or []
+
+
+def _all_absolute(files: str | list[str] | None) -> str | list[str] | None:
+    if isinstance(files, list):
+        return [_absolute(file) for file in files]
+    return _absolute_if_given(files)
+
+
+def _absolute_if_given(path: str | None) -> str | None:
+    return path and _absolute(path)
+
+
+def _absolute(path: str) -> str:
+    if path.startswith(_PACKAGE):
+        return path
+    return str(Path(path.removeprefix(_FILE)).absolute())
+
+
+# What a launcher has to know of the node that a service was placed on, and what follows from it.
+#
+# The specification of a service is made where the run is launched. Three things of it are the
+# node's: which Python runs it, by which address peers reach it, and which variables its devices
+# need.
+
+_EVERY_INTERFACE = {"0.0.0.0", "::"}  # noqa: S104 told apart, not bound
+_ROLLOUT_ENDPOINT = "sluice.rollout.endpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePlan:
+    """What a node is asked to get ready for.
+
+    Args:
+        kind: of the service.
+        config_file: by which path the service reads its configuration.
+        config_text: the configuration, for nodes that do not see that file.
+        mark_file: a file of the run's folder, which only nodes that share the folder see.
+        version: of this package where the run is launched.
+    """
+
+    kind: Kind
+    config_file: str
+    config_text: str
+    mark_file: str
+    version: str = field(default_factory=lambda: metadata.version("sluice"))
+
+    def as_json(self) -> str:
+        """For another process."""
+        return msgspec.json.encode(self).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """A node as one service finds it.
+
+    Args:
+        address: by which peers reach it.
+        python: the program that runs the service.
+        environment: variables that its devices need.
+        problems: why the service cannot run there; each names what is missing.
+    """
+
+    address: str
+    python: str
+    environment: Mapping[str, str]
+    problems: tuple[str, ...]
+
+    def as_json(self) -> str:
+        """For another process."""
+        return msgspec.json.encode(self).decode()
+
+
+def plan_from_json(text: str) -> ServicePlan:
+    """What `ServicePlan.as_json` wrote."""
+    return msgspec.json.decode(text, type=ServicePlan)
+
+
+def facts_from_json(text: str) -> NodeFacts:
+    """What `NodeFacts.as_json` wrote."""
+    return msgspec.json.decode(text, type=NodeFacts)
+
+
+def look_around(plan: ServicePlan, address: str) -> NodeFacts:
+    """Gets this node ready for a service: the configuration is there afterwards.
+
+    Args:
+        plan: of the service.
+        address: this node's.
+    """
+    problems = [_version_problem(plan), _unshared(plan)]
+    environment: dict[str, str] = {}
+    try:
+        config = _written(plan)
+    except OSError as error:
+        problems.append(f"{plan.config_file} cannot be written ({error.strerror or error})")
+    else:
+        missing = missing_paths(paths_of(plan.kind, config))
+        problems += [f"{one} is not there" for one in missing]
+        endpoint = endpoint_on(_endpoint(plan.kind, config), address)
+        environment = launch_environment(config, _device(plan.kind, config), endpoint, os.environ)
+    found = tuple(problem for problem in problems if problem)
+    return NodeFacts(address, sys.executable, environment, found)
+
+
+def spec_on(spec: ServiceSpec, kind: Kind, config: RunConfig, facts: NodeFacts) -> ServiceSpec:
+    """The specification for the node that a service was placed on.
+
+    A replica listens at its node's address; trainer and reward service have theirs in the
+    configuration, since all others find them by it.
+    """
+    command = (facts.python, *spec.command[1:])
+    if kind == "rollout":
+        command += _overrides(config.sluice.rollout.endpoint, facts.address)
+    return replace(spec, command=command, environment={**facts.environment, **spec.environment})
+
+
+def endpoint_on(endpoint: EndpointConfig, address: str) -> EndpointConfig:
+    """An endpoint of a service on the node with that address.
+
+    It listens there and nowhere else, unless it was to listen on every interface.
+    """
+    if bare_host(endpoint.host) in _EVERY_INTERFACE:
+        return msgspec.structs.replace(endpoint, advertise=endpoint.advertise or address)
+    return msgspec.structs.replace(endpoint, host=address)
+
+
+def _overrides(endpoint: EndpointConfig, address: str) -> tuple[str, ...]:
+    """Whatever all replicas would advertise, each one has an address of its own."""
+    own = endpoint_on(msgspec.structs.replace(endpoint, advertise=None), address)
+    advertised = "null" if own.advertise is None else own.advertise
+    return (f"{_ROLLOUT_ENDPOINT}.host={own.host}", f"{_ROLLOUT_ENDPOINT}.advertise={advertised}")
+
+
+def _version_problem(plan: ServicePlan) -> str:
+    own = metadata.version("sluice")
+    return (
+        "" if own == plan.version else f"sluice {own} is installed, and the run has {plan.version}"
+    )
+
+
+def _unshared(plan: ServicePlan) -> str:
+    if plan.kind == "rollout" or Path(plan.mark_file).is_file():
+        return ""
+    return (
+        f"sluice.run_dir = {Path(plan.config_file).parent} is another folder there, and the "
+        f"{plan.kind} service keeps its state in it; mount the same one"
+    )
+
+
+def _written(plan: ServicePlan) -> RunConfig:
+    """The configuration, from a file that holds it for sure."""
+    file = Path(plan.config_file)
+    if not file.is_file() or file.read_text(encoding="utf-8") != plan.config_text:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+        partial.write_text(plan.config_text, encoding="utf-8")
+        partial.replace(file)
+    return load_config(file, ())
+
+
+def _endpoint(kind: Kind, config: RunConfig) -> EndpointConfig:
+    service: EndpointConfig = getattr(config.sluice, kind).endpoint
+    return service
+
+
+def _device(kind: Kind, config: RunConfig) -> str | None:
+    if kind == "reward":
+        return "cpu"
+    return config.trainer.device if kind == "trainer" else config.sluice.rollout.device

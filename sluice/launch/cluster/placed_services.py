@@ -1,0 +1,374 @@
+"""Run a launcher's processes on the nodes of a cluster, each kept by a `ServiceHost` there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sluice.concurrency.deadlines import deadline
+from sluice.config.loading.yaml_text import dump_config
+from sluice.config.run import RunConfig
+from sluice.errors import ConfigError, PeerDefectError, PeerError
+from sluice.launch.cluster.nodes import NodeFacts, ServicePlan, facts_from_json, spec_on
+from sluice.launch.cluster.placement import (
+    Cluster,
+    HostCalls,
+    HostLostError,
+    Placement,
+    PlacementPlan,
+    shortage,
+)
+from sluice.launch.network_layout import Kind
+from sluice.launch.processes.child import KILLED_S, seconds_left
+from sluice.launch.service_spec import ServiceSpec
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 0.5
+# Longer than a network hiccup. By then the process has ended with its host, or its node is lost.
+_SILENCE_S = 10.0
+
+
+class RemoteChild:
+    """A running process.
+
+    Args:
+        name: of the service.
+        pid: on its node.
+        host: keeps it; if it dies, the process has died with it.
+    """
+
+    def __init__(self, name: str, pid: int, host: HostCalls) -> None:
+        self._name, self._pid, self._host = name, pid, host
+        self._code: int | None = None
+        self._killed_s: float | None = None
+        self._asking = asyncio.Lock()
+
+    @property
+    def pid(self) -> int:
+        """Process id on its node."""
+        return self._pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its exit code is known here."""
+        return self._code is not None
+
+    async def lines(self) -> AsyncIterator[str]:
+        """Its output, until it has ended or its host is lost.
+
+        A host that is away for a moment is asked again: the process blocks in its next line once
+        nobody takes them and the pipe is full.
+        """
+        while True:
+            try:
+                lines, is_over = await self._host.call("lines", self._pid)
+            except HostLostError:
+                return
+            except PeerError:
+                if self.has_ended:
+                    return
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            for line in lines:
+                yield str(line)
+            if is_over:
+                return
+
+    async def wait(self) -> int:
+        """The exit code; minus SIGKILL if its host is lost, since it ended with that."""
+        async with self._asking:
+            if self._code is None:
+                self._code = await self._asked()
+            return self._code
+
+    def terminate(self) -> None:
+        """SIGTERM to the process."""
+        self._host.send("terminate", self._pid)
+
+    def kill(self) -> None:
+        """SIGKILL to the process and to what it started."""
+        self._killed_s = time.monotonic() if self._killed_s is None else self._killed_s
+        self._host.send("kill", self._pid)
+
+    async def end(self, grace_s: float) -> bool:
+        """SIGTERM, then SIGKILL after `grace_s` seconds; whether it had to be killed.
+
+        One that does not end then is left to its node, and `has_ended` stays false.
+        """
+        if not self.has_ended:
+            self.terminate()
+        killed = False
+        try:
+            async with asyncio.timeout(grace_s if self._killed_s is None else 0.0):
+                await self.wait()
+        except TimeoutError:
+            killed = True
+        self.kill()
+        try:
+            async with asyncio.timeout(seconds_left(self._killed_s)):
+                await self.wait()
+        except TimeoutError:
+            logger.warning(
+                "%s: process %d on its node has not ended %g s after SIGKILL: the kernel there "
+                "holds it, or its host does not say; it is left behind",
+                *(self._name, self._pid, KILLED_S),
+            )
+        return killed
+
+    async def _asked(self) -> int:
+        silent_since_s: float | None = None
+        while True:
+            asked_s = time.monotonic()
+            try:
+                return int(await self._host.call("ended", self._pid))
+            except HostLostError as error:
+                logger.warning("%s", error)
+                return -signal.SIGKILL
+            except PeerError as error:
+                now_s = time.monotonic()
+                if silent_since_s is None or now_s - asked_s > _SILENCE_S:
+                    silent_since_s = now_s
+                    logger.warning("%s", error)
+                if now_s - silent_since_s > _SILENCE_S:
+                    return -signal.SIGKILL
+            await asyncio.sleep(_PAUSE_S)
+
+
+# Runs a launcher's processes on the nodes of a cluster.
+#
+# Consumes: plans and specifications. Waits for: resources, hosts, what nodes lack. Unblocked by:
+# nodes that join or get free, files that appear, and cancellation (a replica that is not wanted
+# any more). Produces: running processes. On failure: before the run begins, an error that says
+# what is missing on which node; later a warning, again and again, while the others go on. A host
+# that died is started anew by the cluster, on another node if its own is lost. A replica whose
+# host is dead for good, or broken, gives its place back and asks for another; trainer and reward
+# service, which the others know by their address, end the run.
+
+
+_RETRY_S, _LOOK_AGAIN_S, _REMIND_S = 0.5, 10.0, 30.0
+# Of a host: asking it again does not help.
+_UNFIT = (HostLostError, PeerDefectError)
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """The node that a host is on, with free ports of its address."""
+
+    address: str
+    host_name: str
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedConfig:
+    """A run's configuration as its services get it.
+
+    Args:
+        config: with addresses of trainer and reward service.
+        file: by which path every node reads it.
+        mark: a file of the run's folder, which only nodes that share the folder see.
+        variables: of the launcher that its services are to have, too.
+    """
+
+    config: RunConfig
+    file: Path
+    mark: Path
+    variables: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def plan(self, kind: Kind) -> ServicePlan:
+        """What a node is asked to get ready for."""
+        text = dump_config(self.config)
+        return ServicePlan(kind, str(self.file), text, str(self.mark))
+
+
+class PlacedServices:
+    """Hosts of a run's processes, by the processes' names.
+
+    Args:
+        cluster: gives them room.
+        plan_of: the plan of a service that is added while the run goes on.
+        patience_s: seconds in which what a run begins with has to find room, and a host to answer.
+    """
+
+    def __init__(
+        self, cluster: Cluster, plan_of: Callable[[str], PlacementPlan], patience_s: float
+    ) -> None:
+        self._cluster, self._plan_of, self._patience_s = cluster, plan_of, patience_s
+        self._placements: dict[str, Placement] = {}
+        self._addresses: dict[str, str] = {}
+        self._shared: SharedConfig | None = None
+
+    async def place(self, plans: Sequence[PlacementPlan]) -> None:
+        """Finds room for all that the run begins with.
+
+        Raises:
+            ConfigError: there is not enough; names resource and node.
+        """
+        for plan in plans:
+            self._reserve(plan)
+        until_s = asyncio.get_running_loop().time() + self._patience_s
+        for plan in plans:
+            left_s = max(0.0, until_s - asyncio.get_running_loop().time())
+            if not await self._cluster.is_reserved(plan, left_s):
+                raise ConfigError(
+                    f"no room in the Ray cluster within {self._patience_s:g} s: "
+                    f"{shortage(plan, self._cluster.nodes())}"
+                )
+
+    async def node_of(self, name: str, num_ports: int) -> NodePlace:
+        """Where a service is going to run.
+
+        Raises:
+            ConfigError: its host cannot be started there.
+            DeadlineError: it does not answer.
+        """
+        placed = self._placements[name]
+        async with deadline(
+            self._patience_s,
+            peer=f"host of {name}",
+            phase="starting on its node",
+            remedy="Ray starts it with the Python and the runtime environment of that node",
+        ):
+            while True:
+                try:
+                    address, host_name, ports = await placed.host.call("place", num_ports)
+                except _UNFIT as error:
+                    raise ConfigError(f"{error}; is sluice installed there?") from error
+                except PeerError:
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                return NodePlace(address, host_name, tuple(ports))
+
+    async def prepare(self, shared: SharedConfig) -> None:
+        """Has every node get ready for what it is going to run.
+
+        Raises:
+            ConfigError: nodes lack something; names all of them, with paths.
+            DeadlineError: a host does not answer.
+        """
+        self._shared = shared
+        lacking: list[str] = []
+        for name, placed in self._placements.items():
+            async with deadline(self._patience_s, peer=f"host of {name}", phase="looking around"):
+                try:
+                    facts = await self._look(placed)
+                except _UNFIT as error:
+                    raise ConfigError(str(error)) from error
+            if placed.plan.kind != "rollout":
+                self._addresses[name] = facts.address
+            lacking += [f"\n  {facts.address} ({name}): {one}" for one in facts.problems]
+        if lacking:
+            raise ConfigError(f"nodes are not ready for their services:{''.join(lacking)}")
+
+    async def start(self, spec: ServiceSpec) -> RemoteChild:
+        """Starts a process where it was placed; one that is added is placed first.
+
+        A replica that its node cannot run is placed anew, after a pause and with a warning.
+
+        Raises:
+            ConfigError: it can never be started so.
+        """
+        while True:
+            placed = self._placements.get(spec.name) or self._reserve(self._plan_of(spec.name))[0]
+            try:
+                return await self._start_on(placed, spec)
+            except _UNFIT as error:
+                if placed.plan.kind != "rollout":
+                    raise ConfigError(str(error)) from error
+                logger.warning(
+                    "%s; %s is placed anew in %g s, the others go on",
+                    error,
+                    spec.name,
+                    _LOOK_AGAIN_S,
+                )
+            self.release(spec.name)
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    def release(self, name: str) -> None:
+        """Gives a service's resources back; its group's other members are released with it."""
+        placed = self._placements.pop(name, None)
+        if placed is not None and not any(
+            other.plan.name == placed.plan.name for other in self._placements.values()
+        ):
+            self._cluster.give_back(placed.plan)
+
+    def close(self) -> None:
+        """Gives everything back."""
+        for name in list(self._placements):
+            self.release(name)
+
+    def _reserve(self, plan: PlacementPlan) -> Sequence[Placement]:
+        placements = self._cluster.reserve(plan)
+        self._placements |= {placed.name: placed for placed in placements}
+        return placements
+
+    async def _start_on(self, placed: Placement, spec: ServiceSpec) -> RemoteChild:
+        """Starts a process on a node, once that is ready for it."""
+        assert self._shared is not None, "prepare comes first"
+        while True:
+            facts = await self._ready(placed)
+            self._refuse_move(spec.name, facts)
+            own = spec_on(spec, placed.plan.kind, self._shared.config, facts)
+            variables = {**self._shared.variables, **own.environment}
+            try:
+                pid, problem = await placed.host.call(
+                    "start", spec.name, list(own.command), variables
+                )
+            except _UNFIT:
+                raise
+            except PeerError as error:
+                logger.warning("%s", error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if problem:
+                raise PeerDefectError(facts.address, f"starting {spec.name}", problem)
+            return RemoteChild(spec.name, pid, placed.host)
+
+    async def _ready(self, placed: Placement) -> NodeFacts:
+        """A node that has all that the service needs, as soon as there is one."""
+        while True:
+            while not await self._cluster.is_reserved(placed.plan, _REMIND_S):
+                missing = shortage(placed.plan, self._cluster.nodes())
+                logger.warning("%s waits for room: %s", placed.name, missing)
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    facts = await self._look(placed)
+            except TimeoutError:
+                logger.warning("%s: its host does not answer", placed.name)
+                continue
+            if not facts.problems:
+                return facts
+            for problem in facts.problems:
+                logger.warning("%s cannot run on %s: %s", placed.name, facts.address, problem)
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    async def _look(self, placed: Placement) -> NodeFacts:
+        """What the host finds, once it is there.
+
+        Raises:
+            HostGoneError, PeerDefectError: it never will.
+        """
+        assert self._shared is not None
+        plan = self._shared.plan(placed.plan.kind).as_json()
+        while True:
+            try:
+                return facts_from_json(await placed.host.call("look", plan))
+            except _UNFIT:
+                raise
+            except PeerError:  # it is being started
+                await asyncio.sleep(_RETRY_S)
+
+    def _refuse_move(self, name: str, facts: NodeFacts) -> None:
+        known = self._addresses.get(name, facts.address)
+        if known != facts.address:
+            raise ConfigError(
+                f"{name}: its node {known} is lost, and on {facts.address} the other services "
+                "would not find it; start the run again, it goes on from its last checkpoint "
+                "(trainer.save_freq, trainer.resume_mode=auto)"
+            )

@@ -1,0 +1,261 @@
+"""What each process of a run takes of a cluster, and what a launcher asks of the cluster's
+manager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from sluice.config.derived import replica_devices
+from sluice.config.run import RunConfig
+from sluice.errors import ConfigError, PeerError
+from sluice.launch.network_layout import KINDS, Kind
+from sluice.launch.service_spec import REWARD, rank_name, replica_name
+
+Resources = Mapping[str, float]
+Demands = Mapping[Kind, Resources]
+Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+
+CPU, GPU, NPU = "CPU", "GPU", "NPU"
+MEMORY = "memory"
+"""Bytes; Ray knows it by this name."""
+# Names that Ray keeps for itself: no process can ask for them.
+_RAYS_OWN = ("object_store_memory", "bundle")
+_RESOURCE_OF = {"cuda": GPU, "npu": NPU}
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedProcess:
+    """One process of a group: the bundle that it is in, and what it takes of it."""
+
+    name: str
+    bundle: int
+    resources: Resources
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementPlan:
+    """One group.
+
+    Args:
+        name: unique in the run.
+        kind: of its processes.
+        bundles: resources of each.
+        strategy: of the bundles, among nodes.
+        members: the processes.
+    """
+
+    name: str
+    kind: Kind
+    bundles: tuple[Resources, ...]
+    strategy: Strategy
+    members: tuple[PlacedProcess, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCapacity:
+    """A live node: its address, and how much of each resource it has, and has free."""
+
+    address: str
+    total: Resources
+    free: Resources
+
+
+def accelerator(device: str | None, cluster: Resources) -> str | None:
+    """The resource that a process with this ``device`` key takes; None: it computes on CPUs.
+
+    Args:
+        device: as configured; None or ``auto`` takes what the cluster has, and NPUs first.
+        cluster: resources of all nodes.
+    """
+    if device is None or device == "auto":
+        return next((name for name in (NPU, GPU) if cluster.get(name, 0.0) >= 1), None)
+    return _RESOURCE_OF.get(device.partition(":")[0])
+
+
+def plans(config: RunConfig, cluster: Resources, extra: Demands) -> tuple[PlacementPlan, ...]:
+    """The groups of a run, in the order in which its processes are started.
+
+    Args:
+        config: of the run.
+        cluster: resources of all nodes, for device keys that take what is there.
+        extra: resources that each process of a kind takes besides, or instead of the same ones.
+    """
+    replicas = range(config.sluice.rollout.replicas)
+    return (
+        reward_plan(extra),
+        trainer_plan(config, cluster, extra),
+        *(replica_plan(config, cluster, extra, number) for number in replicas),
+    )
+
+
+def reward_plan(extra: Demands) -> PlacementPlan:
+    """The reward service, by itself.
+
+    Raises:
+        ConfigError: nothing is left of what it takes; as the other plans.
+    """
+    return _single(REWARD, "reward", _demand("reward", {CPU: 1.0}, extra))
+
+
+def trainer_plan(config: RunConfig, cluster: Resources, extra: Demands) -> PlacementPlan:
+    """One bundle for each of the trainer's nodes, with all of that node's ranks."""
+    own = _computing(
+        config.sluice.trainer.torch_threads, accelerator(config.trainer.device, cluster), 1
+    )
+    each = _demand("trainer", own, extra)
+    nodes, per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    whole = {name: amount * per_node for name, amount in each.items()}
+    members = tuple(
+        PlacedProcess(rank_name(rank), rank // per_node, each) for rank in range(nodes * per_node)
+    )
+    strategy: Strategy = "STRICT_PACK" if nodes == 1 else "STRICT_SPREAD"
+    return PlacementPlan("trainer", "trainer", (whole,) * nodes, strategy, members)
+
+
+def replica_plan(
+    config: RunConfig, cluster: Resources, extra: Demands, number: int
+) -> PlacementPlan:
+    """One replica, which comes and goes by itself."""
+    kind = accelerator(config.sluice.rollout.device, cluster)
+    own = _computing(config.sluice.rollout.torch_threads, kind, replica_devices(config))
+    return _single(replica_name(number), "rollout", _demand("rollout", own, extra))
+
+
+def parse_demands(given: Iterable[str]) -> dict[Kind, dict[str, float]]:
+    """Resources by kind of service, from ``rollout=NPU:8`` and the like.
+
+    Raises:
+        ConfigError: one of them is written otherwise, or names what Ray hands out to nobody.
+    """
+    found: dict[Kind, dict[str, float]] = {}
+    for text in given:
+        service, _, demand = text.partition("=")
+        name, _, amount = demand.rpartition(":")
+        kind = next((one for one in KINDS if one == service), None)
+        if kind is None or not name or not _is_amount(amount):
+            raise ConfigError(
+                f"resources {text!r}: write SERVICE=RESOURCE:AMOUNT, such as rollout=NPU:8 or "
+                f"trainer=big_memory:1; services are {', '.join(KINDS)}"
+            )
+        if name in _RAYS_OWN:
+            raise ConfigError(
+                f"resources {text!r}: Ray keeps {name} for itself; take it out, or ask for "
+                f"{kind}={MEMORY}:BYTES"
+            )
+        found.setdefault(kind, {})[name] = float(amount)
+    return found
+
+
+def shortage(plan: PlacementPlan, nodes: Sequence[NodeCapacity]) -> str:
+    """Which resource a group that finds no room lacks, and on which node."""
+    wanted = max(plan.bundles, key=lambda bundle: sum(bundle.values()))
+    apart = len(plan.bundles) if plan.strategy == "STRICT_SPREAD" else 1
+    node_capacities = [_missing(wanted, node) for node in nodes]
+    fitting = sum(not missing for missing in node_capacities)
+    one = _as_text(wanted)
+    lines = [
+        f"\n  {node.address}: {missing or 'has room'}"
+        for node, missing in zip(nodes, node_capacities, strict=True)
+    ]
+    where = "a node" if apart == 1 else f"each of {apart} nodes"
+    found = f"{fitting} of {len(nodes)} nodes {'has' if fitting == 1 else 'have'} room"
+    return f"{plan.name} takes {one} on {where}, and {found}:{''.join(lines)}"
+
+
+def _missing(wanted: Resources, node: NodeCapacity) -> str:
+    return "; ".join(
+        f"{name}: {amount:g} wanted, {node.free.get(name, 0.0):g} free of "
+        f"{node.total.get(name, 0.0):g}"
+        for name, amount in wanted.items()
+        if node.free.get(name, 0.0) < amount
+    )
+
+
+def _as_text(resources: Resources) -> str:
+    return ", ".join(f"{name}:{amount:g}" for name, amount in resources.items())
+
+
+def _computing(threads: int, device: str | None, devices: int) -> Resources:
+    return {CPU: float(threads)} | ({device: float(devices)} if device else {})
+
+
+def _demand(kind: Kind, own: Resources, extra: Demands) -> Resources:
+    """What a process takes; Ray refuses a bundle without anything."""
+    given = extra.get(kind, {})
+    found = {name: amount for name, amount in {**own, **given}.items() if amount > 0}
+    if not found:
+        options = " ".join(f"--resources {kind}={_as_text({name: 0.0})}" for name in given)
+        raise ConfigError(
+            f"{options}: nothing is left of what each {kind} process takes, and Ray places no "
+            f"process that takes nothing; give a small amount, such as {kind}={CPU}:0.01"
+        )
+    return found
+
+
+def _single(name: str, kind: Kind, resources: Resources) -> PlacementPlan:
+    return PlacementPlan(name, kind, (resources,), "PACK", (PlacedProcess(name, 0, resources),))
+
+
+def _is_amount(text: str) -> bool:
+    try:
+        return 0 <= float(text) < float("inf")
+    except ValueError:
+        return False
+
+
+class HostLostError(PeerError):
+    """A host will not come back; asking again cannot succeed."""
+
+
+class HostCalls(Protocol):
+    """A `ServiceHost` on some node."""
+
+    async def call(self, method: str, /, *arguments: object) -> Any:  # noqa: ANN401
+        """What a method returns.
+
+        Raises:
+            PeerError: the host is away; it may come back, then without its process.
+            HostGoneError: it will not.
+            PeerDefectError: the host is there, and the method itself failed.
+        """
+        ...
+
+    def send(self, method: str, /, *arguments: object) -> None:
+        """Calls a method, and does not wait for it to return, or to fail."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one process of a run is: its group, which gives back its resources as a whole."""
+
+    name: str
+    plan: PlacementPlan
+    host: HostCalls
+
+
+class Cluster(Protocol):
+    """Nodes, and groups of resources that are reserved on them."""
+
+    def resources(self) -> Resources:
+        """Of all live nodes together."""
+        ...
+
+    def nodes(self) -> Sequence[NodeCapacity]:
+        """The live nodes."""
+        ...
+
+    def reserve(self, plan: PlacementPlan, /) -> Sequence[Placement]:
+        """Asks for a group's resources and for a host for each member; they come when they can."""
+        ...
+
+    async def is_reserved(self, plan: PlacementPlan, /, seconds: float) -> bool:
+        """Whether the group's resources are there, at the latest after so many seconds."""
+        ...
+
+    def give_back(self, plan: PlacementPlan, /) -> None:
+        """Ends the group's hosts, with what they run, and frees its resources."""
+        ...

@@ -1,0 +1,145 @@
+"""A run on a Ray cluster: groups are placed, then addresses are known, then it is planned."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from sluice.config.derived import checkpoint_folder, world_size
+from sluice.config.loading.yaml_text import write_config
+from sluice.config.run import RunConfig
+from sluice.config.schema.service import EndpointConfig
+from sluice.launch.cluster.nodes import endpoint_on
+from sluice.launch.cluster.placed_services import NodePlace, PlacedServices, SharedConfig
+from sluice.launch.cluster.placement import Cluster, Demands, plans, replica_plan
+from sluice.launch.cluster.ray_cluster import ray_cluster
+from sluice.launch.plan import LaunchPlan
+from sluice.launch.replica_scale import replica_number
+from sluice.launch.service_spec import (
+    REWARD,
+    TRAINER,
+    placed_replica,
+    placed_trainer,
+    reward_service,
+)
+from sluice.rpc.credentials import TOKEN_VARIABLE
+from sluice.service_contract import checkpoint_mark
+
+_MARK_FOLDER = "launch"
+
+
+@dataclass(frozen=True, slots=True)
+class RayOptions:
+    """How a run uses a cluster.
+
+    Args:
+        address: of its head, or `auto`.
+        extra: resources that each process of a kind takes besides its devices and threads.
+        patience_s: seconds in which the run has to find room.
+    """
+
+    address: str = "auto"
+    extra: Demands = field(default_factory=dict)
+    patience_s: float = 300.0
+
+
+@asynccontextmanager
+async def ray_plan(
+    config: RunConfig, config_file: Path, options: RayOptions
+) -> AsyncIterator[LaunchPlan]:
+    """Connects to the cluster and places a run there; nothing of it is left after the block.
+
+    Args:
+        config: with absolute paths; addresses and ports are set here.
+        config_file: where to write it. All nodes read it by this path.
+
+    Raises:
+        ConfigError: there is no cluster, it has no room, or its nodes lack files.
+        DeadlineError: a node does not answer.
+    """
+    with ray_cluster(options.address) as cluster:
+        async with placed_run(config, config_file, options, cluster) as plan:
+            yield plan
+
+
+@asynccontextmanager
+async def placed_run(
+    config: RunConfig, config_file: Path, options: RayOptions, cluster: Cluster
+) -> AsyncIterator[LaunchPlan]:
+    """As `ray_plan`, on a cluster that is there."""
+    total = cluster.resources()
+    services = PlacedServices(
+        cluster,
+        lambda name: replica_plan(config, total, options.extra, replica_number(name)),
+        options.patience_s,
+    )
+    try:
+        await services.place(plans(config, total, options.extra))
+        reward = await services.node_of(REWARD, 1)
+        trainer = await services.node_of(TRAINER, 2)
+        addressed = with_addresses(config, reward, trainer)
+        meeting = (trainer.address, trainer.ports[1]) if world_size(config) > 1 else None
+        with _written(addressed, config_file) as shared:
+            await services.prepare(shared)
+            yield _plan(addressed, config_file, meeting, services)
+    finally:
+        services.close()
+
+
+def with_addresses(config: RunConfig, reward: NodePlace, trainer: NodePlace) -> RunConfig:
+    """The configuration with trainer and reward service at their nodes' addresses."""
+    service = config.sluice
+
+    def placed(endpoint: EndpointConfig, node: NodePlace) -> EndpointConfig:
+        found = endpoint_on(endpoint, node.address)
+        return msgspec.structs.replace(found, port=found.port or node.ports[0])
+
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        sluice=replace(
+            service,
+            reward=replace(service.reward, endpoint=placed(service.reward.endpoint, reward)),
+            trainer=replace(service.trainer, endpoint=placed(service.trainer.endpoint, trainer)),
+        ),
+    )
+
+
+def _plan(
+    config: RunConfig,
+    config_file: Path,
+    meeting: tuple[str, int] | None,
+    services: PlacedServices,
+) -> LaunchPlan:
+    mark = checkpoint_mark(Path(checkpoint_folder(config)))
+    replicas = range(config.sluice.rollout.replicas)
+    specs = (
+        reward_service(config, config_file),
+        *placed_trainer(config, config_file, mark, meeting),
+        *(placed_replica(config, config_file, number) for number in replicas),
+    )
+    return LaunchPlan(
+        config, specs, lambda number: placed_replica(config, config_file, number), services
+    )
+
+
+@contextmanager
+def _written(config: RunConfig, config_file: Path) -> Iterator[SharedConfig]:
+    """The configuration in the run's folder, with a mark that only this run has put there."""
+    write_config(config, config_file)
+    mark = config_file.parent / _MARK_FOLDER / f"{uuid.uuid4().hex}.mark"
+    mark.parent.mkdir(exist_ok=True)
+    mark.touch()
+    token = os.environ.get(TOKEN_VARIABLE)
+    try:
+        yield SharedConfig(
+            config, config_file, mark, {TOKEN_VARIABLE: token} if token is not None else {}
+        )
+    finally:
+        mark.unlink(missing_ok=True)

@@ -1,0 +1,88 @@
+"""Settings that a run takes from its containers' environment: devices, time to stop, metrics,
+live page.
+"""
+
+from __future__ import annotations
+
+import re
+
+from sluice.config.run import RunConfig
+from sluice.errors import ConfigError
+from sluice.launch.network_layout import engine_grace_s, metrics_settings
+
+OBSERVED_VARIABLE = "SLUICE_OBSERVED"
+"""Set to 1, `sluice prepare` prepares an observed run, as `compose.observability.yaml` asks."""
+
+DASHBOARD_VARIABLE = "SLUICE_DASHBOARD"
+"""Set to 1, it prepares one with a live page for other hosts, as `compose.dashboard.yaml` asks."""
+
+COLLECTOR = "http://collector:4317"
+"""Where spans are taken, by OTLP over gRPC."""
+
+
+def observed_settings() -> tuple[str, ...]:
+    """Overrides (``key=value``): metrics at the ports of the layout, spans to the collector."""
+    return (*metrics_settings(), f"sluice.telemetry.traces.endpoint={COLLECTOR}")
+
+
+# What containers are given that a run's configuration has to know: devices, and time to stop.
+#
+# Compose's files hand both to `sluice prepare` in variables, since services read nothing but the
+# configuration. The Helm chart sets the keys itself, and derives the pods' time from them.
+
+
+DEVICE_VARIABLE = "SLUICE_DEVICE"
+"""The device that `compose.gpu.yaml` and `compose.npu.yaml` give to trainer and replicas."""
+
+STOP_GRACE_VARIABLE = "SLUICE_STOP_GRACE"
+"""`stop_grace_period` of `compose.yaml`: the time between SIGTERM and SIGKILL."""
+
+# What both versions of Compose take; fractions of a millisecond are of no use here.
+_DURATION = re.compile(
+    r"(?:(?P<h>\d+(?:\.\d+)?)h)?(?:(?P<m>\d+(?:\.\d+)?)m(?!s))?"
+    r"(?:(?P<s>\d+(?:\.\d+)?)s)?(?:(?P<ms>\d+(?:\.\d+)?)ms)?"
+)
+_UNIT_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+
+
+def device_settings(device: str) -> tuple[str, ...]:
+    """Overrides (``key=value``) with which trainer and replicas never choose a device themselves.
+
+    Left to themselves they would train on the CPU where their image, or the engine's mounts, lack
+    what the device needs.
+    """
+    return (f"trainer.device={device}", f"sluice.rollout.device={device}")
+
+
+def duration_s(text: str) -> float:
+    """Seconds of a duration as Compose writes it: ``90s``, ``1m30s``, ``1.5h``.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = _DURATION.fullmatch(text)
+    if found is None or not text:
+        raise ConfigError(
+            f"{STOP_GRACE_VARIABLE} = {text!r} is no duration; give one such as 90s or 1m30s"
+        )
+    return sum(_UNIT_S[unit] * float(number) for unit, number in found.groupdict("0").items())
+
+
+def check_stop_grace(config: RunConfig, stop_grace: str) -> None:
+    """Refuses a run whose services may still be stopping when their engine kills them.
+
+    Args:
+        config: that the services will read.
+        stop_grace: what the engine waits, see `duration_s`.
+
+    Raises:
+        ConfigError: the time is too short, or no duration.
+    """
+    grace_s = config.sluice.shutdown_grace_s
+    needed_s = engine_grace_s(grace_s)
+    if duration_s(stop_grace) < needed_s:
+        raise ConfigError(
+            f"sluice.shutdown_grace_s = {grace_s:g}: services may take {needed_s} s to stop, and "
+            f"their containers are killed after {stop_grace} ({STOP_GRACE_VARIABLE}); set "
+            f"{STOP_GRACE_VARIABLE}={needed_s}s, or lower sluice.shutdown_grace_s"
+        )

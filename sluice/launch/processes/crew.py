@@ -1,0 +1,274 @@
+"""Processes that start and end together: one replica, or all ranks of a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sluice.concurrency.watchdog import EXIT_STALLED
+from sluice.launch.processes.child import KILLED_S, Child, ProcessHost
+from sluice.launch.service_spec import ServiceSpec
+from sluice.service_contract import RESTARTS_VARIABLE
+
+
+async def done_unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Does `work`, which is cancelled if `unwanted` is set first; whether it was done.
+
+    Raises:
+        Exception: whatever `work` raises.
+    """
+    errors: list[Exception] = []
+
+    async def kept() -> None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001 raised below, as itself and not in a group
+            errors.append(error)
+
+    async with asyncio.TaskGroup() as tasks:
+        working = tasks.create_task(kept(), name="work")
+        waiting = tasks.create_task(unwanted.wait(), name="unwanted")
+        await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
+        working.cancel()
+        waiting.cancel()
+    if errors:
+        raise errors[0]
+    return not working.cancelled()
+
+
+# Processes that start and end together: one replica, or all ranks of a trainer.
+#
+# Consumes: specifications. Waits for: all of its processes. Unblocked by: their exits. When one
+# of several ends, the others get a moment to end by themselves, then SIGTERM and after the grace
+# period SIGKILL: ranks of a trainer cannot go on without one of them, nor meet a new one in the
+# middle. One that SIGKILL does not end is given up, and counts as killed. Produces: log lines,
+# and how all of them ended. On shutdown: a cancelled run ends what runs.
+
+LogLine = Callable[[str, str], None]
+
+_LAST_LINES = 15
+_LAST_OUTPUT_S = 2.0
+_COMPANIONS_S = 3.0
+# Sent by people and schedulers to a process that shall end, not by faults.
+REQUESTS = (-signal.SIGTERM, -signal.SIGINT)
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How one process ended. `was_asked`: after the crew had sent it a signal."""
+
+    spec: ServiceSpec
+    code: int
+    was_asked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CrewEnd:
+    """All exits of one run of a crew, in their order; `left`: members that SIGKILL did not end."""
+
+    exits: tuple[Exit, ...]
+    left: tuple[str, ...] = ()
+
+    @property
+    def cause(self) -> Exit:
+        """The exit that the others followed from.
+
+        A rank that loses another one may notice it and fail before the lost one's exit is seen, so
+        a process that a signal ended goes before one that reported an error.
+        """
+        own = [each for each in self.exits if not each.was_asked] or list(self.exits)
+        done = [each for each in own if each.spec.ends_run and each.code == 0]
+        killed = [each for each in own if each.code < 0 or each.code == EXIT_STALLED]
+        failed = [each for each in own if each.code != 0]
+        return (done or killed or failed or own)[0]
+
+
+class Crew:
+    """Runs its processes, once at a time.
+
+    Args:
+        specs: in the order of start; the first one's crew is the name.
+        log_dir: every process's output is appended to `<log_dir>/<name>.log`.
+        on_line: also takes each line with the process's name.
+        grace_s: seconds between SIGTERM and SIGKILL.
+        host: where they run.
+
+    Attributes:
+        restarts: how often the crew was started again, since it last ran for long.
+        released: set once it shall not be started again.
+        is_dismissed: whether it was asked to leave while the run goes on.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ServiceSpec],
+        log_dir: Path,
+        on_line: LogLine,
+        grace_s: float,
+        host: ProcessHost,
+    ) -> None:
+        self.specs = tuple(specs)
+        self.restarts = 0
+        self.released = asyncio.Event()
+        self.is_dismissed = False
+        self._log_dir, self._on_line, self._grace_s = log_dir, on_line, grace_s
+        self._host = host
+        self._starts = 0
+        self._running: dict[str, Child] = {}
+        self._asked: set[str] = set()
+        self._given_up = asyncio.Event()
+        self._last_lines = {spec.name: deque[str](maxlen=_LAST_LINES) for spec in specs}
+
+    @property
+    def name(self) -> str:
+        """The crew's name, for logs."""
+        return self.specs[0].crew_name
+
+    def pid_of(self, name: str) -> int | None:
+        """The process id of a running member."""
+        child = self._running.get(name)
+        return None if child is None else child.pid
+
+    async def run_once(self) -> CrewEnd:
+        """Starts all processes and returns when all have ended.
+
+        Raises:
+            ConfigError: a program cannot be run.
+        """
+        exits: list[Exit] = []
+        one_has_ended = asyncio.Event()
+        self._asked.clear()
+        self._given_up = asyncio.Event()
+        try:
+            for spec in self.specs:
+                if not await done_unless(self.released, self._start(spec)):
+                    # It was asked to leave while it was being started, or waited for room.
+                    return CrewEnd((Exit(spec, -signal.SIGTERM, was_asked=True),))
+            self._starts += 1
+            if self.released.is_set():  # while the last one was
+                self.kill()
+            async with asyncio.TaskGroup() as tasks:
+                watching = [
+                    tasks.create_task(self._watch(spec, exits, one_has_ended), name=spec.name)
+                    for spec in self.specs
+                ]
+                ending = tasks.create_task(self._end_rest(one_has_ended, exits), name="companions")
+                await asyncio.wait(watching)
+                ending.cancel()
+            return CrewEnd(tuple(exits), tuple(self.names_running()))
+        finally:
+            await self._end_children()
+            self._running.clear()
+
+    def terminate(self) -> None:
+        """SIGTERM to all that run."""
+        for name, child in self._running.items():
+            if not child.has_ended:
+                self._asked.add(name)
+                child.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL to all that run, and to what they have started."""
+        self._asked.update(self.names_running())
+        for child in self._running.values():
+            child.kill()
+        asyncio.get_running_loop().call_later(KILLED_S, self._given_up.set)
+
+    def names_running(self) -> list[str]:
+        """Members that run."""
+        return [name for name, child in self._running.items() if not child.has_ended]
+
+    async def wait(self) -> None:
+        """Returns when all processes that run at the moment have ended."""
+        for child in list(self._running.values()):
+            await child.wait()
+
+    def diagnosis(self, ended: Exit, when: str = "") -> str:
+        """How a process ended, with its last lines."""
+        again = f" after {self.restarts} restarts" if self.restarts else ""
+        lines = "".join(f"\n  {line}" for line in self._last_lines[ended.spec.name])
+        return (
+            f"{ended.spec.name} ended with {meaning(ended.code)}{again}{when}"
+            f"{':' if lines else ''}{lines}"
+        )
+
+    async def _start(self, spec: ServiceSpec) -> None:
+        self._running[spec.name] = await self._host.start(self._counted(spec))
+
+    def _counted(self, spec: ServiceSpec) -> ServiceSpec:
+        """The specification of this start, which tells the process how many went before."""
+        starts = str(spec.starts_before + self._starts)
+        environment: Mapping[str, str] = {**spec.environment, RESTARTS_VARIABLE: starts}
+        return replace(spec, environment=environment)
+
+    async def _watch(
+        self, spec: ServiceSpec, exits: list[Exit], one_has_ended: asyncio.Event
+    ) -> None:
+        child = self._running[spec.name]
+        async with asyncio.TaskGroup() as tasks:
+            forwarding = tasks.create_task(self._forward(spec.name, child), name="output")
+            code = await self._exit_code(child)
+            exits.append(Exit(spec, code, spec.name in self._asked))
+            one_has_ended.set()
+            child.kill()  # what it started and left behind
+            await asyncio.wait([forwarding], timeout=_LAST_OUTPUT_S)
+            forwarding.cancel()
+
+    async def _exit_code(self, child: Child) -> int:
+        codes: list[int] = []
+
+        async def wait() -> None:
+            codes.append(await child.wait())
+
+        await done_unless(self._given_up, wait())
+        return codes[0] if codes else -signal.SIGKILL
+
+    async def _end_rest(self, one_has_ended: asyncio.Event, exits: Sequence[Exit]) -> None:
+        await one_has_ended.wait()
+        # After an end in order the others are on their way out, after a failure they may hang.
+        await asyncio.sleep(self._grace_s if exits[0].code == 0 else _COMPANIONS_S)
+        self.terminate()
+        await asyncio.sleep(self._grace_s)
+        self.kill()
+
+    async def _end_children(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for name, child in self._running.items():
+                tasks.create_task(child.end(self._grace_s), name=name)
+
+    async def _forward(self, name: str, child: Child) -> None:
+        with (self._log_dir / f"{name}.log").open("a", encoding="utf-8") as file:
+            async for line in child.lines():
+                file.write(line + "\n")
+                file.flush()
+                self._last_lines[name].append(line)
+                self._on_line(name, line)
+
+
+def crews_of(
+    specs: Sequence[ServiceSpec],
+    log_dir: Path,
+    on_line: LogLine,
+    grace_s: float,
+    host: ProcessHost,
+) -> list[Crew]:
+    """One crew for each name of a crew, in the order of their first members."""
+    members: dict[str, list[ServiceSpec]] = {}
+    for spec in specs:
+        members.setdefault(spec.crew_name, []).append(spec)
+    return [Crew(each, log_dir, on_line, grace_s, host) for each in members.values()]
+
+
+def meaning(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

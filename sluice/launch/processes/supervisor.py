@@ -1,0 +1,271 @@
+"""Run the processes of one run: ordered start, logs, restarts, one ordered end.
+
+Consumes: specifications. Waits for: the process that ends the run, a failure, or a signal.
+Unblocked by: exits of processes and signals. Produces: log lines, an exit code.
+On failure: a crew that may restart is started again with a growing pause, until it has failed too
+    often in a row (a crash loop); any other failure ends the run, with that process's last lines.
+    That a needed process leaves early, in order or because it was asked to, is a failure.
+On shutdown: SIGTERM to all in reverse order of start, the grace period, SIGKILL to what is left;
+    the exit code is 0 only if the run reached its end and nothing failed or had to be killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sluice.concurrency.process import stop_on_signals
+from sluice.concurrency.watchdog import EXIT_STALLED
+from sluice.errors import ConfigError, NotFoundError, NotReadyError
+from sluice.launch.processes.child import ProcessHost, ThisMachine
+from sluice.launch.processes.crew import REQUESTS, Crew, CrewEnd, LogLine, crews_of, meaning
+from sluice.launch.service_spec import ServiceSpec
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+_FIRST_PAUSE_S = 0.5
+# A process that lived this long was no part of a crash loop: its restarts are counted anew.
+_STABLE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """How a run ended. `failures` holds one text per failed process, with its last lines."""
+
+    exit_code: int
+    failures: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceState:
+    """One process of the run. `pid` is None while it waits to be started again."""
+
+    name: str
+    pid: int | None
+    restarts: int
+    is_draining: bool
+
+
+class Supervisor:
+    """Starts, watches and ends processes.
+
+    Args:
+        specs: in the order of start.
+        log_dir: every process's output goes to `<log_dir>/<name>.log`.
+        on_line: also takes each line with the process's name.
+        grace_s: seconds between SIGTERM and SIGKILL.
+        host: where they run; by default on this machine.
+        on_left: takes the name of each process that was dismissed, once it has ended, also where it
+            had to be killed and could leave nothing in order.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ServiceSpec],
+        log_dir: Path,
+        on_line: LogLine,
+        grace_s: float,
+        host: ProcessHost | None = None,
+        on_left: Callable[[str], None] | None = None,
+    ) -> None:
+        self._on_left = on_left
+        self._log_dir, self._on_line, self._grace_s = log_dir, on_line, grace_s
+        self._host: ProcessHost = host or ThisMachine()
+        self._crews = crews_of(specs, log_dir, on_line, grace_s, self._host)
+        self._tasks: asyncio.TaskGroup | None = None
+        self._over = asyncio.Event()
+        self._interrupted = asyncio.Event()
+        self._failures: list[str] = []
+        self._ending = False
+
+    async def run(self) -> RunEnd:
+        """Runs until the run is over; every process has ended when this returns or raises."""
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        with stop_on_signals(self._interrupted):
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                interruption = tasks.create_task(self._end_on_signal(), name="signals")
+                for crew in self._crews:
+                    tasks.create_task(self._keep(crew), name=crew.name)
+                await self._over.wait()
+                await self._end_all()
+                interruption.cancel()
+        return RunEnd(self._exit_code(), tuple(self._failures))
+
+    def end(self) -> None:
+        """Ends all processes in order, as a signal would."""
+        self._interrupted.set()
+
+    def pid_of(self, name: str) -> int | None:
+        """The process id of a running service."""
+        found = (pid for crew in self._crews if (pid := crew.pid_of(name)) is not None)
+        return next(found, None)
+
+    def services(self) -> tuple[ServiceState, ...]:
+        """All processes that run or are going to be started again, in the order of start."""
+        return tuple(
+            ServiceState(spec.name, crew.pid_of(spec.name), crew.restarts, crew.is_dismissed)
+            for crew in self._crews
+            for spec in crew.specs
+        )
+
+    def add(self, spec: ServiceSpec) -> None:
+        """Starts one more process.
+
+        Raises:
+            NotReadyError: the run has not begun or is over.
+        """
+        if self._tasks is None or self._ending or self._over.is_set():
+            raise NotReadyError(f"{spec.name}: the run is starting or ending; nothing is started")
+        crew = Crew((spec,), self._log_dir, self._on_line, self._grace_s, self._host)
+        self._crews.append(crew)
+        self._tasks.create_task(self._keep(crew), name=crew.name)
+        logger.info("%s is started", spec.name)
+
+    def dismiss(self, name: str) -> None:
+        """Asks a process to leave in order, for good; it is killed after the grace period.
+
+        Raises:
+            NotFoundError: no process has that name.
+            NotReadyError: the run has not begun or is over.
+        """
+        crew = next((crew for crew in self._crews if crew.name == name), None)
+        if crew is None:
+            raise NotFoundError(f"{name}: no process of this run has that name")
+        if self._tasks is None or self._ending or self._over.is_set():
+            raise NotReadyError(f"{name}: the run is starting or ending; nothing is asked to leave")
+        logger.info("%s is asked to leave", name)
+        crew.is_dismissed = True
+        crew.released.set()
+        crew.terminate()
+        self._tasks.create_task(self._kill_late(crew), name=f"{name} leaves")
+
+    async def _kill_late(self, crew: Crew) -> None:
+        try:
+            async with asyncio.timeout(self._grace_s):
+                await crew.wait()
+        except TimeoutError:
+            logger.warning("%s did not leave within %g s: killed", crew.name, self._grace_s)
+            crew.kill()
+
+    async def _end_on_signal(self) -> None:
+        await self._interrupted.wait()
+        logger.info("interrupted; ending all services in order")
+        self._over.set()
+
+    async def _keep(self, crew: Crew) -> None:
+        await self._run_again(crew)
+        for spec in crew.specs:
+            self._host.release(spec.name)
+            if crew.is_dismissed and self._on_left is not None:
+                self._on_left(spec.name)
+
+    async def _run_again(self, crew: Crew) -> None:
+        """Runs one crew, again and again as far as its policy allows."""
+        while True:
+            began_s = time.monotonic()
+            try:
+                end = await crew.run_once()
+            except ConfigError as error:
+                self._fail(str(error))
+                return
+            if self._ending:
+                self._note_last_exits(crew, end)
+                return
+            if crew.is_dismissed or end.cause.code == 0 or _was_asked_to_leave(end):
+                self._note_end(crew, end)
+                return
+            if time.monotonic() - began_s > _STABLE_S:
+                crew.restarts = 0
+            if not await self._may_restart(crew, end):
+                return
+
+    def _note_end(self, crew: Crew, end: CrewEnd) -> None:
+        spec, code = end.cause.spec, end.cause.code
+        if spec.ends_run and code == 0:
+            self._note_last_exits(crew, end)
+            self._over.set()
+        elif spec.is_needed:
+            when = " in the middle of the run" if code == 0 else ""
+            self._fail(crew.diagnosis(end.cause, when))
+        else:  # somebody asked it to: fewer replicas are no failure
+            logger.info("%s has ended", crew.name)
+            self._crews.remove(crew)
+
+    def _note_last_exits(self, crew: Crew, end: CrewEnd) -> None:
+        """Ends that we asked for; SIGTERM may come before a process can handle it."""
+        self._failures.extend(
+            crew.diagnosis(each)
+            for each in end.exits
+            if each.code not in (0, -signal.SIGTERM, -signal.SIGKILL)
+        )
+
+    async def _may_restart(self, crew: Crew, end: CrewEnd) -> bool:
+        spec, code = end.cause.spec, end.cause.code
+        if end.left:
+            names = ", ".join(end.left)
+            self._fail(f"{names}: not ended by SIGKILL; nothing is started beside what it holds")
+            return False
+        # A process that its watchdog ended hung; it refused nothing.
+        is_refusal = code > 0 and code != EXIT_STALLED and not spec.restarts.retries_errors
+        if is_refusal or crew.restarts >= spec.restarts.max_restarts:
+            self._fail(crew.diagnosis(end.cause))
+            return False
+        pause_s = _FIRST_PAUSE_S * 2**crew.restarts
+        crew.restarts += 1
+        name = spec.name if len(crew.specs) == 1 else f"{spec.name}, with all of {crew.name},"
+        logger.warning("%s ended with %s; starting again in %g s", name, meaning(code), pause_s)
+        if not await _is_set_within(crew.released, pause_s):
+            return True
+        if crew.is_dismissed:
+            self._crews.remove(crew)
+        return False
+
+    def _fail(self, diagnosis: str) -> None:
+        self._failures.append(diagnosis)
+        self._over.set()
+
+    async def _end_all(self) -> None:
+        """Ends every process, asking in reverse order of start."""
+        self._ending = True
+        crews = list(reversed(self._crews))
+        for crew in crews:
+            crew.released.set()
+            crew.terminate()
+        try:
+            async with asyncio.timeout(self._grace_s):
+                for crew in crews:
+                    await crew.wait()
+        except TimeoutError:
+            for crew in crews:
+                self._failures.extend(
+                    f"{name} did not end within {self._grace_s:g} s and was killed"
+                    for name in crew.names_running()
+                )
+                crew.kill()
+
+    def _exit_code(self) -> int:
+        if self._failures:
+            return EXIT_FAILED
+        return EXIT_INTERRUPTED if self._interrupted.is_set() else 0
+
+
+def _was_asked_to_leave(end: CrewEnd) -> bool:
+    """Whether somebody else sent the signal that asks a process to end."""
+    return end.cause.code in REQUESTS and not end.cause.was_asked
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,87 @@
+"""Errors in OpenAI's JSON shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sluice.errors import (
+    DeadlineError,
+    ExhaustedError,
+    InvalidRequestError,
+    NotReadyError,
+    PeerDefectError,
+    PeerError,
+    SluiceError,
+)
+
+_STATUS: tuple[tuple[type[SluiceError], int, str, str | None], ...] = (
+    (InvalidRequestError, 400, "invalid_request_error", None),
+    (ExhaustedError, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (DeadlineError, 504, "timeout_error", "deadline_exceeded"),
+    (PeerDefectError, 500, "server_error", None),
+    (NotReadyError, 503, "server_error", "unavailable"),
+    (PeerError, 503, "server_error", "unavailable"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """An HTTP status and what `error` says."""
+
+    status: int
+    message: str
+    kind: str
+    code: str | None = None
+    param: str | None = None
+
+    def body(self) -> dict[str, object]:
+        """The answer's JSON object."""
+        error = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+
+class RefusedError(InvalidRequestError):
+    """A request that names something that there is not, or asks for what is not offered."""
+
+    def __init__(
+        self, message: str, param: str, *, status: int = 400, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
+
+
+def error_answer(error: SluiceError) -> ErrorAnswer:
+    """The status of an error of ours; 500 for one that is none of the caller's doing."""
+    if isinstance(error, RefusedError):
+        return ErrorAnswer(
+            error.status, str(error), "invalid_request_error", error.code, error.param
+        )
+    cause = error.__cause__
+    # A deadline that passed while everything was full: what is missing is room.
+    judged = cause if isinstance(cause, ExhaustedError) else error
+    for kind, status, name, code in _STATUS:
+        if isinstance(judged, kind):
+            return ErrorAnswer(status, str(error), name, code)
+    return ErrorAnswer(500, str(error), "server_error")
+
+
+CROWDED = ErrorAnswer(
+    503, "too many connections are open; try again in a moment", "server_error", "unavailable"
+)
+CROSS_SITE = ErrorAnswer(
+    403,
+    "a page in a browser asks, and nobody is asked for a key; start the server with one",
+    "invalid_request_error",
+)
+DEFECT = ErrorAnswer(500, "the server failed; its log says why", "server_error")
+NO_KEY = ErrorAnswer(
+    401,
+    "no API key that this server accepts; send `Authorization: Bearer KEY`",
+    "invalid_request_error",
+    "invalid_api_key",
+)

@@ -1,0 +1,325 @@
+"""The arithmetic task: problems, worked answers with slips, and their parquet files in DAPO-
+Math's row format.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sluice.errors import ConfigError
+
+ANSWER_REQUEST = " End with 'Answer: N'."
+
+
+class Wording(StrEnum):
+    """How the question is put into words."""
+
+    FORMULA = "formula"
+    COMMAND = "command"
+    STORY = "story"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A family of problems.
+
+    Terms lie in ``[smallest, largest]``; a problem has ``min_terms`` to ``max_terms`` of them,
+    each count equally likely. With `subtraction`, about half of the terms after the first are
+    taken away, never below a total of 0. The token limits are those the job is run with: no
+    prompt and no worked answer of the task's tokenizer is longer.
+    """
+
+    name: str
+    min_terms: int
+    max_terms: int
+    smallest: int
+    largest: int
+    subtraction: bool
+    max_prompt_tokens: int
+    max_response_tokens: int
+    overlong_buffer_tokens: int
+
+    def num_sequences(self, num_terms: int) -> int:
+        """How many sequences of numbers there are, signs not counted."""
+        return int((self.largest - self.smallest + 1) ** num_terms)
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            name="quickstart",
+            min_terms=3,
+            max_terms=5,
+            smallest=2,
+            largest=9,
+            subtraction=False,
+            max_prompt_tokens=48,
+            max_response_tokens=56,
+            overlong_buffer_tokens=8,
+        ),
+        # Longer chains and a second operation: errors accumulate over up to seven steps and
+        # subtraction is learned from half of the examples.
+        Task(
+            name="stretch",
+            min_terms=4,
+            max_terms=8,
+            smallest=2,
+            largest=9,
+            subtraction=True,
+            max_prompt_tokens=72,
+            max_response_tokens=96,
+            overlong_buffer_tokens=8,
+        ),
+    )
+}
+
+
+def task_named(name: str) -> Task:
+    """The task of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in TASKS:
+        raise ConfigError(f"task: no task is called {name!r}; choose one of {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem. `terms` are signed, the first is positive: ``(7, 5, -3)`` is 7 + 5 - 3."""
+
+    wording: Wording
+    terms: tuple[int, ...]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers in the order in which the question names them."""
+        return tuple(abs(term) for term in self.terms)
+
+    @property
+    def answer(self) -> int:
+        """The right result."""
+        return sum(self.terms)
+
+    @property
+    def question(self) -> str:
+        """The user's message."""
+        subtracts = min(self.terms) < 0
+        match self.wording:
+            case Wording.FORMULA:
+                body = f"What is {_formula(self.terms)}?"
+            case Wording.COMMAND if subtracts:
+                body = f"{_commands(self.terms)}. What is the result?"
+            case Wording.COMMAND:
+                body = f"Add {' and '.join(map(str, self.terms))}. What is the sum?"
+            case Wording.STORY if subtracts:
+                body = f"{_events(self.terms)}. How many now?"
+            case Wording.STORY:
+                gains = " then ".join(map(str, self.terms[1:]))
+                body = f"Ann has {self.terms[0]} stamps and gets {gains} more. How many now?"
+        return body + ANSWER_REQUEST
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemSplit:
+    """Problems to train on and problems held out; no sequence of numbers is in both."""
+
+    train: tuple[Problem, ...]
+    held_out: tuple[Problem, ...]
+
+
+def draw_problem(rng: random.Random, task: Task) -> Problem:
+    """One problem: wording and number of terms uniform, then the terms."""
+    wording = rng.choice(tuple(Wording))
+    num_terms = rng.randint(task.min_terms, task.max_terms)
+    total = 0
+    terms: list[int] = []
+    for _ in range(num_terms):
+        number = rng.randint(task.smallest, task.largest)
+        takes_away = task.subtraction and total >= number and rng.random() < 0.5
+        term = -number if takes_away else number
+        terms.append(term)
+        total += term
+    return Problem(wording, tuple(terms))
+
+
+def split_problems(task: Task, seed: int, num_train: int, num_held_out: int) -> ProblemSplit:
+    """Held-out problems with distinct numbers, then training problems without those numbers.
+
+    Raises:
+        ConfigError: the held-out problems would take more than half of the shortest sequences.
+    """
+    counts = task.max_terms - task.min_terms + 1
+    if 2 * num_held_out > counts * task.num_sequences(task.min_terms):
+        raise ConfigError(
+            f"num_held_out: {num_held_out} problems leave too few of the "
+            f"{task.num_sequences(task.min_terms)} sequences of {task.min_terms} numbers to train "
+            "on; ask for fewer"
+        )
+    held_out = tuple(_draw_distinct(random.Random(f"{seed}/held-out"), task, num_held_out))
+    held_out_numbers = {problem.numbers for problem in held_out}
+    train = deal_problems(random.Random(f"{seed}/train"), task, held_out_numbers)
+    return ProblemSplit(tuple(islice(train, num_train)), held_out)
+
+
+def deal_problems(
+    rng: random.Random, task: Task, barred_numbers: Collection[tuple[int, ...]]
+) -> Iterator[Problem]:
+    """Problems without end, none with barred numbers, repeated only when a cell is exhausted."""
+    barred_by_length = Counter(map(len, barred_numbers))
+    dealt: defaultdict[tuple[Wording, int], set[tuple[int, ...]]] = defaultdict(set)
+    while True:
+        problem = draw_problem(rng, task)
+        num_terms = len(problem.terms)
+        cell = dealt[problem.wording, num_terms]
+        # With subtraction this is a lower bound of the cell's size: it counts each sequence once.
+        if len(cell) >= task.num_sequences(num_terms) - barred_by_length[num_terms]:
+            cell.clear()
+        while problem.terms in cell or problem.numbers in barred_numbers:
+            problem = _redraw_terms(rng, task, problem)
+        cell.add(problem.terms)
+        yield problem
+
+
+def _redraw_terms(rng: random.Random, task: Task, problem: Problem) -> Problem:
+    """Another problem of the same cell, so that repeats do not thin out the short problems."""
+    while True:
+        other = draw_problem(rng, task)
+        if len(other.terms) == len(problem.terms):
+            return Problem(problem.wording, other.terms)
+
+
+def _draw_distinct(rng: random.Random, task: Task, count: int) -> Iterator[Problem]:
+    seen: set[tuple[int, ...]] = set()
+    while len(seen) < count:
+        problem = draw_problem(rng, task)
+        if problem.numbers not in seen:
+            seen.add(problem.numbers)
+            yield problem
+
+
+def _formula(terms: tuple[int, ...]) -> str:
+    signed = (f"{'-' if term < 0 else '+'} {abs(term)}" for term in terms[1:])
+    return " ".join((str(terms[0]), *signed))
+
+
+def _commands(terms: tuple[int, ...]) -> str:
+    steps = (f"take away {-term}" if term < 0 else f"add {term}" for term in terms[1:])
+    return ", ".join((f"Start with {terms[0]}", *steps))
+
+
+def _events(terms: tuple[int, ...]) -> str:
+    steps = (f"gives away {-term}" if term < 0 else f"gets {term}" for term in terms[1:])
+    return ", ".join((f"Ann has {terms[0]} stamps", *steps))
+
+
+# Worked answers, right or with slips: what the supervised warm start imitates.
+#
+# A slip makes one step's result ten too large; later steps calculate rightly with the wrong
+# number, so the final answer is consistent with the steps above it. A model trained on such
+# teachers knows the format and the arithmetic and slips about as often as they do, which is what
+# reinforcement removes.
+#
+# Ten too large, because that is one decision at one digit, made of nothing a small model
+# confuses by itself: off-by-one slips blend with its own inexact arithmetic and take several
+# times as many samples to unlearn. Always upwards, because then two slips never cancel and no
+# wrong working is rewarded.
+
+SLIP = 10
+
+
+@dataclass(frozen=True, slots=True)
+class WorkedAnswer:
+    """The assistant's message, the result it ends with and how many of its steps are wrong."""
+
+    text: str
+    result: int
+    num_steps: int
+    num_wrong_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """A problem with one answer to it."""
+
+    problem: Problem
+    answer: WorkedAnswer
+
+
+def work_out(problem: Problem, rng: random.Random, wrong_step_rate: float) -> WorkedAnswer:
+    """One step per term after the first, then a line ``Answer: N``.
+
+    Each step is wrong with probability `wrong_step_rate`, independently.
+    """
+    total = problem.terms[0]
+    steps: list[str] = []
+    num_wrong_steps = 0
+    for term in problem.terms[1:]:
+        result = total + term
+        if rng.random() < wrong_step_rate:
+            result += SLIP
+            num_wrong_steps += 1
+        steps.append(f"{total} {'-' if term < 0 else '+'} {abs(term)} = {result}.")
+        total = result
+    text = f"{' '.join(steps)}\nAnswer: {total}"
+    return WorkedAnswer(text, total, len(steps), num_wrong_steps)
+
+
+def make_dialogues(
+    problems: Iterable[Problem], rng: random.Random, wrong_step_rate: float
+) -> Iterator[Dialogue]:
+    """One worked answer for each problem, in order."""
+    for problem in problems:
+        yield Dialogue(problem, work_out(problem, rng, wrong_step_rate))
+
+
+# Problems as parquet files in the row format of DAPO-Math.
+#
+# Columns: `data_source`, `prompt` (list of role and content), `ability`, `reward_model`
+# (`ground_truth` as text, `style`) and `extra_info` (`index`, `split`, `num_terms`).
+
+DATA_SOURCE = "math_dapo"
+ROW_GROUP_ROWS = 1024
+
+SCHEMA = pa.schema(
+    [
+        ("data_source", pa.string()),
+        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("ability", pa.string()),
+        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
+        (
+            "extra_info",
+            pa.struct([("index", pa.int64()), ("split", pa.string()), ("num_terms", pa.int64())]),
+        ),
+    ]
+)
+
+
+def to_row(problem: Problem, index: int, split: str) -> dict[str, object]:
+    """One row: the question as a single user message, the right result as ground truth."""
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": problem.question}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": str(problem.answer), "style": "rule"},
+        "extra_info": {"index": index, "split": split, "num_terms": len(problem.terms)},
+    }
+
+
+def write_dataset(path: Path, problems: tuple[Problem, ...], split: str) -> None:
+    """Write the problems in order, in row groups small enough to stream."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [to_row(problem, index, split) for index, problem in enumerate(problems)]
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    pq.write_table(table, path, row_group_size=ROW_GROUP_ROWS)

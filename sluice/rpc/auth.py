@@ -1,0 +1,259 @@
+"""Authorize calls: bearer tokens, roles of methods, tokens revoked during a stream, quotas of
+clients.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+import grpc
+
+from sluice.errors import AccessDeniedError, ExhaustedError, InvalidRequestError
+from sluice.rpc.health import BoundedChecks
+from sluice.rpc.status import CLASS_KEY, QUOTA_REFUSALS, RPC_ERRORS
+from sluice.security.token_file import Role, TokenSource, role_of
+
+_HEALTH_PREFIX = "/grpc.health.v1.Health/"
+HEALTH_CHECK = f"{_HEALTH_PREFIX}Check"
+
+# Sampling, submitting, scoring and looking. Not what steers the run, hands out its batches or
+# replaces its weights.
+CLIENT_METHODS = frozenset(
+    {
+        "/sluice.api.rollout.v1.RolloutService/Generate",
+        "/sluice.api.rollout.v1.RolloutService/GetStatus",
+        "/sluice.api.reward.v1.RewardService/SubmitPrompts",
+        "/sluice.api.reward.v1.RewardService/Score",
+        "/sluice.api.reward.v1.RewardService/GetStatus",
+        "/sluice.api.trainer.v1.TrainerService/GetStatus",
+        "/sluice.api.trainer.v1.TrainerService/WatchSteps",
+    }
+)
+_REFLECTION_PREFIX = "/grpc.reflection."
+
+
+def is_open(method: str) -> bool:
+    """Whether a method (``/package.Service/Method``) needs no token."""
+    return method == HEALTH_CHECK
+
+
+def is_allowed(role: Role, method: str) -> bool:
+    """Whether a caller of that role may use the method."""
+    if role is Role.SERVICE:
+        return True
+    return method in CLIENT_METHODS or method.startswith((_REFLECTION_PREFIX, _HEALTH_PREFIX))
+
+
+# ruff: noqa: ANN401
+
+
+AUTHORIZATION = "authorization"
+_SCHEME = "bearer "
+_REMEDY = "set sluice.security.token_file, or SLUICE_TOKEN, to one that this service accepts"
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Answers UNAUTHENTICATED without a valid token, PERMISSION_DENIED for one of a lesser role.
+
+    Methods that do not exist are answered alike, so that nobody can find out what is served.
+
+    Args:
+        source: the tokens that are accepted.
+    """
+
+    def __init__(self, source: TokenSource) -> None:
+        self._source, self._checks = source, BoundedChecks()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Passes the call on, or refuses it before its request is read."""
+        method = handler_call_details.method
+        if is_open(method):
+            handler = await continuation(handler_call_details)
+            return None if handler is None else self._checks.bounded(handler)
+        presented = presented_token(handler_call_details.invocation_metadata)
+        if presented is None:
+            return _refusal(grpc.StatusCode.UNAUTHENTICATED, f"no bearer token came; {_REMEDY}")
+        role = role_of(self._source.tokens(), presented)
+        if role is None:
+            return _refusal(
+                grpc.StatusCode.UNAUTHENTICATED, f"the bearer token is unknown; {_REMEDY}"
+            )
+        if not is_allowed(role, method):
+            return _refusal(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"a token of the role {role} may not call {method}; use one of the role service",
+            )
+        return await continuation(handler_call_details)
+
+
+def presented_token(metadata: Any) -> str | None:
+    """The bearer token in a call's metadata; none: there is none."""
+    for key, value in metadata or ():
+        if key == AUTHORIZATION and isinstance(value, str) and value.lower().startswith(_SCHEME):
+            return value[len(_SCHEME) :].strip()
+    return None
+
+
+def _refusal(code: grpc.StatusCode, details: str) -> Any:
+    RPC_ERRORS.add("server", "any", code.name)  # the method may be any text
+
+    async def refuse(_requests: Any, context: Any) -> None:
+        await context.abort(code, details, ((CLASS_KEY, AccessDeniedError.__name__),))
+
+    # Without deserializers it fits unary and streaming callers alike.
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+# ruff: noqa: ANN401
+
+
+Check = Callable[[], None]
+
+
+class OpenCallInterceptor(grpc.aio.ServerInterceptor):
+    """Asks for the token again at each message of a stream, either way.
+
+    It raises `AccessDeniedError`, so it stands behind the interceptor that makes statuses of
+    errors. Calls of one message each way are left alone: their token was asked for a moment ago.
+
+    Args:
+        source: the tokens that are accepted.
+    """
+
+    def __init__(self, source: TokenSource) -> None:
+        self._source = source
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wraps the handler of one call."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not (handler.request_streaming or handler.response_streaming):
+            return handler
+        presented = presented_token(handler_call_details.invocation_metadata) or ""
+        method = handler_call_details.method
+
+        def check() -> None:
+            role = role_of(self._source.tokens(), presented)
+            if role is None or not is_allowed(role, method):
+                raise AccessDeniedError(
+                    "the bearer token of this open call was taken out; call again with another"
+                )
+
+        return _checked(handler, check)
+
+
+def _checked(handler: Any, check: Check) -> Any:
+    inner = handler.stream_stream or handler.unary_stream or handler.stream_unary
+    return handler._replace(
+        **{
+            kind: _checked_stream(inner, check)
+            if inspect.isasyncgenfunction(inner)
+            else _checked_call(inner, check)
+            for kind in ("stream_stream", "unary_stream", "stream_unary")
+            if getattr(handler, kind) is not None
+        }
+    )
+
+
+def _checked_stream(inner: Callable[..., Any], check: Check) -> Callable[..., Any]:
+    async def behaviour(request: Any, context: Any) -> AsyncIterator[Any]:
+        async with aclosing(inner(_checked_requests(request, check), context)) as messages:
+            async for message in messages:
+                check()
+                yield message
+
+    return behaviour
+
+
+def _checked_call(inner: Callable[..., Any], check: Check) -> Callable[..., Any]:
+    async def behaviour(request: Any, context: Any) -> Any:
+        return await inner(_checked_requests(request, check), _CheckedContext(context, check))
+
+    return behaviour
+
+
+def _checked_requests(request: Any, check: Check) -> Any:
+    return _each(request, check) if hasattr(request, "__aiter__") else request
+
+
+async def _each(requests: AsyncIterator[Any], check: Check) -> AsyncIterator[Any]:
+    async for request in requests:
+        check()
+        yield request
+
+
+class _CheckedContext:
+    """A call's context that checks before each message it writes."""
+
+    def __init__(self, context: Any, check: Check) -> None:
+        self._context, self._check = context, check
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, message: Any) -> None:
+        """Writes one message."""
+        self._check()
+        await self._context.write(message)
+
+
+class ClientQuota:
+    """Counts units by client. Used from one event loop.
+
+    Args:
+        most: units that one client may have at once.
+        unit: what is counted, in the plural, for errors.
+        key: the setting that says `most`, for errors.
+    """
+
+    def __init__(self, most: int, unit: str, key: str) -> None:
+        self._most, self._unit, self._key = most, unit, key
+        self._held: dict[str, int] = {}
+
+    def in_use(self, client: str | None) -> int:
+        """Units that a client has."""
+        return self._held.get(client, 0) if client is not None else 0
+
+    @contextmanager
+    def held(self, client: str | None, amount: int) -> Iterator[None]:
+        """Has `amount` units in use for the length of the block; without a client nothing counts.
+
+        Nor does an amount of 0, which is in use by nobody.
+
+        Raises:
+            ExhaustedError: the client would have too many; names it and the setting.
+            InvalidRequestError: they are more than anybody may have, so that waiting does not help.
+        """
+        if client is None or not amount:
+            yield
+            return
+        before = self.in_use(client)
+        if amount > self._most:
+            QUOTA_REFUSALS.add(self._key)
+            raise InvalidRequestError(
+                f"client {client!r}: {amount} {self._unit} were asked for at once; {self._key} "
+                f"allows {self._most}: ask for fewer, or raise it"
+            )
+        if before + amount > self._most:
+            QUOTA_REFUSALS.add(self._key)
+            raise ExhaustedError(
+                f"client {client!r}: {before} {self._unit} are under way and {amount} more were "
+                f"asked for; {self._key} allows {self._most}: wait for some to end"
+            )
+        self._held[client] = before + amount
+        try:
+            yield
+        finally:
+            self._held[client] -= amount
+            if not self._held[client]:
+                del self._held[client]

@@ -1,0 +1,262 @@
+"""Call peers: stubs, channels that find frozen peers, deadline and retries from the table,
+errors of our own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol, Self, TypeVar, cast
+
+import grpc
+
+from sluice.api.reward.v1 import reward_pb2_grpc
+from sluice.api.rollout.v1 import rollout_pb2_grpc
+from sluice.api.trainer.v1 import trainer_pb2_grpc
+from sluice.api.weights.v1 import weights_pb2_grpc
+from sluice.concurrency.waits import waiting_for
+from sluice.errors import SluiceError
+from sluice.rpc.auth import AUTHORIZATION
+from sluice.rpc.credentials import OPEN, Credentials
+from sluice.rpc.metadata import call_options
+from sluice.rpc.policy import CALL_POLICIES
+from sluice.rpc.status import CLASS_KEY, RPC_ERRORS, error_of
+from sluice.security.token_file import TokenSource
+
+
+def rollout_stub(channel: grpc.aio.Channel) -> rollout_pb2_grpc.RolloutServiceAsyncStub:
+    """A replica's sampling calls."""
+    stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+    return cast("rollout_pb2_grpc.RolloutServiceAsyncStub", stub)
+
+
+def weight_sync_stub(channel: grpc.aio.Channel) -> weights_pb2_grpc.WeightSyncServiceAsyncStub:
+    """A replica's weight updates."""
+    stub = weights_pb2_grpc.WeightSyncServiceStub(channel)
+    return cast("weights_pb2_grpc.WeightSyncServiceAsyncStub", stub)
+
+
+def reward_stub(channel: grpc.aio.Channel) -> reward_pb2_grpc.RewardServiceAsyncStub:
+    """The reward service."""
+    stub = reward_pb2_grpc.RewardServiceStub(channel)
+    return cast("reward_pb2_grpc.RewardServiceAsyncStub", stub)
+
+
+def trainer_stub(channel: grpc.aio.Channel) -> trainer_pb2_grpc.TrainerServiceAsyncStub:
+    """The trainer."""
+    stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+    return cast("trainer_pb2_grpc.TrainerServiceAsyncStub", stub)
+
+
+# A channel whose every call bears the token that counts at that moment.
+#
+# gRPC's own call credentials work only over TLS, and its client interceptors wrap the call
+# objects; this adds one header and passes on what the channel returns.
+
+# ruff: noqa: ANN401
+
+
+class BearingChannel(grpc.aio.Channel):
+    """A channel that presents a token. The caller closes it.
+
+    Args:
+        channel: does the work; closed with this one.
+        source: the token that is presented is its first.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, source: TokenSource) -> None:
+        self._channel, self._source = channel, source
+
+    async def __aenter__(self) -> Self:
+        await self._channel.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._channel.__aexit__(*error)
+
+    async def close(self, grace: float | None = None) -> None:
+        """Closes the channel."""
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """The connection's state."""
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Waits for another state."""
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """Waits for a connection."""
+        await self._channel.channel_ready()
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        """A method with a token on each call."""
+        return self._bearing(self._channel.unary_unary(*arguments, **options))
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        """A method with a token on each call."""
+        return self._bearing(self._channel.unary_stream(*arguments, **options))
+
+    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+        """A method with a token on each call."""
+        return self._bearing(self._channel.stream_unary(*arguments, **options))
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        """A method with a token on each call."""
+        return self._bearing(self._channel.stream_stream(*arguments, **options))
+
+    def _bearing(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, metadata: Any = None, **options: Any) -> Any:
+            token = (AUTHORIZATION, f"Bearer {self._source.tokens()[0].secret}")
+            return method(*arguments, metadata=(*(metadata or ()), token), **options)
+
+        return call
+
+
+_KEEPALIVE_MS = 10_000
+_PING_TIMEOUT_MS = 5_000
+
+
+def message_limits(max_message_bytes: int) -> list[tuple[str, int]]:
+    """Channel arguments that bound messages both ways."""
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+    ]
+
+
+def open_channel(
+    address: str, *, max_message_bytes: int, credentials: Credentials = OPEN
+) -> grpc.aio.Channel:
+    """A channel to `address` (host:port). The caller closes it.
+
+    `grpc.keepalive_timeout_ms` below a minute has no effect by itself; `ping_timeout_ms` is the
+    timer that counts, so both are set.
+    """
+    options: list[tuple[str, int | str]] = [
+        *message_limits(max_message_bytes),
+        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.initial_reconnect_backoff_ms", 200),
+    ]
+    channel = _connected(address, options, credentials)
+    return channel if credentials.tokens is None else BearingChannel(channel, credentials.tokens)
+
+
+def _connected(
+    address: str, options: list[tuple[str, int | str]], credentials: Credentials
+) -> grpc.aio.Channel:
+    if not credentials.is_encrypted:
+        return grpc.aio.insecure_channel(address, options=options)
+    if credentials.server_name is not None:
+        options = [*options, ("grpc.ssl_target_name_override", credentials.server_name)]
+    return grpc.aio.secure_channel(address, credentials.for_channel(), options=options)
+
+
+RequestT = TypeVar("RequestT", contravariant=True)
+ResponseT = TypeVar("ResponseT", covariant=True)
+
+
+class UnaryMethod(Protocol[RequestT, ResponseT]):
+    """A stub's unary method."""
+
+    def __call__(
+        self,
+        request: RequestT,
+        /,
+        *,
+        timeout: float | None = None,
+        metadata: tuple[tuple[str, str], ...] | None = None,
+    ) -> Awaitable[ResponseT]:
+        """Starts the call."""
+        ...
+
+
+class _StreamCall(Protocol[ResponseT]):
+    def __aiter__(self) -> AsyncIterator[ResponseT]: ...
+    def cancel(self) -> bool: ...
+
+
+async def unary_call(
+    method: UnaryMethod[RequestT, ResponseT],
+    request: RequestT,
+    *,
+    name: str,
+    peer: str,
+    phase: str,
+    deadline_s: float | None = None,
+) -> ResponseT:
+    """Calls a unary method.
+
+    Args:
+        method: the stub's method.
+        request: the message.
+        name: ``Service/Method``, a key of `CALL_POLICIES`.
+        peer: who is called, for errors.
+        phase: what for, for errors ("taking a batch").
+        deadline_s: seconds per attempt; none: the table's.
+
+    Raises:
+        SluiceError: as mapped by `sluice.rpc.status`.
+    """
+    policy = CALL_POLICIES[name]
+    seconds = policy.deadline_s if deadline_s is None else deadline_s
+    for attempt in range(policy.attempts):
+        try:
+            with waiting_for(peer, phase):
+                return await method(request, timeout=seconds, **call_options())
+        except grpc.aio.AioRpcError as error:
+            RPC_ERRORS.add("client", name, error.code().name)
+            last = attempt + 1 == policy.attempts
+            if last or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise _translated(error, peer, phase, seconds) from error
+        await asyncio.sleep(policy.backoff_s * 2**attempt)
+    raise AssertionError("a policy has at least one attempt")
+
+
+async def stream_call(
+    method: Callable[..., _StreamCall[ResponseT]],
+    request: object,
+    *,
+    name: str,
+    peer: str,
+    phase: str,
+    deadline_s: float | None = None,
+) -> AsyncGenerator[ResponseT, None]:
+    """Calls a server-streaming method and yields its messages; leaving early cancels the call.
+
+    Consume it inside `contextlib.aclosing`. Arguments and errors as for `unary_call`; streams are
+    never retried.
+    """
+    seconds = CALL_POLICIES[name].deadline_s if deadline_s is None else deadline_s
+    call = method(request, timeout=seconds, **call_options())
+    try:
+        with waiting_for(peer, phase) as wait:
+            async for message in call:
+                wait.restart()
+                yield message
+                wait.restart()
+    except grpc.aio.AioRpcError as error:
+        RPC_ERRORS.add("client", name, error.code().name)
+        raise _translated(error, peer, phase, seconds) from error
+    finally:
+        call.cancel()
+
+
+def _translated(
+    error: grpc.aio.AioRpcError, peer: str, phase: str, deadline_s: float
+) -> SluiceError:
+    metadata = error.trailing_metadata()
+    name = metadata.get(CLASS_KEY) if metadata is not None else None
+    return error_of(
+        error.code(),
+        error.details() or "",
+        name if isinstance(name, str) else None,
+        peer=peer,
+        phase=phase,
+        deadline_s=deadline_s,
+    )

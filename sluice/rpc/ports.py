@@ -1,0 +1,68 @@
+"""Bind a socket to an interface and a port, or say why it cannot be bound. Loads no gRPC."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+from sluice.config.addresses import split_host_port
+from sluice.errors import ConfigError
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A TCP socket that is bound and does not listen. The caller closes it.
+
+    Args:
+        host: a name, or an address of IPv4 or IPv6.
+        port: 0 lets the system choose.
+
+    Raises:
+        ConfigError: the port is taken or the interface does not exist.
+    """
+    try:
+        found = socket.getaddrinfo(split_host_port(host)[0], port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise _refused(host, port, error) from error
+    # A name may stand for addresses of both families, one of which the machine does not have.
+    failure = OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+    for family, kind, protocol, _, address in found:
+        try:
+            return _bound(socket.socket(family, kind, protocol), address)
+        except OSError as error:
+            failure = error
+            if error.errno == errno.EADDRINUSE:
+                break
+    raise _refused(host, port, failure) from failure
+
+
+def check_bindable(host: str, port: int) -> None:
+    """Raises ConfigError with the reason if a server cannot listen there."""
+    bound_socket(host, port).close()
+
+
+def port_in_use(host: str, port: int) -> ConfigError:
+    """What to tell about a port that is taken."""
+    return ConfigError(
+        f"port {port} on {host} is in use; end the process that holds it, or set another port "
+        "(0 lets the system choose)"
+    )
+
+
+def _bound(unbound: socket.socket, address: tuple[object, ...]) -> socket.socket:
+    try:
+        unbound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        unbound.bind(address)
+    except OSError:
+        unbound.close()
+        raise
+    return unbound
+
+
+def _refused(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return port_in_use(host, port)
+    return ConfigError(
+        f"host {host}, port {port}: cannot listen there ({error.strerror}); "
+        "use an address of this machine"
+    )

@@ -1,0 +1,3 @@
+"""Fit a simulation to a recorded run, compare the two, sweep over fleets and plot. The
+simulator itself uses nothing of it.
+"""

@@ -1,0 +1,265 @@
+"""Write samples for readers: an archive of ended groups of bounded size, and verl's dumps by
+step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from sluice.types import Failed, GradedGroup, Outcome, Prompt, PromptEnd, Rollout
+
+FOLDER_NAME = "samples"
+_NUM_FILES = 8
+_FLUSH_BYTES = 1 << 20
+_MIB = 1 << 20
+
+
+class SampleArchive:
+    """Appends lines and deletes the oldest.
+
+    Args:
+        folder: made when the first line is written.
+        most_bytes: of all files together; what one line is longer than an eighth of it comes on
+            top.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int) -> None:
+        self._folder, self._most_bytes = folder, most_bytes
+        self._file_bytes = max(most_bytes // _NUM_FILES, 1)
+        self._number: int | None = None
+        self._size = 0
+
+    def append(self, lines: Iterable[bytes]) -> None:
+        """Writes lines, each without its newline; holds few of them at a time.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        pending = bytearray()
+        for line in lines:
+            if self._number is None or self._size + len(pending) >= self._file_bytes:
+                self._write(pending)
+                self._begin_file()
+            pending += line + b"\n"
+            if len(pending) >= _FLUSH_BYTES:
+                self._write(pending)
+        self._write(pending)
+
+    def _write(self, pending: bytearray) -> None:
+        if pending:
+            with self._path(self._number or 0).open("ab") as file:
+                file.write(pending)
+            self._size += len(pending)
+            pending.clear()
+
+    def _begin_file(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        present = archive_files(self._folder)
+        newest = max((int(path.stem) for path in present), default=0)
+        self._number, self._size = max(newest, self._number or 0) + 1, 0
+        held = sum(path.stat().st_size for path in present)
+        for path in present:
+            if held + self._file_bytes <= self._most_bytes:
+                break
+            held -= path.stat().st_size
+            path.unlink(missing_ok=True)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:08d}.jsonl"
+
+
+def archive_files(folder: Path) -> list[Path]:
+    """The files of an archive, oldest first; none if there is no such folder."""
+    found = [path for path in folder.glob("*.jsonl") if path.stem.isascii() and path.stem.isdigit()]
+    return sorted(found, key=lambda path: int(path.stem))
+
+
+def mib(number: int) -> int:
+    """Bytes of so many MiB."""
+    return number * _MIB
+
+
+_CUT = "\n[… {} characters left out …]\n"
+
+
+class SampledResponse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One response.
+
+    Args:
+        text: what was generated; the middle of a long one is left out, see `shortened_middle`.
+        tokens: its length.
+        finish: why it ended, a `FinishReason`.
+        score: the scorer's number; null without one.
+        reward: the score with its shaping.
+        failure: why there is no score; empty if there is one.
+        versions: oldest and newest policy version that drew a token; null if there is none.
+        metrics: further numbers of the scorer.
+    """
+
+    text: str
+    tokens: int
+    finish: str
+    score: float | None = None
+    reward: float | None = None
+    failure: str = ""
+    versions: tuple[int, int] | None = None
+    metrics: dict[str, float | None] = {}
+
+
+class SampledGroup(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One group.
+
+    Args:
+        prompt_id: its prompt.
+        end: how it ended, a `PromptEnd`.
+        version: policy version announced when it started.
+        ended_at: seconds since 1970.
+        prompt: the text of all turns.
+        step: that trained it; null for others.
+        ground_truth: what the scorer compared with.
+        data_source: what the prompt was taken from.
+        replicas: who generated it, in the order first asked.
+        responses: in the order of samples; none if nothing was graded.
+    """
+
+    prompt_id: str
+    end: str
+    version: int
+    ended_at: float
+    prompt: str
+    step: int | None = None
+    ground_truth: str = ""
+    data_source: str = ""
+    replicas: list[str] = []
+    responses: list[SampledResponse] = []
+
+
+def sampled_group(
+    prompt: Prompt,
+    end: PromptEnd,
+    graded: GradedGroup | None,
+    *,
+    version: int,
+    step: int | None,
+    ended_at: float,
+    replicas: list[str],
+    most_chars: int,
+) -> SampledGroup:
+    """What the archive keeps of a group.
+
+    Args:
+        graded: its samples with their outcomes; ``None`` if there are none.
+        most_chars: of the prompt and of each response.
+    """
+    pairs = zip(graded.group.rollouts, graded.outcomes, strict=True) if graded else ()
+    return SampledGroup(
+        prompt_id=prompt.prompt_id,
+        end=end.value,
+        version=version,
+        ended_at=ended_at,
+        prompt=shortened_middle("\n".join(turn.content for turn in prompt.messages), most_chars),
+        step=step,
+        ground_truth=shortened_middle(prompt.ground_truth, most_chars),
+        data_source=prompt.data_source,
+        replicas=replicas,
+        responses=[_response(rollout, outcome, most_chars) for rollout, outcome in pairs],
+    )
+
+
+def shortened_middle(text: str, most_chars: int) -> str:
+    """`text`, or of a longer one its beginning and its end, with a mark that counts the rest.
+
+    The end gets a quarter: a response's answer is usually there.
+    """
+    left_out = len(text) - most_chars
+    if left_out <= 0:
+        return text
+    tail = most_chars // 4
+    return text[: most_chars - tail] + _CUT.format(left_out) + text[len(text) - tail :]
+
+
+def _response(rollout: Rollout, outcome: Outcome, most_chars: int) -> SampledResponse:
+    versions = [span.version for span in rollout.version_spans]
+    text = shortened_middle(rollout.text, most_chars)
+    sampled_by = (min(versions), max(versions)) if versions else None
+    if isinstance(outcome, Failed):
+        failure = shortened_middle(f"{outcome.kind.value}: {outcome.detail}", most_chars)
+        return SampledResponse(
+            text,
+            rollout.num_tokens,
+            rollout.finish_reason.value,
+            failure=failure,
+            versions=sampled_by,
+        )
+    return SampledResponse(
+        text,
+        rollout.num_tokens,
+        rollout.finish_reason.value,
+        outcome.score,
+        outcome.reward,
+        versions=sampled_by,
+        metrics=dict(outcome.metrics),
+    )
+
+
+_OWN_COLUMNS = ("input", "output", "gts", "score", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class DumpedSample:
+    """One response.
+
+    Args:
+        input: the prompt's text.
+        output: the response's text.
+        gts: the ground truth.
+        score: the row's score.
+        extras: further columns, such as the scorer's; those named like verl's own are left out.
+    """
+
+    input: str
+    output: str
+    gts: object
+    score: float
+    extras: Mapping[str, object] = field(default_factory=dict)
+
+
+def dump_text(samples: Iterable[DumpedSample], step: int) -> str:
+    """The file's content. What is no number becomes null, what JSON lacks its text."""
+    return "".join(_line(sample, step) + "\n" for sample in samples)
+
+
+def write_dump(folder: Path, samples: Iterable[DumpedSample], step: int) -> Path:
+    """Write ``<folder>/<step>.jsonl``, replacing it whole; the folder is made.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{step}.jsonl"
+    partial = folder / f".{step}.jsonl.partial"
+    partial.write_text(dump_text(samples, step), encoding="utf-8")
+    return partial.replace(target)
+
+
+def _line(sample: DumpedSample, step: int) -> str:
+    own = (sample.input, sample.output, sample.gts, sample.score, step)
+    row = {**sample.extras, **dict(zip(_OWN_COLUMNS, own, strict=True))}
+    ordered = {name: row[name] for name in (*_OWN_COLUMNS, *sample.extras)}
+    return json.dumps({n: _finite(v) for n, v in ordered.items()}, ensure_ascii=False, default=str)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value

@@ -1,0 +1,1 @@
+"""What the project's HTTP servers share: the live page and the OpenAI front."""
