@@ -23,7 +23,7 @@ def compute_score(
     """1 if right; `format_score` if a number was found but is wrong; 0 if none was found.
 
     Args:
-        solution: the response's text, of which the last 300 characters count.
+        solution: the response's text; only its last 300 characters count.
         ground_truth: digits, without thousands separators.
         method: how the number is found.
         format_score: partial credit.
