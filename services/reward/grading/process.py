@@ -69,8 +69,8 @@ def answer_of(returned: object) -> ScorerAnswer:
     score = _number(value)
     if score is None or not math.isfinite(score):
         return refusal(
-            f"the scorer returned {_shown(returned)}, which is not a finite number; return a number, "
-            "or a dict with 'score'"
+            f"the scorer returned {_shown(returned)}, which is not a finite number; return a "
+            "number, or a dict with 'score'"
         )
     return ScorerNumber(score, {ACCURACY_KEY: score})
 
@@ -90,7 +90,7 @@ def _of_mapping(returned: Mapping[object, object]) -> ScorerAnswer:
     score = metrics.pop(SCORE_KEY, None)
     if score is None or not math.isfinite(score):
         return refusal(
-            f"the scorer's 'score' is {_shown(returned[SCORE_KEY])}, which is no finite number"
+            f"the scorer's 'score' is {_shown(returned[SCORE_KEY])}, which is not a finite number"
         )
     for key, value in metrics.items():
         if not math.isfinite(value):

@@ -230,7 +230,7 @@ class YieldFloor:
     ) -> BatchUnfillableError:
         """What giving up says.
 
-        The first words are verl's, which its users look for in a log (verl-semantics, filtering).
+        The first words are verl's, which its users look for in a log (verl, `recipe/dapo/dapo_ray_trainer.py`).
 
         Args:
             last: groups that ended.

@@ -1,4 +1,4 @@
-"""The GSM8K scorer: is the final number the reference number? (verl-semantics: gsm8k)
+"""The GSM8K scorer: is the final number the reference number? (verl/utils/reward_score/gsm8k.py)
 
 ``strict`` wants the data set's own form ``#### 72``; ``flexible`` takes the last number there is.
 Comparison is of text: ``72.0`` and ``72`` differ.
