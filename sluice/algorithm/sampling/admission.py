@@ -230,7 +230,7 @@ class YieldFloor:
     ) -> BatchUnfillableError:
         """What giving up says.
 
-        The first words are verl's, which its users look for in a log (verl, `recipe/dapo/dapo_ray_trainer.py`).
+        The first words are verl's (`recipe/dapo/dapo_ray_trainer.py`): users look for them in a log.
 
         Args:
             last: groups that ended.
