@@ -230,7 +230,7 @@ class YieldFloor:
     ) -> BatchUnfillableError:
         """What giving up says.
 
-        The first words are verl's (`recipe/dapo/dapo_ray_trainer.py`): users look for them in a log.
+        It begins with verl's words (`recipe/dapo/dapo_ray_trainer.py`), which users search logs for.
 
         Args:
             last: groups that ended.
