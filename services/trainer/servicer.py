@@ -61,9 +61,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         ttl_s: float,
         limits: LimitsConfig | None = None,
     ) -> None:
-        self._fleet, self._state = fleet, state
-        self._limits, self._num_watchers = limits or LimitsConfig(), 0
-        self._interval_s, self._ttl_s = heartbeat_interval_s, ttl_s
+        self._fleet = fleet
+        self._state = state
+        self._limits = limits or LimitsConfig()
+        self._num_watchers = 0
+        self._interval_s = heartbeat_interval_s
+        self._ttl_s = ttl_s
 
     async def RegisterReplica(
         self, request: trainer.RegisterReplicaRequest, context: Context

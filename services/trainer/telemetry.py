@@ -248,7 +248,8 @@ class TrainerWork:
     def __init__(
         self, service: TrainerServiceConfig, state: RunState, fleet: Fleet, checkpoints: Path
     ) -> None:
-        self._state, self._fleet = state, fleet
+        self._state = state
+        self._fleet = fleet
         self._unfinished = UnfinishedCheckpoint(checkpoints)
         self._patience_s = {
             RunPhase.WAITING_FOR_REPLICAS: service.replica_wait_timeout_s,

@@ -102,7 +102,9 @@ class SyncCounts:
         self.seconds: dict[SyncPhase, float] = dict.fromkeys(SyncPhase, 0.0)
         self.failures: Counter[SyncPhase] = Counter()
         self.updates: Counter[str] = Counter()
-        self.sparse_bytes = self.dense_bytes = self.whole_bytes = 0
+        self.sparse_bytes = 0
+        self.dense_bytes = 0
+        self.whole_bytes = 0
         self.stall_s = 0.0
 
     @contextmanager
@@ -250,9 +252,12 @@ class TransferSession:
         self._signs_of_life = signs_of_life or dict
         self._read_again = read_again
         self._held: _Held | None = None
-        self._sender, self._connect, self._tensors = sender, connect, tuple(tensors)
+        self._sender = sender
+        self._connect = connect
+        self._tensors = tuple(tensors)
         self._next_epoch = next_epoch
-        self._timeout_s, self._probe_timeout_s = timeout_s, probe_timeout_s
+        self._timeout_s = timeout_s
+        self._probe_timeout_s = probe_timeout_s
         self._epoch = 0
         self._members: tuple[ReplicaInfo, ...] = ()
         self._clients: dict[ReplicaInfo, ReplicaCalls] = {}

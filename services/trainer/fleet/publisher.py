@@ -93,9 +93,13 @@ class WeightPublisher:
     ) -> None:
         self._counts = counts or SyncCounts()
         self._sends_changes = sends_changes
-        self._fleet, self._snapshots, self._tensors = fleet, snapshots, tuple(tensors)
-        self._make_sender, self._connect = make_sender, connect
-        self._timeout_s, self._probe_timeout_s = timeout_s, probe_timeout_s
+        self._fleet = fleet
+        self._snapshots = snapshots
+        self._tensors = tuple(tensors)
+        self._make_sender = make_sender
+        self._connect = connect
+        self._timeout_s = timeout_s
+        self._probe_timeout_s = probe_timeout_s
         self._epochs = itertools.count(1)
         self._main = self._new_session()
         # Instances that a delivery is under way to: a replica is in one group at a time.

@@ -57,7 +57,8 @@ class RankLeader:
     """
 
     def __init__(self, learner: Learner, parallel: DataParallel, command_timeout_s: float) -> None:
-        self._learner, self._parallel = learner, parallel
+        self._learner = learner
+        self._parallel = parallel
         self._commanding = threading.Lock()
         self._stopped = threading.Event()
         self._failure: SluiceError | None = None

@@ -98,7 +98,8 @@ class Learner:
         total_steps: int,
         device: Device | None = None,
     ) -> None:
-        self._config, self._parallel = config, parallel
+        self._config = config
+        self._parallel = parallel
         self._critic: Critic | None = None
         self._device = device or select_device(config.trainer.device)
         self._device.set_device()
@@ -121,7 +122,8 @@ class Learner:
             key=_ACTOR_SHARDING,
             device=self._device.torch_device,
         )
-        self._model, self._optimizer = self._policy.model, self._policy.optimizer
+        self._model = self._policy.model
+        self._optimizer = self._policy.optimizer
         settings = update_settings(config, self._model.config.get_text_config().vocab_size)
         check_packing(self._model, parallel.naming_failures("trying the model on packed tokens"))
         self._reshard()

@@ -47,8 +47,11 @@ class LearnerThread:
         freeze_timeout_s: float,
         observe: Callable[[TrainBatch, int], Mapping[str, float]],
     ) -> None:
-        self._leader, self._snapshots, self._store = leader, snapshots, store
-        self._freeze_timeout_s, self._observe = freeze_timeout_s, observe
+        self._leader = leader
+        self._snapshots = snapshots
+        self._store = store
+        self._freeze_timeout_s = freeze_timeout_s
+        self._observe = observe
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
 
     async def train(self, batch: TrainBatch, step: int) -> Mapping[str, float]:

@@ -56,7 +56,9 @@ class RunState:
     def __init__(
         self, instance_id: str, total_steps: int, step: int, elapsed_s: float = 0.0
     ) -> None:
-        self.instance_id, self.total_steps, self.step = instance_id, total_steps, step
+        self.instance_id = instance_id
+        self.total_steps = total_steps
+        self.step = step
         self.version: int | None = None
         self.phase = RunPhase.STARTING
         self.stop_reason: str | None = None

@@ -21,7 +21,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from services.trainer.loop.reward_client import ValidationReport
+from services.trainer.metrics.step_metrics import ValidationReport
 from sluice.concurrency.deadlines import deadline
 from sluice.errors import ConfigError
 
@@ -93,7 +93,8 @@ class GuardedSink:
     """
 
     def __init__(self, name: str, sink: MetricSink) -> None:
-        self._name, self._sink = name, sink
+        self._name = name
+        self._sink = sink
         self.num_dropped = 0
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -143,7 +144,9 @@ class BackgroundSink:
     def __init__(
         self, name: str, open_sink: Callable[[], GuardedSink], close_timeout_s: float = 60.0
     ) -> None:
-        self._name, self._open_sink, self._close_timeout_s = name, open_sink, close_timeout_s
+        self._name = name
+        self._open_sink = open_sink
+        self._close_timeout_s = close_timeout_s
         self.opening: Future[None] = Future()
         self.opening.set_running_or_notify_cancel()
         self._queue: queue.Queue[Callable[[GuardedSink], None] | None] = queue.Queue(
@@ -375,7 +378,8 @@ class Reporter:
     def __init__(
         self, sinks: Sequence[MetricSink], run_dir: Path, shown_generations: int = 0
     ) -> None:
-        self._sinks, self._run_dir = tuple(sinks), run_dir
+        self._sinks = tuple(sinks)
+        self._run_dir = run_dir
         self._shown_generations = shown_generations
         self._has_warned = False
 

@@ -20,6 +20,25 @@ from sluice.types import TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
+class Example:
+    """One validation response for readers."""
+
+    prompt: str
+    response: str
+    ground_truth: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """Validation numbers of one version."""
+
+    metrics: Mapping[str, float]
+    examples: tuple[Example, ...]
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankCut:
     """How batches are cut: what `learner.mini_batch.split_batch` is given.
 

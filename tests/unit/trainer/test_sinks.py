@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from services.trainer.loop.reward_client import Example, ValidationReport
+from services.trainer.metrics.step_metrics import Example, ValidationReport
 from services.trainer.metrics import sinks as sinks_module
 from services.trainer.metrics.local_sinks import ConsoleSink, JsonlSink
 from services.trainer.metrics.sinks import (

@@ -78,7 +78,8 @@ class PolicyOptimizer:
         total_steps: int,
         gradients: Gradients | None = None,
     ) -> None:
-        self._named, self._config = dict(named_parameters), config
+        self._named = dict(named_parameters)
+        self._config = config
         own = config.total_training_steps
         self._total_steps = own if own > 0 else total_steps
         self._warmup_steps = resolve_warmup_steps(

@@ -172,7 +172,8 @@ class ShardedGradients:
     def __init__(
         self, parameters: Sequence[nn.Parameter], parallel: DataParallel, num_copies: int
     ) -> None:
-        self._parameters, self._parallel = list(parameters), parallel
+        self._parameters = list(parameters)
+        self._parallel = parallel
         self._num_copies = num_copies
         self.buffers: tuple[Tensor, ...] = ()
 
@@ -229,9 +230,12 @@ class EvenPasses:
         idle_pass: Callable[[MicroBatch], Tensor],
         device: torch.device,
     ) -> None:
-        self._shards, self._parallel, self._device = shards, parallel, device
+        self._shards = shards
+        self._parallel = parallel
+        self._device = device
         self._idle_pass = idle_pass
-        self._own = self._left = 0
+        self._own = 0
+        self._left = 0
 
     def begin(self, own: int) -> None:
         """In front of `own` passes, without gradients or of one optimizer step."""

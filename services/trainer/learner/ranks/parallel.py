@@ -159,7 +159,8 @@ class TorchDistributed:
     def __init__(
         self, device: Device, timeout_s: float, forming_timeout_s: float | None = None
     ) -> None:
-        self._timeout_s, self._device_type = timeout_s, device.torch_device.type
+        self._timeout_s = timeout_s
+        self._device_type = device.torch_device.type
         self._meshes: dict[int, DeviceMesh] = {}
         backend = rank_backends(device.torch_device.type)
         self._has_gather = device.collective_backend not in WITHOUT_GATHER

@@ -102,7 +102,9 @@ class Critic:
     def __init__(
         self, settings: CriticSettings, parallel: DataParallel, device: Device, total_steps: int
     ) -> None:
-        self._settings, self._parallel, self._device = settings, parallel, device
+        self._settings = settings
+        self._parallel = parallel
+        self._device = device
         self.trained = trained_model(
             load_critic(settings.model, settings.precision, CPU, settings.max_tokens),
             settings.precision,
@@ -112,7 +114,8 @@ class Critic:
             key="critic.fsdp",
             device=device.torch_device,
         )
-        self.model, self.optimizer = self.trained.model, self.trained.optimizer
+        self.model = self.trained.model
+        self.optimizer = self.trained.optimizer
         self._passes = EvenPasses(self.trained.shards, parallel, self._forward, device.torch_device)
         self._mini_batches: list[MiniBatch] = []
         self._old_values: list[list[Tensor]] = []

@@ -100,7 +100,8 @@ class LossTerms:
     """The loss as configured; a function of what a micro-batch holds."""
 
     def __init__(self, settings: UpdateSettings) -> None:
-        self._settings, self._actor = settings, settings.actor
+        self._settings = settings
+        self._actor = settings.actor
         self._objective = policy_objective(settings.loss_mode)
 
     def loss(

@@ -35,8 +35,10 @@ class UpdateSums:
         self._names = tuple(sorted(means))
         self._sums = dict.fromkeys((*self._names, *LOSSES), 0.0)
         self._counts = dict.fromkeys(self._names, 0.0)
-        self._with_entropy, self._with_kl = False, False
-        self._entropy_sum, self._entropy_tokens = 0.0, 0
+        self._with_entropy = False
+        self._with_kl = False
+        self._entropy_sum = 0.0
+        self._entropy_tokens = 0
         self._probs_diff = ProbsDiffSums()
         self._corrections = corrections
         self._unread: list[Tensor] = []

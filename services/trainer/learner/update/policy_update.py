@@ -66,7 +66,8 @@ class PhaseTimer:
     """
 
     def __init__(self, now_s: Callable[[], float]) -> None:
-        self._now_s, self._last_s = now_s, now_s()
+        self._now_s = now_s
+        self._last_s = now_s()
         self.seconds: dict[str, float] = {}
 
     def end_phase(self, name: str, *, shown: bool = True) -> None:
@@ -110,16 +111,18 @@ class PolicyUpdate:
     """
 
     def __init__(self, replica: Replica, settings: UpdateSettings) -> None:
-        self._model, self._optimizer = replica.model, replica.optimizer
-        self._parallel, self._device = replica.parallel, replica.device
-        self._reference, self._critic = replica.reference, replica.critic
+        self._model = replica.model
+        self._optimizer = replica.optimizer
+        self._parallel = replica.parallel
+        self._device = replica.device
+        self._reference = replica.reference
+        self._critic = replica.critic
         self._image_prompts = replica.image_prompts
-        self._settings, self._actor = settings, settings.actor
+        self._settings = settings
+        self._actor = settings.actor
         self._terms = LossTerms(settings)
-        self._mean_names, self._no_corrections = (
-            self._terms.mean_names(),
-            self._terms.no_corrections(),
-        )
+        self._mean_names = self._terms.mean_names()
+        self._no_corrections = self._terms.no_corrections()
         self.kl_controller = settings.kl_controller
         self._passes = EvenPasses(
             replica.shards, self._parallel, self._idle_pass, self._device.torch_device

@@ -41,7 +41,8 @@ class ReferencePolicy:
     ) -> None:
         self._model = load_policy(model, precision, CPU, max_tokens)
         self._model.requires_grad_(requires_grad=False)
-        self._precision, self._device = precision, device
+        self._precision = precision
+        self._device = device
         shards = share_model(self._model, precision, parallel, key=_SHARDING, device=CPU)
         self._passes = EvenPasses(shards, parallel, self._idle_pass, device.torch_device)
         self._model.to(CPU)  # type: ignore[arg-type]  # transformers narrows the overloads
