@@ -67,9 +67,7 @@ ResultT = TypeVar("ResultT")
 CurrentProgress: TypeAlias = Callable[[], DataProgress | None]
 """Returns the position in the data set, or None before the first batch of a new run."""
 
-AnnounceCall: TypeAlias = Callable[
-    [int, Sequence[ReplicaInfo], CurrentProgress], Awaitable[None]
-]
+AnnounceCall: TypeAlias = Callable[[int, Sequence[ReplicaInfo], CurrentProgress], Awaitable[None]]
 """Announces a version and the replicas that serve it; see `RewardClient.announce`."""
 
 

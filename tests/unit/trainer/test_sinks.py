@@ -13,7 +13,6 @@ from types import ModuleType
 
 import pytest
 
-from services.trainer.metrics.step_metrics import Example, ValidationReport
 from services.trainer.metrics import sinks as sinks_module
 from services.trainer.metrics.local_sinks import ConsoleSink, JsonlSink
 from services.trainer.metrics.sinks import (
@@ -28,6 +27,7 @@ from services.trainer.metrics.sinks import (
     open_sinks,
     sink_problems,
 )
+from services.trainer.metrics.step_metrics import Example, ValidationReport
 from sluice.errors import ConfigError, DeadlineError
 
 
