@@ -1,4 +1,4 @@
-"""The start of rank 0: choose the checkpoint, warn of truncated sampling, and open the live page."""
+"""The start of rank 0: its checkpoint, the warning about truncated sampling, and the live page."""
 
 from __future__ import annotations
 

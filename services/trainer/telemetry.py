@@ -17,7 +17,7 @@ import torch
 from services.trainer.fleet.delivery import SyncCounts, SyncPhase
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.loop.run_state import RunPhase, RunState
-from services.trainer.metrics.sinks import ValidationSample
+from services.trainer.metrics.step_metrics import Example
 from sluice.algorithm.accounting import TOKENS_AGE, TOKENS_MOVED
 from sluice.concurrency.deadlines import units_done
 from sluice.concurrency.waits import WAITS, Waiting, merged_waits
@@ -75,7 +75,7 @@ class RunHistory:
         else:
             self._scores.update(_scores_of(metrics))
 
-    def write_generations(self, step: int, generations: Sequence[ValidationSample]) -> None:
+    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
         """Texts are no metrics."""
 
     def close(self) -> None:

@@ -21,19 +21,12 @@ WEIGHTS = "algorithm.rollout_correction.rollout_is=token"
 BEHAVIOR = "actor_rollout_ref.actor.use_rollout_log_probs=true"
 
 
-def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"host 192\.0\.2\.1, port 7: cannot listen there"):
-        bound_socket("192.0.2.1", 7)
-
-
 def test_a_reserved_port_answers_no_peer_and_is_served_once_it_is_released() -> None:
     with socket.create_server((HOST, 0)) as server:
         port = int(server.getsockname()[1])
     with bound_socket(HOST, port) as reserved:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((HOST, port), timeout=5)
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind((HOST, port))
         reserved.close()
         with socket.create_server((HOST, port)):
             pass

@@ -13,7 +13,8 @@ from types import ModuleType
 
 import pytest
 
-from services.trainer.metrics.sinks import SinkTarget, ValidationSample, mlflow_name, open_sinks
+from services.trainer.metrics.sinks import SinkTarget, mlflow_name, open_sinks
+from services.trainer.metrics.step_metrics import Example
 
 METRICS = {"actor/pg_loss": 0.25, "val-core/math_dapo/acc/mean@1": 0.5}
 SETTINGS = {"trainer.project_name": "dapo/qwen3", "data.train_batch_size": 64}
@@ -50,7 +51,7 @@ async def write_run(name: str, run_dir: Path) -> None:
     (sink,) = await open_sinks([name], target)
     sink.write(1, METRICS)
     sink.write(2, {**METRICS, "actor/pg_loss": float("nan")})
-    sink.write_generations(2, [ValidationSample("1 + 1 | 2\nx", "out 2", 1.0)])
+    sink.write_generations(2, [Example("1 + 1 | 2\nx", "out 2", "2", 1.0)])
     sink.close()
 
 
