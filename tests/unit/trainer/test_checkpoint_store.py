@@ -194,7 +194,7 @@ def test_resume_path_to_nothing_is_an_error(tmp_path: Path) -> None:
     trainer = TrainerConfig(
         resume_mode="resume_path", resume_from_path=str(tmp_path / "global_step_4")
     )
-    with pytest.raises(CheckpointError, match="global_step_4 is no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="global_step_4 is not a complete checkpoint"):
         resume_point(trainer, CheckpointStore(tmp_path))
 
 
