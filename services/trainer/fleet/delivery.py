@@ -89,6 +89,7 @@ async def fan_out(
     async def react(handler: Callable[[], Awaitable[None]]) -> None:
         await first_failure.wait()
         await handler()
+        # Cancel only the calls that still run; their peers count as failed.
         for scope in scopes:
             scope.reschedule(asyncio.get_running_loop().time())
 
@@ -97,6 +98,7 @@ async def fan_out(
         async with asyncio.TaskGroup() as calls:
             for peer in peers:
                 calls.create_task(ask(peer), name=f"call-{peer}")
+        # After a failure, wait for the reaction to end instead.
         if reaction is not None and not first_failure.is_set():
             reaction.cancel()
     return answers
@@ -397,6 +399,7 @@ class TransferSession:
         )
         delivery.lost.update({member: str(error) for member, error in answers.failed.items()})
         delivery.served, delivery.is_complete = answers.answered, True
+        # A delta needs the same base on all members; after a failed commit one may differ.
         self._held = None if answers.failed else _Held(snapshot, digest)
 
     async def _together(

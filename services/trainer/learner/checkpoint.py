@@ -188,10 +188,10 @@ class CheckpointStore:
         for one in stored:
             roles = superfluous.get(one.folder, frozenset())
             if roles and roles == one.roles:
-                delete_folder(one.folder)
+                _delete_folder(one.folder)
                 logger.info("checkpoint %s deleted (trainer.max_*_ckpt_to_keep)", one.folder.name)
             elif roles:
-                delete_roles(one, roles, _unlist)
+                _delete_roles(one.folder, roles)
                 logger.info("%s of checkpoint %s deleted", ", ".join(roles), one.folder.name)
 
 
@@ -228,7 +228,7 @@ def superfluous_roles(
     return found
 
 
-def delete_folder(folder: Path) -> None:
+def _delete_folder(folder: Path) -> None:
     """Remove a checkpoint. The rename comes first, so that a crash leaves none that looks whole."""
     expired = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(expired, ignore_errors=True)
@@ -236,20 +236,12 @@ def delete_folder(folder: Path) -> None:
     shutil.rmtree(expired, ignore_errors=True)
 
 
-def delete_roles(
-    stored: StoredCheckpoint, roles: frozenset[str], unlist: Callable[[Path, frozenset[str]], None]
-) -> None:
-    """Remove some models from a checkpoint, but not all.
-
-    Args:
-        stored: the checkpoint.
-        roles: the models to remove.
-        unlist: removes their files from the checkpoint's list. This comes first: a listed file must
-            exist, while an unlisted one does no harm.
-    """
-    unlist(stored.folder, roles)
+def _delete_roles(folder: Path, roles: frozenset[str]) -> None:
+    """Remove some of a checkpoint's models, but not all."""
+    # First from the list: a listed file must exist, while an unlisted one does no harm.
+    _unlist(folder, roles)
     for role in roles:
-        shutil.rmtree(stored.folder / role, ignore_errors=True)
+        shutil.rmtree(folder / role, ignore_errors=True)
 
 
 def resume_point(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint | None:

@@ -80,6 +80,7 @@ class RankLeader:
             DeadlineError, PeerError: a rank failed, now or since the last call.
         """
         with self._commanding:
+            # The reward service gives the batch to rank 0 only.
             body = train_batch_to_bytes(batch) if self._parallel.world_size > 1 else b""
             self._send(CommandKind.TRAIN, {"step": step}, body)
             return self._learner.train_step(batch, step)
@@ -104,6 +105,7 @@ class RankLeader:
         try:
             yield tensors
         finally:
+            # A generator that never started has sent no command, and a finished one needs none.
             if getgeneratorstate(tensors) == GEN_SUSPENDED:
                 for _ in tensors:
                     pass
@@ -123,7 +125,7 @@ class RankLeader:
             self._keep_alives.join()
 
     def _gather(self, holding: TensorSet) -> Generator[tuple[str, Tensor], None, None]:
-        if not self._learner.is_sharded:
+        if not self._learner.is_sharded:  # rank 0 has everything: the others are not needed
             yield from self._learner.gather(holding)
             return
         with self._commanding:
@@ -149,7 +151,7 @@ class RankLeader:
                     self._send(CommandKind.KEEP_ALIVE, {}, b"")
             except SluiceError as error:
                 logger.error("trainer ranks do not answer: %s", error)  # noqa: TRY400 - no bug here
-                self._failure = error
+                self._failure = error  # the next command raises it, in the learner's thread
                 return
             finally:
                 self._commanding.release()

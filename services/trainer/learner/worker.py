@@ -100,13 +100,14 @@ class Learner:
         self._critic: Critic | None = None
         self._device = device or select_device(config.trainer.device)
         self._device.set_device()
-        torch.manual_seed(config.trainer.seed)
+        torch.manual_seed(config.trainer.seed)  # equal on all ranks: a new value head is random
         max_tokens = config.data.max_prompt_length + config.data.max_response_length
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
         check_precision(_ACTOR_SHARDING, precision, self._device)
         if uses_critic(config):
             check_precision(_CRITIC_SHARDING, config.critic.fsdp, self._device)
+        # On the CPU first: a sharded model moves to the device layer by layer.
         policy = load_policy(model, precision, _CPU, max_tokens)
         if actor.freeze_vision_tower:
             freeze_vision_tower(policy)
@@ -123,7 +124,7 @@ class Learner:
         self._optimizer = self._policy.optimizer
         settings = update_settings(config, self._model.config.get_text_config().vocab_size)
         check_packing(self._model, parallel.naming_failures("trying the model on packed tokens"))
-        self._reshard()
+        self._reshard()  # the check ran without a backward pass
         reference = None
         if settings.needs_reference:
             reference = ReferencePolicy(model, precision, self._device, max_tokens, parallel)
@@ -259,6 +260,7 @@ class Learner:
         self._update.kl_controller = replace(self._update.kl_controller, coef=coef)
 
     def _check_equal_weights(self, sums: list[float]) -> None:
+        # Ranks read the files separately; a difference would spoil training without any error.
         totals = self._parallel.all_gather([sum(sums)], "comparing the ranks' weights")
         if any(other != totals[0] for other in totals[1:]):
             raise ConfigError(

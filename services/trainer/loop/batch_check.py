@@ -62,7 +62,7 @@ def _problems(batch: TrainBatch, terms: BatchTerms, version: int) -> Iterator[st
         yield f"formed for version {batch.policy_version}, but version {version} is updated"
     if len(batch.groups) != terms.num_groups:
         yield f"{len(batch.groups)} groups instead of {terms.num_groups}"
-    seen: set[str] = set()
+    seen: set[str] = set()  # a prompt twice in a batch would be trained twice
     for group in batch.groups:
         name = f"group {group.prompt_id}"
         if group.prompt_id in seen:

@@ -130,7 +130,7 @@ class RunState:
             holder: the name of the holder; empty: the operator.
         """
         if lease_s is not None and holder in self._holds and self._holds[holder] is None:
-            return
+            return  # this pause lasts until `resume`
         self._end(holder)
         self._holds[holder] = (
             None
@@ -250,6 +250,7 @@ async def under_control(
     """
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(work, name=str(phase))
+        # The loop below waits for control calls only, so the end of `work` must wake it too.
         task.add_done_callback(lambda _: state.wake())
         while not task.done():
             if gives_way():

@@ -281,10 +281,13 @@ class TrainLoop:
         with trace.stage(SpanName.TRAIN_STEP):
             learner = await self._policy.train(batch, step)
         trained_s = time.monotonic()
+        # A running validation must end first: publishing changes the version that replicas serve.
         await self._await_evaluation()
         published_from_s = time.monotonic()
         with trace.stage(SpanName.PUBLISH):
             report = await self._publish(step)
+        # In one turn, so that no other announcement of the new version comes before the
+        # acknowledgement of the batch that made it.
         await self._announcer.announce(after=lambda: self._acknowledge(batch, step))
         published_s = time.monotonic()
         await self._save_if_due(step)
@@ -326,7 +329,7 @@ class TrainLoop:
                 lambda: self._is_stopped() or self._state.is_paused,
             )
         except* DataExhaustedError as ended:
-            if self._state.step == 0:
+            if self._state.step == 0:  # a run that cannot train one step is an error
                 raise
             logger.info("no batch for step %d: %s", step, ended.exceptions[0])
             self._state.stop(f"the data set has ended after {self._state.step} steps")

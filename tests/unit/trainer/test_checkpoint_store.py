@@ -122,7 +122,7 @@ def test_an_incomplete_checkpoint_is_never_picked(tmp_path: Path, damage: str) -
         weights.write_bytes(b"weigh")
     else:
         (folder / "data.json").unlink()
-    with pytest.raises(CheckpointError, match=r"global_step_5 is (no complete|incomplete).*resume"):
+    with pytest.raises(CheckpointError, match=r"global_step_5 is (not a complete|incomplete).*resume"):
         store.latest()
 
 

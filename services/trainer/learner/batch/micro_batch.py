@@ -98,6 +98,7 @@ def build_micro_batch(
         device: gets the tensors.
         images: images of prompts, by `TrainingRow.group`.
     """
+    # Empty responses count as rows, but have no tokens to pack.
     pieces = [piece for piece in map(_without_empty(rows), plan.pieces) if piece.row_indices]
     if not pieces:
         return None
@@ -105,6 +106,7 @@ def build_micro_batch(
     members = [rows[index] for index in plan.row_indices]
     lengths = [row.token_ids.size for row in members]
     input_ids, position_ids = _inputs(rows, pieces, images)
+    # Rows of a prompt share its images, which are packed once like its tokens.
     prompt_images = [
         (piece.start, images.get(rows[own.row_indices[0]].group))
         for piece, own in zip(packed, pieces, strict=True)
@@ -116,6 +118,7 @@ def build_micro_batch(
         input_ids=_tensor(input_ids[None], device),
         position_ids=_tensor(position_ids[..., None, :], device),
         predecessors=_tensor(_predecessors(packed), device),
+        # One entry per response token: its id, its row here and in the batch, its index in the row.
         labels=_tensor(np.concatenate([row.token_ids for row in members]), device),
         rows=_tensor(np.repeat(np.arange(len(members)), lengths), device),
         batch_rows=_tensor(np.repeat([row.number for row in members], lengths), device),
@@ -144,7 +147,7 @@ def _place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> Iterato
         cursor += prompt_length
         packed_rows = []
         for index in piece.row_indices:
-            length = int(rows[index].token_ids.size) - 1
+            length = int(rows[index].token_ids.size) - 1  # the last token is only a label
             packed_rows.append(PackedRow(cursor, length))
             cursor += length
         yield PackedPiece(start, prompt_length, tuple(packed_rows))
@@ -168,7 +171,7 @@ def _inputs(
         tokens += [prompt, *(response[:-1] for response in responses)]
         longest = prompt.size + max(response.size for response in responses) - 1
         own = np.arange(longest)
-        if images:
+        if images:  # three positions per token: time, height and width
             image = images.get(first.group)
             own = np.tile(own, (3, 1)) if image is None else image.positions.extended(longest)
         positions.append(own[..., : prompt.size])
@@ -182,6 +185,8 @@ def _predecessors(packed: Sequence[PackedPiece]) -> npt.NDArray[np.int64]:
     for piece in packed:
         last_of_prompt = np.array([piece.start + piece.length - 1])
         for row in piece.rows:
+            # The prompt's last token predicts a row's first one; each later token follows its own
+            # predecessor.
             parts += [last_of_prompt, np.arange(row.start, row.start + row.length)]
     return np.concatenate(parts)
 

@@ -101,6 +101,7 @@ def split_batch(
     order = np.arange(len(groups))
     if cut.shuffle_seed is not None:
         order = np.random.default_rng([cut.shuffle_seed, step]).permutation(len(groups))
+    # Rows keep their indices in the whole batch, by which tables find their tokens.
     ends = list(accumulate(len(group.rollouts) for group in groups))
     numbers = [range(end - len(g.rollouts), end) for g, end in zip(groups, ends, strict=True)]
     return [
@@ -131,6 +132,7 @@ def _mini_batch(
     sizes = [row.size for row in rows]
     assign = assign_groups_to_ranks if cut.whole_groups else assign_rows_to_ranks
     plan = plan_whole_group_micro_batches if cut.whole_groups else plan_micro_batches
+    # Every rank computes the assignment of all ranks and takes its own part.
     plans = plan(
         sizes,
         assign(sizes, share.world_size)[share.rank],
@@ -139,6 +141,7 @@ def _mini_batch(
     )
     images = _images(groups, rows, plans, image_prompts)
     micro_batches = (build_micro_batch(rows, planned, device, images) for planned in plans)
+    # Counts of all rows: the loss must not depend on which rank computes or skips a row.
     return MiniBatch(
         tuple(micro_batch for micro_batch in micro_batches if micro_batch is not None),
         global_groups=len(groups),

@@ -89,6 +89,7 @@ def build_layout(
         for row in piece.rows
         if row.length  # a response of one token is only a label
     ]
+    # The blocks' outputs are concatenated. `output` records where each packed token's is.
     for members in (*_similar_lengths(prompts), *_similar_lengths(rows)):
         block, places = _block(members, device)
         for sequence, place in zip(members, places, strict=True):
@@ -105,6 +106,8 @@ def _similar_lengths(sequences: Sequence[_Sequence]) -> Iterator[list[_Sequence]
     block: list[_Sequence] = []
     for sequence in sorted(sequences, key=lambda s: (-s.length, s.start)):
         longest = block[0].length if block else 0
+        # A much shorter sequence would be mostly padding: it starts a new block, unless this block
+        # is so small that another call would cost more.
         mixed = sequence.length < LENGTH_RATIO * longest
         if mixed and longest * len(block) >= MIN_BLOCK_TOKENS:
             yield block
@@ -124,6 +127,7 @@ def _block(
     if prompt_longest == 0:  # prompts: plainly causal
         index = torch.from_numpy(own).to(device)
         return AttentionBlock(index, index, None), range(0, own.size, longest)
+    # The mask has an element per query and key, so its size is quadratic in the length.
     if len(members) * longest * (prompt_longest + longest) > MAX_MASK_ELEMENTS:
         return _causal_block(members, device)
     # Prompts are padded on the left, rows on the right, so that real tokens stay adjacent.
@@ -151,6 +155,7 @@ def _causal_block(
         line[:prompt] = member.prompt_start + np.arange(prompt)
         line[prompt : prompt + member.length] = member.start + np.arange(member.length)
     positions = torch.from_numpy(index).to(device)
+    # Only the rows' outputs are read; the prompts' own block has computed the prompts'.
     places = [number * width + member.prompt_length for number, member in enumerate(members)]
     return AttentionBlock(positions, positions, None), places
 
@@ -165,6 +170,7 @@ def _row_mask(prompt_visible: torch.Tensor, longest: int) -> torch.Tensor:
     """Return the mask [B, 1, L, P + L]: a row sees its prompt, and its own tokens causally."""
     num_rows, prompt_longest = prompt_visible.shape
     causal = torch.ones(longest, longest, dtype=torch.bool, device=prompt_visible.device).tril()
+    # Both parts are views until `cat` writes the mask once.
     return torch.cat(
         [
             prompt_visible[:, None, None, :].expand(num_rows, 1, longest, prompt_longest),
@@ -204,6 +210,7 @@ def pack_images(
     seen = [(start, image) for start, image in prompts if image is not None]
     if not seen:
         return None
+    # `image.places` count from the prompt's start; packed positions count from the first prompt's.
     is_image = np.zeros((1, num_tokens), dtype=np.bool_)
     for start, image in seen:
         is_image[0, start + image.places] = True

@@ -70,6 +70,7 @@ def token_outputs(
     advance()
     logits = response_logits(model, micro_batch)
     labels, entropies = micro_batch.labels, None
+    # For a metric, one pass over the logits gives both; its entropy has no gradient.
     if entropy is EntropyUse.METRIC:
         logprobs, entropies = logprobs_and_entropy(logits, labels, temperature)
     else:
@@ -155,6 +156,7 @@ def check_packing(
             alone = torch.cat([_logprobs(model, [row]) for row in rows])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         raise _refusal(model, repr(error)) from error
+    # `not <=` also refuses NaN.
     gap = float((together - alone).abs().mean())
     if not gap <= _TOLERANCE[model.dtype]:
         raise _refusal(model, f"logprobs of packed and single rows differ by {gap:.2g} on average")

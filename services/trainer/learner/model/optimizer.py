@@ -94,7 +94,7 @@ class PolicyOptimizer:
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
-            fused=True,
+            fused=True,  # fewer passes over memory, also on the CPU
         )
         self.skipped_updates = 0
 
@@ -126,7 +126,7 @@ class PolicyOptimizer:
                 # The same epsilon as torch's clip_grad_norm_.
                 self.gradients.scale(self._config.clip_grad / (norm + 1e-6))
             self._adamw.step()
-        else:
+        else:  # one bad batch must not destroy the weights
             self.skipped_updates += 1
             logger.warning(
                 "optimizer step skipped: gradient norm is %s (%d skipped so far)",
@@ -177,7 +177,7 @@ class PolicyOptimizer:
                 f"{tuple(parameter.shape)}; resume with the model that was trained"
             )
         if moment == "step":
-            return tensor.to(parameter.device).clone()
+            return tensor.to(parameter.device).clone()  # AdamW changes it in place
         own = torch.zeros_like(parameter, dtype=tensor.dtype, requires_grad=False)
         assign(own, tensor)
         return own

@@ -81,6 +81,7 @@ def shard_model(
     layers = set(model._no_split_modules or ())
     for module in [m for m in model.modules() if type(m).__name__ in layers]:
         fully_shard(module, mesh=mesh, reshard_after_forward=kept_whole)
+    # After its layers: the outer unit takes the parameters that are left.
     fully_shard(model, mesh=mesh, reshard_after_forward=kept_whole)
     for sharded in _sharded_modules(model):
         # Each loss is already divided by global counts: gradients are added up, not averaged.
@@ -115,6 +116,7 @@ def assign(target: Tensor, whole: Tensor) -> None:
         target.copy_(whole)
         return
     mesh = target.device_mesh
+    # Shards are along the first dimension of a tensor, and along the last one of the mesh.
     start, stop = shard_rows(
         whole.shape[0], mesh.size(mesh.ndim - 1), mesh.get_local_rank(SHARD_DIM)
     )
@@ -197,6 +199,7 @@ class ShardedGradients:
     def norm(self) -> float:
         """Return the norm: float32 on each rank, float64 over ranks, each shard counted once."""
         squares = [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in self._local()]
+        # Every rank adds the same numbers in the same order, so all ranks clip alike.
         own = float(sum(squares)) if squares else 0.0
         gathered = self._parallel.all_gather([own], "summing the gradients' norms")
         return math.sqrt(sum(part for (part,) in gathered) / self._num_copies)
@@ -243,6 +246,7 @@ class EvenPasses:
 
     def begin(self, own: int) -> None:
         """Prepare for `own` passes: either without gradients, or those of one optimizer step."""
+        # `_left` counts down to the pass that sums gradients; the busiest rank sets the number.
         self._own = own
         self._left = 0 if self._shards is None else self._most(own)
 

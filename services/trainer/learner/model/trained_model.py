@@ -121,6 +121,7 @@ def save_policy_state(
         advance()
     except SafetensorError as error:  # safetensors reports a full disk like this
         raise OSError(f"{directory}: {error}") from error
+    # Copied, not saved again: transformers might write them in another form.
     for pattern in TOKENIZER_FILES:
         for file in Path(model_path).glob(pattern):
             shutil.copyfile(file, huggingface / file.name)
@@ -189,6 +190,7 @@ def _on_host(tensors: WholeTensors) -> dict[str, Tensor]:
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
+    # A view of a larger storage would keep all of that storage alive.
     own = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if own and tensor.is_contiguous() else tensor.contiguous().clone()
 
@@ -220,6 +222,7 @@ def _load_weights(
     saved, report = cast("tuple[PreTrainedModel, Mapping[str, Collection[str]]]", loading)
     loaded = dict(saved.named_parameters())
     differing = sorted(set(trained).symmetric_difference(loaded) | set(report["missing_keys"]))
+    # The folder has its own config.json: a model of another size has the same names.
     differing += [n for n in trained if n in loaded and trained[n].shape != loaded[n].shape]
     if differing:
         raise CheckpointError(
@@ -327,7 +330,7 @@ def trained_model(
     Raises:
         ConfigError: the number of ranks is not divisible by the shard size.
     """
-    total = weight_sum(model)
+    total = weight_sum(model)  # before sharding, which leaves a part of each weight
     shards = share_model(model, sharding, parallel, key=key, device=device)
     parameters = dict(model.named_parameters()) if shards is None else shards.parameters
     trained = {name: one for name, one in parameters.items() if one.requires_grad}

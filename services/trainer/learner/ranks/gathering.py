@@ -120,6 +120,7 @@ def _gather(
             return  # rank 0 is in the first copy
     ends = list(accumulate(part.numel for part in bucket))
     local = [part.tensor.to_local() for part in bucket]
+    # Shards are padded to the longest, so that all ranks send equally many elements.
     own = torch.zeros(ends[-1], dtype=bucket[0].dtype, device=local[0].device)
     for shard, part, end in zip(local, bucket, ends, strict=True):
         start = end - part.numel

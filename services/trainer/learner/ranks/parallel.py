@@ -165,7 +165,7 @@ class TorchDistributed:
         self._meshes: dict[int, DeviceMesh] = {}
         backend = rank_backends(device.torch_device.type)
         self._has_gather = device.collective_backend not in WITHOUT_GATHER
-        device.set_device()
+        device.set_device()  # before the group exists: its backend binds to the current device
         place = rank_place(os.environ)
         self._rendezvous: RankRendezvous | None = None
         if not _has_agent_store(os.environ):
@@ -216,6 +216,7 @@ class TorchDistributed:
         if self.rank == 0 or not self._has_gather:
             parts = own.new_empty((dist.get_world_size(group), own.numel()))
         into = None if parts is None else list(parts.unbind())
+        # With all-gather every rank needs memory for all parts, although only rank 0 reads them.
         if self._has_gather:
             gather = partial(dist.gather, own, into, dst=0, group=group, async_op=True)
         else:
@@ -283,6 +284,7 @@ class TorchDistributed:
             world = dist.group.WORLD
             assert world is not None
             return DeviceMesh.from_group(world, self._device_type, mesh_dim_names=(SHARD_DIM,))
+        # Neighboring ranks share a copy: they are likely on one machine, with fast links.
         ranks = torch.arange(self.world_size).view(-1, size)
         within = [self._new_group(row) for row in ranks]
         across = [self._new_group(column) for column in ranks.T]

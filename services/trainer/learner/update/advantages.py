@@ -90,6 +90,7 @@ def token_advantages(
             kind=rules.kl_kind,
             controller=controller,
         )
+        # An adaptive controller changes its weight after each batch.
         rewards, controller = penalized.rewards, penalized.controller
         metrics |= penalized.metrics
     mask = _without_rejected(table.mask, passed.kept)

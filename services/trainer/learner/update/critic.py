@@ -105,6 +105,7 @@ class Critic:
         self._parallel = parallel
         self._device = device
         self.trained = trained_model(
+            # On the CPU first: a sharded model moves to the device layer by layer.
             load_critic(settings.model, settings.precision, _CPU, settings.max_tokens),
             settings.precision,
             settings.optim,
@@ -129,6 +130,7 @@ class Critic:
             step=step,
             device=self._device.torch_device,
         )
+        # `update` runs over the same micro-batches, so old values stay in their order.
         self._passes.begin(sum(len(one.micro_batches) for one in self._mini_batches))
         self._old_values = [
             [self._forward(micro_batch) for micro_batch in mini_batch.micro_batches]
@@ -164,6 +166,7 @@ class Critic:
                     self._optimizer.gradients.buffers, "summing the critic's gradients"
                 )
                 norms.append(self._optimizer.step())
+                # Stacked on the device and read once at the end, without waiting for each pass.
                 sums += [
                     torch.stack([one.loss.detach(), *(one.metric_sums[n] for n in _TOKEN_MEANS)])
                     for one in losses
@@ -178,6 +181,7 @@ class Critic:
         losses = []
         self._passes.begin(len(mini_batch.micro_batches))
         for micro_batch, old in zip(mini_batch.micro_batches, old_values, strict=True):
+            # Rejected tokens leave the sums; the global counts stay the denominators.
             kept = tokens_of(mask, micro_batch)
             loss = value_loss(
                 self._forward(micro_batch)[kept],
@@ -205,6 +209,7 @@ class Critic:
 
     def _means(self, sums: Sequence[Tensor], num_tokens: int, num_steps: int) -> dict[str, float]:
         own = torch.stack(list(sums)).sum(0).tolist() if sums else [0.0] * (1 + len(_TOKEN_MEANS))
+        # Losses are shares of a step's loss, so they add up; the other metrics are means of tokens.
         vectors = self._parallel.all_gather([*own, num_tokens], "summing the critic's metrics")
         loss, *totals, tokens = (sum(column) for column in zip(*vectors, strict=True))
         means = {n: t / max(tokens, 1.0) for n, t in zip(_TOKEN_MEANS, totals, strict=True)}

@@ -117,7 +117,7 @@ class LossTerms:
         Rejected tokens are left out, but the denominators remain those of `counts`.
         """
         inputs = prepared.loss_inputs(outputs.logprobs, seed=seed)
-        kept = prepared.kept
+        kept = prepared.kept  # the denominators in `counts` do not depend on it
         if kept is not None:
             inputs = inputs.keeping(kept)
         objective = self._objective(inputs, counts, self._settings.loss)
@@ -166,6 +166,7 @@ class LossTerms:
 
     def mean_names(self) -> tuple[str, ...]:
         """Return the names of the means that the loss reports, by a trial on made-up tokens."""
+        # One whole group of samples, since some losses compare all samples of a group.
         samples = self._settings.loss.adpo.num_generations
         tokens = torch.zeros(2 * samples)
         inputs = LossInputs(

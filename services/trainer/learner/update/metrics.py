@@ -109,6 +109,7 @@ class UpdateSums:
 
         Collective: one vector of all numbers, so that metrics cost one exchange.
         """
+        # In a fixed order, which `_losses` and `_means` read back: sums, counts, entropy, flags.
         own = [
             *self._sums.values(),
             *self._counts.values(),
@@ -147,6 +148,7 @@ class UpdateSums:
         }
 
     def _of_ranks(self, vectors: Sequence[Sequence[float]], num_diff: int) -> dict[str, float]:
+        # These are no plain sums (they hold extremes too), so each has its own merge.
         probs_diff, corrections = ProbsDiffSums(), None
         for vector in vectors:
             probs_diff = probs_diff.merge(ProbsDiffSums.from_vector(vector[:num_diff]))

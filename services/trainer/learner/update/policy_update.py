@@ -130,6 +130,7 @@ class PolicyUpdate:
             early = self._estimate(batch, table, PassTables())
             skipped = zero_advantage_rows(early.advantages, self._parallel)
             timer.end_phase("adv")
+        # All passes of the policy before this batch come first: the first step changes the weights.
         mini_batches = self._cut(batch, step, skipped)
         sums = UpdateSums(self._mean_names, self._no_corrections)
         sum_pi_squared = self._old_logprobs(mini_batches, sums, table)
@@ -145,6 +146,7 @@ class PolicyUpdate:
         timer.end_phase("adv")
         critic_metrics = self._update_critic(values, estimate, step)
         timer.end_phase("update_critic", shown=self._critic is not None)
+        # During the warm-up only the critic trains.
         policy_metrics = {}
         if step >= self._settings.critic_warmup:
             policy_metrics = self._policy_steps(mini_batches, sums, step)
@@ -186,6 +188,7 @@ class PolicyUpdate:
                 prepared.old_logprobs = prepared.micro_batch.behavior_logprobs
             if not self._settings.needs_sum_pi_squared:
                 return None
+        # Squared probabilities need a pass over every mini-batch, even if the logprobs are known.
         first = 0 if self._settings.needs_old_logprobs_first else 1
         squares: list[tuple[MicroBatch, Tensor]] = []
         to_pass = _micro_batches(mini_batches[first:])
@@ -197,7 +200,7 @@ class PolicyUpdate:
                     EntropyUse.METRIC,
                     with_sum_pi_squared=self._settings.needs_sum_pi_squared,
                 )
-            if outputs.sum_pi_squared is not None:
+            if outputs.sum_pi_squared is not None:  # kept apart: only the estimator reads them
                 squares.append((prepared.micro_batch, outputs.sum_pi_squared))
             self._note_old_policy(prepared, outputs, sums)
         self._passes.end_forward_only()
@@ -308,6 +311,7 @@ class PolicyUpdate:
     ) -> dict[str, float]:
         # The schedule starts at the policy's first update, which critic_warmup delays.
         rate = self._optimizer.begin_batch(step - max(1, self._settings.critic_warmup))
+        # Some losses choose tokens at random: each pass has its own seed, equal in a resumed run.
         norms = [
             self._optimizer_step(mini_batch, sums, seed, first_pass=epoch == 0)
             for epoch in range(self._actor.ppo_epochs)
@@ -315,6 +319,7 @@ class PolicyUpdate:
                 mini_batches, step * _SEEDS_PER_BATCH + epoch * len(mini_batches)
             )
         ]
+        # The optimizer has skipped the steps whose norm is not finite.
         finite = [norm for norm in norms if math.isfinite(norm)]
         return {
             **sums.metrics(self._parallel, len(norms)),
@@ -332,6 +337,8 @@ class PolicyUpdate:
         for number, prepared in enumerate(mini_batch.micro_batches):
             # No weight has changed yet, so this pass also yields the old logprobs.
             is_old_policy = prepared.old_logprobs is None
+            # In bypass mode the first epoch's passes are those before any update of their rows, so
+            # they stand for the old policy in the entropy metric.
             bypassed = first_pass and self._settings.old_is_behavior
             shows_entropy = (
                 is_old_policy
@@ -350,7 +357,7 @@ class PolicyUpdate:
                 seed=(seed * _SEEDS_PER_BATCH + number) % 2**62,
             )
             self._passes.before_backward()
-            loss.total.total.backward()
+            loss.total.total.backward()  # adds to the gradients of earlier micro-batches
             sums.add_loss(loss.total, loss.objective.metrics)
         self._passes.end_step()
         # Empty for a sharded model, whose last backward pass has summed its gradients.
@@ -382,7 +389,7 @@ class PolicyUpdate:
     def _batch_metrics(self, batch: TrainBatch) -> dict[str, float]:
         rows = sum(len(group.rollouts) for group in batch.groups)
         return batch_metrics(
-            batch_rows(batch, np.zeros(rows)),
+            batch_rows(batch, np.zeros(rows)),  # advantages are reported by the estimate
             max_prompt_tokens=self._settings.max_prompt_tokens,
             max_response_tokens=self._settings.max_response_tokens,
         )

@@ -45,6 +45,7 @@ class ReferencePolicy:
         self._device = device
         shards = share_model(self._model, precision, parallel, key=_SHARDING, device=CPU)
         self._passes = EvenPasses(shards, parallel, self._idle_pass, device.torch_device)
+        # Sharding moves the shards to the device.
         self._model.to(CPU)  # type: ignore[arg-type]  # transformers narrows the overloads
 
     @torch.no_grad()
