@@ -1,18 +1,28 @@
-"""The start of rank 0: the port it reserves, and the warning about truncated sampling."""
+"""The start of rank 0: its port, its checkpoint, and the warning about truncated sampling."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
+from pathlib import Path
 
 import pytest
 
 from services.trainer import leader
-from services.trainer.start import sampling_notice
+from services.trainer.learner.checkpoint import CheckpointStore
+from services.trainer.start import sampling_notice, start_point
 from sluice.config.loading.loader import load_config
-from sluice.errors import ConfigError
+from sluice.config.schema.trainer import TrainerConfig
+from sluice.errors import CheckpointError, ConfigError
 from sluice.rpc.ports import bound_socket
+from sluice.service_contract import (
+    MARK_VARIABLE,
+    RESTARTS_VARIABLE,
+    TRACKER_NAME,
+    checkpoint_mark,
+)
+from sluice.types import DataProgress
 
 WAIT_S = 20.0
 HOST = "127.0.0.1"
@@ -94,3 +104,91 @@ def test_truncated_training_sampling_is_reported_with_its_effect_and_a_remedy(
 def test_both_cuts_are_named() -> None:
     text = notice(f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5") or ""
     assert "top_p = 0.9 and top_k = 5" in text
+
+
+def write_actor(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "weights").write_bytes(b"1234")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path)
+
+
+def save(store: CheckpointStore, step: int) -> None:
+    store.save(step, write_actor, DataProgress(step), {})
+
+
+def settings(*overrides: str) -> TrainerConfig:
+    return load_config(None, overrides).trainer
+
+
+def environment(folder: Path, restarts: int) -> dict[str, str]:
+    return {MARK_VARIABLE: checkpoint_mark(folder), RESTARTS_VARIABLE: str(restarts)}
+
+
+def begins_at(
+    store: CheckpointStore, folder: Path, given: dict[str, str], *overrides: str
+) -> tuple[int | None, int | None]:
+    """Steps of the checkpoint and of the record that stands."""
+    found = start_point(settings(*overrides), store, folder, given)
+    return (found.checkpoint.step if found.checkpoint else None, found.replaces_after)
+
+
+def test_the_first_start_does_what_resume_mode_says(store: CheckpointStore, tmp_path: Path) -> None:
+    first = environment(tmp_path, 0)
+    assert begins_at(store, tmp_path, first) == (None, None)
+    save(store, 4)
+    first = environment(tmp_path, 0)
+    assert begins_at(store, tmp_path, first) == (4, 4)
+    assert begins_at(store, tmp_path, first, "trainer.resume_mode=disable") == (None, None)
+    assert begins_at(store, tmp_path, {}, "trainer.resume_mode=disable") == (None, None)
+
+
+def test_a_restart_goes_on_from_what_the_run_has_saved_whatever_resume_mode_says(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    save(store, 700)
+    again = environment(tmp_path, 1)
+    save(store, 2)
+    path = f"trainer.resume_from_path={tmp_path / 'global_step_700'}"
+    for mode in (["auto"], ["disable"], ["resume_path", path]):
+        overrides = [f"trainer.resume_mode={mode[0]}", *mode[1:]]
+        assert begins_at(store, tmp_path, again, *overrides) == (2, 2)
+
+
+def test_a_restart_before_the_first_save_begins_where_the_run_began(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    assert begins_at(store, tmp_path, environment(tmp_path, 2)) == (None, 0)
+    save(store, 700)
+    again = environment(tmp_path, 1)
+    assert begins_at(store, tmp_path, again, "trainer.resume_mode=disable") == (None, 0)
+    assert begins_at(store, tmp_path, again) == (700, 700)
+
+
+def test_a_checkpoint_of_the_same_step_saved_again_counts_as_the_runs_own(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    save(store, 2)
+    again = environment(tmp_path, 1)
+    save(store, 2)
+    assert begins_at(store, tmp_path, again, "trainer.resume_mode=disable") == (2, 2)
+
+
+def test_an_own_checkpoint_that_is_damaged_is_an_error_and_not_a_start_from_nothing(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    again = environment(tmp_path, 1)
+    save(store, 2)
+    (tmp_path / "global_step_2" / "actor" / "weights").unlink()
+    with pytest.raises(CheckpointError, match="incomplete"):
+        begins_at(store, tmp_path, again)
+
+
+def test_the_tracker_file_is_the_one_that_checkpoints_replace(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    save(store, 2)
+    assert (tmp_path / TRACKER_NAME).read_text(encoding="ascii") == "2"
