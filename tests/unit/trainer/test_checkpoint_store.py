@@ -170,11 +170,11 @@ def test_the_newest_stays_although_an_abandoned_run_left_higher_steps(tmp_path: 
     assert latest(store).step == 2
 
 
-def test_auto_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
+def test_auto_without_a_checkpoint_starts_at_step_0(tmp_path: Path) -> None:
     assert resume_point(TrainerConfig(), CheckpointStore(tmp_path / "none")) is None
 
 
-def test_auto_goes_on_from_the_latest(tmp_path: Path) -> None:
+def test_auto_resumes_from_the_latest(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1)
     save(store, 2)

@@ -101,7 +101,7 @@ async def test_a_stop_ends_a_run_that_waits_for_replicas() -> None:
     assert world.recorded["accounts"]["prompts_lost"] == 0
 
 
-async def test_a_pause_on_lease_ends_by_itself_unless_it_is_renewed(
+async def test_a_pause_on_lease_ends_unless_it_is_renewed(
     world: World,
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
@@ -141,7 +141,7 @@ async def test_a_refused_batch_ends_the_run_and_is_neither_trained_nor_acknowled
     assert "acknowledge 2" not in world.events
 
 
-async def test_groups_that_the_reward_service_does_not_know_as_trained_are_lost_and_told(
+async def test_groups_that_the_reward_service_does_not_know_as_trained_are_logged_as_lost(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.holds.clear()
@@ -169,7 +169,7 @@ async def test_a_run_whose_reward_service_is_gone_at_its_end_records_what_the_tr
     assert world.state.phase is RunPhase.FINISHED
 
 
-async def test_a_run_that_kept_its_books_has_lost_no_prompt(world: World) -> None:
+async def test_a_run_with_complete_accounts_has_lost_no_prompt(world: World) -> None:
     world.holds.clear()
     await run(world.loop())
     accounts = world.recorded["accounts"]

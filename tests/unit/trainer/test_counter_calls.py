@@ -60,14 +60,14 @@ async def calls() -> AsyncIterator[ReplicaCounterCalls]:
     await calls.close()
 
 
-async def test_a_replica_tells_all_that_enters_the_books(calls: ReplicaCounterCalls) -> None:
+async def test_a_replica_reports_all_counters_of_the_accounts(calls: ReplicaCounterCalls) -> None:
     async with serving(Replica()) as info:
         reported = await calls.ask(info)
     seconds = {"idle": 1.5, "generating": 2.5}
     assert reported.counters == ReplicaCounters(100, 7, 3, 4.0, seconds, 20, 2)
 
 
-async def test_the_books_do_not_wait_for_an_engines_step(calls: ReplicaCounterCalls) -> None:
+async def test_the_accounts_do_not_wait_for_an_engines_step(calls: ReplicaCounterCalls) -> None:
     replica = Replica()
     async with serving(replica) as info:
         await calls.ask(info)

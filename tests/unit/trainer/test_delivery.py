@@ -107,7 +107,7 @@ async def test_the_first_failure_is_acted_on_once_while_others_are_under_way() -
     assert sorted(answers.failed) == ["a", "b", "c"]
 
 
-async def test_a_call_that_goes_on_after_the_reaction_is_given_up() -> None:
+async def test_a_call_that_still_runs_after_the_reaction_is_cancelled() -> None:
     was_cancelled = False
 
     async def call(peer: str) -> None:

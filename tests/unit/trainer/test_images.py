@@ -183,7 +183,7 @@ def _packed(directory: Path, groups: list[TrainGroup]) -> tuple[list[TrainingRow
 
 
 def _without_sampled_images(group: TrainGroup) -> TrainGroup:
-    """transformers' own forward would take a drawn image token for a place of an image."""
+    """transformers' own forward would take a sampled image token for an image's position."""
     for rollout in group.rollouts:
         rollout.token_ids[rollout.token_ids == IMAGE] = IMAGE + 1
     return group

@@ -93,7 +93,7 @@ def test_every_name_of_a_step_is_in_the_page(tmp_path: Path) -> None:
     assert [name for name in emitted if not is_documented(name)] == []
 
 
-def test_every_name_of_the_books_is_in_the_page() -> None:
+def test_every_name_of_the_accounts_is_in_the_page() -> None:
     fleet = ReplicaCounters(8, 4, 2, 1.0, dict.fromkeys(map(str, EngineState), 0.25))
     phases = dict.fromkeys(map(str, RunPhase), 1.0)
     accounting = run_accounts(fleet, dict.fromkeys(RECEIVED, 1.0), phases, 9.0)

@@ -180,7 +180,7 @@ def save_after_two(learner: Learner, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
-def test_a_run_goes_on_with_another_number_of_ranks(
+def test_a_run_resumes_with_another_number_of_ranks(
     tmp_path: Path, before: int, after: int
 ) -> None:
     model, actor = save_model(tmp_path / "model"), tmp_path / "global_step_2" / "actor"
@@ -231,7 +231,7 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> FakeGenerators:
     return fake
 
 
-def test_any_accelerators_generator_goes_on_where_it_was(generators: FakeGenerators) -> None:
+def test_any_accelerators_generator_continues_from_its_state(generators: FakeGenerators) -> None:
     generators.states[XPU] = torch.tensor([3, 0, 255], dtype=torch.uint8)
     saved = random_state(XPU)
     sampled = torch.rand(3)

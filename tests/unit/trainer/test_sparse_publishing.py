@@ -130,7 +130,7 @@ async def test_a_base_that_was_overwritten_is_not_used(trainer: Trainer) -> None
     assert await _publish(trainer, 3) == (True, 1)
 
 
-async def test_a_version_written_twice_is_told_apart(trainer: Trainer) -> None:
+async def test_two_snapshots_of_one_version_are_distinguished(trainer: Trainer) -> None:
     """After a resumed run the same number may stand for other weights."""
     replica = trainer.add("a")
     await _publish(trainer, 1)

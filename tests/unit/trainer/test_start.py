@@ -146,7 +146,7 @@ def test_the_first_start_does_what_resume_mode_says(store: CheckpointStore, tmp_
     assert begins_at(store, tmp_path, {}, "trainer.resume_mode=disable") == (None, None)
 
 
-def test_a_restart_goes_on_from_what_the_run_has_saved_whatever_resume_mode_says(
+def test_a_restart_continues_from_the_runs_own_checkpoint_in_every_resume_mode(
     store: CheckpointStore, tmp_path: Path
 ) -> None:
     save(store, 700)

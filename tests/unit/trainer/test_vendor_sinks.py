@@ -86,7 +86,7 @@ def leveldb_records(file: Path) -> Iterator[bytes]:
 
 
 async def settled(file: Path) -> None:
-    """wandb's own process may go on writing for a moment after the run has been finished."""
+    """wandb's own process may still write for a moment after the run has finished."""
     async with asyncio.timeout(20.0):
         before = -1
         while (size := file.stat().st_size) != before or size <= 7:
