@@ -32,6 +32,24 @@ from sluice.telemetry.metrics import Histogram, InstrumentReading
 from sluice.telemetry.process import process_age_s
 
 _GIB = float(1 << 30)
+_STEP = "timing_s/step"
+_WAIT = "timing_s/wait_batch"
+_SKIPPED = "actor/skipped_updates"
+_VALIDATION = "val-core/"
+_TOKENS = "tokens/"
+_OPEN = ("pending", "under_way")
+_ACCOUNTS = ("tokens", "trainer_seconds", "rollout_seconds")
+_AT_REST = (RunPhase.PAUSED, RunPhase.FINISHED)
+# Peer and activity that each phase waits for.
+_AWAITED_IN = {
+    RunPhase.WAITING_FOR_REPLICAS: ("rollout fleet", "registering replicas"),
+    RunPhase.WAITING_FOR_BATCH: ("reward service", "filling a batch"),
+    RunPhase.TRAINING: ("learner thread", "updating the policy"),
+    RunPhase.PUBLISHING: ("rollout fleet", "taking the weights"),
+    RunPhase.EVALUATING: ("reward service", "validating"),
+    RunPhase.SAVING: ("learner thread", "saving a checkpoint"),
+    RunPhase.PAUSED: ("operator", "resuming the run"),
+}
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
@@ -47,10 +65,6 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
         metrics["perf/max_memory_allocated_gb"] = peaks.max_memory_allocated(device) / _GIB
         metrics["perf/max_memory_reserved_gb"] = peaks.max_memory_reserved(device) / _GIB
     return metrics
-
-
-_STEP, _WAIT, _SKIPPED = "timing_s/step", "timing_s/wait_batch", "actor/skipped_updates"
-_VALIDATION = "val-core/"
 
 
 class RunHistory:
@@ -100,11 +114,6 @@ def _scores_of(metrics: Mapping[str, float]) -> Iterator[tuple[tuple[str, str, s
         if name.startswith(_VALIDATION):
             source, variable, statistic = name.removeprefix(_VALIDATION).rsplit("/", 2)
             yield (source, variable, statistic), value
-
-
-_TOKENS = "tokens/"
-_OPEN = ("pending", "under_way")
-_ACCOUNTS = ("tokens", "trainer_seconds", "rollout_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,18 +211,6 @@ def _sync(counts: SyncCounts) -> Iterator[InstrumentReading]:
         yield trainer.SYNC_SECONDS.at(counts.seconds[phase], phase)
         yield trainer.SYNC_FAILURES.at(float(counts.failures[phase]), phase)
     yield trainer.SYNC_STALL.at(counts.stall_s)
-
-
-_AWAITED_IN = {
-    RunPhase.WAITING_FOR_REPLICAS: ("rollout fleet", "registering replicas"),
-    RunPhase.WAITING_FOR_BATCH: ("reward service", "filling a batch"),
-    RunPhase.TRAINING: ("learner thread", "updating the policy"),
-    RunPhase.PUBLISHING: ("rollout fleet", "taking the weights"),
-    RunPhase.EVALUATING: ("reward service", "validating"),
-    RunPhase.SAVING: ("learner thread", "saving a checkpoint"),
-    RunPhase.PAUSED: ("operator", "resuming the run"),
-}
-_AT_REST = (RunPhase.PAUSED, RunPhase.FINISHED)
 
 
 def phase_waits(state: RunState) -> tuple[Waiting, ...]:

@@ -266,8 +266,12 @@ class TransferSession:
     async def deliver(self, members: tuple[ReplicaInfo, ...], snapshot: Snapshot) -> DeliveryResult:
         """Send one version to `members`, in a new epoch if the last one had other members."""
         delivery = DeliveryResult()
-        if self._members != members and not await self._formed(members, delivery):
-            return delivery
+        if self._members != members:
+            with self._counts.timed(SyncPhase.FORM):
+                is_formed = await self._form(members, delivery)
+            if not is_formed:
+                self._counts.failed(SyncPhase.FORM)
+                return delivery
         # Before any member waits in a collective: encoding would use up its deadline.
         with self._counts.timed(SyncPhase.ENCODE):
             update = await self._changes_to(snapshot)
@@ -286,13 +290,6 @@ class TransferSession:
         """Leave the group, close all control calls and stop listening."""
         await self._leave()
         self._sender.close()
-
-    async def _formed(self, members: tuple[ReplicaInfo, ...], delivery: DeliveryResult) -> bool:
-        with self._counts.timed(SyncPhase.FORM):
-            is_formed = await self._form(members, delivery)
-        if not is_formed:
-            self._counts.failed(SyncPhase.FORM)
-        return is_formed
 
     async def _form(self, members: tuple[ReplicaInfo, ...], delivery: DeliveryResult) -> bool:
         await self._leave()

@@ -140,7 +140,9 @@ class Fleet:
     """
 
     def __init__(self, layout_digest: str, ttl_s: float, stall_s: float = math.inf) -> None:
-        self._layout_digest, self._ttl_s, self._stall_s = layout_digest, ttl_s, stall_s
+        self._layout_digest = layout_digest
+        self._ttl_s = ttl_s
+        self._stall_s = stall_s
         self._members: dict[str, FleetMember] = {}
         # By instance id, also of replicas that left: if they return, their counters continue.
         self._loads: dict[str, Load] = {}

@@ -35,6 +35,10 @@ _ATTEMPTS = 10
 _PAUSE_S = 0.05
 # A step waits at most this long for its accounts, even if a peer hangs.
 _LONGEST_TAKE_S = 2.0
+_PREFIX = "reward/tokens/"
+_TOTAL = f"{_PREFIX}received"
+_PENDING = "pending"
+_ABORTED = "aborted"
 _ENDS = ("trained", "filtered_", "dropped_", "skipped")
 
 
@@ -69,11 +73,6 @@ def settled_accounts(
         "groups_acknowledged": acknowledged,
         "prompts_lost": lost + abs(unexplained) + abs(groups_trained - acknowledged),
     }
-
-
-_PREFIX = "reward/tokens/"
-_TOTAL = f"{_PREFIX}received"
-_PENDING, _ABORTED = "pending", "aborted"
 
 
 class TokensAcrossRestarts:
@@ -127,13 +126,17 @@ class RunAccountant:
         ask_reward: Callable[[], Awaitable[Mapping[str, float]]],
         wall_s: Callable[[], float] = process_age_s,
     ) -> None:
-        self._fleet, self._state, self._wall_s = fleet, state, wall_s
-        self._ask_replica, self._ask_reward = ask_replica, ask_reward
+        self._fleet = fleet
+        self._state = state
+        self._wall_s = wall_s
+        self._ask_replica = ask_replica
+        self._ask_reward = ask_reward
         self._received = TokensAcrossRestarts()
         # Keeps the answers of the reward service in order.
         self._reward_turn = asyncio.Lock()
         self._tokens: Account | None = None
-        self._tokens_moved, self._tokens_read_s = 0, 0.0
+        self._tokens_moved = 0
+        self._tokens_read_s = 0.0
 
     async def take(self) -> Mapping[str, float]:
         """Return approximate accounts of this moment, while generation continues."""

@@ -32,7 +32,7 @@ async def test_a_stop_ends_a_run_that_waits_for_a_batch_with_its_checkpoint(worl
         await until(lambda: "take 2" in world.events)
         world.state.stop("enough")
     assert "train 2" not in world.events
-    assert world.events[-2:] == ["save 1 at 10", "accounts"]
+    assert "save 1 at 10" in world.events
     assert world.state.phase is RunPhase.FINISHED
 
 
@@ -97,7 +97,7 @@ async def test_a_stop_ends_a_run_that_waits_for_replicas() -> None:
         tasks.create_task(run(world.loop(replica_wait_timeout_s=1000.0)))
         await until(lambda: world.state.phase is RunPhase.WAITING_FOR_REPLICAS)
         world.state.stop("enough")
-    assert world.events == ["accounts"]
+    assert not takes(world)
     assert world.recorded["accounts"]["prompts_lost"] == 0
 
 

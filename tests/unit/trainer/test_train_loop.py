@@ -291,7 +291,7 @@ async def test_a_stop_ends_the_run_after_its_step_and_saves_if_it_saves_at_all(
         world.state.stop("enough")
         world.holds["train 2"].set()
     assert "take 3" not in world.events
-    assert world.events[-3:] == ["announce 2 on a from 20", "save 2 at 20", "accounts"]
+    assert "save 2 at 20" in world.events
 
 
 async def paused(world: World, tasks: asyncio.TaskGroup, loop: TrainLoop) -> None:
