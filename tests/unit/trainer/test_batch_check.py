@@ -1,4 +1,4 @@
-"""Which train batches are refused, and how the refusal names what is wrong."""
+"""Refused train batches, and the problems that the refusals name."""
 
 from __future__ import annotations
 

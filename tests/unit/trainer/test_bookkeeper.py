@@ -1,4 +1,4 @@
-"""Who is asked for counters when, and what stands if somebody does not answer."""
+"""Accounting: the order of requests for counters, and counts of peers that do not answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def reported(**tokens: float) -> dict[str, float]:
 
 
 class ScriptedCounters:
-    """A bookkeeper whose replicas and reward service answer by script; the last answer stays."""
+    """Accounting whose replicas and reward service answer by script; the last answer repeats."""
 
     def __init__(self) -> None:
         self.fleet, self.state = Fleet("layout", 1e9), RunState("t", 5, 0, elapsed_s=10.0)

@@ -33,7 +33,7 @@ PROGRESS = DataProgress(7, (9, 12))
 
 
 class Crash(BaseException):
-    """The process dies here: nothing may catch it."""
+    """The death of the process: nothing may catch it."""
 
 
 def write_actor(folder: Path) -> None:
@@ -283,7 +283,7 @@ CONTENTS = {1: {"first"}, 2: {"second", "third"}, 3: {"third"}}
 
 
 def copies_of(scenario: str, folder: Path) -> list[Path]:
-    """One folder of checkpoints for every operation a process died at; the last one lived."""
+    """Return folders of checkpoints, one per operation at which a process died; the last survived."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.crashing_saver", str(folder), scenario],
         cwd=ROOT,

@@ -15,7 +15,7 @@ from tests.support.loop_world import WAIT_S, World, batch_of, run, until
 
 @pytest.fixture
 def world() -> World:
-    """One whose second batch does not come."""
+    """Return a world whose second batch does not arrive."""
     world = World()
     world.register("a")
     world.holds["take 2"] = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Counters as replicas and the reward service tell them over the wire."""
+"""Requests for counters of replicas and the reward service."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.rpc_server import connected
 
 
 class Replica(rollout_pb2_grpc.RolloutServiceServicer):
-    """Tells its counters."""
+    """A replica that reports its counters."""
 
     num_asked = 0
     asked_without_engine = False

@@ -1,4 +1,4 @@
-"""An engine is judged by what it draws, and one that was put out of use by what it answers."""
+"""An engine's progress: by its tokens, and for a stalled engine by its answers."""
 
 from __future__ import annotations
 

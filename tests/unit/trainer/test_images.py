@@ -60,7 +60,7 @@ class Service(reward_pb2_grpc.RewardServiceServicer):
     hangs_after: int | None = None
 
     async def TakeBatch(self, request: Any, context: Any) -> Any:
-        """The next one."""
+        """Lease the next batch."""
         self.num_taken += 1
         groups = [
             reward_pb2.TrainGroup(prompt_id=name, num_images=len(images))
@@ -70,7 +70,7 @@ class Service(reward_pb2_grpc.RewardServiceServicer):
         return reward_pb2.TakeBatchResponse(batch=batch)
 
     async def TakeImages(self, request: Any, context: Any) -> None:  # type: ignore[override]
-        """Those of the last lease."""
+        """Stream the images of the last lease."""
         if self.num_taken <= self.lost:
             await context.abort(grpc.StatusCode.NOT_FOUND, "not leased")
         for number, (name, images) in enumerate((self.sent or self.images).items()):
@@ -81,7 +81,7 @@ class Service(reward_pb2_grpc.RewardServiceServicer):
                 await context.write(answer)
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
-        """It gets on."""
+        """Report progress."""
         return reward_pb2.GetStatusResponse(prompts_submitted=self.num_taken, policy_version=0)
 
 

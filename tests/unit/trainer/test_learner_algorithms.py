@@ -366,7 +366,7 @@ _REJECTS_FAR_TOKENS: dict[str, object] = {
 
 
 def _far_tails(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-    """The same responses; of each only the last token is rejected."""
+    """Return the same responses; in each, only the last token is rejected."""
     found = []
     for rollout in rollouts:
         logprobs = rollout.behavior_logprobs.copy()

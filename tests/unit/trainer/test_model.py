@@ -68,7 +68,7 @@ def test_computing_more_precisely_than_the_weights_is_refused(tmp_path: Path) ->
 
 
 class OldDevice(CpuDevice):
-    """Has no bfloat16; takes note of memory given back."""
+    """A device without bfloat16 that counts calls of `empty_cache`."""
 
     emptied = 0
 

@@ -1,4 +1,4 @@
-"""Where the trainer's ranks meet, and what is said when they do not."""
+"""The meeting of the trainer's ranks, and its errors."""
 
 from __future__ import annotations
 

@@ -216,11 +216,11 @@ class FakeGenerators:
         self.states: dict[torch.device, torch.Tensor] = {}
 
     def get_rng_state(self, device: torch.device) -> torch.Tensor:
-        """That of a device."""
+        """Return a device's state."""
         return self.states[device]
 
     def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
-        """Replace it."""
+        """Replace a device's state."""
         self.states[device] = state
 
 

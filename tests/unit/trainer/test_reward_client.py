@@ -1,4 +1,4 @@
-"""The trainer's calls to the reward service: what is waited out and what is not."""
+"""The trainer's calls to the reward service: which failures are waited out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INTERNAL = grpc.StatusCode.INTERNAL
 
 
 class Clock:
-    """Stands for `time` and `asyncio`: time passes only while somebody sleeps."""
+    """Replacement of `time` and `asyncio`: time passes only during sleeps."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0

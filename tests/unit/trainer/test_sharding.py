@@ -55,7 +55,7 @@ BUCKET_BYTES = 100  # "even" and "uneven" in two shards of 3 rows are 96
 
 
 class Peers(ThreadedRank):
-    """Notes collectives; the other shards are cut from the whole weights."""
+    """Ranks that record collectives; the other shards are cut from the whole weights."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -73,7 +73,7 @@ class Peers(ThreadedRank):
 
 @contextmanager
 def _mesh(rank: int, places: list[list[int]]) -> Iterator[DeviceMesh]:
-    """Two shards a copy; nothing is ever sent."""
+    """Return a mesh of two shards per copy; nothing is ever sent."""
     size = sum(map(len, places))
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:

@@ -1,4 +1,4 @@
-"""Where metrics go, and the run's record."""
+"""Metric sinks, and the run's record on disk."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_the_same_prompts_are_shown_at_every_validation() -> None:
 
 
 class Kept:
-    """Keeps what it gets."""
+    """A sink that keeps its writes."""
 
     def __init__(self) -> None:
         self.written: list[tuple[int, Mapping[str, float]]] = []
@@ -157,14 +157,14 @@ class Kept:
         self.written.append((step, metrics))
 
     def write_generations(self, step: int, generations: object) -> None:
-        """Not looked at here."""
+        """Do nothing."""
 
     def close(self) -> None:
         self.is_closed = True
 
 
 class Failing(Kept):
-    """Refuses everything."""
+    """A sink that refuses every write."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         raise ConnectionError("network gone")

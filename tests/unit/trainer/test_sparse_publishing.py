@@ -1,4 +1,4 @@
-"""When the fleet gets what changed, and when it gets all weights."""
+"""Updates that carry changes only, and updates that carry all weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.weight_digest import plain_digest
 
 
 def _version(number: int) -> dict[str, torch.Tensor]:
-    """Versions differ in one element of a hundred."""
+    """Return a version that differs from the others in one element of a hundred."""
     changing = weights(0)
     changing["a"].view(-1)[number::100] = 3.5
     return changing
@@ -35,7 +35,7 @@ async def trainer(sends_changes: bool) -> AsyncIterator[Trainer]:
 
 
 async def _publish(trainer: Trainer, number: int) -> tuple[bool, int]:
-    """Whether the version went out whole, and the attempts it took."""
+    """Publish; return whether all weights were sent, and the number of attempts."""
     trainer.snapshots.write(_version(number).items(), number, 1.0)
     report = await trainer.publisher.publish(number)
     expected = plain_digest(_version(number))

@@ -131,7 +131,7 @@ def environment(folder: Path, restarts: int) -> dict[str, str]:
 def begins_at(
     store: CheckpointStore, folder: Path, given: dict[str, str], *overrides: str
 ) -> tuple[int | None, int | None]:
-    """Steps of the checkpoint and of the record that stands."""
+    """Return the step of the checkpoint and the last step whose metrics stay."""
     found = start_point(settings(*overrides), store, folder, given)
     return (found.checkpoint.step if found.checkpoint else None, found.replaces_after)
 

@@ -1,4 +1,4 @@
-"""The order of a run: what is awaited before what, and how it is held, stopped and ended."""
+"""The order of a run's work, and its pauses, stops and ends."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ async def test_a_stop_ends_the_run_after_its_step_and_saves_if_it_saves_at_all(
 
 
 async def paused(world: World, tasks: asyncio.TaskGroup, loop: TrainLoop) -> None:
-    """Starts the loop and holds it after step 1."""
+    """Start the loop and pause it after step 1."""
     world.holds["train 1"] = asyncio.Event()
     tasks.create_task(run(loop))
     await until(lambda: "train 1" in world.events)

@@ -1,4 +1,4 @@
-"""TrainerService: what each call does to fleet and run, and what it answers."""
+"""TrainerService: the effect of each call on fleet and run, and its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each vendor's sink wrote is read back; a vendor that is not installed is skipped."""
+"""Each vendor's sink is read back; vendors that are not installed are skipped."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def no_settings_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 async def write_run(name: str, run_dir: Path) -> None:
-    """Two steps, with a name that vendors refuse, and one validation sample."""
+    """Write two steps, with a name that vendors refuse, and one validation example."""
     target = SinkTarget(run_dir, "dapo/qwen3 math", "run/1", SETTINGS)
     (sink,) = await open_sinks([name], target)
     sink.write(1, METRICS)
@@ -70,7 +70,7 @@ async def test_tensorboard_reads_the_scalars_back(tmp_path: Path) -> None:
 
 
 def leveldb_records(file: Path) -> Iterator[bytes]:
-    """The records of wandb's offline file: LevelDB's log format after a header of 7 bytes."""
+    """Yield the records of wandb's offline file: LevelDB's log format after a header of 7 bytes."""
     data, block, whole = file.read_bytes(), 32768, b""
     position = 7
     while position + 7 <= len(data):

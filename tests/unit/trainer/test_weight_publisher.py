@@ -38,7 +38,7 @@ def raising(error: Exception) -> Callable[[], Any]:
 
 
 def dead(name: str) -> dict[str, Callable[[], Any]]:
-    """Every call to it fails, as those to a killed process do."""
+    """A replica whose calls all fail, like those to a killed process."""
     faults: dict[str, Callable[[], Any]] = defaultdict(
         lambda: raising(PeerError(name, "calling", "UNAVAILABLE"))
     )
