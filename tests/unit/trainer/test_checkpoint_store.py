@@ -283,7 +283,7 @@ CONTENTS = {1: {"first"}, 2: {"second", "third"}, 3: {"third"}}
 
 
 def copies_of(scenario: str, folder: Path) -> list[Path]:
-    """Return folders of checkpoints, one per operation at which a process died; the last survived."""
+    """Return one folder of checkpoints per operation at which a process died; the last survived."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.crashing_saver", str(folder), scenario],
         cwd=ROOT,
