@@ -13,7 +13,7 @@ from typing import Protocol
 from services.rollout.engines.protocol import EngineLoad
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
-from sluice.codec.messages import replica_to_proto
+from sluice.codec.messages import counters_to_fields, replica_to_proto
 from sluice.concurrency.waits import Wait, waiting_for
 from sluice.errors import DeadlineError, NotFoundError, PeerError, SluiceError
 from sluice.rpc.client import unary_call
@@ -190,16 +190,7 @@ class Registration:
                 name=self._replica.name,
                 instance_id=self._replica.instance_id,
                 policy_version=load.version,
-                slots_busy=load.slots_busy,
-                queued=load.queued,
-                generated_tokens=load.generated_tokens,
-                unsent_tokens=load.unsent_tokens,
-                running_tokens=load.running_tokens,
-                direct_sent_tokens=load.direct_sent_tokens,
-                direct_unsent_tokens=load.direct_unsent_tokens,
-                busy_seconds=load.busy_seconds,
-                seconds_by_state=load.seconds_by_state,
-                wall_seconds=process_age_s(),
+                **counters_to_fields(load, process_age_s()),
                 draining=draining,
                 engine_turns=self._turns(),
             ),

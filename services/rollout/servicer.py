@@ -26,6 +26,7 @@ from sluice.api.weights.v1 import weights_pb2_grpc
 from sluice.codec.fields import logprobs_to_bytes, token_ids_from_bytes, token_ids_to_bytes
 from sluice.codec.messages import (
     check_chat_images,
+    counters_to_fields,
     group_spec_from_proto,
     present_waits_to_proto,
     template_kwargs_from_proto,
@@ -186,16 +187,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             policy_version=load.version,
             weight_digest=load.weight_digest,
             slots=load.slots,
-            slots_busy=load.slots_busy,
-            queued=load.queued,
-            generated_tokens=load.generated_tokens,
-            unsent_tokens=load.unsent_tokens,
-            running_tokens=load.running_tokens,
-            direct_sent_tokens=load.direct_sent_tokens,
-            direct_unsent_tokens=load.direct_unsent_tokens,
-            busy_seconds=load.busy_seconds,
-            seconds_by_state=load.seconds_by_state,
-            wall_seconds=process_age_s(),
+            **counters_to_fields(load, process_age_s()),
             engine=self._engine_name,
             wait_report=present_waits_to_proto(_first_weights(load)),
         )

@@ -8,12 +8,13 @@ one event loop; none may block it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
 from services.rollout.engines.text import Decode, StopStringWatch
+from sluice.algorithm.accounting import ReplicaCounters
 from sluice.types import (
     FinishReason,
     Logprobs,
@@ -142,31 +143,21 @@ class UnsentTokens:
         return self.direct if request.for_direct_client else self.services
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """A snapshot of the engine's counters.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad(ReplicaCounters):
+    """The engine's counters and what it serves, at one moment.
 
-    Every token that the engine drew (`generated_tokens`) was sent to its caller, was drawn in a
-    call that ended before it was sent (`unsent_tokens`), or waits in a call that goes on
-    (`running_tokens`). `seconds_by_state` adds up to the time since the process started.
-    `slots_may_wait`: a sample with a slot may wait for others too, for room in the KV cache.
-    Of the tokens that were sent, `direct_sent_tokens` went to callers that are no service of the
-    run; of the unsent ones `direct_unsent_tokens` were drawn for such callers.
+    Attributes:
+        slots: sequences that can run at once.
+        version: the policy version that serves; ``None`` before the first weights.
+        weight_digest: its digest; empty before the first weights.
+        slots_may_wait: a sample with a slot may still wait for others, for space in the KV cache.
     """
 
     slots: int
-    slots_busy: int
-    queued: int
-    generated_tokens: int
-    unsent_tokens: int
-    running_tokens: int
-    busy_seconds: float
-    seconds_by_state: Mapping[str, float]
     version: int | None
     weight_digest: str
     slots_may_wait: bool = False
-    direct_sent_tokens: int = 0
-    direct_unsent_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class Engine:
     max_model_len = 64
 
     def load(self) -> EngineLoad:
-        return EngineLoad(8, 0, 0, 0, 0, 0, 0.0, {}, 1, "digest")
+        return EngineLoad(slots=8, version=1, weight_digest="digest")
 
 
 class Noting:

@@ -85,7 +85,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def replica(trainer: Trainer, version: int | None = 3) -> Registration:
     def load() -> EngineLoad:
         seconds = {"idle": 2.0}
-        load = EngineLoad(8, 5, 2, 1234, 30, 4, 6.5, seconds, version, "digest")
+        load = EngineLoad(
+            slots=8,
+            slots_busy=5,
+            queued=2,
+            generated_tokens=1234,
+            unsent_tokens=30,
+            running_tokens=4,
+            busy_seconds=6.5,
+            seconds_by_state=seconds,
+            version=version,
+            weight_digest="digest",
+        )
         return replace(load, direct_sent_tokens=60, direct_unsent_tokens=8)
 
     return Registration(trainer, REPLICA, "layout", load)  # type: ignore[arg-type]

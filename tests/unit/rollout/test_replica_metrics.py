@@ -7,7 +7,20 @@ from services.rollout.telemetry import load_readings
 from sluice.telemetry.instruments import INSTRUMENTS
 
 SECONDS = {"idle": 2.0, "generating": 1.5}
-LOAD = EngineLoad(8, 3, 2, 100, 5, 7, 1.5, SECONDS, 4, "digest", False, 20, 3)
+LOAD = EngineLoad(
+    slots=8,
+    slots_busy=3,
+    queued=2,
+    generated_tokens=100,
+    unsent_tokens=5,
+    running_tokens=7,
+    busy_seconds=1.5,
+    seconds_by_state=SECONDS,
+    version=4,
+    weight_digest="digest",
+    direct_sent_tokens=20,
+    direct_unsent_tokens=3,
+)
 
 
 def test_every_counter_of_the_engine_is_told() -> None:
@@ -29,6 +42,6 @@ def test_every_counter_of_the_engine_is_told() -> None:
 
 
 def test_a_replica_without_weights_serves_version_minus_one() -> None:
-    load = EngineLoad(8, 0, 0, 0, 0, 0, 0.0, {}, None, "")
+    load = EngineLoad(slots=8, version=None, weight_digest="")
     found = {one.instrument.name: one.value for one in load_readings(load)}
     assert found["sluice_replica_policy_version"] == -1.0

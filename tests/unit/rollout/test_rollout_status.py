@@ -13,7 +13,20 @@ from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.rollout.v1 import rollout_pb2
 
 NOTHING: Any = None
-LOAD = EngineLoad(8, 3, 2, 40, 2, 7, 1.0, {"generating": 1.0}, 7, "digest", False, 11, 1)
+LOAD = EngineLoad(
+    slots=8,
+    slots_busy=3,
+    queued=2,
+    generated_tokens=40,
+    unsent_tokens=2,
+    running_tokens=7,
+    busy_seconds=1.0,
+    seconds_by_state={"generating": 1.0},
+    version=7,
+    weight_digest="digest",
+    direct_sent_tokens=11,
+    direct_unsent_tokens=1,
+)
 
 
 class HungEngine:
