@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from services.rollout.engines.text import Decode, StopStringWatch
 from sluice.algorithm.accounting import ReplicaCounters
@@ -23,21 +23,6 @@ from sluice.types import (
     TokenIds,
     TransferGroupSpec,
 )
-
-__all__ = [
-    "CallTokens",
-    "CommitResult",
-    "Engine",
-    "EngineLoad",
-    "GenerationRequest",
-    "PartialSample",
-    "PauseMode",
-    "SampleChunk",
-    "SentTokens",
-    "StagedVersion",
-    "UnsentTokens",
-    "num_tokens",
-]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,10 +110,10 @@ class SentTokens:
 
 @dataclass(slots=True, eq=False)
 class UnsentTokens:
-    """What became of the tokens that calls have got out of an engine, or left in it.
+    """What became of the tokens that calls got out of an engine, or left in it.
 
-    Used from the event loop only. `Engine.generate` enters what it was left with, whoever sends
-    tokens on the rest.
+    Used from the event loop only. Who sends tokens to callers enters what was sent, and what a
+    call that ended left unsent; `Engine.generate` enters the tokens that it did not yield.
 
     Attributes:
         services: tokens for services of the run.
@@ -139,8 +124,41 @@ class UnsentTokens:
     direct: SentTokens = field(default_factory=SentTokens)
 
     def of(self, request: GenerationRequest) -> SentTokens:
-        """Where tokens of a request are entered."""
+        """Return where tokens of a request are entered."""
         return self.direct if request.for_direct_client else self.services
+
+    def plus(self, other: UnsentTokens) -> UnsentTokens:
+        """Return the sums of both."""
+        return UnsentTokens(
+            services=SentTokens(
+                self.services.sent + other.services.sent,
+                self.services.unsent + other.services.unsent,
+            ),
+            direct=SentTokens(
+                self.direct.sent + other.direct.sent, self.direct.unsent + other.direct.unsent
+            ),
+        )
+
+    def token_counters(self, generated: int) -> TokenCounters:
+        """Return the token counters of an engine that has sampled `generated` tokens."""
+        unsent = self.services.unsent + self.direct.unsent
+        return TokenCounters(
+            generated_tokens=generated,
+            unsent_tokens=unsent,
+            running_tokens=generated - unsent - self.services.sent - self.direct.sent,
+            direct_sent_tokens=self.direct.sent,
+            direct_unsent_tokens=self.direct.unsent,
+        )
+
+
+class TokenCounters(TypedDict):
+    """The part of `ReplicaCounters` that counts tokens."""
+
+    generated_tokens: int
+    unsent_tokens: int
+    running_tokens: int
+    direct_sent_tokens: int
+    direct_unsent_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

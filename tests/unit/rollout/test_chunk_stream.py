@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from services.rollout.engines.chunk_stream import ChunkStream
 from services.rollout.engines.protocol import SampleChunk
-from services.rollout.engines.vendor.thread import ChunkStream
 from sluice.errors import EngineError
 from sluice.types import FinishReason
-
-
-class _Thread:
-    engine = "vLLM engine"
-
-    def to_home(self, callback: Callable[[], None]) -> None:
-        callback()
 
 
 def _chunk(reason: FinishReason | None = None) -> SampleChunk:
     return SampleChunk(0, np.array([4], np.uint32), np.array([-1.0], np.float32), 1, reason)
 
 
-async def test_an_error_that_comes_with_the_last_chunks_is_told_after_them() -> None:
-    stream = ChunkStream(_Thread(), 1)  # type: ignore[arg-type]
+async def test_an_error_that_comes_with_the_last_chunks_is_raised_after_them() -> None:
+    stream = ChunkStream("vLLM engine", 1)
     stream.post([_chunk()])
     stream.end(EngineError("gone"))
     async with asyncio.timeout(10):
@@ -36,7 +28,7 @@ async def test_an_error_that_comes_with_the_last_chunks_is_told_after_them() -> 
 
 
 async def test_a_request_that_ends_without_all_samples_is_an_error() -> None:
-    stream = ChunkStream(_Thread(), 2)  # type: ignore[arg-type]
+    stream = ChunkStream("vLLM engine", 2)
     stream.post([_chunk(FinishReason.STOP)])
     stream.end(None)
     async with asyncio.timeout(10):

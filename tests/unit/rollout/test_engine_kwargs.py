@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from services.rollout.engines.vendor.engine import with_engine_kwargs
+from services.rollout.engines.vendor.settings import with_engine_kwargs
 from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
 

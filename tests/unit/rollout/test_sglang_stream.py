@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.rollout.engines.sglang.client import read_delta, sampling_parameters
-from services.rollout.engines.vendor.samples import SamplingChoice
+from services.rollout.engines.vendor.request import SamplingChoice
 from sluice.errors import EngineError
 
 

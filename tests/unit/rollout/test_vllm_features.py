@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 import pytest
 
-from services.rollout.engines.vendor.samples import Delta, SamplingChoice
+from services.rollout.engines.vendor.request import Delta, SamplingChoice
 from services.rollout.engines.vllm import client as vllm_features
 from services.rollout.engines.vllm.client import PromptInputs, VllmClient, VllmFeatures
 from sluice.errors import ConfigError, EngineError

@@ -6,7 +6,6 @@ event loop sees of it.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
@@ -18,6 +17,7 @@ from services.rollout.engines.causal_lm import (
     build_causal_lm,
     torch_settings,
 )
+from services.rollout.engines.chunk_stream import ChunkStream
 from services.rollout.engines.embedded.batch_invariance import prove_shapes
 from services.rollout.engines.embedded.decoder_choice import choose_decoder
 from services.rollout.engines.embedded.loop import EngineRequest, GenerationLoop, RequestOutput
@@ -48,39 +48,6 @@ def create(config: RunConfig) -> TorchEngine:
     return TorchEngine(torch_settings(config))
 
 
-class _RequestStream:
-    """Chunks of one request on their way to its consumer."""
-
-    def __init__(self, samples: int) -> None:
-        self.open_samples = samples
-        self._chunks: list[SampleChunk] = []
-        self._error: EngineError | None = None
-        self._news = asyncio.Event()
-
-    def push(self, chunks: list[SampleChunk]) -> None:
-        self._chunks.extend(chunks)
-        self.open_samples -= sum(chunk.finish_reason is not None for chunk in chunks)
-        self._news.set()
-
-    def fail(self, error: EngineError) -> None:
-        self._error = error
-        self._news.set()
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Tokens that nobody has taken yet."""
-        return num_tokens(self._chunks)
-
-    async def next(self) -> tuple[SampleChunk, ...]:
-        """What has come since the last call; waits for something to come."""
-        await self._news.wait()
-        self._news.clear()
-        chunks, self._chunks = tuple(self._chunks), []
-        if self._error is not None and self.open_samples:
-            raise self._error
-        return chunks
-
-
 class TorchEngine:
     """See `services.rollout.engines.protocol.Engine`."""
 
@@ -90,7 +57,7 @@ class TorchEngine:
         self._thread: EngineThread | None = None
         self._loop: GenerationLoop | None = None
         self._inbox: WeightInbox | None = None
-        self._streams: dict[EngineRequest, _RequestStream] = {}
+        self._streams: dict[EngineRequest, ChunkStream] = {}
         self._open_samples = 0
         self._image_turn = ImageTurn()
         self._broken: EngineError | None = None
@@ -188,21 +155,13 @@ class TorchEngine:
         return self._snapshot(self._loop)
 
     def _snapshot(self, loop: GenerationLoop) -> EngineLoad:
-        # In this order: whatever else ends meanwhile was drawn before.
-        services, direct, dropped = self._accounting.services, self._accounting.direct, loop.dropped
-        sent, direct_sent = services.sent, direct.sent
-        direct_unsent = direct.unsent + dropped.direct.unsent
-        unsent = services.unsent + dropped.services.unsent + direct_unsent
-        generated = loop.generated_tokens
+        # Before `generated_tokens` is read: every token that is entered here was sampled earlier.
+        entered = self._accounting.plus(loop.dropped)
         return EngineLoad(
             slots=self._settings.slots,
             slots_busy=loop.slots_busy,
             queued=loop.queued,
-            generated_tokens=generated,
-            unsent_tokens=unsent,
-            running_tokens=generated - unsent - sent - direct_sent,
-            direct_sent_tokens=direct_sent,
-            direct_unsent_tokens=direct_unsent,
+            **entered.token_counters(loop.generated_tokens),
             busy_seconds=loop.busy_seconds,
             seconds_by_state=loop.clock.seconds_by_state(),
             version=loop.version,
@@ -225,7 +184,7 @@ class TorchEngine:
         engine_request = EngineRequest(
             request, every_token, samples, partial_interval_s, images=images
         )
-        stream = _RequestStream(samples)
+        stream = ChunkStream("torch engine", samples)
         thread.post(lambda loop: loop.submit(engine_request))
         self._streams[engine_request] = stream
         self._open_samples += samples
@@ -280,7 +239,7 @@ class TorchEngine:
                 accounting.unsent += num_tokens(delivery.chunks)
                 continue
             before = stream.open_samples
-            stream.push(delivery.chunks)
+            stream.post(delivery.chunks)
             self._open_samples -= before - stream.open_samples
 
     def _fail_streams(self, error: EngineError) -> None:

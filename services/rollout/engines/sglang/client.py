@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from services.rollout.engines.sglang.sampler import sample_rows, uniform_rows
-from services.rollout.engines.vendor.samples import Delta, SamplingChoice
+from services.rollout.engines.vendor.request import Delta, SamplingChoice
 from sluice.errors import ConfigError, EngineError
 
 _ONE_TOKEN = float(np.finfo(np.float32).tiny)

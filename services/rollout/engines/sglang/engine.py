@@ -9,25 +9,20 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import aclosing
 from pathlib import Path
 
 import torch
 
 from services.rollout.engines.protocol import (
-    CommitResult,
-    EngineLoad,
     GenerationRequest,
-    SampleChunk,
     StagedVersion,
 )
 from services.rollout.engines.sglang.client import installed_sglang
 from services.rollout.engines.sglang.core import SglangCore
 from services.rollout.engines.sglang.settings import SglangSettings, sglang_settings
 from services.rollout.engines.vendor.engine import ClientEngine
-from services.rollout.engines.vendor.samples import Pace
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.config.run import RunConfig
 from sluice.device.select import transfer_device
@@ -135,7 +130,7 @@ class SglangEngine(ClientEngine[SglangCore]):
         self._inbox: WeightInbox | None = None
         self._epoch: int | None = None
         self._handover: WeightHandover | None = None
-        self._swap: tuple[tuple[int, str], Future[float]] | None = None  # of (version, digest)
+        self._begun: tuple[tuple[int, str], Future[float]] | None = None  # (version, digest), swap
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -163,33 +158,12 @@ class SglangEngine(ClientEngine[SglangCore]):
             inbox.close()
         await super().stop()
 
-    async def probe(self) -> EngineLoad:
-        """Answers from inside the engine's loop, so that a hung engine does not answer."""
-        thread, core = self._in_thread()
-        await thread.call(core.heartbeat(_PROBE_TIMEOUT_S), "ending a step")
-        return self.load()
-
-    async def generate(
-        self,
-        request: GenerationRequest,
-        *,
-        every_token: bool,
-        partial_interval_s: float | None = None,
-    ) -> AsyncGenerator[tuple[SampleChunk, ...], None]:
-        """Draws the samples; see the protocol."""
-        self._admit(request)
+    async def _read_images(self, request: GenerationRequest) -> None:
         if request.images:
             raise InvalidRequestError(
                 f"request {request.request_id}: {len(request.images)} images; replicas with SGLang "
                 "take text only: set actor_rollout_ref.rollout.name to vllm or torch"
             )
-        number, pace = next(self._numbers), Pace(every_token, partial_interval_s)
-        generating = self._sample(
-            request, lambda core, post: core.new_run(number, request, pace, post)
-        )
-        async with aclosing(generating) as all_chunks:
-            async for chunks in all_chunks:
-                yield chunks
 
     def _weights(self) -> WeightInbox:
         self._in_thread()
@@ -220,29 +194,22 @@ class SglangEngine(ClientEngine[SglangCore]):
         self._handover = handover
         return staged
 
-    async def commit(self, epoch: int, version: int, digest: str) -> CommitResult:
-        """Swaps the staged version in between two decode steps. Idempotent."""
+    async def _swap(self, epoch: int, version: int, digest: str) -> float:
         thread, core = self._in_thread()
-        if (core.version, core.digest) == (version, digest):
-            # The swap of a call that was cancelled may not draw on yet.
-            await thread.call(core.swapped(), f"drawing on with version {version}")
-            return CommitResult(version, digest, 0.0)
         inbox = self._weights()
         staged = inbox.staged(epoch, version, digest)
         handover, self._handover = self._handover, None
         if handover is not None:
             swap = thread.begin(core.swap(str(handover.folder), version, digest))
             swap.add_done_callback(lambda _: handover.close())
-            self._swap = (version, digest), swap
-        elif self._swap is not None and self._swap[0] == (version, digest):
-            swap = self._swap[1]  # begun by a call that was cancelled
+            self._begun = (version, digest), swap
+        elif self._begun is not None and self._begun[0] == (version, digest):
+            swap = self._begun[1]  # by a call that was cancelled
         else:
             raise NotReadyError(f"version {version} is not staged")
-        with self._swapping():
-            # Not to be cancelled half-way: the model would be a mixture of versions.
-            stall_s = await asyncio.shield(asyncio.wrap_future(swap))
+        stall_s = await self._completed(swap)
         inbox.release(staged)
-        return CommitResult(version, digest, stall_s)
+        return stall_s
 
     async def abort_update(self, epoch: int, reason: str) -> None:
         """Throws away what is staged and leaves the group. Idempotent."""

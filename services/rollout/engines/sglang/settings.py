@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.rollout.engines.vendor.engine import ClientEngineSettings, with_engine_kwargs
+from services.rollout.engines.vendor.settings import ClientEngineSettings, with_engine_kwargs
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import ConfigError

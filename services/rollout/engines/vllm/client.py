@@ -14,39 +14,14 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from services.rollout.engines.protocol import GenerationRequest
-from services.rollout.engines.vendor.samples import Delta, SamplingChoice
+from services.rollout.engines.vendor.request import Delta, PromptImages, SamplingChoice
 from sluice.errors import ConfigError, EngineError, InvalidRequestError
 from sluice.vision.image_prompts import ImagePromptReader
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-
 _NAME_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PromptImages:
-    """Images of one prompt, in order.
-
-    Attributes:
-        prompt: token ids with one placeholder an image.
-        expanded_length: of the same prompt with one for each merged patch.
-        images: decoded, in the sizes that the model's processor leaves as they are.
-        names: the same for the same file.
-    """
-
-    prompt: list[int]
-    expanded_length: int
-    images: tuple[Image, ...]
-    names: tuple[str, ...]
-
-    def continued(self, expanded: Sequence[int]) -> list[int]:
-        """The prompt and what follows it in `expanded`, where image tokens are only text."""
-        return [*self.prompt, *expanded[self.expanded_length :]]
 
 
 def read_images(

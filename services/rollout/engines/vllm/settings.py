@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from services.rollout.engines.vendor.engine import ClientEngineSettings, with_engine_kwargs
+from services.rollout.engines.vendor.settings import ClientEngineSettings, with_engine_kwargs
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import ConfigError
