@@ -18,8 +18,7 @@ import pytest
 import pytest_asyncio
 import zmq
 
-from services.rollout.engines.causal_lm import TorchEngineSettings
-from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.engine import TorchEngine, TorchEngineSettings
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.settings import SglangSettings
 from sluice.errors import ConfigError, EngineError, InvalidRequestError

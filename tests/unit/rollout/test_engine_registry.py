@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout.engines.causal_lm import TorchEngineSettings, torch_settings
-from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.engine import (
+    TorchEngine,
+    TorchEngineSettings,
+    torch_settings,
+)
 from services.rollout.engines.registry import ENGINES, create_engine, find_engine
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig

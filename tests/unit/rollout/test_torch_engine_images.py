@@ -177,7 +177,7 @@ async def test_the_weights_that_are_expected_are_those_of_the_whole_model(folder
 
 def test_the_generic_decoder_is_chosen(folder: Folder) -> None:
     settings = engine_settings(folder[0])
-    model = build_causal_lm(settings, torch.device("cpu")).model
+    model = build_causal_lm(settings.model_path, torch.device("cpu"), dtype=settings.dtype).model
     assert type(choose_decoder(model, 4, 48)) is GenericDecoder
 
 

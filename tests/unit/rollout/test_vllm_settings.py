@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from services.rollout.engines.causal_lm import (
-    TorchEngineSettings,
     build_causal_lm,
     checkpoint_layout,
 )
@@ -171,8 +170,6 @@ def test_the_layout_without_memory_is_the_layout_that_the_torch_engine_has(
 ) -> None:
     save_config(family, tmp_path)
     layout = checkpoint_layout(str(tmp_path), dtype="bfloat16")
-    built = build_causal_lm(
-        TorchEngineSettings(str(tmp_path), dtype="bfloat16"), torch.device("cpu")
-    )
+    built = build_causal_lm(str(tmp_path), torch.device("cpu"), dtype="bfloat16")
     assert layout.tensors == built.layout
     assert (layout.vocab_size, layout.eos_token_ids) == (VOCABULARY, (EOS,))

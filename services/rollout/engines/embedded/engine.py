@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from services.rollout.engines.causal_lm import (
-    CausalLM,
-    TorchEngineSettings,
-    build_causal_lm,
-    torch_settings,
-)
+from services.rollout.engines.causal_lm import CausalLM, build_causal_lm
 from services.rollout.engines.chunk_stream import ChunkStream
 from services.rollout.engines.embedded.batch_invariance import prove_shapes
 from services.rollout.engines.embedded.decoder_choice import choose_decoder
@@ -35,12 +32,73 @@ from services.rollout.engines.protocol import (
 from services.rollout.engines.request_rules import ImageTurn, check_capacity, check_request
 from services.rollout.engines.weight_inbox import NewWeights, WeightInbox
 from sluice.concurrency.waits import waiting_for
+from sluice.config.derived import batch_invariant, max_model_len
 from sluice.config.run import RunConfig
 from sluice.device.protocol import Device
 from sluice.device.select import select_device, transfer_device
-from sluice.errors import EngineError, InvalidRequestError, NotReadyError
+from sluice.errors import ConfigError, EngineError, InvalidRequestError, NotReadyError
 from sluice.types import TensorSpec, TransferGroupSpec
 from sluice.vision.image_prompts import ImagePrompt
+
+
+@dataclass(frozen=True, slots=True)
+class TorchEngineSettings:
+    """Settings of one `TorchEngine`.
+
+    Attributes:
+        model_path: directory with a Hugging Face configuration; weight files are not needed.
+        trust_remote_code: run model code that ships with it.
+        device: ``cpu``, ``cuda``, ``cuda:N``, ``npu`` ...; ``None`` for what is there.
+        dtype: of weights, cache and activations. Probabilities are always float32.
+        slots: samples generated at once.
+        max_model_len: prompt plus response tokens of a sample.
+        max_queued: samples that may wait for a slot.
+        torch_threads: intra-op threads of the step loop; more than 1 slows tiny models down.
+        batch_invariant: a sample's tokens and logprobs do not depend on what else runs, to the bit.
+        weights_backend: collectives that weights arrive by; ``None`` is the device's own.
+        recompute_kv: after a weight swap, recompute the cache of running samples.
+    """
+
+    model_path: str
+    trust_remote_code: bool = False
+    device: str | None = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    slots: int = 256
+    max_model_len: int = 2048
+    max_queued: int = 4096
+    torch_threads: int = 1
+    batch_invariant: bool = False
+    weights_backend: str | None = None
+    recompute_kv: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "max_queued", "torch_threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"torch engine: {name} is {getattr(self, name)}; give at least 1")
+        if self.max_model_len < 2:
+            raise ConfigError(
+                f"torch engine: max_model_len is {self.max_model_len}; give at least 2, room for "
+                "a prompt token and a response token"
+            )
+
+
+def torch_settings(config: RunConfig) -> TorchEngineSettings:
+    """The part of a run configuration that concerns this engine."""
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    service = config.sluice.rollout
+    return TorchEngineSettings(
+        model_path=model.path,
+        trust_remote_code=model.trust_remote_code,
+        device=service.device,
+        dtype=rollout.dtype,
+        slots=rollout.max_num_seqs,
+        max_model_len=max_model_len(config),
+        max_queued=service.max_queued,
+        torch_threads=service.torch_threads,
+        batch_invariant=batch_invariant(config),
+        weights_backend=config.sluice.weights.backend,
+        recompute_kv=config.sluice.weights.recompute_kv,
+    )
 
 
 def create(config: RunConfig) -> TorchEngine:
@@ -102,7 +160,12 @@ class TorchEngine:
         settings = self._settings
         device.set_device()
         torch.set_num_threads(settings.torch_threads)
-        language_model = build_causal_lm(settings, device.torch_device)
+        language_model = build_causal_lm(
+            settings.model_path,
+            device.torch_device,
+            trust_remote_code=settings.trust_remote_code,
+            dtype=settings.dtype,
+        )
         decoder = choose_decoder(language_model.model, settings.slots, settings.max_model_len)
         shapes = None
         if settings.batch_invariant:

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard, cast
 import msgspec
 import torch
 
-from services.rollout.engines.causal_lm import TorchEngineSettings, build_causal_lm
+from services.rollout.engines.causal_lm import build_causal_lm
 from services.rollout.engines.vendor.owner_watch import end_with_owner
 from services.rollout.engines.vllm.worker_features import WorkerFeatures, dummy_loader
 from services.rollout.engines.vllm.workers import WorkerBegin
@@ -76,8 +76,8 @@ class CheckpointNames:
     """
 
     def __init__(self, model_path: str, *, trust_remote_code: bool) -> None:
-        described = TorchEngineSettings(model_path, trust_remote_code=trust_remote_code)
-        self._model = build_causal_lm(described, torch.device("meta")).model
+        meta = torch.device("meta")
+        self._model = build_causal_lm(model_path, meta, trust_remote_code=trust_remote_code).model
         self._revert = _revert_weight_conversion()
 
     def of(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
