@@ -181,7 +181,7 @@ def _server(
 
 
 def _replica(config: RunConfig, identity: ReplicaIdentity, port: int) -> ReplicaInfo:
-    """What the trainer is told; the port is known only after binding."""
+    """Return what the trainer needs to know; the port is known only after binding."""
     return ReplicaInfo(
         identity.name,
         identity.instance_id,
@@ -199,7 +199,7 @@ async def _take_part(
     credentials: Credentials,
     stop: asyncio.Event,
 ) -> None:
-    """Stays registered until `stop`, then tells the trainer that the replica drains."""
+    """Stay registered until `stop`, then report to the trainer that the replica drains."""
     trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
     limit = message_mb(config) << 20
     async with open_channel(trainer, max_message_bytes=limit, credentials=credentials) as channel:
@@ -228,7 +228,7 @@ async def _until_stopped(
 
 
 def main() -> int:
-    """Runs until SIGTERM or SIGINT; exit code 0 when everything ended in order."""
+    """Run until SIGTERM or SIGINT; exit code 0 when everything ended in order."""
     end_with_supervisor()
     arguments = _parse(sys.argv[1:])
     return exit_status(arguments.name, lambda: asyncio.run(_serve(arguments)))

@@ -1,5 +1,10 @@
-"""Turn an engine's chunks into streamed tokens, text and whole samples, and count the tokens
-handed to callers.
+"""One generate call: engine chunks in, whole samples (and tokens as they come) out.
+
+Consumes: chunks of one engine request. Waits for: the engine.
+Unblocked by: chunks, or cancellation of the call, which closes the engine's iterator and so frees
+    the slots.
+Produces: `GenerationEvent`s in order, and the counts of tokens that were sent and not sent.
+On failure: a failing engine ends the call with the engine's error.
 """
 
 from __future__ import annotations
@@ -18,47 +23,44 @@ from sluice.errors import EngineError
 from sluice.types import FinishReason, Rollout, TokenIds
 
 
-class ReportedText:
-    """Text that stays, whatever follows: no half of a character, no beginning of a stop string.
+class StreamedText:
+    """The part of a growing response's text that can be sent, because no further token changes it.
+
+    It ends before an unfinished character and before the possible beginning of a stop string.
 
     Args:
-        stops: strings of which one may end the response.
+        stops: strings that end the response.
         decode: of the model's tokenizer.
     """
 
     def __init__(self, stops: Sequence[str], decode: Decode) -> None:
-        self._stops, self._settled = stops, IncrementalDetokenizer(decode)
+        self._stops = stops
+        self._settled = IncrementalDetokenizer(decode)
         self._held = ""  # settled, but perhaps the beginning of a stop string
-        self._num_reported = 0
+        self._num_sent = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Takes further tokens on; what may be told now."""
+        """Take more tokens; return the text that can be sent now."""
         self._held += self._settled.push(token_ids)
-        reported = stable_prefix(self._held, self._stops)
-        self._held = self._held[len(reported) :]
-        self._num_reported += len(reported)
-        return reported
+        stable = stable_prefix(self._held, self._stops)
+        self._held = self._held[len(stable) :]
+        self._num_sent += len(stable)
+        return stable
 
     def rest_of(self, text: str) -> str:
-        """What was not told yet of the whole text of a response that has ended."""
-        return text[self._num_reported :]
+        """Return what was not sent yet of the whole text of a finished response."""
+        return text[self._num_sent :]
 
 
-# One generation: engine chunks in, whole samples (and tokens as they come) out.
-#
-# Consumes chunks of one engine request; waits for the engine; unblocked by chunks, or by
-# cancellation of the call, which closes the engine's iterator and so frees the slots; produces
-# `GenerationEvent`s in order; a failing engine ends it with the engine's error.
-
-# Tokens that come at intervals come a little after them.
+# An engine's chunks at intervals may come a little late, so one interval is no sign of a problem.
 SIGN_OF_LIFE_INTERVALS = 2
 
 
 class Detokenizer(Protocol):
-    """Turns token ids into text."""
+    """Decoder of token ids."""
 
     def decode(self, token_ids: TokenIds) -> str:
-        """The text of response tokens."""
+        """Return the text of response tokens."""
         ...
 
 
@@ -72,7 +74,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationEvent:
-    """What is sent together; `engine_tokens` when nothing came and samples wait for slots."""
+    """What is sent together; `engine_tokens` is set if samples wait and nothing came."""
 
     deltas: tuple[TextDelta, ...]
     rollouts: tuple[Rollout, ...]
@@ -88,9 +90,9 @@ class StreamOptions:
 
     Attributes:
         every_token: tokens are sent as they come, with their text.
-        partial_interval_s: the tokens of unfinished samples are sent about so often, without text,
-            unless every token is; and when nothing came for twice as long while samples wait for
-            a slot in the engine, whether it works. ``None``: never.
+        partial_interval_s: tokens of unfinished samples are sent about that often, without text,
+            unless every token is. If nothing came for twice as long while samples wait for a slot,
+            a sign is sent that the engine works. ``None``: never.
         linger_s: finished samples wait this long for others to travel with.
     """
 
@@ -106,20 +108,20 @@ class StreamOptions:
 
 @dataclass(slots=True, eq=False)
 class _StreamedSample:
-    """A sample under way; `told` if its text is sent as it grows."""
+    """A running sample; `text` is set if its text is sent as it grows."""
 
-    reported: ReportedText | None
+    text: StreamedText | None
     grown: GrowingSample = field(default_factory=GrowingSample)
 
     def adopt(self, partial: Rollout) -> None:
-        """Starts from an earlier part, whose text the caller has as far as it was to be told."""
+        """Continue an earlier part; the caller has all of its text that could be sent."""
         self.grown.adopt(partial)
-        if self.reported is not None:
-            self.reported.push(self.grown.token_ids().tolist())
+        if self.text is not None:
+            self.text.push(self.grown.token_ids().tolist())
 
 
 class GenerationRunner:
-    """Runs requests on one engine.
+    """Generate calls on one engine.
 
     Args:
         engine: where tokens come from.
@@ -137,10 +139,10 @@ class GenerationRunner:
         delivery: StreamOptions,
         send: Send,
     ) -> None:
-        """Generates until every requested sample has finished.
+        """Generate until every requested sample has finished.
 
         Args:
-            request: the samples to draw.
+            request: the samples to generate.
             partials: the whole earlier part of samples that are continued.
             delivery: what is sent when.
             send: takes each event; its pace slows the sending, never the engine.
@@ -153,7 +155,7 @@ class GenerationRunner:
             request = replace(request, decode=self._detokenizer.decode)
         decode = self._detokenizer.decode
         growing = {
-            index: _StreamedSample(ReportedText(stops, decode) if delivery.every_token else None)
+            index: _StreamedSample(StreamedText(stops, decode) if delivery.every_token else None)
             for index in request.sample_indexes
         }
         for partial in partials:
@@ -178,10 +180,10 @@ class GenerationRunner:
     async def _next(
         self, inbox: asyncio.Queue[tuple[SampleChunk, ...]], delivery: StreamOptions, send: Send
     ) -> tuple[SampleChunk, ...]:
-        """The next chunks; while there are none, tells at intervals if the engine draws tokens.
+        """Return the next chunks; report at intervals that the engine samples while none come.
 
-        Only while samples wait, these may be among them. Where all have a slot, and a slot is all
-        that they need, that none gets a token is no better for what the engine draws for others.
+        Only while samples wait for a slot or for space: if all of them run, tokens that the engine
+        samples for others do not help the one that gets none.
         """
         if delivery.partial_interval_s is None:
             return await inbox.get()
@@ -204,7 +206,7 @@ class GenerationRunner:
         ended: asyncio.Event,
         delivery: StreamOptions,
     ) -> None:
-        """Moves chunks into `inbox`, and nothing as a last item; then sets `ended`.
+        """Move chunks into `inbox`, and an empty tuple at the end; then set `ended`.
 
         The queue is bounded by the request: an engine yields at most one chunk a token.
         """
@@ -233,26 +235,22 @@ class GenerationRunner:
         for chunk in chunks:
             index, sample = chunk.sample_index, growing[chunk.sample_index]
             sample.grown.append(chunk.token_ids, chunk.behavior_logprobs, chunk.version)
-            new_text = (
-                "" if sample.reported is None else sample.reported.push(chunk.token_ids.tolist())
-            )
+            new_text = "" if sample.text is None else sample.text.push(chunk.token_ids.tolist())
             if chunk.finish_reason is not None:
                 text = before_stop(self._detokenizer.decode(sample.grown.token_ids()), stops)
                 rollouts.append(sample.grown.rollout(index, chunk.finish_reason, text))
-                # What an aborted sample held back is told where it goes on, if at all.
-                if sample.reported is not None and chunk.finish_reason is not FinishReason.ABORTED:
-                    new_text += sample.reported.rest_of(text)
+                # What an aborted sample held back is sent where it is continued, if at all.
+                if sample.text is not None and chunk.finish_reason is not FinishReason.ABORTED:
+                    new_text += sample.text.rest_of(text)
                 del growing[index]
-            is_sent = sample.reported is not None or (
-                delivery.sends_tokens and index not in finished
-            )
+            is_sent = sample.text is not None or (delivery.sends_tokens and index not in finished)
             if is_sent and (new_text or chunk.token_ids.size):
                 deltas.append(TextDelta(chunk, new_text))
         return GenerationEvent(tuple(deltas), tuple(rollouts))
 
 
 async def _linger(ended: asyncio.Event, seconds: float) -> None:
-    """Waits for company, but not once there is none to come."""
+    """Wait for other samples, until no more can come."""
     try:
         async with asyncio.timeout(seconds):
             await ended.wait()
@@ -261,17 +259,17 @@ async def _linger(ended: asyncio.Event, seconds: float) -> None:
 
 
 class HandOver:
-    """Counts the tokens of one call that are new to its caller.
+    """A count of the tokens of one call that are new to its caller.
 
-    A sample that is sent whole repeats what was sent of it in deltas before, and what the caller
-    gave us to continue from: neither counts.
+    A sample that is sent whole repeats its earlier deltas, and what the caller gave us to continue;
+    neither counts.
     """
 
     def __init__(self, partials: Iterable[Rollout]) -> None:
         self._known = {partial.sample_index: partial.num_tokens for partial in partials}
 
     def new_tokens(self, event: GenerationEvent) -> int:
-        """Tokens of `event` that none before it held; call it once for each, in order."""
+        """Return the new tokens of `event`; call it once for each event, in order."""
         known = self._known
         found = num_tokens(delta.chunk for delta in event.deltas)
         for delta in event.deltas:
@@ -283,7 +281,7 @@ class HandOver:
 
 
 class CountedGeneration(GenerationRunner):
-    """Runs requests on one engine and enters what became of their tokens into its books."""
+    """Generate calls on one engine that count what became of their tokens."""
 
     def __init__(self, engine: Engine, detokenizer: Detokenizer) -> None:
         super().__init__(engine, detokenizer)

@@ -24,64 +24,65 @@ _PROBE_INTERVAL_S = 1.0
 
 
 class ProbedEngine(Protocol):
-    """What is asked; see `Engine`."""
+    """An engine that can be asked; see `Engine`."""
 
     async def probe(self) -> EngineLoad:
-        """Answers from inside the engine's loop."""
+        """Ask the loop that computes tokens."""
         ...
 
 
 class EngineHeartbeat:
-    """Asks an engine for ever.
+    """Probes of an engine, one after the other.
 
     Args:
-        engine: which.
-        interval_s: between an answer and the next question.
+        engine: the engine.
+        interval_s: between an answer and the next probe.
     """
 
     def __init__(self, engine: ProbedEngine, interval_s: float = _PROBE_INTERVAL_S) -> None:
-        self._engine, self._interval_s = engine, interval_s
-        self._turns = 1  # it has started
+        self._engine = engine
+        self._interval_s = interval_s
+        self._turns = 1  # the start counts
 
     @property
     def turns(self) -> int:
-        """Answers so far, the start included."""
+        """Answers so far, including the start."""
         return self._turns
 
     async def run(self) -> None:
-        """Never returns."""
+        """Probe for ever."""
         while True:
             await self._engine.probe()
             self._turns += 1
             await asyncio.sleep(self._interval_s)
 
 
-# Has health say, under a name of its own, whether this replica has weights to draw with.
+# A named answer of health: whether this replica has weights to sample with.
 #
-# Consumes: the engine's load. Waits for: weights, for as long as the trainer takes. Unblocked
-# by: a version that serves; it looks every so often. Produces: one named answer of health. On
-# failure: a broken engine's error ends the replica. On shutdown: cancelled; the server then
-# answers that nothing serves.
+# Consumes: the engine's load. Waits for: weights, as long as the trainer takes.
+# Unblocked by: a version that serves; it looks at intervals. Produces: one named answer of health.
+# On failure: a broken engine's error ends the replica.
+# On shutdown: cancelled; the server then answers that nothing serves.
 #
-# The process as a whole is healthy before that: it has to be kept, and found, while it waits.
+# The process as a whole is healthy before that: it must stay, and be found, while it waits.
 
 _HEALTH_INTERVAL_S = 0.5
 
 
 class NotifyHealth(Protocol):
-    """Where the answer goes; see `RpcServer.set_named`."""
+    """A receiver of the answer; see `RpcServer.set_named`."""
 
     def __call__(self, *, serving: bool) -> Awaitable[None]:
-        """What health answers from now on."""
+        """Set what health answers from now on."""
         ...
 
 
 class WeightsHealth:
-    """Looks for ever.
+    """The watch over an engine's weights.
 
     Args:
         load: the engine's latest counters.
-        tell: takes each change, the first answer included.
+        notify: takes each change, and the first answer.
         interval_s: between two looks.
     """
 
@@ -91,11 +92,13 @@ class WeightsHealth:
         notify: NotifyHealth,
         interval_s: float = _HEALTH_INTERVAL_S,
     ) -> None:
-        self._load, self._notify, self._interval_s = load, notify, interval_s
+        self._load = load
+        self._notify = notify
+        self._interval_s = interval_s
         self._reported: bool | None = None
 
     async def run(self) -> None:
-        """Never returns."""
+        """Look for ever."""
         while True:
             has_weights = self._load().version is not None
             if has_weights is not self._reported:
@@ -104,15 +107,16 @@ class WeightsHealth:
             await asyncio.sleep(self._interval_s)
 
 
-# Keeps one replica registered with the trainer.
+# The registration of one replica with the trainer.
 #
-# Consumes the engine's load; waits for the trainer; unblocked by its answers or their deadlines;
-# produces a registration and a heartbeat an interval; a lost trainer is tried again for ever (it
-# may restart), a trainer that does not know the replica is registered with anew; on shutdown one
-# last heartbeat says that the replica is draining.
+# Consumes: the engine's load. Waits for: the trainer. Unblocked by: its answers or their deadlines.
+# Produces: a registration, and a heartbeat an interval.
+# On failure: a lost trainer is tried for ever (it may restart); a trainer that does not know the
+#     replica gets a new registration.
+# On shutdown: one last heartbeat reports that the replica drains.
 #
-# A trainer that is away for a moment is no news: it starts after its replicas and, at the end of
-# a run, leaves before them.
+# An absence of a moment is not logged: a trainer starts after its replicas, and at the end of a run
+# leaves before them.
 
 logger = logging.getLogger(__name__)
 
@@ -121,14 +125,14 @@ _NEWS_AFTER_S = 10.0
 
 
 class Registration:
-    """Registers and sends heartbeats until cancelled.
+    """A replica's membership in the trainer's fleet, until it is cancelled.
 
     Args:
         stub: the trainer.
-        replica: who we are.
-        layout_digest: digest of the names, dtypes and shapes of our weights.
+        replica: this replica.
+        layout_digest: digest of the names, dtypes and shapes of its weights.
         load: the engine's latest counters.
-        turns: questions that the engine's loop has answered; 0: nobody counts.
+        turns: probes that the engine's loop has answered; 0 if nothing counts them.
     """
 
     def __init__(
@@ -139,12 +143,19 @@ class Registration:
         load: Callable[[], EngineLoad],
         turns: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._stub, self._replica, self._layout_digest = stub, replica, layout_digest
-        self._load, self._turns = load, turns
+        self._stub = stub
+        self._replica = replica
+        self._layout_digest = layout_digest
+        self._load = load
+        self._turns = turns
         self._absence = _Absence()
 
     async def run(self) -> None:
-        """Never returns; raises InvalidRequestError when the trainer refuses the replica."""
+        """Register and send heartbeats for ever.
+
+        Raises:
+            InvalidRequestError: the trainer refuses the replica.
+        """
         while True:
             try:
                 interval_s = await self._register()
@@ -157,11 +168,11 @@ class Registration:
                 await asyncio.sleep(_RETRY_INTERVAL_S)
 
     async def announce_drain(self) -> None:
-        """Tells the trainer that this replica is going away; a lost trainer need not know."""
+        """Report to the trainer that this replica leaves; a lost trainer need not know."""
         try:
             await self._send_heartbeat(draining=True)
         except (NotFoundError, PeerError, DeadlineError) as error:
-            logger.debug("the trainer was not told of the drain: %s", error)
+            logger.debug("the trainer did not learn of the drain: %s", error)
 
     async def _register(self) -> float:
         answer = await unary_call(
@@ -201,7 +212,7 @@ class Registration:
 
 
 class _Absence:
-    """How long the trainer has been out of reach; told once, when it has lasted."""
+    """The time that the trainer has been out of reach; logged once, after a while."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None

@@ -62,14 +62,14 @@ _SEED_BITS = 63
 
 @dataclass(frozen=True, slots=True)
 class ReplicaIdentity:
-    """Who answers; `instance_id` is new at each process start."""
+    """This replica; `instance_id` is new at each process start."""
 
     name: str
     instance_id: str
 
 
 class Encoder(Protocol):
-    """Turns prompts into token ids."""
+    """Encoder of prompts."""
 
     def encode_chat(
         self,
@@ -79,17 +79,17 @@ class Encoder(Protocol):
         template_kwargs: Mapping[str, object],
         add_special_tokens: bool,
     ) -> TokenIds:
-        """Tokens of a conversation, as many for each image as the model reads it by."""
+        """Return the tokens of a conversation, with those that the model reads each image by."""
         ...
 
     def encode_text(self, text: str, *, add_special_tokens: bool) -> TokenIds:
-        """Tokens of plain text."""
+        """Return the tokens of plain text."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRules:
-    """Most and largest images of a prompt; bytes of them that a client may have under way."""
+    """Limits of a prompt's images, and of their bytes in a client's running calls."""
 
     limits: ImageLimits = DEFAULT_LIMITS
     quota: ClientQuota | None = None
@@ -105,15 +105,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         generation: runs requests.
         engine_name: for status.
         max_n: most samples in one call.
-        training_prompts: hold for prompts of the run's own services, those that are trained on;
-            none: the model's context alone bounds them, as it does those of clients.
-        quota: samples that each client may have under way; none: any number.
-        images: what may come; none: the usual limits.
-        tokens: that name clients; none: they name themselves.
+        training_prompts: limit for prompts of the run's own services, which are trained on; without
+            it, and for clients, only the model's context is a limit.
+        quota: samples in a client's running calls; ``None``: any number.
+        tokens: name clients; without them clients name themselves.
         max_client_priority: highest priority that clients may ask for.
+        images: limits of images; by default the usual ones.
     """
 
-    def __init__(  # noqa: PLR0913 - all that a call meets on its way
+    def __init__(  # noqa: PLR0913 - everything that a call needs
         self,
         identity: ReplicaIdentity,
         engine: Engine,
@@ -128,9 +128,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         max_client_priority: int = MAX_PRIORITY,
         images: ImageRules | None = None,
     ) -> None:
-        self._identity, self._engine, self._encoder = identity, engine, encoder
-        self._generation, self._engine_name, self._max_n = generation, engine_name, max_n
-        self._quota, self._tokens = quota, tokens
+        self._identity = identity
+        self._engine = engine
+        self._encoder = encoder
+        self._generation = generation
+        self._engine_name = engine_name
+        self._max_n = max_n
+        self._quota = quota
+        self._tokens = tokens
         self._training_prompts = training_prompts
         self._images = images or ImageRules()
         self._max_client_priority = max_client_priority
@@ -139,7 +144,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def Generate(  # type: ignore[override]
         self, request: rollout.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Streams samples of one prompt."""
+        """Stream samples of one prompt."""
         check_generate(request, self._max_n)
         check_chat_images(request.prompt.chat, self._images.limits)
         partials = [rollout_from_proto(partial) for partial in request.partials]
@@ -179,7 +184,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def GetStatus(
         self, request: rollout.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> rollout.GetStatusResponse:
-        """Load, capacity and version, asked from inside the engine's loop unless told not to."""
+        """Return load, capacity and version, by default from inside the engine's loop."""
         load = self._engine.load() if request.without_engine else await self._engine.probe()
         return rollout.GetStatusResponse(
             name=self._identity.name,
@@ -235,7 +240,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
     async def _prompt_tokens(self, prompt: common.PromptInput, *, is_own: bool) -> TokenIds:
-        """The prompt in full, unless it is one of the run's own services that is too long."""
+        """Return the whole prompt; a longer one of the run's own services may be cut."""
         ids = await self._encoded(prompt)
         if is_own and self._training_prompts is not None and not prompt.HasField("tokens"):
             ids = self._training_prompts.fit(ids, has_images=bool(prompt.chat.images))
@@ -257,7 +262,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 raise InvalidRequestError("prompt: not set; send chat, text or tokens")
 
     async def _chat_tokens(self, prompt: common.PromptInput) -> TokenIds:
-        """With images beside the event loop, since looking at them takes long; one at a time."""
+        """Render a chat; with images in a thread, since measuring them is slow, one at a time."""
         encode = functools.partial(
             self._encoder.encode_chat,
             chat_messages_from_proto(prompt.chat.messages),
@@ -325,7 +330,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
     async def JoinGroup(
         self, request: weights.JoinGroupRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights.JoinGroupResponse:
-        """Joins an epoch's transfer group."""
+        """Join an epoch's transfer group."""
         check_join(request, self._engine.weight_layout)
         digest = await self._engine.join_group(group_spec_from_proto(request))
         return weights.JoinGroupResponse(epoch=request.epoch, plan_digest=digest)
@@ -333,7 +338,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
     async def StageUpdate(
         self, request: weights.StageUpdateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights.StageUpdateResponse:
-        """Receives a version while generation goes on."""
+        """Receive a version while generation continues."""
         check_stage(request)
         with served(SpanName.RECEIVE_WEIGHTS, context) as span:
             span.set({Key.VERSION: request.policy_version})
@@ -348,7 +353,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
     async def CommitUpdate(
         self, request: weights.CommitUpdateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights.CommitUpdateResponse:
-        """Swaps the staged version in."""
+        """Swap the staged version in."""
         check_commit(request)
         with served(SpanName.SWAP_WEIGHTS, context) as span:
             span.set({Key.VERSION: request.policy_version})
@@ -360,7 +365,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
     async def AbortUpdate(
         self, request: weights.AbortUpdateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights.AbortUpdateResponse:
-        """Throws away what is staged."""
+        """Discard what is staged."""
         check_abort(request)
         await self._engine.abort_update(request.epoch, request.reason)
         return weights.AbortUpdateResponse(policy_version=self._engine.load().version)

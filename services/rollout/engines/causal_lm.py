@@ -29,13 +29,13 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CausalLM:
-    """A model in inference mode, with what the engine must know of it.
+    """A model in inference mode, and what the engine needs to know about it.
 
     Attributes:
         vocab_size: width of the logits.
         eos_token_ids: tokens that end a response.
-        layout: the checkpoint's tensors in the model's order; of tied ones only the first.
-        image_prompts: makes images ready for it; ``None``: it reads text alone.
+        layout: the checkpoint's tensors in the model's order; only the first of tied ones.
+        image_prompts: prepares images for it; ``None`` for a text-only model.
     """
 
     model: PreTrainedModel
@@ -45,10 +45,10 @@ class CausalLM:
     image_prompts: ImagePromptReader | None = None
 
     def refuse_row_dependence(self) -> None:
-        """Raises ConfigError for a mixture of experts.
+        """Raise ConfigError for a mixture of experts.
 
-        How many tokens each expert gets, and so the shapes of its products, depends on what the
-        other rows hold; no choice of batch shapes makes that invariant.
+        The number of tokens of each expert, and so the shapes of its products, depends on the other
+        rows. No choice of batch shapes makes that invariant.
         """
         config = self.model.config.get_text_config(decoder=True).to_dict()
         if any((config.get(key) or 0) > 1 for key in _EXPERT_COUNTS):
@@ -70,7 +70,7 @@ def build_causal_lm(
 
     Args:
         path: directory with a Hugging Face configuration; weight files are not needed.
-        device: where its weights lie.
+        device: of its weights.
         trust_remote_code: run model code that ships with it.
         dtype: of its weights.
 
@@ -111,7 +111,7 @@ def build_causal_lm(
 
 
 def _eos_token_ids(path: str, config: object) -> tuple[int, ...]:
-    """generation_config.json decides where there is one, as in transformers' own generation."""
+    """Read generation_config.json where there is one, as transformers' own generation does."""
     eos = None
     if (Path(path) / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
@@ -127,7 +127,7 @@ def _layout(model: PreTrainedModel) -> tuple[TensorSpec, ...]:
     state = model.state_dict()
     seen: set[tuple[int, int]] = set()
     specs = []
-    # Sources of ties come first, so that it is the target's name that is left out.
+    # Sources of ties come first, so that the target's name is left out.
     for name in sorted(state, key=lambda name: name in tied):
         identity = (state[name].data_ptr(), state[name].numel())
         if identity not in seen or state[name].numel() == 0:
@@ -144,7 +144,7 @@ class CheckpointLayout:
     Attributes:
         vocab_size: width of the logits.
         eos_token_ids: tokens that end a response.
-        tensors: in the model's order; of tied ones only the first.
+        tensors: in the model's order; only the first of tied ones.
     """
 
     vocab_size: int
@@ -158,7 +158,7 @@ def checkpoint_layout(
     trust_remote_code: bool = False,
     dtype: _Dtype = "float32",
 ) -> CheckpointLayout:
-    """The layout of the model at `model_path`, as the trainer computes it.
+    """Return the layout of the model at `model_path`, as the trainer computes it.
 
     Raises:
         ConfigError: `model_path` holds no causal language model that transformers knows.
@@ -167,7 +167,7 @@ def checkpoint_layout(
         model_path, torch.device("meta"), trust_remote_code=trust_remote_code, dtype=dtype
     )
     model = built.model
-    # Tensors without memory have no address: the same parameter is the same object.
+    # Tensors on the meta device have no address: the same parameter is the same object.
     own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     own |= dict(model.named_buffers(remove_duplicate=False))
     state, tied = model.state_dict(), model.all_tied_weights_keys

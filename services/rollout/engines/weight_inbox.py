@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlacement:
-    """What a model keeps a tensor as."""
+    """Where a model keeps a tensor, and in which dtype."""
 
     device: torch.device
     dtype: torch.dtype
 
     def can_borrow(self, tensor: torch.Tensor) -> bool:
-        """Whether the model can compute from this memory in place of its own."""
+        """Return whether the model can compute from this memory instead of its own."""
         return (tensor.device, tensor.dtype) == (self.device, self.dtype) and tensor.is_contiguous()
 
 
@@ -49,12 +49,12 @@ class ChangedElements:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewWeights:
-    """A version to be taken.
+    """A version for the model to take.
 
     Attributes:
         tensors: all of the model's layout, by checkpoint name, on the CPU.
-        changes: of tensors that would have to be copied, by name, where they are known.
-        base_digest: of the weights since which `changes` are.
+        changes: known changes of tensors that would have to be copied, by name.
+        base_digest: of the weights that `changes` start from.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -63,10 +63,10 @@ class NewWeights:
 
 
 class LiveWeights:
-    """The parameters of one model, to be used in the thread that computes with them.
+    """The parameters of one model, used in the thread that computes with them.
 
-    Made after the model's decoder, whose making may replace parameters. The first tied tensor of
-    the layout stands for the others, which are pointed along with it.
+    Create it after the model's decoder, which may replace parameters. The first tied tensor of the
+    layout stands for the others, which point to the same memory.
     """
 
     def __init__(self, language_model: CausalLM) -> None:
@@ -81,7 +81,7 @@ class LiveWeights:
         self._borrowed: set[str] = set()
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises WeightSyncError if a tensor is missing, unknown or of another shape.
+        """Raise WeightSyncError if a tensor is missing, unknown or of another shape.
 
         A tied tensor's other name may come along.
         """
@@ -96,13 +96,13 @@ class LiveWeights:
                 raise _mismatch(name, "is unknown to the model")
 
     def take(self, new: NewWeights, serving_digest: str) -> None:
-        """Computes with `new` from now on; `check` it first.
+        """Compute with `new` from now on; `check` it first.
 
-        Any error leaves a mixture of versions: the model must not be used any more.
+        After an error the weights are a mixture of versions: do not use the model any more.
 
         Args:
-            new: may be kept as the model's memory. It must not be written to before other
-                weights are taken.
+            new: the model may keep its memory. Do not write to it before the next weights are
+                taken.
             serving_digest: of what the model holds.
         """
         changes = new.changes if new.base_digest == serving_digest else {}
@@ -159,12 +159,12 @@ class _Staged:
 class WeightInbox:
     """One replica's membership in transfer groups, and what it has staged.
 
-    Blocking calls run in one thread of its own. Leaving a group is possible at any moment.
+    Blocking calls run in a thread of their own. Leaving a group is possible at any moment.
 
     Args:
         device: of the wire.
         layout: the model's weights.
-        places: what the model keeps each of them as.
+        places: how the model keeps each of them.
     """
 
     def __init__(
@@ -181,12 +181,12 @@ class WeightInbox:
             with waiting_for(_SENDER, phase):
                 return await asyncio.get_running_loop().run_in_executor(self._thread, call)
         except asyncio.CancelledError:
-            # The thread cannot be interrupted; without the group its call ends by itself.
+            # The thread cannot be interrupted; without the group its call fails soon.
             self._receiver.abort(f"the call was cancelled while {phase}")
             raise
 
     async def join(self, spec: TransferGroupSpec) -> str:
-        """Joins an epoch, leaving any earlier one; returns the plan's digest."""
+        """Join an epoch, leaving any earlier one; return the plan's digest."""
         self._receiver.abort(f"epoch {spec.epoch} begins")
         self._epoch, self._staged = spec.epoch, None
 
@@ -197,7 +197,7 @@ class WeightInbox:
         return await self._run(join_unless_superseded, f"joining epoch {spec.epoch}")
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
-        """Receives a version into staging memory."""
+        """Receive a version into staging memory."""
         self._check_epoch(epoch, f"staging version {version}")
         self._staged = None
         staged = await self._run(lambda: self._stage(version), f"staging version {version}")
@@ -218,10 +218,10 @@ class WeightInbox:
         return _Staged(received, NewWeights(received.tensors, changes, received.base.digest))
 
     def staged(self, epoch: int, version: int, digest: str) -> NewWeights:
-        """What was staged under that epoch, version and digest.
+        """Return what was staged under that epoch, version and digest.
 
         Raises:
-            WeightSyncError: something else was, or nothing.
+            WeightSyncError: nothing is staged, or something else.
         """
         phase = f"committing version {version}"
         self._check_epoch(epoch, phase)
@@ -238,27 +238,27 @@ class WeightInbox:
         return self._staged.weights
 
     def release(self, weights: NewWeights) -> None:
-        """Gives staging memory back once its tensors serve.
+        """Give staging memory back once its tensors serve.
 
-        It is held as long as the model computes from it, or if the sender asked for that: the next
-        update may say only what changed since.
+        It stays as long as the model computes from it, or if the sender asked for that: the next
+        update may carry only changes to it.
         """
         staged = self._staged
         if staged is None or staged.weights is not weights:
-            return  # the epoch was left during the swap; the memory is the model's alone
+            return  # the epoch was left during the swap; the memory is the model's only
         self._staged = None
         tensors = weights.tensors
         lent = any(place.can_borrow(tensors[name]) for name, place in self._places.items())
         self._receiver.keep(staged.received, lent=lent)
 
     def abort(self, epoch: int, reason: str) -> None:
-        """Throws away what is staged and leaves the epoch; nothing happens for another epoch."""
+        """Discard what is staged and leave the epoch; do nothing for another epoch."""
         if epoch == self._epoch:
             self._epoch, self._staged = None, None
             self._receiver.abort(reason)
 
     def close(self) -> None:
-        """Leaves the group and lets the thread end."""
+        """Leave the group and let the thread end."""
         self._epoch, self._staged = None, None
         self._receiver.close()
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,7 @@
 """The embedded engine: any Hugging Face causal language model, in this process, on torch alone.
 
-A thread of its own runs the step loop (`engine_thread`, `generation_loop`); this file is what the
-event loop sees of it.
+The step loop runs in a thread of its own (`thread`, `loop`); this module is what the event loop
+sees of it.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class TorchEngineSettings:
     Attributes:
         model_path: directory with a Hugging Face configuration; weight files are not needed.
         trust_remote_code: run model code that ships with it.
-        device: ``cpu``, ``cuda``, ``cuda:N``, ``npu`` ...; ``None`` for what is there.
+        device: ``cpu``, ``cuda``, ``cuda:N``, ``npu`` ...; ``None`` takes what the machine has.
         dtype: of weights, cache and activations. Probabilities are always float32.
         slots: samples generated at once.
         max_model_len: prompt plus response tokens of a sample.
         max_queued: samples that may wait for a slot.
         torch_threads: intra-op threads of the step loop; more than 1 slows tiny models down.
-        batch_invariant: a sample's tokens and logprobs do not depend on what else runs, to the bit.
-        weights_backend: collectives that weights arrive by; ``None`` is the device's own.
+        batch_invariant: a sample's tokens and logprobs do not depend on other rows, to the bit.
+        weights_backend: collectives that bring weights; ``None`` is the device's own.
         recompute_kv: after a weight swap, recompute the cache of running samples.
     """
 
@@ -77,13 +77,13 @@ class TorchEngineSettings:
                 raise ConfigError(f"torch engine: {name} is {getattr(self, name)}; give at least 1")
         if self.max_model_len < 2:
             raise ConfigError(
-                f"torch engine: max_model_len is {self.max_model_len}; give at least 2, room for "
+                f"torch engine: max_model_len is {self.max_model_len}; give at least 2, space for "
                 "a prompt token and a response token"
             )
 
 
 def torch_settings(config: RunConfig) -> TorchEngineSettings:
-    """The part of a run configuration that concerns this engine."""
+    """Return the part of a run configuration that concerns this engine."""
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     service = config.sluice.rollout
     return TorchEngineSettings(
@@ -102,7 +102,7 @@ def torch_settings(config: RunConfig) -> TorchEngineSettings:
 
 
 def create(config: RunConfig) -> TorchEngine:
-    """The engine for a run configuration."""
+    """Return the engine for a run configuration."""
     return TorchEngine(torch_settings(config))
 
 
@@ -147,7 +147,7 @@ class TorchEngine:
         return self._language_model
 
     async def start(self) -> None:
-        """Builds the model without weights. Raises ConfigError for a path that holds no model."""
+        """Build the model without weights. Raises ConfigError for a path that holds no model."""
         device = select_device(self._settings.device)
         thread = EngineThread(lambda: self._build(device), self._receive, self._fail_streams)
         self._loop = await thread.start()
@@ -156,7 +156,7 @@ class TorchEngine:
         self._inbox = WeightInbox(wire, self._model().layout, self._loop.weights.places)
 
     def _build(self, device: Device) -> GenerationLoop:
-        """Runs in the engine's thread, where device and number of torch threads have to be set."""
+        """Build the loop in the engine's thread: torch sets device and threads per thread."""
         settings = self._settings
         device.set_device()
         torch.set_num_threads(settings.torch_threads)
@@ -188,7 +188,7 @@ class TorchEngine:
         )
 
     async def stop(self) -> None:
-        """Aborts what runs and frees everything. Repeating it is harmless."""
+        """Abort what runs and free everything. Repeating it is harmless."""
         thread, inbox = self._thread, self._inbox
         self._thread = self._inbox = self._loop = None
         if inbox is not None:
@@ -202,11 +202,11 @@ class TorchEngine:
         return self._thread
 
     async def probe(self) -> EngineLoad:
-        """Answers from inside the engine's loop, so that a hung engine does not answer."""
+        """Ask the loop that computes tokens, so that a hung engine does not answer."""
         return await self._running().call(self._snapshot)
 
     def load(self) -> EngineLoad:
-        """The latest snapshot, without waiting.
+        """Return the latest snapshot, without waiting.
 
         Raises:
             EngineError: the engine broke or was stopped.
@@ -218,7 +218,7 @@ class TorchEngine:
         return self._snapshot(self._loop)
 
     def _snapshot(self, loop: GenerationLoop) -> EngineLoad:
-        # Before `generated_tokens` is read: every token that is entered here was sampled earlier.
+        # Read before `generated_tokens`: every token that is counted here was sampled earlier.
         entered = self._accounting.plus(loop.dropped)
         return EngineLoad(
             slots=self._settings.slots,
@@ -238,11 +238,11 @@ class TorchEngine:
         every_token: bool,
         partial_interval_s: float | None = None,
     ) -> AsyncGenerator[tuple[SampleChunk, ...], None]:
-        """Draws the samples; see the protocol."""
+        """Generate the samples; see the protocol."""
         thread = self._admit(request)
         images = await self._read_images(request)
         if images is not None:
-            thread = self._admit(request)  # it may have been stopped meanwhile
+            thread = self._admit(request)  # the engine may have stopped meanwhile
         samples = len(request.sample_indexes)
         engine_request = EngineRequest(
             request, every_token, samples, partial_interval_s, images=images
@@ -269,7 +269,7 @@ class TorchEngine:
         return thread
 
     async def _read_images(self, request: GenerationRequest) -> ImagePrompt | None:
-        """Beside the event loop and the step loop, neither of which may wait for a decoder."""
+        """Decode images in a thread: neither the event loop nor the step loop may wait."""
         if not request.images:
             return None
         reader = self._model().image_prompts
@@ -316,27 +316,27 @@ class TorchEngine:
         return self._inbox
 
     async def pause(self, mode: PauseMode) -> None:
-        """Draws no token from its return until `resume`; see the protocol."""
+        """Sample no token from its return until `resume`; see the protocol."""
         thread = self._running()
         await thread.call(lambda loop: loop.pause(mode))
         with waiting_for("torch engine", "draining its slots"):
             while await thread.call(lambda loop: loop.is_draining):
-                pass  # answered between two steps
+                pass  # each call returns between two steps
 
     async def resume(self) -> None:
-        """Draws on."""
+        """Sample again."""
         await self._running().call(lambda loop: loop.resume())
 
     async def join_group(self, spec: TransferGroupSpec) -> str:
-        """Joins one epoch's transfer group, leaving any earlier one; returns the plan's digest."""
+        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
         return await self._weights().join(spec)
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
-        """Receives one version into staging memory while generation goes on."""
+        """Receive one version into staging memory while generation continues."""
         return await self._weights().stage(epoch, version)
 
     async def commit(self, epoch: int, version: int, digest: str) -> CommitResult:
-        """Swaps the staged version in between two decode steps. Idempotent."""
+        """Swap the staged version in between two decode steps. Idempotent."""
         thread, inbox = self._running(), self._weights()
         serving = await thread.call(lambda loop: (loop.version, loop.digest))
         if serving == (version, digest):
@@ -349,10 +349,10 @@ class TorchEngine:
     async def load_weights(
         self, tensors: Mapping[str, torch.Tensor], version: int, digest: str
     ) -> CommitResult:
-        """Swaps a copy of given weights in between two decode steps.
+        """Swap a copy of given weights in between two decode steps.
 
         Raises:
-            WeightSyncError: they do not fit the model; the old weights go on serving.
+            WeightSyncError: they do not fit the model; the old weights stay.
         """
         device = self._model().model.device
         copies = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
@@ -367,5 +367,5 @@ class TorchEngine:
         return await self._running().call(swap)
 
     async def abort_update(self, epoch: int, reason: str) -> None:
-        """Throws away what is staged and leaves the group. Idempotent."""
+        """Discard what is staged and leave the group. Idempotent."""
         self._weights().abort(epoch, reason)

@@ -1,5 +1,8 @@
-"""The engine's core: schedule waiting samples, run one decode step at a time, and return chunks
-of tokens.
+"""The engine's core: groups in, one decode step at a time, chunks of tokens out.
+
+Synchronous and without threads. A sample enters with the state of all its tokens but the last,
+which the next decode step feeds. So each of its tokens, the first included, comes from a decode
+step, and is sampled by the weights that serve at that moment.
 """
 
 from __future__ import annotations
@@ -39,11 +42,13 @@ from sluice.vision.image_prompts import ImagePrompt
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """A request in the engine; `remaining` samples have not ended.
+    """A request in the engine.
 
-    `due` is when tokens of unfinished samples are handed out next, in seconds of
-    `time.perf_counter`: each `partial_interval_s` from the first step on; never if that is None.
-    `images` are the prompt's, made ready for the model.
+    Attributes:
+        remaining: samples that have not ended.
+        due: when tokens of unfinished samples are handed out next, in seconds of
+            `time.perf_counter`: each `partial_interval_s` from the first step on.
+        images: the prompt's, prepared for the model.
     """
 
     request: GenerationRequest
@@ -56,16 +61,15 @@ class EngineRequest:
 
 @dataclass(slots=True, eq=False)
 class RequestOutput:
-    """What one ticket gets after a step."""
+    """What one request gets after a step."""
 
     engine_request: EngineRequest
     chunks: list[SampleChunk] = field(default_factory=list)
 
 
-# Which waiting samples get the free slots, and what has to be prefilled for them.
-#
-# By priority, then first come, first served. A group's samples share one prefill; if slots run
-# out in the middle of a group, its prefilled prompt is kept for the samples that follow.
+# Which waiting samples get the free slots: by priority, then first come, first served. A group's
+# samples share one prefill; if slots run out in the middle of a group, its prefilled prompt is kept
+# for the samples that follow.
 
 
 _REFILL_SHARE = 16
@@ -76,8 +80,8 @@ class WaitingGroup:
     """Samples that continue the same tokens.
 
     Attributes:
-        tokens: prompt, and what was drawn before of a sample that is continued.
-        samples: those still waiting.
+        tokens: the prompt, and earlier tokens of a sample that is continued.
+        samples: those that still wait.
         prefilled: where the state of ``tokens[:-1]`` is, once it was computed.
         priority: groups of higher priority go first.
         images: the prompt's.
@@ -107,7 +111,7 @@ class GroupQueue:
     waiting: int = 0
 
     def append(self, group: WaitingGroup) -> None:
-        """Takes a group with at least one sample."""
+        """Take a group with at least one sample."""
         place = len(self._groups)
         while place and self._groups[place - 1].priority < group.priority:
             place -= 1
@@ -115,10 +119,10 @@ class GroupQueue:
         self.waiting += len(group.samples)
 
     def admit(self, free: int) -> list[AdmittedSamples]:
-        """The samples that enter `free` slots.
+        """Return the samples that enter `free` slots.
 
-        While others run, slots are refilled a sixteenth of all at a time: a prefill of one group
-        costs about as much as one of several.
+        While others run, at least a sixteenth of all slots is refilled at a time: a prefill of one
+        group costs about as much as one of several.
         """
         if free < min(self.waiting, max(1, self.slots // _REFILL_SHARE)):
             return []
@@ -136,7 +140,7 @@ class GroupQueue:
         return admissions
 
     def remove(self, unwanted: Callable[[RunningSample], bool]) -> list[RunningSample]:
-        """Takes the samples that fulfil `unwanted` out of the queue."""
+        """Take the samples that fulfil `unwanted` out of the queue."""
         removed: list[RunningSample] = []
         for group in self._groups:
             removed.extend(sample for sample in group.samples if unwanted(sample))
@@ -146,15 +150,15 @@ class GroupQueue:
         return removed
 
     def forget_prefilled(self) -> None:
-        """Waiting groups are prefilled again: the weights have changed."""
+        """Prefill waiting groups again: the weights have changed."""
         for group in self._groups:
             group.prefilled = None
 
 
 def prefill_batches(lengths: list[int], token_budget: int) -> Iterator[list[int]]:
-    """Indexes of prompts to prefill together: of similar length, padded to at most the budget.
+    """Yield indexes of prompts to prefill together, of similar length and within the budget.
 
-    A budget of 0 puts each prompt in a batch of its own.
+    The budget counts tokens with padding; 0 puts each prompt in a batch of its own.
     """
     order = np.argsort(lengths, kind="stable")
     batch: list[int] = []
@@ -167,31 +171,24 @@ def prefill_batches(lengths: list[int], token_budget: int) -> Iterator[list[int]
         yield batch
 
 
-# The engine's core: groups in, one decode step at a time, chunks of tokens out.
-#
-# Synchronous and without threads. A sample enters with the state of all its tokens but the last,
-# which the next decode step feeds; so each of its tokens, the first included, comes from a
-# decode step, and is drawn by the weights that serve at that moment.
-
-
 _PREFILL_TOKENS = 8192
 
 
 class GenerationLoop:
-    """Generates with one model.
+    """Generation with one model.
 
     Attributes:
         version: the policy version that serves; ``None`` before the first weights.
         digest: of its weights.
-        generated_tokens: drawn since the start.
-        dropped: those of them that were never delivered, their request being cancelled: unsent.
+        generated_tokens: sampled since the start.
+        dropped: the part of them that was never delivered, because the request was cancelled.
         busy_seconds: spent in steps since the start.
-        clock: the time since the process started, by what was done.
+        clock: the time since the process started, by state.
         weights: the model's.
 
     Args:
         invariant_shapes: decode only in these shapes, and prefill each prompt alone.
-        recompute_kv: after a swap compute the state of running samples with the new weights.
+        recompute_kv: after a swap recompute the state of running samples with the new weights.
     """
 
     def __init__(
@@ -249,17 +246,17 @@ class GenerationLoop:
 
     @property
     def is_draining(self) -> bool:
-        """Whether samples are being drawn to their end before a pause."""
+        """Whether running samples still have to finish before a pause."""
         return self._pause is PauseMode.DRAIN and self._table.busy > 0
 
     def pause(self, mode: PauseMode) -> None:
-        """Lets no sample in, and none go on either, but with DRAIN; until `resume`."""
+        """Let no sample in and compute nothing until `resume`; DRAIN still finishes what runs."""
         self._pause = mode
         if mode is PauseMode.ABORT:
             self.abort_all()
 
     def resume(self) -> None:
-        """Ends a pause."""
+        """End a pause."""
         recompute, self._pause = self._pause is PauseMode.RECOMPUTE, None
         if recompute:
             with torch.inference_mode():
@@ -267,7 +264,7 @@ class GenerationLoop:
                 self._recompute()
 
     def submit(self, engine_request: EngineRequest) -> None:
-        """Queues a request's samples; one that is complete already ends at once."""
+        """Queue a request's samples; one that is complete already ends at once."""
         request = engine_request.request
         prompt = request.prompt_token_ids.astype(np.int64)
         partials = {partial.sample_index: partial for partial in request.partials}
@@ -316,7 +313,7 @@ class GenerationLoop:
         )
 
     def cancel(self, engine_request: EngineRequest) -> None:
-        """Drops a request's samples and frees their rows; nothing more is delivered to it."""
+        """Drop a request's samples and free their rows; deliver nothing more to it."""
         dropped = self.dropped.of(engine_request.request)
         self._queue.remove(lambda sample: sample.owner is engine_request)
         for row in self._table.occupied():
@@ -329,26 +326,26 @@ class GenerationLoop:
             dropped.unsent += num_tokens(delivery.chunks)
 
     def rest(self) -> None:
-        """Notes that there is nothing to do until the next command."""
+        """Enter the idle state until the next command."""
         if self.clock.state is not EngineState.STARTING:
             self.clock.enter(EngineState.IDLE)
 
     def abort_all(self) -> None:
-        """Ends every sample with what it has."""
+        """End every sample with what it has."""
         for sample in self._queue.remove(lambda _: True):
             self._deliver(sample, FinishReason.ABORTED)
         for row in self._table.occupied():
             self._finish(row, FinishReason.ABORTED)
 
     def swap(self, new: NewWeights, version: int, digest: str) -> None:
-        """Takes new weights between two steps.
+        """Take new weights between two steps.
 
-        Tokens not handed out yet are, under the version that drew them.
+        Tokens that were not handed out yet go out first, under the version that sampled them.
 
         Raises:
-            WeightSyncError: the tensors do not fit the model; the old weights go on serving.
+            WeightSyncError: the tensors do not fit the model; the old weights stay.
 
-        Any other error came half-way: the weights are a mixture, and the loop must not go on.
+        Any other error came half-way: the weights are a mixture, and the loop must end.
         """
         self.weights.check(new.tensors)
         interrupted = self.clock.state
@@ -383,7 +380,7 @@ class GenerationLoop:
     def _prefill(
         self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None]
     ) -> list[tuple[PrefilledPrompts, list[int]]]:
-        """Prefilled batches, each with the indexes of its prompts."""
+        """Return prefilled batches, each with the indexes of its prompts."""
         lengths = [len(prompt) for prompt in prompts]
         return [
             (
@@ -394,7 +391,7 @@ class GenerationLoop:
         ]
 
     def step(self) -> None:
-        """Fills free slots and draws one token for every running sample."""
+        """Fill free slots and sample one token for every running sample."""
         started = time.perf_counter()
         self.clock.enter(EngineState.GENERATING)
         with torch.inference_mode():
@@ -411,7 +408,7 @@ class GenerationLoop:
         if self._pause is not None:
             return
         admissions = self._queue.admit(self._table.free) if self._queue.waiting else []
-        # A prompt of one token has no state before it.
+        # A prompt of one token has no state before its last token.
         new = [a.group for a in admissions if a.group.prefilled is None and len(a.group.tokens) > 1]
         prompts, images = [group.tokens[:-1] for group in new], [group.images for group in new]
         for prefilled, members in self._prefill(prompts, images):
@@ -459,7 +456,7 @@ class GenerationLoop:
             self._hand_out_partials(now)
 
     def _plan_partials(self, entered: Iterable[object]) -> None:
-        """Plans when requests whose samples enter hand out tokens of unfinished ones."""
+        """Set when requests whose samples enter hand out tokens of unfinished samples."""
         for engine_request in entered:
             assert isinstance(engine_request, EngineRequest)
             if engine_request.partial_interval_s is not None and math.isinf(engine_request.due):
@@ -467,7 +464,7 @@ class GenerationLoop:
             self._next_due = min(self._next_due, engine_request.due)
 
     def _hand_out_partials(self, now: float) -> None:
-        """Hands out the tokens of unfinished samples whose request is due."""
+        """Hand out the tokens of unfinished samples whose request is due."""
         running = [
             (row, sample)
             for row in self._table.occupied()
@@ -521,14 +518,14 @@ class GenerationLoop:
         )
 
     def take_deliveries(self) -> list[RequestOutput]:
-        """What has come since the last call."""
+        """Return what has come since the last call."""
         deliveries = list(self._deliveries.values())
         self._deliveries.clear()
         return deliveries
 
 
 def _end_of(sample: RunningSample, sampled: TokenRow) -> FinishReason | None:
-    """Why a continued sample has nothing left to draw, if so; its watch sees what was drawn."""
+    """Return why a continued sample is complete already; its watch sees the earlier tokens."""
     if int(sample.tokens[-1]) in sample.stop_ids:
         return FinishReason.STOP
     if sample.watch is not None and sample.watch.push(sampled.tolist()) is not None:

@@ -1,4 +1,10 @@
-"""SGLang behind the engine Protocol, with weights handed to its process in shared memory."""
+"""SGLang behind the engine Protocol.
+
+SGLang's client runs in a thread with an event loop of its own; its scheduler is a process, and
+`sglang.client` brings the sampler into it. New weights are received here, in the replica's process,
+and handed over as a checkpoint in memory. This module is what the service's event loop sees of
+them.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +53,10 @@ _DTYPES: Mapping[torch.dtype, str] = {
 
 
 def write_safetensors(descriptor: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes tensors on the CPU into an open file, in the format safetensors.
+    """Write tensors on the CPU into an open file, in the format safetensors.
 
     Raises:
-        OSError: there is no room.
+        OSError: there is no space.
     """
     header, end = {}, 0
     for name, tensor in tensors.items():
@@ -70,7 +76,7 @@ def write_safetensors(descriptor: int, tensors: Mapping[str, torch.Tensor]) -> N
 
 
 class WeightHandover:
-    """A folder that holds one version; it has to be closed.
+    """A folder that holds one version; close it.
 
     Args:
         tensors: on the CPU, by checkpoint name; copied.
@@ -88,26 +94,18 @@ class WeightHandover:
             raise
 
     def close(self) -> None:
-        """Frees the memory, as soon as nobody reads it. Repeating it is harmless."""
+        """Free the memory, as soon as nothing reads it. Repeating it is harmless."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-# SGLang behind the engine Protocol.
-#
-# SGLang's client runs in a thread with an event loop of its own; its scheduler is a process,
-# into which `sglang_features` brings the sampler. New weights are received here, in the
-# replica's process, and handed over as a checkpoint in memory. This file is what the service's
-# event loop sees of them.
-
-
 _PROBE_TIMEOUT_S = 60.0
 
 
 def create(config: RunConfig) -> SglangEngine:
-    """The engine for a run configuration.
+    """Return the engine for a run configuration.
 
     Raises:
         ConfigError: SGLang is not installed, or keys contradict each other.
@@ -138,12 +136,12 @@ class SglangEngine(ClientEngine[SglangCore]):
         return self._in_thread()[1].processes
 
     async def running_samples(self) -> int:
-        """Samples that SGLang's scheduler held when it last published its load."""
+        """Return the samples that SGLang's scheduler held when it last published its load."""
         thread, core = self._in_thread()
         return await thread.call(core.running_samples(), "asking for its load")
 
     async def start(self) -> None:
-        """Starts SGLang without weights. Raises ConfigError for a path that holds no model."""
+        """Start SGLang without weights. Raises ConfigError for a path that holds no model."""
         settings = self._settings
         _survive_quit_signals()
         core = await self._build(SglangCore.build(settings))
@@ -151,7 +149,7 @@ class SglangEngine(ClientEngine[SglangCore]):
         self._inbox = WeightInbox(wire, core.layout.tensors, {})
 
     async def stop(self) -> None:
-        """Aborts what runs and frees everything. Repeating it is harmless."""
+        """Abort what runs and free everything. Repeating it is harmless."""
         inbox, self._inbox = self._inbox, None
         self._drop_handover()
         if inbox is not None:
@@ -172,14 +170,14 @@ class SglangEngine(ClientEngine[SglangCore]):
         return self._inbox
 
     async def join_group(self, spec: TransferGroupSpec) -> str:
-        """Joins one epoch's transfer group, leaving any earlier one; returns the plan's digest."""
+        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
         inbox = self._weights()
         self._drop_handover()
         self._epoch = spec.epoch
         return await inbox.join(spec)
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
-        """Receives one version while generation goes on, and lays it out for SGLang."""
+        """Receive one version while generation continues, and lay it out for SGLang."""
         inbox = self._weights()
         self._drop_handover()
         staged = await inbox.stage(epoch, version)
@@ -212,7 +210,7 @@ class SglangEngine(ClientEngine[SglangCore]):
         return stall_s
 
     async def abort_update(self, epoch: int, reason: str) -> None:
-        """Throws away what is staged and leaves the group. Idempotent."""
+        """Discard what is staged and leave the group. Idempotent."""
         if epoch == self._epoch:
             self._drop_handover()
         self._weights().abort(epoch, reason)
@@ -224,7 +222,7 @@ class SglangEngine(ClientEngine[SglangCore]):
 
 
 async def _handed_over(tensors: Mapping[str, torch.Tensor]) -> WeightHandover:
-    """Made in a thread; what it makes for a call that was cancelled meanwhile is closed."""
+    """Lay weights out in a thread; close what it makes for a call that was cancelled meanwhile."""
     made = asyncio.get_running_loop().run_in_executor(None, WeightHandover, tensors)
     try:
         return await asyncio.shield(made)
@@ -239,7 +237,7 @@ def _close_made(made: asyncio.Future[WeightHandover]) -> None:
 
 
 def _survive_quit_signals() -> None:
-    """A process of SGLang that fails sends one; that it has ended is noticed anyway."""
+    """Ignore SIGQUIT, which a failing process of SGLang sends; its end is noticed anyway."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL:
         signal.signal(signal.SIGQUIT, lambda *_: None)

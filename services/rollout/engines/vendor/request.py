@@ -31,7 +31,7 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 @dataclass(frozen=True, slots=True)
 class SamplingChoice:
-    """How one sample is drawn; `top_k` -1 is off, `temperature` 0 is greedy."""
+    """How to generate one sample; `top_k` -1 is off, `temperature` 0 is greedy."""
 
     temperature: float
     top_p: float

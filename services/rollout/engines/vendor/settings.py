@@ -19,13 +19,13 @@ class ClientEngineSettings:
     Attributes:
         model_path: directory with a Hugging Face configuration; weight files are not needed.
         trust_remote_code: run model code that ships with it.
-        device: ``cpu``, ``cuda``, ``cuda:N``, ``npu`` ...; ``None`` for what is there.
+        device: ``cpu``, ``cuda``, ``cuda:N``, ``npu`` ...; ``None`` takes what the machine has.
         dtype: of weights, cache and activations.
         slots: samples generated at once.
         max_model_len: prompt plus response tokens of a sample.
         max_queued: samples that may wait for a slot.
         torch_threads: intra-op threads of the vendor's processes where they compute on the CPU.
-        weights_backend: collectives that weights arrive by; ``None`` is the device's own.
+        weights_backend: collectives that bring weights; ``None`` is the device's own.
         recompute_kv: after a weight swap, recompute the cache of running samples.
         arguments: of the vendor's engine, by its own names.
     """
@@ -44,7 +44,7 @@ class ClientEngineSettings:
 
     @classmethod
     def of(cls, config: RunConfig, arguments: Mapping[str, object]) -> Self:
-        """The part of a run configuration that concerns the engine, with its `arguments`."""
+        """Return the part of a run configuration that concerns the engine."""
         model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
         service = config.sluice.rollout
         return cls(
@@ -65,15 +65,16 @@ class ClientEngineSettings:
 def with_engine_kwargs(
     arguments: Mapping[str, object], rollout: RolloutConfig, owner: str, ours: Mapping[str, str]
 ) -> dict[str, object]:
-    """`arguments`, and those of `engine_kwargs` in their place; nulls are left out, as verl does.
+    """Return `arguments`, overridden by `engine_kwargs`, without nulls (as in verl).
 
     Args:
         arguments: the rollout's keys by the vendor's names.
-        owner: the vendor as it writes itself; below its name in small letters its arguments stand.
-        ours: names that must be left alone, with what to do instead.
+        rollout: holds `engine_kwargs`.
+        owner: the vendor's name; in small letters it is the section of its `engine_kwargs`.
+        ours: names that users must not set, with what to do instead.
 
     Raises:
-        ConfigError: they are no mapping, or set what is to be left alone.
+        ConfigError: `engine_kwargs` are no mapping, or set one of `ours`.
     """
     name = owner.lower()
     section = f"actor_rollout_ref.rollout.engine_kwargs.{name}"

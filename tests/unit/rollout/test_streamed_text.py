@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.rollout.engines.text import IncrementalDetokenizer
-from services.rollout.generation import ReportedText
+from services.rollout.generation import StreamedText
 from sluice.types import TokenIds
 
 # Characters of one to four bytes, and bytes that are none.
@@ -71,18 +71,18 @@ def test_a_response_that_is_continued_elsewhere_is_told_of_without_a_gap(
     pieces: list[bytes], sizes: list[int], place: int
 ) -> None:
     tokens = list(b"".join(pieces))
-    here, there = ReportedText(("ab",), Utf8().decode), ReportedText(("ab",), Utf8().decode)
+    here, there = StreamedText(("ab",), Utf8().decode), StreamedText(("ab",), Utf8().decode)
     reported = "".join(map(here.push, cut(tokens[:place], sizes)))
     there.push(tokens[:place])
     reported += "".join(map(there.push, cut(tokens[place:], sizes)))
-    unbroken = ReportedText(("ab",), Utf8().decode)
+    unbroken = StreamedText(("ab",), Utf8().decode)
     assert reported == "".join(map(unbroken.push, cut(tokens, sizes)))
 
 
 @given(st.sampled_from([b"a", b"\xff", "🙂".encode(), b"\xe2"]))
 def test_each_token_is_decoded_with_a_few_others_only(piece: bytes) -> None:
     tokenizer = Utf8()
-    text = ReportedText((), tokenizer.decode)
+    text = StreamedText((), tokenizer.decode)
     for token in (piece * 200)[:200]:
         text.push([token])
     assert tokenizer.most_tokens <= 24
@@ -102,7 +102,7 @@ def all_or_none(token_ids: TokenIds) -> str:
 def test_text_is_told_of_whole_where_half_a_character_hides_those_before_it(
     text: str, sizes: list[int]
 ) -> None:
-    reported = ReportedText((), all_or_none)
+    reported = StreamedText((), all_or_none)
     assert "".join(map(reported.push, cut(list(text.encode()), sizes))) == text
 
 
@@ -115,6 +115,6 @@ def sentence_pieces(token_ids: TokenIds) -> str:
 def test_a_token_without_text_takes_no_space_from_the_next(
     tokens: list[int], sizes: list[int]
 ) -> None:
-    reported = ReportedText((), sentence_pieces)
+    reported = StreamedText((), sentence_pieces)
     whole = sentence_pieces(np.array(tokens, np.uint32))
     assert "".join(map(reported.push, cut(tokens, sizes))) == whole
