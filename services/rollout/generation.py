@@ -120,8 +120,30 @@ class _StreamedSample:
             self.text.push(self.grown.token_ids().tolist())
 
 
+class HandOver:
+    """A count of the tokens of one call that are new to its caller.
+
+    A sample that is sent whole repeats its earlier deltas, and what the caller gave us to continue;
+    neither counts.
+    """
+
+    def __init__(self, partials: Iterable[Rollout]) -> None:
+        self._known = {partial.sample_index: partial.num_tokens for partial in partials}
+
+    def new_tokens(self, event: GenerationEvent) -> int:
+        """Return the new tokens of `event`; call it once for each event, in order."""
+        known = self._known
+        found = num_tokens(delta.chunk for delta in event.deltas)
+        for delta in event.deltas:
+            sample = delta.chunk.sample_index
+            known[sample] = known.get(sample, 0) + num_tokens([delta.chunk])
+        for rollout in event.rollouts:
+            found += rollout.num_tokens - known.pop(rollout.sample_index, 0)
+        return found
+
+
 class GenerationRunner:
-    """Generate calls on one engine.
+    """Generate calls on one engine; they count what became of their tokens.
 
     Args:
         engine: where tokens come from.
@@ -150,6 +172,28 @@ class GenerationRunner:
         Raises:
             SluiceError: what the engine raised (inside an exception group).
         """
+        partials = tuple(partials)
+        hand_over, counted = HandOver(partials), self._engine.accounting.of(request)
+
+        async def send_counted(event: GenerationEvent) -> None:
+            await send(event)
+            # Only now: an event that the caller did not take was not sent.
+            new_tokens = hand_over.new_tokens(event)
+            request.tokens.sent += new_tokens
+            counted.sent += new_tokens
+
+        try:
+            await self._run(request, partials, delivery, send_counted)
+        finally:
+            counted.unsent += request.tokens.yielded - request.tokens.sent
+
+    async def _run(
+        self,
+        request: GenerationRequest,
+        partials: Iterable[Rollout],
+        delivery: StreamOptions,
+        send: Send,
+    ) -> None:
         stops = request.sampling.stop
         if stops:
             request = replace(request, decode=self._detokenizer.decode)
@@ -256,55 +300,3 @@ async def _linger(ended: asyncio.Event, seconds: float) -> None:
             await ended.wait()
     except TimeoutError:
         return
-
-
-class HandOver:
-    """A count of the tokens of one call that are new to its caller.
-
-    A sample that is sent whole repeats its earlier deltas, and what the caller gave us to continue;
-    neither counts.
-    """
-
-    def __init__(self, partials: Iterable[Rollout]) -> None:
-        self._known = {partial.sample_index: partial.num_tokens for partial in partials}
-
-    def new_tokens(self, event: GenerationEvent) -> int:
-        """Return the new tokens of `event`; call it once for each event, in order."""
-        known = self._known
-        found = num_tokens(delta.chunk for delta in event.deltas)
-        for delta in event.deltas:
-            sample = delta.chunk.sample_index
-            known[sample] = known.get(sample, 0) + num_tokens([delta.chunk])
-        for rollout in event.rollouts:
-            found += rollout.num_tokens - known.pop(rollout.sample_index, 0)
-        return found
-
-
-class CountedGeneration(GenerationRunner):
-    """Generate calls on one engine that count what became of their tokens."""
-
-    def __init__(self, engine: Engine, detokenizer: Detokenizer) -> None:
-        super().__init__(engine, detokenizer)
-        self._accounting = engine.accounting
-
-    async def run(
-        self,
-        request: GenerationRequest,
-        partials: Iterable[Rollout],
-        delivery: StreamOptions,
-        send: Send,
-    ) -> None:
-        """As `GenerationRunner.run`. An event counts as sent once `send` has returned."""
-        partials = tuple(partials)
-        hand_over, accounting = HandOver(partials), self._accounting.of(request)
-
-        async def send_counted(event: GenerationEvent) -> None:
-            await send(event)
-            new_tokens = hand_over.new_tokens(event)
-            request.tokens.sent += new_tokens
-            accounting.sent += new_tokens
-
-        try:
-            await super().run(request, partials, delivery, send_counted)
-        finally:
-            accounting.unsent += request.tokens.yielded - request.tokens.sent

@@ -23,24 +23,18 @@ from sluice.types import ReplicaInfo
 _PROBE_INTERVAL_S = 1.0
 
 
-class ProbedEngine(Protocol):
-    """An engine that can be asked; see `Engine`."""
-
-    async def probe(self) -> EngineLoad:
-        """Ask the loop that computes tokens."""
-        ...
-
-
 class EngineHeartbeat:
     """Probes of an engine, one after the other.
 
     Args:
-        engine: the engine.
+        probe: asks the loop of the engine that computes tokens.
         interval_s: between an answer and the next probe.
     """
 
-    def __init__(self, engine: ProbedEngine, interval_s: float = _PROBE_INTERVAL_S) -> None:
-        self._engine = engine
+    def __init__(
+        self, probe: Callable[[], Awaitable[object]], interval_s: float = _PROBE_INTERVAL_S
+    ) -> None:
+        self._probe = probe
         self._interval_s = interval_s
         self._turns = 1  # the start counts
 
@@ -52,7 +46,7 @@ class EngineHeartbeat:
     async def run(self) -> None:
         """Probe for ever."""
         while True:
-            await self._engine.probe()
+            await self._probe()
             self._turns += 1
             await asyncio.sleep(self._interval_s)
 
@@ -77,34 +71,25 @@ class NotifyHealth(Protocol):
         ...
 
 
-class WeightsHealth:
-    """The watch over an engine's weights.
+async def report_weights(
+    load: Callable[[], EngineLoad],
+    notify: NotifyHealth,
+    interval_s: float = _HEALTH_INTERVAL_S,
+) -> None:
+    """Notify health of each change, for ever.
 
     Args:
         load: the engine's latest counters.
         notify: takes each change, and the first answer.
         interval_s: between two looks.
     """
-
-    def __init__(
-        self,
-        load: Callable[[], EngineLoad],
-        notify: NotifyHealth,
-        interval_s: float = _HEALTH_INTERVAL_S,
-    ) -> None:
-        self._load = load
-        self._notify = notify
-        self._interval_s = interval_s
-        self._reported: bool | None = None
-
-    async def run(self) -> None:
-        """Look for ever."""
-        while True:
-            has_weights = self._load().version is not None
-            if has_weights is not self._reported:
-                await self._notify(serving=has_weights)
-                self._reported = has_weights
-            await asyncio.sleep(self._interval_s)
+    reported: bool | None = None
+    while True:
+        has_weights = load().version is not None
+        if has_weights is not reported:
+            await notify(serving=has_weights)
+            reported = has_weights
+        await asyncio.sleep(interval_s)
 
 
 # The registration of one replica with the trainer.

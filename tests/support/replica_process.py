@@ -24,7 +24,7 @@ import grpc
 import numpy as np
 
 from services.rollout.engines.embedded.loop import GenerationLoop
-from services.rollout.generation import CountedGeneration
+from services.rollout.generation import GenerationRunner
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.rpc.server import RpcServer
@@ -113,7 +113,7 @@ async def _serve(folder: Path, name: str, step_s: float) -> None:
             identity,
             engine,
             encoder,
-            CountedGeneration(engine, encoder),
+            GenerationRunner(engine, encoder),
             engine_name="torch",
             max_n=SLOTS,
         )

@@ -123,18 +123,22 @@ def _eos_token_ids(path: str, config: object) -> tuple[int, ...]:
 
 
 def _layout(model: PreTrainedModel) -> tuple[TensorSpec, ...]:
-    tied = model.all_tied_weights_keys
-    state = model.state_dict()
-    seen: set[tuple[int, int]] = set()
-    specs = []
+    # By identity of parameters, since tensors on the meta device have no address.
+    own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    own |= dict(model.named_buffers(remove_duplicate=False))
+    state, tied = model.state_dict(), model.all_tied_weights_keys
+    seen: set[int] = set()
+    kept: set[str] = set()
     # Sources of ties come first, so that the target's name is left out.
     for name in sorted(state, key=lambda name: name in tied):
-        identity = (state[name].data_ptr(), state[name].numel())
-        if identity not in seen or state[name].numel() == 0:
-            specs.append(TensorSpec(name, dtype_name(state[name].dtype), tuple(state[name].shape)))
-        seen.add(identity)
-    order = {name: index for index, name in enumerate(state)}
-    return tuple(sorted(specs, key=lambda spec: order[spec.name]))
+        if id(own[name]) not in seen:
+            kept.add(name)
+        seen.add(id(own[name]))
+    return tuple(
+        TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+        for name, tensor in state.items()
+        if name in kept
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,20 +170,4 @@ def checkpoint_layout(
     built = build_causal_lm(
         model_path, torch.device("meta"), trust_remote_code=trust_remote_code, dtype=dtype
     )
-    model = built.model
-    # Tensors on the meta device have no address: the same parameter is the same object.
-    own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    own |= dict(model.named_buffers(remove_duplicate=False))
-    state, tied = model.state_dict(), model.all_tied_weights_keys
-    seen: set[int] = set()
-    kept = set()
-    for name in sorted(state, key=lambda name: name in tied):
-        if id(own[name]) not in seen:
-            kept.add(name)
-        seen.add(id(own[name]))
-    tensors = tuple(
-        TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
-        for name, tensor in state.items()
-        if name in kept
-    )
-    return CheckpointLayout(built.vocab_size, built.eos_token_ids, tensors)
+    return CheckpointLayout(built.vocab_size, built.eos_token_ids, built.layout)

@@ -191,17 +191,17 @@ class WeightInbox:
         self._epoch, self._staged = spec.epoch, None
 
         def join_unless_superseded() -> str:
-            self._check_epoch(spec.epoch, "joining")
+            check_epoch(spec.epoch, self._epoch, "joining")
             return self._receiver.join(spec)
 
         return await self._run(join_unless_superseded, f"joining epoch {spec.epoch}")
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
         """Receive a version into staging memory."""
-        self._check_epoch(epoch, f"staging version {version}")
+        check_epoch(epoch, self._epoch, f"staging version {version}")
         self._staged = None
         staged = await self._run(lambda: self._stage(version), f"staging version {version}")
-        self._check_epoch(epoch, f"staging version {version}")
+        check_epoch(epoch, self._epoch, f"staging version {version}")
         self._staged, received = staged, staged.received
         return StagedVersion(version, received.digest, received.received_bytes, received.seconds)
 
@@ -223,18 +223,9 @@ class WeightInbox:
         Raises:
             WeightSyncError: nothing is staged, or something else.
         """
-        phase = f"committing version {version}"
-        self._check_epoch(epoch, phase)
-        staged = None if self._staged is None else self._staged.received
-        if self._staged is None or staged is None or staged.version != version:
-            found = "nothing" if staged is None else f"version {staged.version}"
-            raise WeightSyncError(_SENDER, phase, f"{found} is staged here; stage it first")
-        if staged.digest != digest:
-            raise WeightSyncError(
-                _SENDER,
-                phase,
-                f"the digest of what is staged here is {staged.digest}, not {digest}",
-            )
+        check_epoch(epoch, self._epoch, f"committing version {version}")
+        check_staged(None if self._staged is None else self._staged.received, version, digest)
+        assert self._staged is not None
         return self._staged.weights
 
     def release(self, weights: NewWeights) -> None:
@@ -263,11 +254,30 @@ class WeightInbox:
         self._receiver.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _check_epoch(self, epoch: int, phase: str) -> None:
-        if epoch != self._epoch:
-            raise WeightSyncError(
-                _SENDER, phase, f"epoch {epoch} is not joined here; the epoch is {self._epoch}"
-            )
+
+def check_epoch(epoch: int, joined: int | None, phase: str) -> None:
+    """Raise WeightSyncError unless `epoch` is the one that is `joined` here."""
+    if epoch != joined:
+        raise WeightSyncError(
+            _SENDER, phase, f"epoch {epoch} is not joined here; the epoch is {joined}"
+        )
+
+
+def check_staged(staged: StagedWeights | None, version: int, digest: str) -> StagedWeights:
+    """Return what is staged.
+
+    Raises:
+        WeightSyncError: nothing is staged, or another version or digest.
+    """
+    phase = f"committing version {version}"
+    if staged is None or staged.version != version:
+        found = "nothing" if staged is None else f"version {staged.version}"
+        raise WeightSyncError(_SENDER, phase, f"{found} is staged here; stage it first")
+    if staged.digest != digest:
+        raise WeightSyncError(
+            _SENDER, phase, f"the digest of what is staged here is {staged.digest}, not {digest}"
+        )
+    return staged
 
 
 def _changed(old: torch.Tensor, new: torch.Tensor, place: TensorPlacement) -> ChangedElements:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
+from services.rollout.engines.protocol import (
+    GenerationRequest,
+    PartialSample,
+    SampleChunk,
+    UnsentTokens,
+)
 from services.rollout.generation import GenerationEvent, GenerationRunner, StreamOptions
 from sluice.types import FinishReason, Rollout, SamplingParams, TokenIds, VersionSpan
 
@@ -20,7 +25,9 @@ class Utf8:
 
 
 class ByteEngine:
-    """Draws the bytes of `TEXT`, one a chunk."""
+    """Generates the bytes of `TEXT`, one a chunk."""
+
+    accounting = UnsentTokens()
 
     async def generate(self, request: GenerationRequest, **_: object):  # type: ignore[no-untyped-def]  # noqa: ANN201
         data = TEXT.encode()

@@ -29,7 +29,7 @@ class Engine:
 
 async def test_a_hung_engine_adds_no_turn_and_one_that_answers_does() -> None:
     engine = Engine()
-    heartbeat = EngineHeartbeat(engine, interval_s=0.001)
+    heartbeat = EngineHeartbeat(engine.probe, interval_s=0.001)
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
         beating = tasks.create_task(heartbeat.run())
         await engine.asked.wait()
@@ -46,4 +46,4 @@ async def test_the_error_of_a_broken_engine_is_not_kept_back() -> None:
     engine.error = EngineError("out of memory")
     engine.gate.set()
     with pytest.raises(EngineError, match="out of memory"):
-        await EngineHeartbeat(engine).run()
+        await EngineHeartbeat(engine.probe).run()

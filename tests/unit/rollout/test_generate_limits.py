@@ -12,7 +12,7 @@ import pytest
 
 from services.rollout.engines.embedded.engine import TorchEngine
 from services.rollout.engines.embedded.loop import GenerationLoop
-from services.rollout.generation import CountedGeneration
+from services.rollout.generation import GenerationRunner
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.client import (
@@ -44,7 +44,7 @@ async def replica(folder: Path, slots: int) -> AsyncIterator[tuple[str, TorchEng
             ReplicaIdentity("rollout-0", "one"),
             engine,
             ToyEncoder(),
-            CountedGeneration(engine, ToyEncoder()),
+            GenerationRunner(engine, ToyEncoder()),
             engine_name="torch",
             max_n=8,
             quota=ClientQuota(4, "samples", "sluice.limits.max_client_samples"),

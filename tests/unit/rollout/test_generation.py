@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.engines.protocol import GenerationRequest, SampleChunk
+from services.rollout.engines.protocol import GenerationRequest, SampleChunk, UnsentTokens
 from services.rollout.generation import GenerationEvent, GenerationRunner, StreamOptions
 from sluice.errors import EngineError
 from sluice.types import FinishReason, Rollout, SamplingParams, TokenIds, VersionSpan
@@ -29,6 +29,7 @@ class ScriptedEngine:
 
     def __init__(self, *script: Any) -> None:
         self.script, self.was_closed = script, False
+        self.accounting = UnsentTokens()
 
     async def generate(
         self,

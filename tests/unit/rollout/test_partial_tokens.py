@@ -13,7 +13,12 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
+from services.rollout.engines.protocol import (
+    GenerationRequest,
+    PartialSample,
+    SampleChunk,
+    UnsentTokens,
+)
 from services.rollout.generation import GenerationEvent, GenerationRunner, StreamOptions
 from sluice.algorithm.growing_sample import GrowingSample
 from sluice.types import FinishReason, Rollout, TokenIds
@@ -62,6 +67,7 @@ class ScriptedEngine:
 
     def __init__(self, *script: Any, queued: int = 1, slots_may_wait: bool = False) -> None:
         self.script = script
+        self.accounting = UnsentTokens()
         self.tokens = Load(queued=queued, slots_may_wait=slots_may_wait)
 
     def load(self) -> Load:

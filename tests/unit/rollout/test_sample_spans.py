@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from services.rollout.generation import CountedGeneration
+from services.rollout.generation import GenerationRunner
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from services.rollout.telemetry import SampleSpans
 from sluice.api.common.v1 import common_pb2
@@ -32,7 +32,7 @@ async def sampled(folder: Path, kept: Kept, *, tokens: int, leaves: bool) -> Non
             ReplicaIdentity("rollout-0", "one"),
             engine,
             encoder,
-            CountedGeneration(engine, encoder),
+            GenerationRunner(engine, encoder),
             engine_name="torch",
             max_n=8,
         )

@@ -155,7 +155,7 @@ class _Vendor:
         else:
             client = _SglangClient()
             sglang = SglangCore(_LAYOUT, SglangSettings("model"))
-            sglang._client = client
+            sglang.client = client
             self.swap = lambda version, digest: sglang.swap("folder", version, digest)
             self.core, self.engine = sglang, SglangEngine(SglangSettings("model"))
         self.client = client

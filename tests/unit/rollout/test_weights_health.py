@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.rollout.registration import WeightsHealth
+from services.rollout.registration import report_weights
 from sluice.rpc.client import open_channel
 from sluice.service_contract import WEIGHTS_HEALTH
 from tests.support.rpc_server import LIMIT_BYTES, REWARD, serving
@@ -53,8 +53,8 @@ async def test_weights_serve_with_the_first_version_and_the_process_before_it() 
         open_channel(server.address, max_message_bytes=LIMIT_BYTES) as channel,
         asyncio.TaskGroup() as tasks,
     ):
-        health = WeightsHealth(engine.load, partial(server.set_named, WEIGHTS_HEALTH), 0.001)
-        reporting = tasks.create_task(health.run())
+        notify = partial(server.set_named, WEIGHTS_HEALTH)
+        reporting = tasks.create_task(report_weights(engine.load, notify, 0.001))
         await becomes(channel, STATES.NOT_SERVING)
         assert [await answer(channel, name) for name in ("", REWARD)] == [STATES.SERVING] * 2
         engine.version = 0
@@ -71,7 +71,7 @@ async def test_only_changes_are_told() -> None:
         heard.set()
 
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
-        reporting = tasks.create_task(WeightsHealth(engine.load, notify, 0.0).run())
+        reporting = tasks.create_task(report_weights(engine.load, notify, 0.0))
         await heard.wait()
         for version in (None, 0, 1, 2):
             engine.version = version

@@ -35,7 +35,7 @@ class SglangCore(VendorCore):
 
     def __init__(self, layout: CheckpointLayout, settings: SglangSettings) -> None:
         super().__init__(layout, settings.max_model_len)
-        self._client: SglangClient
+        self.client: SglangClient
         self._settings = settings
         self._swaps = 0
         self._may_sample = asyncio.Event()
@@ -65,17 +65,12 @@ class SglangCore(VendorCore):
         os.environ |= engine_environment(
             os.environ, on_cpu=kind == "cpu", threads=settings.torch_threads
         )
-        core._client = SglangClient(settings.engine_arguments(kind), core._note_death)
-        _log.info("SGLang %s runs on %s", core._client.version, device.name)
+        core.client = SglangClient(settings.engine_arguments(kind), core._note_death)
+        _log.info("SGLang %s runs on %s", core.client.version, device.name)
         return core
 
     def _note_death(self) -> None:
         self._break(EngineError("a process of SGLang has ended; restart the replica"))
-
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """Ids of SGLang's processes."""
-        return self._client.processes
 
     def seed(self, request: GenerationRequest, index: int, _num_continued: int) -> int:
         """Return a seed; a continued sample gets the random numbers that it would have had."""
@@ -87,7 +82,7 @@ class SglangCore(VendorCore):
         name = f"{run.number}-{sample.index}-{attempt}."
         # A cache that other weights computed has another salt.
         salt = str(self._swaps)
-        return self._client.generate(name, sample.prompt, salt, sample.choice, run.request.priority)
+        return self.client.generate(name, sample.prompt, salt, sample.choice, run.request.priority)
 
     def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None:
         """Compare a finished sample's versions with SGLang's account of them.
@@ -109,11 +104,7 @@ class SglangCore(VendorCore):
 
     async def heartbeat(self, timeout_s: float) -> None:
         """Wait for an answer of SGLang's scheduler."""
-        await self._client.heartbeat(timeout_s)
-
-    async def running_samples(self) -> int:
-        """Return the samples that the scheduler held when it last published its load."""
-        return await self._client.running_samples()
+        await self.client.heartbeat(timeout_s)
 
     async def swap(self, folder: str, version: int, digest: str) -> float:
         """Make the model compute with a checkpoint; return the seconds without a token.
@@ -129,17 +120,17 @@ class SglangCore(VendorCore):
             started = time.perf_counter()
             self._may_sample.clear()
             try:
-                await self._client.pause(retract=self._settings.recompute_kv)
+                await self.client.pause(retract=self._settings.recompute_kv)
                 await self._take(folder, version, digest)
             finally:
                 if self._broken is None and not self._is_paused:
-                    await self._resume_after_swap(self._client.resume(), version)
+                    await self._resume_after_swap(self.client.resume(), version)
                     self._may_sample.set()
             return time.perf_counter() - started
 
     async def _take(self, folder: str, version: int, digest: str) -> None:
         try:
-            await self._client.load(folder, version, flush=self._settings.recompute_kv)
+            await self.client.load(folder, version, flush=self._settings.recompute_kv)
         except EngineError as error:
             broken = EngineError(f"{error}; restart the replica")
             self._break(broken)
@@ -164,10 +155,10 @@ class SglangCore(VendorCore):
                 run.give_up()
         elif mode is PauseMode.DRAIN:
             await self._drain()
-        await self._client.pause(retract=mode is PauseMode.RECOMPUTE)
+        await self.client.pause(retract=mode is PauseMode.RECOMPUTE)
         self._is_paused = True
         if mode is PauseMode.RECOMPUTE:
-            await self._client.flush()
+            await self.client.flush()
 
     async def _drain(self) -> None:
         """Wait for the ends of samples, except for those that wait in SGLang for a slot."""
@@ -175,7 +166,7 @@ class SglangCore(VendorCore):
         for run in runs:
             run.put_back()
         if self._is_paused:
-            await self._client.resume()
+            await self.client.resume()
             self._is_paused = False
         for run in runs:
             await run.until_none_is_sent()
@@ -184,7 +175,7 @@ class SglangCore(VendorCore):
         """Sample again."""
         async with self._swapping:
             self._check_works()
-            await self._client.resume()
+            await self.client.resume()
             self._is_paused = False
             self._may_sample.set()
 
@@ -192,7 +183,7 @@ class SglangCore(VendorCore):
         """End what runs, deliver it, and end SGLang's processes."""
         for run in self._runs:
             run.give_up()
-        await self._client.close()
+        await self.client.close()
 
 
 def _check_context(settings: SglangSettings) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 
 from services.rollout.engines.causal_lm import CheckpointLayout, checkpoint_layout
-from services.rollout.engines.protocol import GenerationRequest, PauseMode, StagedVersion
+from services.rollout.engines.protocol import GenerationRequest, PauseMode
 from services.rollout.engines.vendor.core import VendorCore
 from services.rollout.engines.vendor.owner_watch import own_processes
 from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample, VersionSpans
@@ -28,7 +28,6 @@ from services.rollout.engines.vllm.worker_features import runner_environment
 from services.rollout.engines.vllm.workers import VllmWorkers, WorkerBegin
 from sluice.device.select import select_device
 from sluice.errors import EngineError, WeightSyncError
-from sluice.types import TransferGroupSpec
 from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
 
 _log = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class VllmCore(VendorCore):
         self.image_prompts = image_prompts
         self._client = client
         self._settings = settings
-        self._workers = VllmWorkers(client)
+        self.workers = VllmWorkers(client)
         self._settled = asyncio.Event()
         self._settled.set()
         self._is_closing = False
@@ -111,7 +110,7 @@ class VllmCore(VendorCore):
             trust_remote_code=settings.trust_remote_code,
         )
         try:
-            await core._workers.begin(begin)
+            await core.workers.begin(begin)
         except BaseException:  # its processes end with this one only, and this one may live on
             client.close()
             raise
@@ -173,19 +172,7 @@ class VllmCore(VendorCore):
 
     async def heartbeat(self, timeout_s: float) -> int:
         """Ask through the engine's loop for the samples that workers hold since their last step."""
-        return await self._workers.heartbeat(timeout_s)
-
-    async def processes(self) -> tuple[int, ...]:
-        """Return the ids of the workers' processes."""
-        return await self._workers.processes()
-
-    async def join(self, spec: TransferGroupSpec) -> str:
-        """Join an epoch; return the plan's digest."""
-        return await self._workers.join(spec)
-
-    async def stage(self, version: int) -> StagedVersion:
-        """Receive a version into staging memory of every worker."""
-        return await self._workers.stage(version)
+        return await self.workers.heartbeat(timeout_s)
 
     async def swap(self, version: int, digest: str) -> float:
         """Make the model compute with what is staged; return the seconds without a token.
@@ -199,7 +186,7 @@ class VllmCore(VendorCore):
             self._check_works()
             if (self.version, self.digest) == (version, digest):
                 return 0.0
-            await self._workers.check_staged(version, digest)
+            await self.workers.check_staged(version, digest)
             started = time.perf_counter()
             self._settled.clear()
             try:
@@ -227,7 +214,7 @@ class VllmCore(VendorCore):
 
     async def _take(self, version: int, digest: str) -> None:
         try:
-            await self._workers.apply(version, digest)
+            await self.workers.apply(version, digest)
             await self._client.forget_encoded_images()
             await self._client.tag_version(str(version))
         except WeightSyncError:  # no worker has it: the old weights stay
@@ -241,10 +228,6 @@ class VllmCore(VendorCore):
             raise
         self.version, self.digest = version, digest
 
-    async def abort_update(self, reason: str) -> None:
-        """Discard what is staged and leave the group."""
-        await self._workers.abort(reason)
-
     async def close(self) -> None:
         """Abort what runs, deliver it, and end vLLM's processes."""
         self._is_closing = True
@@ -252,7 +235,7 @@ class VllmCore(VendorCore):
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self._abort_runs()
-                await self._workers.close()
+                await self.workers.close()
         except (TimeoutError, EngineError) as error:
             _log.warning("vLLM did not end in order: %r", error)
         finally:

@@ -13,8 +13,9 @@ from services.rollout.engines.vendor.request import PromptImages
 from services.rollout.engines.vllm.client import installed_vllm, read_images
 from services.rollout.engines.vllm.core import VllmCore
 from services.rollout.engines.vllm.settings import VllmSettings, vllm_settings
+from services.rollout.engines.weight_inbox import check_epoch
 from sluice.config.run import RunConfig
-from sluice.errors import ConfigError, WeightSyncError
+from sluice.errors import ConfigError
 from sluice.types import TransferGroupSpec
 
 _STEP_TIMEOUT_S = 60.0
@@ -55,7 +56,7 @@ class VllmEngine(ClientEngine[VllmCore]):
     async def processes(self) -> tuple[int, ...]:
         """Return the ids of the processes that vLLM computes in."""
         thread, core = self._in_thread()
-        return await thread.call(core.processes(), "ending a step")
+        return await thread.call(core.workers.processes(), "ending a step")
 
     async def start(self) -> None:
         """Start vLLM without weights. Raises ConfigError for a path that holds no model."""
@@ -78,20 +79,20 @@ class VllmEngine(ClientEngine[VllmCore]):
         """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
         thread, core = self._in_thread()
         self._epoch = spec.epoch
-        return await thread.call(core.join(spec), f"joining epoch {spec.epoch}")
+        return await thread.call(core.workers.join(spec), f"joining epoch {spec.epoch}")
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
         """Receive one version into staging memory while sampling continues."""
         thread, core = self._in_thread()
         phase = f"staging version {version}"
-        self._check_epoch(epoch, phase)
-        staged = await thread.call(core.stage(version), phase)
-        self._check_epoch(epoch, phase)
+        check_epoch(epoch, self._epoch, phase)
+        staged = await thread.call(core.workers.stage(version), phase)
+        check_epoch(epoch, self._epoch, phase)
         return staged
 
     async def _swap(self, epoch: int, version: int, digest: str) -> float:
         thread, core = self._in_thread()
-        self._check_epoch(epoch, f"committing version {version}")
+        check_epoch(epoch, self._epoch, f"committing version {version}")
         return await self._completed(thread.begin(core.swap(version, digest)))
 
     async def abort_update(self, epoch: int, reason: str) -> None:
@@ -99,10 +100,4 @@ class VllmEngine(ClientEngine[VllmCore]):
         if epoch == self._epoch:
             self._epoch = None
             thread, core = self._in_thread()
-            await thread.call(core.abort_update(reason), "leaving the transfer group")
-
-    def _check_epoch(self, epoch: int, phase: str) -> None:
-        if epoch != self._epoch:
-            raise WeightSyncError(
-                "trainer", phase, f"epoch {epoch} is not joined here; the epoch is {self._epoch}"
-            )
+            await thread.call(core.workers.abort(reason), "leaving the transfer group")

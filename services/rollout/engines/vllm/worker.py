@@ -21,6 +21,7 @@ from services.rollout.engines.causal_lm import build_causal_lm
 from services.rollout.engines.vendor.owner_watch import end_with_owner
 from services.rollout.engines.vllm.worker_features import WorkerFeatures, dummy_loader
 from services.rollout.engines.vllm.workers import WorkerBegin
+from services.rollout.engines.weight_inbox import check_staged
 from sluice.device.protocol import Device
 from sluice.device.select import transfer_device
 from sluice.errors import ConfigError, SluiceError, WeightSyncError
@@ -190,17 +191,7 @@ class WorkerStaging:
         Raises:
             WeightSyncError: nothing is staged, or something else.
         """
-        staged, phase = self._staged, f"committing version {version}"
-        if staged is None or staged.version != version:
-            found = "nothing" if staged is None else f"version {staged.version}"
-            raise WeightSyncError(_SENDER, phase, f"{found} is staged here; stage it first")
-        if staged.digest != digest:
-            raise WeightSyncError(
-                _SENDER,
-                phase,
-                f"the digest of what is staged here is {staged.digest}, not {digest}",
-            )
-        return staged
+        return check_staged(self._staged, version, digest)
 
     def release(self, staged: StagedWeights) -> None:
         """Give staging memory back once the model has a copy of it."""
