@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from services.rollout.engines.protocol import GenerationRequest, SampleChunk, UnsentTokens
+from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.protocol import (
+    GenerationRequest,
+    PartialSample,
+    SampleChunk,
+    UnsentTokens,
+)
 from services.rollout.generation import GenerationEvent, GenerationRunner, StreamOptions
 from sluice.errors import EngineError
 from sluice.types import FinishReason, Rollout, SamplingParams, TokenIds, VersionSpan
+from tests.support.causal_lms import reference_model, request, running_engine, save_config
+from tests.support.replica_process import ToyEncoder
 
 STOP = FinishReason.STOP
 
@@ -337,3 +347,78 @@ async def test_the_text_of_each_token_costs_the_same_however_long_the_response_i
     )
     assert "".join(reported) == "a" * 999 + "z"
     assert tokenizer.num_decoded < 10 * 1000
+
+
+TEXT = "aé€😀b"
+
+
+class ByteEngine:
+    """Generates the bytes of `TEXT`, one a chunk."""
+
+    accounting = UnsentTokens()
+
+    async def generate(self, request: GenerationRequest, **_: object):  # type: ignore[no-untyped-def]  # noqa: ANN201
+        data = TEXT.encode()
+        start = request.partials[0].token_ids.size if request.partials else 0
+        for place in range(start, len(data)):
+            reason = FinishReason.STOP if place + 1 == len(data) else None
+            ids = np.array([data[place]], np.uint32)
+            yield (SampleChunk(0, ids, np.zeros(1, np.float32), 0, reason),)
+
+
+@pytest.mark.parametrize("cut", range(1, len(TEXT.encode())))
+async def test_the_texts_before_and_after_the_cut_add_up(cut: int) -> None:
+    data = np.frombuffer(TEXT.encode(), np.uint8).astype(np.uint32)[:cut]
+    zeros = np.zeros(cut, np.float32)
+    partial = Rollout(0, data, zeros, (VersionSpan(0, 0, cut),), FinishReason.ABORTED, "")
+    before = TEXT.encode()[:cut].decode("utf-8", errors="ignore")  # whole characters came
+    sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=99, seed=0)
+    prompt = np.arange(2, dtype=np.uint32)
+    request = GenerationRequest("r", prompt, (0,), sampling, (PartialSample(0, partial.token_ids),))
+    events: list[GenerationEvent] = []
+
+    async def send(event: GenerationEvent) -> None:
+        events.append(event)
+
+    engine = ByteEngine()
+    await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
+        request, [partial], StreamOptions(every_token=True), send
+    )
+    after = "".join(delta.text for event in events for delta in event.deltas)
+    assert before + after == TEXT
+
+
+async def _samples(
+    engine: TorchEngine, stop: tuple[str, ...], delivery: StreamOptions
+) -> tuple[dict[int, Rollout], str]:
+    """The samples, and the text that sample 0 streamed."""
+    events: list[GenerationEvent] = []
+
+    async def send(event: GenerationEvent) -> None:
+        events.append(event)
+
+    wanted = request(samples=3, max_tokens=20)
+    wanted = replace(wanted, sampling=replace(wanted.sampling, stop=stop))
+    async with asyncio.timeout(30):
+        await GenerationRunner(engine, ToyEncoder()).run(wanted, (), delivery, send)
+    deltas = [delta for event in events for delta in event.deltas]
+    streamed = "".join(delta.text for delta in deltas if delta.chunk.sample_index == 0)
+    return {one.sample_index: one for event in events for one in event.rollouts}, streamed
+
+
+@pytest.mark.parametrize("every_token", [True, False])
+async def test_a_stop_string_of_several_tokens_ends_a_sample(
+    tmp_path: Path, every_token: bool
+) -> None:
+    folder, delivery = save_config("qwen3", tmp_path), StreamOptions(every_token=every_token)
+    async with running_engine(folder, reference_model(folder)) as engine:
+        free, _ = await _samples(engine, (), delivery)
+        ids = free[0].token_ids.tolist()
+        stop = f"{ids[7]} {ids[8]} "  # is there with the first digit after the space
+        found, streamed = await _samples(engine, (stop, "never"), delivery)
+    assert found[0].token_ids.tolist() == ids[:10]
+    assert found[0].finish_reason is FinishReason.STOP
+    assert found[0].text == free[0].text[: free[0].text.index(stop)]
+    assert streamed == (found[0].text if every_token else "")
+    for index in (1, 2):
+        assert stop not in found[index].text

@@ -351,3 +351,27 @@ async def test_a_token_that_was_on_its_way_when_samples_were_given_up_is_not_use
         await asyncio.wait([running])
         assert running.cancelled()
     assert chunks.reported == [([4], 1, None), ([], 1, FinishReason.ABORTED)]
+
+
+def _chunk(reason: FinishReason | None = None) -> SampleChunk:
+    return SampleChunk(0, np.array([4], np.uint32), np.array([-1.0], np.float32), 1, reason)
+
+
+async def test_an_error_that_comes_with_the_last_chunks_is_raised_after_them() -> None:
+    stream = ChunkStream("vLLM engine", 1)
+    stream.post([_chunk()])
+    stream.end(EngineError("gone"))
+    async with asyncio.timeout(10):
+        assert len(await stream.next()) == 1
+        with pytest.raises(EngineError, match="gone"):
+            await stream.next()
+
+
+async def test_a_request_that_ends_without_all_samples_is_an_error() -> None:
+    stream = ChunkStream("vLLM engine", 2)
+    stream.post([_chunk(FinishReason.STOP)])
+    stream.end(None)
+    async with asyncio.timeout(10):
+        await stream.next()
+        with pytest.raises(EngineError, match="without all"):
+            await stream.next()

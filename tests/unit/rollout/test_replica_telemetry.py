@@ -1,22 +1,65 @@
-"""A span for every sample of a call, whatever ends it; on a real engine over a real socket."""
+"""What a replica shows to others: readings and spans."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
+from services.rollout.engines.protocol import EngineLoad
 from services.rollout.generation import GenerationRunner
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
-from services.rollout.telemetry import SampleSpans
+from services.rollout.telemetry import SampleSpans, load_readings
 from sluice.api.common.v1 import common_pb2
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.rpc.client import open_channel, rollout_stub
 from sluice.rpc.server import RpcServer
+from sluice.telemetry.instruments import INSTRUMENTS
 from sluice.telemetry.tracing import TRACER, TraceContext
 from tests.support.causal_lms import reference_model, running_engine, save_config
 from tests.support.replica_process import ToyEncoder
 from tests.support.scripted_rollout import rollout_of
 from tests.support.seen_spans import Kept, traced
+
+SECONDS = {"idle": 2.0, "generating": 1.5}
+LOAD = EngineLoad(
+    slots=8,
+    slots_busy=3,
+    queued=2,
+    generated_tokens=100,
+    unsent_tokens=5,
+    running_tokens=7,
+    busy_seconds=1.5,
+    seconds_by_state=SECONDS,
+    version=4,
+    weight_digest="digest",
+    direct_sent_tokens=20,
+    direct_unsent_tokens=3,
+)
+
+
+def test_every_counter_of_the_engine_is_told() -> None:
+    found = {(one.instrument.name, *one.labels): one.value for one in load_readings(LOAD)}
+    assert found == {
+        ("sluice_replica_slots",): 8.0,
+        ("sluice_replica_slots_busy",): 3.0,
+        ("sluice_replica_queued_samples",): 2.0,
+        ("sluice_replica_policy_version",): 4.0,
+        ("sluice_replica_generated_tokens_total",): 100.0,
+        ("sluice_replica_unsent_tokens_total",): 5.0,
+        ("sluice_replica_running_tokens",): 7.0,
+        ("sluice_replica_direct_client_tokens_total",): 23.0,
+        ("sluice_replica_busy_seconds_total",): 1.5,
+        ("sluice_replica_seconds_total", "idle"): 2.0,
+        ("sluice_replica_seconds_total", "generating"): 1.5,
+    }
+    assert {name for name, *_ in found} == {one.name for one in INSTRUMENTS["rollout"]}
+
+
+def test_a_replica_without_weights_serves_version_minus_one() -> None:
+    load = EngineLoad(slots=8, version=None, weight_digest="")
+    found = {one.instrument.name: one.value for one in load_readings(load)}
+    assert found["sluice_replica_policy_version"] == -1.0
+
 
 CALLER = TraceContext(0xABC, 0xDEF, is_sampled=True)
 METADATA = (("traceparent", CALLER.traceparent),)

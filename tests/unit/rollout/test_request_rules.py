@@ -1,8 +1,9 @@
-"""Priorities, token budgets and quotas of `Generate`, on a real engine over a real socket."""
+"""What an engine refuses, and the turn to decode a prompt's images."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -12,6 +13,7 @@ import pytest
 
 from services.rollout.engines.embedded.engine import TorchEngine
 from services.rollout.engines.embedded.loop import GenerationLoop
+from services.rollout.engines.request_rules import ImageTurn
 from services.rollout.generation import GenerationRunner
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.rollout.v1 import rollout_pb2_grpc
@@ -125,3 +127,65 @@ async def test_a_token_budget_is_shared_out_and_a_quota_bounds_one_client_alone(
                 left = [event async for event in busy if isinstance(event, SampleFinished)]
             assert len(left) == 4
             assert len((await a.generate("x", options(1, n=4))).rollouts) == 4
+
+
+class Decoder:
+    """Ends when it is let go."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def __call__(self) -> str:
+        self.has_begun.set()
+        assert self.may_end.wait(10)
+        return "patches"
+
+    async def begun(self) -> None:
+        assert await asyncio.to_thread(self.has_begun.wait, 10)
+
+
+async def _settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_a_caller_that_went_away_gives_up_its_turn_when_its_thread_has_ended() -> None:
+    turn, first, second = ImageTurn(), Decoder(), Decoder()
+    second.may_end.set()
+    async with asyncio.TaskGroup() as tasks:
+        gone = tasks.create_task(turn.read(2, first))
+        await first.begun()
+        waiting = tasks.create_task(turn.read(3, second))
+        await _settle()
+        assert turn.samples == 5
+        gone.cancel()
+        await _settle()
+        assert gone.cancelled()
+        assert turn.samples == 3
+        assert not second.has_begun.is_set()
+        first.may_end.set()
+        assert await waiting == "patches"
+    assert turn.samples == 0
+
+
+async def test_a_caller_that_goes_while_it_waits_takes_no_turn() -> None:
+    turn, first, second, third = ImageTurn(), Decoder(), Decoder(), Decoder()
+    third.may_end.set()
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(turn.read(1, first))
+        await first.begun()
+        gone = tasks.create_task(turn.read(1, second))
+        await _settle()
+        gone.cancel()
+        first.may_end.set()
+        await running
+        assert await turn.read(1, third) == "patches"
+    assert not second.has_begun.is_set()
+
+
+async def test_a_failure_is_the_callers_and_the_next_has_its_turn() -> None:
+    turn, decoder = ImageTurn(), Decoder()
+    decoder.may_end.set()
+    with pytest.raises(ZeroDivisionError):
+        await turn.read(1, lambda: 1 // 0)
+    assert await turn.read(1, decoder) == "patches"
