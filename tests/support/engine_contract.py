@@ -1,4 +1,4 @@
-"""What every inference engine promises of the samples it draws, one rule a test.
+"""What every inference engine promises of its samples, one rule a test.
 
 An adapter's test module has a class that extends `DrawingContract`, `StopStringContract`,
 `PauseContract` and `UpdateContract`, then one that extends `LifecycleContract`. Its fixtures
@@ -58,7 +58,7 @@ class SamplingContract:
         ("temperature", "top_p", "top_k"),
         [(1.0, 1.0, -1), (0.7, 1.0, -1), (1.0, 0.9, -1), (0.6, 0.8, 20), (1.4, 0.7, -1)],
     )
-    async def test_logprobs_are_those_of_the_distribution_drawn_from(
+    async def test_logprobs_are_those_of_the_sampled_distribution(
         self, world: ContractWorld, temperature: float, top_p: float, top_k: int
     ) -> None:
         await world.serve(world.first)
@@ -88,7 +88,9 @@ class SamplingContract:
         other = await generate(world.engine, request(samples=3, max_tokens=30, seed=4))
         assert all(other[index][0] != alone[index][0] for index in range(3))
 
-    async def test_a_sample_by_itself_is_drawn_as_in_its_group(self, world: ContractWorld) -> None:
+    async def test_a_sample_alone_gets_the_same_tokens_as_in_its_group(
+        self, world: ContractWorld
+    ) -> None:
         await world.serve(world.first)
         group = await generate(world.engine, request(samples=4, max_tokens=20))
         lone = await generate(world.engine, request(samples=(2,), max_tokens=20))
@@ -142,7 +144,7 @@ class SamplingContract:
         computed = world.insight.prefilled_tokens() - before
         assert 100 < computed < 3 * len(prompt), "16 prefills of their own would be 3200"
 
-    async def test_every_token_comes_by_itself_when_asked_for(self, world: ContractWorld) -> None:
+    async def test_every_token_comes_alone_when_asked_for(self, world: ContractWorld) -> None:
         await world.serve(world.first)
         wanted = request(samples=3, max_tokens=12)
         streamed = await chunks_of(world.engine, wanted, every_token=True)
@@ -184,7 +186,7 @@ class SamplingContract:
                 assert await world.insight.running_samples() == 1
             assert len(await generate(world.engine, request(samples=SLOTS, max_tokens=2))) == SLOTS
 
-    async def test_cancelling_the_consumer_frees_the_slots_and_others_go_on(
+    async def test_cancelling_the_consumer_frees_the_slots_and_others_continue(
         self, world: ContractWorld
     ) -> None:
         await world.serve(world.first)
@@ -279,7 +281,7 @@ class SamplingContract:
             (request(max_tokens=0), "max_tokens"),
         ],
     )
-    async def test_a_request_that_cannot_be_generated_is_refused_and_others_go_on(
+    async def test_a_request_that_cannot_be_generated_is_refused_and_others_continue(
         self, world: ContractWorld, wanted: GenerationRequest, named: str
     ) -> None:
         await world.serve(world.first)
@@ -289,10 +291,10 @@ class SamplingContract:
 
     async def test_128_samples_run_at_once_and_all_are_exact(self, world: ContractWorld) -> None:
         await world.serve(world.first)
-        draws = np.random.default_rng(3)
+        random = np.random.default_rng(3)
         wanted = [
-            request(draws.integers(8, VOCABULARY, int(length)).tolist(), samples=8, max_tokens=24)
-            for length in draws.integers(1, 60, 16)
+            request(random.integers(8, VOCABULARY, int(length)).tolist(), samples=8, max_tokens=24)
+            for length in random.integers(1, 60, 16)
         ]
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(generate(world.engine, one)) for one in wanted]
@@ -306,7 +308,7 @@ class SamplingContract:
                 assert len(tokens) == 24
                 np.testing.assert_allclose(logprobs, exact, atol=TOLERANCE)
 
-    async def test_every_token_drawn_is_sent_unsent_or_on_its_way(
+    async def test_every_sampled_token_is_sent_unsent_or_on_its_way(
         self, world: ContractWorld
     ) -> None:
         await world.serve(world.first)

@@ -52,7 +52,7 @@ async def until(holds: Callable[[], bool]) -> None:
 async def settled(engine: Engine, before: EngineLoad) -> EngineLoad:
     """The load once no more tokens are on their way than were `before`.
 
-    What was drawn when a call ended may still be on its way to the event loop.
+    What was sampled when a call ended may still be on its way to the event loop.
     """
     async with asyncio.timeout(WAIT_S):
         while (load := await engine.probe()).running_tokens != before.running_tokens:

@@ -58,7 +58,7 @@ class PauseContract:
     """Rules that one running engine can be asked for in any order."""
 
     @pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.RECOMPUTE])
-    async def test_kept_samples_go_on_after_a_pause_and_later_ones_begin(
+    async def test_kept_samples_continue_after_a_pause_and_later_ones_begin(
         self, world: ContractWorld, mode: PauseMode
     ) -> None:
         await world.serve(world.first)

@@ -13,7 +13,7 @@ from tests.support.engine_contract_world import SLOTS, ContractWorld
 class PriorityContract:
     """Rules of priorities, on a running engine that any rule may have used before."""
 
-    async def test_of_samples_that_wait_the_one_of_the_highest_priority_is_drawn_first(
+    async def test_of_samples_that_wait_the_one_of_the_highest_priority_goes_first(
         self, world: ContractWorld
     ) -> None:
         await world.serve(world.first)

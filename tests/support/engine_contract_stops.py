@@ -36,7 +36,7 @@ class StopStringContract:
         await world.serve(world.first)
         before = await world.engine.probe()
         free = await generate(world.engine, request(samples=6, max_tokens=30))
-        stops = (text_of(free[0][0][4:7]), text_of(free[3][0][9:10]), "never drawn")
+        stops = (text_of(free[0][0][4:7]), text_of(free[3][0][9:10]), "never sampled")
         wanted = stopped_by(request(samples=6, max_tokens=30), *stops)
         chunks = await chunks_of(world.engine, wanted, every_token=every_token)
         reasons = {chunk.sample_index: chunk.finish_reason for chunk in chunks}
@@ -48,7 +48,7 @@ class StopStringContract:
             assert reasons[index] is (FinishReason.STOP if ends else FinishReason.LENGTH)
         assert len(samples_of(chunks)[0][0]) <= 7
         assert wanted.tokens.yielded == num_tokens(chunks)
-        # Tokens that the engine drew beyond the string were sent to nobody.
+        # Tokens that the engine sampled beyond the string were not sent.
         world.engine.accounting.services.sent += 6 * 30 + num_tokens(chunks)
         after = await settled(world.engine, before)
         sampled = after.generated_tokens - before.generated_tokens

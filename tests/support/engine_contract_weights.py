@@ -117,7 +117,7 @@ class UpdateContract:
 def check_versions(
     world: ContractWorld, chunks: list[SampleChunk], wanted: GenerationRequest, old: int
 ) -> None:
-    """Four samples of 400 tokens: `first` drew the beginning as `old`, `second` the rest."""
+    """Check samples of 400 tokens: first `old` is their version, then that of `world.second`."""
     prompt, both = wanted.prompt_token_ids.tolist(), 0
     for index, (tokens, logprobs) in samples_of(chunks).items():
         versions = [

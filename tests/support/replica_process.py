@@ -1,6 +1,6 @@
 """Rollout replicas in processes of their own: the real engine and service, weights made by a seed.
 
-Each decode step takes at least `step_s`, so that there is time to kill, stop or withdraw a replica
+Each decode step takes at least `step_s`, so that there is time to kill, stop or remove a replica
 in the middle of its samples. All replicas of one folder draw the same samples.
 """
 
@@ -75,7 +75,7 @@ class ReplicaProcess:
         self.process.send_signal(number)
 
     async def generated_tokens(self) -> int:
-        """Tokens that its engine has drawn."""
+        """Tokens that its engine has sampled."""
         async with grpc.aio.insecure_channel(self.address) as channel:
             stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
             status = await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=20)

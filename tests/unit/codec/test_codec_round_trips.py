@@ -96,3 +96,19 @@ def test_arrays_travel_as_little_endian_32_bit_values_and_are_read_only() -> Non
     assert data == bytes([1, 0, 0, 0, 2, 1, 0, 0])
     assert not arrays.token_ids_from_bytes(data, "x").flags.writeable
     assert arrays.logprobs_to_bytes(np.array([-0.5], np.float32)) == bytes([0, 0, 0, 0xBF])
+
+
+@pytest.mark.parametrize("message", [trainer.HeartbeatRequest, rollout.GetStatusResponse])
+def test_every_counter_of_a_replica_travels(
+    message: type[trainer.HeartbeatRequest] | type[rollout.GetStatusResponse],
+) -> None:
+    counters = ReplicaCounters(
+        seconds_by_state={"idle": 1.5},
+        **{
+            name: number
+            for number, name in enumerate(COUNTER_NAMES, start=1)
+            if name != "seconds_by_state"
+        },
+    )
+    encoded = message(**counters_to_fields(counters, wall_seconds=9.5))
+    assert counters_from_proto(encoded) == replace(counters, wall_seconds=9.5)

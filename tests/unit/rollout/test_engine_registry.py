@@ -51,9 +51,7 @@ def test_settings_follow_from_the_run_configuration() -> None:
         ("sluice.rollout.batch_invariant=false", False),
     ],
 )
-def test_a_synchronous_run_is_batch_invariant_unless_told_otherwise(
-    override: str, expected: bool
-) -> None:
+def test_a_synchronous_run_is_batch_invariant_by_default(override: str, expected: bool) -> None:
     assert torch_settings(load_config(None, [override])).batch_invariant is expected
 
 
@@ -62,6 +60,6 @@ def test_the_configuration_page_names_the_engines_that_exist() -> None:
 
 
 @pytest.mark.parametrize("field", ["slots", "max_model_len", "max_queued", "torch_threads"])
-def test_settings_without_room_are_refused(field: str) -> None:
+def test_settings_without_space_are_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         TorchEngineSettings(model_path="x", **{field: 0})

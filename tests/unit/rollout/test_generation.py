@@ -153,7 +153,7 @@ async def test_without_lingering_a_sample_leaves_while_others_still_run() -> Non
 
     async def send(event: GenerationEvent) -> None:
         sent.extend(rollout.sample_index for rollout in event.rollouts)
-        gate.set()  # the engine goes on only once the first sample has left
+        gate.set()  # the engine continues only once the first sample has left
 
     async with asyncio.timeout(10):
         await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ async def test_the_last_sample_does_not_linger() -> None:
     assert len(events) == 1
 
 
-async def test_tokens_come_as_they_are_drawn_and_their_texts_add_up() -> None:
+async def test_tokens_come_as_they_are_sampled_and_their_texts_add_up() -> None:
     engine = ScriptedEngine([chunk(0, "ab")], [chunk(0, "c")], [chunk(0, "d", 1, STOP)])
     events = await generate(engine, 0, every_token=True)
     deltas = [delta for event in events for delta in event.deltas]
@@ -257,9 +257,7 @@ async def test_a_receiver_that_goes_away_closes_the_engines_stream() -> None:
     assert engine.was_closed
 
 
-async def test_text_ends_before_a_stop_string_of_which_nothing_is_sent_and_tokens_are_kept() -> (
-    None
-):
+async def test_text_ends_before_a_stop_string_that_is_not_sent_and_tokens_are_kept() -> None:
     script = [[chunk(0, part)] for part in ("a", "b<", "c", "<", "e", "n")]
     engine = ScriptedEngine(*script, [chunk(0, "d", finish=STOP)])
     events = await generate(engine, 0, every_token=True, stop=("<end",))
@@ -284,14 +282,14 @@ async def test_a_sample_that_no_stop_string_ended_has_all_of_its_text() -> None:
 
 
 @pytest.mark.parametrize(("more", "reported"), [("x", "aENx"), ("D", "a")])
-async def test_text_that_an_aborted_sample_held_back_is_told_once_where_the_sample_goes_on(
+async def test_text_that_an_aborted_sample_held_back_is_sent_once_where_the_sample_continues(
     more: str, reported: str
 ) -> None:
     leaving = ScriptedEngine([chunk(0, "a")], [chunk(0, "EN", 0, FinishReason.ABORTED)])
     events = await generate(leaving, 0, every_token=True, stop=("END",))
     part = rollouts(events)[0]
-    goes_on = ScriptedEngine([chunk(0, more, 0, STOP)])
-    events += await generate(goes_on, 0, partials=[part], every_token=True, stop=("END",))
+    continued = ScriptedEngine([chunk(0, more, 0, STOP)])
+    events += await generate(continued, 0, partials=[part], every_token=True, stop=("END",))
     assert "".join(delta.text for event in events for delta in event.deltas) == reported
 
 

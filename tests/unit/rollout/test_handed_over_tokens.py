@@ -1,4 +1,4 @@
-"""Every token that an engine drew was sent, is unsent for good, or is on its way."""
+"""Every token that an engine sampled was sent, is unsent, or is on its way."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def call(
 
 
 async def break_off(engine: TorchEngine, generation: GenerationRunner) -> None:
-    """A call that ends after tokens were drawn for it and before any was sent."""
+    """A call that ends after tokens were sampled for it and before any was sent."""
 
     async def send(_event: GenerationEvent) -> None:
         await asyncio.Event().wait()
@@ -176,7 +176,7 @@ async def test_what_was_handed_over_is_generated_minus_unsent_minus_running(
         assert load.generated_tokens - load.unsent_tokens == handed_over
 
 
-async def test_while_a_call_goes_on_its_unsent_tokens_are_running(
+async def test_while_a_call_runs_its_unsent_tokens_are_running(
     model_path: Path, model: PreTrainedModel
 ) -> None:
     async with running_engine(model_path, model) as engine:
@@ -242,7 +242,7 @@ async def test_tokens_of_direct_clients_are_counted_apart_those_of_cancelled_cal
     assert load.generated_tokens == 20 + 30 + load.direct_unsent_tokens
 
 
-async def test_what_was_drawn_and_not_delivered_to_a_direct_client_is_counted_apart(
+async def test_what_was_sampled_and_not_delivered_to_a_direct_client_is_counted_apart(
     model_path: Path, model: PreTrainedModel
 ) -> None:
     """Whole samples stay in the engine until they end; this one is cancelled before."""

@@ -121,7 +121,7 @@ async def test_a_sample_that_ends_within_the_interval_is_sent_once() -> None:
     assert [delta for event in events for delta in event.deltas] == []
 
 
-async def test_a_group_that_waits_says_whether_the_engine_draws_tokens() -> None:
+async def test_a_group_that_waits_gets_a_sign_whether_the_engine_samples() -> None:
     engine = ScriptedEngine(7, 0.1, 9, 0.1, 0.1, chunk(0, 1, finish=STOP))
     events = await events_of(engine, request(), StreamOptions(partial_interval_s=0.01))
     signs = [event.engine_tokens for event in events if event.engine_tokens is not None]
@@ -129,14 +129,14 @@ async def test_a_group_that_waits_says_whether_the_engine_draws_tokens() -> None
     assert events[-1].rollouts[0].num_tokens == 1
 
 
-async def test_a_group_of_which_no_sample_waits_for_a_slot_is_not_told_of_others_tokens() -> None:
+async def test_a_group_without_waiting_samples_gets_no_sign_of_others_tokens() -> None:
     engine = ScriptedEngine(7, 0.1, 9, 0.1, chunk(0, 1, finish=STOP), queued=0)
     events = await events_of(engine, request(), StreamOptions(partial_interval_s=0.01))
     assert [event.engine_tokens for event in events] == [None]
 
 
 @pytest.mark.parametrize("every_token", [False, True])
-async def test_a_group_whose_slots_wait_for_room_in_the_cache_is_told_that_the_engine_draws(
+async def test_a_group_whose_slots_wait_for_cache_space_gets_a_sign_that_the_engine_samples(
     every_token: bool,
 ) -> None:
     script = (7, 0.1, 9, 0.1, chunk(0, 1, finish=STOP))
@@ -146,7 +146,7 @@ async def test_a_group_whose_slots_wait_for_room_in_the_cache_is_told_that_the_e
     assert [e.engine_tokens for e in events if e.engine_tokens is not None] == [7, 9]
 
 
-async def test_without_an_interval_nothing_tells_of_the_engine() -> None:
+async def test_without_an_interval_there_is_no_sign_of_the_engine() -> None:
     engine = ScriptedEngine(7, 0.1, chunk(0, 1, finish=STOP))
     assert len(await events_of(engine, request(), StreamOptions())) == 1
 
@@ -178,7 +178,7 @@ async def test_partial_tokens_and_whole_samples_say_the_same(
     assert bool(grown) == (interval_s < 1)
 
 
-async def test_samples_broken_off_anywhere_go_on_as_if_nothing_had_happened(
+async def test_samples_broken_off_anywhere_continue_as_if_nothing_had_happened(
     model_path: Path, model: PreTrainedModel
 ) -> None:
     wanted = request(samples=4, max_tokens=30)
@@ -207,7 +207,7 @@ def _first(rollout: Rollout, size: int) -> Rollout:
     return grown.rollout(rollout.sample_index)
 
 
-async def test_tokens_are_handed_out_once_an_interval_whoever_else_runs(
+async def test_tokens_are_handed_out_once_an_interval_no_matter_what_else_runs(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, model: PreTrainedModel
 ) -> None:
     clock = _Clock()

@@ -55,7 +55,7 @@ def bos_of(model: Path) -> int:
     return int(Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id(TURN_START))
 
 
-def test_a_text_begins_as_transformers_has_it_unless_it_is_told_not_to(with_bos: Path) -> None:
+def test_a_text_begins_as_in_transformers_by_default(with_bos: Path) -> None:
     encoded = encoder(with_bos)
     reference = AutoTokenizer.from_pretrained(str(with_bos), local_files_only=True)
     text = "1 + 2 = ?"
@@ -66,7 +66,7 @@ def test_a_text_begins_as_transformers_has_it_unless_it_is_told_not_to(with_bos:
     assert encoded.encode_text(text).tolist() == [bos_of(with_bos), *bare]
 
 
-def test_a_chat_gets_what_its_template_writes_and_no_more_unless_it_is_told_to(
+def test_a_chat_gets_what_its_template_writes_and_by_default_no_more(
     with_bos: Path,
 ) -> None:
     encoded, turns = encoder(with_bos), user("1 + 2 = ?")

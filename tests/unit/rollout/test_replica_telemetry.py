@@ -37,7 +37,7 @@ LOAD = EngineLoad(
 )
 
 
-def test_every_counter_of_the_engine_is_told() -> None:
+def test_every_counter_of_the_engine_is_shown() -> None:
     found = {(one.instrument.name, *one.labels): one.value for one in load_readings(LOAD)}
     assert found == {
         ("sluice_replica_slots",): 8.0,

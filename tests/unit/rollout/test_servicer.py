@@ -120,7 +120,7 @@ class IdleEngine:
 
 
 class Noting:
-    """A generation that draws nothing."""
+    """A generation that samples nothing."""
 
     def __init__(self) -> None:
         self.asked: list[GenerationRequest] = []
@@ -188,7 +188,7 @@ SERVICE_TOKEN, CLIENT_TOKEN = "s" * 20, "c" * 20
 
 
 class Taking(RolloutServicer):
-    """Draws nothing."""
+    """Samples nothing."""
 
     def __init__(self, most: int, tokens: Tokens | None) -> None:
         nothing, engine = cast("Any", None), cast("Any", SimpleNamespace(max_model_len=64))
@@ -339,7 +339,7 @@ async def test_images_reach_encoder_and_engine_with_the_expanded_tokens() -> Non
     assert asked.prompt_token_ids.tolist() == [1, 2, 2, 3]
     sent = np.frombuffer(context.written[0].accepted.prompt_token_ids_u32, np.uint32)
     assert sent.tolist() == [1, 2, 2, 3]
-    assert recorder.threads[0] != threading.current_thread().name  # the event loop goes on
+    assert recorder.threads[0] != threading.current_thread().name  # the event loop continues
 
 
 async def test_a_prompt_without_images_takes_the_way_it_took() -> None:

@@ -42,7 +42,7 @@ def test_tokens_that_an_output_repeats_are_not_taken_again(known: int) -> None:
     assert delta.finish_reason == "abort"
 
 
-def test_the_last_delta_says_which_weights_drew_which_token() -> None:
+def test_the_last_delta_holds_the_version_of_each_token() -> None:
     spans = [{"version": "3", "start": 0, "end": 4}, {"version": "4", "start": 4, "end": 5}]
     delta = read_delta(
         "a", _output([5], 5, finish_reason={"type": "stop"}, weight_versions=spans), 4
@@ -107,7 +107,7 @@ def test_a_tokens_number_is_that_of_seed_sample_and_token_wherever_it_stands(
         [(0.8, 0.95, -1), (0.6, 0.8, 20), (1.0, 1.0, -1), (0.0, 1.0, -1)],
     ],
 )
-def test_rows_are_drawn_and_scored_as_by_the_embedded_engine(
+def test_rows_are_sampled_and_scored_as_by_the_embedded_engine(
     rows: list[tuple[float, float, int]],
 ) -> None:
     generator = torch.Generator().manual_seed(1)

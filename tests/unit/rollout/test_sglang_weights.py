@@ -182,7 +182,7 @@ def test_another_process_can_read_it_until_it_is_closed() -> None:
         [sys.executable, "-c", _READ, str(file)], capture_output=True, text=True, check=True
     )
     assert read.stdout.strip() == "['a', 'b']"
-    assert not Path(file).resolve().is_relative_to(handover.folder), "it takes no room on a disk"
+    assert not Path(file).resolve().is_relative_to(handover.folder), "it takes no space on a disk"
     handover.close()
     handover.close()
     assert not handover.folder.exists()

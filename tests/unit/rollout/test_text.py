@@ -83,7 +83,7 @@ def test_a_stop_string_before_half_a_character_ends_at_once() -> None:
 
 
 def test_a_character_begun_in_the_last_token_of_the_one_before_is_seen() -> None:
-    # Four tokens of one character, the last of which begins the next one.
+    # Four tokens of one character; the last token begins the next one.
     tokens = [_chunk(piece) for piece in (b"\xf0", b"\x9f", b"\x99", b"\x82\xc3", b"\xa9")]
     assert StopStringWatch(["é"], chunked).push(tokens) == 5
 
@@ -101,7 +101,7 @@ def test_bytes_that_are_no_text_hide_no_stop_string_for_ever() -> None:
 
 
 @given(texts, stop_lists)
-def test_what_is_told_of_a_growing_text_stays_and_ends_before_the_stop_string(
+def test_what_is_sent_of_a_growing_text_stays_and_ends_before_the_stop_string(
     text: str, stops: list[str]
 ) -> None:
     reported = ""
@@ -181,7 +181,7 @@ def test_what_is_settled_begins_the_whole_text_and_lacks_no_whole_character(
 
 
 @given(PIECES, SIZES, st.integers(0, 60))
-def test_a_response_that_is_continued_elsewhere_is_told_of_without_a_gap(
+def test_a_response_that_is_continued_elsewhere_is_sent_without_a_gap(
     pieces: list[bytes], sizes: list[int], place: int
 ) -> None:
     tokens = list(b"".join(pieces))
@@ -213,7 +213,7 @@ def all_or_none(token_ids: TokenIds) -> str:
 
 
 @given(st.text(st.sampled_from("ab€🙂é "), max_size=30), SIZES)
-def test_text_is_told_of_whole_where_half_a_character_hides_those_before_it(
+def test_text_is_sent_whole_where_half_a_character_hides_those_before_it(
     text: str, sizes: list[int]
 ) -> None:
     reported = StreamedText((), all_or_none)

@@ -33,7 +33,7 @@ _LAYOUT = CheckpointLayout(9, (), ())
 _NO_ANSWER = EngineError("no answer within 60 s")
 _EVERY_TOKEN = Pace(every_token=True, interval_s=None)
 _WHOLE = Pace(every_token=False, interval_s=None)
-_HALF_WAY: dict[str, object] = {"error": "no room", "kind": "EngineError", "broken": True}
+_HALF_WAY: dict[str, object] = {"error": "no space", "kind": "EngineError", "broken": True}
 _NOT_STAGED: dict[str, object] = {"error": "nothing is staged here", "kind": "WeightSyncError"}
 
 

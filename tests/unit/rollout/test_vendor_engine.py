@@ -146,7 +146,7 @@ async def test_samples_beyond_the_slots_and_the_queue_are_refused(
             await anext(engine.sample(request(samples=2)))
 
 
-async def test_more_samples_than_an_idle_engine_takes_are_not_told_to_come_back(
+async def test_more_samples_than_an_idle_engine_takes_are_not_asked_to_come_back(
     engine: _Engine,
 ) -> None:
     reported = r"4 samples; .* 2 in slots .*max_num_seqs.* 1 waiting .*max_queued"

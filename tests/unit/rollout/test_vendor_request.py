@@ -32,9 +32,9 @@ _Script = Sequence[Delta | int | Exception | None]
 class _Vendor:
     """Plays the same deltas to every sample.
 
-    An int among them is the version from there on. A ``None`` waits for `go_on`; the sample's name
-    is then in `waiting`. An error is that of the first sample; the others wait for ever. So does a
-    sample that finds no slot.
+    An int among them is the version from there on. A ``None`` puts the sample's name into `waiting`
+    and waits for `may_continue`. An error is that of the first sample; the others wait for ever. So
+    does a sample that finds no slot.
     """
 
     limits = ModelLimits(48, (EOS,))
@@ -48,7 +48,7 @@ class _Vendor:
         self.asked: list[VendorSample] = []
         self.checked: list[VersionSpans] = []
         self.refusal: EngineError | None = None
-        self.generating, self.is_awaited, self.go_on = (asyncio.Event() for _ in range(3))
+        self.generating, self.is_awaited, self.may_continue = (asyncio.Event() for _ in range(3))
         self.generating.set()
         self.waiting = asyncio.Queue[str]()
         self.slots = 100
@@ -86,11 +86,11 @@ class _Vendor:
             if self.open > self.slots:
                 await asyncio.Event().wait()
             for one in self._script:
-                if not self.go_on.is_set():  # from then on everything is there already
+                if not self.may_continue.is_set():  # from then on everything is there already
                     await asyncio.sleep(0)
                 if one is None:
                     self.waiting.put_nowait(name)
-                    await self.go_on.wait()
+                    await self.may_continue.wait()
                 elif isinstance(one, int):
                     self.version = one
                 elif isinstance(one, Delta):
@@ -171,7 +171,7 @@ async def test_tokens_that_came_together_are_handed_on_one_by_one_when_asked_for
 async def test_tokens_of_unfinished_samples_are_handed_on_at_the_interval_asked_for() -> None:
     vendor = _Vendor([_delta([4]), 2, _delta([5]), None, _delta([6], "length")])
     pace = Pace(every_token=False, interval_s=0.001)
-    run, chunks = _run(vendor, request(), pace, vendor.go_on.set)
+    run, chunks = _run(vendor, request(), pace, vendor.may_continue.set)
     async with asyncio.timeout(10):
         await run.run()
     assert chunks.reported == [([4], 1, None), ([5], 2, None), ([6], 2, FinishReason.LENGTH)]
@@ -285,7 +285,7 @@ async def test_what_was_put_back_is_sent_again_by_another_name_and_what_has_toke
         vendor.generating.clear()
         run.put_back()
         run.put_back()
-        vendor.go_on.set()
+        vendor.may_continue.set()
         await run.until_none_is_sent()
         assert chunks.reported == [([4, 5], 1, FinishReason.STOP)]
         assert (vendor.names, vendor.open) == (["0-0", "1-0", "2-0"], 0)
@@ -346,7 +346,7 @@ async def test_a_token_that_was_on_its_way_when_samples_were_given_up_is_not_use
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run.run())
         await vendor.waiting.get()
-        vendor.go_on.set()
+        vendor.may_continue.set()
         run.give_up()
         await asyncio.wait([running])
         assert running.cancelled()

@@ -51,7 +51,7 @@ class _NewPrompt(_OldPrompt):
 
 
 class _OldEngine:
-    """As far back as the adapter goes; it draws what `outputs` holds."""
+    """As far back as the adapter goes; it generates what `outputs` holds."""
 
     outputs: tuple[Any, ...] = ()
     errored = False
@@ -220,7 +220,7 @@ async def test_a_version_that_cannot_forget_encoded_images_is_not_asked_to(insta
 
 
 @pytest.mark.parametrize(("recomputes", "salt"), [(False, "3"), (True, "3-0")])
-async def test_samples_with_images_share_no_prompt_that_will_be_computed_anew(
+async def test_samples_with_images_share_no_prompt_that_will_be_recomputed(
     install: Any, recomputes: bool, salt: str
 ) -> None:
     install(_NewEngine, _NewSampling, _NewPrompt)
@@ -262,7 +262,7 @@ def test_arguments_that_this_version_does_not_know_are_named(install: Any) -> No
         VllmClient({"model": "m", "two": 2, "one": 1})
 
 
-async def test_vllms_errors_are_told_as_the_engines(install: Any) -> None:
+async def test_vllms_errors_are_raised_as_the_engines(install: Any) -> None:
     install(_NewEngine, _NewSampling, _NewPrompt)
     client = VllmClient({})
     with pytest.raises(EngineError, match=r"resume failed: RuntimeError\('no loop'\)"):

@@ -59,7 +59,7 @@ def test_the_rollouts_keys_reach_vllm(override: str, name: str, value: object) -
         (f"+{_ROLLOUT}.engine_kwargs.vllm.limit_mm_per_prompt.image=7", {"image": 7}),
     ],
 )
-def test_vllm_is_told_how_many_images_a_prompt_may_have(
+def test_vllm_knows_how_many_images_a_prompt_may_have(
     override: str, expected: dict[str, int]
 ) -> None:
     settings = vllm_settings(load_config(None, [override]))
@@ -67,7 +67,7 @@ def test_vllm_is_told_how_many_images_a_prompt_may_have(
     assert arguments["limit_mm_per_prompt"] == expected
 
 
-def test_of_a_model_of_text_vllm_is_told_nothing_of_images() -> None:
+def test_for_a_text_model_vllm_gets_no_settings_of_images() -> None:
     assert "limit_mm_per_prompt" not in _arguments(f"{_ROLLOUT}.limit_images=3")
 
 
@@ -192,7 +192,7 @@ def test_what_is_set_already_stays() -> None:
     assert _environment({}, on_cpu=True)["OMP_NUM_THREADS"] == "2"
 
 
-def test_on_a_device_processes_are_started_anew_and_forked_ones_refused() -> None:
+def test_on_a_device_processes_are_spawned_and_forked_ones_refused() -> None:
     assert _environment({})[_START] == "spawn"
     assert _START not in _environment({_START: "spawn"})
     with pytest.raises(ConfigError, match=f"{_START}=fork: .* set it to spawn, or unset it"):
