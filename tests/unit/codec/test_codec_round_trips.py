@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.algorithm.accounting import COUNTER_NAMES, ReplicaCounters
+from sluice.api.rollout.v1 import rollout_pb2
+from sluice.api.trainer.v1 import trainer_pb2
 from sluice.codec import fields as arrays
 from sluice.codec import messages, reward, rollout
 from sluice.types import (
@@ -98,17 +103,9 @@ def test_arrays_travel_as_little_endian_32_bit_values_and_are_read_only() -> Non
     assert arrays.logprobs_to_bytes(np.array([-0.5], np.float32)) == bytes([0, 0, 0, 0xBF])
 
 
-@pytest.mark.parametrize("message", [trainer.HeartbeatRequest, rollout.GetStatusResponse])
-def test_every_counter_of_a_replica_travels(
-    message: type[trainer.HeartbeatRequest] | type[rollout.GetStatusResponse],
-) -> None:
-    counters = ReplicaCounters(
-        seconds_by_state={"idle": 1.5},
-        **{
-            name: number
-            for number, name in enumerate(COUNTER_NAMES, start=1)
-            if name != "seconds_by_state"
-        },
-    )
-    encoded = message(**counters_to_fields(counters, wall_seconds=9.5))
-    assert counters_from_proto(encoded) == replace(counters, wall_seconds=9.5)
+@pytest.mark.parametrize("message", [trainer_pb2.HeartbeatRequest, rollout_pb2.GetStatusResponse])
+def test_every_counter_of_a_replica_travels(message: Any) -> None:
+    values: dict[str, Any] = {name: number for number, name in enumerate(COUNTER_NAMES, start=1)}
+    counters = ReplicaCounters(**values | {"seconds_by_state": {"idle": 1.5}})
+    encoded = message(**messages.counters_to_fields(counters, wall_seconds=9.5))
+    assert messages.counters_from_proto(encoded) == replace(counters, wall_seconds=9.5)
