@@ -115,7 +115,7 @@ async def _run_replica(config: RunConfig, name: str) -> None:
                     watching(config, identity.name, engine.load, replica.address),
                     exported(config, identity.name, engine.load),
                 ):
-                    exempt_start_up()
+                    exempt_start_up()  # garbage collection need not look at the model's objects
                     await _take_part(config, engine, replica, notify, credentials, stop)
             finally:
                 await server.stop(config.sluice.rollout.drain_timeout_s)

@@ -22,6 +22,9 @@ from sluice.algorithm.growing_sample import GrowingSample
 from sluice.errors import EngineError
 from sluice.types import FinishReason, Rollout, TokenIds
 
+# An engine's chunks at intervals may come a little late, so one interval is no sign of a problem.
+SIGN_OF_LIFE_INTERVALS = 2
+
 
 class StreamedText:
     """The part of a growing response's text that can be sent, because no further token changes it.
@@ -50,10 +53,6 @@ class StreamedText:
     def rest_of(self, text: str) -> str:
         """Return what was not sent yet of the whole text of a finished response."""
         return text[self._num_sent :]
-
-
-# An engine's chunks at intervals may come a little late, so one interval is no sign of a problem.
-SIGN_OF_LIFE_INTERVALS = 2
 
 
 class Detokenizer(Protocol):
@@ -210,6 +209,7 @@ class GenerationRunner:
             tasks.create_task(self._pump(request, inbox, ended, delivery), name="engine")
             while growing:
                 arrived = [await self._next(inbox, delivery, send)]
+                # A finished sample waits a little for others: one message costs less than several.
                 ends = any(chunk.finish_reason is not None for chunk in arrived[0])
                 if ends and delivery.linger_s > 0 and len(growing) > 1:
                     await _linger(ended, delivery.linger_s)
@@ -218,7 +218,7 @@ class GenerationRunner:
                 event = self._event(tuple(chain(*arrived)), growing, delivery, stops)
                 if event.deltas or event.rollouts:
                     await send(event)
-                if growing and not all(arrived):
+                if growing and not all(arrived):  # the pump's end came too early
                     raise EngineError(f"the engine ended without {len(growing)} of the samples")
 
     async def _next(
@@ -275,6 +275,7 @@ class GenerationRunner:
     ) -> GenerationEvent:
         deltas: list[TextDelta] = []
         rollouts: list[Rollout] = []
+        # Tokens of a sample that is sent whole in this event need no deltas of their own.
         finished = {chunk.sample_index for chunk in chunks if chunk.finish_reason is not None}
         for chunk in chunks:
             index, sample = chunk.sample_index, growing[chunk.sample_index]

@@ -1,4 +1,4 @@
-"""Keep one replica registered with the trainer, and report whether its engine answers and has
+"""What a replica reports while it lives: its load, whether its engine answers, and whether it has
 weights.
 """
 
@@ -21,6 +21,13 @@ from sluice.telemetry.process import process_age_s
 from sluice.types import ReplicaInfo
 
 _PROBE_INTERVAL_S = 1.0
+_HEALTH_INTERVAL_S = 0.5
+_RETRY_INTERVAL_S = 0.5
+# A shorter absence is usual: a trainer starts after its replicas, and at the end of a run leaves
+# before them.
+_NEWS_AFTER_S = 10.0
+
+logger = logging.getLogger(__name__)
 
 
 class EngineHeartbeat:
@@ -51,18 +58,6 @@ class EngineHeartbeat:
             await asyncio.sleep(self._interval_s)
 
 
-# A named answer of health: whether this replica has weights to sample with.
-#
-# Consumes: the engine's load. Waits for: weights, as long as the trainer takes.
-# Unblocked by: a version that serves; it looks at intervals. Produces: one named answer of health.
-# On failure: a broken engine's error ends the replica.
-# On shutdown: cancelled; the server then answers that nothing serves.
-#
-# The process as a whole is healthy before that: it must stay, and be found, while it waits.
-
-_HEALTH_INTERVAL_S = 0.5
-
-
 class NotifyHealth(Protocol):
     """A receiver of the answer; see `RpcServer.set_named`."""
 
@@ -76,7 +71,15 @@ async def report_weights(
     notify: NotifyHealth,
     interval_s: float = _HEALTH_INTERVAL_S,
 ) -> None:
-    """Notify health of each change, for ever.
+    """Report to health, under a name of its own, whether this replica has weights; run for ever.
+
+    The process as a whole is healthy before that: it must stay, and be found, while it waits.
+
+    Consumes: the engine's load. Waits for: weights, as long as the trainer takes.
+    Unblocked by: a version that serves; it looks at intervals.
+    Produces: one named answer of health.
+    On failure: a broken engine's error ends the replica.
+    On shutdown: cancelled; the server then answers that nothing serves.
 
     Args:
         load: the engine's latest counters.
@@ -92,25 +95,15 @@ async def report_weights(
         await asyncio.sleep(interval_s)
 
 
-# The registration of one replica with the trainer.
-#
-# Consumes: the engine's load. Waits for: the trainer. Unblocked by: its answers or their deadlines.
-# Produces: a registration, and a heartbeat an interval.
-# On failure: a lost trainer is tried for ever (it may restart); a trainer that does not know the
-#     replica gets a new registration.
-# On shutdown: one last heartbeat reports that the replica drains.
-#
-# An absence of a moment is not logged: a trainer starts after its replicas, and at the end of a run
-# leaves before them.
-
-logger = logging.getLogger(__name__)
-
-_RETRY_INTERVAL_S = 0.5
-_NEWS_AFTER_S = 10.0
-
-
 class Registration:
-    """A replica's membership in the trainer's fleet, until it is cancelled.
+    """A replica's membership in the trainer's fleet.
+
+    Consumes: the engine's load. Waits for: the trainer.
+    Unblocked by: its answers or their deadlines.
+    Produces: a registration, and a heartbeat an interval.
+    On failure: a lost trainer is tried for ever (it may restart); a trainer that does not know the
+        replica gets a new registration.
+    On shutdown: one last heartbeat reports that the replica drains.
 
     Args:
         stub: the trainer.

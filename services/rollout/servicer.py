@@ -170,6 +170,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         is_own = is_service_of_run(context, self._tokens)
         prompt_token_ids = await self._prompt_tokens(request.prompt, is_own=is_own)
         decoded = replace(self._decode(request, prompt_token_ids), for_direct_client=not is_own)
+        # First of all the prompt's tokens: the caller may need them to continue elsewhere.
         await context.write(self._accepted(decoded))
 
         with SampleSpans(decoded.sample_indexes) as spans:
@@ -212,6 +213,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout.GenerateRequest, prompt_token_ids: TokenIds
     ) -> GenerationRequest:
         indexes = tuple(request.sample_indexes)
+        # A partial of a sample that was not asked for would be lost without a word.
         unasked = {partial.sample_index for partial in request.partials} - set(indexes)
         if unasked:
             raise InvalidRequestError(f"partials: sample {min(unasked)} is not in sample_indexes")

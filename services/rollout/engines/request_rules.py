@@ -13,6 +13,7 @@ from sluice.types import SamplingParams
 
 # Every slot holds as many as the longest list of any request, hence a limit.
 MAX_STOP_TOKEN_IDS = 64
+ResultT = TypeVar("ResultT")
 
 
 def check_request(request: GenerationRequest, vocab_size: int, max_model_len: int) -> None:
@@ -101,9 +102,6 @@ def _check_samples(request: GenerationRequest) -> None:
             f"request {request.request_id}: partials of samples {continued}; give at most one for "
             f"each of the requested {indexes}"
         )
-
-
-ResultT = TypeVar("ResultT")
 
 
 class ImageTurn:

@@ -1,5 +1,9 @@
-"""Sample one token per row from counter-based random numbers, with its logprob under the
-sampled distribution.
+"""Sample one token per row from counter-based random numbers, with its logprob.
+
+A row's distribution is softmax(logits / temperature), cut to its `top_k` most probable tokens, then
+to the smallest set of those that holds `top_p` of their mass (Holtzman et al., "The curious case of
+neural text degeneration", 2020), and renormalised. Tokens tied with the last one kept are kept, so
+the set does not depend on a sort's order. Sampling inverts the cumulative distribution.
 """
 
 from __future__ import annotations
@@ -15,8 +19,14 @@ import torch.nn.functional as F
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
 _UNIT = 2.0**-52
+_BLOCK = 128
+"""Tokens of a block, the unit that is sampled first; about the root of a vocabulary of 16,384."""
+_BELOW_ONE = 1.0 - 2.0**-52
+"""The largest uniform."""
 
 
+# SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014): the number at
+# a counter follows from the key alone, so a sample's tokens do not depend on what else runs.
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -43,13 +53,6 @@ def uniforms(
     return bits.astype(np.float64) * _UNIT
 
 
-# A row's distribution is softmax(logits / temperature), cut to its `top_k` most probable tokens,
-# then to the smallest set of those that holds `top_p` of their mass (Holtzman et al., "The
-# curious case of neural text degeneration", 2020), and renormalised. Tokens tied with the last
-# one kept are kept, so the set does not depend on a sort's order. Sampling inverts the cumulative
-# distribution.
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingPlan:
     """What to do with a batch's logits; ``None`` skips the step for the whole batch.
@@ -69,11 +72,6 @@ class SamplingPlan:
     candidates: int = 0
 
 
-_BLOCK = 128
-"""Tokens of a block, the unit that is sampled first; about the root of a vocabulary of 16,384."""
-_BELOW_ONE = 1.0 - 2.0**-52
-"""The largest uniform."""
-
 UNRESTRICTED = SamplingPlan()
 """Every row at temperature 1 without a cut."""
 
@@ -88,11 +86,13 @@ def plan_sampling(
     """Plan a batch from its rows' parameters, each of shape [rows]."""
     greedy = temperature == 0
     scale = np.where(greedy, np.float32(1), temperature)
+    # The most probable token survives every cut, so greedy rows need none.
     cut_k = ~greedy & (top_k > 0) & (top_k < vocab_size)
     cut_p = ~greedy & (top_p < 1)
     plan_k = plan_p = None
     candidates = 0
     if cut_k.any() or cut_p.any():
+        # With top_p alone any token may be in the nucleus: then all of them have to be ranked.
         rank = np.where(cut_k, top_k, vocab_size)
         candidates = vocab_size if (cut_p & ~cut_k).any() else int(rank[cut_k].max())
         plan_k = torch.from_numpy(rank)[:, None].to(device)
@@ -116,6 +116,7 @@ def _cut(probs: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
     # A row without top_k keeps everything, even beyond the candidates that other rows look at.
     floor = torch.where(plan.top_k < probs.shape[1], floor, 0.0)
     kept = torch.where(probs >= floor, probs, 0.0)
+    # The nucleus is cut from what top_k has left, and by the mass of that.
     mass = kept.sum(-1, keepdim=True, dtype=torch.float64)
     ranked = torch.where(ranked >= floor, ranked, 0.0)
     before = torch.cumsum(ranked, -1, dtype=torch.float64) - ranked
@@ -176,6 +177,7 @@ def sample_tokens(
     tokens, total = _invert(probs, uniform[:, None])
     if plan.greedy is not None:
         tokens = torch.where(plan.greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
+    # Of the distribution that sampled: after temperature and cut, renormalised by its total.
     chosen = probs.gather(1, tokens)
     logprobs = torch.log(chosen / total)
     return tokens[:, 0], logprobs[:, 0].float()

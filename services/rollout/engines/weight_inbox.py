@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+_T = TypeVar("_T")
+_SENDER = "trainer"
+
+
 @dataclass(frozen=True, slots=True)
 class TensorPlacement:
     """Where a model keeps a tensor, and in which dtype."""
@@ -108,10 +112,12 @@ class LiveWeights:
         changes = new.changes if new.base_digest == serving_digest else {}
         for name, parameters in self._parameters.items():
             tensor, place = new.tensors[name], self.places[name]
+            # Three ways, the cheapest first: use the received memory, write what changed, copy.
             if place.can_borrow(tensor):
                 _point(parameters, tensor)
                 self._borrowed.add(name)
             elif name in self._borrowed:
+                # Staging memory goes back to the receiver: the parameter needs memory of its own.
                 _point(parameters, tensor.to(place.device, place.dtype, copy=True))
                 self._borrowed.remove(name)
             elif name in changes:
@@ -144,10 +150,6 @@ def _mismatch(name: str, detail: str) -> WeightSyncError:
     return WeightSyncError(
         "trainer", "loading weights", f"tensor {name} {detail}; give both ends the same model"
     )
-
-
-_T = TypeVar("_T")
-_SENDER = "trainer"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,6 +189,7 @@ class WeightInbox:
 
     async def join(self, spec: TransferGroupSpec) -> str:
         """Join an epoch, leaving any earlier one; return the plan's digest."""
+        # A call of an earlier epoch may still block the thread: without its group it ends.
         self._receiver.abort(f"epoch {spec.epoch} begins")
         self._epoch, self._staged = spec.epoch, None
 
@@ -207,6 +210,7 @@ class WeightInbox:
 
     def _stage(self, version: int) -> _Staged:
         received = self._receiver.stage(version)
+        # While the model still computes with the base, the changes are found here, in the thread.
         base = self._receiver.base_of(received)
         if base is None or received.base is None:
             return _Staged(received, NewWeights(received.tensors))

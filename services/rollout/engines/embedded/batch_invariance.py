@@ -77,6 +77,7 @@ def prove_shapes(
         )
     seconds = time.perf_counter() - started
     widths, lengths = _grid(slots, 1), _grid(max_model_len, _LENGTH_QUANTUM)
+    # The time of one proof tells what the whole grid would take.
     if dtype is not torch.float32 or seconds * len(widths) * len(lengths) > _BUDGET_S:
         return DecodeShapes((slots,), (max_model_len,))
     trials = _TRIALS[dtype]
@@ -103,6 +104,7 @@ class _Proof:
                 for tokens, position in zip(self._tokens, self._positions, strict=True)
             ]
             logits = self._decode(np.arange(slots) % contents, max_model_len)
+            # The first rows hold each content once.
             self._expected = logits[:contents].clone()
 
     def _decode(self, contents: npt.NDArray[np.int64], length: int) -> torch.Tensor:
@@ -119,6 +121,7 @@ class _Proof:
 
     def holds(self, width: int, length: int, trials: int) -> bool:
         """Return whether contents give their expected bits in this shape, in `trials` places."""
+        # Contents beyond this attention length cannot be decoded in the shape.
         fitting = np.flatnonzero(self._positions < length)
         places = np.arange(width)
         with torch.inference_mode():

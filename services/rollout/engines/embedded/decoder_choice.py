@@ -42,6 +42,7 @@ def choose_decoder(
     Raises:
         ConfigError: none fits a model that reads images; recomputing would read them at each step.
     """
+    # The order of candidates is that of their speed.
     _scramble(model)
     probe = _Probe(model, min(_TOKENS, max_model_len), min(2, slots))
     for candidate in candidates:
@@ -52,6 +53,7 @@ def choose_decoder(
         except NotImplementedError as reason:
             logger.debug("%s does not cover this model: %s", name, reason)
             continue
+        # Code of an unknown model may fail in any of these ways; the next candidate may work.
         except (
             AttributeError,
             IndexError,
@@ -71,7 +73,7 @@ def choose_decoder(
             f"actor_rollout_ref.rollout.name is 'torch', which has no cached decoding for this "
             f"{model.config.model_type} model; use vllm"
         )
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation("eager")  # a candidate may have left its own attention
     logger.warning("no cached decoding for this model; every step recomputes whole sequences")
     return RecomputeDecoder(model)
 

@@ -149,6 +149,7 @@ class TorchEngine:
     async def start(self) -> None:
         """Build the model without weights. Raises ConfigError for a path that holds no model."""
         device = select_device(self._settings.device)
+        # The model is built in the thread that will compute with it.
         thread = EngineThread(lambda: self._build(device), self._receive, self._fail_streams)
         self._loop = await thread.start()
         self._thread = thread
@@ -297,7 +298,7 @@ class TorchEngine:
     def _receive(self, deliveries: list[RequestOutput]) -> None:
         for delivery in deliveries:
             stream = self._streams.get(delivery.engine_request)
-            if stream is None:
+            if stream is None:  # the call has ended while these tokens were on their way
                 accounting = self._accounting.of(delivery.engine_request.request)
                 accounting.unsent += num_tokens(delivery.chunks)
                 continue
@@ -339,7 +340,7 @@ class TorchEngine:
         """Swap the staged version in between two decode steps. Idempotent."""
         thread, inbox = self._running(), self._weights()
         serving = await thread.call(lambda loop: (loop.version, loop.digest))
-        if serving == (version, digest):
+        if serving == (version, digest):  # a repeated call
             return CommitResult(version, digest, 0.0)
         staged = inbox.staged(epoch, version, digest)
         result = await self._swap(staged, version, digest)

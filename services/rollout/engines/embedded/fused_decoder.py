@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+_FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
 class RmsNorm:
     """RMSNorm in few operations (Zhang and Sennrich, "Root mean square layer normalization", 2019).
 
@@ -73,10 +77,6 @@ class RmsNorm:
             return torch.rms_norm(x, (self._width,), None, self._eps).mul_(self._weight)
         size = torch.linalg.vector_norm(x, 2, -1, True)
         return torch.div(x, torch.hypot(size, self._floor)).mul_(self._weight)
-
-
-_FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,6 +122,7 @@ def _fused(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | N
 
 def _whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     first, place = parts[0], parts[0].data_ptr()
+    # Neighbours in one storage are one matrix already; everything else has to be copied.
     for part in parts:
         if part.data_ptr() != place or not part.is_contiguous():
             return torch.cat(list(parts))
@@ -243,6 +244,7 @@ class FusedDecoder:
         """Return rotated queries, and rotated keys with values; [tokens, heads, head dim]."""
         normed = layer.norms.before(hidden)
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(hidden), -1, self._head_dim)
+        # Heads lie in the order queries, keys, values; only the first two are rotated, in place.
         rotated = self._heads + self._kv_heads
         unrotated = qkv[:, :rotated]
         qk = unrotated if layer.norms.qk is None else layer.norms.qk(unrotated)
@@ -279,6 +281,7 @@ class FusedDecoder:
             )
             keys, values = keys_values.chunk(2, 1)
             layers.append((keys, values))
+            # The last layer's output would only give logits, which a prefill does not need.
             if number < len(self._layers):
                 attended = prefill_attention(queries, keys, values, scaling=self._scale)
                 hidden = self._finish(layer, hidden, attended.transpose(1, 2))

@@ -136,6 +136,7 @@ class GenericDecoder:
         family = model.config.model_type
         self._reads_images = family in FAMILIES
         model.set_attn_implementation(text_attention(family, FAMILIES, kv_cache.NAME))
+        # A trial shows the shapes of keys and values, and whether the model uses our attention.
         forward = self._forward_prompts([np.zeros(2, dtype=np.int64)])
         window = getattr(config, "sliding_window", None)
         slides = "sliding_attention" in kinds or (not kinds and window is not None)
@@ -182,6 +183,7 @@ class GenericDecoder:
         """See `Decoder.decode`."""
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
         positions = torch.from_numpy(batch.positions).to(self._device)
+        # Rotary positions run on after an image by less than its number of tokens.
         turned = positions
         if self._reads_images and batch.shifts is not None:
             turned = positions + torch.from_numpy(batch.shifts).to(self._device)

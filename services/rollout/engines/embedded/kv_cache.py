@@ -1,4 +1,10 @@
-"""The preallocated keys and values of every slot, and attention over them."""
+"""The preallocated keys and values of every slot, and attention over them.
+
+Decode folds the query heads that share a key/value head into the query length, so keys and values
+are never repeated (grouped-query attention, Ainslie et al., 2023), and reads only the used part of
+the cache. Transformers models find the attention under `NAME`. They pass only the new tokens' keys
+and values; the running forward of this thread knows where these belong.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +23,7 @@ from services.rollout.engines.embedded.decoder import PrefilledPrompts, Rows
 
 LayerShape = tuple[int, int, int]
 """KV heads, key head dim, value head dim."""
+NAME = "sluice_slots"
 
 
 class SlotCache:
@@ -97,22 +104,12 @@ class SlotCache:
 
     def move(self, sources: Rows, targets: Rows, length: int) -> None:
         """Copy `length` positions from rows to rows; the two sets share no row."""
+        # The two sets share no row, so no copy overwrites what another one reads.
         device = self._layers[0].device
         source, target = torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device)
         for layer in self._layers:
             part = layer[:, :, :, :length]
             part[target] = part[source]
-
-
-# Attention over the slot cache, and its registration with transformers.
-#
-# Decode folds the query heads that share a key/value head into the query length, so keys and
-# values are never repeated (grouped-query attention, Ainslie et al., 2023), and reads only the
-# used part of the cache. Transformers models find it under `NAME`. They pass only the new tokens'
-# keys and values; the running forward of this thread knows where these belong.
-
-
-NAME = "sluice_slots"
 
 
 class CausalBias:
@@ -160,9 +157,11 @@ def decode_attention(
     """
     rows, heads = queries.shape[:2]
     group = rows * heads // keys.shape[0]
+    # The heads of a group become the query length: one product serves all of them.
     queries = queries.reshape(keys.shape[0], group, -1)
     transposed = keys.transpose(1, 2)
     if softcap is None:
+        # Mask, scale and product in one kernel.
         scores = torch.baddbmm(bias.expand(-1, group, -1), queries, transposed, alpha=scaling)
     else:
         scores = _soften(torch.bmm(queries, transposed) * scaling, softcap) + bias
@@ -207,6 +206,7 @@ def prefill_attention(
     heads, tokens = queries.shape[1:3]
     grouped = heads != keys.shape[1]
     windowed = window is not None and window < tokens
+    # Torch's fused attention knows neither windows, nor soft caps, nor sinks.
     if not windowed and softcap is None and sinks is None:
         return F.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, scale=scaling, enable_gqa=grouped
@@ -248,11 +248,13 @@ class DecodeForward:
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the next layer's tokens, [rows, kv heads, dim]; return all its keys and values."""
+        # Attention calls come in the order of the layers; transformers does not pass the number.
         layer, self.layer = self.layer, self.layer + 1
         heads, narrower = keys.shape[1], keys.shape[2] - values.shape[2]
         if heads not in self._indexes:
             self._indexes[heads] = self.cache.append_index(heads, self.positions)
         if narrower:
+            # Keys and values share one tensor, so the narrower one is padded on the right.
             keys, values = F.pad(keys, (0, max(0, -narrower))), F.pad(values, (0, max(0, narrower)))
         self.cache.append(layer, self._indexes[heads], torch.cat((keys, values), 1))
         return self._used[layer]
@@ -260,6 +262,7 @@ class DecodeForward:
     def bias(self, heads: int, window: int | None) -> torch.Tensor:
         """Return the mask for layers with this number of kv heads and a sliding window, if any."""
         window = None if window is None or window >= self.length else window
+        # Layers of one kind share their mask.
         if (heads, window) not in self._biases:
             bias = self.causal_bias.rows(self.positions, self.length, heads)
             if window is not None:

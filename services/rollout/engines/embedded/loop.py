@@ -39,6 +39,9 @@ from sluice.telemetry.process import process_age_s
 from sluice.types import FinishReason
 from sluice.vision.image_prompts import ImagePrompt
 
+_REFILL_SHARE = 16
+_PREFILL_TOKENS = 8192
+
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
@@ -65,14 +68,6 @@ class RequestOutput:
 
     engine_request: EngineRequest
     chunks: list[SampleChunk] = field(default_factory=list)
-
-
-# Which waiting samples get the free slots: by priority, then first come, first served. A group's
-# samples share one prefill; if slots run out in the middle of a group, its prefilled prompt is kept
-# for the samples that follow.
-
-
-_REFILL_SHARE = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +99,11 @@ class AdmittedSamples:
 
 @dataclass(slots=True, eq=False)
 class GroupQueue:
-    """Waiting groups by priority, then in order of arrival."""
+    """Waiting groups by priority, then in order of arrival.
+
+    A group's samples share one prefill. If slots run out in the middle of a group, its prefilled
+    prompt is kept for the samples that follow.
+    """
 
     slots: int
     _groups: deque[WaitingGroup] = field(default_factory=deque)
@@ -124,6 +123,7 @@ class GroupQueue:
         While others run, at least a sixteenth of all slots is refilled at a time: a prefill of one
         group costs about as much as one of several.
         """
+        # Few waiting samples need not wait for so many free slots.
         if free < min(self.waiting, max(1, self.slots // _REFILL_SHARE)):
             return []
         admissions = []
@@ -169,9 +169,6 @@ def prefill_batches(lengths: list[int], token_budget: int) -> Iterator[list[int]
         batch.append(index)
     if batch:
         yield batch
-
-
-_PREFILL_TOKENS = 8192
 
 
 class GenerationLoop:
@@ -274,6 +271,7 @@ class GenerationLoop:
             partial = partials.get(index)
             sampled = prompt[:0] if partial is None else partial.token_ids.astype(np.int64)
             sample = self._sample(engine_request, index, key, np.concatenate((prompt, sampled)))
+            # Samples without earlier tokens share the prompt's prefill; others have their own.
             if not sampled.size:
                 fresh.append(sample)
             elif (reason := _end_of(sample, sampled)) is not None:
@@ -316,6 +314,7 @@ class GenerationLoop:
         """Drop a request's samples and free their rows; deliver nothing more to it."""
         dropped = self.dropped.of(engine_request.request)
         self._queue.remove(lambda sample: sample.owner is engine_request)
+        # Tokens that were sampled and never left count as unsent.
         for row in self._table.occupied():
             sample = self._table.samples[row]
             if sample is not None and sample.owner is engine_request:
@@ -349,6 +348,7 @@ class GenerationLoop:
         """
         self.weights.check(new.tensors)
         interrupted = self.clock.state
+        # The first weights belong to the start, which is one state from the process's begin.
         if interrupted is not EngineState.STARTING:
             self.clock.enter(EngineState.SWAPPING)
         try:
@@ -359,6 +359,7 @@ class GenerationLoop:
             self.clock.enter(interrupted)
 
     def _exchange(self, new: NewWeights) -> None:
+        # A chunk has one version: tokens of the old weights must leave before the new ones sample.
         for row in self._table.occupied():
             self._hand_out(row)
         self.weights.take(new, self.digest)
@@ -371,6 +372,7 @@ class GenerationLoop:
     def _recompute(self) -> None:
         rows = self._table.occupied()
         prefixes = [self._table.history[row, : self._table.position[row]] for row in rows]
+        # A row with one token has no state: the next decode step feeds that token.
         known = [index for index, prefix in enumerate(prefixes) if prefix.size]
         images = [self._table.images(rows[index]) for index in known]
         for prefilled, members in self._prefill([prefixes[index] for index in known], images):
@@ -395,6 +397,8 @@ class GenerationLoop:
         started = time.perf_counter()
         self.clock.enter(EngineState.GENERATING)
         with torch.inference_mode():
+            # New samples fill holes first; the last rows move into those that are left, so that the
+            # decode step runs over the first rows only.
             self._admit()
             sources, targets = self._table.close_holes()
             if sources.size:
@@ -422,6 +426,7 @@ class GenerationLoop:
             return
         rows = self._table.enter([sample for sample, _ in samples])
         self._plan_partials({sample.owner for sample, _ in samples})
+        # One insert for each prefill batch, not for each sample: copies cost calls.
         inserts: dict[PrefilledPrompts, list[tuple[int, int]]] = {}
         for row, (_, state) in zip(rows.tolist(), samples, strict=True):
             if state is not None:
@@ -432,6 +437,7 @@ class GenerationLoop:
 
     def _sample_tokens(self) -> None:
         table = self._table
+        # The plan stays on the device until rows change: building it takes several transfers.
         if table.changed:
             rows = table.rows
             self._plan = plan_sampling(
@@ -447,6 +453,7 @@ class GenerationLoop:
         tokens, logprobs = sample_tokens(logits, self._plan, uniform)
         stopped, full = table.record(tokens.cpu().numpy(), logprobs.cpu().numpy())
         self.generated_tokens += table.rows
+        # A stop wins over the limit where both hold.
         for row in np.flatnonzero(stopped | full).tolist():
             self._finish(row, FinishReason.STOP if stopped[row] else FinishReason.LENGTH)
         for row in table.streaming_rows():
@@ -477,6 +484,7 @@ class GenerationLoop:
                 self._hand_out(row)
         for engine_request in due:
             engine_request.due = now + (engine_request.partial_interval_s or math.inf)
+        # Requests that have left do not count: the next due time is that of those that run.
         waits = (t.due for t in engine_requests if isinstance(t, EngineRequest))
         self._next_due = min(waits, default=math.inf)
 

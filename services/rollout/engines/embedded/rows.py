@@ -104,6 +104,7 @@ class RowTable:
         rows = []
         keys = np.array([sample.key for sample in samples], dtype=np.uint64)
         for sample in samples:
+            # A hole needs no move of another row.
             if self._holes:
                 row = self._holes.pop()
             else:
@@ -135,7 +136,7 @@ class RowTable:
         self._watched[row] = sample.watch is not None
         self._shift[row] = 0 if sample.images is None else sample.images.positions.shift
         missing = len(sample.stop_ids) - self._stop_ids.shape[1]
-        if missing > 0:
+        if missing > 0:  # the table is as wide as the longest list so far
             self._stop_ids = np.pad(
                 self._stop_ids, ((0, 0), (0, missing)), constant_values=_NO_TOKEN
             )
@@ -147,6 +148,7 @@ class RowTable:
         """Free a row."""
         self.samples[row] = None
         self._streaming[row] = self._watched[row] = False
+        # The row keeps its arrays until the next step: only then are holes filled or closed.
         self._holes.append(row)
         self.changed = True
 
@@ -159,6 +161,7 @@ class RowTable:
         self.rows = used
         source, target = np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64)
         if sources:
+            # Both lists are as long: each hole below `used` gets one of the rows from `used` on.
             self._integers[:, target] = self._integers[:, source]
             for array in (
                 self.history,
@@ -208,6 +211,7 @@ class RowTable:
         place = self._row_start[:rows] + self.position[:rows]
         self.history.reshape(-1)[place] = tokens
         self.logprobs.reshape(-1)[place] = logprobs
+        # No token has the id that fills up the lists of stop tokens.
         stopped = (self._stop_ids[:rows] == tokens[:, None]).any(1)
         for row in np.flatnonzero(self._watched[:rows]).tolist():
             sample = self.samples[row]

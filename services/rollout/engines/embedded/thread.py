@@ -120,6 +120,7 @@ class EngineThread:
     def _work(self) -> None:
         loop = self._build()
         while not self._stopping:
+            # Only an idle thread waits for commands; a busy one takes those that are there.
             idle = not loop.has_work
             self._obey(loop, idle=idle)
             if idle and loop.has_work and not loop.slots_busy:
@@ -167,7 +168,7 @@ class EngineThread:
             result = command(loop)
         except SluiceError as refused:
             error = refused
-        except Exception as broken:
+        except Exception as broken:  # the loop's state is unknown: it must not step again
             self._settle(future, None, EngineError(f"torch engine: {broken!r}"))
             raise
         self._settle(future, result, error)
@@ -202,6 +203,7 @@ class EngineThread:
             logger.error("the torch engine broke", exc_info=cause)
         broken = EngineError(f"the torch engine broke: {cause!r}")
         broken = cause if isinstance(cause, EngineError) else broken
+        # Under the lock no command can slip in after the last look.
         with self._wake:
             self._failure = broken
             commands, self._commands = self._commands, []

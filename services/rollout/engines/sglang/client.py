@@ -30,6 +30,14 @@ from sluice.errors import ConfigError, EngineError
 
 _ONE_TOKEN = float(np.finfo(np.float32).tiny)
 """A nucleus that holds only the most probable token."""
+_CALL_TIMEOUT_S = 60.0
+_LOAD_TIMEOUT_S = 600.0
+_END_TIMEOUT_S = 20.0
+_SETTLING_TURNS = 1000
+_NEEDED = (
+    *("generate_request", "pause_generation", "continue_generation", "get_internal_state"),
+    *("update_weights_from_disk", "update_weight_version", "flush_cache"),
+)
 
 
 def sampling_parameters(choice: SamplingChoice) -> dict[str, object]:
@@ -87,16 +95,6 @@ def read_delta(request_id: str, output: Mapping[str, Any], known: int) -> Delta:
 
 # Types are checked without SGLang: its values have none here.
 # ruff: noqa: ANN401
-
-
-_CALL_TIMEOUT_S = 60.0
-_LOAD_TIMEOUT_S = 600.0
-_END_TIMEOUT_S = 20.0
-_SETTLING_TURNS = 1000
-_NEEDED = (
-    *("generate_request", "pause_generation", "continue_generation", "get_internal_state"),
-    *("update_weights_from_disk", "update_weight_version", "flush_cache"),
-)
 
 
 def installed_sglang() -> str | None:

@@ -136,7 +136,7 @@ class SglangCore(VendorCore):
             self._break(broken)
             raise broken from error
         self.version, self.digest = version, digest
-        self._swaps += 1
+        self._swaps += 1  # a new salt: the cache of the old weights must not serve the new ones
 
     async def pause(self, mode: PauseMode) -> None:
         """Sample nothing from its return until `resume`; samples that come then wait."""
@@ -151,6 +151,7 @@ class SglangCore(VendorCore):
     async def _stop_sampling(self, mode: PauseMode) -> None:
         self._may_sample.clear()
         if mode is PauseMode.ABORT:
+            # The samples end here with what they have; closing their streams aborts them there.
             for run in self._runs:
                 run.give_up()
         elif mode is PauseMode.DRAIN:
@@ -163,6 +164,7 @@ class SglangCore(VendorCore):
     async def _drain(self) -> None:
         """Wait for the ends of samples, except for those that wait in SGLang for a slot."""
         runs = list(self._runs)
+        # Waiting samples leave SGLang first, or draining would sample them too.
         for run in runs:
             run.put_back()
         if self._is_paused:

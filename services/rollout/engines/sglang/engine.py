@@ -67,6 +67,7 @@ def write_safetensors(descriptor: int, tensors: Mapping[str, torch.Tensor]) -> N
             "data_offsets": [begin, end],
         }
     text = json.dumps(header).encode()
+    # The format allows spaces after the header; tensors then begin at aligned offsets.
     text += b" " * (-len(text) % _ALIGNMENT)
     with os.fdopen(descriptor, "wb", closefd=False) as file:
         file.write(len(text).to_bytes(8, "little"))
@@ -99,9 +100,6 @@ class WeightHandover:
             os.close(self._descriptor)
             self._descriptor = -1
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-_PROBE_TIMEOUT_S = 60.0
 
 
 def create(config: RunConfig) -> SglangEngine:
@@ -183,7 +181,7 @@ class SglangEngine(ClientEngine[SglangCore]):
         staged = await inbox.stage(epoch, version)
         tensors = inbox.staged(epoch, version, staged.digest).tensors
         handover = await _handed_over(tensors)
-        try:
+        try:  # the epoch may have been left while the weights were laid out
             inbox.staged(epoch, version, staged.digest)
         except BaseException:
             handover.close()
@@ -199,6 +197,7 @@ class SglangEngine(ClientEngine[SglangCore]):
         handover, self._handover = self._handover, None
         if handover is not None:
             swap = thread.begin(core.swap(str(handover.folder), version, digest))
+            # Not at the end of this call, which may be cancelled while SGLang still reads.
             swap.add_done_callback(lambda _: handover.close())
             self._begun = (version, digest), swap
         elif self._begun is not None and self._begun[0] == (version, digest):

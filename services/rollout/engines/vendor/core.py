@@ -110,6 +110,7 @@ class VendorCore(ABC):
             self._runs.discard(run)
             if not self._runs:
                 self._idle.set()
+            # What broke the engine explains more than the cancellation that followed.
             run.stream.end(self._broken or error)
 
     async def cancel(self, run: RequestRun) -> None:

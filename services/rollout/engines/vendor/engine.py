@@ -108,7 +108,7 @@ class ClientEngine(ABC, Generic[CoreT]):
     async def stop(self) -> None:
         """Abort what runs and free everything. Repeating it is harmless."""
         thread, core = self._thread, self._core
-        self._thread = self._core = None
+        self._thread = self._core = None  # at once: calls that come meanwhile are refused
         if thread is None or core is None:
             return
         try:
@@ -173,7 +173,7 @@ class ClientEngine(ABC, Generic[CoreT]):
         self._unfinished.add(stream)
         self._count_open(samples)
         thread.begin(core.run(run))
-        yielded = 0
+        yielded = 0  # by this call alone; `request.tokens` belongs to the caller
         try:
             while stream.open_samples:
                 chunks = await stream.next()
@@ -183,6 +183,7 @@ class ClientEngine(ABC, Generic[CoreT]):
         finally:
             self._count_open(-samples)
             self._unfinished.discard(stream)
+            # Once the run has ended no other thread counts its tokens any more.
             await self._end(thread, core, run)
             self._accounting.of(request).unsent += run.sampled - yielded
 

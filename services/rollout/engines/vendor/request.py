@@ -247,6 +247,7 @@ class RequestRun:
             async with asyncio.TaskGroup() as tasks:
                 generating = [tasks.create_task(self._in_turn(sample)) for sample in self.open]
                 ticking = tasks.create_task(self._tick())
+                # Not the group's own wait: the ticking task would never end.
                 if generating:
                     await asyncio.wait(generating)
                 ticking.cancel()
@@ -262,6 +263,7 @@ class RequestRun:
         prompt = [*request.prompt_token_ids.tolist(), *partial]
         eos = () if sampling.ignore_eos else limits.eos_token_ids
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *eos)))
+        # A partial counts for `max_tokens`, and is part of the prompt that is sent.
         capacity = min(sampling.max_tokens - len(partial), limits.max_model_len - len(prompt))
         watch = request.watch()
         is_ended = watch is not None and watch.push(partial) is not None
@@ -333,7 +335,7 @@ class RequestRun:
         That is so if a string ends it, or if it ended while the tokens were on their way.
         """
         self._count(sample, delta)
-        if sample.index not in self._open:
+        if sample.index not in self._open:  # given up while these tokens were on their way
             return True
         end = None if sample.watch is None else sample.watch.push(delta.token_ids)
         tokens = delta.token_ids[:end]
@@ -344,6 +346,7 @@ class RequestRun:
         if end is not None:
             self._hand_on([sample], FinishReason.STOP)
         elif delta.finish_reason is not None:
+            # Before the last tokens go out: this may still correct their versions.
             self._vendor.check_versions(sample, delta.version_spans)
             self._hand_on([sample], _REASONS.get(delta.finish_reason, FinishReason.ABORTED))
         elif self._pace.every_token:

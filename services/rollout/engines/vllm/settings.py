@@ -29,6 +29,23 @@ _REFUSED: Mapping[str, str] = {
     "kv_transfer_config": "a replica prefills and decodes on its own",
 }
 """Arguments of vLLM that engine_kwargs must leave alone on an NPU, and why."""
+WORKER_EXTENSION = "services.rollout.engines.vllm.worker.WeightWorker"
+_OURS: Mapping[str, str] = {
+    "model": "set actor_rollout_ref.model.path",
+    "dtype": "set actor_rollout_ref.rollout.dtype",
+    "max_model_len": "set actor_rollout_ref.rollout.max_model_len",
+    "max_num_seqs": "set actor_rollout_ref.rollout.max_num_seqs",
+    "tensor_parallel_size": "set actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "data_parallel_size": "set actor_rollout_ref.rollout.data_parallel_size",
+    "pipeline_parallel_size": "replicas run without pipeline stages",
+    "load_format": "the trainer's weights arrive when the replica joins",
+    "stream_interval": "a token belongs to the version that serves when it comes",
+    "logprobs_mode": "training needs the logprobs of the distribution really sampled",
+    "generation_config": "requests say how to sample",
+    "skip_tokenizer_init": "prompts and responses are token ids",
+    "worker_extension_cls": "the weights arrive through it",
+}
+"""Arguments that engine_kwargs must leave alone, with what to do instead."""
 
 
 def ascend_environment(given: Mapping[str, str]) -> dict[str, str]:
@@ -144,25 +161,6 @@ def visible_environment(
             "actor_rollout_ref.rollout.tensor_model_parallel_size or that variable"
         )
     return {variable: ",".join(taken)}
-
-
-WORKER_EXTENSION = "services.rollout.engines.vllm.worker.WeightWorker"
-_OURS: Mapping[str, str] = {
-    "model": "set actor_rollout_ref.model.path",
-    "dtype": "set actor_rollout_ref.rollout.dtype",
-    "max_model_len": "set actor_rollout_ref.rollout.max_model_len",
-    "max_num_seqs": "set actor_rollout_ref.rollout.max_num_seqs",
-    "tensor_parallel_size": "set actor_rollout_ref.rollout.tensor_model_parallel_size",
-    "data_parallel_size": "set actor_rollout_ref.rollout.data_parallel_size",
-    "pipeline_parallel_size": "replicas run without pipeline stages",
-    "load_format": "the trainer's weights arrive when the replica joins",
-    "stream_interval": "a token belongs to the version that serves when it comes",
-    "logprobs_mode": "training needs the logprobs of the distribution really sampled",
-    "generation_config": "requests say how to sample",
-    "skip_tokenizer_init": "prompts and responses are token ids",
-    "worker_extension_cls": "the weights arrive through it",
-}
-"""Arguments that engine_kwargs must leave alone, with what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""What sluice adds to each vLLM worker process: receive weights, check them, and load them into
-the model.
+"""What sluice adds to each vLLM worker process: receive weights, check them, and load them into the
+model. vLLM imports this module by name in its own processes.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from sluice.types import TransferGroupSpec
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 
 _MARK = "sluice_keeps_buffers"
+_Revert = Callable[[torch.nn.Module, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+Outcome = dict[str, object]
+_SENDER = "trainer"
 
 
 def keep_buffers() -> None:
@@ -54,18 +57,12 @@ def keep_buffers() -> None:
     setattr(loader, _MARK, True)
 
 
-# Weights by the names of a checkpoint's files, which vLLM's loader knows.
-#
-# A model in memory may hold as one tensor what its checkpoint splits (the experts of a layer), or
-# under another name; the trainer sends what the model in memory has. Transformers knows the
-# conversion for each family, since it saves checkpoints with it.
-
-
-_Revert = Callable[[torch.nn.Module, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-
-
 class CheckpointNames:
-    """The checkpoint names of one model's weights.
+    """The names of one model's weights in its checkpoint's files, which vLLM's loader knows.
+
+    A model in memory may hold as one tensor what its checkpoint splits (the experts of a layer), or
+    under another name; the trainer sends what the model in memory has. Transformers knows the
+    conversion for each family, since it saves checkpoints with it.
 
     Args:
         model_path: directory with a Hugging Face configuration.
@@ -102,19 +99,6 @@ def _revert_weight_conversion() -> _Revert:
         ) from error
 
 
-# New weights inside vLLM's worker: received in a thread, proven, then handed to the model.
-#
-# Consumes: calls of the worker's own loop; none blocks.
-# Produces: the outcome of the last call, for polling, and staged tensors.
-# Waits for: the transfer group, in a thread of its own.
-# Unblocked by: completion, the epoch's timeout, `abort`, another `join`.
-# On failure: `outcome` returns the error; the model stays as it was.
-
-
-Outcome = dict[str, object]
-_SENDER = "trainer"
-
-
 def rank_in_group(spec: TransferGroupSpec, worker_rank: int) -> TransferGroupSpec:
     """Return the spec of one worker: a replica's workers take consecutive ranks.
 
@@ -132,7 +116,13 @@ def rank_in_group(spec: TransferGroupSpec, worker_rank: int) -> TransferGroupSpe
 
 
 class WorkerStaging:
-    """One worker's membership in transfer groups.
+    """One worker's membership in transfer groups: receive in a thread, prove, then hand over.
+
+    Consumes: calls of the worker's own loop; none blocks.
+    Produces: the outcome of the last call, for polling, and staged tensors.
+    Waits for: the transfer group, in a thread of its own.
+    Unblocked by: completion, the epoch's timeout, `abort`, another `join`.
+    On failure: `outcome` returns the error; the model stays as it was.
 
     Args:
         device: of the wire.
@@ -209,19 +199,17 @@ class WorkerStaging:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-# What sluice adds to each of vLLM's workers; vLLM imports it by name in its own processes.
-#
-# The worker's loop samples the tokens. No method blocks it but `sluice_apply`, which is called
-# while nothing is sampled.
-
-
 # vLLM imports this file before it loads the model, and calls nothing before that.
 keep_buffers()
 end_with_owner(with_parent=True)  # vLLM's engine process may not have imported anything of ours
 
 
 class WeightWorker:
-    """Methods for vLLM's ``worker_extension_cls``, called by name with plain values."""
+    """Methods for vLLM's ``worker_extension_cls``, called by name with plain values.
+
+    The worker's loop samples the tokens. No method blocks it but `sluice_apply`, which is called
+    while nothing is sampled.
+    """
 
     sluice_features: WorkerFeatures | None = None
     sluice_staging: WorkerStaging | None = None

@@ -107,6 +107,7 @@ class VllmWorkers:
         phase = f"staging version {version}"
         outcomes = await self._outcomes(await self._call("sluice_stage", version), phase)
         staged = [msgspec.convert(one, StagedVersion) for one in outcomes]
+        # Each worker proved its own copy; only together they prove that all have the same.
         digests = [one.digest for one in staged]
         if len(set(digests)) != 1:
             await self.abort("the workers' digests differ")
@@ -154,6 +155,7 @@ class VllmWorkers:
         phase = f"committing version {version}"
         answers = await self._call("sluice_apply", version, digest, timeout_s=_APPLY_TIMEOUT_S)
         failures = _errors(answers)
+        # A worker that took the weights cannot give them back.
         if any("broken" in one for one in failures) or 0 < len(failures) < len(answers):
             raise EngineError(
                 f"vLLM: loading version {version} failed half-way ({failures[0]['error']}); "
