@@ -24,13 +24,15 @@ from services.rollout.engines.sglang.settings import SglangSettings
 from sluice.errors import ConfigError, EngineError, InvalidRequestError
 from sluice.types import SamplingParams
 from tests.support.causal_lms import expected_logprobs, request, weights_of
-from tests.support.engine_contract_calls import chunks_of, generate, until
 from tests.support.engine_contract_world import (
     TIED,
     ContractWorld,
     Insight,
+    chunks_of,
     contract_world,
+    generate,
     save_contract_config,
+    until,
 )
 
 pytestmark = [

@@ -23,8 +23,7 @@ from sluice.vision.image_prompts import load_image_prompts
 from sluice.weights.sender import WeightSender
 from tests.engine_vllm.saved_weights import serve_saved
 from tests.support.causal_lms import request
-from tests.support.engine_contract_calls import chunks_of, generate, until
-from tests.support.engine_contract_world import Trainer
+from tests.support.engine_contract_world import Trainer, chunks_of, generate, until
 from tests.support.tiny_vision import (
     IMAGE,
     PATCH,
