@@ -157,7 +157,7 @@ class GenerationRunner:
         self,
         request: GenerationRequest,
         partials: Iterable[Rollout],
-        delivery: StreamOptions,
+        options: StreamOptions,
         send: Send,
     ) -> None:
         """Generate until every requested sample has finished.
@@ -165,7 +165,7 @@ class GenerationRunner:
         Args:
             request: the samples to generate.
             partials: the whole earlier part of samples that are continued.
-            delivery: what is sent when.
+            options: what is sent when.
             send: takes each event; its pace slows the sending, never the engine.
 
         Raises:
@@ -182,7 +182,7 @@ class GenerationRunner:
             counted.sent += new_tokens
 
         try:
-            await self._run(request, partials, delivery, send_counted)
+            await self._run(request, partials, options, send_counted)
         finally:
             counted.unsent += request.tokens.yielded - request.tokens.sent
 
@@ -190,7 +190,7 @@ class GenerationRunner:
         self,
         request: GenerationRequest,
         partials: Iterable[Rollout],
-        delivery: StreamOptions,
+        options: StreamOptions,
         send: Send,
     ) -> None:
         stops = request.sampling.stop
@@ -198,7 +198,7 @@ class GenerationRunner:
             request = replace(request, decode=self._detokenizer.decode)
         decode = self._detokenizer.decode
         growing = {
-            index: _StreamedSample(StreamedText(stops, decode) if delivery.every_token else None)
+            index: _StreamedSample(StreamedText(stops, decode) if options.every_token else None)
             for index in request.sample_indexes
         }
         for partial in partials:
@@ -206,35 +206,35 @@ class GenerationRunner:
         inbox: asyncio.Queue[tuple[SampleChunk, ...]] = asyncio.Queue()
         ended = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._pump(request, inbox, ended, delivery), name="engine")
+            tasks.create_task(self._pump(request, inbox, ended, options), name="engine")
             while growing:
-                arrived = [await self._next(inbox, delivery, send)]
+                arrived = [await self._next(inbox, options, send)]
                 # A finished sample waits a little for others: one message costs less than several.
                 ends = any(chunk.finish_reason is not None for chunk in arrived[0])
-                if ends and delivery.linger_s > 0 and len(growing) > 1:
-                    await _linger(ended, delivery.linger_s)
+                if ends and options.linger_s > 0 and len(growing) > 1:
+                    await _linger(ended, options.linger_s)
                 while not inbox.empty():
                     arrived.append(inbox.get_nowait())
-                event = self._event(tuple(chain(*arrived)), growing, delivery, stops)
+                event = self._event(tuple(chain(*arrived)), growing, options, stops)
                 if event.deltas or event.rollouts:
                     await send(event)
                 if growing and not all(arrived):  # the pump's end came too early
                     raise EngineError(f"the engine ended without {len(growing)} of the samples")
 
     async def _next(
-        self, inbox: asyncio.Queue[tuple[SampleChunk, ...]], delivery: StreamOptions, send: Send
+        self, inbox: asyncio.Queue[tuple[SampleChunk, ...]], options: StreamOptions, send: Send
     ) -> tuple[SampleChunk, ...]:
         """Return the next chunks; report at intervals that the engine samples while none come.
 
         Only while samples wait for a slot or for space: if all of them run, tokens that the engine
         samples for others do not help the one that gets none.
         """
-        if delivery.partial_interval_s is None:
+        if options.partial_interval_s is None:
             return await inbox.get()
         seen: int | None = None
         while True:
             try:
-                async with asyncio.timeout(SIGN_OF_LIFE_INTERVALS * delivery.partial_interval_s):
+                async with asyncio.timeout(SIGN_OF_LIFE_INTERVALS * options.partial_interval_s):
                     return await inbox.get()
             except TimeoutError:
                 load = self._engine.load()
@@ -248,7 +248,7 @@ class GenerationRunner:
         request: GenerationRequest,
         inbox: asyncio.Queue[tuple[SampleChunk, ...]],
         ended: asyncio.Event,
-        delivery: StreamOptions,
+        options: StreamOptions,
     ) -> None:
         """Move chunks into `inbox`, and an empty tuple at the end; then set `ended`.
 
@@ -256,8 +256,8 @@ class GenerationRunner:
         """
         chunks_of = self._engine.generate(
             request,
-            every_token=delivery.every_token,
-            partial_interval_s=None if delivery.every_token else delivery.partial_interval_s,
+            every_token=options.every_token,
+            partial_interval_s=None if options.every_token else options.partial_interval_s,
         )
         async with aclosing(chunks_of) as stream:  # type: ignore[type-var]
             async for chunks in stream:
@@ -270,7 +270,7 @@ class GenerationRunner:
         self,
         chunks: Sequence[SampleChunk],
         growing: dict[int, _StreamedSample],
-        delivery: StreamOptions,
+        options: StreamOptions,
         stops: Sequence[str],
     ) -> GenerationEvent:
         deltas: list[TextDelta] = []
@@ -288,7 +288,7 @@ class GenerationRunner:
                 if sample.text is not None and chunk.finish_reason is not FinishReason.ABORTED:
                     new_text += sample.text.rest_of(text)
                 del growing[index]
-            is_sent = sample.text is not None or (delivery.sends_tokens and index not in finished)
+            is_sent = sample.text is not None or (options.sends_tokens and index not in finished)
             if is_sent and (new_text or chunk.token_ids.size):
                 deltas.append(TextDelta(chunk, new_text))
         return GenerationEvent(tuple(deltas), tuple(rollouts))

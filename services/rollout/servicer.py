@@ -180,7 +180,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 with waiting_for("caller", "taking samples"):
                     await context.write(_event_to_proto(event))
 
-            await self._generation.run(decoded, partials, _delivery(request), send)
+            await self._generation.run(decoded, partials, _stream_options(request), send)
 
     async def GetStatus(
         self, request: rollout.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -297,7 +297,7 @@ def _first_weights(load: EngineLoad) -> tuple[Waiting, ...]:
     return (Waiting("trainer", "sending the first weights", process_age_s()),)
 
 
-def _delivery(request: rollout.GenerateRequest) -> StreamOptions:
+def _stream_options(request: rollout.GenerateRequest) -> StreamOptions:
     interval_s = request.partial_interval_ms / 1000
     return StreamOptions(
         every_token=request.stream_mode == rollout.STREAM_MODE_TOKENS,

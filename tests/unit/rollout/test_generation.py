@@ -387,7 +387,7 @@ async def test_the_texts_before_and_after_the_cut_add_up(cut: int) -> None:
 
 
 async def _samples(
-    engine: TorchEngine, stop: tuple[str, ...], delivery: StreamOptions
+    engine: TorchEngine, stop: tuple[str, ...], options: StreamOptions
 ) -> tuple[dict[int, Rollout], str]:
     """The samples, and the text that sample 0 streamed."""
     events: list[GenerationEvent] = []
@@ -398,7 +398,7 @@ async def _samples(
     wanted = request(samples=3, max_tokens=20)
     wanted = replace(wanted, sampling=replace(wanted.sampling, stop=stop))
     async with asyncio.timeout(30):
-        await GenerationRunner(engine, ToyEncoder()).run(wanted, (), delivery, send)
+        await GenerationRunner(engine, ToyEncoder()).run(wanted, (), options, send)
     deltas = [delta for event in events for delta in event.deltas]
     streamed = "".join(delta.text for delta in deltas if delta.chunk.sample_index == 0)
     return {one.sample_index: one for event in events for one in event.rollouts}, streamed
@@ -408,12 +408,12 @@ async def _samples(
 async def test_a_stop_string_of_several_tokens_ends_a_sample(
     tmp_path: Path, every_token: bool
 ) -> None:
-    folder, delivery = save_config("qwen3", tmp_path), StreamOptions(every_token=every_token)
+    folder, options = save_config("qwen3", tmp_path), StreamOptions(every_token=every_token)
     async with running_engine(folder, reference_model(folder)) as engine:
-        free, _ = await _samples(engine, (), delivery)
+        free, _ = await _samples(engine, (), options)
         ids = free[0].token_ids.tolist()
         stop = f"{ids[7]} {ids[8]} "  # is there with the first digit after the space
-        found, streamed = await _samples(engine, (stop, "never"), delivery)
+        found, streamed = await _samples(engine, (stop, "never"), options)
     assert found[0].token_ids.tolist() == ids[:10]
     assert found[0].finish_reason is FinishReason.STOP
     assert found[0].text == free[0].text[: free[0].text.index(stop)]

@@ -100,7 +100,7 @@ async def call(
         seed=seed,
         partials=tuple(PartialSample(p.sample_index, p.token_ids) for p in given),
     )
-    delivery = rng.choice(
+    options = rng.choice(
         (
             StreamOptions(),
             StreamOptions(every_token=True),
@@ -111,7 +111,7 @@ async def call(
     ends_s = rng.choice((0.0, 0.002, 0.01, 0.03, 30.0))
     try:
         async with asyncio.timeout(ends_s):
-            await generation.run(wanted, given, delivery, caller.send)
+            await generation.run(wanted, given, options, caller.send)
     except TimeoutError:
         return
 

@@ -92,7 +92,7 @@ def chunk(index: int, *tokens: int, finish: FinishReason | None = None) -> Sampl
 
 
 async def events_of(
-    engine: Any, wanted: GenerationRequest, delivery: StreamOptions, *partials: Rollout
+    engine: Any, wanted: GenerationRequest, options: StreamOptions, *partials: Rollout
 ) -> list[GenerationEvent]:
     events: list[GenerationEvent] = []
 
@@ -100,7 +100,7 @@ async def events_of(
         events.append(event)
 
     async with asyncio.timeout(20):
-        await GenerationRunner(engine, Digits()).run(wanted, partials, delivery, send)
+        await GenerationRunner(engine, Digits()).run(wanted, partials, options, send)
     return events
 
 
@@ -141,8 +141,8 @@ async def test_a_group_whose_slots_wait_for_cache_space_gets_a_sign_that_the_eng
 ) -> None:
     script = (7, 0.1, 9, 0.1, chunk(0, 1, finish=STOP))
     engine = ScriptedEngine(*script, queued=0, slots_may_wait=True)
-    delivery = StreamOptions(every_token=every_token, partial_interval_s=0.01)
-    events = await events_of(engine, request(), delivery)
+    options = StreamOptions(every_token=every_token, partial_interval_s=0.01)
+    events = await events_of(engine, request(), options)
     assert [e.engine_tokens for e in events if e.engine_tokens is not None] == [7, 9]
 
 
