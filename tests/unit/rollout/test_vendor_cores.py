@@ -222,7 +222,8 @@ async def _rest(stream: ChunkStream) -> set[int]:
             return versions
 
 
-async def _check_broken_by_swap(vendor: _Vendor) -> None:
+async def _broken_by_swap(vendor: _Vendor) -> str:
+    """Check that a swap breaks the engine; return the error's text."""
     async with asyncio.TaskGroup() as tasks:
         stream, running = vendor.begin(tasks)
         await _turns()
@@ -240,6 +241,7 @@ async def _check_broken_by_swap(vendor: _Vendor) -> None:
     assert vendor.core.generated_tokens == sampled > 0
     assert "resume" not in vendor.client.called, "a mixture of versions samples nothing"
     assert len(vendor.client.sent) == 1
+    return str(failed.value)
 
 
 @pytest.mark.parametrize("call", ["load", "resume"])
@@ -247,7 +249,7 @@ async def test_after_a_swap_that_failed_half_way_nothing_is_sampled_and_what_run
     vendor: _Vendor, call: str
 ) -> None:
     vendor.fail(call, _NO_ANSWER)
-    await _check_broken_by_swap(vendor)
+    assert "restart the replica" in await _broken_by_swap(vendor)
 
 
 @pytest.mark.parametrize("call", ["tag", "forget"])
@@ -255,7 +257,7 @@ async def test_weights_without_a_name_or_with_old_images_sample_nothing(
     vllm: _Vendor, call: str
 ) -> None:
     vllm.fail(call, _NO_ANSWER)
-    await _check_broken_by_swap(vllm)
+    assert await _broken_by_swap(vllm) == str(_NO_ANSWER)
 
 
 async def test_encoded_images_are_forgotten_before_the_new_weights_have_a_name(
