@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,9 @@ from services.rollout.engines.causal_lm import (
     build_causal_lm,
     checkpoint_layout,
 )
-from services.rollout.engines.registry import create_engine
-from services.rollout.engines.vendor.settings import with_engine_kwargs
-from services.rollout.engines.vllm import engine
 from services.rollout.engines.vllm.client import engine_environment
 from services.rollout.engines.vllm.settings import visible_environment, vllm_settings
 from sluice.config.loading.loader import load_config
-from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 from tests.support.causal_lms import EOS, FAMILIES, VOCABULARY, save_config
 
@@ -71,32 +66,6 @@ def test_for_a_text_model_vllm_gets_no_settings_of_images() -> None:
     assert "limit_mm_per_prompt" not in _arguments(f"{_ROLLOUT}.limit_images=3")
 
 
-def test_engine_kwargs_win_and_a_null_leaves_the_choice_to_vllm() -> None:
-    arguments = _arguments(
-        f"{_ROLLOUT}.enforce_eager=false",
-        f"+{_ROLLOUT}.engine_kwargs.vllm.enforce_eager=true",
-        f"+{_ROLLOUT}.engine_kwargs.vllm.max_num_batched_tokens=null",
-        f"+{_ROLLOUT}.engine_kwargs.vllm.swap_space=4",
-        f"+{_ROLLOUT}.engine_kwargs.sglang.attention_backend=fa3",
-    )
-    assert arguments["enforce_eager"] is True
-    assert "max_num_batched_tokens" not in arguments
-    assert arguments["swap_space"] == 4
-    assert "attention_backend" not in arguments
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("model", "load_format", "logprobs_mode", "worker_extension_cls", "max_num_seqs"),
-        *("generation_config", "stream_interval"),
-    ],
-)
-def test_engine_kwargs_leave_alone_what_the_adapter_relies_on(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"engine_kwargs.vllm.{name} cannot be set"):
-        _arguments(f"+{_ROLLOUT}.engine_kwargs.vllm.{name}=1")
-
-
 def test_logprobs_are_of_the_distribution_sampled_and_first_weights_come_by_wire() -> None:
     arguments = _arguments()
     assert arguments["logprobs_mode"] == "processed_logprobs"
@@ -126,45 +95,10 @@ def test_several_workers_share_a_model_and_its_experts_or_none_of_them() -> None
     assert _arguments(two)["enable_expert_parallel"] is False
     assert _arguments(two, f"{_ROLLOUT}.expert_parallel_size=2")["enable_expert_parallel"] is True
     assert vllm_settings(load_config(None, [two])).workers == 2
-    with pytest.raises(ConfigError, match=r"expert_parallel_size = 4: .* set it to 1 or to .*= 2"):
-        _arguments(two, f"{_ROLLOUT}.expert_parallel_size=4")
 
 
-def test_experts_shared_among_workers_are_refused_on_the_cpu_with_the_remedy() -> None:
-    shared = [f"{_ROLLOUT}.{kind}_parallel_size=2" for kind in ("tensor_model", "expert")]
-    with pytest.raises(ConfigError, match=r"expert_parallel_size .* on the CPU.*set it to 1"):
-        _arguments(*shared, on_cpu=True)
-
-
-def test_several_engines_a_replica_are_refused_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"data_parallel_size = 2 .*start more replicas"):
-        _arguments(f"{_ROLLOUT}.data_parallel_size=2")
-
-
-def test_the_services_own_keys_are_taken_over() -> None:
-    config = load_config(
-        None,
-        [
-            "sluice.weights.recompute_kv=true",
-            "sluice.rollout.max_queued=5",
-            "sluice.rollout.batch_invariant=true",
-        ],
-    )
-    settings = vllm_settings(config)
-    assert (settings.recompute_kv, settings.max_queued, settings.batch_invariant) == (True, 5, True)
-    data = RunConfig().data
-    assert settings.max_model_len == data.max_prompt_length + data.max_response_length
-
-
-def test_without_vllm_the_engine_is_refused_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine, "installed_vllm", lambda: None)
-    config = load_config(None, [f"{_ROLLOUT}.name=vllm"])
-    with pytest.raises(ConfigError, match="vLLM is not installed here; install vllm"):
-        create_engine(config)
-    monkeypatch.setattr(engine, "installed_vllm", lambda: "0.32.0")
-    assert isinstance(create_engine(config), engine.VllmEngine)
+def test_batch_invariance_is_vllms_own() -> None:
+    assert vllm_settings(load_config(None, ["sluice.rollout.batch_invariant=true"])).batch_invariant
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -230,33 +164,3 @@ def test_too_few_devices_are_refused_with_the_keys_to_change() -> None:
         match=r"device=cuda:1: the engine takes 2 .*CUDA_VISIBLE_DEVICES=0,1 hands out 2; correct",
     ):
         visible_environment("cuda:1", _CUDA, 2, {_CUDA: "0,1"})
-
-
-_SECTION = "actor_rollout_ref.rollout.engine_kwargs"
-_KEYS: Mapping[str, object] = {"eager": False, "blocks": 7, "seed": None}
-
-
-def _chosen(*overrides: str) -> dict[str, object]:
-    config = load_config(None, [f"+{_SECTION}.{one}" for one in overrides])
-    rollout = config.actor_rollout_ref.rollout
-    return with_engine_kwargs(_KEYS, rollout, "SGLang", {"model": "set the model's key"})
-
-
-def test_engine_kwargs_win_and_a_null_leaves_the_choice_to_the_vendor() -> None:
-    assert _chosen() == {"eager": False, "blocks": 7}
-    chosen = _chosen("sglang.eager=true", "sglang.blocks=null", "sglang.backend=fa3")
-    assert chosen == {"eager": True, "backend": "fa3"}
-
-
-def test_those_of_another_vendor_have_no_effect() -> None:
-    assert _chosen("vllm.eager=true") == _chosen()
-
-
-def test_what_the_adapter_relies_on_is_left_alone() -> None:
-    with pytest.raises(ConfigError, match=r"engine_kwargs\.sglang\.model cannot be set: set the"):
-        _chosen("sglang.model=other")
-
-
-def test_what_is_no_mapping_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"engine_kwargs\.sglang is 3; .* SGLang's engine"):
-        _chosen("sglang=3")
