@@ -42,7 +42,6 @@ from services.reward.prompts.source import PromptSource
 from services.reward.prompts.submissions import Submissions
 from services.reward.records.group_log import EndedGroups, GroupLog, SampleDumps, sample_dumps
 from services.reward.records.outcomes import OutcomeRecorder, OutcomeRecords, PromptOutcome
-from services.reward.records.saved_samples import MIB, SampleSaver
 from services.reward.records.statistics import YieldGuard, prompts_lost
 from services.reward.records.tokens import GenerationTrace, TokenAccounts, TokenCountingClient
 from services.reward.records.traces import PromptTraces, trace_key
@@ -141,7 +140,6 @@ class RewardLoop:
     dataset_rows: int
     grader: Grader
     quarantine: Quarantine
-    samples: SampleSaver
     traces: PromptTraces
 
     def statistics(self) -> dict[str, float]:
@@ -159,8 +157,6 @@ class RewardLoop:
             **self.strategy.statistics(),
             "reward/samples_scored_again": float(self.grader.num_scored_again),
             "reward/quarantine": float(len(self.quarantine)),
-            "reward/saved_tokens": float(self.samples.num_saved_tokens),
-            "reward/saved_samples_mb": (self.ledger.saved_bytes or 0) / MIB,
             "reward/groups_acknowledged": float(self.ledger.num_acknowledged),
             "reward/validation_groups": float(self.evaluation.num_graded_groups),
             "reward/prompts_lost": float(lost),
@@ -237,7 +233,6 @@ def assemble(
         rows,
         parts.grader,
         parts.quarantine,
-        parts.samples,
         traces,
     )
 
@@ -263,7 +258,7 @@ def _submissions(
         accept,
         check_data_source,
         config.sluice.reward.max_client_pending,
-        config.sluice.limits.max_client_images_mb * MIB,
+        config.sluice.limits.max_client_images_mb << 20,
     )
 
 
@@ -307,7 +302,6 @@ def _stages(
         max_attempts=config.sluice.reward.max_attempts,
         leave_out_overlong=config.data.filter_overlong_prompts,
         rules=straggler_rules(config),
-        on_resumed=trace.resumed,
     )
     guard = YieldGuard(
         config.algorithm.filter_groups.min_yield, config.algorithm.filter_groups.min_yield_groups
@@ -340,21 +334,7 @@ def _stages(
         changes,
         capacity,
         Quarantine(ledger, config.sluice.reward.outcomes.max_strikes, files.quarantine),
-        _sample_saver(config, ledger, dispatcher),
     )
-
-
-def _sample_saver(
-    config: RunConfig, ledger: PromptLedger, dispatcher: GroupDispatcher
-) -> SampleSaver:
-    saver = SampleSaver(
-        ledger,
-        lambda: dispatcher.under_way,
-        interval_s=config.sluice.reward.ledger_samples_interval_s,
-        max_bytes=config.sluice.reward.ledger_samples_mb * MIB,
-    )
-    dispatcher.on_open, dispatcher.on_home = saver.opened, saver.request_ended
-    return saver
 
 
 def _batch_gauges(strategy: SamplingStrategy) -> dict[str, float]:

@@ -161,7 +161,6 @@ _BY_STATISTIC = {
     "reward/surplus_discarded": reward.GROUPS_SURPLUS,
     "reward/samples_graded": reward.SAMPLES_GRADED,
     "reward/tokens/received": reward.RECEIVED_TOKENS,
-    "reward/reused_tokens": reward.REUSED_TOKENS,
     "reward/validation_groups": reward.VALIDATION_GROUPS,
     "reward/batches_acknowledged": reward.BATCHES,
     "reward/quarantine": reward.QUARANTINED,
@@ -231,7 +230,6 @@ class RewardMetrics:
         for state in PromptState:
             yield reward.PROMPTS.at(float(accounts.by_state.get(state, 0)), state)
         yield reward.GROUPS_QUEUED.at(float(self.loop.queue.num_waiting))
-        yield reward.SAVED_SAMPLES.at(float(self.loop.ledger.saved_bytes or 0))
 
     def _counted(self) -> Iterator[InstrumentReading]:
         counts = self.loop.statistics()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 
 from services.reward.generation.queue import Priority, ReplicaQueue
@@ -46,17 +46,12 @@ logger = logging.getLogger(__name__)
 class GroupDispatcher:
     """Groups on their way to replicas and back.
 
-    Attributes:
-        on_open: told of each request that is to be saved when it begins, with what it took up.
-        on_home: told of each request that is to be saved when its samples are all there.
-
     Args:
         client: how replicas are called.
         queue: who gets room on which replica.
         max_attempts: failures after which a group is given up.
         leave_out_overlong: whether a row that is too long is left out, or an error of the data.
         rules: when streams and groups are given up on; by default never.
-        on_taken_up: told of the samples of an earlier service that a request goes on from.
     """
 
     def __init__(
@@ -67,7 +62,6 @@ class GroupDispatcher:
         max_attempts: int,
         leave_out_overlong: bool = False,
         rules: StragglerRules | None = None,
-        on_resumed: Callable[[GroupRequest, Sequence[Rollout]], None] | None = None,
     ) -> None:
         self._client, self._queue, self._max_attempts = client, queue, max_attempts
         self._leave_out_overlong = leave_out_overlong
@@ -75,15 +69,6 @@ class GroupDispatcher:
         self._rates = RateTable()
         self._broken = BrokenStreams()
         self._streams: dict[StreamWatch, Reservation] = {}
-        self._open: dict[CollectedGroup, None] = {}
-        self._on_taken_up = on_resumed or _ignore_samples
-        self.on_open: Callable[[CollectedGroup], None] | None = None
-        self.on_home: Callable[[CollectedGroup], None] | None = None
-
-    @property
-    def under_way(self) -> tuple[CollectedGroup, ...]:
-        """Requests under way whose samples are to be saved, the oldest first."""
-        return tuple(self._open)
 
     async def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
         """Take on a new fleet; streams of replicas that are gone end, their groups go elsewhere."""
@@ -119,12 +104,7 @@ class GroupDispatcher:
             DataError: a row is too long, and such rows are not to be left out.
         """
         collected = CollectedGroup(request, on_sample)
-        notify = on_start or _ignore
-        if resumed := collected.resume_saved():
-            self._on_taken_up(request, resumed)
-            notify(collected.oldest_version())
-        with self._kept(collected):
-            await self._complete(collected, notify)
+        await self._complete(collected, on_start or _ignore)
         return collected.group()
 
     async def _complete(self, collected: CollectedGroup, notify: StartCallback) -> None:
@@ -341,22 +321,6 @@ class GroupDispatcher:
         return f"{name}: stalled: {state}"
 
     @contextmanager
-    def _kept(self, collected: CollectedGroup) -> Iterator[None]:
-        """Within it what was received can be saved."""
-        if not collected.request.is_saved:
-            yield
-            return
-        self._open[collected] = None
-        if self.on_open is not None:
-            self.on_open(collected)
-        try:
-            yield
-            if self.on_home is not None:
-                self.on_home(collected)
-        finally:
-            del self._open[collected]
-
-    @contextmanager
     def _registered(
         self, watch: StreamWatch, reservation: Reservation, request: GroupRequest
     ) -> Iterator[None]:
@@ -376,10 +340,6 @@ def _is_bounded(request: GroupRequest) -> bool:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _ignore_samples(_request: GroupRequest, _samples: Sequence[Rollout]) -> None:
-    """For callers that keep no books."""
 
 
 def _ignore(_version: int | None) -> None:

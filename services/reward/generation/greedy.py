@@ -71,8 +71,6 @@ async def generate_group(
         sample_indexes=first_samples(1),
         sampling=for_prompt(greedy, request.prompt, stage="greedy"),
         allows_missing=False,
-        received=None,
-        is_saved=False,
     )
     oldest = OldestStart(on_start)
     try:

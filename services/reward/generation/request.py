@@ -1,5 +1,5 @@
-"""A request for samples of one prompt: its key, seeds and budget, samples already received, and
-the errors that end it.
+"""A request for samples of one prompt: its key, seeds and budget, and the errors that end
+it.
 """
 
 from __future__ import annotations
@@ -37,48 +37,6 @@ def _framed(part: str) -> bytes:
     return _FRAME(len(encoded)) + encoded
 
 
-_DIGEST_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReceivedSamples:
-    """What is known of the samples of one prompt.
-
-    `digest` names what was asked for (`request_digest`); unfinished samples are ``ABORTED``.
-    """
-
-    digest: bytes
-    prompt_token_ids: TokenIds  # [prompt tokens]
-    rollouts: tuple[Rollout, ...]
-
-    def of(self, sample_indexes: Collection[int]) -> tuple[Rollout, ...]:
-        """Those of the samples with these indexes."""
-        return tuple(r for r in self.rollouts if r.sample_index in sample_indexes)
-
-    def up_to(self, version: int) -> ReceivedSamples:
-        """Without samples that hold a token of a version after `version`; the same if none does."""
-        kept = tuple(
-            rollout
-            for rollout in self.rollouts
-            if all(span.version <= version for span in rollout.version_spans)
-        )
-        return self if len(kept) == len(self.rollouts) else replace(self, rollouts=kept)
-
-
-def request_digest(prompt: Prompt, sampling: SamplingParams) -> bytes:
-    """BLAKE2b of a prompt's words and of how its samples are drawn, 16 bytes.
-
-    A place in the data may hold another prompt after a restart, and a run other limits: samples
-    are gone on with only where both are what they were.
-    """
-    admitted_as = (
-        f"{sampling.temperature!r}/{sampling.top_p!r}/{sampling.top_k}/{sampling.max_tokens}/"
-        f"{sampling.seed}/{sampling.stop_token_ids}/{sampling.ignore_eos}/{sampling.stop}"
-    )
-    identity = f"{prompt_key(prompt)}/{admitted_as}".encode()
-    return blake2b(identity, digest_size=_DIGEST_BYTES).digest()
-
-
 # What bounds one group, whichever requests its samples are asked for by.
 #
 # Consumes: starts, tokens and ends of the group's parts. Waits for: nothing. Produces: the
@@ -93,8 +51,7 @@ class GroupBudget:
     Attributes:
         first_start: when a replica took a part of it on first, in seconds of the event loop's
             clock.
-        prompt_token_ids: its prompt as that replica reads it, or as one read it for an earlier
-            service whose samples were taken up, [prompt tokens].
+        prompt_token_ids: its prompt as that replica reads it, [prompt tokens].
         num_tokens: response tokens that its parts hold, of unfinished samples too.
         has_finished_samples: any of its samples is complete.
         is_over: it has taken its time or its tokens.
@@ -116,11 +73,6 @@ class GroupBudget:
         if self.first_start is None:
             self.first_start, self.prompt_token_ids = now, prompt_token_ids
             self._notify()
-
-    def read_as(self, prompt_token_ids: TokenIds) -> None:
-        """Samples were taken up: it may be over before a replica takes a part of it on."""
-        if self.prompt_token_ids is None:
-            self.prompt_token_ids = prompt_token_ids
 
     def end(self) -> None:
         """It has taken its time or its tokens."""
@@ -154,8 +106,7 @@ class GroupRequest:
     parts share `allowance`, by which the whole group is bounded.
 
     With `goes_without` the samples that no replica could generate are left out, unless none is
-    left. `received` is what an earlier service had of the samples; with `is_saved` the next one is
-    to have what this one gets.
+    left.
     """
 
     prompt: Prompt
@@ -166,8 +117,6 @@ class GroupRequest:
     highest_version: int | None = None
     budget: GroupBudget = field(default_factory=GroupBudget, compare=False, repr=False)
     allows_missing: bool = False
-    received: ReceivedSamples | None = field(default=None, compare=False, repr=False)
-    is_saved: bool = False
 
     def __post_init__(self) -> None:
         indexes = self.sample_indexes

@@ -5,7 +5,7 @@ reached.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -34,7 +34,7 @@ class Arrival:
     num_finished: int
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class CollectedGroup:
     """The samples of one request on their way home, whichever replicas their tokens come from.
 
@@ -55,21 +55,6 @@ class CollectedGroup:
     _prompt_token_ids: TokenIds | None = None
 
     @property
-    def prompt_token_ids(self) -> TokenIds | None:
-        """The prompt as a replica reads it; ``None`` before one took it on."""
-        return self._prompt_token_ids
-
-    @property
-    def finished(self) -> Mapping[int, Rollout]:
-        """Samples that have ended, by their index."""
-        return self._rollouts
-
-    @property
-    def growing(self) -> Mapping[int, GrowingSample]:
-        """Samples that have not ended and hold tokens, by their index."""
-        return self._growing
-
-    @property
     def missing(self) -> tuple[int, ...]:
         """Samples that have not ended."""
         return tuple(i for i in self.request.sample_indexes if i not in self._rollouts)
@@ -80,31 +65,6 @@ class CollectedGroup:
         growing_by = [span.version for g in self._growing.values() for span in g.version_spans]
         versions = (*sampled_by, *growing_by, or_version)
         return min((v for v in versions if v is not None), default=None)
-
-    def resume_saved(self) -> tuple[Rollout, ...]:
-        """Begin with what an earlier service received, as far as its versions are accepted.
-
-        Returns:
-            what was taken up.
-        """
-        received = self.request.received
-        if received is None:
-            return ()
-        accepted = tuple(
-            rollout
-            for rollout in received.of(self.request.sample_indexes)
-            if all(self.request.accepts(span.version) for span in rollout.version_spans)
-        )
-        for rollout in accepted:
-            self._prompt_token_ids = received.prompt_token_ids
-            self.request.budget.read_as(received.prompt_token_ids)
-            self._count(rollout.num_tokens)
-            if rollout.finish_reason is FinishReason.ABORTED:
-                self._growing[rollout.sample_index] = GrowingSample()
-                self._growing[rollout.sample_index].adopt(rollout)
-            else:
-                self._finish(rollout)
-        return accepted
 
     def started(self, prompt_token_ids: TokenIds, now: float) -> None:
         """A replica took it on."""

@@ -228,8 +228,7 @@ class TrainBatches:
 #
 # Its samples died with the service, but the trainer may hold it. What the trainer does next
 # tells: an acknowledgement, or the announcement of a later version: it was trained. Another call
-# for a batch, or another trainer: it was not, and its prompts wait again. They go on from the
-# samples that were saved of them.
+# for a batch, or another trainer: it was not, and its prompts wait again.
 
 
 class RecoveredLease:

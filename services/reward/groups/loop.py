@@ -47,7 +47,6 @@ from services.reward.prompts.quarantine import Quarantine
 from services.reward.prompts.source import PromptSource
 from services.reward.records.group_log import GroupLog
 from services.reward.records.outcomes import OutcomeRecorder
-from services.reward.records.saved_samples import SampleSaver
 from services.reward.records.statistics import Discard, StagePrompts, YieldGuard
 from services.reward.records.tokens import GenerationTrace
 from services.reward.records.traces import PromptTraces
@@ -87,7 +86,6 @@ class PipelineParts:
     changes: ChangeSignal
     capacity: ChangeSignal
     quarantine: Quarantine
-    samples: SampleSaver
 
 
 class Pipeline:
@@ -151,7 +149,6 @@ class Pipeline:
         """Admit prompts until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._parts.log.run(), name="group log")
-            tasks.create_task(self._parts.samples.run(), name="saved samples")
             while True:
                 change = self._parts.capacity.next_change()
                 try:
@@ -278,7 +275,6 @@ class Pipeline:
             parts.dispatcher,
             parts.grader,
             parts.quarantine,
-            parts.samples,
             parts.recorder,
             parts.strategy,
             self._in_flight,
@@ -314,10 +310,7 @@ class Pipeline:
             self._trainer = trainer
             return
         self.batches.recovered.forget()
-        await self._end_what_runs()  # before it has ended, what it received may still be saved
-        # Tokens of this trainer's way are of use again; those that came meanwhile are of another.
-        keeps_samples = self._trainer is None and resume_from is not None
-        self._parts.samples.change_trainer(version if keeps_samples else None)
+        await self._end_what_runs()
         if self._trainer is None:  # the trainer says where an earlier service's draws stand
             ledger.forget_data()
             self._parts.source.forget_data()
@@ -366,8 +359,6 @@ class Pipeline:
 
     def _restart(self, prompt: Prompt, why: Discard) -> None:
         self._parts.recorder.restarted(prompt, why)
-        if why is not Discard.TAKEN_OVER:
-            self._parts.samples.forget(prompt.prompt_id)
         self._parts.source.put(prompt)
 
     def _reason(self) -> str:

@@ -45,7 +45,6 @@ from services.reward.groups.settings import PipelineSettings
 from services.reward.prompts.quarantine import Quarantine
 from services.reward.records.group_log import GroupLog
 from services.reward.records.outcomes import OutcomeRecorder
-from services.reward.records.saved_samples import SampleSaver
 from sluice.algorithm.groups.filter import is_right
 from sluice.algorithm.groups.outcomes import striking
 from sluice.algorithm.sampling.strategy import SamplingStrategy
@@ -78,7 +77,6 @@ class GroupParts:
     dispatcher: GroupDispatcher
     grader: Grader
     quarantine: Quarantine
-    samples: SampleSaver
     recorder: OutcomeRecorder
     strategy: SamplingStrategy
     in_flight: InFlightTable
@@ -345,8 +343,6 @@ class GroupRun:
             lowest_version=version - self._settings.rules.max_staleness,
             budget=budget,
             allows_missing=not self._settings.needs.whole_groups,
-            received=self._parts.samples.received(item.prompt, sampling) if is_first else None,
-            is_saved=is_first and self._parts.samples.is_on,
         )
 
     def _notify_strategy(self, item: InFlightItem, graded: GradedGroup, *, kept: bool) -> None:

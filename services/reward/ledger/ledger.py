@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from services.reward.generation.request import ReceivedSamples
 from services.reward.ledger.content import (
     EndedPrompt,
     LedgerContent,
     OpenLease,
-    SampleParts,
     body_digest,
     encode_body,
 )
@@ -192,27 +190,6 @@ class PromptLedger(Protocol):
 
     def note_strikes(self, key: str, strikes: int) -> None:
         """A prompt has so many strikes now; of those with some the last are remembered."""
-        ...
-
-    @property
-    def saved_bytes(self) -> int | None:
-        """Size of all samples that are noted; ``None`` where none outlives the process."""
-        ...
-
-    def received(self, prompt_id: str) -> ReceivedSamples | None:
-        """What an earlier service received of a prompt's samples; ``None``: nothing."""
-        ...
-
-    def save_samples(self, prompt_id: str, parts: SampleParts) -> None:
-        """Note what else was received of a prompt's samples, if it is pending."""
-        ...
-
-    def forget_samples(self, prompt_id: str) -> None:
-        """What was received of a prompt's samples is of no use any more; harmless without any."""
-        ...
-
-    def change_trainer(self, version: int | None) -> None:
-        """Another trainer begins: forget samples of versions after its own, or all (``None``)."""
         ...
 
     def noted(self) -> int:
@@ -531,24 +508,6 @@ class MemoryLedger:
             self._strikes[key] = strikes
         if len(self._strikes) > STRIKES_REMEMBERED:
             self.note_strikes(next(iter(self._strikes)), 0)
-
-    @property
-    def saved_bytes(self) -> int | None:
-        """``None``: samples die with the process."""
-        return None
-
-    def received(self, prompt_id: str) -> ReceivedSamples | None:
-        """Nothing is left of an earlier service."""
-        return None
-
-    def save_samples(self, prompt_id: str, parts: SampleParts) -> None:
-        """Samples die with the process."""
-
-    def forget_samples(self, prompt_id: str) -> None:
-        """None are noted."""
-
-    def change_trainer(self, version: int | None) -> None:
-        """No samples are noted."""
 
     def noted(self) -> int:
         """A ticket for all that was changed so far."""

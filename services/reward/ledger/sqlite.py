@@ -3,11 +3,10 @@
 Reads are answered from memory; a writer thread commits changes in their order. Who must not be
 wrong about what survives waits for `durable`: a client's receipt or outcome, a leased batch, an
 acknowledgement. All other changes may be lost with the process, from some moment on all of them:
-their prompts are pending then, and go on from the samples that were saved.
+their prompts are pending then, and their samples are generated again.
 
 Stages are not written, since what they hold dies with the process: a prompt read back waits again,
-or is leased. Samples are written as they are given (`save_samples`), and a prompt that waits again
-goes on from them. A data-set prompt that ended leaves its position; an ended client's prompt stays
+or is leased. A data-set prompt that ended leaves its position; an ended client's prompt stays
 whole until so many others have ended after it, without its images if it was not trained: only
 those that were may be issued again.
 """
@@ -24,14 +23,12 @@ from typing import Self
 
 import msgspec
 
-from services.reward.generation.request import ReceivedSamples
-from services.reward.ledger.content import EndedPrompt, SampleParts, encode_body, encode_parts
+from services.reward.ledger.content import EndedPrompt, encode_body
 from services.reward.ledger.ledger import ENDED_IDS_REMEMBERED, MemoryLedger
 from services.reward.ledger.schema import (
     open_ledger_file,
     pack_rewards,
     read_content,
-    read_samples,
     read_trained_after,
     unusable,
 )
@@ -65,15 +62,12 @@ _STRIKE = (
     "SET strikes = excluded.strikes"
 )
 _FORGET_STRIKES = "DELETE FROM strikes WHERE key = ?"
-_SAVE_SAMPLES = "INSERT INTO samples (prompt_id, body) VALUES (?, ?)"
-_FORGET_SAMPLES = "DELETE FROM samples WHERE prompt_id = ?"
 _KEEP_IMAGE = "INSERT OR REPLACE INTO images VALUES (?, ?, ?)"
 _FORGET_IMAGES = "DELETE FROM images WHERE prompt_id = ?"
 _FORGET_LEFT_IMAGES = (
     "DELETE FROM images WHERE prompt_id NOT IN "
     "(SELECT prompt_id FROM pending UNION SELECT prompt_id FROM ended)"
 )
-_FORGET_ENDED_SAMPLES = "DELETE FROM samples WHERE prompt_id NOT IN (SELECT prompt_id FROM pending)"
 
 
 class SqliteLedger(MemoryLedger):
@@ -91,21 +85,14 @@ class SqliteLedger(MemoryLedger):
     def __init__(self, path: Path, ended_ids: int = ENDED_IDS_REMEMBERED) -> None:
         database = open_ledger_file(path)
         try:
-            database.execute(_FORGET_ENDED_SAMPLES)
             database.execute(_FORGET_LEFT_IMAGES)
             content = read_content(database)
-            self._received, sizes = read_samples(database)
         except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError) as error:
             database.close()
             raise unusable(path, error) from error
         super().__init__(ended_ids, content)
-        self._sample_sizes = sizes
-        self._saved_bytes = self._sample_sizes.total()
-        self._reissued: dict[str, int] = {}  # positions of forgotten prompts with samples
         self._path = path
         self._writer = LedgerWriter(database, partial(unusable, path))
-        for prompt_id in self._sample_sizes.keys() - self._received.keys():
-            self.forget_samples(prompt_id)
 
     def __enter__(self) -> Self:
         return self
@@ -171,7 +158,6 @@ class SqliteLedger(MemoryLedger):
         if prompt.images and (ended is None or end is not PromptEnd.TRAINED):
             statements.append((_FORGET_IMAGES, (prompt_id,)))
         self._write(*statements)
-        self.forget_samples(prompt_id)
         return prompt
 
     def restart_data(self, progress: DataProgress) -> DataProgress:
@@ -181,20 +167,10 @@ class SqliteLedger(MemoryLedger):
             (_LOW_WATER, (progress.low_water,)),
             *((_END_POSITION, (position,)) for position in progress.ended_above),
         )
-        for prompt_id, position in self._reissued.items():
-            if position < progress.low_water or position in progress.ended_above:
-                self.forget_samples(prompt_id)
-        self._reissued.clear()
         return super().restart_data(progress)
 
     def forget_data(self) -> None:
-        """Take back that data-set prompts were drawn which are pending: they are drawn again.
-
-        Their samples stay until `restart_data` says which of them are not.
-        """
-        for prompt in self._prompts.values():
-            if prompt.position is not None and prompt.prompt_id in self._sample_sizes:
-                self._reissued[prompt.prompt_id] = prompt.position
+        """Take back that data-set prompts were drawn which are pending: they are drawn again."""
         super().forget_data()
         self._write(
             ("DELETE FROM pending WHERE position IS NOT NULL", ()), (_FORGET_LEFT_IMAGES, ())
@@ -249,42 +225,6 @@ class SqliteLedger(MemoryLedger):
         """A prompt has so many strikes now; of those with some the last are remembered."""
         self._write((_STRIKE, (key, strikes)) if strikes else (_FORGET_STRIKES, (key,)))
         super().note_strikes(key, strikes)
-
-    @property
-    def saved_bytes(self) -> int | None:
-        """Size of all samples that are noted."""
-        return self._saved_bytes
-
-    def received(self, prompt_id: str) -> ReceivedSamples | None:
-        """What an earlier service received of a prompt's samples."""
-        return self._received.get(prompt_id)
-
-    def save_samples(self, prompt_id: str, parts: SampleParts) -> None:
-        """Note what else was received of a prompt's samples, if it is pending."""
-        if prompt_id in self._prompts:
-            body = encode_parts(parts)
-            self._sample_sizes[prompt_id] += len(body)
-            self._saved_bytes += len(body)
-            self._write((_SAVE_SAMPLES, (prompt_id, body)))
-
-    def forget_samples(self, prompt_id: str) -> None:
-        """What was received of a prompt's samples is of no use any more."""
-        self._received.pop(prompt_id, None)
-        if (size := self._sample_sizes.pop(prompt_id, 0)) > 0:
-            self._saved_bytes -= size
-            self._write((_FORGET_SAMPLES, (prompt_id,)))
-
-    def change_trainer(self, version: int | None) -> None:
-        """Another trainer begins: forget samples of versions after its own, or all (``None``)."""
-        for prompt_id in tuple(self._sample_sizes):
-            received = self._received.get(prompt_id) if version is not None else None
-            left = received.up_to(version) if received and version is not None else None
-            if left is not None and left is received:
-                continue
-            self.forget_samples(prompt_id)
-            if left is not None and left.rollouts:
-                self._received[prompt_id] = left
-                self.save_samples(prompt_id, SampleParts.whole(left))
 
     def _remember(self, prompt_id: str, ended: EndedPrompt) -> None:
         oldest = next(iter(self._ended), None)

@@ -299,7 +299,6 @@ class OutcomeRecorder:
             "reward/tokens/pending": float(self._num_pending_tokens()),
             "reward/tokens/received": float(self._received.total),
             "reward/generated_tokens": float(self._received.num_training),
-            "reward/reused_tokens": float(self._trace.num_reused_tokens),
         }
         return zero | tokens | {name: float(count) for name, count in self._totals.items()}
 

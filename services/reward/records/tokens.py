@@ -97,21 +97,16 @@ def uses_of_group(
 ) -> Counter[TokenUse]:
     """The tokens of a group that ended, by use.
 
-    Tokens of an earlier service that its samples went on from are taken off those aborted, to
-    which they were counted when that service ended: so the sum is what this service received, and
-    the count of aborted tokens may be below 0.
-
     Args:
         use: of its graded samples, and of its greedy response.
         trace: what was received for it, in all attempts.
         graded: its samples; ``None``: they were never all there, and what was not thrown away is
             of one use.
     """
-    reused = trace.num_reused_tokens
-    num_tokens = trace.num_tokens + reused
+    num_tokens = trace.num_tokens
     if graded is None:
         lost, replaced = trace.num_thrown_away_tokens, trace.num_replaced_tokens
-        found = Counter({TokenUse.FAILED: replaced, TokenUse.ABORTED: lost - reused})
+        found = Counter({TokenUse.FAILED: replaced, TokenUse.ABORTED: lost})
         found[use] += num_tokens - lost - replaced
         return found
     found = Counter({use: graded.greedy.group.num_response_tokens if graded.greedy else 0})
@@ -124,7 +119,7 @@ def uses_of_group(
             found[TokenUse.FAILED] += rollout.num_tokens
     found[TokenUse.FAILED] += trace.num_replaced_tokens
     # What is in no sample of the group was drawn by attempts that another one replaced.
-    found[TokenUse.ABORTED] += max(0, num_tokens - found.total()) - reused
+    found[TokenUse.ABORTED] += max(0, num_tokens - found.total())
     return found
 
 
@@ -144,15 +139,12 @@ class GroupTrace:
         num_thrown_away_tokens: those of them that no sample holds any more, since the sample was
             not continued from them but started again.
         num_replaced_tokens: tokens of samples without a grade, in whose places others were drawn.
-        num_reused_tokens: tokens that an earlier service received, and that samples went on from;
-            they are not among those received.
     """
 
     replicas: list[str] = field(default_factory=list)
     num_tokens: int = 0
     num_thrown_away_tokens: int = 0
     num_replaced_tokens: int = 0
-    num_reused_tokens: int = 0
     # Tokens held of each sample. One prompt may be asked for in several ways (a greedy response,
     # another seed), each of which numbers its samples from 0; they are told apart by their values.
     _held: dict[tuple[SamplingParams, int], int] = field(default_factory=dict)
@@ -162,14 +154,8 @@ class GroupTrace:
 
     @property
     def num_samples(self) -> int:
-        """Samples that a replica was asked for, or that were taken up."""
+        """Samples that a replica was asked for."""
         return len(self._held)
-
-    def resumed(self, sampling: SamplingParams, samples: Sequence[Rollout]) -> None:
-        """Samples go on from what an earlier service received of them."""
-        for sample in samples:
-            self._held[sampling, sample.sample_index] = sample.num_tokens
-            self.num_reused_tokens += sample.num_tokens
 
     def replaced(self, samples: Sequence[Rollout]) -> None:
         """Samples without a grade are drawn once more, by a request of their own."""
@@ -211,7 +197,6 @@ class GenerationTrace:
     def __init__(self, client: GenerationClient) -> None:
         self._client = client
         self._traces: dict[tuple[Priority, str], GroupTrace] = {}
-        self.num_reused_tokens = 0  # since the start
 
     def __len__(self) -> int:
         return len(self._traces)
@@ -234,12 +219,6 @@ class GenerationTrace:
             async for event in events:
                 trace.arrived(request.sampling, event)
                 yield event
-
-    def resumed(self, request: GroupRequest, samples: Sequence[Rollout]) -> None:
-        """A request goes on from samples that an earlier service received."""
-        trace = self._traces.setdefault((request.priority, request.prompt.prompt_id), GroupTrace())
-        trace.resumed(request.sampling, samples)
-        self.num_reused_tokens += sum(sample.num_tokens for sample in samples)
 
     async def retain(self, addresses: Collection[str]) -> None:
         """As the client's."""
