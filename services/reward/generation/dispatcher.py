@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
+from dataclasses import dataclass, replace
 
 from services.reward.generation.queue import Priority, ReplicaQueue
 from services.reward.generation.request import (
@@ -21,9 +23,13 @@ from services.reward.generation.request import (
     GenerationClient,
     GroupFailedError,
     GroupRequest,
+    OldestStart,
     OverlongPromptError,
     SampleCallback,
     StartCallback,
+    decisive,
+    first_samples,
+    for_prompt,
 )
 from services.reward.generation.stream import CollectedGroup, StreamEnd, StreamWatch
 from sluice.algorithm.groups.stragglers import RateTable, StragglerRules
@@ -38,13 +44,17 @@ from sluice.errors import (
     SluiceError,
 )
 from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
-from sluice.types import FailureKind, PromptOrigin, Rollout, RolloutGroup
+from sluice.types import FailureKind, PromptOrigin, Rollout, RolloutGroup, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 
 class GroupDispatcher:
     """Groups on their way to replicas and back.
+
+    Attributes:
+        num_received: response tokens received since the start, by what they are for. The replicas
+            count what they hand over: the two counts check each other.
 
     Args:
         client: how replicas are called.
@@ -69,6 +79,7 @@ class GroupDispatcher:
         self._rates = RateTable()
         self._broken = BrokenStreams()
         self._streams: dict[StreamWatch, Reservation] = {}
+        self.num_received: Counter[Priority] = Counter()
 
     async def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
         """Take on a new fleet; streams of replicas that are gone end, their groups go elsewhere."""
@@ -224,6 +235,7 @@ class GroupDispatcher:
     ) -> str | None:
         """Store what one stream brings. Returns why its early end counts as a failure."""
         info, missing = reservation.member.announced.info, collected.missing
+        collected.asked(info.name)
         events = self._client.generate(info, collected.request, missing, partials)
         async with aclosing(events):
             try:
@@ -262,7 +274,12 @@ class GroupDispatcher:
             collected.started(prompt_token_ids, now)
             watch.accepted(now)
             notify(collected.oldest_version(or_version=version))
-        arrival = collected.take(event, reservation.member.announced.info.name)
+        tokens, priority = collected.request.tokens, collected.request.priority
+        num_before = tokens.num_received
+        try:
+            arrival = collected.take(event, reservation.member.announced.info.name)
+        finally:  # what is of no use was received, too
+            self.num_received[priority] += tokens.num_received - num_before
         if arrival.num_finished:
             self._queue.sequences_ended(reservation, arrival.num_finished)
         if event.deltas or event.rollouts:
@@ -332,6 +349,85 @@ class GroupDispatcher:
             del self._streams[watch]
             if watch.pace.rate(_now()) is None and (least := watch.pace.least_rate()) is not None:
                 self._rates.note(reservation.member.announced.info.name, least)
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedGroup:
+    """A prompt's samples and, where a baseline is needed, its greedy response: the baseline of
+    ReMax (arXiv 2310.10505)."""
+
+    samples: RolloutGroup
+    greedy: RolloutGroup | None = None
+
+    @property
+    def num_greedy_tokens(self) -> int:
+        """Length of the greedy response; 0 without one."""
+        return self.greedy.num_response_tokens if self.greedy else 0
+
+    @property
+    def num_response_tokens(self) -> int:
+        """All that was drawn."""
+        return self.samples.num_response_tokens + self.num_greedy_tokens
+
+
+async def generate_group(
+    dispatcher: GroupDispatcher,
+    request: GroupRequest,
+    greedy: SamplingParams | None,
+    on_start: StartCallback,
+    on_sample: SampleCallback | None = None,
+) -> GeneratedGroup:
+    """Generate a prompt's samples and, with `greedy`, one response drawn by it.
+
+    Args:
+        dispatcher: where groups are generated.
+        request: the samples; the greedy response keeps to the same versions.
+        greedy: how the response is drawn; ``None``: none is.
+        on_start: told the oldest version among the tokens of both, whenever it changes.
+        on_sample: told of each sample that has finished; not of the greedy response.
+
+    Raises:
+        GroupFailedError: samples or response cannot be had; the detail of the response's failure
+            begins with its `FailureKind`.
+        SluiceError: whatever else ends the generation of a group; the gravest of the two.
+    """
+    if greedy is None:
+        return GeneratedGroup(await dispatcher.generate(request, on_start, on_sample))
+    beside = replace(
+        request,
+        sample_indexes=first_samples(1),
+        sampling=for_prompt(greedy, request.prompt, stage="greedy"),
+        allows_missing=False,
+    )
+    oldest = OldestStart(on_start)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            name = f"prompt {request.prompt.prompt_id}"
+            samples = tasks.create_task(
+                dispatcher.generate(request, oldest.of("samples"), on_sample),
+                name=f"{name}, samples",
+            )
+            response = tasks.create_task(
+                _response(dispatcher, beside, oldest.of("greedy")), name=f"{name}, greedy"
+            )
+    except ExceptionGroup as group:
+        raise decisive(group) from group
+    return GeneratedGroup(samples.result(), response.result())
+
+
+async def _response(
+    dispatcher: GroupDispatcher, request: GroupRequest, on_start: StartCallback
+) -> RolloutGroup:
+    try:
+        return await dispatcher.generate(request, on_start)
+    except GroupFailedError as error:
+        if type(error) is not GroupFailedError:
+            raise  # it is the prompt that is refused, by a name that says why
+        kind = error.kind or FailureKind.ENGINE_ERROR
+        raise GroupFailedError(
+            f"{kind}: no greedy response, the baseline of its samples: {error}",
+            error.kind,
+        ) from error
 
 
 def _is_bounded(request: GroupRequest) -> bool:

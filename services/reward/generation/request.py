@@ -94,18 +94,42 @@ class GroupBudget:
             observer()
 
 
+@dataclass(slots=True, eq=False)
+class GroupTokens:
+    """What replicas sent for one group in one attempt, counted where it is received.
+
+    Attributes:
+        replicas: who was asked, by name, in the order first asked.
+        num_samples: samples that a replica was asked for.
+        num_received: response tokens, each once, however often a sample was broken off and in how
+            many messages it came.
+        num_thrown_away: those of them that no sample holds any more, since the sample was not
+            continued from them but started again.
+        num_replaced: tokens of samples without a grade, in whose places others were generated.
+    """
+
+    replicas: list[str] = field(default_factory=list)
+    num_samples: int = 0
+    num_received: int = 0
+    num_thrown_away: int = 0
+    num_replaced: int = 0
+
+    def __str__(self) -> str:
+        return ", ".join(self.replicas) or "none"
+
+
 PHASE = "generating"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """Samples of one prompt to draw, on replicas of `lowest_version` up to `highest_version`.
+    """Samples of one prompt, from replicas of `lowest_version` up to `highest_version`.
 
-    A sample is the same whichever others are asked for with it: its randomness depends on the
-    seed and its index alone. So a group may be drawn in parts, each by a request of its own; the
-    parts share `allowance`, by which the whole group is bounded.
+    A sample does not depend on the others of its request: its randomness depends on the seed and
+    its index alone. So a group may be generated in parts, each by its own request. The parts share
+    `budget`, which bounds the group, and `tokens`, which counts what is received for it.
 
-    With `goes_without` the samples that no replica could generate are left out, unless none is
+    With `allows_missing` the samples that no replica could generate are left out, unless none is
     left.
     """
 
@@ -116,6 +140,7 @@ class GroupRequest:
     lowest_version: int
     highest_version: int | None = None
     budget: GroupBudget = field(default_factory=GroupBudget, compare=False, repr=False)
+    tokens: GroupTokens = field(default_factory=GroupTokens, compare=False, repr=False)
     allows_missing: bool = False
 
     def __post_init__(self) -> None:

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from services.reward.groups.settings import GroupNeeds
 from sluice.algorithm.groups.filter import (
     LEAST_SAMPLES,
-    LEAST_SHARE,
     fewest_samples,
     filter_group,
     filter_scores,
 )
-from sluice.algorithm.groups.outcomes import OutcomePolicy
 from sluice.errors import ConfigError
 from sluice.telemetry.tracing import TRACER, Key, Span, SpanName
 from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, PromptOrigin, Scored
-
-
-@dataclass(frozen=True, slots=True)
-class GroupNeeds:
-    """What a group has to have.
-
-    Args:
-        whole_groups: every sample must be scored, since the loss compares all of them.
-        least_share: of the samples that must be scored (`fewest_samples`).
-        policy: which failures cost the whole group, however many samples are left.
-    """
-
-    whole_groups: bool = False
-    least_share: float = LEAST_SHARE
-    policy: OutcomePolicy = field(default_factory=OutcomePolicy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +60,11 @@ def judge(graded: GradedGroup, *, metric: str | None, needs: GroupNeeds = _NO_NE
 def judge_probes(
     probes: GradedGroup, *, metric: str | None, needs: GroupNeeds = _NO_NEEDS
 ) -> Judgement | None:
-    """What a group's first samples say about it; ``None``: the rest has to be drawn.
+    """What a group's first samples say about it; ``None``: the rest is needed.
 
-    A judgement is how the group would end if no more were drawn: filtered, if all graded samples
-    are of one metric, or failed, if nothing that comes could make the group whole. A lone graded
-    sample says nothing, and neither do samples that differ.
+    A judgement is how the group would end if no more were generated: filtered, if all graded
+    samples have the same metric, or failed, if nothing that comes could make the group whole. A
+    lone graded sample decides nothing, and neither do samples that differ.
 
     Raises:
         ConfigError: as `judge`.
@@ -101,7 +85,7 @@ def samples_differ(scores: Sequence[Scored], metric: str | None) -> bool:
     try:
         return len(scores) >= LEAST_SAMPLES and filter_scores(scores, metric=metric) is None
     except ConfigError:
-        return False  # the judgement of the whole group says what is missing
+        return False  # the judgement of the whole group names what is missing
 
 
 def _notify(span: Span, verdict: Judgement) -> None:

@@ -16,14 +16,12 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from services.reward.records.tokens import GroupTrace
+from services.reward.group import EndCause, Ending, EventKind, Group, GroupEvent
 from sluice.algorithm.groups.filter import is_right
-from sluice.algorithm.sampling.attempt import Attempt
 from sluice.config.schema.trainer import TrainerConfig
 from sluice.telemetry.samples import (
     DumpedSample,
@@ -32,7 +30,7 @@ from sluice.telemetry.samples import (
     sampled_group,
     write_dump,
 )
-from sluice.types import GradedGroup, Outcome, Prompt, PromptEnd, Rollout, RolloutGroup, Scored
+from sluice.types import GradedGroup, Outcome, Prompt, Rollout, RolloutGroup, Scored
 
 logger = logging.getLogger(__name__)
 
@@ -82,20 +80,12 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
     instance_id: str
 
 
-@dataclass(slots=True)
-class _Open:
-    attempt: Attempt
-    probes: int
-    version: int
-    started_s: float
-    generated_s: float | None = None
-
-
 class GroupLog:
-    """Follows groups from start to end and writes a line for each.
+    """An observer that writes a line for each group that ended.
 
     Args:
         path: the file lines are appended to; ``None``: nothing is written.
+        samples_per_group: n.
         clock: seconds, monotonic.
         samples: gets the groups with their texts; ``None``: nobody does.
     """
@@ -103,75 +93,63 @@ class GroupLog:
     def __init__(
         self,
         path: Path | None,
+        samples_per_group: int = 0,
         clock: Callable[[], float] = time.monotonic,
         samples: EndedGroups | None = None,
     ) -> None:
-        self._path, self._clock, self._start = path, clock, clock()
-        self._samples, self._instance_id = samples, uuid.uuid4().hex[:_ID_LENGTH]
-        self._open: dict[str, _Open] = {}
+        self._path = path
+        self._samples_per_group = samples_per_group
+        self._clock = clock
+        self._start = clock()
+        self._samples = samples
+        self._instance_id = uuid.uuid4().hex[:_ID_LENGTH]
         self._lines: deque[GroupLine] = deque()
         self._has_lines = asyncio.Event()
         self._write_lock = threading.Lock()
 
-    def started(self, prompt: Prompt, attempt: Attempt, *, probes: int, version: int) -> None:
-        """A group starts."""
-        if self._path is not None or self._samples is not None:
-            self._open[prompt.prompt_id] = _Open(attempt, probes, version, self._now())
-
-    def continued(self, prompt: Prompt, attempt: Attempt) -> None:
-        """A group's first samples were not its last."""
-        if (open_group := self._open.get(prompt.prompt_id)) is not None:
-            open_group.attempt = attempt
-
-    def generated(self, prompt: Prompt) -> None:
-        """Samples of a group have come."""
-        if (open_group := self._open.get(prompt.prompt_id)) is not None:
-            open_group.generated_s = self._now()
-
-    def restarted(self, prompt: Prompt) -> None:
-        """A group is forgotten: its prompt waits again."""
-        self._open.pop(prompt.prompt_id, None)
-
-    def ended(
-        self,
-        prompt: Prompt,
-        end: PromptEnd,
-        graded: GradedGroup | None,
-        trace: GroupTrace,
-        *,
-        step: int | None = None,
-    ) -> None:
-        """A group ends; a prompt that never had one leaves no line."""
-        open_group = self._open.pop(prompt.prompt_id, None)
-        if open_group is None:
+    def observe(self, event: GroupEvent) -> None:
+        """Log a group that ended; a prompt whose group never started, or that is too long, leaves
+        no line."""
+        group, ending = event.group, event.group.ending
+        if event.kind is not EventKind.ENDED or group.version is None or ending is None:
+            return
+        if ending.cause is EndCause.OVERLONG:
             return
         if self._samples is not None:
-            version, replicas = open_group.version, trace.replicas
-            self._samples.add(prompt, end, graded, version=version, step=step, replicas=replicas)
+            self._samples.add(group, ending)
+        graded = group.graded
         scored = graded.scored if graded else ()
         rollouts = graded.group.rollouts if graded else ()
         has_tokens = graded is not None and graded.group.num_response_tokens > 0
+        is_staged = group.admitted_as.first_samples < self._samples_per_group
         self._lines.append(
             GroupLine(
-                prompt_id=prompt.prompt_id,
-                key=open_group.attempt.key,
-                end=end.value,
+                prompt_id=group.prompt_id,
+                key=group.attempt.key,
+                end=ending.end.value,
                 right=sum(is_right(one) is True for one in scored),
                 scored=len(scored),
                 tokens=[rollout.num_tokens for rollout in rollouts],
-                version=open_group.version,
+                version=group.version,
                 oldest_version=graded.oldest_version if graded and has_tokens else None,
-                started_s=open_group.started_s,
-                generated_s=open_group.generated_s,
-                ended_s=self._now(),
-                replicas=list(trace.replicas),
-                probes=open_group.probes,
-                probability=open_group.attempt.probability,
-                step=step,
+                started_s=self._since_start(group.started_s),
+                generated_s=None
+                if group.generated_s is None
+                else self._since_start(group.generated_s),
+                ended_s=self._since_start(self._clock()),
+                replicas=list(group.tokens.replicas),
+                probes=group.admitted_as.first_samples if is_staged else 0,
+                probability=group.attempt.probability,
+                step=ending.step,
                 instance_id=self._instance_id,
             )
         )
         self._has_lines.set()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is written."""
+        return self._path is not None or self._samples is not None
 
     async def run(self) -> None:
         """Write lines, off the event loop, until cancelled; the last ones before it ends.
@@ -206,8 +184,8 @@ class GroupLog:
             num_samples,
         )
 
-    def _now(self) -> float:
-        return round(self._clock() - self._start, 4)
+    def _since_start(self, at_s: float) -> float:
+        return round(at_s - self._start, 4)
 
     def _write(self) -> None:
         """Append what is there; lines leave the queue only in here, so none is lost on the way."""
@@ -270,28 +248,19 @@ class EndedGroups:
         self._queue_lock, self._write_lock = threading.Lock(), threading.Lock()
         self._is_broken = False
 
-    def add(
-        self,
-        prompt: Prompt,
-        end: PromptEnd,
-        graded: GradedGroup | None,
-        *,
-        version: int,
-        step: int | None,
-        replicas: Sequence[str],
-    ) -> None:
-        """A group has ended; tokens, log-probs and images of it are not held."""
+    def add(self, group: Group, ending: Ending) -> None:
+        """Take on a group that has ended; its tokens, log-probs and images are not held."""
         if self._is_broken:
             return
         try:
-            group = sampled_group(
-                prompt,
-                end,
-                graded,
-                version=version,
-                step=step,
+            sampled = sampled_group(
+                group.prompt,
+                ending.end,
+                group.graded,
+                version=group.version or 0,
+                step=ending.step,
                 ended_at=self._clock(),
-                replicas=list(replicas),
+                replicas=list(group.tokens.replicas),
                 most_chars=self._most_chars,
             )
         except Exception:
@@ -299,7 +268,7 @@ class EndedGroups:
             self._give_up()
             return
         with self._queue_lock:
-            self._enqueue(group)
+            self._enqueue(sampled)
 
     def write(self) -> None:
         """Write what waits; a second thread waits for the first."""

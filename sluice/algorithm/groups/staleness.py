@@ -210,8 +210,7 @@ def _last_chance(
 class GroupAges:
     """Kept and running groups of one run, by prompt id.
 
-    The two are told apart only by who tells: a group may be both, between being kept and the end
-    of its task. Of those that run, some claim a place, from before they hold tokens until they end.
+    Of the running groups some have a reserved slot, from before they hold tokens until they end.
 
     Args:
         batch_size: B >= 1, groups in a batch.
@@ -240,10 +239,6 @@ class GroupAges:
     def remove(self, prompt_id: str) -> None:
         """A kept group waits no more; harmless if it does not."""
         self._kept.take(prompt_id)
-
-    def remove_all(self) -> None:
-        """No kept group waits any more."""
-        self._kept = _ByVersion()
 
     def reserve(self, prompt_id: str, version: int) -> None:
         """A group's place in the batch for `version` is certain until it leaves (`withdrawals`),
@@ -324,54 +319,29 @@ class _ByVersion:
             del self.groups[version]
 
 
-# Which groups have been withdrawn, and which of them have a place for certain.
+# Which preempted groups get a slot for certain.
 #
-# A group is withdrawn when a batch is full without it: it is broken off, and its prompt is drawn
-# anew by the next policy. Where an on-policy batch is filled on average (`admission`), that
-# meets whatever takes longest, so long answers would be withdrawn again and again, and seldom be
-# trained. Therefore a prompt that has been withdrawn `CLAIM_AFTER` times claims a place when it
-# starts once more: it counts as a kept group does, and is not withdrawn. The batch waits for it,
-# and withdraws others for it: so only few hold claims at a time, first come first served.
-#
-# State without a clock or I/O, for the reward service and the simulator alike.
+# A group is preempted when a batch is full without it: it is cancelled, and the next policy
+# generates samples for its prompt. Where an on-policy batch is filled on average (`admission`),
+# that meets whatever takes longest, so long answers would be preempted again and again, and seldom be
+# trained. Therefore a prompt that has been preempted `RESERVE_AFTER` times reserves a slot when it
+# starts once more: it counts as a kept group does, and is not preempted. The batch waits for it and
+# preempts others for it, so only few hold reservations at a time, first come first served.
 
 RESERVE_AFTER = 3
-"""Withdrawals after which a group claims its place."""
+"""Preemptions in a row after which a group reserves a slot."""
 
 RESERVED_SHARE = 1 / 8
-"""Share of a batch's places that may be claimed at a time; at least one place."""
+"""Share of a batch's slots that may be reserved at a time; at least one slot."""
 
 
-class Preemptions:
-    """Withdrawn groups of one run, by prompt id, until a group of the prompt ends.
+def reserves_slot(num_preemptions: int, num_reserved: int, batch_size: int) -> bool:
+    """Return whether a group that starts, and was preempted so often, gets a slot for certain.
 
     Args:
+        num_preemptions: of its prompt, in a row.
+        num_reserved: slots reserved by other groups now.
         batch_size: B, groups in a train batch.
     """
-
-    def __init__(self, batch_size: int) -> None:
-        self._max_reserved = max(1, int(RESERVED_SHARE * batch_size))
-        self._times: dict[str, int] = {}
-        self._reserved_ids: set[str] = set()
-
-    def reserves_slot(self, prompt_id: str) -> bool:
-        """A group starts, perhaps once more; whether it holds a claim from here on."""
-        is_due = self._times.get(prompt_id, 0) >= RESERVE_AFTER
-        if is_due and len(self._reserved_ids) < self._max_reserved:
-            self._reserved_ids.add(prompt_id)
-        return prompt_id in self._reserved_ids
-
-    def preempted(self, prompt_id: str) -> None:
-        """A group was broken off for want of a place, and will start again."""
-        self._times[prompt_id] = self._times.get(prompt_id, 0) + 1
-        self._reserved_ids.discard(prompt_id)
-
-    def ended(self, prompt_id: str) -> None:
-        """A group was kept, filtered or failed; harmless if it was never withdrawn."""
-        self._times.pop(prompt_id, None)
-        self._reserved_ids.discard(prompt_id)
-
-    def forget(self) -> None:
-        """Nothing was withdrawn."""
-        self._times.clear()
-        self._reserved_ids.clear()
+    is_due = num_preemptions >= RESERVE_AFTER
+    return is_due and num_reserved < max(1, int(RESERVED_SHARE * batch_size))
