@@ -5,9 +5,9 @@ Waits for: the data set and the memory of prompts, both read in threads. Produce
 start, and prompts that are skipped.
 
 A client's prompt is never skipped: the client waits for its outcome, so what earlier attempts
-showed does not count. A whole epoch is not skipped either: once as many prompts in a row were skipped as
-the data set has rows, the next one is treated like an unknown one. A prompt in quarantine ends at
-once, whoever brought it.
+showed does not count. A whole epoch is not skipped either: once as many prompts in a row were
+skipped as the data set has rows, the next one is treated like an unknown one. A prompt in
+quarantine ends at once, whether a client or the data set brought it.
 """
 
 from __future__ import annotations

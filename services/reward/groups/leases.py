@@ -10,7 +10,7 @@ slot. Produces: cancelled tasks, whose prompts wait again (a newer policy genera
 or, under ``on_stale: drop`` and beyond the bound already, end as stale. Under ``on_stale: wait``
 admission leaves this to bad luck alone, so it is logged and counted as ``stale``. Where an
 on-policy batch is filled on average every batch preempts some groups: those are counted as
-``withdrawn``, and reserve a slot if it happens to them too often (`sluice.algorithm.groups.staleness`).
+``withdrawn``, and reserve a slot if it happens to them often (`algorithm.groups.staleness`).
 
 The batch that was leased when the reward service died: its samples died too, but the trainer may
 hold it. What the trainer does next decides. An acknowledgement, or the announcement of a later

@@ -226,7 +226,7 @@ async def test_an_evaluation_waits_for_another_no_longer_than_its_deadline() -> 
     world = World(ScriptedClient(before_sample=held), 1)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(world.run())
-        await settled(lambda: len(world.trace) == 1)
+        await settled(lambda: len(world.evaluation._open) == 1)
         with pytest.raises(DeadlineError, match="after another evaluation"):
             await world.run(seconds=0.05)
         held.gate.set()

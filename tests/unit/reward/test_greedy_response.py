@@ -178,8 +178,8 @@ async def test_a_kept_group_is_as_old_as_its_oldest_response_the_greedy_one_incl
         client.versions["a"] = 1  # the samples' tokens are all of version 1
         gate.set()
         await settled(lambda: loop.groups.num_kept == 2)
-        assert len(loop.batcher.ages.decide(1).chosen) == 2
-        assert len(loop.batcher.ages.decide(2).dropped) == 2
+        assert len(loop.groups.ages.decide(1).chosen) == 2
+        assert len(loop.groups.ages.decide(2).dropped) == 2
 
 
 async def hang(_name: str, _request: GroupRequest, _index: int) -> None:

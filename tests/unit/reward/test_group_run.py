@@ -218,7 +218,7 @@ async def test_a_group_is_as_old_as_its_probes_when_its_rest_is_drawn_by_a_newer
     async with running_loop(config(), client) as loop:
         submit(loop, ["answer=1 right=1 slow", MIXED, MIXED])
         assert (await first_batch(loop)).groups[0].prompt_id == "p1"
-        loop.pipeline.batches.acknowledge(loop.batcher.lease.batch.batch_id, 1)  # type: ignore[union-attr]
+        loop.pipeline.batches.acknowledge(loop.ledger.open_lease.batch_id, 1)  # type: ignore[union-attr]
         client.versions["a"] = 1
         await loop.pipeline.announce("trainer", 1, [replica("a", 1)], None)
         grades.opened.set()
@@ -285,7 +285,7 @@ async def test_a_group_whose_probe_fails_while_its_rest_is_drawn_ends_with_that_
         await settled(lambda: session.num_open == 0)
         await session.next_event()
         outcome: Any = await session.next_event()
-        await settled(lambda: loop.pipeline.held.num_in_flight == 0)
+        await settled(lambda: loop.groups.num_in_flight == 0)
     assert outcome.end is PromptEnd.DROPPED_FAILED
     assert "refused" in outcome.detail
 
@@ -297,12 +297,12 @@ async def test_no_group_is_left_over_in_grading_when_probes_and_rest_end_togethe
         await loop.pipeline.announce("trainer", 0, [replica("a", slots=64)], None)
         for step in range(12):
             await loop.pipeline.batches.take(step + 1, step, 5)
-            loop.pipeline.batches.acknowledge(loop.batcher.lease.batch.batch_id, step + 1)  # type: ignore[union-attr]
+            loop.pipeline.batches.acknowledge(loop.ledger.open_lease.batch_id, step + 1)  # type: ignore[union-attr]
             client.versions["a"] = step + 1
             newer = [replica("a", step + 1, slots=64)]
             await loop.pipeline.announce("trainer", step + 1, newer, None)
         await settled(lambda: session.num_open == 0)
-        await settled(lambda: loop.pipeline.held.num_in_flight == 0)
+        await settled(lambda: loop.groups.num_in_flight == 0)
         assert (loop.pipeline.num_grading, loop.pipeline.num_generating) == (0, 0)
 
 

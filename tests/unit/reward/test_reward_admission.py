@@ -116,6 +116,7 @@ async def test_a_whole_epoch_is_never_passed_by(tmp_path: Path) -> None:
             assert loop.ledger.by_end[PromptEnd.FILTERED_ALL_RIGHT] == 12
         memory.add([(key, ALWAYS_RIGHT) for key in _keys(contents)])
         client.calls.clear()
+        files = RunFiles(memory, GroupLog(None))
         async with running_loop(settings, client, sets, files) as loop:
             await loop.pipeline.announce("trainer", 0, [replica("a")], None)
             with pytest.raises((DataExhaustedError, BatchUnfillableError)):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from services.reward.app import PromptSets, RewardLoop
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.messages import ScorerInput
-from services.reward.group import PromptOutcome
+from services.reward.group import EventKind, GroupEvent, PromptOutcome
 from sluice.config.run import RunConfig
 from sluice.errors import EngineError
 from sluice.types import Failed, FailureKind, Outcome, PromptEnd, Rollout, Scored
@@ -262,13 +262,12 @@ async def _ends_of(
     async with running(
         config(rules, sampling=sampling), Texts(before_sample=break_some), scorer
     ) as loop:
-        record, loop_ended = ended.append, loop.submissions.ended
 
-        def note(outcome: PromptOutcome) -> None:
-            record(outcome)
-            loop_ended(outcome)
+        def note(event: GroupEvent) -> None:
+            if event.kind is EventKind.ENDED:
+                ended.append(event.group.outcome)
 
-        loop.counters._on_end = note
+        loop.groups.observe(note)
         submit(loop, [f"prompt {number}" for number in range(12)])
         async with asyncio.timeout(20):
             while len(ended) < 12:
@@ -287,7 +286,7 @@ async def _train_what_is_kept(loop: RewardLoop) -> None:
         check_scored(batch.groups)
         loop.pipeline.batches.acknowledge(batch.batch_id, 1)
         await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        loop.batcher.published(1)
+        loop.pipeline.batches.published(1)
         loop.pipeline.batches._changes.notify()
     await asyncio.sleep(0.001)
 
