@@ -324,9 +324,9 @@ class _ByVersion:
 # A group is preempted when a batch is full without it: it is cancelled, and the next policy
 # generates samples for its prompt. Where an on-policy batch is filled on average (`admission`),
 # that meets whatever takes longest, so long answers would be preempted again and again, and
-# seldom be trained. Therefore a prompt that has been preempted `RESERVE_AFTER` times reserves a slot when it
-# starts once more: it counts as a kept group does, and is not preempted. The batch waits for it and
-# preempts others for it, so only few hold reservations at a time, first come first served.
+# seldom be trained. Therefore a prompt that has been preempted `RESERVE_AFTER` times reserves a
+# slot when it starts once more: it counts as a kept group does, and is not preempted. The batch
+# waits for it and preempts others, so only few hold reservations at a time, in their order.
 
 RESERVE_AFTER = 3
 """Preemptions in a row after which a group reserves a slot."""
