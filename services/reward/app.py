@@ -298,7 +298,8 @@ class RewardLoop:
     async def run(self) -> None:
         """Run the loop and write the group log, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.log.run(), name="group log")
+            if self.log.is_on:
+                tasks.create_task(self.log.run(), name="group log")
             tasks.create_task(self.pipeline.run(), name="pipeline")
 
     def statistics(self) -> dict[str, float]:

@@ -29,6 +29,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,6 +50,7 @@ from sluice.algorithm.sampling.strategy import SamplingStrategy
 from sluice.concurrency.deadlines import deadline
 from sluice.concurrency.waits import Waiting
 from sluice.errors import DataError, SluiceError
+from sluice.telemetry.tracing import TRACER
 from sluice.types import DataProgress, Prompt, PromptEnd
 
 logger = logging.getLogger(__name__)
@@ -205,7 +207,7 @@ class Pipeline:
         self._groups.admit(group, attempt, num_sequences, reserves_slot=reserves)
         if reserves:  # it takes a slot that others may be running for
             self.batches.cancel_expired()
-        with self._traces.within(group.prompt_id):
+        with self._traces.within(group.prompt_id) if TRACER.is_on else nullcontext():
             group.task = tasks.create_task(self._runs.run(group), name=f"prompt {group.prompt_id}")
         group.task.add_done_callback(partial(self._left, group))
 

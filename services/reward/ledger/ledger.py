@@ -20,6 +20,7 @@ import logging
 import sqlite3
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -246,13 +247,14 @@ class PromptLedger:
             InvalidRequestError: its id is that of a pending prompt or of one of the clients' that
                 ended last, or a client's prompt cannot be encoded.
         """
-        body = self._body(prompt)
+        is_written = self._writer is not None
+        body = self._body(prompt) if is_written or prompt.origin is PromptOrigin.CLIENT else None
         if prompt.prompt_id in self._prompts or prompt.prompt_id in self._ended:
             raise InvalidRequestError(
                 f"prompt_id '{prompt.prompt_id}' was used before; choose a new one for each prompt"
             )
         self._add(prompt)
-        if body is not None:
+        if is_written and body is not None:
             self._write(*_accepted(prompt, body), (_NUMBER, (self._sequence,)))
 
     def end(
@@ -280,25 +282,47 @@ class PromptLedger:
             raise NotFoundError(f"prompt '{prompt_id}' is not pending")
         prompt = self._remove(prompt_id)
         self._by_end[end] += 1
-        statements: list[Statement] = [(_LEAVE, (prompt_id,)), (_COUNT_END, (end.value,))]
-        is_client = prompt.origin is PromptOrigin.CLIENT
-        if is_client:
-            kept = detail[:MAX_DETAIL_CHARS]
-            outcome = (end.value, step, pack_rewards(rewards), kept, prompt_id)
-            statements.insert(0, (_REMEMBER, outcome))  # it copies the pending row
-            digest = body_digest(encode_body(prompt))
-            self._ended[prompt_id] = EndedPrompt(
-                prompt.sequence, digest, end, step, tuple(rewards), kept
-            )
+        low_water = self._low_water
+        ended = EndedPrompt(
+            prompt.sequence, b"", end, step, tuple(rewards), detail[:MAX_DETAIL_CHARS]
+        )
+        forgotten = None
+        if prompt.origin is PromptOrigin.CLIENT:
+            self._ended[prompt_id] = replace(ended, digest=body_digest(encode_body(prompt)))
             if len(self._ended) > self._max_ended_ids:
-                oldest, _ = self._ended.popitem(last=False)
-                statements += [(_FORGET, (oldest,)), (_FORGET_IMAGES, (oldest,))]
+                forgotten, _ = self._ended.popitem(last=False)
         elif prompt.position is not None:
-            statements += self._end_position(prompt.position)
-        if prompt.images and not (is_client and end is PromptEnd.TRAINED):
+            self._end_position(prompt.position)
+        if self._writer is not None:
+            self._write_end(prompt, ended, forgotten, low_water)
+        return prompt
+
+    def _write_end(
+        self, prompt: Prompt, ended: EndedPrompt, forgotten: str | None, low_water: int
+    ) -> None:
+        """Write a prompt's end.
+
+        Args:
+            prompt: it.
+            ended: how.
+            forgotten: the ended prompt that is not remembered any more because of it.
+            low_water: of the data set before.
+        """
+        prompt_id, is_client = prompt.prompt_id, prompt.origin is PromptOrigin.CLIENT
+        statements: list[Statement] = [(_LEAVE, (prompt_id,)), (_COUNT_END, (ended.end.value,))]
+        if is_client:  # first, as it copies the pending row
+            rewards = pack_rewards(ended.rewards)
+            outcome = (ended.end.value, ended.step, rewards, ended.detail, prompt_id)
+            statements.insert(0, (_REMEMBER, outcome))
+        if forgotten is not None:
+            statements += [(_FORGET, (forgotten,)), (_FORGET_IMAGES, (forgotten,))]
+        if self._low_water != low_water:
+            statements += [(_LOW_WATER, (self._low_water,)), (_BELOW, (self._low_water,))]
+        elif prompt.position is not None and prompt.position > low_water:
+            statements.append((_END_POSITION, (prompt.position,)))
+        if prompt.images and not (is_client and ended.end is PromptEnd.TRAINED):
             statements.append((_FORGET_IMAGES, (prompt_id,)))
         self._write(*statements)
-        return prompt
 
     async def trained_after(self, step: int) -> tuple[Prompt, ...]:
         """Return clients' prompts that later steps trained, as far as they are remembered whole.
@@ -469,22 +493,16 @@ class PromptLedger:
         self._image_bytes -= _client_image_bytes(prompt)
         return prompt
 
-    def _end_position(self, position: int) -> list[Statement]:
-        if position < self._low_water:
-            return []
-        self._ended_above.add(position)
-        if position > self._low_water:
-            return [(_END_POSITION, (position,))]
+    def _end_position(self, position: int) -> None:
+        if position >= self._low_water:
+            self._ended_above.add(position)
         while self._low_water in self._ended_above:
             self._ended_above.discard(self._low_water)
             self._low_water += 1
-        return [(_LOW_WATER, (self._low_water,)), (_BELOW, (self._low_water,))]
 
     def _body(self, prompt: Prompt) -> bytes | None:
         """Encode a prompt; ``None``: a row that scorers cannot be sent either is not written, and
         after a restart it is issued again."""
-        if self._writer is None and prompt.origin is not PromptOrigin.CLIENT:
-            return None
         try:
             return encode_body(prompt)
         except InvalidRequestError as error:

@@ -53,6 +53,8 @@ class SamplingStrategy:
         self._num_ahead = rules.num_ahead
         self._uses_memory = rules.strategy.uses_memory
         uses_probes = rules.strategy.uses_probes
+        self._learns = uses_probes or self._uses_memory
+        self._preempts = rules.preempts
         self._first_samples = rules.probe_samples if uses_probes else rules.samples_per_group
         self._rounds = Rounds(
             rules.gen_batch_size, rules.train_batch_size, rules.max_num_gen_batches
@@ -108,7 +110,7 @@ class SamplingStrategy:
             num_in_training=num_in_training,
             estimate=self.estimate,
             max_in_flight=num_unsure + capacity,
-            fills_on_average=self._rules.preempts,
+            fills_on_average=self._preempts,
         )
 
     def attempt(
@@ -197,7 +199,8 @@ class SamplingStrategy:
 
     def batch_formed(self) -> None:
         """A batch was taken from the kept groups."""
-        self._rounds = self._rounds.batch_formed()
+        if self._discards_surplus:
+            self._rounds = self._rounds.batch_formed()
 
     def new_version(self) -> list[tuple[str, RememberedAttempt]]:
         """Learn from the groups that ended since the version before.
@@ -206,17 +209,17 @@ class SamplingStrategy:
             what to add to the histories (`remembered`), by key and in order; none without memory.
         """
         ends, self._ends = sorted(self._ends, key=lambda end: end.attempt.sequence), []
-        if not (self._rules.strategy.uses_probes or self._rules.strategy.uses_memory):
+        if not self._learns:
             return []
         self._knowledge = self._knowledge.after(ends, self._rules.samples_per_group)
-        if not self._rules.strategy.uses_memory:
+        if not self._uses_memory:
             return []
         return [(end.attempt.key, _seen(end)) for end in ends]
 
     def statistics(self) -> dict[str, float]:
         """Gauges and counts since the start, by metric name."""
         gauges = {"sampling/yield": self.estimate.mean}
-        if self._rules.strategy.uses_probes or self._rules.strategy.uses_memory:
+        if self._learns:
             gauges |= _of_knowledge(self._knowledge)
             gauges |= {
                 f"sampling/{name}": float(self._counts[name])
