@@ -117,7 +117,7 @@ async def _until_stopped(loop: RewardLoop, stop: asyncio.Event, ledger: PromptLe
 
 
 async def _watch(ledger: PromptLedger) -> None:
-    """A service that cannot note what it promises must not go on."""
+    """End the service when the ledger cannot be written: it could not keep its promises."""
     if ledger.has_file:
         raise await ledger.failure()
 

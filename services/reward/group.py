@@ -97,8 +97,8 @@ class IllegalTransitionError(AssertionError):
 
 
 class Discard(StrEnum):
-    """Why an attempt is given up though nothing was wrong with the prompt's yield: too old for any
-    batch, no slot in a full one, a failed group, or another trainer's policy."""
+    """Why the tokens of an attempt are lost: too old for any batch, no slot in a full one, a failed
+    group, or another trainer's policy."""
 
     STALE = "stale"
     PREEMPTED = "withdrawn"

@@ -252,7 +252,7 @@ class RewardMetrics:
             yield reward.KNOWN_VERSION.at(float(pipeline.policy_version))
         yield reward.KNOWN_REPLICAS.at(float(len(self.loop.queue.replicas)))
         for wait, seconds in pipeline.awaited():
-            # A lease's key goes on with the batch's id.
+            # The key of a lease ends with the batch's id.
             yield reward.AWAITED.at(seconds, wait.key.partition(" ")[0])
 
     def _demanded(self) -> Iterator[InstrumentReading]:

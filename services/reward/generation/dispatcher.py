@@ -1,11 +1,11 @@
-"""Sends groups to replicas and brings their samples home, whatever happens to a replica.
+"""Send groups to replicas and return their samples, whatever happens to a replica.
 
 Consumes: groups to generate. Waits for: a replica with free capacity, then its stream. Unblocked
-by: an announcement, a finished sequence, the end of a pause, a failed or withdrawn stream, one of
-which nothing comes, the group's own deadline. Produces: whole groups. On failure of a stream: the
-replica pauses and the missing samples continue elsewhere from the tokens that came, up to
-`max_attempts` failures; then the group goes without them, or fails. On shutdown: cancelling a call
-cancels its stream, which frees the replica's slots.
+by: an announcement, a finished sequence, the end of a pause, a stream that failed, stalled or lost
+its replica, the group's own deadline. Produces: whole groups. On failure of a stream: the replica
+pauses and the missing samples continue elsewhere from the tokens that came, up to `max_attempts`
+failures; then the group continues without them, or fails. On shutdown: cancelling a call cancels
+its stream, which frees the replica's slots.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class GroupDispatcher:
 
     Args:
         client: how replicas are called.
-        queue: who gets room on which replica.
+        queue: assigns capacity on replicas.
         max_attempts: failures after which a group is given up.
         leave_out_overlong: whether a row that is too long is left out, or an error of the data.
         rules: when streams and groups are given up on; by default never.
@@ -99,14 +99,14 @@ class GroupDispatcher:
         """Generate the samples asked for.
 
         A training group that has taken its time or its tokens (`StragglerRules`, measured over all
-        requests of one `GroupAllowance`) comes home with its unfinished samples ``ABORTED``, which
+        requests of one `GroupBudget`) returns with its unfinished samples ``ABORTED``, which
         hold the tokens that came of them. No replica is asked for samples of a group that is over.
 
         Args:
             request: the samples.
-            on_start: told the oldest version in the group whenever it changes; ``None`` while the
-                group holds nothing and waits.
-            on_sample: told of each sample that has finished.
+            on_start: called with the oldest version in the group whenever it changes; ``None``
+                while the group holds nothing and waits.
+            on_sample: called with each sample that has finished.
 
         Raises:
             GroupFailedError: the engine refuses the prompt (`OverlongPromptError`: as too long),
@@ -165,7 +165,7 @@ class GroupDispatcher:
         wanted: ReplicaRequirement,
         rank: tuple[int, int],
     ) -> Reservation | None:
-        """Room that `held` gives back; ``None`` when the group was over before there was any."""
+        """Reserve capacity, which `held` gives back; ``None``: the group was over before."""
         request = collected.request
         try:
             async with asyncio.timeout_at(self._over_at(request)) as scope:
@@ -218,9 +218,9 @@ class GroupDispatcher:
         return None
 
     def _may_be_too_small(self, reservation: Reservation, samples: int) -> bool:
-        """Whether a refusal may be for want of slots, of which another replica has more.
+        """Return whether a replica may have refused for want of slots, where another has more.
 
-        What the replica with most slots refuses is the prompt's own fault, or has no place at all.
+        If the replica with most slots refuses, the prompt is at fault, or fits nowhere.
         """
         slots = reservation.member.announced.info.slots
         most = max((replica.info.slots for replica in self._queue.replicas), default=slots)
@@ -366,7 +366,7 @@ class GeneratedGroup:
 
     @property
     def num_response_tokens(self) -> int:
-        """All that was drawn."""
+        """Length of all responses."""
         return self.samples.num_response_tokens + self.num_greedy_tokens
 
 
@@ -377,14 +377,14 @@ async def generate_group(
     on_start: StartCallback,
     on_sample: SampleCallback | None = None,
 ) -> GeneratedGroup:
-    """Generate a prompt's samples and, with `greedy`, one response drawn by it.
+    """Generate a prompt's samples and, with `greedy`, one more response with those parameters.
 
     Args:
         dispatcher: where groups are generated.
         request: the samples; the greedy response keeps to the same versions.
-        greedy: how the response is drawn; ``None``: none is.
-        on_start: told the oldest version among the tokens of both, whenever it changes.
-        on_sample: told of each sample that has finished; not of the greedy response.
+        greedy: parameters of the greedy response; ``None``: there is none.
+        on_start: called with the oldest version among the tokens of both, whenever it changes.
+        on_sample: called with each sample that has finished, but not with the greedy response.
 
     Raises:
         GroupFailedError: samples or response cannot be had; the detail of the response's failure
@@ -422,7 +422,7 @@ async def _response(
         return await dispatcher.generate(request, on_start)
     except GroupFailedError as error:
         if type(error) is not GroupFailedError:
-            raise  # it is the prompt that is refused, by a name that says why
+            raise  # the prompt itself is refused, and the type of the error names the reason
         kind = error.kind or FailureKind.ENGINE_ERROR
         raise GroupFailedError(
             f"{kind}: no greedy response, the baseline of its samples: {error}",
@@ -470,13 +470,13 @@ def end_without_missing(collected: CollectedGroup, failures: Sequence[str]) -> N
     if not (request.allows_missing and request.budget.has_finished_samples):
         raise GroupFailedError(detail, FailureKind.ENGINE_ERROR)
     logger.warning(
-        "prompt %s: goes on without samples %s: %s", request.prompt.prompt_id, missing, detail
+        "prompt %s: continues without samples %s: %s", request.prompt.prompt_id, missing, detail
     )
     request.budget.engine_errors.update(dict.fromkeys(missing, detail))
     collected.end_unfinished()
 
 
-# What streams that broke are told of: one warning for each replica, not one for each group.
+# One warning for all broken streams of a replica, not one for each group.
 #
 # A replica that dies or hangs breaks the streams of all its groups at once.
 

@@ -37,11 +37,7 @@ def _framed(part: str) -> bytes:
     return _FRAME(len(encoded)) + encoded
 
 
-# What bounds one group, whichever requests its samples are asked for by.
-#
-# Consumes: starts, tokens and ends of the group's parts. Waits for: nothing. Produces: the
-# values that a deadline and a budget are measured by, and word to the parts under way when one
-# changes.
+# What bounds one group, and what is counted for it, over all of its requests.
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +78,7 @@ class GroupBudget:
 
     @contextmanager
     def observed(self, observer: Callable[[], None]) -> Iterator[None]:
-        """Within it `follower` is told when the group starts or is over."""
+        """Call `observer` when the group starts or is over, while the block runs."""
         self._observers.append(observer)
         try:
             yield
@@ -172,8 +168,8 @@ class GenerateEvent:
         started: the prompt's tokens, and the version that starts; in the first event only.
         rollouts: samples that ended, each with all of its tokens.
         deltas: new tokens of samples that have not ended.
-        engine_tokens: tokens that the replica's engine has drawn for whomever, when none came of
-            these samples for some time and samples wait for a slot there.
+        engine_tokens: tokens that the replica's engine has generated for all requests; sent when
+            none came of these samples for some time and samples wait for a slot there.
     """
 
     started: tuple[TokenIds, int] | None
@@ -192,9 +188,9 @@ class GenerationClient(Protocol):
         sample_indexes: Sequence[int],
         partials: Sequence[Rollout],
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Stream samples, of which `partials` are continued.
+        """Stream samples, and continue those in `partials`.
 
-        `SluiceError` on failure, `InvalidRequestError` if refused for good.
+        `SluiceError` on failure, `InvalidRequestError` if a retry would be refused, too.
         """
         ...
 
@@ -228,7 +224,7 @@ class OldestStart:
     """The oldest of the versions under which the parts of a group began.
 
     Args:
-        on_start: told whenever a part's version changes; ``None``: no part holds anything.
+        on_start: called whenever a part's version changes; ``None``: no part holds anything.
     """
 
     def __init__(self, on_start: StartCallback) -> None:
@@ -247,7 +243,7 @@ class OldestStart:
 
 
 def decisive(group: ExceptionGroup[Exception]) -> SluiceError:
-    """The error that decides a prompt's fate; raises the whole group if it holds a defect."""
+    """Return the error that decides how a prompt ends; raise the group if it holds a defect."""
     found = leaves(group)
     errors = [error for error in found if isinstance(error, SluiceError)]
     if len(errors) < len(found):
@@ -302,7 +298,7 @@ def for_prompt(sampling: SamplingParams, prompt: Prompt, *, stage: str) -> Sampl
     """The same parameters with a seed of the prompt's own.
 
     It depends on the base seed and on where the prompt stands: a data-set row on its position in
-    the stream (so a resumed run draws what the unbroken one would have drawn), a client's prompt
+    the stream (so a resumed run generates what the unbroken one would have), a client's prompt
     on its number in the order of issue.
     """
     place = prompt.sequence if prompt.position is None else prompt.position

@@ -25,7 +25,7 @@ class Arrival:
 
     Attributes:
         new_tokens: tokens that were not known before, by sample index.
-        ended: samples of which the stream brings no more, broken-off ones included.
+        ended: samples that the stream has ended, aborted ones included.
         num_finished: those of them that are complete.
     """
 
@@ -36,12 +36,12 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class CollectedGroup:
-    """The samples of one request on their way home, whichever replicas their tokens come from.
+    """The samples of one request so far, whichever replicas their tokens come from.
 
-    What bounds the group they are of is the request's `GroupAllowance`, which is kept here.
+    It also keeps the request's `GroupBudget` and `GroupTokens` up to date.
 
     Attributes:
-        on_sample: told of each sample that has finished.
+        on_sample: called with each sample that has finished.
         num_tokens: response tokens that it holds, of unfinished samples too.
         was_moved: it was taken away from a slow replica.
     """
@@ -188,7 +188,7 @@ class CollectedGroup:
         return RolloutGroup(self.request.prompt, prompt_token_ids, rollouts)
 
 
-# Ends a stream whose replica is withdrawn or of which nothing comes, and a group at its bounds.
+# Ends a stream that stalls or loses its replica, and a group at its bounds.
 #
 # Consumes: what the stream brings, as it arrives. Waits for: nothing itself; it moves the
 # deadline of the scope in which the stream is read. Produces: the reason for the end.
@@ -198,7 +198,7 @@ class StreamEnd(StrEnum):
     """Why a stream ended without an error."""
 
     COMPLETE = "complete"
-    REPLICA_REMOVED = "withdrawn"
+    REPLICA_REMOVED = "removed"
     STALLED = "stalled"
     SLOW = "slow"
     GROUP_OVER = "group over"
@@ -246,7 +246,7 @@ class StreamWatch:
         self._reschedule()
 
     def engine_progressed(self, engine_tokens: int, now: float) -> None:
-        """The replica says that it draws tokens while samples wait for its slots."""
+        """The replica reports that it generates tokens while samples wait for its slots."""
         self.pace.engine_progressed(engine_tokens, now)
         self._reschedule()
 
@@ -275,7 +275,7 @@ class StreamWatch:
         )
 
     def _reschedule(self) -> None:
-        # The end of a withdrawn stream is set already.
+        # The end of a stream without its replica is set already.
         if self._member.removed or self._scope.expired():
             return
         ends = (self._rules.stalled_at(self.pace), self._over_at)

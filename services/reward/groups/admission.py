@@ -1,6 +1,6 @@
 """Which prompts start, and when: the decisions of the sampling strategy, carried out.
 
-Consumes: room on the fleet, and prompts (clients' first come first served, then the data set).
+Consumes: capacity of the fleet, and prompts (clients' first come first served, then the data set).
 Waits for: the data set and the memory of prompts, both read in threads. Produces: attempts that
 start, and prompts that are skipped.
 
@@ -41,7 +41,7 @@ class GroupAdmission:
         batches: knows how many groups are in training, and which version may start.
         strategy: decides how many groups start, and which.
         source: of prompts.
-        queue: knows the fleet's room.
+        queue: knows the fleet's capacity.
         memory: of earlier attempts; ``None`` for strategies without one.
         quarantine: prompts that do not start.
     """
@@ -115,7 +115,7 @@ class GroupAdmission:
         return self._strategy.num_to_start(self._batches.load(self.capacity(version)))
 
     def capacity(self, version: int) -> int:
-        """Count the groups the fleet has room for, beyond those that wait or are about to."""
+        """Count the groups that the fleet could take, beyond those that wait or are about to."""
         free = self._queue.num_free_sequences(version - self._max_staleness)
         return groups_with_capacity(
             free - self._groups.num_unrequested,
@@ -148,4 +148,4 @@ def why_skipped(attempt: Attempt) -> str:
     if history is None:
         return why
     graded = history.num_right + history.num_wrong
-    return f"{why}: {history.num_right:.1f} of {graded:.1f} samples right in earlier visits"
+    return f"{why}: {history.num_right:.1f} of {graded:.1f} samples right in earlier attempts"

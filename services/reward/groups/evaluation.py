@@ -1,7 +1,7 @@
-"""Validation: the held-out set sampled and graded with one policy version (verl-semantics §6.3).
+"""Validation: the held-out set, sampled and graded with one policy version (verl's `_validate`).
 
-A sample that could not be drawn or graded, after all its retries, has a failure for an outcome: it
-is counted and left out of the means; too many of them end the evaluation (`validation_results`).
+A sample that could not be generated or graded, after all its retries, has a failure for an outcome:
+it is counted and left out of the means; too many of them end the evaluation (`check_failures`).
 
 One evaluation runs at a time; another waits for its end, within its own deadline.
 """
@@ -67,7 +67,7 @@ class Evaluator:
         open_stream: opens the validation set; ``None``: there is none.
         dispatcher: where groups are generated, before any training group.
         grader: grades them as in training.
-        on_tokens: told how many tokens were generated for each group, whatever came of it.
+        on_tokens: called with the tokens generated for each group, whatever its outcome.
         dumps: get the responses.
         announced_version: the version announced last.
     """

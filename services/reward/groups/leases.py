@@ -9,8 +9,8 @@ group that starts and each that is kept; only these two events can leave a runni
 slot. Produces: cancelled tasks, whose prompts wait again (a newer policy generates their samples)
 or, under ``on_stale: drop`` and beyond the bound already, end as stale. Under ``on_stale: wait``
 admission leaves this to bad luck alone, so it is logged and counted as ``stale``. Where an
-on-policy batch is filled on average every batch preempts some groups: those are counted as
-``withdrawn``, and reserve a slot if it happens to them often (`algorithm.groups.staleness`).
+on-policy batch is filled on average every batch preempts some groups: those are counted
+as ``withdrawn``, and reserve a slot if it happens to them often (`algorithm.groups.staleness`).
 
 The batch that was leased when the reward service died: its samples died too, but the trainer may
 hold it. What the trainer does next decides. An acknowledgement, or the announcement of a later
@@ -196,7 +196,7 @@ class TrainBatches:
 
         At S = 0 nothing starts while the trainer holds, or may hold, a recovered batch of that
         version: what was generated could grow stale. At S > 0 that batch counts as in training, so
-        room is left for the next ones.
+        capacity is left for the next ones.
         """
         version = self._groups.policy_version
         if version is None or self.leased is not None or self._rules.max_staleness:

@@ -1,24 +1,24 @@
 """The coordinator: prompts in, kept groups out.
 
 Consumes: prompts (clients' first come first served, then the data set) and the trainer's
-announcements. One task admits (`admission`); each admitted prompt has a task of its own that
-generates, grades and judges its group (`group_run`).
+announcements. One task admits (`admission`); each admitted group has a task of its own that
+generates, grades and filters it (`run`). `services.reward.group` has its states.
 
 Waits for                      unblocked by
   the first announcement         `announce`
-  room for another group         a group or sequence that ended, an announcement, a batch leased
+  capacity for another group     a group or sequence that ended, an announcement, a batch leased
   a replica, samples             `dispatcher`, within the prompt's own task
-  grades                         `scorer_pool`, within the prompt's own task
-  a full batch                   `train_batches`, in the trainer's call: a kept group, its deadline
+  grades                         `grading.pool`, within the prompt's own task
+  a full batch                   `leases`, in the trainer's call: a kept group, its deadline
 
-Produces: kept groups for `train_batches`; one end for every prompt; at every new version, what the
-ended groups taught about their prompts, in the memory of prompts.
+Produces: kept groups for `leases`; one end for every prompt; at every new version, what the ended
+groups taught about their prompts, in the memory of prompts.
 
 On failure: what one group meets (replica gone, scorer killed, prompt refused) ends that prompt, in
-its own task, and frees its place. What all groups would meet (unreadable data, a metric that the
-scorer does not return, a strategy that gives up) stops admission and is raised to whoever takes a
-batch. A memory of prompts that cannot be written is told in the log, and the run goes on. Anything
-else is a defect and ends the service.
+its own task, and frees its slot. What all groups would meet (unreadable data, a metric that the
+scorer does not return, a strategy that gives up) stops admission, and the trainer's calls for a
+batch raise it. If the memory of prompts cannot be written, the log has a warning and the run
+continues. Anything else is a defect and ends the service.
 
 On shutdown: `run` is cancelled; its tasks cancel their streams, which frees the replicas' slots.
 """
@@ -75,7 +75,7 @@ class Pipeline:
         runs: runs each group.
         traces: the spans of prompts.
         changes: notified when a group moved on.
-        capacity: notified when there may be room for another group, too.
+        capacity: notified also when there may be capacity for another group.
     """
 
     def __init__(  # noqa: PLR0913 - by keyword, and in one place
@@ -190,7 +190,7 @@ class Pipeline:
         try:
             await asyncio.to_thread(self._memory.add, attempts)
         except DataError as error:
-            logger.warning("visits are no longer remembered: %s", error)
+            logger.warning("attempts are no longer remembered: %s", error)
             self._memory_is_writable = False
 
     def _note_exhaustion(self) -> None:

@@ -1,19 +1,20 @@
-"""The way of one group: its samples are generated, graded and judged.
+"""One attempt: the samples of a group are generated, graded and filtered.
 
-Consumes: a visit that starts. Waits for: a replica, samples, grades. Produces: a kept group, or an
-end of its prompt. A strategy with probes has a few samples generated first, and the rest by a
-request of its own: as soon as two of the first differ, or when all have come and the strategy says
-so. Its rank is the prompt's, so a group that goes on is served before one that starts. The samples
-are those that one request for all of them would give. The greedy response, where one is asked for,
-comes with the last request. All requests share one allowance of time and tokens; a group that has
-used it ends as it stands.
+Consumes: a group that starts. Waits for: a replica, samples, grades. Produces: a kept group, or an
+end of its prompt. With probes a few samples are generated first, and the rest by a second request:
+as soon as two of the first differ, or when all have come and the strategy continues. Both requests
+have the prompt's rank, so a group that continues is served before one that starts. The samples are
+those that one request for all of them would give. The greedy response, where one is needed, comes
+with the last request. All requests share one budget of time and tokens; a group that has used it
+ends as it stands.
 
-A sample without a score is scored again by the grader, drawn again here, or left out, as the
-policy says (`outcome_policy`); a group is trained on its scored samples if enough of them are left.
+A sample without a score is scored again by the grader, generated again here, or left out, as the
+policy decides (`sluice.algorithm.groups.outcomes`); a group is trained on its scored samples if
+enough of them are left.
 
 On failure: what this group meets ends its prompt, and may be a strike against it (`quarantine`):
 an engine's error is one only if a replica answered with it, and none where replicas were lost.
-What all groups would meet is also handed on.
+What all groups would meet also stops the loop.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ class GroupRun:
     async def _staged(
         self, group: Group, indexes: range, start: OldestStart
     ) -> tuple[GradedGroup, GradedGroup | None]:
-        """The first samples and, if two of them differed before all had come, the rest."""
+        """Return the first samples and, if two of them differed before all had come, the rest."""
         watch = ProbeWatch(self._grader, group.prompt, self._metric)
         name, rest = f"prompt {group.prompt.prompt_id}", None
         try:
@@ -218,9 +219,9 @@ class GroupRun:
     def _after_probes(
         self, group: Group, probes: GradedGroup, *, is_over: bool
     ) -> Judgement | None:
-        """How a group ends after its first samples; ``None``: its others are to be had.
+        """Return how a group ends after its first samples; ``None``: the others are generated.
 
-        The strategy is not asked about a group that has taken its time or its tokens.
+        The strategy does not decide about a group that has used its time or its tokens.
         """
         verdict = judge_probes(probes, metric=self._metric, needs=self._settings.needs)
         if verdict is None:
@@ -247,7 +248,7 @@ class GroupRun:
         indexes: range,
         on_start: StartCallback,
     ) -> GradedGroup:
-        """The last samples of a group and its greedy response, graded."""
+        """Return the last samples of a group and its greedy response, graded."""
         sampled = await self._generated(
             group, self._request(group, indexes), self._settings.greedy, on_start
         )
@@ -263,9 +264,9 @@ class GroupRun:
         graded: GradedGroup,
         start: OldestStart,
     ) -> GradedGroup:
-        """The group, with other samples in the place of those that the policy has drawn again.
+        """Return the group with other samples for those that the policy generates again.
 
-        They are drawn from seeds of their own, or they would be the same once more.
+        They have seeds of their own, or they would be the same once more.
         """
         policy, num_rounds = self._settings.needs.policy, 1
         while places := policy.to_generate_again(graded.outcomes, num_rounds):
@@ -341,7 +342,7 @@ class GroupRun:
         )
 
     def _warn_of_partial_credit(self, prompt: Prompt) -> None:
-        """Once: beliefs about pass rates mean nothing where samples are more or less right."""
+        """Warn once: pass rates mean nothing where samples are more or less right."""
         name = self._strategy.rules.strategy
         if self._is_warned or not (name.uses_probes or name.uses_memory):
             return
@@ -491,7 +492,7 @@ def _num_right(graded: GradedGroup) -> int:
 # Consumes: finished samples of one request, and its end. Waits for: the next of them, and for
 # its grade. Produces: their outcomes, each sample graded once, and the moment from which the
 # group is sure to be mixed, so that the rest of it need not wait for the longest of the first
-# samples. It ends by itself once all samples are graded; it is never cut off while a scorer
+# samples. It ends once all samples are graded; it is never cut off while a scorer
 # works for it, which would cost the scorer's process.
 
 

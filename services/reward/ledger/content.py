@@ -21,8 +21,8 @@ _DIGEST_BYTES = 16
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True):
-    """What a prompt says. MessagePack, in which `extra_info` also travels to the scorers: a prompt
-    read back is graded as the one that was written."""
+    """The content of a prompt. MessagePack, in which `extra_info` also travels to the scorers: a
+    prompt read back is graded as the one that was written."""
 
     messages: tuple[tuple[str, str], ...]
     data_source: str
@@ -32,15 +32,15 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _BodyWithImages(_Body, frozen=True, array_like=True):
-    """That of a prompt with images, which are kept beside it: their digests, in order. Bodies of
-    prompts without any are what they were before there were images."""
+    """The content of a prompt with images: the digests of the images, in order, which are stored
+    beside it. Prompts without images have a `_Body`, as before there were images."""
 
     images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class EndedPrompt:
-    """A client's prompt that ended: what it said (`digest`), and what its client is told."""
+    """A client's prompt that ended: the `digest` of its content, and its outcome."""
 
     sequence: int
     digest: bytes
@@ -81,7 +81,7 @@ class LedgerContent:
 
 
 def encode_body(prompt: Prompt) -> bytes:
-    """What a prompt says, as bytes; of its images their digests.
+    """Encode the content of a prompt, and the digests of its images.
 
     Raises:
         InvalidRequestError: `extra_info` holds a value without an encoding.
@@ -131,5 +131,5 @@ def decode_prompt(
 
 
 def body_digest(body: bytes) -> bytes:
-    """BLAKE2b of a body or an image, 16 bytes: whether what is sent again says the same."""
+    """Return BLAKE2b of a body or an image, 16 bytes, to recognise what is sent again."""
     return blake2b(body, digest_size=_DIGEST_BYTES).digest()

@@ -273,7 +273,7 @@ class PromptLedger:
             end: how.
             step: the train step that used it.
             rewards: of its samples.
-            detail: further words, of which the first `MAX_DETAIL_CHARS` are kept.
+            detail: further words; the first `MAX_DETAIL_CHARS` are kept.
 
         Raises:
             NotFoundError: the prompt is not pending.

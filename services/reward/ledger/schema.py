@@ -149,7 +149,7 @@ def _check(database: sqlite3.Connection, path: Path, application_id: int) -> Non
         )
     if not 1 <= (version := _number(database, "user_version")) <= FORMAT:
         raise DataError(
-            f"{path}: format {version}, and this version of sluice reads 1 to {FORMAT}; go on with "
+            f"{path}: format {version}, and this version of sluice reads 1 to {FORMAT}; use "
             "the version that wrote it, or move the file away to start without its prompts"
         )
     with closing(database.execute("PRAGMA quick_check(1)")) as rows:

@@ -1,7 +1,7 @@
-"""A line for every group that ended (`<run_dir>/groups.jsonl`): what a simulation learns from.
+"""Write a line for every group that ended (`<run_dir>/groups.jsonl`); simulations learn from it.
 
-Groups go on from here to the archive of samples, where one is kept. A file that cannot be written
-never stops a run: it is told once, and nothing is lost but the log. A process that is killed loses
+The log also feeds the archive of samples, where there is one. A file that cannot be written never
+stops a run: the log has one warning, and only the lines are lost. A process that is killed loses
 the lines of its last moment, `_LINGER_S` and what the disk takes. The next process appends to the
 same file, with times of its own: a line names the process that wrote it.
 """
@@ -45,19 +45,19 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         prompt_id: its prompt.
-        key: the same for the same prompt drawn again (`prompt_key`).
+        key: the same for every attempt of a prompt (`prompt_key`).
         end: how it ended, a `PromptEnd`.
         right: graded samples that were right.
         scored: graded samples.
         tokens: response lengths in the order of samples; of what was graded, scored or not.
         version: policy version announced when it started.
-        oldest_version: oldest version that drew a token; null if nothing was graded.
+        oldest_version: oldest version that sampled a token; null if nothing was graded.
         started_s: when it started, seconds since the service's start.
         generated_s: when its last sample came; null if it never did.
         ended_s: when it ended: a trained group when its batch was acknowledged.
         replicas: who generated it, in the order first asked.
-        probes: samples that were drawn first, to decide about the rest; 0: all were drawn at once.
-        probability: with which it was drawn, given what was known of its prompt.
+        probes: samples generated first, to decide about the rest; 0: all were generated at once.
+        probability: with which it started, given what was known of its prompt.
         step: that trained it; null for others.
         instance: names the start of the service that its times are counted from.
     """
@@ -210,10 +210,9 @@ class GroupLog:
 
 # Ended groups with their texts, written to the run's archive for readers.
 #
-# What the archive keeps of a group waits for the disk in a queue that is bounded in bytes:
-# beyond it the oldest are left out, which is counted and told. It is encoded and written off the
-# event loop. Nothing that goes wrong here stops a run: it is told once, and nothing is lost but
-# the archive.
+# Groups wait for the disk in a queue that is bounded in bytes: beyond the bound the oldest are left
+# out, counted and logged. They are encoded and written off the event loop. Nothing that goes wrong
+# here stops a run: the log has one warning, and only the archive is lost.
 
 
 MOST_WAITING_BYTES = 128 << 20
@@ -221,7 +220,7 @@ _DEFECT = "samples are no longer kept: a defect of their archive"
 
 
 class EndedGroups:
-    """Takes groups in the event loop and writes them in another thread.
+    """The archive of groups: takes them in the event loop and writes them in another thread.
 
     A batch ends all its groups at once, before any of them can be written: the bound is on bytes
     of text, which are those of the batch in memory unless they are shortened.
@@ -286,7 +285,7 @@ class EndedGroups:
             self._report_omitted()
 
     def drop(self) -> int:
-        """Forgets what waits; how many groups those were, with the ones left out before."""
+        """Forget what waits; return how many groups those were, with the ones left out before."""
         with self._queue_lock:
             num = len(self._waiting) + self._num_left_out
             self._waiting.clear()
@@ -343,8 +342,8 @@ def _text_bytes(group: SampledGroup) -> int:
 
 # Responses written to files for reading (`trainer.rollout_data_dir`, `validation_data_dir`).
 #
-# A folder that cannot be written never stops a run: it is told once, and nothing is lost but the
-# files.
+# A folder that cannot be written never stops a run: the log has one warning, and only the files are
+# lost.
 
 
 class SampleDumps:
@@ -415,13 +414,13 @@ def _samples(
 
 
 def in_daemon_thread(work: Callable[[], None], name: str) -> asyncio.Future[None]:
-    """Begins work in a thread of its own.
+    """Begin work in a thread of its own.
 
     Args:
         name: of the thread.
 
     Returns:
-        done when the work is; cancelling it lets the thread go on.
+        done when the work is; cancelling it does not end the thread.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()

@@ -59,7 +59,7 @@ class TokenUse(StrEnum):
 
     ``aborted``: of samples that were broken off, and of copies that another replica finished first;
     ``failed``: of groups that failed, and of samples without a grade in any group, those that were
-    drawn once more included;
+    generated again included;
     ``withdrawn``: of groups that were preempted when a batch was full
     (`sluice.algorithm.groups.staleness`);
     ``taken_over``: of groups that another trainer made start again.

@@ -1,12 +1,12 @@
 """Trace every prompt: one span from acceptance to end, with a child span for each stage.
 
-What a stage does adds its own spans (`group_run`, `grading`, `judgement`), in the task of the
-prompt's group; what a prompt waits for is timed here, by the events of its group. A
-prompt that starts again stays in its trace.
+Stages add their own spans (`groups.run`, `grading`), in the task of the prompt's group. What a
+prompt waits for is timed here, by the events of its group. A prompt that starts again stays in its
+trace.
 
-A trace's id follows from the prompt's and from a key of the run's folder, so that a service that
-starts anew goes on with the traces of its prompts. That of a client which sent its own context is
-not noted anywhere: such a prompt goes on in a trace of its own.
+A trace's id follows from the prompt's and from a key of the run's folder, so a restarted service
+continues the traces of its prompts. The context that a client sent is not stored: after a restart
+such a prompt continues in a new trace.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class PromptTraces:
         spans.begin(self._tracer, SpanName.ADMIT)
 
     def receipt_sent(self, prompt_id: str) -> None:
-        """The client has been told that its prompt was accepted."""
+        """The client has the receipt of its prompt."""
         if (spans := self._spans_by_prompt.get(prompt_id)) is not None:
             spans.finish(SpanName.SUBMIT)
 
@@ -142,7 +142,7 @@ class PromptTraces:
             )
 
     def close(self) -> None:
-        """The service ends: so do all spans; a durable ledger goes on with the prompts."""
+        """End all spans with the service; a durable ledger continues the prompts."""
         for prompt_id in list(self._spans_by_prompt):
             self._end(prompt_id, PENDING)
 
