@@ -1,4 +1,4 @@
-"""Decide when a train batch is formed, and of which groups (bounded staleness)."""
+"""Decide when a train batch is formed, and from which groups (bounded staleness)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class BatchDecision:
 
     `chosen` (oldest first) is empty or of exactly the batch size. `dropped` (oldest version first)
     are beyond the bound for ever, whether or not a batch is formed. `waiting_for` are the start
-    versions of the running groups that hold a batch back. `doomed` names running groups to cancel
-    (`doomed_groups`). `num_missing` is how many more kept groups a batch needs.
+    versions of the running groups that hold a batch back. `expired` names running groups to cancel
+    (`expired_groups`). `num_missing` is how many more kept groups a batch needs.
     """
 
     chosen: tuple[str, ...]
@@ -60,7 +60,7 @@ def may_form_batch(
     kept_bound: Callable[[int], float] = float,
     reserved: RunningByVersion = _NONE,
 ) -> BatchDecision:
-    """Decide whether the batch for `version` is formed now, and of which groups.
+    """Decide whether the batch for `version` is formed now, and from which groups.
 
     A kept group newer than `version` is neither chosen nor dropped: its policy is published but
     not announced yet. Costs O(versions), and O(groups) of the versions that something is decided
@@ -114,7 +114,7 @@ def expired_groups(
     version u or older. Where kept groups fill them, no running group that old has one left; nor
     has it one where it would push out a kept group of a younger version. Ask whenever a group is
     kept and whenever one starts: nothing else leaves a running group without a place. Costs
-    O(versions) where none is doomed.
+    O(versions) where none is expired.
 
     Args:
         kept: the kept groups that wait.
@@ -241,7 +241,7 @@ class GroupAges:
         self._kept.take(prompt_id)
 
     def reserve(self, prompt_id: str, version: int) -> None:
-        """A group's place in the batch for `version` is certain until it leaves (`withdrawals`),
+        """Reserve a group's slot in the batch for `version` until it leaves (`reserves_slot`),
         whether or not it holds tokens yet."""
         self._reserved.put(prompt_id, version)
 
@@ -273,7 +273,7 @@ class GroupAges:
         )
 
     def expired(self, next_version: int) -> tuple[str, ...]:
-        """Running groups without a place from `next_version` on (`staleness.doomed_groups`)."""
+        """Running groups without a place from `next_version` on (`expired_groups`)."""
         return expired_groups(
             self._kept.groups,
             self._running.groups,
@@ -284,7 +284,7 @@ class GroupAges:
         )
 
     def drops(self, prompt_id: str, next_version: int) -> bool:
-        """Whether a doomed group is dropped for its age; if not, it begins again.
+        """Return whether an expired group is dropped for its age; if not, it begins again.
 
         Raises:
             KeyError: the group is not running, or claims its place (such a one begins again).
