@@ -123,16 +123,6 @@ ENTRIES: tuple[Entry, ...] = (
         effect="A client's receipt, a batch and its acknowledgement wait for the disk",
         advice="sqlite",
     ),
-    honoured(
-        f"{_KEY}.reward.ledger_samples_interval_s",
-        unit="seconds",
-        effect="What a killed reward service costs is at most one interval's tokens",
-    ),
-    honoured(
-        f"{_KEY}.reward.ledger_samples_mb",
-        unit="MiB",
-        effect="Disk of the run's folder; about 8 bytes a token",
-    ),
     *_scoring_failure("unscorable"),
     *_scoring_failure("scorer_timeout"),
     *_scoring_failure("scorer_crash"),

@@ -311,23 +311,6 @@ class RewardServiceConfig(Section, frozen=True):
             )
         ),
     ] = "sqlite"
-    ledger_samples_interval_s: Annotated[
-        PositiveFloat | None,
-        Meta(
-            description=(
-                "Seconds between two savings of the samples that pending groups have received so "
-                "far, which a service that starts anew goes on from; none: they die with it."
-            )
-        ),
-    ] = 5.0
-    ledger_samples_mb: Annotated[
-        PositiveInt,
-        Meta(
-            description=(
-                "Most of these samples in the ledger, MiB; groups beyond it are not saved."
-            )
-        ),
-    ] = 256
     outcomes: SampleOutcomesConfig = msgspec.field(default_factory=SampleOutcomesConfig)
 
 
