@@ -12,9 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from sluice.config.catalogue.entry import ABSENT, KeyStatus
-from sluice.config.catalogue.spellings import OTHER_SPELLINGS
-from sluice.config.catalogue.table import SECTIONS, section_of
+from sluice.config.catalogue.table import ABSENT, SECTIONS, KeyStatus, section_of, spellings
 from sluice.config.explain import KeyDescription, all_keys
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -146,7 +144,7 @@ def _sentence(text: str) -> str:
 
 
 def _spellings() -> str:
-    rows = [(f"`{other}`", f"`{ours}`") for other, ours in OTHER_SPELLINGS.items()]
+    rows = [(f"`{other}`", f"`{ours}`") for other, ours in spellings().items()]
     return (
         "## Other spellings\n\nA key below the left one is read as the same key below the right "
         f"one.\n\n{_table(('written', 'read as'), rows)}"

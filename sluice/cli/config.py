@@ -16,7 +16,7 @@ from rich.text import Text
 
 from sluice.cli.run.up import split_arguments
 from sluice.cli.terminal import output_console, print_table
-from sluice.config.catalogue.entry import ABSENT, KeyStatus
+from sluice.config.catalogue.table import ABSENT, KeyStatus
 from sluice.config.check import CheckReport, check_report, remarks
 from sluice.config.explain import (
     Coverage,

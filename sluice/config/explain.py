@@ -9,15 +9,12 @@ from pathlib import Path
 import msgspec
 
 from sluice.algorithm.sampling.rules import StrategyName
-from sluice.config.catalogue.entry import ABSENT, Entry, KeyStatus
-from sluice.config.catalogue.table import CATALOGUE
-from sluice.config.loading.field_checks import caveat_of, expectation, refusal_of, shown
+from sluice.config.catalogue.table import ABSENT, Entry, KeyStatus, catalogue
+from sluice.config.loading.field_checks import expectation, shown
 from sluice.config.loading.keys import (
     FoundKey,
     KeyPath,
-    annotation_at,
     canonical,
-    description_of,
     find_key,
     full_form,
     is_known,
@@ -26,7 +23,7 @@ from sluice.config.loading.keys import (
     other_spellings,
     unknown_key,
 )
-from sluice.config.loading.loader import defaults, read_document, read_settings, settings_of
+from sluice.config.loading.loader import read_document, read_settings, settings_of
 from sluice.config.loading.overrides import (
     YAML_SUFFIXES,
     OverrideText,
@@ -36,8 +33,8 @@ from sluice.config.loading.overrides import (
     parse_override,
     read_override_file,
 )
-from sluice.config.loading.settings_tree import SettingsTree, tree_of, value_at
-from sluice.config.run import RunConfig
+from sluice.config.loading.settings_tree import SettingsTree, tree_of
+from sluice.config.run import RunConfig, annotation_at, defaults, description_of, value_at
 from sluice.errors import ConfigError
 
 
@@ -48,11 +45,11 @@ def standing(found: FoundKey, path: KeyPath, value: object, *, renamed: bool) ->
     has no effect. `renamed`: the key was written in another spelling.
     """
     entry = found.entry
-    if entry.path == ".".join(path) and refusal_of(entry, value):
+    if entry.path == ".".join(path) and entry.refusal_of(value):
         return KeyStatus.REFUSED
     if is_silent(entry, path, value):
         return entry.status if entry.status is KeyStatus.HONOURED else KeyStatus.NOT_APPLICABLE
-    if caveat_of(entry, value):
+    if entry.caveat_of(value):
         return KeyStatus.NOT_APPLICABLE
     if entry.is_block and not entry.in_schema:
         return KeyStatus.NOT_APPLICABLE
@@ -347,7 +344,7 @@ def keys_of_section(path: str) -> list[KeyDescription]:
 
 def all_keys() -> list[KeyDescription]:
     """Every key that is accepted, in the order of the sections, old spellings not repeated."""
-    return [_describe(entry, entry.path) for entry in CATALOGUE.values()]
+    return [_describe(entry, entry.path) for entry in catalogue().values()]
 
 
 def notices(overrides: Sequence[str], tree: Mapping[str, object] | None = None) -> list[Notice]:
@@ -385,7 +382,7 @@ def _notice(settings: SettingsTree, path: KeyPath, value: object) -> Notice | No
     found, spelled, proper = find_key(path), settings.written(path), ".".join(path)
     if found is None:
         return None
-    refused = found.entry.path == proper and refusal_of(found.entry, value)
+    refused = found.entry.path == proper and found.entry.refusal_of(value)
     if refused or is_silent(found.entry, path, value):
         return None
     status = standing(found, path, value, renamed=spelled != proper)
@@ -397,7 +394,7 @@ def _notice(settings: SettingsTree, path: KeyPath, value: object) -> Notice | No
             return Notice(proper, spelled, KeyStatus.NOT_APPLICABLE, f"{setting} {says}")
     if status is KeyStatus.HONOURED:
         return None
-    caveat = caveat_of(found.entry, value)
+    caveat = found.entry.caveat_of(value)
     if caveat:
         says = f"cannot be had: {caveat}"
     elif status is KeyStatus.NOT_APPLICABLE:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.algorithm.sampling.rules import StrategyName
-from sluice.config.catalogue.entry import ABSENT
-from sluice.config.loading.settings_tree import SettingsTree, value_at
+from sluice.config.catalogue.table import ABSENT
+from sluice.config.loading.settings_tree import SettingsTree
+from sluice.config.run import value_at
 
 _ACTOR_KEY, _ROLLOUT_KEY = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _DTYPES = {

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from sluice.config.catalogue.entry import Entry, Refusal
 from sluice.config.loading.keys import KeyPath, find_key, is_section, unknown_key
 from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.loading.yaml_text import parse_scalar
@@ -70,25 +69,11 @@ def _leaf_problems(tree: SettingsTree, path: KeyPath, value: object) -> Iterator
             yield f"{written} = {shown(value)}: expected keys below it"
         return
     if found.entry.path == ".".join(path):
-        refusal = refusal_of(found.entry, value)
+        refusal = found.entry.refusal_of(value)
         if refusal:
             yield f"{written} = {shown(value)} is refused: {refusal}"
             return
     yield from _type_problem(written, value, found.annotation)
-
-
-def refusal_of(entry: Entry, value: object) -> str:
-    """Why the value is an error for this key; empty if it is none."""
-    return _first_reason(entry.refusals, value)
-
-
-def caveat_of(entry: Entry, value: object) -> str:
-    """Why the value does not do what it asks for; empty if it does."""
-    return _first_reason(entry.caveats, value)
-
-
-def _first_reason(refusals: Iterable[Refusal], value: object) -> str:
-    return next((one.reason for one in refusals if one.applies(value)), "")
 
 
 def _type_problem(written: str, value: object, annotation: object) -> Iterator[str]:

@@ -6,80 +6,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, get_args, get_origin
 
-import msgspec
-
-from sluice.config.catalogue.entry import Entry
-from sluice.config.catalogue.spellings import OPEN_SECTIONS, OTHER_SPELLINGS, SHORT_FORMS
-from sluice.config.catalogue.table import CATALOGUE
-from sluice.config.run import RunConfig
-from sluice.config.schema.section import Section
+from sluice.config.catalogue.table import Entry, catalogue, open_sections, short_forms, spellings
+from sluice.config.run import annotation_at, is_free_form, known_keys, section_type
 
 KeyPath = tuple[str, ...]
-
-
-def bare_type(annotation: object) -> object:
-    """The annotation without `Annotated`."""
-    while get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    return annotation
-
-
-def section_type(annotation: object) -> type[Section] | None:
-    """The section class a field holds; `None` for a plain value."""
-    bare = bare_type(annotation)
-    return bare if isinstance(bare, type) and issubclass(bare, Section) else None
-
-
-def description_of(annotation: object) -> str:
-    """The description that an annotation carries; empty without one."""
-    metas = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    texts = [meta.description for meta in metas if isinstance(meta, msgspec.Meta)]
-    return next((text for text in texts if text), "")
-
-
-def is_free_form(annotation: object) -> bool:
-    """Whether any keys may stand below (`reward_kwargs` and the like)."""
-    return get_origin(bare_type(annotation)) is dict
-
-
-@cache
-def field_types(section: type[Section]) -> dict[str, object]:
-    """Field names of a section with their annotations, bounds included."""
-    return {field.name: field.type for field in msgspec.structs.fields(section)}
-
-
-@cache
-def known_keys() -> tuple[str, ...]:
-    """Every key as a dotted path, sections included, in the order of the schema."""
-    return tuple(".".join(path) for path in _walk(RunConfig, ()))
-
-
-def _walk(section: type[Section], prefix: KeyPath) -> Iterator[KeyPath]:
-    for name, annotation in field_types(section).items():
-        path = (*prefix, name)
-        yield path
-        inner = section_type(annotation)
-        if inner is not None:
-            yield from _walk(inner, path)
-
-
-def annotation_at(path: Sequence[str]) -> object | None:
-    """The annotation of the key at `path`, `object` below a free-form key, `None` if unknown."""
-    annotation: object = RunConfig
-    for name in path:
-        if is_free_form(annotation) or annotation is object:
-            annotation = object
-            continue
-        section = section_type(annotation)
-        if section is None or name not in field_types(section):
-            return None
-        annotation = field_types(section)[name]
-    return annotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,23 +33,22 @@ class FoundKey:
 
 def find_key(path: KeyPath) -> FoundKey | None:
     """The key at `path` in sluice's spelling; `None` for sections and unknown keys."""
-    entry = CATALOGUE.get(".".join(path))
+    entry = catalogue().get(".".join(path))
     if entry is not None:
-        annotation = annotation_at(path) if entry.in_schema else entry.annotation
-        return FoundKey(entry, annotation, entry.in_schema)
+        return FoundKey(entry, entry.annotation, entry.in_schema)
     above = _entry_above(path)
     if above is None:
         return None
     if above.is_block:
         return FoundKey(above, object, in_schema=False)
-    if above.in_schema and is_free_form(annotation_at(above.path.split("."))):
+    if above.in_schema and is_free_form(above.annotation):
         return FoundKey(above, object, in_schema=True)
     return None
 
 
 def _entry_above(path: KeyPath) -> Entry | None:
     for length in range(len(path) - 1, 0, -1):
-        entry = CATALOGUE.get(".".join(path[:length]))
+        entry = catalogue().get(".".join(path[:length]))
         if entry is not None:
             return entry
     return None
@@ -126,14 +59,14 @@ def is_section(path: KeyPath) -> bool:
     """Whether keys stand below `path`, each looked at on its own."""
     if section_type(annotation_at(path)) is not None:
         return True
-    entry = CATALOGUE.get(".".join(path))
+    entry = catalogue().get(".".join(path))
     return (entry is not None and entry.is_block) or ".".join(path) in _inner_nodes()
 
 
 @cache
 def _inner_nodes() -> frozenset[str]:
     names = set()
-    for key in (*CATALOGUE, *OTHER_SPELLINGS):
+    for key in (*catalogue(), *spellings()):
         parts = key.split(".")
         names |= {".".join(parts[:length]) for length in range(1, len(parts))}
     return frozenset(names)
@@ -142,13 +75,13 @@ def _inner_nodes() -> frozenset[str]:
 @cache
 def all_names() -> tuple[str, ...]:
     """Every path that may be written: keys, sections, and other spellings of keys."""
-    return tuple(dict.fromkeys((*known_keys(), *CATALOGUE, *OTHER_SPELLINGS)))
+    return tuple(dict.fromkeys((*known_keys(), *catalogue(), *spellings())))
 
 
 def is_open(path: KeyPath) -> bool:
     """Whether verl's schema is open there, so that its users must write ``+``."""
     written = ".".join(path)
-    return any(written.startswith(f"{section}.") for section in OPEN_SECTIONS)
+    return any(written.startswith(f"{section}.") for section in open_sections())
 
 
 HYDRA_MARKERS = ("_target_", "_partial_", "_recursive_", "_convert_")
@@ -159,7 +92,7 @@ _REFERENCE = re.compile(r"^\$\{(?:oc\.select:)?([A-Za-z0-9_.]+)(?:,[^{}]*)?\}$")
 def canonical(path: KeyPath) -> KeyPath:
     """The path in sluice's spelling; unknown paths come back as they are."""
     for length in range(len(path), 0, -1):
-        other = OTHER_SPELLINGS.get(".".join(path[:length]))
+        other = spellings().get(".".join(path[:length]))
         if other is not None:
             return canonical((*other.split("."), *path[length:]))
     return path
@@ -167,7 +100,7 @@ def canonical(path: KeyPath) -> KeyPath:
 
 def full_form(path: KeyPath) -> KeyPath:
     """The key that a section given as one value stands for; other paths as they are."""
-    short = SHORT_FORMS.get(".".join(path))
+    short = short_forms().get(".".join(path))
     return tuple(short.split(".")) if short else path
 
 
@@ -199,13 +132,13 @@ def refers_to(value: object, path: KeyPath) -> bool:
 def other_spellings(key: str) -> tuple[str, ...]:
     """The other dotted paths under which the key in sluice's spelling is accepted."""
     found = []
-    for other, prefix in OTHER_SPELLINGS.items():
+    for other, prefix in spellings().items():
         if f"{key}.".startswith(f"{prefix}."):
             spelled = f"{other}{key[len(prefix) :]}"
             if canonical(tuple(spelled.split("."))) == tuple(key.split(".")):
                 found.append(spelled)
-    found += [short for short, full in SHORT_FORMS.items() if full == key]
-    found += [other for other, prefix in OTHER_SPELLINGS.items() if SHORT_FORMS.get(prefix) == key]
+    found += [short for short, full in short_forms().items() if full == key]
+    found += [other for other, prefix in spellings().items() if short_forms().get(prefix) == key]
     return tuple(found)
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 import msgspec
 
 from sluice.config.loading.conversions import convert_settings, translate_words
 from sluice.config.loading.field_checks import shown, structure_problems
-from sluice.config.loading.keys import field_types, find_key
+from sluice.config.loading.keys import find_key
 from sluice.config.loading.overrides import apply_overrides, expand_overrides, is_override_file
 from sluice.config.loading.references import resolve_references
-from sluice.config.loading.settings_tree import SettingsTree, tree_of, value_at
+from sluice.config.loading.settings_tree import SettingsTree, tree_of
 from sluice.config.loading.yaml_text import parse_document
 from sluice.config.problems import raise_problems
-from sluice.config.run import RunConfig
+from sluice.config.run import RunConfig, defaults, field_types, value_at
 from sluice.errors import ConfigError
 
 
@@ -90,14 +89,6 @@ def read_document(path: Path) -> Mapping[str, object]:
             f"{', '.join(field_types(RunConfig))}"
         )
     return document
-
-
-@cache
-def defaults() -> Mapping[str, object]:
-    """The schema's defaults as nested mappings."""
-    tree = msgspec.to_builtins(RunConfig())
-    assert isinstance(tree, dict)
-    return tree
 
 
 def _schema_part(settings: SettingsTree) -> dict[str, object]:

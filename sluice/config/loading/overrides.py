@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from sluice.config.catalogue.entry import ABSENT
+from sluice.config.catalogue.table import ABSENT
 from sluice.config.loading.keys import (
     KeyPath,
     canonical,
@@ -18,9 +18,10 @@ from sluice.config.loading.keys import (
     is_section,
     unknown_key,
 )
-from sluice.config.loading.settings_tree import SettingsTree, value_at
+from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.loading.yaml_text import parse_override_value
 from sluice.config.problems import raise_problems
+from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
 YAML_SUFFIXES = (".yaml", ".yml")

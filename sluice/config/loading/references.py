@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from sluice.config.catalogue.entry import ABSENT
-from sluice.config.catalogue.table import CATALOGUE
+from sluice.config.catalogue.table import ABSENT, catalogue
 from sluice.config.loading.keys import KeyPath, canonical, find_key, is_section, unknown_key
-from sluice.config.loading.settings_tree import SettingsTree, value_at
+from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.loading.yaml_text import parse_scalar
+from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
@@ -84,7 +84,7 @@ class _Resolver:
             found = value_at(source, proper, ABSENT)
             if found is not ABSENT:
                 return self.resolve(found, (*chain, key))
-        entry = CATALOGUE.get(key)
+        entry = catalogue().get(key)
         return ABSENT if entry is None else entry.default
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from sluice.config.catalogue.entry import ABSENT
+from sluice.config.catalogue.table import ABSENT
 from sluice.config.loading.keys import KeyPath, canonical_leaves, find_key, is_section, refers_to
+from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
 
@@ -90,13 +91,3 @@ def tree_of(document: Mapping[str, object], source: str) -> SettingsTree:
             )
         tree.set(path, value, spelled)
     return tree
-
-
-def value_at(tree: Mapping[str, object], path: Sequence[str], otherwise: object) -> object:
-    """The value at `path` in nested mappings; `otherwise` where a key is missing."""
-    node: object = tree
-    for key in path:
-        if not isinstance(node, Mapping) or key not in node:
-            return otherwise
-        node = node[key]
-    return node

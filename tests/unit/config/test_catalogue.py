@@ -7,29 +7,27 @@ import json
 import msgspec
 import pytest
 
-from sluice.config.catalogue.entry import ABSENT, Entry, KeyStatus
-from sluice.config.catalogue.spellings import OTHER_SPELLINGS
-from sluice.config.catalogue.table import CATALOGUE
+from sluice.config.catalogue.table import ABSENT, Entry, KeyStatus, catalogue, spellings
 from sluice.config.explain import all_keys
-from sluice.config.loading.keys import (
-    annotation_at,
-    canonical,
-    find_key,
-    is_section,
-    known_keys,
-    section_type,
-)
-from sluice.config.loading.loader import defaults, load_config
-from sluice.config.loading.settings_tree import value_at
-from sluice.config.run import RunConfig
+from sluice.config.loading.keys import canonical, find_key, is_section
+from sluice.config.loading.loader import load_config
+from sluice.config.run import RunConfig, annotation_at, defaults, known_keys, section_type, value_at
+from sluice.config.schema.rollout import ENGINES
 
 LEAVES = [key for key in known_keys() if section_type(annotation_at(key.split("."))) is None]
-BESIDE = [entry for entry in CATALOGUE.values() if not entry.in_schema]
+BESIDE = [entry for entry in catalogue().values() if not entry.in_schema]
 
 
-def test_every_key_of_the_schema_has_a_row_and_every_row_of_the_schema_a_key() -> None:
-    in_schema = {path for path, entry in CATALOGUE.items() if entry.in_schema}
+def test_every_key_of_the_schema_is_in_the_catalogue_and_the_other_way_round() -> None:
+    in_schema = {path for path, entry in catalogue().items() if entry.in_schema}
     assert in_schema == set(LEAVES)
+
+
+def test_the_caveat_about_engines_names_those_that_replicas_run() -> None:
+    caveat = catalogue()["actor_rollout_ref.rollout.name"].caveat
+    assert caveat is not None
+    assert caveat.unless == list(ENGINES)
+    assert ", ".join(ENGINES) in caveat.reason
 
 
 def test_every_description_shows_the_default_of_the_schema() -> None:
@@ -64,19 +62,16 @@ def test_the_default_of_a_key_beside_the_schema_has_its_type(entry: Entry) -> No
     msgspec.convert(entry.default, entry.annotation)
 
 
-@pytest.mark.parametrize("other", OTHER_SPELLINGS)
+@pytest.mark.parametrize("other", spellings())
 def test_every_other_spelling_leads_to_a_key_or_section(other: str) -> None:
     proper = canonical(tuple(other.split(".")))
     assert find_key(proper) is not None or is_section(proper)
     assert canonical(proper) == proper
 
 
-def test_a_refused_key_may_be_set_to_its_default_and_to_nothing_else() -> None:
-    for key in all_keys():
-        refusals = CATALOGUE[key.path].refusals
-        if key.status is KeyStatus.REFUSED:
-            assert refusals, key.path
-            assert not any(refusal.applies(key.default) for refusal in refusals), key.path
+def test_a_refused_key_may_be_set_to_its_default() -> None:
+    for entry in catalogue().values():
+        assert not entry.refusal_of(entry.default), entry.path
 
 
 def test_a_configuration_that_writes_out_every_default_is_the_default() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.catalogue.spellings import OTHER_SPELLINGS
+from sluice.config.catalogue.table import spellings
 from sluice.config.explain import all_keys
 from tools import generate_config_docs
 
@@ -17,7 +17,7 @@ def test_the_committed_page_is_current() -> None:
 
 def test_the_page_has_a_row_for_every_key_and_every_spelling() -> None:
     page = generate_config_docs.page()
-    for name in [key.path for key in all_keys()] + list(OTHER_SPELLINGS):
+    for name in [key.path for key in all_keys()] + list(spellings()):
         assert f"| `{name}` |" in page, name
 
 

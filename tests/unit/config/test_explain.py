@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.catalogue.entry import ABSENT, KeyStatus
+from sluice.config.catalogue.table import ABSENT, KeyStatus
 from sluice.config.explain import (
     Difference,
     all_keys,

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from services.rollout.engines.registry import ENGINES
 from sluice.cli.main import commands
-from sluice.config.catalogue.entry import KeyStatus
+from sluice.config.catalogue.table import KeyStatus
 from sluice.config.explain import coverage, explain_key, notices
 from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError

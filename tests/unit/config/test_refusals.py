@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.config.catalogue.entry import Entry, KeyStatus
-from sluice.config.catalogue.table import CATALOGUE
+from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
 from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-REFUSED = [entry for entry in CATALOGUE.values() if entry.status is KeyStatus.REFUSED]
+REFUSED = [entry for entry in catalogue().values() if entry.status is KeyStatus.REFUSED]
 
 
 def message(*overrides: str) -> str:

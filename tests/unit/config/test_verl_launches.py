@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.catalogue.entry import KeyStatus
+from sluice.config.catalogue.table import KeyStatus
 from sluice.config.explain import Notice, coverage, launch_notices, notices
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
