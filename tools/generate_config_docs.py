@@ -12,7 +12,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from sluice.config.catalogue.table import ABSENT, SECTIONS, KeyStatus, section_of, spellings
+from msgspec import UNSET
+
+from sluice.config.catalogue.table import SECTIONS, KeyStatus, section_of, spellings
 from sluice.config.explain import KeyDescription, all_keys
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -125,7 +127,7 @@ def _takes(key: KeyDescription) -> str:
 
 
 def _default(key: KeyDescription) -> str:
-    default = "" if key.default is ABSENT else f"`{json.dumps(key.default, ensure_ascii=False)}`"
+    default = "" if key.default is UNSET else f"`{json.dumps(key.default, ensure_ascii=False)}`"
     return f"{default} (verl: {key.verl_default})" if key.verl_default else default
 
 

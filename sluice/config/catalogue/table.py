@@ -17,6 +17,7 @@ from types import GenericAlias
 from typing import Any, Literal, cast
 
 import msgspec
+from msgspec import UNSET
 
 from sluice.config.run import annotation_at, default_at, description_of, leaf_keys
 
@@ -56,15 +57,6 @@ class KeyStatus(StrEnum):
     MAPPED = "mapped"
     NOT_APPLICABLE = "not applicable"
     REFUSED = "refused"
-
-
-class _Absent:
-    def __repr__(self) -> str:
-        return "absent"
-
-
-ABSENT = _Absent()
-"""Stands for a value that was never set, or for a default that does not exist."""
 
 
 class Condition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -247,7 +239,7 @@ def _entry(path: str, row: _Row, section: _Section | None = None) -> Entry:
     annotation = annotation_at(keys) if in_schema else _type(row)
     if annotation is None:
         raise ValueError(f"{path} has a row without a meaning, but the schema has no such key")
-    default = default_at(keys, ABSENT) if in_schema else ({} if row.block else row.default)
+    default = default_at(keys, UNSET) if in_schema else ({} if row.block else row.default)
     silent = () if in_schema or row.block else (row.default,)
     return Entry(
         path=path,

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import UNSET
+
 from sluice.algorithm.sampling.rules import StrategyName
-from sluice.config.catalogue.table import ABSENT
 from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.run import value_at
 
@@ -83,7 +84,7 @@ def translate_words(tree: SettingsTree) -> None:
     """Replaces values in place; what is not known is left to the check of types."""
     for key, translate in WORDS.items():
         value = tree.get(key)
-        if value is not ABSENT:
+        if value is not UNSET:
             path = tuple(key.split("."))
             tree.set(path, translate(value), tree.spelled.get(path, path))
     for key in NULL_IS_DEFAULT:
@@ -99,7 +100,7 @@ def _symmetric_clip(tree: SettingsTree) -> None:
         if tree.get(".".join(path)) is None:
             tree.remove(path)
             symmetric = tree.get(f"{_ACTOR_KEY}.clip_ratio")
-            if symmetric is not ABSENT:
+            if symmetric is not UNSET:
                 tree.set(path, symmetric, path)
 
 
@@ -120,20 +121,20 @@ class _Settings:
     def given(self, key: str) -> object:
         """The value that was set; `None` also where none was."""
         value = self.tree.get(key)
-        return None if value is ABSENT else value
+        return None if value is UNSET else value
 
     def number(self, key: str) -> float:
         """The number that holds: what was set, else the default."""
         value = self.given(key)
         if value is None:
-            value = value_at(self.defaults, key.split("."), ABSENT)
+            value = value_at(self.defaults, key.split("."), UNSET)
         assert isinstance(value, int | float)
         return value
 
     def put(self, key: str, value: object, *, over: bool = False) -> None:
         """Sets `key` unless it was set; with `over` in any case."""
         path = tuple(key.split("."))
-        if over or self.tree.get(key) is ABSENT:
+        if over or self.tree.get(key) is UNSET:
             self.tree.set(path, value, path)
 
 

@@ -10,7 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from msgspec import UNSET
+
 from sluice.config.catalogue.table import Entry, catalogue, open_sections, short_forms, spellings
+from sluice.config.problems import Problem
 from sluice.config.run import annotation_at, is_free_form, known_keys, section_type
 
 KeyPath = tuple[str, ...]
@@ -205,16 +208,20 @@ def keys_below(parents: KeyPath) -> list[str]:
     return list(dict.fromkeys(key.partition(".")[0] for key in below))
 
 
-def unknown_key(path: KeyPath) -> str:
-    """The sentence about a key that does not exist, with what was probably meant."""
+def unknown_key(path: KeyPath, where: str = "") -> Problem:
+    """Return the problem of a key that does not exist, with what was probably meant.
+
+    `where`: file and line, for overrides that stand in a file.
+    """
     near = nearest_keys(path)
     wrong = _first_wrong(path)
     parents = path[:wrong]
     if near:
-        return f"{'.'.join(path)}: unknown key; did you mean {' or '.join(near)}?"
+        remedy = f"did you mean {' or '.join(near)}?{where}"
+        return Problem(".".join(path), UNSET, ": unknown key", remedy)
     beside = keys_below(parents)
     if beside:
-        hint = f"{'.'.join(parents) or 'the root'} knows {', '.join(beside)}"
+        remedy = f"{'.'.join(parents) or 'the root'} knows {', '.join(beside)}"
     else:
-        hint = f"{'.'.join(parents)} is a value and has no keys below it"
-    return f"{'.'.join(path[: wrong + 1])}: unknown key; {hint}"
+        remedy = f"{'.'.join(parents)} is a value and has no keys below it"
+    return Problem(".".join(path[: wrong + 1]), UNSET, ": unknown key", f"{remedy}{where}")

@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 
 from sluice.config.loading.conversions import convert_settings, translate_words
-from sluice.config.loading.field_checks import shown, structure_problems
+from sluice.config.loading.field_checks import structure_problems
 from sluice.config.loading.keys import find_key
 from sluice.config.loading.overrides import apply_overrides, expand_overrides, is_override_file
 from sluice.config.loading.references import resolve_references
 from sluice.config.loading.settings_tree import SettingsTree, tree_of
 from sluice.config.loading.yaml_text import parse_document
-from sluice.config.problems import raise_problems
+from sluice.config.problems import raise_problems, shown
 from sluice.config.run import RunConfig, defaults, field_types, value_at
 from sluice.errors import ConfigError
 
@@ -165,5 +165,4 @@ def keys_as_set(file: Path | None, overrides: Sequence[str]) -> dict[str, object
     Raises:
         ConfigError: as `load_config` does for names and references.
     """
-    settings = read_settings(file, overrides)
-    return {".".join(path): value for path, value in settings.leaves()}
+    return read_settings(file, overrides).by_key()

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from sluice.config.catalogue.table import ABSENT
+from msgspec import UNSET
+
 from sluice.config.loading.keys import (
     KeyPath,
     canonical,
@@ -20,7 +21,7 @@ from sluice.config.loading.keys import (
 )
 from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.loading.yaml_text import parse_override_value
-from sluice.config.problems import raise_problems
+from sluice.config.problems import Problem, raise_problems, shown
 from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
@@ -143,7 +144,7 @@ class OverrideMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """One parsed override; `path` as written, `value` of a removal `ABSENT` unless one is given."""
+    """One parsed override; `path` as written, `value` of a removal `UNSET` unless one is given."""
 
     text: str
     mode: OverrideMode
@@ -174,7 +175,7 @@ def parse_override(text: str, source: str = "") -> Override:
     if form["equals"] is None and mode is not OverrideMode.REMOVE:
         raise ConfigError(f"override {text!r}{where}: no value; write {text.strip()}=VALUE")
     value = (
-        ABSENT
+        UNSET
         if form["equals"] is None
         else parse_override_value(form["value"].strip(), f"override {text!r}{where}")
     )
@@ -205,13 +206,13 @@ def apply_overrides(
             tree.set(path, value, spelled)
 
 
-def _unknown(override: Override) -> list[str]:
+def _unknown(override: Override) -> list[Problem]:
     if override.mode is OverrideMode.REMOVE:
         leaves = [(canonical(override.path), override.path)]
     else:
         leaves = [(p, s) for p, s, _ in canonical_leaves(override.value, override.path)]
     return [
-        f"{unknown_key(spelled)}{override.where}"
+        unknown_key(spelled, override.where)
         for path, spelled in leaves
         if find_key(path) is None and not is_section(path)
     ]
@@ -220,10 +221,10 @@ def _unknown(override: Override) -> list[str]:
 def _remove(tree: SettingsTree, override: Override, defaults: Mapping[str, object]) -> None:
     path = canonical(override.path)
     present = _current(tree, path, defaults)
-    if override.value is not ABSENT and present != override.value:
+    if override.value is not UNSET and present != override.value:
         raise ConfigError(
-            f"override {override.text!r}{override.where}: the value is {present!r}, so nothing was "
-            f"removed; write ~{'.'.join(override.path)}"
+            f"override {override.text!r}{override.where}: the value is {shown(present)}, so "
+            f"nothing was removed; write ~{'.'.join(override.path)}"
         )
     tree.remove(path)
 
@@ -234,20 +235,20 @@ def _refuse_second_value(
     path = canonical(override.path)
     renamed = path != override.path
     present = _current(tree, path, defaults)
-    if present in (None, ABSENT) or isinstance(override.value, dict | list):
+    if present in (None, UNSET) or isinstance(override.value, dict | list):
         return
     if renamed or is_open(path):
         return
     key = ".".join(override.path)
     raise ConfigError(
-        f"override {override.text!r}{override.where}: {key} has the value {present!r} already; "
-        f"write {key}=VALUE or ++{key}=VALUE"
+        f"override {override.text!r}{override.where}: {key} has the value "
+        f"{shown(present)} already; write {key}=VALUE or ++{key}=VALUE"
     )
 
 
 def _current(tree: SettingsTree, path: KeyPath, defaults: Mapping[str, object]) -> object:
     for source in (tree.values, defaults):
-        found = value_at(source, path, ABSENT)
-        if found is not ABSENT:
+        found = value_at(source, path, UNSET)
+        if found is not UNSET:
             return found
-    return ABSENT
+    return UNSET

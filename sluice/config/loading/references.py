@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from sluice.config.catalogue.table import ABSENT, catalogue
+from msgspec import UNSET
+
+from sluice.config.catalogue.table import catalogue
 from sluice.config.loading.keys import KeyPath, canonical, find_key, is_section, unknown_key
 from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.loading.yaml_text import parse_scalar
@@ -59,7 +61,7 @@ class _Resolver:
             path = _absolute(select[1].strip(), chain[-1])
             found = self._value(path, chain)
             default = None if select[2] is None else parse_scalar(select[2].strip())
-            return default if found is ABSENT else found
+            return default if found is UNSET else found
         if ":" in key:
             raise ConfigError(
                 f"{chain[-1]}: the reference ${{{key}}} calls a resolver; only ${{key.path}} is "
@@ -67,10 +69,10 @@ class _Resolver:
             )
         path = _absolute(key, chain[-1])
         found = self._value(path, chain)
-        if found is not ABSENT:
+        if found is not UNSET:
             return found
         if find_key(canonical(path)) is None and not is_section(canonical(path)):
-            raise ConfigError(f"{chain[-1]}: reference ${{{key}}}: {unknown_key(path)}")
+            raise ConfigError(f"{chain[-1]}: reference ${{{key}}}: {unknown_key(path).text}")
         raise ConfigError(f"{chain[-1]}: reference ${{{key}}}: that key has no value; set it")
 
     def _value(self, path: KeyPath, chain: tuple[str, ...]) -> object:
@@ -81,11 +83,11 @@ class _Resolver:
                 f"{chain[-1]}: references run in a circle: {' -> '.join((*chain, key))}"
             )
         for source in self._sources:
-            found = value_at(source, proper, ABSENT)
-            if found is not ABSENT:
+            found = value_at(source, proper, UNSET)
+            if found is not UNSET:
                 return self.resolve(found, (*chain, key))
         entry = catalogue().get(key)
-        return ABSENT if entry is None else entry.default
+        return UNSET if entry is None else entry.default
 
 
 def _absolute(key: str, at: str) -> KeyPath:

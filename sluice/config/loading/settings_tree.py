@@ -6,8 +6,10 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from sluice.config.catalogue.table import ABSENT
+from msgspec import UNSET
+
 from sluice.config.loading.keys import KeyPath, canonical_leaves, find_key, is_section, refers_to
+from sluice.config.problems import shown
 from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
@@ -45,8 +47,8 @@ class SettingsTree:
             node.pop(path[-1], None)
 
     def get(self, key: str) -> object:
-        """The value at the dotted path; `ABSENT` if it was not set."""
-        return value_at(self.values, key.split("."), ABSENT)
+        """The value at the dotted path; `UNSET` if it was not set."""
+        return value_at(self.values, key.split("."), UNSET)
 
     def written(self, path: KeyPath) -> str:
         """The spelling by which the key at `path`, or one above it, was set."""
@@ -58,6 +60,10 @@ class SettingsTree:
     def leaves(self) -> Iterator[tuple[KeyPath, object]]:
         """Every value that was set, with its path."""
         yield from _leaves(self.values, ())
+
+    def by_key(self) -> dict[str, object]:
+        """Return every value that was set, by its dotted key."""
+        return {".".join(path): value for path, value in self.leaves()}
 
 
 def _leaves(values: Mapping[str, object], prefix: KeyPath) -> Iterator[tuple[KeyPath, object]]:
@@ -82,12 +88,12 @@ def tree_of(document: Mapping[str, object], source: str) -> SettingsTree:
     for path, spelled, value in canonical_leaves(document, ()):
         if refers_to(value, path):
             continue
-        present = value_at(tree.values, path, ABSENT)
+        present = value_at(tree.values, path, UNSET)
         found = find_key(path)
-        if found and found.in_schema and present not in (ABSENT, value):
+        if found and found.in_schema and present not in (UNSET, value):
             raise ConfigError(
-                f"configuration ({source}): {tree.written(path)} = {present!r} and "
-                f"{'.'.join(spelled)} = {value!r} are one key; keep one of the two"
+                f"configuration ({source}): {tree.written(path)} = {shown(present)} and "
+                f"{'.'.join(spelled)} = {shown(value)} are one key; keep one of the two"
             )
         tree.set(path, value, spelled)
     return tree

@@ -6,8 +6,9 @@ import json
 
 import msgspec
 import pytest
+from msgspec import UNSET
 
-from sluice.config.catalogue.table import ABSENT, Entry, KeyStatus, catalogue, spellings
+from sluice.config.catalogue.table import Entry, KeyStatus, catalogue, spellings
 from sluice.config.explain import all_keys
 from sluice.config.loading.keys import canonical, find_key, is_section
 from sluice.config.loading.loader import load_config
@@ -32,7 +33,7 @@ def test_the_caveat_about_engines_names_those_that_replicas_run() -> None:
 
 def test_every_description_shows_the_default_of_the_schema() -> None:
     shown = {key.path: key.default for key in all_keys()}
-    assert {key: value_at(defaults(), key.split("."), ABSENT) for key in LEAVES} == {
+    assert {key: value_at(defaults(), key.split("."), UNSET) for key in LEAVES} == {
         key: shown[key] for key in LEAVES
     }
 
@@ -41,7 +42,7 @@ def test_every_key_is_described_with_its_values() -> None:
     for key in all_keys():
         assert key.meaning, key.path
         assert key.takes, key.path
-        assert key.default is not ABSENT, key.path
+        assert key.default is not UNSET, key.path
         assert "typing." not in key.takes, key.path
         assert "<class" not in key.takes, key.path
 
