@@ -179,8 +179,8 @@ def _given_files(environment: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def _load(security: SecurityConfig, token: str | None) -> Credentials:
-    for sentence in exposed_secrets(security):
-        logger.warning("%s", sentence)
+    for problem in exposed_secrets(security):
+        logger.warning("%s", problem.text)
     tokens: TokenSource | None = None
     if security.token_file is not None:
         tokens = TokenFile(Path(security.token_file), TOKEN_KEY)

@@ -81,7 +81,7 @@ NULL_IS_DEFAULT = ("algorithm.filter_groups.metric", "reward.custom_reward_funct
 
 
 def translate_words(tree: SettingsTree) -> None:
-    """Replaces values in place; what is not known is left to the check of types."""
+    """Replace values in place; the check of types finds unknown ones."""
     for key, translate in WORDS.items():
         value = tree.get(key)
         if value is not UNSET:
@@ -94,7 +94,7 @@ def translate_words(tree: SettingsTree) -> None:
 
 
 def _symmetric_clip(tree: SettingsTree) -> None:
-    """A bound set to null takes the value of clip_ratio, as in verl."""
+    """Give a bound that is null the value of clip_ratio, as in verl."""
     for bound in ("clip_ratio_low", "clip_ratio_high"):
         path = ("actor_rollout_ref", "actor", bound)
         if tree.get(".".join(path)) is None:
@@ -119,12 +119,12 @@ class _Settings:
     defaults: Mapping[str, object]
 
     def given(self, key: str) -> object:
-        """The value that was set; `None` also where none was."""
+        """Return the value that was set; `None` also where none was."""
         value = self.tree.get(key)
         return None if value is UNSET else value
 
     def number(self, key: str) -> float:
-        """The number that holds: what was set, else the default."""
+        """Return the number that counts: what was set, else the default."""
         value = self.given(key)
         if value is None:
             value = value_at(self.defaults, key.split("."), UNSET)
@@ -132,21 +132,21 @@ class _Settings:
         return value
 
     def put(self, key: str, value: object, *, over: bool = False) -> None:
-        """Sets `key` unless it was set; with `over` in any case."""
+        """Set `key` unless it was set; with `over` in any case."""
         path = tuple(key.split("."))
         if over or self.tree.get(key) is UNSET:
             self.tree.set(path, value, path)
 
 
 def convert_settings(tree: SettingsTree, defaults: Mapping[str, object]) -> None:
-    """Applies every conversion in place. Types must have been checked before."""
+    """Apply every conversion in place. Types must have been checked before."""
     settings = _Settings(tree, defaults)
     for convert in _CONVERSIONS:
         convert(settings)
 
 
 def _lengths(settings: _Settings) -> None:
-    """The engine's own limits win over the data's, as in verl."""
+    """Let the engine's own limits win over the data's, as in verl."""
     for name in ("prompt", "response"):
         limit = settings.given(f"{_ROLLOUT}.{name}_length")
         if limit is not None:
@@ -154,7 +154,7 @@ def _lengths(settings: _Settings) -> None:
 
 
 def _generation_rounds(settings: _Settings) -> None:
-    """k rounds of g prompts that keep fewer than P: a yield below P / (k g) over k g groups.
+    """Turn k rounds of g prompts that keep fewer than P into a yield: P / (k g) over k g groups.
 
     Where there are rounds they are counted themselves.
     """
@@ -173,7 +173,7 @@ def _generation_rounds(settings: _Settings) -> None:
 
 
 def _micro_batches(settings: _Settings) -> None:
-    """Rows over all ranks, verl's old keys, into rows per rank."""
+    """Turn rows over all ranks, verl's old keys, into rows per rank."""
     ranks = int(settings.number("trainer.nnodes") * settings.number("trainer.n_gpus_per_node"))
     for key in (
         f"{_ACTOR}.ppo_micro_batch_size",
@@ -185,7 +185,7 @@ def _micro_batches(settings: _Settings) -> None:
 
 
 def _replicas(settings: _Settings) -> None:
-    """Devices for rollouts over devices per replica."""
+    """Turn devices for rollouts into replicas: devices over devices per replica."""
     machines = settings.given(f"{_ROLLOUT}.nnodes")
     if not isinstance(machines, int) or machines == 0:
         return
@@ -228,7 +228,7 @@ def _asynchrony(settings: _Settings) -> None:
 
 
 def _schedule(settings: _Settings) -> None:
-    """Megatron's names of the learning-rate schedule."""
+    """Translate Megatron's names of the learning-rate schedule."""
     for prefix in (f"{_ACTOR}.optim", "critic.optim"):
         style = settings.given(f"{prefix}.lr_decay_style")
         if style is not None:
@@ -260,7 +260,7 @@ def _group_scale(settings: _Settings) -> None:
 
 
 def _adpo(settings: _Settings) -> None:
-    """Its estimator and its loss go together; either one asks for both."""
+    """Set both the estimator and the loss of ADPO where one of them asks for it."""
     pair = ("algorithm.adv_estimator", f"{_ACTOR}.policy_loss.loss_mode")
     if "adpo" in map(settings.given, pair):
         for key in pair:
@@ -268,7 +268,7 @@ def _adpo(settings: _Settings) -> None:
 
 
 def _correction(settings: _Settings) -> None:
-    """Samples of older policies are corrected for, by what the loss reads (`correction_rules`).
+    """Correct for samples of older policies by what the loss reads.
 
     A null that was written is kept: it is refused, so that nobody loses the correction unawares.
     """

@@ -35,7 +35,7 @@ class FoundKey:
 
 
 def find_key(path: KeyPath) -> FoundKey | None:
-    """The key at `path` in sluice's spelling; `None` for sections and unknown keys."""
+    """Return the key at `path` in sluice's spelling; `None` for sections and unknown keys."""
     entry = catalogue().get(".".join(path))
     if entry is not None:
         return FoundKey(entry, entry.annotation, entry.in_schema)
@@ -59,7 +59,7 @@ def _entry_above(path: KeyPath) -> Entry | None:
 
 @cache
 def is_section(path: KeyPath) -> bool:
-    """Whether keys stand below `path`, each looked at on its own."""
+    """Return whether keys stand below `path`, each checked for itself."""
     if section_type(annotation_at(path)) is not None:
         return True
     entry = catalogue().get(".".join(path))
@@ -77,12 +77,12 @@ def _inner_nodes() -> frozenset[str]:
 
 @cache
 def all_names() -> tuple[str, ...]:
-    """Every path that may be written: keys, sections, and other spellings of keys."""
+    """Return every path that may be written: keys, sections, and other spellings of keys."""
     return tuple(dict.fromkeys((*known_keys(), *catalogue(), *spellings())))
 
 
 def is_open(path: KeyPath) -> bool:
-    """Whether verl's schema is open there, so that its users must write ``+``."""
+    """Return whether verl's schema is open there, so that its users must write ``+``."""
     written = ".".join(path)
     return any(written.startswith(f"{section}.") for section in open_sections())
 
@@ -93,7 +93,7 @@ _REFERENCE = re.compile(r"^\$\{(?:oc\.select:)?([A-Za-z0-9_.]+)(?:,[^{}]*)?\}$")
 
 
 def canonical(path: KeyPath) -> KeyPath:
-    """The path in sluice's spelling; unknown paths come back as they are."""
+    """Return the path in sluice's spelling; an unknown path as it is."""
     for length in range(len(path), 0, -1):
         other = spellings().get(".".join(path[:length]))
         if other is not None:
@@ -102,13 +102,13 @@ def canonical(path: KeyPath) -> KeyPath:
 
 
 def full_form(path: KeyPath) -> KeyPath:
-    """The key that a section given as one value stands for; other paths as they are."""
+    """Return the key that a section given as one value stands for; other paths as they are."""
     short = short_forms().get(".".join(path))
     return tuple(short.split(".")) if short else path
 
 
 def canonical_leaves(value: object, spelled: KeyPath) -> Iterator[tuple[KeyPath, KeyPath, object]]:
-    """Every value in nested mappings as (path, path as written, value).
+    """Yield every value in nested mappings as (path, path as written, value).
 
     Mappings are entered only where the path is a section: a free-form key keeps its mapping.
     Hydra's class markers and values left open with ``???`` are passed over, and so are sections
@@ -127,13 +127,13 @@ def canonical_leaves(value: object, spelled: KeyPath) -> Iterator[tuple[KeyPath,
 
 
 def refers_to(value: object, path: KeyPath) -> bool:
-    """Whether `value` is one reference to the key at `path` in some spelling."""
+    """Return whether `value` is one reference to the key at `path` in some spelling."""
     reference = _REFERENCE.match(value) if isinstance(value, str) else None
     return reference is not None and canonical(tuple(reference[1].split("."))) == path
 
 
 def other_spellings(key: str) -> tuple[str, ...]:
-    """The other dotted paths under which the key in sluice's spelling is accepted."""
+    """Return the other dotted paths under which the key in sluice's spelling is accepted."""
     found = []
     for other, prefix in spellings().items():
         if f"{key}.".startswith(f"{prefix}."):
@@ -149,7 +149,7 @@ MAX_SUGGESTIONS = 3
 
 
 def nearest_keys(path: KeyPath) -> tuple[str, ...]:
-    """Up to three known keys that were probably meant, likeliest first.
+    """Return up to three known keys that were probably meant, likeliest first.
 
     A path that only lacks its first parts (`rollout.n`) is taken at its word; then a path with one
     part misspelt; then names beside it, the same name elsewhere, and paths that look alike.
@@ -170,12 +170,12 @@ def nearest_keys(path: KeyPath) -> tuple[str, ...]:
 
 
 def _same_branch(keys: list[str], path: KeyPath) -> list[str]:
-    """The keys that share the first part of `path`, if any does."""
+    """Return the keys that share the first part of `path`, if any does."""
     return [key for key in keys if key.startswith(f"{path[0]}.")] or keys
 
 
 def _repaired(path: KeyPath) -> tuple[str, ...]:
-    """The path with its first wrong part replaced by names beside it, if the rest then fits."""
+    """Return the path with names in place of its first wrong part, if the rest then fits."""
     wrong = _first_wrong(path)
     parents, rest = path[:wrong], path[wrong + 1 :]
     beside = keys_below(parents)
@@ -185,14 +185,14 @@ def _repaired(path: KeyPath) -> tuple[str, ...]:
 
 
 def _closest(word: str, names: list[str]) -> list[str]:
-    """The names most like `word`, without those that are clearly less alike than the best."""
+    """Return the names most like `word`, without those that are clearly less alike."""
     near = difflib.get_close_matches(word, names, cutoff=0.7)
     likeness = [difflib.SequenceMatcher(None, name, word).ratio() for name in near]
     return [name for name, ratio in zip(near, likeness, strict=True) if ratio > likeness[0] - 0.1]
 
 
 def is_known(path: KeyPath) -> bool:
-    """Whether `path`, in any spelling, is a key or a section."""
+    """Return whether `path`, in any spelling, is a key or a section."""
     proper = canonical(path)
     return is_section(proper) or is_section(path) or find_key(proper) is not None
 
@@ -202,7 +202,7 @@ def _first_wrong(path: KeyPath) -> int:
 
 
 def keys_below(parents: KeyPath) -> list[str]:
-    """The names directly below a section, those of other spellings included."""
+    """Return the names directly below a section, those of other spellings included."""
     prefix = "".join(f"{name}." for name in parents)
     below = (key[len(prefix) :] for key in all_names() if key.startswith(prefix))
     return list(dict.fromkeys(key.partition(".")[0] for key in below))

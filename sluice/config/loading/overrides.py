@@ -40,7 +40,7 @@ class OverrideText:
 
 
 def expand_overrides(items: Sequence[str]) -> list[OverrideText]:
-    """The overrides in `items` in order, each file replaced by its lines.
+    """Return the overrides in `items` in order, each file replaced by its lines.
 
     An item is a file if it starts with ``@``, or if it holds no ``=`` and names a file.
 
@@ -60,7 +60,7 @@ def _expand(item: str) -> Iterator[OverrideText]:
 
 
 def is_override_file(path: Path) -> bool:
-    """Whether the file, which need not exist, holds overrides rather than YAML.
+    """Return whether the file, which need not exist, holds overrides rather than YAML.
 
     So it is if its name starts with ``@`` or ends in .overrides, or if it is not called .yaml or
     .yml and its first line that is no comment is an override.
@@ -75,7 +75,7 @@ def is_override_file(path: Path) -> bool:
 
 
 def read_override_file(path: Path) -> list[OverrideText]:
-    """The overrides in a file.
+    """Return the overrides in a file.
 
     Blank lines and comments are passed over: a ``#`` at the start of a line or after a space, not
     within quotes. A backslash at the end of a line has no meaning, and quotes around a whole line
@@ -159,7 +159,7 @@ class Override:
 
 
 def parse_override(text: str, source: str = "") -> Override:
-    """Parses one override.
+    """Parse one override.
 
     Raises:
         ConfigError: not of one of the four forms, or the value is no YAML.
@@ -185,7 +185,7 @@ def parse_override(text: str, source: str = "") -> Override:
 def apply_overrides(
     tree: SettingsTree, overrides: Sequence[OverrideText], defaults: Mapping[str, object]
 ) -> None:
-    """Applies the overrides to `tree` in order; of two for one key the later wins.
+    """Apply the overrides to `tree` in order; the later of two for one key wins.
 
     `defaults` are the schema's values, which count as present: ``+`` refuses a key that has a
     value already unless it is null, the new value is a mapping or list (Hydra's rule), or verl

@@ -27,7 +27,7 @@ class SettingsTree:
     spelled: dict[KeyPath, KeyPath] = field(default_factory=dict)
 
     def set(self, path: KeyPath, value: object, spelled: KeyPath) -> None:
-        """Sets the value at `path`, over any former one."""
+        """Set the value at `path`, over any former one."""
         node = self.values
         for key in path[:-1]:
             inner = node.get(key)
@@ -39,7 +39,7 @@ class SettingsTree:
         self.spelled[path] = spelled
 
     def remove(self, path: KeyPath) -> None:
-        """Takes the value, or the section, at `path` away if it is there."""
+        """Remove the value, or the section, at `path` if it is there."""
         node: object = self.values
         for key in path[:-1]:
             node = node.get(key) if isinstance(node, dict) else None
@@ -47,18 +47,18 @@ class SettingsTree:
             node.pop(path[-1], None)
 
     def get(self, key: str) -> object:
-        """The value at the dotted path; `UNSET` if it was not set."""
+        """Return the value at the dotted path; `UNSET` if it was not set."""
         return value_at(self.values, key.split("."), UNSET)
 
     def written(self, path: KeyPath) -> str:
-        """The spelling by which the key at `path`, or one above it, was set."""
+        """Return the spelling by which the key at `path`, or one above it, was set."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.spelled:
                 return ".".join((*self.spelled[path[:length]], *path[length:]))
         return ".".join(path)
 
     def leaves(self) -> Iterator[tuple[KeyPath, object]]:
-        """Every value that was set, with its path."""
+        """Yield every value that was set, with its path."""
         yield from _leaves(self.values, ())
 
     def by_key(self) -> dict[str, object]:
@@ -76,7 +76,7 @@ def _leaves(values: Mapping[str, object], prefix: KeyPath) -> Iterator[tuple[Key
 
 
 def tree_of(document: Mapping[str, object], source: str) -> SettingsTree:
-    """The settings of one YAML document.
+    """Return the settings of one YAML document.
 
     Where verl has two keys for what is one key here, one of them may refer to the other; that
     reference is passed over.

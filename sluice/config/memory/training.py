@@ -106,7 +106,7 @@ class TrainingMemory:
 
 
 def training_memory(shape: ModelShape, layout: TrainingLayout) -> TrainingMemory:
-    """Estimates the memory of the device that holds most.
+    """Estimate the memory of the device that holds most.
 
     Offloads move whole phases (verl): a component is back on the device for the update, so they
     lower `log_prob` and `idle`, not `update`; only `streamed_offload` and `optimizer_host_share`
@@ -143,7 +143,7 @@ def training_memory(shape: ModelShape, layout: TrainingLayout) -> TrainingMemory
 
 
 def _model_state(shape: ModelShape, layout: TrainingLayout) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer on one device."""
+    """Return the bytes of parameters, gradients and optimizer on one device."""
     if layout.backend == "megatron":
         dense, experts = megatron_parameters(shape, layout)
         # bf16 parameters, fp32 gradients; master copy and two moments in fp32, sharded over the
@@ -159,7 +159,7 @@ def _model_state(shape: ModelShape, layout: TrainingLayout) -> tuple[float, floa
 
 
 def megatron_parameters(shape: ModelShape, layout: TrainingLayout) -> tuple[float, float]:
-    """Dense and expert parameters of the fullest pipeline stage on one device.
+    """Return dense and expert parameters of the fullest pipeline stage on one device.
 
     Layers are cut evenly; the first and the last stage hold a vocabulary matrix each, and one
     stage alone holds both.
@@ -171,7 +171,7 @@ def megatron_parameters(shape: ModelShape, layout: TrainingLayout) -> tuple[floa
 
 
 def _gathered(shape: ModelShape, layout: TrainingLayout) -> float:
-    """Copies of parameters in the compute dtype while layers are at work."""
+    """Return the bytes of parameters that are gathered in the compute dtype."""
     if layout.backend == "megatron":
         return 0.0
     if layout.backend == "replicated":
@@ -188,7 +188,7 @@ def _gathered(shape: ModelShape, layout: TrainingLayout) -> float:
 
 
 def activation_values(shape: ModelShape) -> int:
-    """Values that one layer keeps per token for its backward pass, in elements of two bytes.
+    """Return the values that one layer keeps per token for its backward pass (2 bytes each).
 
     A norm that computes in float32, as Transformers' do, keeps a float32 copy of its input, the
     normalised values and its output: 4h for each of the two, and three times the heads' width more
@@ -210,7 +210,7 @@ def _layer_activations(shape: ModelShape, layout: TrainingLayout) -> float:
 
 
 def _activations(shape: ModelShape, layout: TrainingLayout) -> float:
-    """What all layers keep, and the layer at work.
+    """Return the bytes that all layers keep, and those of the layer at work.
 
     The first pipeline stage keeps as many micro-batches as there are stages (1F1B), so pipeline
     parallelism does not lower the sum (Korthikanti et al., section 4.2.3).

@@ -129,7 +129,7 @@ def _probes(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             key,
             probes,
-            ": one sample says nothing about the others",
+            ": one sample does not show whether the group is mixed",
             f"set it to {LEAST_SAMPLES} or more (4 of 16 is usual)",
         )
     if probes >= n:

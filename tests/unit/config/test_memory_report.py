@@ -99,7 +99,7 @@ def test_verls_layout_is_read_from_the_keys_of_megatron() -> None:
     assert layout.optimizer_host_share == 0.5
 
 
-def test_verl_checkpoints_unless_told_not_to() -> None:
+def test_verl_checkpoints_by_default() -> None:
     key = f"{MODEL}.enable_gradient_checkpointing"
     assert verl_training_layout(*read(f"~{key}")).gradient_checkpointing
     assert not verl_training_layout(*read(f"{key}=false")).gradient_checkpointing
@@ -164,7 +164,7 @@ def test_a_model_that_no_engine_can_hold_has_no_remedy_but_larger_devices() -> N
     assert "use larger devices" in one.text
 
 
-def test_what_our_own_trainer_needs_is_told_apart_from_verls_layout() -> None:
+def test_what_our_own_trainer_needs_is_another_rule_than_verls_layout() -> None:
     rules = {one.rule: one.severity for one in too_small(64.0)}
     assert rules == {"own-update-memory": Severity.ERROR}
 

@@ -99,7 +99,7 @@ def test_experts_are_cut_by_their_own_sizes() -> None:
     assert memory.optimizer == 12 * (dense / 2 + experts)
 
 
-def test_megatron_frees_gradient_buffers_only_when_told() -> None:
+def test_megatron_frees_gradient_buffers_only_on_request() -> None:
     kept = training_memory(SHAPE, MEGATRON)
     freed = training_memory(SHAPE, replace(MEGATRON, grad_offload=True))
     assert kept.idle - freed.idle == kept.gradients == freed.host
