@@ -1,4 +1,4 @@
-"""Convert verl's keys and values into sluice's. A key that the user set is left alone."""
+"""Convert verl's keys and values into sluice's. Keys that the user set keep their values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from sluice.algorithm.sampling.rules import StrategyName
 from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.run import value_at
 
-_ACTOR_KEY, _ROLLOUT_KEY = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_V1, _ENGINE = "trainer.v1", f"{_ROLLOUT}.checkpoint_engine"
+_FILTER, _CORRECTION = "algorithm.filter_groups", "algorithm.rollout_correction"
+_STALENESS = "sluice.asynchrony.max_staleness"
 _DTYPES = {
     "fp32": "float32",
     "float": "float32",
@@ -56,12 +59,12 @@ def _quantization(value: object) -> object:
 
 
 WORDS: dict[str, Callable[[object], object]] = {
-    f"{_ACTOR_KEY}.fsdp_config.model_dtype": _dtype,
-    f"{_ACTOR_KEY}.fsdp_config.dtype": _dtype,
+    f"{_ACTOR}.fsdp_config.model_dtype": _dtype,
+    f"{_ACTOR}.fsdp_config.dtype": _dtype,
     "critic.fsdp.model_dtype": _dtype,
     "critic.fsdp.dtype": _dtype,
-    f"{_ROLLOUT_KEY}.dtype": _dtype,
-    f"{_ROLLOUT_KEY}.quantization": _quantization,
+    f"{_ROLLOUT}.dtype": _dtype,
+    f"{_ROLLOUT}.quantization": _quantization,
     "reward.reward_manager.name": _manager,
     "trainer.logger": _loggers,
     "trainer.default_local_dir": _home,
@@ -74,7 +77,7 @@ WORDS: dict[str, Callable[[object], object]] = {
     "trainer.max_actor_ckpt_to_keep": _keep_all,
     "trainer.max_critic_ckpt_to_keep": _keep_all,
 }
-"""Keys whose values have other words in verl, with what turns them into ours."""
+"""Keys whose values have other words in verl, with the function that translates them."""
 
 NULL_IS_DEFAULT = ("algorithm.filter_groups.metric", "reward.custom_reward_function.name")
 """Keys whose null in verl asks for the default."""
@@ -99,21 +102,14 @@ def _symmetric_clip(tree: SettingsTree) -> None:
         path = ("actor_rollout_ref", "actor", bound)
         if tree.get(".".join(path)) is None:
             tree.remove(path)
-            symmetric = tree.get(f"{_ACTOR_KEY}.clip_ratio")
+            symmetric = tree.get(f"{_ACTOR}.clip_ratio")
             if symmetric is not UNSET:
                 tree.set(path, symmetric, path)
 
 
-_ACTOR = "actor_rollout_ref.actor"
-_ROLLOUT, _V1 = "actor_rollout_ref.rollout", "trainer.v1"
-_FILTER, _ENGINE = "algorithm.filter_groups", f"{_ROLLOUT}.checkpoint_engine"
-_CORRECTION = "algorithm.rollout_correction"
-_STALENESS = "sluice.asynchrony.max_staleness"
-
-
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What is set, with the schema's defaults below; every value has its key's type."""
+    """The keys that were set, above the schema's defaults; every value has its key's type."""
 
     tree: SettingsTree
     defaults: Mapping[str, object]
@@ -156,7 +152,7 @@ def _lengths(settings: _Settings) -> None:
 def _generation_rounds(settings: _Settings) -> None:
     """Turn k rounds of g prompts that keep fewer than P into a yield: P / (k g) over k g groups.
 
-    Where there are rounds they are counted themselves.
+    The strategy `rounds` counts its rounds and needs no yield.
     """
     rounds = settings.given(f"{_FILTER}.max_num_gen_batches")
     if not isinstance(rounds, int):
@@ -270,19 +266,20 @@ def _adpo(settings: _Settings) -> None:
 def _correction(settings: _Settings) -> None:
     """Correct for samples of older policies by what the loss reads.
 
-    A null that was written is kept: it is refused, so that nobody loses the correction unawares.
+    A null that the user wrote is kept and refused later, so that nobody loses the correction
+    unawares.
     """
-    weights, behaviour = f"{_CORRECTION}.rollout_is", f"{_ACTOR}.use_rollout_log_probs"
+    weights, behavior = f"{_CORRECTION}.rollout_is", f"{_ACTOR}.use_rollout_log_probs"
     loss = settings.given(f"{_ACTOR}.policy_loss.loss_mode")
     is_bypassed = settings.given(f"{_CORRECTION}.bypass_mode") is True or loss == "bypass_mode"
-    if not settings.number(_STALENESS) or settings.given(behaviour) is True:
+    if not settings.number(_STALENESS) or settings.given(behavior) is True:
         return
     if is_bypassed and settings.given(f"{_CORRECTION}.loss_type") != "reinforce":
-        return  # its ratio is to the behaviour policy
+        return  # its ratio is to the behavior policy
     if loss == "adpo":
         others = ("rollout_is", "rollout_is_batch_normalize", "rollout_rs")
         if not any(settings.given(f"{_CORRECTION}.{name}") for name in others):
-            settings.put(behaviour, True)
+            settings.put(behavior, True)
     else:
         settings.put(weights, "token")
 

@@ -1,6 +1,4 @@
-"""Find a key in the typed schema and the catalogue, by any accepted spelling, or suggest the
-nearest ones.
-"""
+"""Find a key of the catalogue by any accepted spelling, or suggest the nearest ones."""
 
 from __future__ import annotations
 
@@ -17,6 +15,10 @@ from sluice.config.problems import Problem
 from sluice.config.run import annotation_at, is_free_form, known_keys, section_type
 
 KeyPath = tuple[str, ...]
+MAX_SUGGESTIONS = 3
+_REFERENCE = re.compile(r"^\$\{(?:oc\.select:)?([A-Za-z0-9_.]+)(?:,[^{}]*)?\}$")
+MANDATORY = "???"
+HYDRA_MARKERS = ("_target_", "_partial_", "_recursive_", "_convert_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,6 @@ def is_open(path: KeyPath) -> bool:
     return any(written.startswith(f"{section}.") for section in open_sections())
 
 
-HYDRA_MARKERS = ("_target_", "_partial_", "_recursive_", "_convert_")
-MANDATORY = "???"
-_REFERENCE = re.compile(r"^\$\{(?:oc\.select:)?([A-Za-z0-9_.]+)(?:,[^{}]*)?\}$")
-
-
 def canonical(path: KeyPath) -> KeyPath:
     """Return the path in sluice's spelling; an unknown path as it is."""
     for length in range(len(path), 0, -1):
@@ -111,8 +108,8 @@ def canonical_leaves(value: object, spelled: KeyPath) -> Iterator[tuple[KeyPath,
     """Yield every value in nested mappings as (path, path as written, value).
 
     Mappings are entered only where the path is a section: a free-form key keeps its mapping.
-    Hydra's class markers and values left open with ``???`` are passed over, and so are sections
-    without content and nulls in another spelling, which verl's files give to keys that moved.
+    Hydra's class markers and values left open with ``???`` are skipped. So are sections without
+    content and nulls in another spelling, which verl's files give to keys that moved.
     """
     path = canonical(spelled)
     section = not spelled or is_section(path)
@@ -145,14 +142,11 @@ def other_spellings(key: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-MAX_SUGGESTIONS = 3
-
-
 def nearest_keys(path: KeyPath) -> tuple[str, ...]:
     """Return up to three known keys that were probably meant, likeliest first.
 
-    A path that only lacks its first parts (`rollout.n`) is taken at its word; then a path with one
-    part misspelt; then names beside it, the same name elsewhere, and paths that look alike.
+    A path that only lacks its first parts (`rollout.n`) comes first; then a path with one part
+    misspelt; then names beside it, the same name elsewhere, and paths that look alike.
     """
     wanted, leaf = ".".join(path), path[-1]
     known = all_names()

@@ -100,15 +100,12 @@ def _schema_part(settings: SettingsTree) -> dict[str, object]:
     return kept.values
 
 
-# Values by dotted key: of the typed configuration, and of keys that only verl has.
-#
-# The typed configuration does not keep keys that mean nothing to sluice (Megatron's sizes, say).
-# verl's rules and the estimate of memory need them all the same, so they are read from where the
-# user set them.
-
-
 class KeySettings:
-    """Looks keys up in the typed configuration, then among those the user set."""
+    """Values by dotted key, from the typed configuration, else as the user set them.
+
+    The typed configuration lacks keys that mean nothing to sluice, such as Megatron's sizes; verl's
+    rules and the memory estimate need them all the same.
+    """
 
     def __init__(self, config: RunConfig, as_set: Mapping[str, object] | None = None) -> None:
         self._typed: Mapping[str, object] = msgspec.to_builtins(config)

@@ -28,7 +28,18 @@ from sluice.errors import ConfigError
 YAML_SUFFIXES = (".yaml", ".yml")
 OVERRIDE_SUFFIX = ".overrides"
 _OVERRIDE = re.compile(r"^['\"]?[+~]*[A-Za-z_][A-Za-z0-9_.-]*=")
+_FORM = re.compile(r"^(?P<mode>\+\+|\+|~)?(?P<path>[^=+~]+)(?P<equals>=)?(?P<value>.*)$", re.DOTALL)
+_KEY = re.compile(r"^[A-Za-z_][A-Za-z0-9_-]*$")
 _SHELL_WORDS = ("python", "python3", "export", "set", "torchrun", "ray", "bash")
+
+
+class OverrideMode(StrEnum):
+    """What the sign before the key asks for."""
+
+    SET = ""
+    ADD = "+"
+    FORCE = "++"
+    REMOVE = "~"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +48,22 @@ class OverrideText:
 
     text: str
     source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """One parsed override; `path` as written, `value` of a removal `UNSET` unless one is given."""
+
+    text: str
+    mode: OverrideMode
+    path: KeyPath
+    value: object
+    source: str = ""
+
+    @property
+    def where(self) -> str:
+        """For errors: file and line, or nothing."""
+        return f" ({self.source})" if self.source else ""
 
 
 def expand_overrides(items: Sequence[str]) -> list[OverrideText]:
@@ -62,8 +89,8 @@ def _expand(item: str) -> Iterator[OverrideText]:
 def is_override_file(path: Path) -> bool:
     """Return whether the file, which need not exist, holds overrides rather than YAML.
 
-    So it is if its name starts with ``@`` or ends in .overrides, or if it is not called .yaml or
-    .yml and its first line that is no comment is an override.
+    Its name starts with ``@`` or ends in .overrides; or it is not called .yaml or .yml, and its
+    first line that is no comment is an override.
     """
     if str(path).startswith("@") or path.suffix == OVERRIDE_SUFFIX:
         return True
@@ -77,9 +104,9 @@ def is_override_file(path: Path) -> bool:
 def read_override_file(path: Path) -> list[OverrideText]:
     """Return the overrides in a file.
 
-    Blank lines and comments are passed over: a ``#`` at the start of a line or after a space, not
-    within quotes. A backslash at the end of a line has no meaning, and quotes around a whole line
-    or around a bracketed value, which a shell would take away, are taken away.
+    Blank lines and comments are skipped: a ``#`` at the start of a line or after a space, except
+    within quotes. A backslash at the end of a line has no meaning. Quotes around a whole line or
+    around a bracketed value are removed, as a shell would do.
 
     Raises:
         ConfigError: the file cannot be read, or a line belongs to a shell script.
@@ -127,35 +154,6 @@ def _unquoted(text: str) -> str:
 
 def _is_quoted(text: str) -> bool:
     return len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]
-
-
-_FORM = re.compile(r"^(?P<mode>\+\+|\+|~)?(?P<path>[^=+~]+)(?P<equals>=)?(?P<value>.*)$", re.DOTALL)
-_KEY = re.compile(r"^[A-Za-z_][A-Za-z0-9_-]*$")
-
-
-class OverrideMode(StrEnum):
-    """What the sign before the key asks for."""
-
-    SET = ""
-    ADD = "+"
-    FORCE = "++"
-    REMOVE = "~"
-
-
-@dataclass(frozen=True, slots=True)
-class Override:
-    """One parsed override; `path` as written, `value` of a removal `UNSET` unless one is given."""
-
-    text: str
-    mode: OverrideMode
-    path: KeyPath
-    value: object
-    source: str = ""
-
-    @property
-    def where(self) -> str:
-        """For errors: file and line, or nothing."""
-        return f" ({self.source})" if self.source else ""
 
 
 def parse_override(text: str, source: str = "") -> Override:

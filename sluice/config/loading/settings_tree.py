@@ -16,7 +16,7 @@ from sluice.errors import ConfigError
 
 @dataclass(slots=True)
 class SettingsTree:
-    """What was set, with the words it was set by.
+    """The keys that were set, with their spelling as written.
 
     Attributes:
         values: nested mappings; only what was set.
@@ -78,11 +78,11 @@ def _leaves(values: Mapping[str, object], prefix: KeyPath) -> Iterator[tuple[Key
 def tree_of(document: Mapping[str, object], source: str) -> SettingsTree:
     """Return the settings of one YAML document.
 
-    Where verl has two keys for what is one key here, one of them may refer to the other; that
-    reference is passed over.
+    Where verl has two keys for one key of sluice, one of them may refer to the other; that
+    reference is skipped.
 
     Raises:
-        ConfigError: one key stands there in two spellings with two values.
+        ConfigError: one key has two spellings with two values.
     """
     tree = SettingsTree()
     for path, spelled, value in canonical_leaves(document, ()):

@@ -15,7 +15,7 @@ from sluice.errors import ConfigError
 
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
-# Underscores part thousands only, so that "1_5" stays the band of thresholds that it is.
+# Underscores separate thousands only: "1_5" is a band of thresholds, not 15.
 _WHOLE = r"(?:[0-9]+|[0-9]{1,3}(?:_[0-9]{3})+)"
 _INT = re.compile(rf"^(?:[-+]?{_WHOLE}|0x[0-9a-fA-F]+|0o[0-7]+)$")
 _FLOAT = re.compile(

@@ -1,4 +1,11 @@
-"""Memory of one trainer device, in bytes, for a layout over devices."""
+"""Memory of one trainer device, in bytes, for a layout over devices.
+
+Model state of mixed-precision Adam is 16 bytes a parameter (ZeRO, Rajbhandari et al. 2020,
+section 3.1). Activations follow the counting of Korthikanti et al. 2022 ("Reducing activation
+recomputation in large transformer models", sections 4 and 5) for gated MLPs, grouped-query
+attention and a fused attention kernel. Allocator waste and communication buffers are not counted:
+leave a tenth of the device free.
+"""
 
 from __future__ import annotations
 
@@ -63,14 +70,6 @@ class TrainingLayout:
         return max(self.world // cut[self.backend], 1)
 
 
-# Memory of one trainer device, in bytes.
-#
-# Model state of mixed-precision Adam is 16 bytes a parameter (ZeRO, Rajbhandari et al. 2020,
-# section 3.1). Activations follow the counting of Korthikanti et al. 2022 ("Reducing activation
-# recomputation in large transformer models", sections 4 and 5) for gated MLPs, grouped-query
-# attention and a fused attention kernel. Allocator waste and communication buffers are not in
-# it: leave a tenth of the device free.
-
 LOGIT_BYTES = 4 + 2 + 1
 """Per token and vocabulary entry: a float32 and a bfloat16 copy, and part of a temporary (verl)."""
 
@@ -80,7 +79,7 @@ class TrainingMemory:
     """Bytes on one device, by what they hold, and when.
 
     Args:
-        gathered: full-precision-of-compute copies of the layers at work.
+        gathered: copies of the layers at work, in the dtype of the passes.
         layer_activations: activations of one layer; what a forward pass without gradients holds.
         idle: what stays on the device between updates, while a colocated engine generates.
         log_prob: peak while logprobs are recomputed.

@@ -1,8 +1,9 @@
-"""The catalogue and the typed schema say the same, and every row is complete."""
+"""The catalogue and the typed schema agree, every row is complete, and its page is current."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,6 +15,8 @@ from sluice.config.loading.keys import canonical, find_key, is_section
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig, annotation_at, defaults, known_keys, section_type, value_at
 from sluice.config.schema.rollout import ENGINES
+from sluice.errors import ConfigError
+from tools import generate_config_docs
 
 LEAVES = [key for key in known_keys() if section_type(annotation_at(key.split("."))) is None]
 BESIDE = [entry for entry in catalogue().values() if not entry.in_schema]
@@ -79,3 +82,62 @@ def test_a_configuration_that_writes_out_every_default_is_the_default() -> None:
     keys = [key for key in all_keys() if not key.is_block]
     overrides = [f"++{key.path}={json.dumps(key.default)}" for key in keys]
     assert load_config(None, overrides) == RunConfig()
+
+
+REFUSED = [entry for entry in catalogue().values() if entry.status is KeyStatus.REFUSED]
+
+
+def message(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, list(overrides))
+    return str(raised.value)
+
+
+def another_value(entry: Entry) -> str:
+    """A value of the right type that is not the default."""
+    if isinstance(entry.default, bool):
+        return str(not entry.default)
+    if isinstance(entry.default, int | float):
+        return str(entry.default + 2)
+    return "2" if entry.annotation in (int | None, float | None) else "other"
+
+
+@pytest.mark.parametrize("entry", REFUSED, ids=lambda entry: entry.path)
+def test_a_refused_key_is_an_error_with_its_reason(entry: Entry) -> None:
+    found = message(f"++{entry.path}={another_value(entry)}")
+    assert f"{entry.path} = " in found
+    assert f"is refused: {entry.instead}" in found
+
+
+@pytest.mark.parametrize("entry", REFUSED, ids=lambda entry: entry.path)
+def test_a_refused_key_may_be_null(entry: Entry) -> None:
+    if entry.default is None:
+        load_config(None, [f"++{entry.path}=null"])
+
+
+@pytest.mark.parametrize("path", ["pkg://mine.scorer", "file:///mine/scorer.py"])
+def test_a_scorer_may_be_named_by_module_or_by_file(path: str) -> None:
+    config = load_config(None, [f"custom_reward_function.path={path}"])
+    assert config.reward.custom_reward_function.path == path
+
+
+def test_the_committed_page_is_current() -> None:
+    assert generate_config_docs.PAGE.read_text(encoding="utf-8") == generate_config_docs.page()
+
+
+def test_the_page_has_a_row_for_every_key_and_every_spelling() -> None:
+    page = generate_config_docs.page()
+    for name in [key.path for key in all_keys()] + list(spellings()):
+        assert f"| `{name}` |" in page, name
+
+
+def test_a_page_that_is_out_of_date_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale = tmp_path / "configuration.md"
+    monkeypatch.setattr(generate_config_docs, "PAGE", stale)
+    assert generate_config_docs.main(["--check"]) == 1
+    assert generate_config_docs.main([]) == 0
+    assert generate_config_docs.main(["--check"]) == 0
+    stale.write_text(stale.read_text(encoding="utf-8").replace("honoured", "ignored"))
+    assert generate_config_docs.main(["--check"]) == 1

@@ -1,4 +1,4 @@
-"""Launches as users of verl wrote them load unchanged."""
+"""Launches as users of verl wrote them load unchanged, and break no rule."""
 
 from __future__ import annotations
 
@@ -9,10 +9,19 @@ import pytest
 
 from sluice.config.catalogue.table import KeyStatus
 from sluice.config.explain import key_statuses, notices
-from sluice.config.loading.loader import load_config, read_settings, settings_of
+from sluice.config.loading.loader import (
+    KeySettings,
+    keys_as_set,
+    load_config,
+    read_settings,
+    settings_of,
+)
 from sluice.config.problems import Problem
+from sluice.config.rules.checks import all_problems
 from sluice.config.run import RunConfig
+from sluice.config.verl_run import verl_batch
 from sluice.errors import ConfigError
+from tests.support.published_shapes import PUBLISHED_SHAPES
 
 LAUNCHES = Path(__file__).resolve().parents[2] / "data" / "launches"
 FILES = sorted(LAUNCHES.glob("*.overrides"))
@@ -26,10 +35,6 @@ def load(name: str) -> RunConfig:
 def reported(name: str) -> dict[str, Problem]:
     settings = read_settings(LAUNCHES / f"{name}.overrides", [])
     return {one.key: one for one in notices(settings)}
-
-
-def test_all_seven_launches_are_there() -> None:
-    assert len(FILES) == 7
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
@@ -130,3 +135,31 @@ def test_what_tunes_another_engine_is_named(engine: str, is_named: bool) -> None
 def test_slips_of_the_guides_are_errors_that_name_what_was_meant(typo: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"unknown key; did you mean {meant}\?"):
         load_config(None, [typo])
+
+
+DATA_PARALLEL = {
+    "adpo-4x4090": 4,
+    "dapo-qwen3-235b-megatron": 4,
+    "dapo-qwen3-32b-fsdp2-npu": 16,
+    "dapo-qwen3-8b-dianjin-npu": 16,
+    "dapo-qwen3-vl-30b-fsdp2-npu": 16,
+    "grpo-8xa100": 8,
+    "grpo-qwen2.5-7b-megatron-kl": 2,
+}
+
+
+def test_every_launch_is_looked_at() -> None:
+    assert {file.stem for file in LAUNCHES.glob("*.overrides")} == set(DATA_PARALLEL)
+
+
+@pytest.mark.parametrize("name", DATA_PARALLEL)
+def test_a_published_launch_breaks_no_rule(name: str) -> None:
+    file = LAUNCHES / f"{name}.overrides"
+    config = load_config(file, [])
+    settings = KeySettings(config, keys_as_set(file, []))
+    model = config.actor_rollout_ref.model.path.rpartition("/")[2]
+    shape = PUBLISHED_SHAPES.get(model.removesuffix("-Instruct").replace("-VL", ""))
+    assert (shape is None) == (not model)
+    broken = all_problems(config, settings, shape=shape, files=False)
+    assert [one for one in broken if one.rule != "engine-replicas"] == []
+    assert verl_batch(config, settings).split.data_parallel == DATA_PARALLEL[name]
