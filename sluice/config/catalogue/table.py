@@ -47,6 +47,7 @@ _TYPES: dict[str, object] = {
     "null": None,
     "str": str,
 }
+_UNITS = {"_s": "seconds", "_ms": "milliseconds", "_kb": "KiB", "_mb": "MiB"}
 _NOT_TORCH = "vllm and sglang read it, torch does without"
 
 
@@ -252,7 +253,7 @@ def _entry(path: str, row: _Row, section: _Section | None = None) -> Entry:
         # A target that starts with a dot stands beside the key.
         targets=tuple(f"{path.rpartition('.')[0]}{t}" if t[0] == "." else t for t in row.sets),
         verl_default=row.verl or None,
-        unit=row.unit,
+        unit=row.unit or (_unit(path) if in_schema else ""),
         effect=_effect(row.effect, shared.engines),
         advice=row.advice,
         silent=silent if row.quiet is None else tuple(row.quiet),
@@ -261,6 +262,11 @@ def _entry(path: str, row: _Row, section: _Section | None = None) -> Entry:
         is_block=row.block,
         engines=tuple(shared.engines),
     )
+
+
+def _unit(path: str) -> str:
+    """Return the unit that the end of a key's name gives, as for `timeout_s`."""
+    return next((unit for end, unit in _UNITS.items() if path.endswith(end)), "")
 
 
 def _effect(effect: str, engines: list[str]) -> str:
