@@ -17,10 +17,10 @@ from sluice.cli.run.up import ShowLogs, start_run
 from sluice.config.loading.loader import load_config
 from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
+from sluice.dashboard.serving import write_report
 from sluice.errors import ConfigError
 from sluice.quickstart.prepare import QuickstartAssets, prepare
 from sluice.quickstart.settings import PrepareProgress
-from sluice.report.html_report import write_report
 from sluice.report.summary import summarize, write_summary
 
 MARKER = ".sluice-run"
@@ -186,7 +186,7 @@ def quickstart(
         run_dir, seconds_total=now_s - began_s, seconds_services=now_s - training_from_s
     )
     write_summary(summary, run_dir / "summary.json")
-    write_report(run_dir, summary, run_dir / "report.html")
+    write_report(run_dir, run_dir / "report.html")
     text = f"{summary.as_text()}\nreport: {run_dir / 'report.html'}"
     console.print(text, soft_wrap=True, markup=False, highlight=False)
 

@@ -214,7 +214,7 @@ function axes(xName, format) {
       incrs: WHOLE,
       values: (_, values) => values,
     },
-    { ...common, size: 54, space: 40, values: (_, values) => values.map(format) },
+    { ...common, size: 54, space: 28, values: (_, values) => values.map(format) },
   ];
 }
 
